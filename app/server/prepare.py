@@ -368,12 +368,7 @@ def measurement_subject(prepared: Prepared) -> CalibrationSubject:
     facts, settings, checkpoint, plan = prepared.facts, prepared.settings, prepared.checkpoint, prepared.plan
     names = [plan.precision.value, *_other_precisions(prepared)]
     plans = [plan_variant for name in names if (plan_variant := _plan_for_precision(prepared, name)) is not None]
-    copies = (
-        settings.int8_copy != "off"
-        and not plan.deterministic.value
-        and "int4" in names
-        and checkpoint.needs().generates
-    )
+    copies = settings.int8_copy != "off" and "int4" in names and checkpoint.needs().generates
     return CalibrationSubject(
         checkpoint.model_config if isinstance(checkpoint, Checkpoint) else checkpoint,
         tuple(plans),

@@ -30,7 +30,7 @@ from app.engine.calibration.perplexity import (
     measure_input_correlations,
     read_windows,
 )
-from app.engine.decoder.kv_cache import KV_DTYPES
+from app.engine.decoder.kv_cache import kv_dtype
 from app.hardware.probe.probe import probe
 from app.kernels.linear.layout import LAYOUTS
 from app.kernels.linear.linear import host_architecture
@@ -105,7 +105,7 @@ class Trial:
             if shown is not None:
                 pack_weights(self.checkpoint, plan, self.backend, lambda done, total: None, packs, shown)
             model = load_model(self.checkpoint, plan, self.backend, packs=packs)
-        reader = WindowScorer(model, self.checkpoint.decoder, KV_DTYPES[plan.kv_precision.value], self.backend)
+        reader = WindowScorer(model, self.checkpoint.decoder, kv_dtype(plan), self.backend)
         nats = sum(reader.score(window)[0] for window in self.windows)
         nbytes = loaded_weight_bytes(model) / self.checkpoint.needs().num_parameters
         return math.exp(nats / sum(len(window) - 1 for window in self.windows)), nbytes

@@ -33,7 +33,7 @@ from app.engine.calibration.perplexity import (
     WindowScorer,
     read_windows,
 )
-from app.engine.decoder.kv_cache import KV_DTYPES
+from app.engine.decoder.kv_cache import kv_dtype
 from app.errors import (
     NoRecipe,
     PlanImpossible,
@@ -159,7 +159,7 @@ def _read_all(
             if model is None or loaded != plan.precision.value:
                 model, loaded = _load(checkpoint, plan, backend), plan.precision.value
             scores[name].weight_bytes = loaded_weight_bytes(model)
-            reader = WindowScorer(model, checkpoint.decoder, KV_DTYPES[plan.kv_precision.value], backend)
+            reader = WindowScorer(model, checkpoint.decoder, kv_dtype(plan), backend)
             for window in windows:
                 scores[name].add_window(*reader.score(window))
                 advance(name)

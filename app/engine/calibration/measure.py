@@ -53,7 +53,7 @@ from app.engine.calibration.stages import (
     random_heads,
 )
 from app.engine.decoder.device_runner import DeviceDecoderRunner
-from app.engine.decoder.kv_cache import KV_DTYPES, KvShape
+from app.engine.decoder.kv_cache import KvShape, kv_dtype
 from app.engine.decoder.paged_kv_cache import PagedKvCache
 from app.engine.encoder.batching import EncodeState
 from app.engine.encoder.device_runner import DeviceEncoderRunner
@@ -145,7 +145,7 @@ class DeviceTrialStage:
     def __init__(self, backend: DeviceBackend, config: ModelConfig, plan: ServingPlan, shape: KvShape) -> None:
         self._backend, self._plan = backend, plan
         pages = shape.num_slots + _FULL_LENGTH_SLOTS * -(-shape.max_len // PAGE_TOKENS)
-        self._kv_cache = PagedKvCache(shape, KV_DTYPES[plan.kv_precision.value], pages, backend.device)
+        self._kv_cache = PagedKvCache(shape, kv_dtype(plan), pages, backend.device)
         self.bytes_per_token = self._kv_cache.bytes_per_token
 
     def runner(self, model: Decoder) -> RunBatch:

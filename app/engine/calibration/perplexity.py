@@ -25,9 +25,9 @@ from torch import (
 from app.backends.base import HostBackend
 from app.engine.decoder.cpu_runner import StepAttention
 from app.engine.decoder.kv_cache import (
-    KV_DTYPES,
     KvCache,
     KvShape,
+    kv_dtype,
 )
 from app.engine.scheduler.batch import ScheduledSpan
 from app.engine.scheduler.sequence import make_sequence
@@ -181,7 +181,7 @@ def measure_input_correlations(
     accumulators = {}
     for linear in (module for module in model.modules() if isinstance(module, Linear)):
         accumulators[linear.sources] = linear.form = InputCorrelations(linear.form, linear.in_features)
-    reader = WindowScorer(model, checkpoint.decoder, KV_DTYPES[plan.kv_precision.value], backend)
+    reader = WindowScorer(model, checkpoint.decoder, kv_dtype(plan), backend)
     for done, window in enumerate(windows):
         for _, logits in reader.targets_and_logits(window):
             openness = (1 - logits.softmax(-1).square_().sum(-1)).clamp_min(0).sqrt()

@@ -22,9 +22,9 @@ from app.engine.decoder.cpu_runner import (
     DecoderReplay,
 )
 from app.engine.decoder.kv_cache import (
-    KV_DTYPES,
     KvCache,
     KvShape,
+    kv_dtype,
 )
 from app.engine.sampling.sampler import Sampler
 from app.engine.scheduler.batch import Batch
@@ -137,7 +137,7 @@ class CpuTrialStage:
 
     def __init__(self, backend: HostBackend, config: ModelConfig, plan: ServingPlan, shape: KvShape) -> None:
         self._backend, self._config, self._plan = backend, config, plan
-        self._kv_cache = KvCache(shape, KV_DTYPES[plan.kv_precision.value])
+        self._kv_cache = KvCache(shape, kv_dtype(plan))
         self.bytes_per_token = self._kv_cache.bytes_per_token
 
     def runner(self, model: Decoder) -> RunBatch:

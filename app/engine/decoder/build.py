@@ -30,9 +30,9 @@ from app.engine.decoder.engine import (
     DecoderRunner,
 )
 from app.engine.decoder.kv_cache import (
-    KV_DTYPES,
     KvCache,
     KvShape,
+    kv_dtype,
 )
 from app.engine.sampling.sampler import Sampler
 from app.engine.scheduler.batch import (
@@ -90,7 +90,7 @@ def build_decoder_engine(
     model, backend = load_on_device(request, select_host_backend)
     assert isinstance(model, Decoder), "a decoder's checkpoint"
     request.report("reserving KV memory")
-    kv_cache = KvCache(kv_shape(config, plan), KV_DTYPES[plan.kv_precision.value])
+    kv_cache = KvCache(kv_shape(config, plan), kv_dtype(plan))
     replay = DecoderReplay(model, request.eager_reason)
     runner = CpuDecoderRunner(
         replay, kv_cache, backend, Sampler(config.vocab_size), deterministic_query_limit(config, plan)
@@ -205,7 +205,7 @@ def allocate_kv_pages(model: Decoder, plan: ServingPlan, backend: DeviceBackend)
     """
     from app.engine.decoder.paged_kv_cache import PagedKvCache
 
-    shape, dtype = kv_shape(model.config, plan), KV_DTYPES[plan.kv_precision.value]
+    shape, dtype = kv_shape(model.config, plan), kv_dtype(plan)
     page_bytes = PAGE_TOKENS * shape.num_layers * token_bytes(shape.num_kv_heads, shape.head_dim, dtype)
     num_pages = plan.kv_cache_bytes.value // page_bytes - 1
     if num_pages < 1:

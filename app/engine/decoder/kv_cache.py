@@ -26,6 +26,7 @@ from app.engine.scheduler.batch import (
 )
 from app.errors import PlanImpossible
 from app.hardware.plan.memory_budget import KV_PRECISIONS
+from app.hardware.plan.plan import ServingPlan
 from app.kernels.attention.attention import KvSegment
 from app.kernels.attention.layout import (
     token_bytes,
@@ -41,6 +42,11 @@ _NO_RESERVE = 0x4000 if sys.platform == "linux" else 0
 _RELEASE_ADVICE = mmap.MADV_DONTNEED if sys.platform == "linux" else getattr(mmap, "MADV_FREE", mmap.MADV_DONTNEED)
 
 KV_DTYPES: Mapping[str, torch.dtype] = {name: getattr(torch, dtype) for name, (dtype, _) in KV_PRECISIONS.items()}
+
+
+def kv_dtype(plan: ServingPlan) -> torch.dtype:
+    """Return the dtype of keys and values in memory."""
+    return KV_DTYPES[plan.kv_precision.value]
 
 
 @dataclass(frozen=True, slots=True)
