@@ -13,7 +13,8 @@ WIDTH = 120
 MAX_TERMS = 40
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = sorted(
-    [*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md"), ROOT / "k8s" / "README.md"], key=lambda path: str(path)
+    [*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md"), *(ROOT / "k8s").glob("*.md"), *ROOT.glob("app/demo/*/*.md")],
+    key=str,
 )
 # Written by a command: recorded output may be wider.
 GENERATED = {"docs/proofs.md", "docs/settings.md"}
