@@ -1,8 +1,9 @@
-# Two images (`cpu`, and `cuda` with torch's CUDA build), two architectures. Everything is put together on the machine that builds, for the one that it is built for; only the
-# distribution's packages are unpacked under emulation. What goes in is pinned file by file: requirements/image-*.txt.
+# Two images (`cpu`, and `cuda` with torch's CUDA build), two architectures. The build machine assembles everything for
+# the target architecture; only the distribution's packages are unpacked in emulation. requirements/image-*.txt pin
+# every file.
 ARG BASE=debian:bookworm-slim
 
-# torch's CPU build: of its own index, or of a folder: --build-context wheels=DIR --build-arg TORCH_INDEX=
+# torch's CPU build comes from its own index or from a folder: --build-context wheels=DIR --build-arg TORCH_INDEX=
 FROM scratch AS wheels
 
 # checkov:skip=CKV_DOCKER_7:BASE has its tag in its default above
@@ -17,7 +18,7 @@ RUN apt-get update -q \
     && python3 -m venv /venv
 WORKDIR /src
 COPY requirements requirements
-# What builds our wheel: pinned, never in the image.
+# Build tools of our wheel: pinned, and not part of the image.
 RUN grep -hE '^(scikit-build-core|pathspec|packaging|wheel)=' requirements/runtime.txt requirements/dev.txt > /tmp/build.txt \
     && /venv/bin/pip install -q --no-cache-dir -r /tmp/build.txt -r requirements/cmake.txt
 ARG TARGETARCH
@@ -35,19 +36,20 @@ RUN --mount=type=bind,from=wheels,target=/wheels \
     && grep -vE '^torch==' "requirements/image-$KIND$TARGETARCH.txt" > /tmp/others.txt \
     && /venv/bin/pip "${into[@]}" -r /tmp/others.txt \
     && /venv/bin/pip "${into[@]}" --find-links=/wheels ${TORCH_INDEX:+--extra-index-url="$TORCH_INDEX"} -r /tmp/torch.txt \
-    # Of torch: its own tests, headers and programs, but for the one that it looks for when it is imported.
+    # Parts of torch that serving does not need: tests, headers and programs, except the one that torch looks for at
+    # import.
     && rm -rf /site/torch/test /site/torch/include /site/torch/share /site/bin \
     && find /site/torch/bin -type f ! -name torch_shm_manager -delete \
-    # Of CUDA's own wheels: what only a compiler of CUDA programs reads.
+    # Parts of CUDA's wheels that only a CUDA compiler reads.
     && { [ ! -d /site/nvidia ] || find /site/nvidia \( -name '*.a' -o -name include \) -prune -exec rm -rf {} +; } \
     && find /site/sympy /site/networkx /site/numpy /site/mpmath -type d -name tests -prune -exec rm -rf {} +
-# What the wheel is made of, by name: .dockerignore lets nothing else in, and a change elsewhere makes nothing anew.
+# The sources of the wheel by name: .dockerignore excludes everything else, so other changes do not rebuild it.
 COPY LICENSE README.md pyproject.toml ./
 COPY cmake cmake
 COPY tools/wheels.py tools/
 COPY app app
-# A wheel holds files as they are installed. Bytecode is made now: it is the same on every architecture, and
-# the image is read-only. (Some packages carry templates that are no Python.)
+# A wheel holds files as they are installed. Bytecode is compiled now, because the image is read-only. It is the same
+# on every architecture. (Some packages contain templates that are not valid Python.)
 RUN PATH="/venv/bin:$PATH" python -m tools.wheels "$([ "$TARGETARCH" = arm64 ] && echo aarch64 || echo x86_64)" \
     && python3 -m zipfile -e dist/*.whl /site \
     && { python3 -m compileall -q -j 0 --invalidation-mode unchecked-hash -s /site -p /opt/armature /site >/dev/null || true; } \
@@ -81,9 +83,9 @@ LABEL org.opencontainers.image.title="Armature" \
       org.opencontainers.image.version="${VERSION}" \
       org.opencontainers.image.revision="${REVISION}"
 
-# The same on torch's CUDA build (KIND=cuda-), for hosts with NVIDIA's container toolkit, which brings the driver's own files. Without a
-# GPU it serves on the processor. Triton compiles our kernels where they run, once for each cache folder: it wants a C compiler for that,
-# and Python's headers.
+# The same with torch's CUDA build (KIND=cuda-), for hosts with NVIDIA's container toolkit, which provides the driver's
+# files. Without a GPU it serves on the CPU. Triton compiles our kernels at run time, once for each cache folder, and
+# needs a C compiler and Python's headers for that.
 FROM cpu AS cuda
 USER 0:0
 # hadolint ignore=DL3008

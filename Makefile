@@ -1,19 +1,19 @@
-# Two commands first: `make serve` answers a request, `make test` checks a change. Works with GNU make 3.81 (macOS) and newer.
+# The two main commands: `make serve` serves a model, `make test` checks a change. Works with GNU make 3.81 (macOS) and newer.
 #   MODEL=DIR make serve     serves that checkpoint instead of the embedded demo
-#   ARGS="--port 9000"       goes to the command as it stands
+#   ARGS="--port 9000"       is passed to the command
 
 VENV ?= .venv
 BIN := $(VENV)/bin
 PINS := requirements/runtime.txt requirements/bench.txt requirements/dev.txt requirements/cmake.txt pyproject.toml tools/install.py
 CSRC := $(wildcard app/kernels/csrc/* app/kernels/csrc/levels/*)
-# With the virtual environment's cmake and ninja, where the machine has none.
+# Uses the virtual environment's cmake and ninja if the machine has none.
 CMAKE = PATH="$(abspath $(BIN)):$$PATH"; export PATH; command -v ninja >/dev/null && export CMAKE_GENERATOR=Ninja; cmake
 CONFIGURE = $(CMAKE) -S app/kernels/csrc -B build/native -DARMATURE_INPLACE=ON >build/native/configure.log 2>&1
 MODEL_FLAG = $(if $(MODEL),--model "$(MODEL)")
 # One test process per core, at most 8: each loads torch. JOBS=0 runs the tests in pytest's own process.
 JOBS ?= auto
 PYTEST = $(BIN)/python -m pytest -n $(JOBS) --maxprocesses 8 --dist worksteal
-# The first interpreter that torch has wheels for; PYTHON=... chooses another.
+# The first interpreter for which torch has wheels; PYTHON=... chooses another.
 FIND_PYTHON = for python in $(or $(PYTHON),python3 python3.13 python3.12 python3.11 python3.14); do \
 	"$$python" -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 14))' >/dev/null 2>&1 && break; python=; done; \
 	[ -n "$$python" ] || { echo "Armature needs Python 3.11 to 3.14 and finds none. Debian 12, Ubuntu 24.04 or newer: sudo apt install python3 python3-venv; Ubuntu 22.04: sudo apt install python3.11 python3.11-venv; macOS: brew install python@3.13"; exit 1; }
@@ -23,7 +23,7 @@ FIND_PYTHON = for python in $(or $(PYTHON),python3 python3.13 python3.12 python3
 .PHONY: help serve test test-all install venv native format lint types unit parity live sanitize cross arm64 bench trace report probe docs build wheels lock image \
 	checkers prove clean
 
-help: ## show this
+help: ## show this list
 	@grep -hE '^[a-z0-9-]+:.*## ' $(firstword $(MAKEFILE_LIST)) | sed -E 's/^([a-z0-9-]+):[^#]*## /\1|/' | awk -F'|' '{printf "  make %-9s %s\n", $$1, $$2}'
 
 $(VENV)/runtime.stamp: $(PINS)
@@ -35,7 +35,7 @@ $(VENV)/bench.stamp: $(PINS)
 $(VENV)/dev.stamp: $(PINS)
 	@$(FIND_PYTHON); "$$python" tools/install.py $(VENV) dev
 
-# The library in app/kernels, built again whenever the C sources change. Where there is no fitting compiler, cmake says so and goes on.
+# The library in app/kernels, rebuilt when the C sources change. Without a suitable compiler cmake says so and continues.
 build/native/made.stamp: $(CSRC) | $(VENV)/runtime.stamp
 	@mkdir -p build/native
 	@$(CONFIGURE) || { rm -rf build/native/CMake*; $(CONFIGURE); } || { cat build/native/configure.log; exit 1; }
@@ -45,7 +45,7 @@ build/native/made.stamp: $(CSRC) | $(VENV)/runtime.stamp
 serve: $(VENV)/runtime.stamp build/native/made.stamp ## serve the demo, or MODEL=DIR, on 127.0.0.1:8000
 	@exec $(BIN)/armature serve $(MODEL_FLAG) $(ARGS)
 
-probe: $(VENV)/runtime.stamp build/native/made.stamp ## what this machine is and what would be done with it
+probe: $(VENV)/runtime.stamp build/native/made.stamp ## show this machine and the plan for serving on it
 	@$(BIN)/armature probe $(MODEL_FLAG) $(ARGS)
 
 test: $(VENV)/dev.stamp build/native/made.stamp ## format, lint, types and the tests that a change needs
@@ -57,15 +57,15 @@ test: $(VENV)/dev.stamp build/native/made.stamp ## format, lint, types and the t
 test-all: $(VENV)/dev.stamp build/native/made.stamp ## the tests that `make test` leaves out (docs/testing.md)
 	$(PYTEST) -m full $(ARGS)
 
-install: $(VENV)/runtime.stamp ## make .venv with what serving needs
-venv: $(VENV)/dev.stamp ## make .venv with what developing needs
-native: build/native/made.stamp ## compile the C sources again, if they have changed
+install: $(VENV)/runtime.stamp ## create .venv with the packages for serving
+venv: $(VENV)/dev.stamp ## create .venv with the packages for development
+native: build/native/made.stamp ## compile the C sources if they have changed
 
 format: $(VENV)/dev.stamp ## rewrite the code in the project's format
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
-lint: $(VENV)/dev.stamp ## format and lint, changing nothing
+lint: $(VENV)/dev.stamp ## check format and lint without changing files
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 
@@ -75,53 +75,53 @@ types: $(VENV)/dev.stamp ## mypy --strict on app/
 unit: $(VENV)/dev.stamp build/native/made.stamp ## the quick tests
 	$(PYTEST) tests/unit tests/api -m "not full" $(ARGS)
 
-parity: $(VENV)/dev.stamp build/native/made.stamp ## fast equals slow: our models against their reference, and their kin
+parity: $(VENV)/dev.stamp build/native/made.stamp ## the tests that compare our models and kernels with their references
 	$(PYTEST) tests/parity $(ARGS)
 
-live: $(VENV)/dev.stamp build/native/made.stamp ## a real server: streaming, disconnects, drain, overload, the README's commands
+live: $(VENV)/dev.stamp build/native/made.stamp ## the tests with a real server: streaming, disconnects, drain, overload, the README's commands
 	$(PYTEST) tests/live tests/test_readme.py $(ARGS)
 
-sanitize: $(VENV)/runtime.stamp ## the C kernels' own test, under the address and undefined behaviour sanitizers
+sanitize: $(VENV)/runtime.stamp ## the C kernels' test with the address and undefined behaviour sanitizers
 	@$(CMAKE) -S app/kernels/csrc -B build/sanitize -DARMATURE_SANITIZE=ON >/dev/null && cmake --build build/sanitize --target driver
 	build/sanitize/driver $(ARGS)
 
-cross: ## the native library for 64-bit Arm, built here: build/aarch64/libarmature.so
+cross: ## cross-compile the native library for 64-bit Arm: build/aarch64/libarmature.so
 	@PATH="$(abspath $(BIN)):$$PATH" tools/cross.sh
 
 arm64: ## the parity tests on an emulated 64-bit Arm processor (Debian or Ubuntu, root, 2 GB)
 	tools/arm64.sh $(ARGS)
 
-bench: $(VENV)/dev.stamp build/native/made.stamp ## speed of the engine against this machine's ceilings, for the demo or MODEL=DIR
+bench: $(VENV)/dev.stamp build/native/made.stamp ## measure the engine against this machine's ceilings, for the demo or MODEL=DIR
 	$(BIN)/armature bench engine $(MODEL_FLAG) $(ARGS)
 
 trace: $(VENV)/runtime.stamp build/native/made.stamp ## print the files of app/ that one streamed request passes through
 	@$(BIN)/python -m tools.trace_request $(ARGS)
 
-report: $(VENV)/bench.stamp ## tables, plots and a page of result files: ARGS="a.json b.json --report DIR"
+report: $(VENV)/bench.stamp ## tables, plots and a page from result files: ARGS="a.json b.json --report DIR"
 	@$(BIN)/armature bench compare $(ARGS)
 
-docs: $(VENV)/dev.stamp ## write the docs that are generated
+docs: $(VENV)/dev.stamp ## write the generated docs
 	$(BIN)/python -m tools.settings_table
 
-build: $(VENV)/dev.stamp ## a wheel for this very machine in dist/
+build: $(VENV)/dev.stamp ## build a wheel for this machine in dist/
 	$(BIN)/python -m pip wheel --no-deps --no-build-isolation -w dist .
 
-wheels: $(VENV)/dev.stamp ## manylinux wheels in dist/: this machine's, and 64-bit Arm's where it can be built
+wheels: $(VENV)/dev.stamp ## build manylinux wheels in dist/, for this machine and, if possible, 64-bit Arm
 	$(BIN)/python -m tools.wheels
 
-lock: $(VENV)/dev.stamp ## write the image's hashed locks out of requirements/runtime.txt
+lock: $(VENV)/dev.stamp ## write the images' hashed locks from requirements/runtime.txt
 	@$(BIN)/python -m tools.lock
 
-image: ## the image for this machine, into the local Docker daemon: armature:dev
+image: ## build the image for this machine into the local Docker daemon: armature:dev
 	docker buildx bake cpu-here --load
 
-checkers: ## get what checks the Dockerfile, the manifests, the rules and the dashboards in `make test`
+checkers: ## install the programs that check the Dockerfile, manifests, rules and dashboards in the tests
 	@tools/checkers.sh
 
-prove: $(VENV)/dev.stamp ## images of both architectures, built, run hardened and under quotas; a report in docs/ (Docker, half an hour)
+prove: $(VENV)/dev.stamp ## build the images of both architectures, test them, write docs/proofs.md (Docker, half an hour)
 	@$(BIN)/python -m tools.prove $(ARGS)
 
-clean: ## remove what was made, .venv too
+clean: ## remove everything that was built, including .venv
 	rm -rf $(VENV) build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
 	rm -f app/kernels/libarmature.*
 	find app tests tools -name __pycache__ -type d -prune -exec rm -rf {} +

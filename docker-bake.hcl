@@ -1,17 +1,17 @@
 // docker buildx bake            both architectures as one manifest
 // docker buildx bake cpu-here   this machine's alone, into the local daemon
-// docker buildx bake cuda       the same with torch's CUDA build, for hosts with an NVIDIA GPU (3 GB to pull; docs/hardware.md)
-// docker buildx bake check      format, lint, types and tests beside what the image has; leaves nothing behind
-// docker buildx bake release    both, under all tags of a version, with what is needed to check where it came from (docs/releasing.md)
+// docker buildx bake cuda       both with torch's CUDA build, for hosts with an NVIDIA GPU (3 GB; docs/hardware.md)
+// docker buildx bake check      format, lint, types and tests with the image's packages; leaves nothing behind
+// docker buildx bake release    both, under all tags of a version, with provenance attestations (docs/releasing.md)
 
 variable "REGISTRY" { default = "" }
 variable "VERSION" { default = "dev" }
 variable "REVISION" { default = "unknown" }
-// RFC 3339, of the commit: the same commit has the same labels whenever it is built.
+// RFC 3339, the time of the commit, so that the same commit always has the same labels.
 variable "CREATED" { default = "1970-01-01T00:00:00Z" }
-// Where the sources are, for the label by which registries show them.
+// The address of the sources, for the label that registries show.
 variable "SOURCE" { default = "" }
-// A folder with torch's CPU wheel, where its own index cannot be reached.
+// A folder with torch's CPU wheel, for machines that cannot reach torch's own index.
 variable "WHEELS" { default = "" }
 
 group "default" { targets = ["cpu"] }
@@ -33,7 +33,7 @@ target "cuda" {
   inherits = ["cpu"]
   target   = "cuda"
   tags     = ["${REGISTRY}armature:${VERSION}-cuda"]
-  // PyPI has that build: torch's own index is not asked.
+  // PyPI has the CUDA build, so torch's own index is not needed.
   args     = { KIND = "cuda-", TORCH_INDEX = "" }
   labels   = { "org.opencontainers.image.title" = "Armature for NVIDIA GPUs" }
 }
@@ -44,7 +44,7 @@ target "check" {
   output     = ["type=cacheonly"]
 }
 
-// A version that is not the last word (0.2.0rc1) has its own tag alone.
+// A pre-release (0.2.0rc1) only gets its own tag.
 target "release" {
   inherits = ["cpu"]
   tags = concat(["${REGISTRY}armature:${VERSION}"], length(regexall("^[0-9]+[.][0-9]+[.][0-9]+$", VERSION)) == 0 ? [] : [

@@ -1,4 +1,5 @@
-# Builds for 64-bit Arm Linux on another machine. Debian, Ubuntu: apt install gcc-aarch64-linux-gnu libc6-dev-arm64-cross
+# Toolchain for 64-bit Arm Linux on another machine. Debian, Ubuntu: apt install gcc-aarch64-linux-gnu
+# libc6-dev-arm64-cross
 set(CMAKE_SYSTEM_NAME Linux)
 set(CMAKE_SYSTEM_PROCESSOR aarch64)
 set(CMAKE_C_COMPILER aarch64-linux-gnu-gcc)

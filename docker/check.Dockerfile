@@ -1,5 +1,5 @@
-# What `make test` and `make test-all` run, with the packages that the image has, as the image's user and without a network: `docker buildx bake check`.
-# Nothing of it is kept but the answer. `image` is the target cpu-here (docker-bake.hcl).
+# Runs `make test` and `make test-all` with the packages of the image, as the image's user and without a network:
+# `docker buildx bake check`. Only the exit status is kept. `image` is the target cpu-here (docker-bake.hcl).
 # checkov:skip=CKV_DOCKER_7:image is a target of docker-bake.hcl, built beside this one
 # checkov:skip=CKV_DOCKER_2:nothing is ever run from this
 # hadolint ignore=DL3006
@@ -14,9 +14,10 @@ RUN apt-get update -q \
 USER 10001:10001
 WORKDIR /src
 COPY --chown=10001:10001 requirements requirements
-# What serves lies on PYTHONPATH, where pip finds it at the very versions that are asked for: only what tests need beside it comes here.
+# The image's packages are on PYTHONPATH, where pip finds them in the required versions. Only the tests' packages are
+# installed here.
 RUN python3 -m venv /venv && /venv/bin/pip install -q --no-cache-dir -r requirements/dev.txt -r requirements/cmake.txt
 COPY --chown=10001:10001 . .
-# make is told that the environment stands: of the packages, those that ship are tested.
+# Tell make that the environment is complete, so that the packages of the image are tested.
 RUN --network=none touch /venv/runtime.stamp /venv/bench.stamp /venv/dev.stamp && make test VENV=/venv \
     && make test-all VENV=/venv

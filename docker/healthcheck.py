@@ -1,6 +1,7 @@
-"""What the image's HEALTHCHECK asks: is the worker thread alive? Standard library only, so that it costs some milliseconds.
+"""The image's HEALTHCHECK: succeeds while the worker thread is alive.
 
-It knows the port from the environment alone: give a container `ARMATURE_PORT`, not `--port`.
+It uses only the standard library and takes some milliseconds. It reads the port from the environment, so set
+`ARMATURE_PORT` for a container instead of `--port`.
 """
 
 import os
@@ -8,7 +9,7 @@ import sys
 from http.client import HTTPConnection, HTTPException
 
 asked = os.environ.get("ARMATURE_PORT", "")
-port = int(asked) if asked.isdecimal() else 8000  # tcp://… is of a Service of our name; the server ignores it too
+port = int(asked) if asked.isdecimal() else 8000  # a Service named armature sets tcp://…, which the server also ignores
 connection = HTTPConnection("127.0.0.1", port, timeout=5)
 try:
     connection.request("GET", "/healthz")

@@ -1,11 +1,12 @@
 #!/usr/bin/env bash
-# Runs tests on an emulated 64-bit Arm processor: it proves instructions and numbers, never speed. Debian or Ubuntu on x86-64.
+# Runs tests on an emulated 64-bit Arm processor. It checks instructions and numbers, not speed. Needs Debian or Ubuntu
+# on x86-64.
 #   tools/arm64.sh                       the parity tests, as a Neoverse V1 (SVE 256 bits, bf16, i8mm)
 #   CPU=neoverse-n1 tools/arm64.sh ...   as an older one (dotprod only); other arguments go to pytest
-#   tools/arm64.sh driver                the native library's own test in C, also as a Cortex-A53, which torch does not run on (NEON only)
-# The first run makes what it needs in .arm64 (or ARM64_DIR), about 1.3 GB: an emulator, Debian's Python for arm64, and this
-# project's pinned packages. Nothing is emulated while that installs. Outside that folder, apt installs mmdebstrap and a cross compiler, which
-# makes the native library in build/aarch64.
+#   tools/arm64.sh driver                the native library's test in C, also as a Cortex-A53 (NEON only), which torch does not support
+# The first run installs an emulator, Debian's Python for arm64 and the pinned packages in .arm64 (or ARM64_DIR), about
+# 1.3 GB. Nothing is emulated during the installation. Outside that folder, apt installs mmdebstrap and a cross
+# compiler, which builds the native library in build/aarch64.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
@@ -33,18 +34,18 @@ main() {
   make_packages
   [ $# -gt 0 ] || set -- "${DEFAULT_TESTS[@]}"
   say "${CPU:-neoverse-v1} runs pytest $*"
-  # No cache folder and no bytecode: both would be shared with the x86 runs of the same checkout.
+  # No cache folder and no bytecode: the x86 runs of the same checkout would share them.
   exec env OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}" ARMATURE_NATIVE_LIBRARY="$PWD/build/aarch64/libarmature.so" \
     PYTHONHOME="$dir/root/usr" PYTHONPATH="$dir/site" PYTHONDONTWRITEBYTECODE=1 \
     "$dir/qemu-aarch64" -cpu "${CPU:-neoverse-v1}" -L "$dir/root" "$dir/root/usr/bin/python$PYTHON" -m pytest -p no:cacheprovider "$@"
 }
 
 debian_mirror() {
-  # Where this machine gets Debian from, or what DEBIAN_MIRROR says: Ubuntu has no address of Debian's.
+  # The Debian mirror of this machine, or DEBIAN_MIRROR: Ubuntu has no address of a Debian mirror.
   local found
   found=$(grep -rhoE 'https?://[^ ]+/debian/?( |$)' /etc/apt/sources.list /etc/apt/sources.list.d 2>/dev/null | head -n 1 | tr -d ' ' || true)
   found=${DEBIAN_MIRROR:-$found}
-  [ -n "$found" ] || die "no mirror of Debian is known here: DEBIAN_MIRROR=http://... names one"
+  [ -n "$found" ] || die "no Debian mirror found: set DEBIAN_MIRROR=http://..."
   printf '%s' "$found" | sed 's:/*$::'
 }
 
@@ -69,7 +70,7 @@ make_emulator() {
     fi
   done
   rm -rf "$work"
-  [ -x "$dir/qemu-aarch64" ] || die "found no emulator of version $QEMU_NEEDED or newer"
+  [ -x "$dir/qemu-aarch64" ] || die "no emulator of version $QEMU_NEEDED or newer in $SUITE-backports"
 }
 
 enough() {
@@ -79,7 +80,7 @@ enough() {
 }
 
 private_apt() {
-  # An apt that knows one suite and writes below $1 alone.
+  # An apt with one suite that writes only below $1.
   local keys=/usr/share/keyrings/debian-archive-keyring.gpg
   [ -f "$keys" ] || die "needs the package debian-archive-keyring"
   mkdir -p "$1"/{lists/partial,cache/archives/partial,parts}
@@ -118,7 +119,7 @@ make_root() {
   rm -rf "$dir/root"
   mmdebstrap --quiet --variant=extract --arch=arm64 --include="python$PYTHON,libpython$PYTHON-stdlib,libstdc++6,libgomp1" \
     "$SUITE" "$dir/root" "$mirror"
-  # Torch asks /sys for the processor's features; without it some of its products silently take slow reference paths.
+  # torch reads the processor's features from /sys; without it some of its products silently use slow reference code.
   for folder in sys proc; do
     rm -rf "${dir:?}/root/$folder" && ln -s "/$folder" "$dir/root/$folder"
   done
@@ -130,7 +131,7 @@ make_packages() {
   [ -f "$stamp" ] && [ "$(cat "$stamp")" = "$pins" ] && return
   say "installing the pinned packages and $TORCH for arm64"
   rm -rf "$dir/site"
-  # The pins name everything, so nothing needs resolving; what resolving would do here is ask for this machine's CUDA.
+  # The pins are complete, so pip must not resolve: it would add the CUDA packages of this machine's architecture.
   printf '%s\n' "$pins" >"$dir/pins.txt"
   local platforms=()
   for version in 2_28 2_27 2_24 2_17; do platforms+=(--platform "manylinux_${version}_aarch64"); done

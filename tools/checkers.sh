@@ -1,13 +1,15 @@
 #!/usr/bin/env bash
-# Makes build/checkers: the programs that tests/deploy holds the Dockerfile, the manifests, the rules and the dashboards against.
-# What cannot be had is named and left out, and the tests that need it say so and are skipped: this never fails.
+# Installs into build/checkers the programs with which tests/deploy checks the Dockerfile, the manifests, the rules and
+# the dashboards. This never fails: a tool that cannot be installed is named, and the tests that need it are skipped by
+# name.
 set -uo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.." || exit
 into=build/checkers
-# The custom resources' schemas: of Prometheus' operator, KEDA and the Gateway API. And Grafana's types, with what compares dashboards with them.
+# Schemas of custom resources (Prometheus operator, KEDA, Gateway API), and Grafana's types with a compiler that checks
+# dashboards.
 schemas=(@kubernetes-models/prometheus-operator@6.0.0 @kubernetes-models/keda@2.0.0 @kubernetes-models/gateway-api@2.0.0
   @grafana/schema@13.2.3 typescript@5.9.3)
-# The definitions of resources of which npm has no schemas, at raw.githubusercontent.com: inference gateways' and KServe's.
+# Definitions of resources without schemas on npm, from raw.githubusercontent.com: inference gateways and KServe.
 definitions=(kubernetes-sigs/gateway-api-inference-extension/v1.6.0/config/crd/bases/inference.networking.k8s.io_inferencepools.yaml
   kserve/kserve/v0.20.0/config/crd/full/serving.kserve.io_{clusterservingruntimes,inferenceservices}.yaml)
 
@@ -35,7 +37,7 @@ custom_resources() {
   echo "${definitions[*]}" >"$stamp"
 }
 
-# Debian's and Ubuntu's names of packages, for the programs that are not here.
+# Prints the Debian and Ubuntu packages of missing programs.
 absent() {
   local pair
   for pair in promtool:prometheus amtool:prometheus-alertmanager nginx:nginx-light; do
@@ -43,7 +45,7 @@ absent() {
   done
 }
 
-# Only continuous integration changes a machine unasked.
+# Only continuous integration installs system packages without asking.
 system_tools() {
   local packages
   mapfile -t packages < <(absent)
@@ -51,7 +53,7 @@ system_tools() {
   if [ "${CI:-}" = true ] && [ "$(id -u)" = 0 ] && command -v apt-get >/dev/null; then
     { apt-get update -q && apt-get install -y -q --no-install-recommends "${packages[@]}"; } >/dev/null || say "apt could not install ${packages[*]}"
   else
-    say "not here: ${packages[*]}. On Debian and Ubuntu: sudo apt install ${packages[*]}"
+    say "missing: ${packages[*]}. On Debian and Ubuntu: sudo apt install ${packages[*]}"
   fi
 }
 
@@ -60,10 +62,10 @@ python_tools || say "no hadolint, checkov, kubernetes-validate, check-jsonschema
 if command -v npm >/dev/null; then
   node_schemas || say "no schemas of custom resources and dashboards: npm could not install them"
 else
-  say "no schemas of custom resources and dashboards: there is no npm"
+  say "no schemas of custom resources and dashboards: npm is missing"
 fi
-custom_resources 2>/dev/null || say "no definitions of InferencePool, ClusterServingRuntime and InferenceService: curl could not get them"
+custom_resources 2>/dev/null || say "no definitions of InferencePool, ClusterServingRuntime and InferenceService: curl could not download them"
 system_tools
-command -v kubectl >/dev/null || command -v kustomize >/dev/null || say "no kubectl and no kustomize: manifests are not put together"
-[ "$missing" = 0 ] && echo "checkers: all here, in $into and on the path"
+command -v kubectl >/dev/null || command -v kustomize >/dev/null || say "neither kubectl nor kustomize: tests of the built manifests are skipped"
+[ "$missing" = 0 ] && echo "checkers: complete, in $into and on the PATH"
 exit 0

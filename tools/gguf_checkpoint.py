@@ -106,12 +106,10 @@ def check(config: ModelConfig) -> None:
     """Refuse a model with properties that this conversion does not write."""
     kinds = {rope and rope.kind for rope in config.ropes}
     if config.architecture != "LlamaForCausalLM" or config.qkv_bias or config.output_bias or config.mlp_bias:
-        raise SystemExit(
-            f"{config.architecture}, with biases or not a Llama, is not converted: only a Llama without them is"
-        )
+        raise SystemExit(f"{config.architecture} cannot be converted: only a Llama without biases can")
     if len(set(config.ropes)) != 1 or not kinds <= {"default", "llama3"}:
         raise SystemExit(
-            f"rotary embeddings of kind {', '.join(map(str, kinds))} are not converted: default and llama3 are"
+            f"rotary embeddings of kind {', '.join(map(str, kinds))} cannot be converted: only default and llama3 can"
         )
 
 
@@ -223,7 +221,7 @@ def quantise(whole: Path, file: Path, kind: str, *, pure: bool, threads: int) ->
     params.ftype, params.pure, params.nthread = TYPES[kind], pure, threads
     code = llama_cpp.llama_model_quantize(str(whole).encode(), str(file).encode(), params)
     if code != 0:
-        raise SystemExit(f"llama.cpp could not quantise {whole}: code {code}, its reason stands above")
+        raise SystemExit(f"llama.cpp could not quantize {whole}: code {code}; see its output above")
 
 
 if __name__ == "__main__":

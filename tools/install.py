@@ -99,8 +99,8 @@ def choose_torch(system: str, machine: str, gpu: bool, index_answers: Callable[[
     if index_answers():
         return TORCH, ["--extra-index-url", CPU_INDEX], f"no NVIDIA GPU here, and {CPU_INDEX} has the CPU build"
     if arm_linux:
-        return TORCH_ARM_LINUX, [], f"{CPU_INDEX} does not answer; this is PyPI's last CPU build for 64-bit Arm"
-    return TORCH, [], f"{CPU_INDEX} does not answer; pip takes what its own configuration offers"
+        return TORCH_ARM_LINUX, [], f"{CPU_INDEX} does not answer; this is the last CPU build for 64-bit Arm on PyPI"
+    return TORCH, [], f"{CPU_INDEX} does not answer; pip uses its own configuration"
 
 
 def build_tools() -> list[str]:
@@ -148,7 +148,7 @@ def pip(python: Path, *arguments: str) -> None:
     result = subprocess.run([str(python), "-m", "pip", *arguments], check=False)
     if result.returncode != 0:
         raise Refusal(
-            f"pip could not install ({' '.join(arguments[:1])} ended with {result.returncode}); its reason stands above."
+            f"pip could not install ({' '.join(arguments[:1])} ended with {result.returncode}); see its output above."
         )
 
 

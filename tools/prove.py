@@ -58,7 +58,7 @@ def main() -> int:
     arguments = _arguments()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     if shutil.which("docker") is None or docker("version", check=False).returncode != 0:
-        print("prove: no Docker daemon answers; DOCKER_HOST names it", file=sys.stderr)
+        print("prove: the Docker daemon does not answer; set DOCKER_HOST if it is not local", file=sys.stderr)
         return 2
     try:
         tag = arguments.image or bake()

@@ -35,7 +35,7 @@ def notes(tag: str, version: str, changelog: str) -> str:
         raise LookupError(f"CHANGELOG.md has no line `## [{version}] - YYYY-MM-DD`")
     section = re.split(r"^(?:## |\[[^]]+\]: )", changelog[heading.end() :], maxsplit=1, flags=re.MULTILINE)[0].strip()
     if not section:
-        raise LookupError(f"CHANGELOG.md says nothing of {version}")
+        raise LookupError(f"the section of {version} in CHANGELOG.md is empty")
     return section
 
 

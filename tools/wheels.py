@@ -40,18 +40,24 @@ class Unfit(Exception):
 def main() -> int:
     """Build one wheel for each architecture."""
     if platform.system() != "Linux":
-        print("wheels: manylinux wheels are made on Linux; `make build` makes one for this machine", file=sys.stderr)
+        print(
+            "wheels: manylinux wheels can only be built on Linux; `make build` builds one for this machine",
+            file=sys.stderr,
+        )
         return 1
     machine, named = platform.machine(), sys.argv[1:]
     if unknown := set(named) - {machine, "aarch64"}:
-        print(f"wheels: {machine} makes none for {', '.join(sorted(unknown))}", file=sys.stderr)
+        print(f"wheels: {machine} cannot build wheels for {', '.join(sorted(unknown))}", file=sys.stderr)
         return 1
     machines = named or [machine]
     if not named and machine != "aarch64":
         if shutil.which("aarch64-linux-gnu-gcc"):
             machines.append("aarch64")
         else:
-            print("wheels: none for aarch64 without gcc-aarch64-linux-gnu; `make cross` says more", file=sys.stderr)
+            print(
+                "wheels: gcc-aarch64-linux-gnu is missing, so no wheel for aarch64; `make cross` names the packages",
+                file=sys.stderr,
+            )
     try:
         for each in machines:
             print(build(each, cross=each != machine, folder=DIST))
@@ -108,7 +114,7 @@ def platform_tag(wheel: Path, machine: str, work: Path) -> str:
         raise Unfit(f"the native library needs {sorted(needed - MAY_NEED)}, which not every Linux has")
     newest = max(versions["GOMP"], default=(0,))
     if newest > TORCH_GOMP:
-        raise Unfit(f"the native library wants GOMP_{'.'.join(map(str, newest))}, newer than what torch brings")
+        raise Unfit(f"the native library needs GOMP_{'.'.join(map(str, newest))}, newer than torch's libgomp")
     glibc = max(versions["GLIBC"] | {OLDEST_GLIBC})
     return f"manylinux_{glibc[0]}_{glibc[1]}_{machine}"
 

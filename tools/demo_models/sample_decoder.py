@@ -60,10 +60,10 @@ def print_quality(checkpoint: Checkpoint, seed: int) -> None:
         for turn in turns
         for part in _stories_in(turn.text)
     }
-    print(f"\n{len(told)} stories told freely at temperature 0.8:")
+    print(f"\n{len(told)} stories without a prompt at temperature 0.8:")
     print(f"  follow a plot of the grammar word for word: {sum(follows(text) is not None for text in told)}")
     print(f"  and keep to hero, friend, thing and place: {sum(is_coherent(text) for text in told)}")
-    print(f"  stand in the training text as they are: {sum(text in known for text in told)}")
+    print(f"  are in the training text word for word: {sum(text in known for text in told)}")
     print_obedience(checkpoint, chance)
 
 

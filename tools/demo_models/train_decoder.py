@@ -125,7 +125,7 @@ def train(net: Llama, tokenizer: Tokenizer, seed: int, num_steps: int) -> None:
                         f"step {step + 1}: loss {recent:.4f}, {num_tokens:,} tokens, {num_tokens / seconds:.0f} a second"
                     )
     except KeyboardInterrupt:
-        print("stopped early; saving what there is")
+        print("stopped early; saving the current weights")
 
 
 def main() -> None:

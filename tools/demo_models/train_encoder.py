@@ -167,7 +167,7 @@ def train(net: Bert, lessons: list[Lesson], taught: Tensor, projection: Tensor, 
                     f"step {step + 1}: loss {recent:.4f}, {num_tokens:,} tokens, {per_second:.0f} a second", flush=True
                 )
     except KeyboardInterrupt:
-        print("stopped early; saving what there is")
+        print("stopped early; saving the current weights")
 
 
 def make(options: argparse.Namespace) -> None:
@@ -178,7 +178,7 @@ def make(options: argparse.Namespace) -> None:
     taught = vectors(teacher, teacher_tokenizer, texts)
     axes = main_axes(taught, Shape().hidden_size)
     print(
-        f"the {axes.shape[1]} axes kept of {axes.shape[0]} hold {(taught @ axes).square().sum() / len(taught):.4f} of the squares"
+        f"the {axes.shape[1]} axes of {axes.shape[0]} that are kept hold {(taught @ axes).square().sum() / len(taught):.4f} of the squares"
     )
     tokenizer = smaller_tokenizer(
         teacher_tokenizer, choose_tokens(teacher_tokenizer, texts, Shape().vocab_size), Shape().max_positions

@@ -93,7 +93,7 @@ def main() -> int:
     asked = parser.parse_args()
     if not asked.dry_run and not (probe().cuda or probe().mps):
         print(
-            "hardware: neither an NVIDIA GPU nor an Apple one is here; --dry-run shows what would be done.",
+            "hardware: this machine has no NVIDIA or Apple GPU; --dry-run tries the script without one.",
             file=sys.stderr,
         )
         return 2
@@ -102,7 +102,7 @@ def main() -> int:
         try:
             checked_and_measured(run, asked.dry_run)
         except KeyboardInterrupt:
-            print("hardware: stopped; what was found until then:", file=sys.stderr)
+            print("hardware: stopped; the results so far:", file=sys.stderr)
     rows = rows_of(run.results, run.why)
     table = markdown(about(run, asked.dry_run), rows)
     print(table)

@@ -121,5 +121,5 @@ def placed(document: str, table: str) -> str:
     before, found, rest = document.partition(BEGIN)
     _, end, after = rest.partition(END)
     if not found or not end:
-        raise ValueError(f"the document has no place for the table: {BEGIN} … {END}")
+        raise ValueError(f"the document has no markers for the table: {BEGIN} … {END}")
     return f"{before}{BEGIN}\n\n{table}\n\n{END}{after}"

@@ -185,7 +185,7 @@ def _report(abouts: dict[str, dict[str, Any]], rates: Rates, threads: int, compl
         print(f"{name}: {about['bytes_per_token'] / 1e6:.0f} MB of weights a token{held}; {about['about']}")
     for work, of_sides in ratios.items():
         for name, ratio in of_sides.items():
-            beside = "" if name == names[0] else f"  {names[0]} is {ratio:.2f} times as quick"
+            beside = "" if name == names[0] else f"  {names[0]} is {ratio:.2f} times as fast"
             unit = "texts/s" if " texts of " in work else "tok/s"
             print(f"{work:15} {name:24} {medians[work][name]:8.1f} {unit}{beside}")
     result = {"threads": threads, "complete": complete, "sides": abouts, "tokens_per_second": medians}

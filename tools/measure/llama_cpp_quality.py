@@ -147,7 +147,7 @@ def _perplexity(file: Path, windows: list[list[int]], threads: int) -> float:
     params.n_threads = params.n_threads_batch = threads
     context = api.llama_init_from_model(model, params)
     if not context:
-        raise SystemExit(f"llama.cpp cannot load {file}: its reason stands above")
+        raise SystemExit(f"llama.cpp cannot load {file}; see its output above")
     batch = api.llama_batch_init(params.n_batch, 0, 1)
     nats = sum(_nats(api, model, context, batch, window) for window in windows)
     api.llama_free(context)
@@ -166,7 +166,7 @@ def _nats(api: Any, model: Any, context: Any, batch: Any, window: list[int]) -> 
     batch.n_tokens = len(window) - 1
     code = api.llama_decode(context, batch)
     if code != 0:
-        raise SystemExit(f"llama_decode says {code}")
+        raise SystemExit(f"llama_decode returned {code}")
     size = api.llama_vocab_n_tokens(api.llama_model_get_vocab(model))
     logits = np.ctypeslib.as_array(api.llama_get_logits(context), (len(window) - 1, size)).astype(np.float64)
     top = logits.max(1)

@@ -119,8 +119,8 @@ def main() -> int:
     )  # so that servers, control groups and nginx end too
     with event_loop() as runner:
         capacities, rows = runner.run(_measured(arguments))
-    told = " and ".join(f"{capacity:.2f}" for capacity in capacities)
-    print(f"Quotas of {' and '.join(map(str, arguments.quotas))} cores; requests/s as told: {told}.\n\n{HEAD}")
+    reported = " and ".join(f"{capacity:.2f}" for capacity in capacities)
+    print(f"Quotas of {' and '.join(map(str, arguments.quotas))} cores; reported requests/s: {reported}.\n\n{HEAD}")
     print("\n".join(row.line() for row in rows))
     print(
         json.dumps(
@@ -170,7 +170,7 @@ async def _capacity(side: ServerSide, arguments: argparse.Namespace) -> float:
         told = requests_per_second(metrics, arguments.prompt_tokens, arguments.max_tokens)
         if told is None:
             reason = (await wire.get("/info")).json()["plan"]["calibrate"]["reason"]
-            raise SystemExit(f"{side.spec.name} tells no capacity: {reason}")
+            raise SystemExit(f"{side.spec.name} reports no capacity: {reason}")
         return told
 
 
@@ -189,7 +189,7 @@ async def _rows(
                 run = await _one(load, traffic, capacity, arguments.seconds)
                 answers = [later - earlier for later, earlier in zip(await _answers(sides), then, strict=True)]
             if not run.answered:
-                raise SystemExit(f"{name} at {load}: nothing was answered: {dict(run.messages)}")
+                raise SystemExit(f"{name} at {load}: no request was answered: {dict(run.messages)}")
             rows.append(Row.of(load, name, run, answers))
             report_progress(rows[-1].line())
     return rows
@@ -219,7 +219,7 @@ async def _one(load: Load, traffic: GenerateTraffic, capacity: float, seconds: f
                 )
     except TimeoutError:
         raise SystemExit(
-            f"{load}: requests have not ended {DRAIN_SECONDS:g} s after the last one came; ask for less"
+            f"{load}: requests are still open {DRAIN_SECONDS:g} s after the last arrival; use a lower load"
         ) from None
     return run
 

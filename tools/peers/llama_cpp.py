@@ -26,7 +26,7 @@ def load(model: Path, threads: int, options: dict[str, str]) -> Peer:
     api.llama_backend_init()
     loaded = api.llama_model_load_from_file(str(model).encode(), api.llama_model_default_params())
     if not loaded:
-        raise SystemExit(f"llama.cpp cannot load {model}: its reason stands above")
+        raise SystemExit(f"llama.cpp cannot load {model}; see its output above")
     n_batch, n_ubatch = int(options.get("n_batch", BATCH_TOKENS)), int(options.get("n_ubatch", BATCH_TOKENS))
 
     @cache
@@ -66,7 +66,7 @@ class Context:
     def __init__(self, model: api.llama_model_p, params: api.llama_context_params) -> None:
         self._context = api.llama_init_from_model(model, params)
         if not self._context:
-            raise SystemExit("llama.cpp cannot make a context: its reason stands above")
+            raise SystemExit("llama.cpp cannot create a context; see its output above")
         self._vocab_size = api.llama_vocab_n_tokens(api.llama_model_get_vocab(model))
         self._room = params.n_batch
         self._batch = api.llama_batch_init(self._room, 0, 1)
@@ -101,7 +101,7 @@ class Context:
         batch = self._batch
         code = api.llama_decode(self._context, batch)
         if code != 0:
-            raise SystemExit(f"llama_decode says {code}")
+            raise SystemExit(f"llama_decode returned {code}")
         for at in range(batch.n_tokens):
             if batch.logits[at]:
                 logits = api.llama_get_logits_ith(self._context, at)

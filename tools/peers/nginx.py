@@ -71,7 +71,7 @@ class Nginx:
         """Start nginx and wait until it answers on all ports. `text` returns the configuration for a folder."""
         program = shutil.which("nginx", path=PLACES)
         if program is None:
-            raise SystemExit("nginx is not here: Debian and Ubuntu have it as `nginx-light`")
+            raise SystemExit("nginx is not installed; on Debian and Ubuntu: sudo apt install nginx-light")
         self._folder = tempfile.TemporaryDirectory(prefix="armature-nginx-")
         folder = Path(self._folder.name)
         file, self._said = folder / "nginx.conf", folder / "said"

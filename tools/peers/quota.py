@@ -33,7 +33,7 @@ class Quota:
             else:
                 (folder / "cpu.max").write_text(f"{microseconds} {PERIOD_MICROSECONDS}")
         except OSError as error:
-            raise SystemExit(f"no control group with a quota can be made: {error}") from None
+            raise SystemExit(f"cannot create a control group with a quota: {error}") from None
         return cls(folder, version)
 
     @property

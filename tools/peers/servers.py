@@ -70,7 +70,7 @@ class ServerSpec:
         if not (name and equals and words):
             raise ValueError(f"{text!r} is not NAME=[VARIABLE=value ...] PROGRAM ARGUMENT...")
         if not any("{port}" in word for word in words):
-            raise ValueError(f"{name}: its command must say {{port}} where the port belongs")
+            raise ValueError(f"{name}: the command must contain {{port}}")
         return cls(name, tuple(words), variables)
 
 

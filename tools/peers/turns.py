@@ -111,7 +111,7 @@ def timed(steps: Iterable[Rows], wanted: int, whole: int, clock: Callable[[], fl
         if ended is None and any(len(row) >= whole for row in rows):
             ended, after = now, picked
     if began is None or ended is None or min(map(len, rows)) < whole:
-        raise SystemExit(f"of {whole} tokens a row came {min(map(len, rows), default=0)}: the side stopped early")
+        raise SystemExit(f"the side stopped early: a row has {min(map(len, rows), default=0)} of {whole} tokens")
     if wanted > 1 and after - before < wanted // 2 * len(rows):
         raise SystemExit(
             f"rows decoded together for {(after - before) / len(rows):.0f} tokens only: take more --tokens"

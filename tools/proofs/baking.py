@@ -24,7 +24,7 @@ def bake() -> str:
     command = ["docker", "buildx", "bake", *allowed, "cpu", "--load"]
     made = subprocess.run(command, cwd=ROOT, env=environment, stdout=sys.stderr, check=False, timeout=MINUTES * 60)
     if made.returncode != 0:
-        raise SystemExit(f"prove: docker buildx bake ended with {made.returncode}; its reason stands above")
+        raise SystemExit(f"prove: docker buildx bake ended with {made.returncode}; see the output above")
     return f"armature:{VERSION}"
 
 

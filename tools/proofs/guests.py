@@ -80,7 +80,7 @@ class Ours:
         lines = (line.split() for line in self.container.get("/metrics").splitlines())
         found = next((float(words[1]) for words in lines if words and words[0] == name), None)
         if found is None:
-            raise RuntimeError(f"{self.name} tells no {name}, and what is not told is not zero")
+            raise RuntimeError(f"{self.name} has no metric {name}, which must not be taken for zero")
         return found
 
 

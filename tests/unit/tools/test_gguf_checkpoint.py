@@ -76,7 +76,7 @@ def test_what_the_file_cannot_say_is_refused() -> None:
         try:
             gguf_checkpoint.check(ModelConfig.from_hf(refused))
         except SystemExit as refusal:
-            assert "not converted" in str(refusal)
+            assert "cannot be converted" in str(refusal)
         else:
             raise AssertionError(f"{refused} was converted")
     gguf_checkpoint.check(ModelConfig.from_hf(values))

@@ -71,7 +71,7 @@ def test_the_table_takes_its_place_and_leaves_the_rest() -> None:
     table = markdown(["today"], [Row("a", "s", 1.0, most=2.0)])
     assert table.splitlines()[-1] == "| a (s) | ≤ 2 | 1 |"
     assert placed(f"before {BEGIN} old {END} after", table) == f"before {BEGIN}\n\n{table}\n\n{END} after"
-    with pytest.raises(ValueError, match="no place for the table"):
+    with pytest.raises(ValueError, match="no markers for the table"):
         placed("nothing", table)
 
 

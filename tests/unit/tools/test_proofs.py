@@ -211,7 +211,7 @@ def test_throttling_that_is_not_told_is_not_taken_for_none() -> None:
         return Ours(Scraped(metrics), None)  # type: ignore[arg-type]
 
     assert ours(f"# HELP {THROTTLED} Time.\n{THROTTLED} 1.5\n").throttled_seconds() == 1.5
-    with pytest.raises(RuntimeError, match=f"ours tells no {THROTTLED}"):
+    with pytest.raises(RuntimeError, match=f"ours has no metric {THROTTLED}"):
         ours("process_cpu_seconds_total 3.0\n").throttled_seconds()
 
 

@@ -44,7 +44,7 @@ def test_links_at_the_end_are_no_notes() -> None:
         ("0.2.0", "0.2.0", "should be v0.2.0"),
         ("v0.3.0", "0.3.0", "no line"),
         ("v0.0.9", "0.0.9", "no line"),
-        ("v0.1.0", "0.1.0", "says nothing of 0.1.0"),
+        ("v0.1.0", "0.1.0", "the section of 0.1.0 in CHANGELOG.md is empty"),
     ],
 )
 def test_what_is_no_release_is_said(tag: str, version: str, said: str) -> None:

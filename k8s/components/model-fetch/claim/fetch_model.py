@@ -1,6 +1,6 @@
-"""Copies a checkpoint to where ARMATURE_MODEL says, before the server starts. Standard library only: the image has no more.
+"""Copies a checkpoint to ARMATURE_MODEL before the server starts. Uses only the standard library.
 
-Nobody ever sees half of it: it is copied under another name, and renamed when all of it is there and on the disk.
+It copies to another name and renames the copy when it is complete and on disk, so no server sees half of it.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ from typing import IO
 from urllib.request import urlopen
 
 PIECE_BYTES = 1 << 20
-TIMEOUT_SECONDS = 60  # of silence, not of the whole
-SUMS = "SHA256SUMS"  # where the source has such a file, every file that it names must be what it says
+TIMEOUT_SECONDS = 60  # without data, not for the whole download
+SUMS = "SHA256SUMS"  # if the source has this file, every file in it must have the listed checksum
 
 
 class Unfinished(Exception):
-    """A sentence on why there is no model."""
+    """The copy failed. The message is a sentence that says why."""
 
 
 class Counted:
-    """A download that knows how much of it has come: one that breaks off looks like one that ends."""
+    """A download that counts its bytes, since an interrupted one looks like a complete one."""
 
     def __init__(self, response: IO[bytes]) -> None:
         self._response = response
@@ -41,12 +41,15 @@ class Counted:
 
 
 def fetch(source: str, target: Path, owner: str) -> str:
-    """What was done, in words. `owner` is in the name under which it is copied, so that pods with one claim do not meet."""
+    """Copy the checkpoint and return what was done, as text.
+
+    `owner` is part of the temporary name, so that pods with the same claim do not collide.
+    """
     if target.exists():
         return f"{target} is there already"
     began = time.monotonic()
     staged = target.parent / f".{target.name}.{owner}.incomplete"
-    shutil.rmtree(staged, ignore_errors=True)  # of this pod's own attempt before
+    shutil.rmtree(staged, ignore_errors=True)  # from this pod's previous attempt
     try:
         staged.mkdir(parents=True)
         (download if source.startswith(("https://", "http://")) else copy)(source, staged)
@@ -65,20 +68,20 @@ def fetch(source: str, target: Path, owner: str) -> str:
 
 
 def copy(source: str, into: Path) -> None:
-    """A folder; links are followed, as hubs' caches are full of them."""
+    """Copy a folder. Links are followed, because the caches of model hubs use them."""
     if not Path(source).is_dir():
         raise Unfinished(f"MODEL_SOURCE {source} is no folder here: is the model in this image, or its volume mounted?")
     shutil.copytree(source, into, copy_function=shutil.copyfile, dirs_exist_ok=True)
 
 
 def download(url: str, into: Path) -> None:
-    """A tar file, unpacked as it comes, compressed or not."""
+    """Download a tar file, compressed or not, and unpack it while it is read."""
     with urlopen(url, timeout=TIMEOUT_SECONDS) as response:
         counted = Counted(response)
-        with tarfile.open(fileobj=counted, mode="r|*") as archive:  # type: ignore[call-overload]  # it reads, and no more is wanted
+        with tarfile.open(fileobj=counted, mode="r|*") as archive:  # type: ignore[call-overload]  # only `read` is needed
             for member in archive:
                 unpack(archive, member, into)
-        while counted.read(PIECE_BYTES):  # what pads the end
+        while counted.read(PIECE_BYTES):  # the padding at the end
             pass
         promised = response.headers.get("Content-Length")
     if promised is not None and counted.size != int(promised):
@@ -86,12 +89,12 @@ def download(url: str, into: Path) -> None:
 
 
 def unpack(archive: tarfile.TarFile, member: tarfile.TarInfo, into: Path) -> None:
-    """Plain files alone, and only below the folder: an archive is somebody else's."""
+    """Unpack one member: only plain files, and only below the folder, since an archive is not trusted."""
     path = PurePosixPath(member.name)
     if path.is_absolute() or ".." in path.parts or not (member.isfile() or member.isdir()):
         raise Unfinished(f"the archive holds {member.name!r}, which is no plain file below its folder")
     content = archive.extractfile(member)
-    if content is None:  # a folder: files make theirs
+    if content is None:  # a folder, which is created with its files
         return
     file = into / path
     file.parent.mkdir(parents=True, exist_ok=True)
@@ -100,7 +103,7 @@ def unpack(archive: tarfile.TarFile, member: tarfile.TarInfo, into: Path) -> Non
 
 
 def model_folder(staged: Path) -> Path:
-    """The folder itself, or the only one in it, as archives have it."""
+    """Return the folder itself, or the only folder in it, as in archives."""
     entries = list(staged.iterdir())
     if not entries:
         raise Unfinished("the source is empty")
@@ -122,7 +125,7 @@ def digest(file: Path) -> str:
 
 
 def sync(folder: Path) -> None:
-    """Else the name may reach the disk before what it names."""
+    """Write everything to disk: otherwise the new name may be on disk before the content."""
     for entry in (*folder.rglob("*"), folder):
         descriptor = os.open(entry, os.O_RDONLY)
         try:
@@ -132,7 +135,7 @@ def sync(folder: Path) -> None:
 
 
 def publish(found: Path, target: Path) -> bool:
-    """One rename; False where another pod has been quicker, which is as good."""
+    """Rename the copy. Returns False if another pod was faster, which is no error."""
     try:
         found.rename(target)
     except OSError as error:
@@ -158,6 +161,6 @@ def main(environ: Mapping[str, str]) -> int:
 
 
 if __name__ == "__main__":
-    # A container's first process is deaf to signals that it has no ear for; this way it also tidies up.
+    # The first process of a container ignores signals without a handler. This handler also removes the incomplete copy.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     sys.exit(main(os.environ))

@@ -182,7 +182,7 @@ def test_a_wheel_holds_one_library_and_says_where_it_runs(tmp_path: Path) -> Non
         (
             "int f(void) {\n#pragma omp parallel\n{}\nreturn 0; }",
             ["-fopenmp"],
-            "wants GOMP_4.0, newer than what torch brings",
+            "needs GOMP_4.0, newer than torch's libgomp",
         ),
     ],
 )

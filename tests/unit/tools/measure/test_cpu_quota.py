@@ -29,7 +29,7 @@ def test_a_quota_of_either_version(tmp_path: Path) -> None:
 
 
 def test_who_may_not_make_groups_is_told(tmp_path: Path) -> None:
-    with pytest.raises(SystemExit, match="no control group with a quota can be made"):
+    with pytest.raises(SystemExit, match="cannot create a control group with a quota"):
         Quota.make("a", 1.5, tmp_path / "absent")
 
 

@@ -94,7 +94,7 @@ def test_a_command_has_an_environment_and_a_port() -> None:
 
 @pytest.mark.parametrize("text", ["program --port {port}", "ours=program", "ours=A=1", "=program {port}"])
 def test_a_command_that_is_not_understood_is_refused(text: str) -> None:
-    with pytest.raises(ValueError, match=r"is not NAME|must say \{port\}"):
+    with pytest.raises(ValueError, match=r"is not NAME|must contain \{port\}"):
         ServerSpec.parse(text)
 
 
