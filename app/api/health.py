@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import time
-from dataclasses import asdict
-from typing import Any
 
 from starlette.requests import Request
 from starlette.responses import (
@@ -40,8 +38,7 @@ async def readyz(request: Request) -> Response:
 async def info(request: Request) -> Response:
     """Return the version, the stage, the runtime's information and the capacity; less is known while loading."""
     runtime = runtime_of(request)
-    snapshot = runtime.service.snapshot
-    capacity: dict[str, Any] = asdict(snapshot) | {"kv_usage_ratio": snapshot.kv_usage_ratio}
+    capacity = runtime.service.snapshot.to_json()
     return JSONResponse({"version": VERSION, "stage": runtime.service.stage, **runtime.info(), "capacity": capacity})
 
 

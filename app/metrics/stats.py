@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import (
+    asdict,
+    dataclass,
+)
 from typing import (
     Any,
     Final,
@@ -100,6 +103,10 @@ class StepStats:
         return steps.mixed(self.num_rows, self.prefill_tokens, self.context_tokens, behind)
 
 
+# Fields that were renamed, and their keys in `GET /info`, which are a contract.
+_INFO_KEYS = {"step_times": "tempo", "draft_tokens": "guesses", "tokens_per_step": "tokens_made"}
+
+
 @dataclass(frozen=True, slots=True)
 class EngineSnapshot:
     """The worker's state after a step, replaced as a whole, so that any thread reads one consistent value.
@@ -125,6 +132,11 @@ class EngineSnapshot:
     def kv_usage_ratio(self) -> float:
         """Used KV memory over its capacity, 0 to 1."""
         return self.kv_used_tokens / self.kv_capacity_tokens if self.kv_capacity_tokens else 0.0
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the `capacity` object of `GET /info`."""
+        fields = asdict(self, dict_factory=lambda items: {_INFO_KEYS.get(name, name): value for name, value in items})
+        return fields | {"kv_usage_ratio": self.kv_usage_ratio}
 
 
 class StepLog:

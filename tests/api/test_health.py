@@ -7,6 +7,7 @@ from typing import Any
 import httpx
 import pytest
 
+from app.hardware.step_times import StepTimes, StepTimeTable
 from app.metrics.stats import (
     EngineSnapshot,
     StepStats,
@@ -47,6 +48,24 @@ async def test_info_says_what_is_known(client: httpx.AsyncClient, service: Scrip
     assert told["plan"]["threads"]["reason"] == "because"
     assert told["capacity"]["kv_usage_ratio"] == 0.5
     assert told["version"]
+
+
+def test_the_keys_of_capacity_are_promised() -> None:
+    told = EngineSnapshot().to_json()
+    sequences = ["rows", "context_tokens", "prompts", "queue"]
+    kv = ["kv_used_tokens", "kv_capacity_tokens"]
+    assert list(told) == ["num_running", "num_waiting", *kv, "stepped_at", *sequences, "tempo", "kv_usage_ratio"]
+    assert told["tempo"] is None
+    tempo = EngineSnapshot(step_times=StepTimes(StepTimeTable(((1, 0.5),), ()), 64, draft_tokens=2.0)).to_json()[
+        "tempo"
+    ]
+    factors = ["decode_factor", "mixed_factor", "prefill_factor", "encode_factor"]
+    means = ["guesses", "tokens_made"]
+    assert list(tempo) == ["steps", "max_tokens", "target_seconds", *factors, *means, "oldest_first"]
+    seconds = ["context_token_seconds", "pair_seconds"]
+    points = ["logits_points", "encode_points"]
+    assert list(tempo["steps"]) == ["decode_points", "prefill_points", *seconds, *points]
+    assert (tempo["guesses"], tempo["tokens_made"]) == (2.0, 1.0)
 
 
 async def test_the_scrape_negotiates(client: httpx.AsyncClient) -> None:
