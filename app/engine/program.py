@@ -31,6 +31,7 @@ from app.engine.build import (
     prepare_device,
 )
 from app.engine.encoder.batching import BatchingDelay
+from app.engine.scheduler.policy import share_in_order
 from app.errors import (
     CheckpointInvalid,
     InvalidRequest,
@@ -231,15 +232,10 @@ class ProgramEngine:
 
     def _next_batch(self) -> list[RowShare]:
         """Take rows of the oldest request, then rows of other requests whose inputs have the same shapes."""
-        shapes, left = self._waiting[0].shapes, self._delay.target_tokens
-        shares = []
-        for request in self._waiting:
-            if not left:
-                break
-            if request.shapes == shapes:
-                shares.append(RowShare(request, min(left, request.rows - request.done)))
-                left -= shares[-1].rows
-        return shares
+        shapes = self._waiting[0].shapes
+        alike = (request for request in self._waiting if request.shapes == shapes)
+        shares = share_in_order(alike, self._delay.target_tokens, lambda request: request.rows - request.done)
+        return [RowShare(request, rows) for request, rows in shares]
 
     def _compute(self, shares: Sequence[RowShare]) -> dict[str, Tensor]:
         names = [spec.name for spec in self._signature.inputs]

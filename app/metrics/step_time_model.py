@@ -83,7 +83,7 @@ class StepTimeModel:
         self._model_window: deque[float] = deque(maxlen=WINDOW_STEPS)
         self._usual = _UsualTimes(table is not None)
         self._rows = _RowFactors()
-        self._line = _LearnedLine()
+        self._learned = _LearnedTimes()
 
     # ---- observe ---------------------------------------------------------------------------------------------------
 
@@ -99,7 +99,7 @@ class StepTimeModel:
         self.usual_seconds = self._usual.observe(key, step.seconds, expected)
         corrected = step.corrected_seconds
         if table is None:
-            self._line.observe(step)
+            self._learned.observe(step)
             if kind == "decode" and step.num_rows:
                 default = DEFAULT_STEP_TIMES.decode(step.num_rows, step.context_tokens)
                 self._rows.observe(step.num_rows, corrected / default)
@@ -144,10 +144,10 @@ class StepTimeModel:
         straight line. While the price of a prefill token is unknown, only the first few prefill tokens fit.
         """
         if self.table is None:
-            table = self._line.table()
+            table = self._learned.table()
             if table is None:
                 return None
-            most = max_tokens if self._line.token_seconds is not None else min(FIRST_PREFILL_TOKENS, max_tokens)
+            most = max_tokens if self._learned.token_seconds is not None else min(FIRST_PREFILL_TOKENS, max_tokens)
             return StepTimes(table, most, target_seconds, oldest_first=oldest_first)
         # A kind of step that was not seen yet gets the factor of the kind that is most like it.
         factors = self._factors
@@ -283,7 +283,7 @@ class _RowFactors:
         self._known = [rows for rows in self._known if rows in self._observed]
 
 
-class _LearnedLine:
+class _LearnedTimes:
     """Step times without a table: the time of decode steps, and `token_seconds` for each prefill token in addition.
 
     Its errors favor the streams.

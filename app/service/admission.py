@@ -1,21 +1,37 @@
 """Admission control: a limit on open requests and on their bytes, and a prediction of the time to first token.
 
-It reads the worker's last snapshot and the list of requests sent since then, and keeps three running means.
-`SchedulerSimulation` does the prediction.
+It reads the worker's last snapshot and the list of requests sent since then, and keeps three running means. The
+prediction simulates the steps until the first token on counts alone, with the engine's own rules and current step
+times.
 """
 
 from __future__ import annotations
 
+import sys
 import time
 from collections import deque
-from collections.abc import Callable
-
-from app.errors import Overloaded
-from app.metrics.stats import EngineSnapshot
-from app.service.wait_estimate import (
-    TypicalRequest,
-    first_token_seconds,
+from collections.abc import (
+    Callable,
+    Iterable,
+    Sequence,
 )
+from dataclasses import dataclass
+from itertools import chain
+from math import ceil
+from operator import attrgetter
+
+from app.engine.encoder.batching import (
+    TextCapacity,
+    share_step,
+    size_class,
+)
+from app.engine.scheduler.policy import (
+    admit_oldest,
+    share_in_order,
+)
+from app.errors import Overloaded
+from app.hardware.step_times import StepTimes
+from app.metrics.stats import EngineSnapshot
 
 # Prompt and completion length assumed before the first request has finished: vLLM's default output length in
 # benchmarks.
@@ -25,6 +41,8 @@ _GAIN = 0.1  # weight of a new request in the running means, which cover about t
 # block the event loop.
 _BURST = 16
 _MIN_RETRY_SECONDS, _MAX_RETRY_SECONDS = 1.0, 600.0
+_MAX_EVENTS = 60  # simulated events, each one step or many equal steps; beyond them the result is extrapolated
+_num_uncomputed, _num_tokens = attrgetter("num_uncomputed"), attrgetter("num_tokens")
 
 
 class Permit:
@@ -170,3 +188,255 @@ class Admission:
 
     def _uncached_tokens(self, num_prompt_tokens: int) -> int:
         return max(1, round(num_prompt_tokens * self._uncached_share))
+
+
+# ---- predicted wait ----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class TypicalRequest:
+    """Assumptions about requests: the tokens of a completion, and how many sequences may run."""
+
+    completion_tokens: float
+    max_running: int
+
+
+def first_token_seconds(
+    snapshot: EngineSnapshot, newcomers: list[tuple[float, int]], now: float, typical: TypicalRequest
+) -> float | None:
+    """Return the seconds from `now` until the last of `newcomers` has its first token, or its vectors.
+
+    Returns None if step times are unknown. Newcomers are requests that the snapshot does not include yet, as
+    (time sent, tokens). The current step began with the snapshot, or with the first newcomer if the worker was
+    idle, and takes in no other request.
+    """
+    if snapshot.step_times is None:
+        return None
+    simulation: SchedulerSimulation | TextQueueSimulation
+    if snapshot.step_times.steps.encode_points:
+        simulation = TextQueueSimulation(snapshot.step_times, snapshot.queue)
+    else:
+        simulation = SchedulerSimulation(snapshot.step_times, snapshot, typical)
+    step_started_at = snapshot.stepped_at
+    if simulation.is_idle:
+        step_started_at, tokens = newcomers[0]
+        simulation.join([tokens])
+        newcomers = newcomers[1:]
+        if not newcomers:
+            return max(simulation.seconds_until_last() - (now - step_started_at), 0.0)
+    step_ends_at = max(step_started_at + simulation.step(), now)  # an overdue step may end at any moment
+    simulation.join(tokens for _, tokens in newcomers)
+    return step_ends_at - now + simulation.seconds_until_last()
+
+
+@dataclass(slots=True)
+class SimulatedPrompt:
+    """A prompt in prefill: its tokens that are computed, and those that are not."""
+
+    num_computed: int
+    num_uncomputed: int
+
+
+class SchedulerSimulation:
+    """A dry run of the scheduler on counts: decoding rows, prompts in prefill and queued prompts.
+
+    The prefill budget, the order of prompts and admission are the scheduler's own rules. Steps that are alike are
+    counted at once.
+    """
+
+    def __init__(self, step_times: StepTimes, snapshot: EngineSnapshot, typical: TypicalRequest) -> None:
+        self._step_times, self._typical = step_times, typical
+        self._remaining = sorted(
+            _expected_remaining_tokens(made, most, typical.completion_tokens) for made, most in snapshot.rows
+        )  # tokens to generate, per row
+        self._context = snapshot.context_tokens
+        self._prompts = [SimulatedPrompt(computed, to_compute) for computed, to_compute in snapshot.prompts]
+        self._queue = deque(snapshot.queue)
+        self._uncomputed = sum(prompt.num_uncomputed for prompt in self._prompts) + sum(self._queue)
+        self._prefill_budgets: dict[tuple[int, int, int], int] = {}
+
+    @property
+    def is_idle(self) -> bool:
+        """True when there are no rows and no prompts."""
+        return not (self._remaining or self._prompts or self._queue)
+
+    def join(self, prompts: Iterable[int]) -> None:
+        """Append prompts, given as token counts, to the queue."""
+        joining = list(prompts)
+        self._queue.extend(joining)
+        self._uncomputed += sum(joining)
+
+    def step(self) -> float:
+        """Simulate one step and return its seconds."""
+        return self._step(jump=False)
+
+    def seconds_until_last(self) -> float:
+        """Return the seconds until the last queued prompt has its first token."""
+        seconds, before = 0.0, self._uncomputed
+        for _ in range(_MAX_EVENTS):
+            if not self._uncomputed:
+                return seconds
+            seconds += self._step(jump=True)
+        return seconds * before / max(before - self._uncomputed, 1)
+
+    def _step(self, jump: bool) -> float:
+        rows = len(self._remaining)
+        free_places = self._typical.max_running - rows - len(self._prompts)
+        shares: list[tuple[SimulatedPrompt, int]] = []
+        if self._prompts or (self._queue and free_places > 0):
+            budget = self._prefill_budget(rows, self._prompts[0].num_computed if self._prompts else 0)
+            admitted = admit_oldest(free_places, lambda: 1 if self._queue else 0, self._admit)
+            shares = list(share_in_order(chain(tuple(self._prompts), admitted), budget, _num_uncomputed))
+        if not shares:
+            repeats = ceil(self._remaining[0] / self._step_times.tokens_per_step) if jump and rows else 1
+            return self._decode(repeats, 0, 0)
+        oldest = shares[0][0]
+        repeats, depth = 1, oldest.num_computed
+        if jump and oldest.num_uncomputed > budget:  # the step is repeated until this prompt or a row ends
+            repeats = min([oldest.num_uncomputed // budget, *self._remaining[:1]])
+            depth += repeats * budget // 2
+        for prompt, each in shares:
+            prompt.num_computed += repeats * each
+            prompt.num_uncomputed -= repeats * each
+            self._uncomputed -= repeats * each
+        seconds = self._decode(repeats, sum(each for _, each in shares), depth)
+        self._start_decoding()
+        return seconds
+
+    def _admit(self) -> SimulatedPrompt:
+        self._prompts.append(SimulatedPrompt(0, self._queue.popleft()))
+        return self._prompts[-1]
+
+    def _prefill_budget(self, rows: int, computed: int) -> int:
+        """Return the prompt tokens that the prefill budget allows in a step.
+
+        Results are cached by the prompt's depth in units of 256 tokens.
+        """
+        num_prompts = len(self._prompts) + len(self._queue)
+        key = rows, computed >> 8, num_prompts // max(rows, 1)
+        if key not in self._prefill_budgets:
+            max_prefill_tokens = max(self._step_times.max_tokens - rows, 1)
+            self._prefill_budgets[key] = min(
+                self._step_times.prefill_tokens(rows, self._context, computed, num_prompts), max_prefill_tokens
+            )
+        return self._prefill_budgets[key]
+
+    def _decode(self, steps: int, tokens: int, computed: int) -> float:
+        """Simulate `steps` equal steps and return their seconds.
+
+        Each row advances by one token per step, or by `tokens_per_step` with speculation. Finished rows leave.
+        """
+        rows = len(self._remaining)
+        computed_rows = rows if tokens else round(rows * (1 + self._step_times.draft_tokens))
+        made = steps if tokens else max(1, round(steps * self._step_times.tokens_per_step))
+        seconds = steps * self._step_times.seconds(computed_rows, tokens, self._context + rows * steps // 2, computed)
+        stay = [left - made for left in self._remaining if left > made]
+        self._context = (self._context + rows * made) * len(stay) // rows if rows else 0
+        self._remaining = stay
+        return seconds
+
+    def _start_decoding(self) -> None:
+        """Turn prompts that are computed into decoding rows."""
+        done = [prompt for prompt in self._prompts if not prompt.num_uncomputed]
+        if done:
+            self._prompts = [prompt for prompt in self._prompts if prompt.num_uncomputed]
+            self._context += sum(prompt.num_computed for prompt in done)
+            completion_tokens = max(1, round(self._typical.completion_tokens))
+            self._remaining = sorted([*self._remaining, *[completion_tokens] * len(done)])
+
+
+def _expected_remaining_tokens(made: int, most: int, completion_tokens: float) -> int:
+    """Return the tokens that a row is expected to generate from now on.
+
+    This is the rest of the typical length, or a typical length more for a row beyond it, but never more than
+    `most`.
+    """
+    usual = completion_tokens - made if made < completion_tokens else completion_tokens
+    return max(1, min(most, round(usual)))
+
+
+@dataclass(slots=True)
+class TokenCount:
+    """The tokens of one request of an encoder, or of several that are served alike; `share_step` takes parts of it."""
+
+    num_tokens: int
+    fixed_class: int | None = None  # size class; None if it depends on the number of tokens
+
+    longest = 0  # counts can be split anywhere
+
+    def size_class(self, step_tokens: int) -> int:
+        """Return the size class, for steps of `step_tokens` tokens."""
+        if self.fixed_class is not None:
+            return self.fixed_class
+        return 0 if self.num_tokens <= step_tokens else size_class(self.num_tokens, step_tokens)
+
+    def take(self, capacity: TextCapacity) -> list[TokenCount]:
+        """Take as many tokens as fit."""
+        tokens = min(self.num_tokens, capacity.tokens)
+        self.num_tokens -= tokens
+        return [TokenCount(tokens)]
+
+
+class TextQueueSimulation:
+    """A dry run of the queue of an encoder or a program on counts.
+
+    `share_step` takes the texts of a step as the engine's queue does, and `share_in_order` the rows of a program.
+    """
+
+    def __init__(self, step_times: StepTimes, queue: Iterable[int]) -> None:
+        self._step_times = step_times
+        self._queue = [tokens for tokens in queue if tokens > 0]  # of each request
+
+    @property
+    def is_idle(self) -> bool:
+        """True when no request has tokens left."""
+        return not self._queue
+
+    def join(self, requests: Iterable[int]) -> None:
+        """Append requests, given as token counts, to the queue."""
+        self._queue.extend(requests)
+
+    def step(self) -> float:
+        """Simulate one step and return its seconds."""
+        total = sum(self._queue)
+        if total <= self._step_times.max_tokens:  # all of it is in one step
+            self._queue.clear()
+            return self._step_times.encode(total)
+        requests = [TokenCount(tokens) for tokens in self._queue]
+        taken = self._take(requests)
+        self._queue = [request.num_tokens for request in requests if request.num_tokens]
+        return self._step_times.encode(taken)
+
+    def seconds_until_last(self) -> float:
+        """Return the seconds until the last request of the queue has all its texts.
+
+        The requests that go before it, which are those of no larger size class, count as one request together with
+        it. So do all larger ones, which are taken to be older. Steps that are alike are counted at once.
+        """
+        total = own = sum(self._queue)
+        step_tokens = self._step_times.max_tokens
+        if total <= step_tokens:
+            return self._step_times.encode(total)
+        if not self._step_times.oldest_first:
+            last = size_class(self._queue[-1], step_tokens)
+            own = sum([tokens for tokens in self._queue if size_class(tokens, step_tokens) <= last])
+        larger, ahead = TokenCount(total - own, fixed_class=1), TokenCount(own, fixed_class=0)
+        seconds = 0.0
+        while ahead.num_tokens:
+            requests = [request for request in (larger, ahead) if request.num_tokens]
+            before = [request.num_tokens for request in requests]
+            tokens = self._take(requests)
+            taken = [number - request.num_tokens for number, request in zip(before, requests, strict=True)]
+            more = min(request.num_tokens // each for request, each in zip(requests, taken, strict=True) if each)
+            for request, each in zip(requests, taken, strict=True):
+                request.num_tokens -= more * each
+            seconds += (1 + more) * self._step_times.encode(tokens)
+        return seconds
+
+    def _take(self, requests: Sequence[TokenCount]) -> int:
+        """Take the tokens of a step from requests, and return their number."""
+        max_tokens = self._step_times.max_tokens
+        if not self._step_times.oldest_first:
+            return sum(taken.num_tokens for taken in share_step(requests, TextCapacity(max_tokens, sys.maxsize)))
+        shares = list(share_in_order(requests, max_tokens, _num_tokens))
+        return sum(taken.num_tokens for request, each in shares for taken in request.take(TextCapacity(each, 1)))

@@ -19,12 +19,17 @@ from collections import deque
 from collections.abc import (
     Collection,
     Iterable,
+    Sequence,
 )
 from dataclasses import (
     dataclass,
     field,
 )
 from statistics import median
+from typing import (
+    Protocol,
+    TypeVar,
+)
 
 from app.hardware.step_times import StepTimes
 from app.messages import (
@@ -44,6 +49,35 @@ def size_class(tokens: int, step: int) -> int:
     return max((tokens - 1) // max(step, 1), 0).bit_length()
 
 
+class TakenText(Protocol):
+    """A text, or a part of a request, that a step takes."""
+
+    @property
+    def num_tokens(self) -> int:
+        """Number of its tokens."""
+        ...
+
+
+TakenT = TypeVar("TakenT", bound=TakenText)
+
+
+class SharesStep(Protocol[TakenT]):
+    """A request that `share_step` takes texts from."""
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest text that is left, which a step cannot split."""
+        ...
+
+    def size_class(self, step_tokens: int) -> int:
+        """Return the size class of what is left, for steps of `step_tokens` tokens."""
+        ...
+
+    def take(self, capacity: TextCapacity) -> list[TakenT]:
+        """Take what fits."""
+        ...
+
+
 @dataclass(frozen=True, slots=True)
 class TextCapacity:
     """The tokens and texts that a batch can still take."""
@@ -51,9 +85,28 @@ class TextCapacity:
     tokens: int
     texts: int
 
-    def remaining_after(self, spans: Collection[TextSpan]) -> TextCapacity:
+    def remaining_after(self, spans: Collection[TakenText]) -> TextCapacity:
         """Return the capacity that is left after these texts."""
         return TextCapacity(self.tokens - sum(span.num_tokens for span in spans), self.texts - len(spans))
+
+
+def share_step(requests: Sequence[SharesStep[TakenT]], capacity: TextCapacity) -> list[TakenT]:
+    """Take the texts of a step from at least one request. All have texts left, and the oldest is first.
+
+    Half of the step belongs to the oldest request, and in any case its longest text. The rest goes to requests of
+    the smallest size class, in order of arrival. The engine's queue and the predicted wait both use this rule.
+    """
+    oldest = requests[0]
+    half = TextCapacity(capacity.tokens // 2, max(capacity.texts // 2, 1))
+    taken = oldest.take(TextCapacity(max(half.tokens, oldest.longest), half.texts))
+    whole, capacity = capacity.tokens, capacity.remaining_after(taken)
+    for request in sorted(requests, key=lambda request: request.size_class(whole)):
+        if capacity.tokens <= 0 or capacity.texts <= 0:
+            break
+        more = request.take(capacity)
+        capacity = capacity.remaining_after(more)
+        taken += more
+    return taken
 
 
 @dataclass(slots=True, eq=False)
@@ -89,6 +142,10 @@ class EncodeState:
     def is_done(self) -> bool:
         """True if all texts are computed."""
         return len(self.results) == len(self.message.texts)
+
+    def size_class(self, step_tokens: int) -> int:
+        """Return the size class of the texts that are left."""
+        return size_class(self.tokens_left, step_tokens)
 
     def take(self, capacity: TextCapacity) -> list[TextSpan]:
         """Take the texts that fit, the longest first.
@@ -185,19 +242,9 @@ class TextQueue:
         if not left:
             return ()
         alone = next((request for request in left if request.runs_alone), None)
-        first = alone or left[0]
-        half = capacity if alone else TextCapacity(capacity.tokens // 2, max(capacity.texts // 2, 1))
-        spans = first.take(TextCapacity(max(half.tokens, first.longest), half.texts))
         if alone is not None:
-            return tuple(spans)
-        whole, capacity = capacity.tokens, capacity.remaining_after(spans)
-        for request in sorted(left, key=lambda request: size_class(request.tokens_left, whole)):
-            if capacity.tokens <= 0 or capacity.texts <= 0:
-                break
-            more = request.take(capacity)
-            capacity = capacity.remaining_after(more)
-            spans += more
-        return tuple(spans)
+            return tuple(alone.take(TextCapacity(max(capacity.tokens, alone.longest), capacity.texts)))
+        return tuple(share_step(left, capacity))
 
 
 _RECENT_RETURNS = 8

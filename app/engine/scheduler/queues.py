@@ -70,6 +70,10 @@ class RequestQueues:
         self.start(self.waiting.pop(0))
         return sequence
 
+    def oldest_width(self) -> int:
+        """Return the number of places that the oldest waiting sequence needs; 0 if none waits."""
+        return self.waiting[0].params.beam_width if self.waiting else 0
+
     def num_occupied(self) -> int:
         """Return the number of occupied places.
 

@@ -16,7 +16,11 @@ from collections.abc import (
     Sequence as Items,
 )
 from dataclasses import replace
-from itertools import count
+from itertools import (
+    chain,
+    count,
+)
+from operator import attrgetter
 
 from app.engine.scheduler.batch import (
     Batch,
@@ -43,6 +47,10 @@ from app.engine.scheduler.outputs import (
     snapshot_of_sequences,
     token_events,
 )
+from app.engine.scheduler.policy import (
+    admit_oldest,
+    share_in_order,
+)
 from app.engine.scheduler.queues import (
     EngineLimits,
     RequestQueues,
@@ -66,6 +74,8 @@ from app.metrics.stats import (
     EngineSnapshot,
     StepStats,
 )
+
+_num_uncomputed = attrgetter("num_uncomputed")
 
 
 class Scheduler:
@@ -133,20 +143,22 @@ class Scheduler:
         self._num_preempted = 0
         self._grow_decodes()
         spans = [next_span(sequence, 1) for sequence in self._ready()]
-        left = self._prefill_tokens(len(spans))
-        for sequence in self.queues.running:
-            if left > 0 and sequence.num_uncomputed > 1:
-                spans.append(next_span(sequence, min(sequence.num_uncomputed, left)))
-                left -= spans[-1].num_tokens
-        admitted = self._admit(left)
-        spans += admitted
+        prompts = [sequence for sequence in self.queues.running if sequence.num_uncomputed > 1]
+        prefills: list[ScheduledSpan] = []
+        if prompts or self.queues.waiting:
+            admitted = admit_oldest(self._free_places(), self.queues.oldest_width, self.queues.admit)
+            shares = share_in_order(
+                chain(prompts, admitted), self._prefill_tokens(prompts, len(spans)), _num_uncomputed
+            )
+            prefills = [next_span(sequence, tokens) for sequence, tokens in shares]
+            spans += prefills
         if not spans:
             assert not self.queues.waiting, "an idle engine admits the oldest request"
             return None
         spans.sort(key=lambda span: not span.is_decode)
         if self.speculation is not None and all(span.is_decode for span in spans):
             spans = self.speculation.add_draft_tokens(spans, self._token_budget.tokens, self._allocator.grow)
-        cached = sum(self._record_first_step(span.sequence) for span in admitted)
+        cached = sum(self._record_first_step(span.sequence) for span in prefills)
         copies = self._allocator.take_copies()
         return Batch(tuple(spans), copies, self.pool.take_released(), cached, self._num_preempted)
 
@@ -251,46 +263,26 @@ class Scheduler:
             end -= 1
         return ready[:end] or [one for one in ready if one.request_id == ready[0].request_id]
 
-    def _prefill_tokens(self, num_ready: int) -> int:
-        """Return the number of prefill tokens of this step.
-
-        It is only computed if there is a prompt to prefill.
-        """
-        reading = [one.num_computed for one in self.queues.running if one.num_uncomputed > 1]
-        if not (num_prompts := len(reading) + len(self.queues.waiting)):
-            return 0
+    def _prefill_tokens(self, prompts: Items[Sequence], num_ready: int) -> int:
+        """Return the number of prefill tokens of this step, in which `prompts` continue and others may start."""
+        num_computed = prompts[0].num_computed if prompts else 0
+        num_prompts = len(prompts) + len(self.queues.waiting)
         decoding = [len(one.token_ids) for one in self.queues.running if one.is_decoding]
-        beside = self._prefill.max_prefill_tokens(len(decoding), sum(decoding), (*reading, 0)[0], num_prompts)
+        beside = self._prefill.max_prefill_tokens(len(decoding), sum(decoding), num_computed, num_prompts)
         return min(beside, self._token_budget.tokens - num_ready)
-
-    def _admit(self, left: int) -> list[ScheduledSpan]:
-        """Admit waiting sequences in order of arrival.
-
-        If the oldest does not fit, no younger one overtakes it.
-        """
-        spans: list[ScheduledSpan] = []
-        places = self._free_places()
-        while left > 0 and self._oldest_fits(places) and (sequence := self.queues.admit()) is not None:
-            spans.append(next_span(sequence, min(sequence.num_uncomputed, left)))
-            left -= spans[-1].num_tokens
-            places -= sequence.params.beam_width
-        return spans
 
     def _free_places(self) -> int:
         return self._limits.max_running_seqs - self.queues.num_occupied() if self.queues.waiting else 0
 
-    def _oldest_fits(self, places: int) -> bool:
-        """Return True if the oldest waiting sequence needs at most this number of places."""
-        return bool(self.queues.waiting) and self.queues.waiting[0].params.beam_width <= places
-
     def _would_admit(self) -> bool:
         """Return True if the next step would admit a sequence, as far as is known now."""
-        return self._oldest_fits(self._free_places()) and self._allocator.can_admit(self.queues.waiting[0])
+        fits = 0 < self.queues.oldest_width() <= self._free_places()
+        return fits and self._allocator.can_admit(self.queues.waiting[0])
 
     def _record_first_step(self, sequence: Sequence) -> int:
         """Record a sequence's first step, and return the number of cached tokens of its request's prompt.
 
-        Further choices return 0, because they always find the prompt cached.
+        Later steps return 0, and so do further choices, because they always find the prompt cached.
         """
         if sequence.scheduled_at is not None:
             return 0

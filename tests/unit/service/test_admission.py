@@ -17,9 +17,8 @@ from app.errors import (
 from app.hardware.step_times import StepTimes, StepTimeTable
 from app.messages import RequestFailed
 from app.metrics.stats import EngineSnapshot
-from app.service.admission import Admission
+from app.service.admission import Admission, first_token_seconds
 from app.service.service import Service
-from app.service.wait_estimate import first_token_seconds
 from fake_worker import LIMITS, Client, finished, request, serving, tokens
 
 # Ten milliseconds a token of a prompt; decodes cost nothing to speak of, and wait for as long as anybody likes.

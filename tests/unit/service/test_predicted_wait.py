@@ -33,8 +33,8 @@ from app.messages import (
 )
 from app.metrics.stats import EngineSnapshot
 from app.metrics.step_time_model import StepTimeModel
-from app.service.admission import Admission
-from app.service.wait_estimate import (
+from app.service.admission import (
+    Admission,
     TypicalRequest,
     first_token_seconds,
 )

@@ -16,7 +16,7 @@ from app.messages import (
     Text,
 )
 from app.metrics.stats import EngineSnapshot
-from app.service.wait_estimate import (
+from app.service.admission import (
     TypicalRequest,
     first_token_seconds,
 )
