@@ -34,6 +34,7 @@ from typing import Any
 import pytest
 from hypothesis import settings
 
+import pairwise
 from hypothesis_examples import examples
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -67,8 +68,10 @@ _PRESENT: dict[str, Callable[[], bool]] = {
 }
 
 
+@pytest.hookimpl(tryfirst=True)  # before `-m` chooses
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skips what this machine has no device for, and says which."""
+    """Skip tests of devices that this machine lacks, and leave most cases of large products to `make test-all`."""
+    pairwise.mark_other_cases(items)
     missing = {marker for marker, present in _PRESENT.items() if not present()}
     for item in items:
         for marker in missing & {mark.name for mark in item.iter_markers()}:

@@ -20,6 +20,7 @@ from app.kernels.elementwise import (
 HERE = Path(__file__).resolve().parent
 
 
+@pytest.hookimpl(tryfirst=True)  # before `-m` chooses
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Mark as `full` all cases of a test but the first, where Triton's interpreter runs them: it takes seconds per launch."""
     if torch.cuda.is_available():
