@@ -21,6 +21,7 @@ def told(server: LiveServer) -> Any:
     return server.client.get("/info").json()["calibration"]
 
 
+@pytest.mark.full
 def test_the_second_start_reads_what_the_first_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("app.kernels.timing.MAX_SPREAD", 1e9)  # tests run on machines that do other things too
     monkeypatch.setattr("app.kernels.timing.MAX_ADJUSTMENT", 1e9)
@@ -56,6 +57,7 @@ def test_an_encoder_is_measured_and_tells_what_to_expect(tmp_path: Path, monkeyp
             assert line in after
 
 
+@pytest.mark.full
 def test_a_program_is_measured_and_tells_what_to_expect(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("app.kernels.timing.MAX_SPREAD", 1e9)
     monkeypatch.setattr("app.kernels.timing.MAX_ADJUSTMENT", 1e9)
@@ -77,6 +79,7 @@ def test_a_program_is_measured_and_tells_what_to_expect(tmp_path: Path, monkeypa
         assert told(server)["from_cache"] is True
 
 
+@pytest.mark.full
 def test_a_noisy_machine_serves_by_the_facts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(measure, "measure_machine", lambda *arguments: Measurements(fallback=FALLBACK))
     with live(DEMO_DIRECTORY, calibrate="auto", cache_dir=tmp_path) as server:

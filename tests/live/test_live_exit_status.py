@@ -67,6 +67,7 @@ def pod(folder: Path, model: Path, *flags: str, fault: str = "") -> Iterator[Pod
         started.process.communicate()
 
 
+@pytest.mark.full
 def test_without_its_volume(tmp_path: Path) -> None:
     with pod(tmp_path, tmp_path / "models" / "llama") as started:
         status, message = started.ended()
@@ -77,6 +78,7 @@ def test_without_its_volume(tmp_path: Path) -> None:
     assert started.said.splitlines()[-1] == f"armature: {message}"
 
 
+@pytest.mark.full
 def test_without_its_secret(tmp_path: Path, tiny: Path) -> None:
     with pod(tmp_path, tiny, "--api-key-file", str(tmp_path / "keys")) as started:
         assert started.ended() == (2, f"api_key_file {tmp_path}/keys does not exist. Is the secret there, and mounted?")
@@ -90,6 +92,7 @@ def test_when_the_worker_dies(tmp_path: Path, tiny: Path) -> None:
     assert "Traceback" in started.said
 
 
+@pytest.mark.full
 def test_when_no_thread_can_be_started(tmp_path: Path, tiny: Path) -> None:
     with pod(tmp_path, tiny, fault=NO_THREADS) as started:
         status, message = started.ended()
@@ -97,6 +100,7 @@ def test_when_no_thread_can_be_started(tmp_path: Path, tiny: Path) -> None:
     assert message.startswith("The server could not start its threads")
 
 
+@pytest.mark.full
 def test_a_stop_is_no_failure(tmp_path: Path, tiny: Path) -> None:
     """While it loads; it has looked at /healthz before."""
     with pod(tmp_path, tiny) as started:
@@ -107,6 +111,7 @@ def test_a_stop_is_no_failure(tmp_path: Path, tiny: Path) -> None:
         assert started.ended() == (0, "")
 
 
+@pytest.mark.full
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="reads Linux's /proc")
 def test_a_stop_is_heard_from_the_first_moment(tmp_path: Path, tiny: Path) -> None:
     """A container's first process never hears of a signal that it has no receiver for; 143 says that there was one."""

@@ -10,6 +10,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from urllib.parse import urlparse
 
+import pytest
+
 from app.engine.worker import MAX_FAILED_STEPS
 from tests.live.live_server import LiveServer, live, until
 from tiny_checkpoints import write_checkpoint
@@ -101,6 +103,7 @@ def test_a_device_that_keeps_failing_ends_the_worker(tiny: Path) -> None:
         assert isinstance(server.fatal[0], RuntimeError)
 
 
+@pytest.mark.full
 def test_a_scrape_does_not_wait_for_a_prefill(demo: LiveServer) -> None:
     """The target is 50 ms while every core computes; the median says whether the design holds on a machine that others use too."""
     with ThreadPoolExecutor(4) as pool:

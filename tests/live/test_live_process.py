@@ -45,6 +45,7 @@ def test_on_sigterm_open_answers_are_finished(tiny: Path) -> None:
         assert idle < 0.1
 
 
+@pytest.mark.full
 def test_those_that_take_too_long_are_told(tmp_path: Path) -> None:
     """With Ctrl-C this time, which is the same to us."""
     slow = write_checkpoint(tmp_path / "slow", max_position_embeddings=100_000)
@@ -62,6 +63,7 @@ def test_those_that_take_too_long_are_told(tmp_path: Path) -> None:
         assert "Traceback" not in said
 
 
+@pytest.mark.full
 @pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="reads Linux's /proc")
 def test_a_serving_process_has_one_openmp_runtime(tiny: Path) -> None:
     """Two would be two pools of threads that spin on the same cores; numpy's and Pillow's wheels bring none, and ours must not."""
@@ -78,6 +80,7 @@ def openmp_runtimes(maps: str) -> set[str]:
     return set(re.findall(r"\S*/lib(?:gomp|omp|iomp)[^/\s]*\.so\S*", maps))
 
 
+@pytest.mark.full
 def test_a_second_openmp_runtime_would_be_counted() -> None:
     maps = "".join(
         f"7f00-7f10 r-xp 0 08:01 1  /usr/lib/{name}\n" for name in ("libgomp.so.1.0.0", "libiomp5.so", "libc.so.6")
@@ -89,6 +92,7 @@ def test_a_second_openmp_runtime_would_be_counted() -> None:
     }
 
 
+@pytest.mark.full
 def test_a_stop_while_loading(tiny: Path) -> None:
     with server_process(tiny) as process:
         process.url()
@@ -98,6 +102,7 @@ def test_a_stop_while_loading(tiny: Path) -> None:
         assert "Traceback" not in said
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("broken", ["config.json", "tokenizer.json"])
 def test_a_checkpoint_that_cannot_be_served_ends_the_process_with_a_sentence(tmp_path: Path, broken: str) -> None:
     """One is found before the port opens, the other by the worker thread."""
@@ -111,6 +116,7 @@ def test_a_checkpoint_that_cannot_be_served_ends_the_process_with_a_sentence(tmp
     assert "Traceback" not in said
 
 
+@pytest.mark.full
 def test_a_port_that_is_taken(tiny: Path) -> None:
     with server_process(tiny) as first:
         port = first.url().rpartition(":")[2]

@@ -112,6 +112,7 @@ def test_what_only_text_models_do_is_refused(served: str) -> None:
         assert answer.json()["error"]["code"] == "wrong_model_kind"
 
 
+@pytest.mark.full
 def test_an_archive_that_needs_unpickling_ends_with_the_reason(tmp_path: Path) -> None:
     (tmp_path / "old.pt2").write_bytes(b"PK not really")
     with server_process(tmp_path / "old.pt2") as server:

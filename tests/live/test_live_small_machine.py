@@ -130,6 +130,7 @@ def memory_limit(size: int) -> Iterator[Path]:
         group.remove()
 
 
+@pytest.mark.full
 @root_only
 def test_too_little_memory_is_refused_before_anything_is_read(tiny: Path) -> None:
     with memory_limit(320 * 2**20) as group, confined(group, tiny, "--calibrate", "on") as process:
@@ -141,6 +142,7 @@ def test_too_little_memory_is_refused_before_anything_is_read(tiny: Path) -> Non
     assert not [line for line in before if "torch" in line or "calibrat" in line]
 
 
+@pytest.mark.full
 @root_only
 def test_a_quarter_of_a_core_serves(tiny: Path) -> None:
     try:

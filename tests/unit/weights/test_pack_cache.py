@@ -216,6 +216,7 @@ def _serve(tmp_path: Path, barrier: Any, results: Any) -> None:
     results.put(logits(served(tmp_path)).tolist())
 
 
+@pytest.mark.full
 def test_two_that_start_at_once_have_the_same(tmp_path: Path) -> None:
     write_checkpoint(tmp_path / "tiny")
     context = multiprocessing.get_context("spawn")

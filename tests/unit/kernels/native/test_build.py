@@ -69,6 +69,7 @@ def test_without_a_compiler_cmake_succeeds_and_removes_a_library_of_other_source
     assert not old.exists()
 
 
+@pytest.mark.full
 @needs_gcc
 def test_a_compiler_that_came_later_is_found(sources: Path, tmp_path: Path) -> None:
     assert "no native library" in status(sources, tmp_path / "build", CC="no-such-compiler")
@@ -85,6 +86,7 @@ def test_clang_has_another_openmp_and_builds_no_library(sources: Path, tmp_path:
     assert "only GCC speaks to torch's libgomp" in status(sources, tmp_path / "build", CC="clang")
 
 
+@pytest.mark.full
 @needs_gcc
 @pytest.mark.skipif(MACHINE != "x86_64", reason="names a level of x86")
 def test_a_level_is_left_out_that_the_compiler_does_not_know(sources: Path, tmp_path: Path) -> None:
