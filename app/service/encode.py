@@ -58,7 +58,7 @@ async def encode(
             tokenize_texts(model, request) if is_short(request) else await pipeline.read(tokenize_texts, model, request)
         )
         lengths = tuple(len(text.token_ids) for text in texts)
-        name = pipeline.post.name(request.request_id)
+        name = pipeline.client.name(request.request_id)
         command = Encode(name, texts, request.outputs, record.arrived_at, request.normalize, request.dimensions)
         permit.hold(_text_request_bytes(model, request.outputs, lengths))
         ready = await _send_and_wait(pipeline, command, sum(lengths), permit, record)
@@ -76,7 +76,7 @@ async def infer(
     num_rows = request.inputs[program.signature.inputs[0].name].shape[0]
     with pipeline.admission.permit() as permit:
         permit.hold(_program_request_bytes(program.signature, request, num_rows))
-        command = Infer(pipeline.post.name(request.request_id), request.inputs, request.outputs, record.arrived_at)
+        command = Infer(pipeline.client.name(request.request_id), request.inputs, request.outputs, record.arrived_at)
         ready = await _send_and_wait(pipeline, command, num_rows, permit, record)
     pipeline.metrics.vectors_returned(num_rows, 0, ready.timings)
     return Inferred(ready.arrays, ready.timings)
@@ -115,7 +115,7 @@ async def _send_and_wait(
         if not result.done():
             result.set_result(event)
 
-    with pipeline.post.register(command.request_id, on_event, permit, pipeline.deadline(record)):
+    with pipeline.client.register(command.request_id, on_event, permit, pipeline.deadline(record)):
         predicted, sent_at = pipeline.admission.send(size), pipeline.clock()
         pipeline.worker.put(command)
         record.accepted = True

@@ -229,7 +229,7 @@ async def generate(
     """Yield all stream events of one request; `Service.generate` documents them."""
     with pipeline.admission.permit() as permit:
         token_ids = await pipeline.read(tokenize_prompt, model, request)
-        command = Generate(pipeline.post.name(request.request_id), token_ids, request.params, record.arrived_at)
+        command = Generate(pipeline.client.name(request.request_id), token_ids, request.params, record.arrived_at)
         completion = CompletionBuilder(
             command, model.tokenizer, pipeline.metrics, continues_prompt=request.messages is None
         )
@@ -253,7 +253,7 @@ def _submitted(
 ) -> Iterator[EventQueue]:
     """Send the request to the worker and yield the queue of its events. If the block ends early, abort the request."""
     event_queue: EventQueue = asyncio.Queue()
-    with pipeline.post.register(command.request_id, event_queue.put_nowait, permit, deadline):
+    with pipeline.client.register(command.request_id, event_queue.put_nowait, permit, deadline):
         completion.set_predicted_wait(pipeline.admission.send(len(command.token_ids)), pipeline.clock())
         pipeline.worker.put(command)
         try:

@@ -53,7 +53,7 @@ class RequestPipeline:
 
     def __init__(self, worker: WorkerInterface, metrics: Metrics, clock: Callable[[], float]) -> None:
         self.worker, self.metrics, self.clock = worker, metrics, clock
-        self.post = EngineClient(worker, clock)
+        self.client = EngineClient(worker, clock)
         self.admission = Admission(lambda: worker.snapshot, clock)
         self._timeout_seconds = 0.0
         self._pool: ThreadPoolExecutor | None = None
@@ -66,7 +66,7 @@ class RequestPipeline:
 
     def close(self) -> None:
         """Fail all open requests and shut down the thread pool."""
-        self.post.stop()
+        self.client.stop()
         if self._pool is not None:
             self._pool.shutdown(wait=False, cancel_futures=True)
 

@@ -74,7 +74,7 @@ class Service:
 
     async def start(self) -> None:
         """Bind to the running event loop."""
-        self._pipeline.post.start()
+        self._pipeline.client.start()
 
     def drain(self) -> None:
         """Refuse new requests with `ServiceStopping`; open requests continue."""
@@ -89,11 +89,11 @@ class Service:
 
     def on_events(self, events: Sequence[Event]) -> None:
         """Deliver one step's events to the open requests."""
-        self._pipeline.post.on_events(events)
+        self._pipeline.client.on_events(events)
 
     def on_worker_exit(self) -> None:
         """Fail all open requests, since the worker has ended."""
-        self._pipeline.post.on_worker_exit()
+        self._pipeline.client.on_worker_exit()
 
     # ---- state -----------------------------------------------------------------------------------------------------
 

@@ -196,7 +196,7 @@ async def test_who_leaves_is_forgotten_and_who_waits_too_long_is_told() -> None:
         with pytest.raises(RequestTimeout):
             await late
         assert [abort.reason for abort in worker.aborts] == ["aborted", "timeout"]
-        assert (service.num_open, service._pipeline.post._callbacks) == (0, {})
+        assert (service.num_open, service._pipeline.client._callbacks) == (0, {})
         worker.answer(worker.encodes[0])  # nobody listens any more
 
 
@@ -207,7 +207,7 @@ async def test_an_answer_and_the_end_of_its_time_in_one_turn_are_one_answer() ->
         while not worker.encodes:
             await asyncio.sleep(0)
         worker.answer(worker.encodes[0])
-        service._pipeline.post._expire(worker.encodes[0].request_id, _Place())  # type: ignore[arg-type]
+        service._pipeline.client._expire(worker.encodes[0].request_id, _Place())  # type: ignore[arg-type]
         with pytest.raises(RequestTimeout):
             await answer
         assert worker.aborts == [Abort(worker.encodes[0].request_id, "timeout")]
