@@ -6,11 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from app.backends.base import (
-    AttentionRow,
-    attention_row,
-)
-from app.backends.cpu import CpuBackend
+from app.backends.cpu import AttentionRow, CpuBackend, attention_row
 from app.kernels.attention.attention import (
     AttentionSequence,
     AttentionStep,

@@ -8,9 +8,7 @@ from __future__ import annotations
 
 from collections.abc import (
     Callable,
-    Iterable,
 )
-from dataclasses import dataclass
 from typing import Protocol
 
 import torch
@@ -18,9 +16,7 @@ from torch import Tensor
 
 from app.hardware.plan.plan import ServingPlan
 from app.kernels.attention.attention import (
-    AttentionSequence,
     AttentionStep,
-    KvSegment,
 )
 from app.kernels.attention.context import AttentionSpec
 from app.kernels.attention.layout import (
@@ -31,43 +27,6 @@ from app.kernels.attention.paged import (
     PackedTexts,
     PagedStep,
 )
-
-
-@dataclass(frozen=True, slots=True)
-class Segment:
-    """Contiguous run of one sequence's cached tokens in one layer.
-
-    `key` and `value` are [tokens, kv_heads, head_dim]; the first token is at absolute position `position`.
-    """
-
-    key: Tensor
-    value: Tensor
-    position: int
-
-
-@dataclass(frozen=True, slots=True)
-class AttentionRow:
-    """One sequence of a ragged batch.
-
-    Its queries are rows `[first, first + num_tokens)` of the batch, at absolute positions from `start`. Its
-    context is one or two segments that together cover positions `[0, start + num_tokens)`, the tokens of this step
-    included.
-    """
-
-    first: int
-    num_tokens: int
-    start: int
-    segments: tuple[Segment, ...]
-
-
-def attention_row(row: AttentionSequence, kv: KvRows) -> AttentionRow:
-    """Return the attention row of a sequence with its context in one layer."""
-    return AttentionRow(row.first, row.num_tokens, row.start, context_segments(row.runs, kv))
-
-
-def context_segments(runs: Iterable[KvSegment], kv: KvRows) -> tuple[Segment, ...]:
-    """Return the keys and values of one layer for these runs: views, or dequantized copies of an int8 KV cache."""
-    return tuple(Segment(*kv.read(run.first, run.num_tokens), run.position) for run in runs)
 
 
 class BaseBackend(Protocol):

@@ -16,18 +16,15 @@ from collections.abc import (
 from collections.abc import (
     Sequence as Rows,
 )
-from dataclasses import replace
+from dataclasses import (
+    dataclass,
+    replace,
+)
 from itertools import chain
 
 import torch
 from torch import Tensor
 
-from app.backends.base import (
-    AttentionRow,
-    Segment,
-    attention_row,
-    context_segments,
-)
 from app.errors import PlanImpossible
 from app.hardware.plan.plan import ServingPlan
 from app.hardware.probe.probe import probe
@@ -35,6 +32,7 @@ from app.kernels.attention import attention as native_attention
 from app.kernels.attention.attention import (
     AttentionSequence,
     AttentionStep,
+    KvSegment,
     clip_segments,
 )
 from app.kernels.attention.context import AttentionSpec
@@ -50,6 +48,44 @@ _MASKED_QUERIES = 256  # queries per mask; a mask has this number times the cont
 _PART_TOKENS = 4096  # tokens of a long context that are processed at a time
 
 _MAX_SCORE_ELEMENTS = 2**22  # elements of a score matrix that is materialised at once: 16 MiB in float32
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """Contiguous run of one sequence's cached tokens in one layer.
+
+    `key` and `value` are [tokens, kv_heads, head_dim]; the first token is at absolute position `position`.
+    """
+
+    key: Tensor
+    value: Tensor
+    position: int
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionRow:
+    """One sequence of a ragged batch.
+
+    Its queries are rows `[first, first + num_tokens)` of the batch, at absolute positions from `start`. Its
+    context is one or two segments that together cover positions `[0, start + num_tokens)`, the tokens of this step
+    included.
+    """
+
+    first: int
+    num_tokens: int
+    start: int
+    segments: tuple[Segment, ...]
+
+
+def attention_row(row: AttentionSequence, kv: KvRows) -> AttentionRow:
+    """Return the attention row of a sequence with its context in one layer."""
+    return AttentionRow(row.first, row.num_tokens, row.start, context_segments(row.runs, kv))
+
+
+def context_segments(runs: Iterable[KvSegment], kv: KvRows) -> tuple[Segment, ...]:
+    """Return the keys and values of one layer for these runs: views, or dequantized copies of an int8 KV cache."""
+    return tuple(Segment(*kv.read(run.first, run.num_tokens), run.position) for run in runs)
+
 
 MaskedAttention = Callable[[Tensor, Segment, Tensor, AttentionSpec], Tensor]
 

@@ -33,6 +33,7 @@ from app.backends.selection import (
     select_device_backend,
     select_host_backend,
 )
+from app.engine.build import ReportStage
 from app.engine.calibration.decoder_trial import DecoderTrial
 from app.engine.calibration.encoder_trial import (
     EncoderTrial,
@@ -188,7 +189,6 @@ THREADS_SHARE = 0.25  # share of the rest for a coarse trial of the thread count
 COPY_SHARE = 0.25  # share of the rest for prompts in eight bits in addition to four
 RETRY_FACTOR = 3  # times as many samples if they vary too much, and if there is time
 
-ReportStage = Callable[[str], None]
 TrialKey = tuple[int, TrialStep]  # (threads, step)
 
 

@@ -49,8 +49,8 @@ from app.engine.scheduler.sequence import (
 )
 from app.engine.scheduler.speculation import (
     MAX_DRAFT_TOKENS,
-    NgramDrafter,
     Speculation,
+    ngram_drafter,
 )
 from app.errors import PlanImpossible
 from app.hardware.plan.plan import ServingPlan
@@ -160,7 +160,7 @@ def _speculation(config: ModelConfig, plan: ServingPlan, step_time_model: StepTi
         return None
     native = supports_heads(config.num_heads, config.num_kv_heads, config.head_dim)
     max_draft_tokens = max_decode_queries(config.num_heads, config.num_kv_heads) - 1 if native else MAX_DRAFT_TOKENS
-    return Speculation(lambda sequence: NgramDrafter(), step_time_model, min(max_draft_tokens, MAX_DRAFT_TOKENS))
+    return Speculation(ngram_drafter, step_time_model, min(max_draft_tokens, MAX_DRAFT_TOKENS))
 
 
 def kv_shape(config: ModelConfig, plan: ServingPlan) -> KvShape:

@@ -19,7 +19,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from app.backends.base import Segment
 from app.engine.scheduler.batch import (
     KvCopy,
     ScheduledSpan,
@@ -112,14 +111,6 @@ class KvCache:
         if span.prefix_slot is None or prefix == 0:
             return (tail,)
         return (KvSegment(self.row(span.prefix_slot, 0), prefix, 0), tail)
-
-    def segment(self, layer: int, run: KvSegment) -> Segment:
-        """Return the keys and values of a run in one layer, as views."""
-        return Segment(*self.layers[layer].read(run.first, run.num_tokens), run.position)
-
-    def segments(self, layer: int, span: ScheduledSpan) -> tuple[Segment, ...]:
-        """Return a span's whole context in one layer, as views: one segment, or two if it shares a prefix."""
-        return tuple(self.segment(layer, run) for run in self.kv_segments(span))
 
     def copy(self, copy: KvCopy) -> None:
         """Do one copy, in all layers."""

@@ -62,7 +62,6 @@ def padded_shape(tokens: int, texts: int, shapes: Iterable[TextBatchShape]) -> T
 
 Int64Array = NDArray[np.int64]
 _ALIGNED = 16  # elements; kernels are compiled for aligned addresses, and compiled again for others
-_ALIGNED = 16  # elements; kernels are compiled for aligned addresses, and compiled again for others
 
 
 @dataclass(frozen=True, slots=True)

@@ -77,6 +77,11 @@ class NgramDrafter:
         self._first, self._last = begin, end
 
 
+def ngram_drafter(sequence: Sequence) -> NgramDrafter:
+    """Return a new drafter for a sequence."""
+    return NgramDrafter()
+
+
 # maximum rows of a step with draft tokens; larger products are compute-bound, and each step size is recorded
 MAX_SPECULATIVE_ROWS = 64
 MAX_DRAFT_TOKENS = 7  # per sequence and step

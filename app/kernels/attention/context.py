@@ -32,6 +32,13 @@ class AttentionSpec:
     bidirectional: bool = False
     distance_bias: Tensor | None = None
 
+    def visible_window(self, unbounded: int) -> tuple[int, int]:
+        """Return the numbers of positions before and after its own that a token sees; `unbounded` without a limit."""
+        if self.bidirectional:
+            both = unbounded if self.window is None else self.window // 2
+            return both, both
+        return unbounded if self.window is None else self.window - 1, 0
+
 
 class Attend(Protocol):
     """A function that computes the attention of one layer.

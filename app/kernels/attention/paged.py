@@ -183,17 +183,9 @@ def _query_block(
     positions = lengths - (ends - starts) + place
     context = at < lengths  # [n, k]
     ahead = at - positions.unsqueeze(2)
-    before, after = _visible_window(len(at), spec)
+    before, after = spec.visible_window(len(at))
     seen = (ahead >= -before) & (ahead <= after) & present.unsqueeze(2) & context.unsqueeze(1)
     return QueryBlock(torch.where(present, starts + place, tokens), seen, ahead, context)
-
-
-def _visible_window(most: int, spec: AttentionSpec) -> tuple[int, int]:
-    """Return the numbers of positions before and after its own that a token sees."""
-    if spec.bidirectional:
-        reach = most if spec.window is None else spec.window // 2
-        return reach, reach
-    return most if spec.window is None else spec.window - 1, 0
 
 
 def _clamped_rows(x: Tensor, rows: Tensor) -> Tensor:

@@ -84,7 +84,7 @@ def attend_texts(heads: QkvHeads, texts: TextStarts, spec: AttentionSpec) -> Ten
     tokens, queries, keys = len(product), heads.num_heads * size, heads.num_kv_heads * size
     out = empty((tokens, queries), product.dtype)
     columns = (product.data_ptr() + at * product.itemsize for at in (0, queries, queries + keys))
-    bias, most, (before, after) = spec.distance_bias, 0, _visible_window(_UNBOUNDED, spec)
+    bias, most, (before, after) = spec.distance_bias, 0, spec.visible_window(_UNBOUNDED)
     if bias is not None:
         assert bias.is_contiguous() and bias.dtype == torch.float32 and bias.shape[0] == heads.num_heads, (
             "the bias must be fp32 with one row per head"
@@ -160,20 +160,12 @@ def _mask(tokens: int, spec: AttentionSpec) -> Tensor | None:
         return None
     at = torch.arange(tokens)
     ahead = at - at[:, None]  # key position minus query position
-    low, high = _visible_window(tokens, spec)
+    low, high = spec.visible_window(tokens)
     hidden = torch.zeros(tokens, tokens).masked_fill_((ahead < -low) | (ahead > high), -torch.inf)
     if spec.distance_bias is None:
         return hidden
     most = spec.distance_bias.shape[1] // 2
     return hidden + spec.distance_bias[:, ahead.clamp(-most, most) + most]
-
-
-def _visible_window(tokens: int, spec: AttentionSpec) -> tuple[int, int]:
-    """Return the numbers of positions before and after its own that a token sees."""
-    if spec.bidirectional:
-        reach = tokens if spec.window is None else spec.window // 2
-        return reach, reach
-    return tokens if spec.window is None else spec.window - 1, 0
 
 
 # Arguments: query, key, value [tokens, heads or kv_heads, head_dim] with any strides but the last; cumulative
@@ -205,7 +197,7 @@ def torch_flash_attention(
     """
     starts, most = ends
     most = max(most, 2)  # a maximum of 1 makes the kernel reshape to a batch that includes rows of no sequence
-    left, right = _window(spec)
+    left, right = spec.visible_window(-1)  # -1 means all
     causal = not spec.bidirectional and spec.window is None
     result: Tensor = _flash(
         query,
@@ -220,17 +212,6 @@ def torch_flash_attention(
         False,
         scale=spec.scale,
         window_size_left=left,
-        window_size_right=right,
+        window_size_right=-1 if causal else right,
     )[0]
     return result
-
-
-def _window(spec: AttentionSpec) -> tuple[int, int]:
-    """Return the numbers of tokens before and after its position that a token sees; -1 means all.
-
-    Causal attention without a window uses the kernel's `causal` argument instead.
-    """
-    if spec.bidirectional:
-        both = -1 if spec.window is None else spec.window // 2
-        return both, both
-    return (-1, -1) if spec.window is None else (spec.window - 1, 0)

@@ -101,7 +101,7 @@ def _launch(
     assert bias is None or (bias.is_contiguous() and bias.dtype == torch.float32 and bias.shape[0] == heads), (
         "the bias must be fp32 with one row per head"
     )
-    before, after = visible_window(spec)
+    before, after = spec.visible_window(UNBOUNDED)
     dim = padded_head_dim(head_dim)
     block = query_block_size(dim, kv.keys.itemsize)
     # Paged keys need a third stage, because page numbers are read first.
@@ -115,14 +115,6 @@ def _launch(
         QUERIES=block, DIM=dim, TOKENS=key_block_size(dim, kv.keys.itemsize),
         num_warps=8 if block == 128 or kv.keys.itemsize > 2 else 4, num_stages=stages,
     )  # fmt: skip
-
-
-def visible_window(spec: AttentionSpec) -> tuple[int, int]:
-    """Return the numbers of positions before and after its own that a token sees."""
-    if spec.bidirectional:
-        both = UNBOUNDED if spec.window is None else spec.window // 2
-        return both, both
-    return UNBOUNDED if spec.window is None else spec.window - 1, 0
 
 
 @triton.jit(do_not_specialize=("left_out",), do_not_specialize_on_alignment=_UNALIGNED)

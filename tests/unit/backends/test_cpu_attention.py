@@ -15,11 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from app.backends import cpu
-from app.backends.base import (
-    AttentionRow,
-    Segment,
-)
-from app.backends.cpu import reference_attention, torch_attention
+from app.backends.cpu import AttentionRow, Segment, reference_attention, torch_attention
 from app.kernels.attention.attention import (
     AttentionSequence,
     KvSegment,

@@ -7,11 +7,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-from app.backends.base import (
-    AttentionRow,
-    Segment,
-)
-from app.backends.cpu import CpuBackend, reference_attention
+from app.backends.cpu import AttentionRow, CpuBackend, Segment, context_segments, reference_attention
 from app.engine.decoder.cpu_runner import CpuDecoderRunner
 from app.engine.decoder.kv_cache import (
     KvCache,
@@ -102,9 +98,9 @@ def test_copies_come_first_then_releases_then_the_step() -> None:
     seen: list[Tensor] = []
 
     def inside(context: StepContext) -> None:
-        (segment,) = cache.segments(0, span_of([0] * 41, 0, 41, slot=3))
+        (segment,) = context_segments(cache.kv_segments(span_of([0] * 41, 0, 41, slot=3)), cache.layers[0])
         seen.append(segment.key.clone())
-        (source,) = cache.segments(0, span_of([0] * 64, 0, 64, slot=1))
+        (source,) = context_segments(cache.kv_segments(span_of([0] * 64, 0, 64, slot=1)), cache.layers[0])
         seen.append(source.key.clone())
 
     batch = Batch((span_of([0] * 41, 40, 1, slot=3),), (KvCopy(1, 3, 0, 40),), ((1, 0, 64),))

@@ -11,6 +11,7 @@ from typing import cast
 import pytest
 import torch
 
+from app.backends.cpu import context_segments
 from app.engine.decoder.kv_cache import (
     KV_DTYPES,
     KvCache,
@@ -52,7 +53,7 @@ def fill(cache: KvCache, slot: int, start: int, end: int, seed: int = 0) -> tupl
 
 
 def held(cache: KvCache, layer: int, slot: int, end: int) -> tuple[torch.Tensor, torch.Tensor]:
-    (segment,) = cache.segments(layer, span_of(0, end, slot))
+    (segment,) = context_segments(cache.kv_segments(span_of(0, end, slot)), cache.layers[layer])
     return segment.key, segment.value
 
 
@@ -119,7 +120,9 @@ def test_a_shared_prefix_is_the_first_of_two_segments() -> None:
     cache = KvCache(ODD, torch.float32)
     shared, _ = fill(cache, 0, 0, 40)
     own, _ = fill(cache, 2, 30, 45)
-    first, second = cache.segments(1, span_of(44, 1, slot=2, prefix_slot=0, prefix_tokens=30))
+    first, second = context_segments(
+        cache.kv_segments(span_of(44, 1, slot=2, prefix_slot=0, prefix_tokens=30)), cache.layers[1]
+    )
     assert (first.position, second.position) == (0, 30)
     torch.testing.assert_close(first.key, shared[:30] + 1)
     torch.testing.assert_close(second.key, own + 1)

@@ -11,11 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from app.backends.base import (
-    AttentionRow,
-    Segment,
-)
-from app.backends.cpu import reference_attention
+from app.backends.cpu import AttentionRow, Segment, reference_attention
 from app.kernels.attention import paged
 from app.kernels.attention.context import AttentionSpec
 from app.kernels.attention.layout import KvRows, QkvHeads
