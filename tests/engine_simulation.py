@@ -10,12 +10,11 @@ from collections.abc import Iterable
 from itertools import count
 
 from app.engine.decoder.engine import DecoderEngine
-from app.engine.scheduler.batch import Batch
+from app.engine.scheduler.batch import Batch, Sequence
 from app.engine.scheduler.budget import PrefillBudget
 from app.engine.scheduler.kv_allocator import KvSlots
 from app.engine.scheduler.queues import EngineLimits
 from app.engine.scheduler.scheduler import Scheduler
-from app.engine.scheduler.sequence import Sequence
 from app.engine.scheduler.speculation import Speculation
 from app.messages import (
     Event,

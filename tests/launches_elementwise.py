@@ -5,11 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from app.kernels.attention.layout import (
-    QkvHeads,
-    token_bytes,
-    view_kv_rows,
-)
+from app.kernels.attention.attention import QkvHeads, token_bytes, view_kv_rows
 from app.kernels.triton import (
     elementwise,
     rope,

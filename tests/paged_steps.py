@@ -8,11 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from app.kernels.attention.layout import (
-    KvRows,
-    token_bytes,
-    view_kv_rows,
-)
+from app.kernels.attention.attention import KvRows, token_bytes, view_kv_rows
 from app.kernels.attention.paged import (
     PAGE_TOKENS,
     PagedStep,

@@ -10,14 +10,12 @@ from app.backends.cpu import AttentionRow, CpuBackend, attention_row
 from app.kernels.attention.attention import (
     AttentionSequence,
     AttentionStep,
-    KvSegment,
-)
-from app.kernels.attention.context import AttentionSpec
-from app.kernels.attention.layout import (
     KvRows,
+    KvSegment,
     token_bytes,
     view_kv_rows,
 )
+from app.kernels.attention.context import AttentionSpec
 
 
 @dataclass(frozen=True)

@@ -5,11 +5,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from app.kernels.attention.attention import QkvHeads
 from app.kernels.attention.context import (
     AttentionSpec,
     StepContext,
 )
-from app.kernels.attention.layout import QkvHeads
 from app.kernels.elementwise.rope import apply_rope_to_qkv_torch
 
 

@@ -8,11 +8,11 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
+from app.kernels.attention.attention import QkvHeads
 from app.kernels.attention.context import (
     AttentionSpec,
     EncodeContext,
 )
-from app.kernels.attention.layout import QkvHeads
 from app.kernels.attention.texts import (
     TextStarts,
     attend_texts,

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from app.engine.scheduler.batch import LogitRow
-from app.engine.scheduler.sequence import Sequence
+from app.engine.scheduler.batch import LogitRow, Sequence
 
 
 def rows_of(sequences: list[Sequence]) -> list[LogitRow]:

@@ -14,11 +14,8 @@ from torch import Tensor
 
 from app.hardware.plan.plan import ServingPlan
 from app.hardware.probe.probe import probe
+from app.kernels.attention.attention import KvRows, QkvHeads
 from app.kernels.attention.context import AttentionSpec
-from app.kernels.attention.layout import (
-    KvRows,
-    QkvHeads,
-)
 from app.kernels.attention.paged import (
     PackedTexts,
     PagedStep,

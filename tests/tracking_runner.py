@@ -15,9 +15,9 @@ from app.engine.scheduler.batch import (
     InFlightStep,
     SampledTokens,
     ScheduledSpan,
+    Sequence,
 )
 from app.engine.scheduler.kv_allocator import KvSlots
-from app.engine.scheduler.sequence import Sequence
 
 VOCABULARY = 7
 EOS = 0

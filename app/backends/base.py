@@ -15,14 +15,8 @@ import torch
 from torch import Tensor
 
 from app.hardware.plan.plan import ServingPlan
-from app.kernels.attention.attention import (
-    AttentionStep,
-)
+from app.kernels.attention.attention import AttentionStep, KvRows, QkvHeads
 from app.kernels.attention.context import AttentionSpec
-from app.kernels.attention.layout import (
-    KvRows,
-    QkvHeads,
-)
 from app.kernels.attention.paged import (
     PackedTexts,
     PagedStep,

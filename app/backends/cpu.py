@@ -29,14 +29,8 @@ from app.errors import PlanImpossible
 from app.hardware.plan.plan import ServingPlan
 from app.hardware.probe.probe import probe
 from app.kernels.attention import attention as native_attention
-from app.kernels.attention.attention import (
-    AttentionSequence,
-    AttentionStep,
-    KvSegment,
-    clip_segments,
-)
+from app.kernels.attention.attention import AttentionSequence, AttentionStep, KvRows, KvSegment, clip_segments
 from app.kernels.attention.context import AttentionSpec
-from app.kernels.attention.layout import KvRows
 
 # query, key, value [1, heads or kv_heads, tokens, head_dim] with any strides; nothing is copied. Returns the result
 # and, in float32, the log-sum-exp of each row's scores. torch 2.10 and 2.13 (both tested) have this schema and allow

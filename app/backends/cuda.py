@@ -21,11 +21,8 @@ from app.backends.base import (
 from app.errors import PlanImpossible
 from app.hardware.plan.plan import ServingPlan
 from app.kernels.attention import texts as text_attention
+from app.kernels.attention.attention import KvRows, QkvHeads
 from app.kernels.attention.context import AttentionSpec
-from app.kernels.attention.layout import (
-    KvRows,
-    QkvHeads,
-)
 from app.kernels.attention.paged import (
     PackedTexts,
     PagedStep,

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from app.models.decoders.config import ModelConfig
-from app.models.decoders.families import (
+from app.models.decoders.decoder import (
     Decoder,
     DecoderBody,
     GemmaLayer,

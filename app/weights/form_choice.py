@@ -33,7 +33,7 @@ from app.kernels.linear.linear import (
     FormFactory,
     Linear,
 )
-from app.models.decoders.layers import RMSNorm
+from app.models.decoders.decoder import RMSNorm
 from app.weights.forms import Recipe
 
 OUTPUT_SOURCES = (("lm_head",), ("model.embed_tokens",))

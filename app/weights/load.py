@@ -39,8 +39,8 @@ from app.kernels.linear.quantization import (
     compute_gptq_factors,
     smooth_scales,
 )
-from app.models.decoders.families import Decoder
-from app.models.decoders.layers import (
+from app.models.decoders.decoder import (
+    Decoder,
     Embedding,
     RMSNorm,
 )

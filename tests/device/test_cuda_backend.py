@@ -13,8 +13,8 @@ import torch
 from app.backends.cuda import CudaBackend
 from app.hardware.decision import Decision
 from app.hardware.plan.plan import ServingPlan
+from app.kernels.attention.attention import QkvHeads
 from app.kernels.attention.context import AttentionSpec
-from app.kernels.attention.layout import QkvHeads
 from app.kernels.attention.paged import (
     PackedTexts,
     attend_texts_padded_torch,

@@ -8,11 +8,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from app.kernels.attention.layout import (
-    QkvHeads,
-    token_bytes,
-    view_kv_rows,
-)
+from app.kernels.attention.attention import QkvHeads, token_bytes, view_kv_rows
 from app.kernels.elementwise import (
     norms,
     rope,

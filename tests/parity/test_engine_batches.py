@@ -23,8 +23,8 @@ from app.engine.scheduler.batch import (
     LogitRow,
     SampledTokens,
     ScheduledSpan,
+    Sequence,
 )
-from app.engine.scheduler.sequence import Sequence
 from app.messages import SamplingParams
 from loaded_models import load
 from reference_attention import PlainAttend, context_of

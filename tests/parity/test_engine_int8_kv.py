@@ -21,8 +21,8 @@ from app.engine.scheduler.batch import (
     LogitRow,
     SampledTokens,
     ScheduledSpan,
+    Sequence,
 )
-from app.engine.scheduler.sequence import Sequence
 from app.kernels.attention.attention import max_decode_queries
 from app.kernels.native.operations import (
     OpCode,

@@ -36,7 +36,7 @@ from app.messages import (
     SequenceFinished,
     TokensReady,
 )
-from app.models.decoders.families import Decoder
+from app.models.decoders.decoder import Decoder
 from loaded_models import load
 from tiny_checkpoints import write_checkpoint
 

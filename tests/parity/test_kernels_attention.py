@@ -15,14 +15,12 @@ from app.kernels.attention.attention import (
     AttentionSequence,
     AttentionStep,
     KvSegment,
-)
-from app.kernels.attention.attention import attend as native_attend
-from app.kernels.attention.context import AttentionSpec
-from app.kernels.attention.layout import (
     quantise_heads,
     token_bytes,
     view_kv_rows,
 )
+from app.kernels.attention.attention import attend as native_attend
+from app.kernels.attention.context import AttentionSpec
 from app.kernels.native.operations import (
     OpCode,
     has_kernel,

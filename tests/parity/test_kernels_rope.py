@@ -7,16 +7,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from app.kernels.attention.layout import (
-    KvRows,
-    QkvHeads,
-    token_bytes,
-    view_kv_rows,
-)
-from app.kernels.elementwise.rope import (
-    apply_rope_and_write_kv,
-    apply_rope_to_qkv_torch,
-)
+from app.kernels.attention.attention import KvRows, QkvHeads, token_bytes, view_kv_rows
+from app.kernels.elementwise.rope import apply_rope_and_write_kv, apply_rope_to_qkv_torch
 from app.kernels.native.operations import (
     OpCode,
     has_kernel,

@@ -24,8 +24,8 @@ from app.engine.decoder.kv_cache import KvShape
 from app.engine.decoder.paged_kv_cache import PagedKvCache
 from app.engine.encoder.device_inputs import TextBatchShape
 from app.engine.encoder.device_runner import DeviceEncoderRunner
+from app.kernels.attention.attention import KvRows, QkvHeads
 from app.kernels.attention.context import AttentionSpec
-from app.kernels.attention.layout import KvRows, QkvHeads
 from app.kernels.attention.paged import (
     PackedTexts,
     PagedStep,

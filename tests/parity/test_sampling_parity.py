@@ -19,7 +19,7 @@ from app.engine.sampling.rows import (
     apply_penalties,
     filtered_probabilities,
 )
-from app.engine.scheduler.sequence import Sequence
+from app.engine.scheduler.batch import Sequence
 from app.messages import SamplingParams
 
 PROMPT, COMPLETION = [3, 14, 15, 3, 400], [92, 65, 3, 92]

@@ -22,11 +22,11 @@ from app.engine.decoder.kv_cache import (
     KvShape,
 )
 from app.engine.sampling.sampler import Sampler
+from app.engine.scheduler.batch import Sequence
 from app.engine.scheduler.budget import PrefillBudget
 from app.engine.scheduler.kv_allocator import KvSlots
 from app.engine.scheduler.queues import EngineLimits
 from app.engine.scheduler.scheduler import Scheduler
-from app.engine.scheduler.sequence import Sequence
 from app.engine.scheduler.speculation import NgramDrafter, Speculation
 from app.kernels.attention.attention import max_decode_queries
 from app.kernels.native.operations import (
@@ -42,7 +42,7 @@ from app.messages import (
     TokensReady,
 )
 from app.metrics.stats import StepStats
-from app.models.decoders.families import Decoder
+from app.models.decoders.decoder import Decoder
 from engine_simulation import FreeRows
 from loaded_models import load
 from tiny_checkpoints import write_checkpoint

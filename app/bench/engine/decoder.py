@@ -60,7 +60,7 @@ from app.engine.decoder.engine import DecoderEngine
 from app.hardware.decision import Decision
 from app.hardware.facts import Facts
 from app.hardware.plan.plan import ServingPlan
-from app.models.decoders.families import Decoder
+from app.models.decoders.decoder import Decoder
 from app.weights.checkpoint import Checkpoint
 
 DECODE_ROWS = (1, 2, 4, 8, 16, 32)

@@ -34,12 +34,7 @@ from app.engine.decoder.kv_cache import (
 )
 from app.hardware.facts import Facts
 from app.hardware.plan.plan import ServingPlan
-from app.kernels.attention.attention import (
-    AttentionSequence,
-    AttentionStep,
-    KvSegment,
-    attend,
-)
+from app.kernels.attention.attention import AttentionSequence, AttentionStep, KvSegment, attend
 from app.kernels.linear.activations import quantise
 from app.kernels.linear.int_panels import (
     IntPanelFactory,

@@ -33,8 +33,8 @@ from app.engine.decoder.kv_cache import KvShape
 from app.engine.scheduler.batch import (
     Batch,
     ScheduledSpan,
+    make_sequence,
 )
-from app.engine.scheduler.sequence import make_sequence
 from app.hardware.decision import TrialTimes
 from app.hardware.plan.plan import ServingPlan
 from app.kernels.linear.bf16_panels import (
@@ -53,7 +53,7 @@ from app.messages import (
     SamplingParams,
 )
 from app.models.decoders.config import ModelConfig
-from app.models.decoders.layers import (
+from app.models.decoders.decoder import (
     Embedding,
     RMSNorm,
 )

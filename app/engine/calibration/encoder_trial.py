@@ -43,7 +43,7 @@ from app.messages import (
     Encode,
     Text,
 )
-from app.models.decoders.layers import (
+from app.models.decoders.decoder import (
     Embedding,
     RMSNorm,
 )

@@ -58,9 +58,8 @@ from app.engine.decoder.kv_cache import KvShape, kv_dtype
 from app.engine.decoder.paged_kv_cache import PagedKvCache
 from app.engine.encoder.batching import EncodeState
 from app.engine.encoder.device_runner import DeviceEncoderRunner
-from app.engine.scheduler.batch import ScheduledSpan
+from app.engine.scheduler.batch import ScheduledSpan, make_sequence
 from app.engine.scheduler.queues import EngineLimits
-from app.engine.scheduler.sequence import make_sequence
 from app.hardware.decision import (
     Measurements,
     TrialTimes,
@@ -92,7 +91,7 @@ from app.messages import (
     Text,
 )
 from app.models.decoders.config import ModelConfig
-from app.models.decoders.families import Decoder
+from app.models.decoders.decoder import Decoder
 from app.models.encoders.config import EncoderConfig
 from app.models.encoders.encoder import Encoder
 from app.weights.program import ProgramCheckpoint

@@ -29,8 +29,7 @@ from app.engine.decoder.kv_cache import (
     KvShape,
     kv_dtype,
 )
-from app.engine.scheduler.batch import ScheduledSpan
-from app.engine.scheduler.sequence import make_sequence
+from app.engine.scheduler.batch import ScheduledSpan, make_sequence
 from app.errors import SettingsInvalid
 from app.hardware.plan.plan import ServingPlan
 from app.kernels.attention.context import StepContext

@@ -31,7 +31,7 @@ from app.engine.scheduler.batch import Batch
 from app.hardware.decision import TrialTimes
 from app.hardware.plan.plan import ServingPlan
 from app.models.decoders.config import ModelConfig
-from app.models.decoders.families import Decoder
+from app.models.decoders.decoder import Decoder
 
 COARSE_LAYERS, FULL_LAYERS = 8, 4  # one layer in this many is built
 COARSE_OUTPUTS = 2048

@@ -38,15 +38,13 @@ from app.engine.sampling.sampler import Sampler
 from app.engine.scheduler.batch import (
     Batch,
     ScheduledSpan,
+    Sequence,
+    make_sequence,
 )
 from app.engine.scheduler.budget import PrefillBudget
 from app.engine.scheduler.kv_allocator import KvSlots
 from app.engine.scheduler.queues import EngineLimits
 from app.engine.scheduler.scheduler import Scheduler
-from app.engine.scheduler.sequence import (
-    Sequence,
-    make_sequence,
-)
 from app.engine.scheduler.speculation import (
     MAX_DRAFT_TOKENS,
     Speculation,
@@ -55,11 +53,7 @@ from app.engine.scheduler.speculation import (
 from app.errors import PlanImpossible
 from app.hardware.plan.plan import ServingPlan
 from app.hardware.step_times import ThrottleCorrection
-from app.kernels.attention.attention import (
-    max_decode_queries,
-    supports_heads,
-)
-from app.kernels.attention.layout import token_bytes
+from app.kernels.attention.attention import max_decode_queries, supports_heads, token_bytes
 from app.kernels.attention.paged import PAGE_TOKENS
 from app.messages import (
     Generate,
@@ -67,7 +61,7 @@ from app.messages import (
 )
 from app.metrics.step_time_model import StepTimeModel
 from app.models.decoders.config import ModelConfig
-from app.models.decoders.families import Decoder
+from app.models.decoders.decoder import Decoder
 from app.weights.checkpoint import Checkpoint
 
 if TYPE_CHECKING:

@@ -40,17 +40,12 @@ from app.engine.scheduler.batch import (
     ScheduledSpan,
     logit_rows_of,
 )
-from app.kernels.attention.attention import (
-    AttentionSequence,
-    AttentionStep,
-    split_into_decodes,
-)
+from app.kernels.attention.attention import AttentionSequence, AttentionStep, QkvHeads, split_into_decodes
 from app.kernels.attention.context import (
     Attend,
     AttentionSpec,
     StepContext,
 )
-from app.kernels.attention.layout import QkvHeads
 from app.kernels.elementwise.activations import (
     TopLogits,
     TopLogitsRequest,
@@ -63,7 +58,7 @@ from app.kernels.native.recording import (
     ResultPool,
     record_operations,
 )
-from app.models.decoders.families import Decoder
+from app.models.decoders.decoder import Decoder
 
 _MAX_FIXED_TOKENS = 2**16  # step size up to which the inputs keep a fixed address
 # queries per attention call if the queries per sequence are limited; this bounds the scratch memory

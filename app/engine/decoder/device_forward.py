@@ -24,14 +24,14 @@ from app.engine.sampling.rows import (
     sample_random,
 )
 from app.engine.scheduler.batch import ScheduledSpan
+from app.kernels.attention.attention import QkvHeads
 from app.kernels.attention.context import (
     AttentionSpec,
     StepContext,
 )
-from app.kernels.attention.layout import QkvHeads
 from app.kernels.attention.paged import PagedStep
 from app.kernels.elementwise.rope import apply_rope_and_write_kv
-from app.models.decoders.families import Decoder
+from app.models.decoders.decoder import Decoder
 
 
 @dataclass(frozen=True, slots=True)

@@ -36,8 +36,8 @@ from app.engine.sampling.rows import (
 from app.engine.scheduler.batch import (
     LogitRow,
     ScheduledSpan,
+    Sequence,
 )
-from app.engine.scheduler.sequence import Sequence
 from app.kernels.attention.paged import PAGE_TOKENS
 
 

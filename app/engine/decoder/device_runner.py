@@ -59,7 +59,7 @@ from app.engine.scheduler.batch import (
 )
 from app.engine.scheduler.queues import EngineLimits
 from app.errors import StepFailed
-from app.models.decoders.families import Decoder
+from app.models.decoders.decoder import Decoder
 
 
 @dataclass(slots=True)

@@ -23,11 +23,11 @@ from app.engine.scheduler.batch import (
     SampledTokens,
     accepted_by_span,
     active_samples,
+    make_sequence,
     next_span,
 )
 from app.engine.scheduler.kv_allocator import KvAllocator
 from app.engine.scheduler.scheduler import Scheduler
-from app.engine.scheduler.sequence import make_sequence
 from app.errors import (
     RequestError,
     StepFailed,

@@ -23,13 +23,9 @@ from app.engine.decoder.kv_cache import KvShape
 from app.engine.scheduler.batch import (
     KvCopy,
     ScheduledSpan,
+    Sequence,
 )
-from app.engine.scheduler.sequence import Sequence
-from app.kernels.attention.attention import KvSegment
-from app.kernels.attention.layout import (
-    KvRows,
-    token_bytes,
-)
+from app.kernels.attention.attention import KvRows, KvSegment, token_bytes
 from app.kernels.attention.paged import PAGE_TOKENS
 
 PADDING_PAGE = 0  # the page that no slot owns; padding rows are written to it

@@ -20,11 +20,11 @@ from torch import Tensor
 
 from app.backends.base import DeviceBackend
 from app.engine.encoder.batching import TextSpan
+from app.kernels.attention.attention import QkvHeads
 from app.kernels.attention.context import (
     AttentionSpec,
     EncodeContext,
 )
-from app.kernels.attention.layout import QkvHeads
 from app.kernels.attention.paged import PackedTexts
 from app.models.encoders.config import EncoderConfig
 

@@ -16,11 +16,11 @@ from itertools import accumulate
 from torch import Tensor
 
 from app.engine.encoder.batching import TextSpan
+from app.kernels.attention.attention import QkvHeads
 from app.kernels.attention.context import (
     AttentionSpec,
     EncodeContext,
 )
-from app.kernels.attention.layout import QkvHeads
 from app.kernels.attention.texts import (
     TextStarts,
     attend_texts,

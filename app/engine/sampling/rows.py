@@ -32,7 +32,7 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
-from app.engine.scheduler.sequence import Sequence
+from app.engine.scheduler.batch import Sequence
 from app.errors import StepFailed
 from app.kernels.triton.support import triton_usable
 from app.messages import SamplingParams

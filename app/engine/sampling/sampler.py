@@ -30,8 +30,8 @@ from app.engine.sampling.rows import (
 from app.engine.scheduler.batch import (
     LogitRow,
     SampledTokens,
+    Sequence,
 )
-from app.engine.scheduler.sequence import Sequence
 from app.kernels.elementwise.activations import (
     MAX_TOP_LOGITS,
     TopLogits,

@@ -16,8 +16,7 @@ from dataclasses import (
 )
 from math import inf
 
-from app.engine.scheduler.batch import SampledTokens
-from app.engine.scheduler.sequence import Sequence
+from app.engine.scheduler.batch import SampledTokens, Sequence
 from app.messages import (
     FinishReason,
     TokenLogprob,

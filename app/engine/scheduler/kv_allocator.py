@@ -20,8 +20,7 @@ from dataclasses import (
     field,
 )
 
-from app.engine.scheduler.batch import KvCopy
-from app.engine.scheduler.sequence import Sequence
+from app.engine.scheduler.batch import KvCopy, Sequence
 
 # If fewer tokens than this are shared, they are computed again. They are part of a step that reads all weights
 # anyway (measured: a product of 16 rows costs about as much as one of 8 rows), and sharing would pin a slot for

@@ -26,7 +26,9 @@ from app.engine.scheduler.batch import (
     Batch,
     SampledTokens,
     ScheduledSpan,
+    Sequence,
     accepted_by_span,
+    make_sequence,
     next_span,
 )
 from app.engine.scheduler.beam_search import (
@@ -41,12 +43,6 @@ from app.engine.scheduler.kv_allocator import (
     KvAllocator,
     KvSlots,
 )
-from app.engine.scheduler.outputs import (
-    beam_search_finished,
-    sequence_finished,
-    snapshot_of_sequences,
-    token_events,
-)
 from app.engine.scheduler.policy import (
     admit_oldest,
     share_in_order,
@@ -54,12 +50,12 @@ from app.engine.scheduler.policy import (
 from app.engine.scheduler.queues import (
     EngineLimits,
     RequestQueues,
+    beam_search_finished,
     max_sequence_tokens,
     request_error,
-)
-from app.engine.scheduler.sequence import (
-    Sequence,
-    make_sequence,
+    sequence_finished,
+    snapshot_of_sequences,
+    token_events,
 )
 from app.engine.scheduler.speculation import Speculation
 from app.errors import RequestError

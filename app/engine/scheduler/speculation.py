@@ -15,8 +15,7 @@ from dataclasses import (
 )
 from typing import Protocol
 
-from app.engine.scheduler.batch import ScheduledSpan
-from app.engine.scheduler.sequence import Sequence
+from app.engine.scheduler.batch import ScheduledSpan, Sequence
 
 NGRAM_SIZES = (3, 2)  # lengths of the n-grams to match; the longest match is used
 # Number of tokens whose n-grams are indexed per step, which takes 0.3 ms. A long prompt is indexed from its end

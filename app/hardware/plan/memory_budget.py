@@ -40,9 +40,7 @@ KV_PRECISIONS: Mapping[str, tuple[str, int]] = {
 # besides the logit.
 _LOGIT_BYTES, _DEVICE_LOGIT_BYTES = 8, 20
 
-_KV_ALIGNMENT_BYTES = (
-    64  # a token's int8 values and scales of one layer are padded to a multiple of this (kernels/attention/layout.py)
-)
+_KV_ALIGNMENT_BYTES = 64  # a token's int8 values and scales of one layer are padded to a multiple of this (kernels/attention/attention.py)
 
 KV_PAGE_TOKENS = 64  # tokens of a KV page on a GPU (kernels/attention/paged.py); one page is reserved for padding
 

@@ -10,7 +10,7 @@ from typing import Protocol
 
 from torch import Tensor
 
-from app.kernels.attention.layout import QkvHeads
+from app.kernels.attention.attention import QkvHeads
 from app.kernels.elementwise.activations import TopLogitsRequest
 
 

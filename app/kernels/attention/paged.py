@@ -19,11 +19,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from app.kernels.attention.attention import KvRows, QkvHeads
 from app.kernels.attention.context import AttentionSpec
-from app.kernels.attention.layout import (
-    KvRows,
-    QkvHeads,
-)
 from app.kernels.elementwise.rope import apply_rope_to_qkv_torch
 
 # Tokens that a kernel reads at a time; at most 63 tokens of a sequence's memory are unused. Torch's flash

@@ -15,15 +15,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from app.kernels.attention.attention import KvRows, QkvHeads
 from app.kernels.attention.context import AttentionSpec
-from app.kernels.attention.layout import (
-    KvRows,
-    QkvHeads,
-)
-from app.kernels.elementwise.rope import (
-    apply_rope_and_write_kv,
-    apply_rope_to_qkv_torch,
-)
+from app.kernels.elementwise.rope import apply_rope_and_write_kv, apply_rope_to_qkv_torch
 from app.kernels.native.memory import (
     Int64Buffer,
     empty,

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from app.kernels.attention.layout import (
+from app.kernels.attention.attention import (
     KvRows,
     QkvHeads,
     RopeAngles,

@@ -12,8 +12,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from app.kernels.attention.attention import KvRows
 from app.kernels.attention.context import AttentionSpec
-from app.kernels.attention.layout import KvRows
 from app.kernels.attention.paged import (
     PAGE_TOKENS,
     PackedTexts,

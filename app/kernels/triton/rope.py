@@ -12,11 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from app.kernels.attention.layout import (
-    KvRows,
-    QkvHeads,
-    RopeAngles,
-)
+from app.kernels.attention.attention import KvRows, QkvHeads, RopeAngles
 
 _ELEMENTS = 1024  # per program of four warps
 

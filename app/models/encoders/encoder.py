@@ -19,14 +19,11 @@ from torch import (
     nn,
 )
 
+from app.kernels.attention.attention import QkvHeads, RopeAngles
 from app.kernels.attention.context import (
     Attend,
     AttentionSpec,
     EncodeContext,
-)
-from app.kernels.attention.layout import (
-    QkvHeads,
-    RopeAngles,
 )
 from app.kernels.elementwise.norms import (
     gate,
@@ -34,8 +31,8 @@ from app.kernels.elementwise.norms import (
 )
 from app.kernels.linear.activations import Activations
 from app.kernels.linear.linear import Linear
-from app.models.decoders.families import DecoderBody
-from app.models.decoders.layers import (
+from app.models.decoders.decoder import (
+    DecoderBody,
     Embedding,
     LayerRopeAngles,
 )

@@ -17,8 +17,8 @@ from torch import Tensor
 from app.backends import cuda
 from app.backends.cuda import CudaBackend
 from app.kernels.attention import texts as flash
+from app.kernels.attention.attention import QkvHeads
 from app.kernels.attention.context import AttentionSpec
-from app.kernels.attention.layout import QkvHeads
 from app.kernels.attention.paged import (
     PackedTexts,
     attend_texts_padded_torch,

@@ -17,13 +17,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 triton = pytest.importorskip("triton", reason="Triton is not installed")
+from app.kernels.attention.attention import KvRows, QkvHeads, token_bytes, view_kv_rows
 from app.kernels.attention.context import AttentionSpec
-from app.kernels.attention.layout import (
-    KvRows,
-    QkvHeads,
-    token_bytes,
-    view_kv_rows,
-)
 from app.kernels.attention.paged import PagedStep
 from app.kernels.elementwise import (
     activations,

@@ -8,8 +8,8 @@ pytest.importorskip("triton", reason="Triton is not installed")
 
 import torch
 
+from app.kernels.attention.attention import QkvHeads
 from app.kernels.attention.context import AttentionSpec
-from app.kernels.attention.layout import QkvHeads
 from app.kernels.attention.paged import PackedTexts, attend_texts_padded_torch
 from app.kernels.triton.prompts import attend_packed
 

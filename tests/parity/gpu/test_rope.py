@@ -13,12 +13,7 @@ from torch import Tensor
 from hypothesis_examples import examples
 
 pytest.importorskip("triton", reason="Triton is not installed")
-from app.kernels.attention.layout import (
-    KvRows,
-    QkvHeads,
-    token_bytes,
-    view_kv_rows,
-)
+from app.kernels.attention.attention import KvRows, QkvHeads, token_bytes, view_kv_rows
 from app.kernels.elementwise import rope as turn
 
 pytestmark = pytest.mark.usefixtures("served_by_triton")

@@ -15,8 +15,8 @@ from app.backends.mps import (
     sdpa_attention,
 )
 from app.errors import PlanImpossible
+from app.kernels.attention.attention import QkvHeads
 from app.kernels.attention.context import AttentionSpec
-from app.kernels.attention.layout import QkvHeads
 from app.kernels.attention.paged import (
     PackedTexts,
     attend_block,

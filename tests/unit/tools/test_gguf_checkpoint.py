@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from app.models.decoders.config import ModelConfig, RopeConfig
-from app.models.decoders.layers import RotaryEmbedding
+from app.models.decoders.decoder import RotaryEmbedding
 from app.models.decoders.shapes import tensors_of
 from app.weights.checkpoint import open_checkpoint
 from tools import gguf_checkpoint

@@ -20,7 +20,7 @@ from app.kernels.linear import device_int4
 from app.kernels.linear.device import DeviceLinear
 from app.kernels.linear.device_int4 import DeviceInt4Linear
 from app.kernels.linear.linear import Linear
-from app.models.decoders.layers import Embedding, RotaryEmbedding
+from app.models.decoders.decoder import Embedding, RotaryEmbedding
 from app.models.encoders.encoder import DistanceBias
 from app.weights.checkpoint import open_checkpoint
 from app.weights.load import load_model

@@ -16,7 +16,7 @@ from app.kernels.native.operations import (
     OpCode,
     has_kernel,
 )
-from app.models.decoders.layers import RMSNorm
+from app.models.decoders.decoder import RMSNorm
 from app.weights.checkpoint import open_checkpoint
 from loaded_models import load
 from reference_attention import PlainAttend, context_of

@@ -39,7 +39,7 @@ from app.metrics.stats import (
     EngineSnapshot,
     StepStats,
 )
-from app.models.decoders.families import Decoder
+from app.models.decoders.decoder import Decoder
 from app.settings import (
     Settings,
     load_settings,

@@ -36,7 +36,7 @@ from app.messages import (
     RequestFailed,
     SamplingParams,
 )
-from app.models.decoders.families import Decoder
+from app.models.decoders.decoder import Decoder
 from app.weights.checkpoint import (
     Checkpoint,
     open_checkpoint,

@@ -19,13 +19,13 @@ from app.engine.scheduler.batch import (
     LogitRow,
     SampledTokens,
     ScheduledSpan,
+    Sequence,
 )
-from app.engine.scheduler.sequence import Sequence
+from app.kernels.attention.attention import QkvHeads
 from app.kernels.attention.context import (
     AttentionSpec,
     StepContext,
 )
-from app.kernels.attention.layout import QkvHeads
 from app.messages import SamplingParams
 
 SHAPE = KvShape(num_layers=2, num_slots=4, max_len=64, num_kv_heads=2, head_dim=4)

@@ -30,9 +30,9 @@ from app.engine.sampling.rows import uniform_number
 from app.engine.scheduler.batch import (
     LogitRow,
     ScheduledSpan,
+    Sequence,
     logit_rows_of,
 )
-from app.engine.scheduler.sequence import Sequence
 from app.kernels.attention.paged import PAGE_TOKENS
 from app.messages import SamplingParams
 

@@ -21,9 +21,9 @@ from app.engine.scheduler.batch import (
     KvCopy,
     SampledTokens,
     ScheduledSpan,
+    Sequence,
 )
 from app.engine.scheduler.queues import EngineLimits
-from app.engine.scheduler.sequence import Sequence
 from app.errors import StepFailed
 from app.kernels.attention.context import StepContext
 from app.messages import SamplingParams

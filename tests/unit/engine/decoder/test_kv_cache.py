@@ -20,8 +20,8 @@ from app.engine.decoder.kv_cache import (
 from app.engine.scheduler.batch import (
     KvCopy,
     ScheduledSpan,
+    Sequence,
 )
-from app.engine.scheduler.sequence import Sequence
 from app.errors import PlanImpossible
 from app.hardware.facts import Needs
 from app.hardware.plan.memory_budget import kv_bytes_per_token

@@ -21,14 +21,12 @@ from app.engine.decoder.paged_kv_cache import PagedKvCache
 from app.engine.scheduler.batch import (
     KvCopy,
     ScheduledSpan,
+    Sequence,
+    resolve_seed,
 )
 from app.engine.scheduler.queues import (
     EngineLimits,
     max_sequence_tokens,
-)
-from app.engine.scheduler.sequence import (
-    Sequence,
-    resolve_seed,
 )
 from app.kernels.attention.paged import PAGE_TOKENS
 from app.messages import (

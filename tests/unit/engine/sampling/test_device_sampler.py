@@ -23,7 +23,7 @@ from app.engine.sampling.rows import (
     uniform_number,
 )
 from app.engine.sampling.sampler import Sampler
-from app.engine.scheduler.sequence import Sequence
+from app.engine.scheduler.batch import Sequence
 from app.messages import SamplingParams
 from fake_device import CUDA, fake_cuda
 from hypothesis_examples import examples

@@ -15,8 +15,7 @@ from app.engine.sampling.rows import (
     uniform_number,
 )
 from app.engine.sampling.sampler import Sampler
-from app.engine.scheduler.batch import SampledTokens
-from app.engine.scheduler.sequence import Sequence
+from app.engine.scheduler.batch import SampledTokens, Sequence
 from app.errors import StepFailed
 from app.messages import SamplingParams
 from sequences import rows_of

@@ -12,8 +12,7 @@ from app.engine.sampling.sampler import (
     sample_top_logits,
     top_logits_request,
 )
-from app.engine.scheduler.batch import SampledTokens
-from app.engine.scheduler.sequence import Sequence
+from app.engine.scheduler.batch import SampledTokens, Sequence
 from app.errors import StepFailed
 from app.kernels.elementwise.activations import (
     MAX_TOP_LOGITS,

@@ -9,7 +9,7 @@ from app.engine.sampling.rows import (
     uniform_number,
     uniform_numbers,
 )
-from app.engine.scheduler.sequence import resolve_seed
+from app.engine.scheduler.batch import resolve_seed
 
 
 def test_it_is_the_published_generator() -> None:

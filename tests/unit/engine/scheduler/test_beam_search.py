@@ -6,10 +6,9 @@ import math
 
 import pytest
 
-from app.engine.scheduler.batch import SampledTokens
+from app.engine.scheduler.batch import SampledTokens, Sequence
 from app.engine.scheduler.beam_search import BeamGroup
 from app.engine.scheduler.queues import EngineLimits
-from app.engine.scheduler.sequence import Sequence
 from app.messages import (
     Abort,
     SamplingParams,

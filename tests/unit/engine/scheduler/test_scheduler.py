@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from app.engine.scheduler.batch import Batch
+from app.engine.scheduler.batch import Batch, resolve_seed
 from app.engine.scheduler.budget import PrefillBudget
 from app.engine.scheduler.queues import EngineLimits
-from app.engine.scheduler.sequence import resolve_seed
 from app.errors import (
     ContextLengthExceeded,
     InvalidRequest,

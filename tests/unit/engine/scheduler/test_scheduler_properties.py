@@ -8,12 +8,12 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
+from app.engine.scheduler.batch import resolve_seed
 from app.engine.scheduler.budget import PrefillBudget
 from app.engine.scheduler.queues import (
     EngineLimits,
     max_sequence_tokens,
 )
-from app.engine.scheduler.sequence import resolve_seed
 from app.messages import (
     Abort,
     Generate,

@@ -28,11 +28,11 @@ from app.engine.scheduler.budget import PrefillBudget
 from app.engine.scheduler.kv_allocator import KvSlots
 from app.engine.scheduler.queues import EngineLimits
 from app.engine.scheduler.scheduler import Scheduler
+from app.kernels.attention.attention import QkvHeads
 from app.kernels.attention.context import (
     AttentionSpec,
     StepContext,
 )
-from app.kernels.attention.layout import QkvHeads
 from app.messages import (
     Generate,
     RequestFailed,

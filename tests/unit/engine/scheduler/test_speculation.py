@@ -7,9 +7,8 @@ from collections.abc import Sequence as Items
 
 import pytest
 
-from app.engine.scheduler.batch import ScheduledSpan
+from app.engine.scheduler.batch import ScheduledSpan, Sequence
 from app.engine.scheduler.queues import EngineLimits
-from app.engine.scheduler.sequence import Sequence
 from app.engine.scheduler.speculation import (
     MAX_PAUSE_STEPS,
     MAX_SPECULATIVE_ROWS,

@@ -9,10 +9,10 @@ import pytest
 from app.engine.scheduler.batch import (
     Batch,
     ScheduledSpan,
+    make_sequence,
 )
 from app.engine.scheduler.budget import TokenBudget
 from app.engine.scheduler.queues import EngineLimits
-from app.engine.scheduler.sequence import make_sequence
 from app.errors import StepFailed
 from app.messages import (
     Generate,

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from app.backends.cpu import AttentionRow, Segment, reference_attention
 from app.kernels.attention import paged
+from app.kernels.attention.attention import KvRows, QkvHeads
 from app.kernels.attention.context import AttentionSpec
-from app.kernels.attention.layout import KvRows, QkvHeads
 from app.kernels.attention.paged import (
     PAGE_TOKENS,
     PackedTexts,

@@ -12,10 +12,7 @@ from app.kernels.elementwise.embedding import (
     embedding_rows,
     embedding_rows_torch,
 )
-from app.kernels.elementwise.rope import (
-    rope_angles,
-    rope_angles_torch,
-)
+from app.kernels.elementwise.rope import rope_angles, rope_angles_torch
 from app.kernels.linear.bf16_panels import Bf16PanelLinear, HybridFactory
 from app.kernels.linear.int_panels import IntPanelFactory
 from app.kernels.native.operations import (

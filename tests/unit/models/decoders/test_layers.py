@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from app.kernels.attention.attention import QkvHeads
 from app.kernels.attention.context import AttentionSpec
-from app.kernels.attention.layout import QkvHeads
 from app.kernels.linear.activations import (
     Activations,
     QuantisedActivations,
@@ -24,8 +24,7 @@ from app.kernels.native.operations import (
     has_kernel,
 )
 from app.models.decoders.config import ModelConfig
-from app.models.decoders.families import GemmaLayer, LlamaLayer
-from app.models.decoders.layers import RMSNorm
+from app.models.decoders.decoder import GemmaLayer, LlamaLayer, RMSNorm
 from tiny_checkpoints import config_values
 
 needs_integers = pytest.mark.skipif(

@@ -12,7 +12,7 @@ from app.models.decoders.config import (
     DECODER_FAMILIES,
     ModelConfig,
 )
-from app.models.decoders.layers import (
+from app.models.decoders.decoder import (
     Embedding,
     RMSNorm,
 )
