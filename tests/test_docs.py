@@ -107,3 +107,12 @@ def test_the_glossary_is_short_and_has_every_retired_word() -> None:
     assert {"desk", "roster", "tenants", "tempo", "allowance", "rehearsal"} <= RETIRED_WORDS
     old_words = {word for old, _, _ in terms for word in re.findall(r"\w+", old)}
     assert {"desk", "roster", "tenants", "tempo", "allowance", "rehearsal"} <= old_words
+
+
+def test_the_terms_of_the_glossary_are_classes() -> None:
+    terms = {term for cell in re.findall(r"^\| .+? \| (.+?) \| .+ \|$", section("Glossary"), re.MULTILINE)
+             for term in re.findall(r"`([A-Z]\w+)`", cell)}  # fmt: skip
+    assert len(terms) > 20
+    source = "\n".join(file.read_text(encoding="utf-8") for file in (ROOT / "app").rglob("*.py"))
+    defined = set(re.findall(r"^(?:class )?([A-Z]\w+)(?:\(|:| =)", source, re.MULTILINE))
+    assert terms - defined == set()
