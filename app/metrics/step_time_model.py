@@ -117,7 +117,9 @@ class StepTimeModel:
         if recent is None:
             recent = self._recent[kind] = deque(maxlen=RECENT_STEPS)
         recent.append(ratio)
-        self._factors[kind] = min(max(median(recent), FACTOR_LIMITS[0]), FACTOR_LIMITS[1])
+        ordered, middle = sorted(recent), len(recent) // 2  # faster than `statistics.median`
+        factor = ordered[middle] if len(recent) % 2 else (ordered[middle - 1] + ordered[middle]) / 2
+        self._factors[kind] = min(max(factor, FACTOR_LIMITS[0]), FACTOR_LIMITS[1])
         phase: Phase = "prefill" if kind == "mixed" else kind
         window = self._windows.get(phase)
         if window is None:
