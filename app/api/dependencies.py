@@ -1,4 +1,4 @@
-"""Common parts of the endpoints: the runtime, body parsing, the request id, and a counter of refused requests."""
+"""Common parts of the endpoints: the runtime, the request id, and a counter of refused requests."""
 
 from __future__ import annotations
 
@@ -15,12 +15,7 @@ from typing import (
 
 from starlette.requests import Request
 
-from app.api.schemas import (
-    BodyT,
-    parse_body,
-)
 from app.errors import (
-    InvalidRequest,
     ModelNotFound,
     RequestError,
 )
@@ -66,24 +61,6 @@ def request_id(request: Request) -> str:
     """Return the request id that the gate has assigned (`x-request-id`)."""
     identity: str = request.state.request_id
     return identity
-
-
-async def read_body(request: Request, model: type[BodyT]) -> BodyT:
-    """Parse the body as `model`.
-
-    The content type must be JSON: a browser lets any web page post other types to this server without a CORS
-    preflight.
-
-    Raises:
-        InvalidRequest: the content type is not JSON, the body is empty or does not match.
-    """
-    kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
-    if kind != "application/json" and not kind.endswith("+json"):
-        raise InvalidRequest("Send the body as JSON with the header `content-type: application/json`.")
-    body = await request.body()
-    if not body.strip():
-        raise InvalidRequest("The body is empty: send a JSON object.")
-    return parse_body(model, body)
 
 
 @contextmanager

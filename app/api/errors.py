@@ -1,7 +1,7 @@
-"""Conversion of exceptions to HTTP responses: the only place with status codes and with each dialect's error body.
+"""Conversion of exceptions to HTTP responses: the only place with status codes, and the native format of error bodies.
 
-All other code raises `RequestError`s, which know no HTTP. The gate (`RequestGate`) converts what no other
-handler has caught.
+Each other dialect has an `ErrorFormat` with its schemas. All other code raises `RequestError`s, which know no HTTP.
+The gate (`RequestGate`) converts what no other handler has caught.
 """
 
 from __future__ import annotations
@@ -14,10 +14,14 @@ from collections.abc import (
 from dataclasses import dataclass
 from typing import Any
 
-from pydantic import ValidationError
+from pydantic import (
+    ValidationError,
+)
 from starlette.exceptions import HTTPException
-from starlette.requests import Request
 from starlette.responses import JSONResponse
+from typing_extensions import (
+    TypedDict,
+)
 
 from app.errors import (
     ArmatureError,
@@ -91,50 +95,41 @@ def _retry_headers(error: RequestError) -> dict[str, str]:
     return {}
 
 
-# ---- error bodies of each dialect ----------------------------------------------------------------------------------
+# ---- error bodies ---------------------------------------------------------------------------------------------------
 
 
-def _openai_body(error: HttpError) -> dict[str, Any]:
-    kind = _OPENAI_TYPES.get(error.status, "server_error" if error.status >= 500 else "invalid_request_error")
-    return {"error": {"message": error.message, "type": kind, "param": error.field, "code": error.code}}
+@dataclass(frozen=True, slots=True)
+class ErrorFormat:
+    """Error body of a dialect. `model` describes it in the OpenAPI document."""
+
+    body: Callable[[HttpError], dict[str, Any]]
+    model: type
+
+    def response(self, error: Exception) -> JSONResponse:
+        """Return the complete response for an exception."""
+        http_error = to_http_error(error)
+        return JSONResponse(self.body(http_error), http_error.status, headers=http_error.headers)
 
 
-_OPENAI_TYPES: Mapping[int, str] = {401: "authentication_error", 429: "rate_limit_error"}
+class NativeErrorDetail(TypedDict):
+    """What was wrong: a stable code, a sentence, and the name of the field at fault, if any."""
+
+    code: str
+    message: str
+    field: str | None
+
+
+class NativeError(TypedDict):
+    """Error body of the server's own routes."""
+
+    error: NativeErrorDetail
 
 
 def _native_body(error: HttpError) -> dict[str, Any]:
     return {"error": {"code": error.code, "message": error.message, "field": error.field}}
 
 
-def _oip_body(error: HttpError) -> dict[str, Any]:
-    return {"error": error.message}
-
-
-def _tei_body(error: HttpError) -> dict[str, Any]:
-    kind = _TEI_TYPES.get(error.status, "Backend" if error.status >= 500 else "Validation")
-    return {"error": error.message, "error_type": kind}
-
-
-_TEI_TYPES: Mapping[int, str] = {429: "Overloaded", 503: "Unhealthy"}
-
-
-# First part of the path → body; all other paths use the native dialect.
-ERROR_BODIES: Mapping[str, Callable[[HttpError], dict[str, Any]]] = {
-    "v1": _openai_body,
-    "v2": _oip_body,
-    **dict.fromkeys(("predict", "rerank", "similarity", "embed_all"), _tei_body),
-}
-
-
-def error_body(path: str, error: HttpError) -> dict[str, Any]:
-    """Return the error's body in the dialect of the path."""
-    return ERROR_BODIES.get(path.split("/", 2)[1] if path.startswith("/") else "", _native_body)(error)
-
-
-def error_response(path: str, error: Exception) -> JSONResponse:
-    """Return the complete response for an exception, in the dialect of the path."""
-    http_error = to_http_error(error)
-    return JSONResponse(error_body(path, http_error), http_error.status, headers=http_error.headers)
+NATIVE_ERRORS = ErrorFormat(_native_body, NativeError)
 
 
 # ---- pydantic's errors ---------------------------------------------------------------------------------------------
@@ -176,9 +171,5 @@ def _plain_message(text: str) -> str:
     return text.removeprefix("Value error, ").removesuffix(".").replace("valid tuple", "valid list")
 
 
-async def handle_error(request: Request, error: Exception) -> JSONResponse:
-    """Handle the exception types that FastAPI may catch itself."""
-    return error_response(request.url.path, error)
-
-
 HANDLED_EXCEPTIONS: tuple[type[Exception], ...] = (RequestError, HTTPException)
+"""Exceptions that FastAPI would otherwise answer itself."""

@@ -1,4 +1,4 @@
-"""Everything between uvicorn and the endpoints: the request gate, limits on head and body, disconnects, exact routes.
+"""Everything between uvicorn and the endpoints: the request gate, limits on head and body, and disconnects.
 
 `RequestGate` is the entry point of every request. It assigns the request id, checks the API key, limits the body's
 size (also decompressed), detects disconnects and has the last exception handler. It is plain ASGI, since a middleware
@@ -6,9 +6,7 @@ that runs requests in its own tasks hides disconnects. Nothing else cancels a ha
 is streaming, and then only at its next event.
 
 `BoundedHeadProtocol` is uvicorn's HTTP protocol with a size limit and a time limit on the request head, including
-trailers: the parser collects headers of any length, and uvicorn waits for them without a timeout. `ExactRoutes` finds
-endpoints by exact path. A router matches patterns one after the other, and FastAPI resolves dependencies that these
-endpoints do not have: together half of the event loop's time for a short text.
+trailers: the parser collects headers of any length, and uvicorn waits for them without a timeout.
 """
 
 from __future__ import annotations
@@ -22,15 +20,11 @@ import uuid
 import zlib
 from asyncio import TimerHandle
 from collections.abc import (
-    Awaitable,
     Callable,
     Collection,
-    Mapping,
 )
 
 from starlette.exceptions import HTTPException
-from starlette.requests import Request
-from starlette.responses import Response
 from starlette.types import (
     ASGIApp,
     Message,
@@ -41,8 +35,8 @@ from starlette.types import (
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from app.api.errors import (
-    error_body,
-    error_response,
+    NATIVE_ERRORS,
+    ErrorFormat,
     to_http_error,
 )
 from app.api.streaming import format_sse
@@ -197,16 +191,27 @@ MAX_TENSOR_BODY_BYTES = 4 * MAX_BODY_BYTES  # 100 images of 224 × 224 in FP32; 
 TENSOR_HEADER = b"inference-header-content-length"
 MAX_HELD_BODIES = 8  # bodies of full size in memory at the same time; once parsed, a body takes several times its size
 BODY_TIMEOUT_SECONDS = 60.0  # time limit for receiving a body
-# Probes and scrapers have no keys.
-PUBLIC_PATHS = frozenset({"/healthz", "/readyz", "/v2/health/live", "/v2/health/ready", "/metrics"})
 _VALID_ID = re.compile(rb"[\x21-\x7e]{1,128}")
 
 
 class RequestGate:
-    """ASGI middleware around the application. Its only state is the number of body bytes held in memory."""
+    """ASGI middleware around the application. Its only state is the number of body bytes held in memory.
 
-    def __init__(self, app: ASGIApp, api_keys: Collection[str] = ()) -> None:
-        self._app = app
+    Args:
+        app: The application.
+        api_keys: Keys that clients may send; if empty, no key is needed.
+        public_paths: Paths that never need a key.
+        error_format: The error format of a path.
+    """
+
+    def __init__(
+        self,
+        app: ASGIApp,
+        api_keys: Collection[str] = (),
+        public_paths: Collection[str] = (),
+        error_format: Callable[[str], ErrorFormat] = lambda path: NATIVE_ERRORS,
+    ) -> None:
+        self._app, self._public_paths, self._error_format = app, public_paths, error_format
         self._key_hashes = tuple(_hash(key.encode()) for key in api_keys)
         self._held_bytes = 0
 
@@ -215,7 +220,7 @@ class RequestGate:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        sender = ResponseSender(scope, send)
+        sender = ResponseSender(scope, send, self._error_format)
         try:
             self._check_key(scope)
             await self._forward(scope, receive, sender)
@@ -234,7 +239,7 @@ class RequestGate:
         await sender.end()
 
     def _check_key(self, scope: Scope) -> None:
-        if not self._key_hashes or scope["path"] in PUBLIC_PATHS:
+        if not self._key_hashes or scope["path"] in self._public_paths:
             return
         scheme, _, key = _header(scope, b"authorization").partition(b" ")
         offered = _hash(key.strip())
@@ -285,11 +290,11 @@ class RequestGate:
 class ResponseSender:
     """Sender of the response to one client. It adds the request id and tracks how far the response is."""
 
-    def __init__(self, scope: Scope, send: Send) -> None:
+    def __init__(self, scope: Scope, send: Send, error_format: Callable[[str], ErrorFormat]) -> None:
         offered = _header(scope, b"x-request-id")
         self.request_id = offered.decode() if _VALID_ID.fullmatch(offered) else uuid.uuid4().hex
         scope.setdefault("state", {})["request_id"] = self.request_id
-        self._scope, self._send = scope, send
+        self._path, self._send, self._error_format = scope["path"], send, error_format
         self._started = self._ended = self._is_event_stream = False
 
     async def send(self, message: Message) -> None:
@@ -309,9 +314,9 @@ class ResponseSender:
 
         Call `end` afterwards.
         """
-        path = self._scope["path"]
+        errors = self._error_format(self._path)
         if not self._started:
-            response = error_response(path, error)
+            response = errors.response(error)
             if isinstance(error, BodyTooLarge):
                 response.headers["connection"] = "close"
             await self.send(
@@ -322,7 +327,7 @@ class ResponseSender:
             await self.send(
                 {
                     "type": "http.response.body",
-                    "body": format_sse(error_body(path, to_http_error(error))),
+                    "body": format_sse(errors.body(to_http_error(error))),
                     "more_body": True,
                 }
             )
@@ -349,25 +354,3 @@ def _header(scope: Scope, name: bytes) -> bytes:
 
 def _hash(key: bytes) -> bytes:
     return hashlib.sha256(key).digest()
-
-
-Endpoint = Callable[[Request], Awaitable[Response]]
-
-
-class ExactRoutes:
-    """ASGI application that serves `endpoints`, given by method and path, and passes all other requests to `app`.
-
-    Exceptions of the endpoints are left to the enclosing `RequestGate`.
-    """
-
-    def __init__(self, app: ASGIApp, endpoints: Mapping[tuple[str, str], Endpoint]) -> None:
-        self._app, self._endpoints = app, endpoints
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Call the endpoint of the exact path, or the wrapped application."""
-        endpoint = self._endpoints.get((scope["method"], scope["path"])) if scope["type"] == "http" else None
-        if endpoint is None:
-            await self._app(scope, receive, send)
-            return
-        response = await endpoint(Request(scope, receive))
-        await response(scope, receive, send)

@@ -6,23 +6,34 @@ from collections.abc import AsyncIterator
 from typing import (
     Annotated,
     Any,
+    NotRequired,
 )
 
-from pydantic import Field
+from pydantic import (
+    Field,
+)
 from starlette.requests import Request
 from starlette.responses import (
     JSONResponse,
     Response,
 )
+from typing_extensions import (
+    TypedDict,
+)
 
 from app.api.dependencies import (
     count_refusals,
-    read_body,
     request_id,
     runtime_of,
 )
+from app.api.errors import NATIVE_ERRORS
 from app.api.openai.routes import template_message
 from app.api.openai.schemas import Message
+from app.api.routing import (
+    BODY_ERRORS,
+    DialectRouter,
+    RequestBody,
+)
 from app.api.schemas import (
     MAX_MESSAGES,
     Body,
@@ -41,6 +52,7 @@ from app.api.streaming import (
     wait_for_first_token,
 )
 from app.errors import InvalidRequest
+from app.messages import FinishReason
 from app.service.requests import (
     Accepted,
     ChoiceFinished,
@@ -81,14 +93,90 @@ class DetokenizeBody(Body):
     skip_special_tokens: bool | None = None
 
 
+class GenerateUsage(TypedDict):
+    """Tokens of a request; `cached_tokens` are those of the prompt that were read from the prefix cache."""
+
+    prompt_tokens: int
+    cached_tokens: int
+    completion_tokens: int
+
+
+class CandidateToken(TypedDict):
+    """A token with its log-probability."""
+
+    token_id: int
+    text: str
+    logprob: float
+
+
+class SampledToken(CandidateToken):
+    """A sampled token and the most likely ones at its position."""
+
+    top: list[CandidateToken]
+
+
+class GeneratedText(TypedDict):
+    """One generated text."""
+
+    text: str
+    token_ids: list[int]
+    finish_reason: FinishReason
+    logprobs: NotRequired[list[SampledToken]]
+
+
+class GeneratedChoice(GeneratedText):
+    """One of several generated texts."""
+
+    index: int
+
+
+class GenerateResponse(GeneratedText):
+    """Response of `POST /generate`: the first text, and `choices` with all texts if there are several."""
+
+    usage: GenerateUsage
+    choices: NotRequired[list[GeneratedChoice]]
+
+
+class GenerateEvent(TypedDict):
+    """Event of a streamed generation. The last one of a choice has the finish reason and the usage."""
+
+    index: int
+    text: str
+    token_ids: list[int]
+    logprobs: NotRequired[list[SampledToken]]
+    finish_reason: NotRequired[FinishReason]
+    usage: NotRequired[GenerateUsage]
+
+
+class TokenizeResponse(TypedDict):
+    """Response of `POST /tokenize`."""
+
+    token_ids: list[int]
+    num_tokens: int
+
+
+class DetokenizeResponse(TypedDict):
+    """Response of `POST /detokenize`."""
+
+    text: str
+
+
 Json = dict[str, Any]
+router = DialectRouter("Native")
 
 
-async def generate(request: Request) -> Response:
+@router.post(
+    "/generate",
+    summary="Generate from text or token ids; returns text and token ids",
+    response_model=GenerateResponse,
+    responses=router.failures(*BODY_ERRORS, 504) | router.event_stream(GenerateEvent),
+    response_description="The generated text; with `stream`, its events.",
+)
+async def generate(request: Request, unread: RequestBody[GenerateBody]) -> Response:
     """Serve `POST /generate`."""
     runtime = runtime_of(request)
     with count_refusals(runtime.metrics, "native"):
-        body = await read_body(request, GenerateBody)
+        body = await unread.parse()
         generation = _generation_request(body, request_id(request))
     stream = runtime.service.generate(generation)
     if not body.stream:
@@ -96,13 +184,19 @@ async def generate(request: Request) -> Response:
         return JSONResponse(_response_body(completion), headers=completion.headers())
     started = await wait_for_first_token(stream)
     return EventStreamResponse(
-        encode_events(_events(started), request.url.path), started, server_timing(started.timings(), "queue", "prefill")
+        encode_events(_events(started), NATIVE_ERRORS), started, server_timing(started.timings(), "queue", "prefill")
     )
 
 
-async def tokenize(request: Request) -> Response:
+@router.post(
+    "/tokenize",
+    summary="Token ids of a text or a chat",
+    response_model=TokenizeResponse,
+    responses=router.failures(*BODY_ERRORS),
+)
+async def tokenize(request: Request, unread: RequestBody[TokenizeBody]) -> Response:
     """Serve `POST /tokenize`."""
-    body = await read_body(request, TokenizeBody)
+    body = await unread.parse()
     service = runtime_of(request).service
     if (body.prompt is None) == (body.messages is None):
         raise InvalidRequest("Send either prompt or messages.", field="prompt")
@@ -113,9 +207,15 @@ async def tokenize(request: Request) -> Response:
     return JSONResponse({"token_ids": token_ids, "num_tokens": len(token_ids)})
 
 
-async def detokenize(request: Request) -> Response:
+@router.post(
+    "/detokenize",
+    summary="Text of token ids",
+    response_model=DetokenizeResponse,
+    responses=router.failures(*BODY_ERRORS),
+)
+async def detokenize(request: Request, unread: RequestBody[DetokenizeBody]) -> Response:
     """Serve `POST /detokenize`."""
-    body = await read_body(request, DetokenizeBody)
+    body = await unread.parse()
     text = await runtime_of(request).service.detokenize(body.token_ids, body.skip_special_tokens is not False)
     return JSONResponse({"text": text})
 

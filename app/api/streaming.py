@@ -28,7 +28,7 @@ from starlette.responses import StreamingResponse
 from starlette.types import Send
 
 from app.api.errors import (
-    error_body,
+    ErrorFormat,
     to_http_error,
 )
 from app.errors import RequestError
@@ -117,16 +117,18 @@ class EventStreamResponse(StreamingResponse):
             await self._source.aclose()
 
 
-async def encode_events(events: AsyncIterator[dict[str, Any]], path: str, last: bytes = b"") -> AsyncIterator[bytes]:
+async def encode_events(
+    events: AsyncIterator[dict[str, Any]], errors: ErrorFormat, last: bytes = b""
+) -> AsyncIterator[bytes]:
     """Yield the events as bytes, then `last`.
 
-    An error after the first event is sent as the last event, in the dialect of `path`.
+    An error after the first event is sent as the last event, in the format `errors`.
     """
     try:
         async for event in events:
             yield format_sse(event)
     except RequestError as error:
-        yield format_sse(error_body(path, to_http_error(error)))
+        yield format_sse(errors.body(to_http_error(error)))
         return
     if last:
         yield last

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import (
+    Iterator,
+    Mapping,
+)
 from itertools import (
     accumulate,
     pairwise,
@@ -10,6 +13,7 @@ from itertools import (
 from typing import (
     Annotated,
     Any,
+    NotRequired,
 )
 
 from pydantic import (
@@ -20,10 +24,12 @@ from pydantic import (
 from pydantic_core import to_json
 from starlette.requests import Request
 from starlette.responses import Response
+from typing_extensions import (
+    TypedDict,
+)
 
 from app.api.dependencies import (
     count_refusals,
-    read_body,
     request_id,
     runtime_of,
 )
@@ -42,9 +48,19 @@ from app.api.encoders.routes import (
 )
 from app.api.encoders.schemas import (
     NON_EMPTY,
+    LabelScore,
     NonEmptyText,
     TextsBody,
     TruncationFields,
+)
+from app.api.errors import (
+    ErrorFormat,
+    HttpError,
+)
+from app.api.routing import (
+    BODY_ERRORS,
+    DialectRouter,
+    RequestBody,
 )
 from app.api.schemas import Body
 from app.service.requests import (
@@ -133,15 +149,45 @@ class SimilarityBody(Body):
     parameters: SimilarityParameters | None = None
 
 
+class TeiError(TypedDict):
+    """Error body of text-embeddings-inference."""
+
+    error: str
+    error_type: str
+
+
+class RankedText(TypedDict):
+    """A text's place in the request and its score, best first; the text itself with `return_text`."""
+
+    index: int
+    score: float
+    text: NotRequired[str]
+
+
+def _error_body(error: HttpError) -> dict[str, Any]:
+    kind = _ERROR_TYPES.get(error.status, "Backend" if error.status >= 500 else "Validation")
+    return {"error": error.message, "error_type": kind}
+
+
+_ERROR_TYPES: Mapping[int, str] = {429: "Overloaded", 503: "Unhealthy"}
+TEI_ERRORS = ErrorFormat(_error_body, TeiError)
 CHUNK_TOKENS = 16
+router = DialectRouter("text-embeddings-inference", TEI_ERRORS)
+ENCODING_ERRORS = router.failures(*BODY_ERRORS, 504)
 
 
-async def predict(request: Request) -> Response:
+@router.post(
+    "/predict",
+    summary="text-embeddings-inference: labels with scores",
+    response_model=list[LabelScore] | list[list[LabelScore]],
+    responses=ENCODING_ERRORS,
+)
+async def predict(request: Request, unread: RequestBody[PredictBody]) -> Response:
     """Serve `POST /predict`."""
     runtime = runtime_of(request)
     with count_refusals(runtime.metrics, "classify"):
         runtime.service.encoder  # noqa: B018  # another kind of model is refused whatever the body is
-        body = await read_body(request, PredictBody)
+        body = await unread.parse()
         is_batch, texts = body.inputs
     encoded, scored = await classify_texts(
         runtime.service, ClassifyQuery(texts, bool(body.raw_scores), _truncation(body), "inputs"), request_id(request)
@@ -150,12 +196,18 @@ async def predict(request: Request) -> Response:
     return _response(to_json(body_rows if is_batch else body_rows[0]), encoded)
 
 
-async def rerank(request: Request) -> Response:
+@router.post(
+    "/rerank",
+    summary="text-embeddings-inference: rank texts by relevance",
+    response_model=list[RankedText],
+    responses=ENCODING_ERRORS,
+)
+async def rerank(request: Request, unread: RequestBody[RankBody]) -> Response:
     """Serve `POST /rerank`."""
     runtime = runtime_of(request)
     with count_refusals(runtime.metrics, "rerank"):
         served = runtime.service.encoder
-        body = await read_body(request, RankBody)
+        body = await unread.parse()
         query = RerankQuery(body.query, body.texts, bool(body.raw_scores), _truncation(body), "texts")
         encoding = rerank_encoding_request(served, query, request_id(request))
     encoded = await runtime.service.encode(encoding)
@@ -166,12 +218,18 @@ async def rerank(request: Request) -> Response:
     return _response(to_json(ranks), encoded)
 
 
-async def similarity(request: Request) -> Response:
+@router.post(
+    "/similarity",
+    summary="text-embeddings-inference: sentence similarity",
+    response_model=list[float],
+    responses=ENCODING_ERRORS,
+)
+async def similarity(request: Request, unread: RequestBody[SimilarityBody]) -> Response:
     """Serve `POST /similarity`: cosine similarities of one sentence to others."""
     runtime = runtime_of(request)
     with count_refusals(runtime.metrics, "native"):
         runtime.service.encoder  # noqa: B018
-        body = await read_body(request, SimilarityBody)
+        body = await unread.parse()
         parameters = body.parameters or SimilarityParameters()
         encoding = EncodingRequest(
             inputs=(body.inputs.source_sentence, *body.inputs.sentences),
@@ -188,12 +246,18 @@ async def similarity(request: Request) -> Response:
     return _response(to_json_list(cosine_similarities(vectors[:1], vectors[1:])[0]), encoded)
 
 
-async def embed_all(request: Request) -> Response:
+@router.post(
+    "/embed_all",
+    summary="text-embeddings-inference: embeddings of all tokens",
+    response_model=list[list[list[float]]],
+    responses=ENCODING_ERRORS,
+)
+async def embed_all(request: Request, unread: RequestBody[EmbedAllBody]) -> Response:
     """Serve `POST /embed_all`: a vector for each token."""
     runtime = runtime_of(request)
     with count_refusals(runtime.metrics, "native"):
         runtime.service.encoder  # noqa: B018
-        body = await read_body(request, EmbedAllBody)
+        body = await unread.parse()
         encoding = native_encoding_request(body, "last_hidden_state", request)
     encoded = await runtime.service.encode(encoding)
     return _response(await join_with_pauses(b"[", _token_vectors(encoded), b"]"), encoded)

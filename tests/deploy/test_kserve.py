@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from app.server.app import ROUTES
+from app.api.routers import ROUTES
 from app.settings import setting_rows
 from app.version import VERSION
 from external_tools import Manifest, built, of_kind, run, tool

@@ -30,16 +30,25 @@ from starlette.responses import Response
 from app.api.dependencies import (
     check_model,
     count_refusals,
-    read_body,
     request_id,
     runtime_of,
 )
 from app.api.encoders.schemas import (
     ClassifyBody,
+    ClassifyResponse,
     EmbedBody,
     EmbeddingsBody,
+    EmbeddingsResponse,
+    EmbedResponse,
     RerankBody,
+    RerankResponse,
     TextsBody,
+)
+from app.api.openai.schemas import OPENAI_ERRORS
+from app.api.routing import (
+    BODY_ERRORS,
+    DialectRouter,
+    RequestBody,
 )
 from app.api.streaming import server_timing
 from app.errors import WrongModelKind
@@ -108,12 +117,23 @@ def _nine_digits(vector: FloatArray) -> NDArray[numpy.float64]:
 VECTOR_WRITERS: Mapping[str, Callable[[FloatArray], bytes]] = {"float": to_json_list, "base64": to_base64_json}
 
 
-async def embeddings(request: Request) -> Response:
+openai_router = DialectRouter("OpenAI", OPENAI_ERRORS)
+native_router = DialectRouter("Native")
+ENCODING_ERRORS = openai_router.failures(*BODY_ERRORS, 404, 504)
+
+
+@openai_router.post(
+    "/v1/embeddings",
+    summary="OpenAI: embeddings of texts",
+    response_model=EmbeddingsResponse,
+    responses=ENCODING_ERRORS,
+)
+async def embeddings(request: Request, unread: RequestBody[EmbeddingsBody]) -> Response:
     """Serve `POST /v1/embeddings`."""
     runtime = runtime_of(request)
     with count_refusals(runtime.metrics, "embeddings"):
         served = runtime.service.encoder
-        body = await read_body(request, EmbeddingsBody)
+        body = await unread.parse()
         check_model(runtime.service, body.model)
         encoding = EncodingRequest(
             inputs=text_inputs(body.input),
@@ -134,12 +154,18 @@ async def embeddings(request: Request) -> Response:
     return json_response(await join_with_pauses(b'{"object":"list","data":[', rows, tail), encoded)
 
 
-async def embed(request: Request) -> Response:
+@native_router.post(
+    "/embed",
+    summary="Embeddings of texts or token ids",
+    response_model=EmbedResponse,
+    responses=native_router.failures(*BODY_ERRORS, 504),
+)
+async def embed(request: Request, unread: RequestBody[EmbedBody]) -> Response:
     """Serve `POST /embed`."""
     runtime = runtime_of(request)
     with count_refusals(runtime.metrics, "native"):
         runtime.service.encoder  # noqa: B018  # another kind of model is refused whatever the body is
-        body = await read_body(request, EmbedBody)
+        body = await unread.parse()
         encoding = replace(
             native_encoding_request(body, "embedding", request), normalize=body.normalize, dimensions=body.dimensions
         )
@@ -206,12 +232,18 @@ class ClassifyQuery:
 LabelScores = list[tuple[str, float]]  # labels with their scores, best first
 
 
-async def rerank(request: Request) -> Response:
+@openai_router.post(
+    "/v1/rerank",
+    summary="Rank documents by relevance to a query",
+    response_model=RerankResponse,
+    responses=ENCODING_ERRORS,
+)
+async def rerank(request: Request, unread: RequestBody[RerankBody]) -> Response:
     """Serve `POST /v1/rerank`."""
     runtime = runtime_of(request)
     with count_refusals(runtime.metrics, "rerank"):
         served = runtime.service.encoder
-        body = await read_body(request, RerankBody)
+        body = await unread.parse()
         check_model(runtime.service, body.model)
         texts = body.texts
         encoding = rerank_encoding_request(
@@ -230,12 +262,18 @@ async def rerank(request: Request) -> Response:
     return json_response(to_json(response_body), encoded)
 
 
-async def classify(request: Request) -> Response:
+@openai_router.post(
+    "/v1/classify",
+    summary="Classify texts: labels with scores",
+    response_model=ClassifyResponse,
+    responses=ENCODING_ERRORS,
+)
+async def classify(request: Request, unread: RequestBody[ClassifyBody]) -> Response:
     """Serve `POST /v1/classify`."""
     runtime = runtime_of(request)
     with count_refusals(runtime.metrics, "classify"):
         served = runtime.service.encoder
-        body = await read_body(request, ClassifyBody)
+        body = await unread.parse()
         check_model(runtime.service, body.model)
         query = ClassifyQuery(body.texts, bool(body.raw_scores), Truncation(bool(body.truncate)), "input")
     encoded, scored = await classify_texts(runtime.service, query, request_id(request))

@@ -1,4 +1,4 @@
-"""Request bodies of the encoder routes: embeddings, rerank and classify."""
+"""Bodies of the encoder routes: embeddings, rerank and classify."""
 
 from __future__ import annotations
 
@@ -8,9 +8,15 @@ from typing import (
     Any,
     ClassVar,
     Literal,
+    NotRequired,
 )
 
-from pydantic import Field
+from pydantic import (
+    Field,
+)
+from typing_extensions import (
+    TypedDict,
+)
 
 from app.api.openai.schemas import IGNORED
 from app.api.schemas import (
@@ -120,3 +126,91 @@ class EmbedBody(TextsBody):
 
     normalize: bool | None = None
     dimensions: Int64 | None = None
+
+
+# ---- responses -----------------------------------------------------------------------------------------------------
+
+
+class PromptUsage(TypedDict):
+    """Tokens of the texts."""
+
+    prompt_tokens: int
+
+
+class EncoderUsage(PromptUsage):
+    """Tokens of the texts, in OpenAI's two fields."""
+
+    total_tokens: int
+
+
+class EmbeddingObject(TypedDict):
+    """The vector of one input: numbers, or the base64 of little-endian FP32."""
+
+    object: Literal["embedding"]
+    index: int
+    embedding: list[float] | str
+
+
+class EmbeddingsResponse(TypedDict):
+    """Response of `POST /v1/embeddings`."""
+
+    object: Literal["list"]
+    data: list[EmbeddingObject]
+    model: str
+    usage: EncoderUsage
+
+
+class EmbedResponse(TypedDict):
+    """Response of `POST /embed`."""
+
+    embeddings: list[list[float]]
+    usage: PromptUsage
+
+
+class DocumentText(TypedDict):
+    """The text of a ranked document."""
+
+    text: str
+
+
+class RerankResult(TypedDict):
+    """A document's place in the request and its relevance; its text with `return_documents`."""
+
+    index: int
+    relevance_score: float
+    document: NotRequired[DocumentText]
+
+
+class RerankResponse(TypedDict):
+    """Response of `POST /v1/rerank`, best document first."""
+
+    id: str
+    model: str
+    results: list[RerankResult]
+    usage: EncoderUsage
+
+
+class LabelScore(TypedDict):
+    """A label with its score."""
+
+    label: str
+    score: float
+
+
+class ClassificationObject(TypedDict):
+    """The labels of one text, best first; `prediction` and `score` are those of the best."""
+
+    object: Literal["classification"]
+    index: int
+    prediction: str
+    score: float
+    predictions: list[LabelScore]
+
+
+class ClassifyResponse(TypedDict):
+    """Response of `POST /v1/classify`."""
+
+    object: Literal["list"]
+    data: list[ClassificationObject]
+    model: str
+    usage: EncoderUsage

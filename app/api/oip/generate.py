@@ -20,14 +20,25 @@ from app.api.dependencies import (
     runtime_of,
 )
 from app.api.oip.routes import (
+    MODEL_PATH,
+    VERSION_PATH,
     check_origin,
     requested_model,
 )
 from app.api.oip.schemas import (
+    OIP_ERRORS,
     GenerateParameters,
     OipGenerateBody,
+    OipGenerateEvent,
+    OipGenerateResponse,
 )
 from app.api.oip.tensors import VERSION
+from app.api.routing import (
+    BODY_ERRORS,
+    DialectRouter,
+    RequestBody,
+    UnreadBody,
+)
 from app.api.schemas import parse_body
 from app.api.streaming import (
     EventStreamResponse,
@@ -49,32 +60,60 @@ from app.service.served_model import ServedDecoder
 
 Json = dict[str, Any]
 DEFAULT_MAX_TOKENS = 20  # the extension's default
+router = DialectRouter("Open Inference Protocol", OIP_ERRORS)
+GENERATION_ERRORS = router.failures(*BODY_ERRORS, 404, 504)
 
 
-async def generate(request: Request) -> Response:
+@router.post(
+    MODEL_PATH + "/generate",
+    summary="Open Inference Protocol: generate",
+    response_model=OipGenerateResponse,
+    responses=GENERATION_ERRORS,
+)
+@router.post(
+    VERSION_PATH + "/generate",
+    summary="Open Inference Protocol: generate with a model version",
+    response_model=OipGenerateResponse,
+    responses=GENERATION_ERRORS,
+)
+async def generate(request: Request, unread: RequestBody[OipGenerateBody]) -> Response:
     """Serve `POST /v2/models/{name}/generate`."""
-    return await _respond(request, stream=False)
+    return await _respond(request, unread, stream=False)
 
 
-async def generate_stream(request: Request) -> Response:
+@router.post(
+    MODEL_PATH + "/generate_stream",
+    summary="Open Inference Protocol: generate, streamed",
+    status_code=200,
+    response_class=EventStreamResponse,
+    responses=GENERATION_ERRORS | router.event_stream(OipGenerateEvent),
+)
+@router.post(
+    VERSION_PATH + "/generate_stream",
+    summary="Open Inference Protocol: generate with a model version, streamed",
+    status_code=200,
+    response_class=EventStreamResponse,
+    responses=GENERATION_ERRORS | router.event_stream(OipGenerateEvent),
+)
+async def generate_stream(request: Request, unread: RequestBody[OipGenerateBody]) -> Response:
     """Serve `POST /v2/models/{name}/generate_stream`."""
-    return await _respond(request, stream=True)
+    return await _respond(request, unread, stream=True)
 
 
-async def _respond(request: Request, stream: bool) -> Response:
+async def _respond(request: Request, unread: UnreadBody[OipGenerateBody], stream: bool) -> Response:
     runtime = runtime_of(request)
     with count_refusals(runtime.metrics, "oip"):
         check_origin(request)
         requested_model(request)
         model = runtime.service.decoder
-        body, parameters = _parse_body(await request.body(), stream)
+        body, parameters = _parse_body(await unread.read(), stream)
         params = _sampling_params(parameters)
     format_ = _GenerateFormat(model, body.id, params, bool(parameters.get("details")))
     generation = GenerationRequest(params=params, api="oip", request_id=request_id(request), prompt=body.text_input)
     generation_stream = runtime.service.generate(generation)
     if stream:
         started = await wait_for_first_token(generation_stream)
-        events = encode_events(format_.events(started), request.url.path)
+        events = encode_events(format_.events(started), OIP_ERRORS)
         return EventStreamResponse(events, started, server_timing(started.timings(), "queue", "prefill"))
     completion = await collect(generation_stream)
     choice = completion.choices[0]

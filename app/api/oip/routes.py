@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from typing import Any
 
 from starlette.requests import Request
 from starlette.responses import (
@@ -27,7 +28,19 @@ from app.api.oip.models import (
     requested_outputs,
     signature_of,
 )
-from app.api.oip.schemas import InferParameters
+from app.api.oip.schemas import (
+    OIP_ERRORS,
+    InferBody,
+    InferParameters,
+    InferResponse,
+    ModelConfiguration,
+    ModelMetadata,
+    ModelReadiness,
+    OipError,
+    ServerLiveness,
+    ServerMetadata,
+    ServerReadiness,
+)
 from app.api.oip.tensors import (
     HEADER,
     VERSION,
@@ -36,6 +49,12 @@ from app.api.oip.tensors import (
     parse_infer_request,
     render_response,
     split_body,
+)
+from app.api.routing import (
+    BODY_ERRORS,
+    DialectRouter,
+    RequestBody,
+    Responses,
 )
 from app.errors import (
     InvalidRequest,
@@ -55,17 +74,57 @@ from app.version import VERSION as SERVER_VERSION
 EXTENSIONS = ("binary_tensor_data", "generate", "model_configuration", "parameters")
 
 
+probes = DialectRouter("Open Inference Protocol", OIP_ERRORS, public=True)
+router = DialectRouter("Open Inference Protocol", OIP_ERRORS)
+# A model's name may have slashes and the first match counts: so versions precede models, and metadata is last. Decorators
+# apply from the bottom up.
+MODEL_PATH = "/v2/models/{name:path}"
+VERSION_PATH = MODEL_PATH + "/versions/{version}"
+MODEL_ERRORS = router.failures(404, 503)
+NOT_READY: dict[str, Any] = {
+    "description": "The model is loading, or the server is stopping.",
+    "model": ModelReadiness | OipError,
+}
+BINARY_TENSORS: dict[str, Any] = {"application/octet-stream": {"schema": {"type": "string", "format": "binary"}}}
+BINARY_RESPONSE: Responses = {200: {"content": BINARY_TENSORS}}
+BINARY_REQUEST = {
+    "parameters": [
+        {
+            "name": HEADER,
+            "in": "header",
+            "description": "Bytes of the JSON, if binary tensors follow it.",
+            "schema": {"type": "integer", "minimum": 0},
+        }
+    ],
+    "requestBody": {"content": BINARY_TENSORS},
+}
+
+
+@router.get("/v2", summary="Open Inference Protocol: server metadata", response_model=ServerMetadata)
+@router.get("/v2/", summary="Open Inference Protocol: server metadata", response_model=ServerMetadata)
 async def server(request: Request) -> Response:
     """Serve `GET /v2`: name, version and extensions of the server."""
     return JSONResponse({"name": "armature", "version": SERVER_VERSION, "extensions": EXTENSIONS})
 
 
+@probes.get(
+    "/v2/health/live",
+    summary="Open Inference Protocol: liveness, as /healthz",
+    response_model=ServerLiveness,
+    responses={500: {"description": "The worker thread has died.", "model": ServerLiveness}},
+)
 async def live(request: Request) -> Response:
     """Serve `GET /v2/health/live`; 500 after the worker thread has died."""
     alive = runtime_of(request).service.alive
     return JSONResponse({"live": alive}, 200 if alive else 500)
 
 
+@probes.get(
+    "/v2/health/ready",
+    summary="Open Inference Protocol: readiness, as /readyz",
+    response_model=ServerReadiness,
+    responses={503: {"description": "The server is loading or stopping.", "model": ServerReadiness}},
+)
 async def ready(request: Request) -> Response:
     """Serve `GET /v2/health/ready`; 503 while the model is loading.
 
@@ -76,6 +135,18 @@ async def ready(request: Request) -> Response:
     return JSONResponse(body) if service.ready else JSONResponse(body, 503, {"retry-after": str(LOADING_RETRY_SECONDS)})
 
 
+@router.get(
+    MODEL_PATH + "/ready",
+    summary="Open Inference Protocol: readiness of a model",
+    response_model=ModelReadiness,
+    responses=MODEL_ERRORS | {503: NOT_READY},
+)
+@router.get(
+    VERSION_PATH + "/ready",
+    summary="Open Inference Protocol: readiness of a model version",
+    response_model=ModelReadiness,
+    responses=MODEL_ERRORS | {503: NOT_READY},
+)
 async def model_ready(request: Request) -> Response:
     """Serve the readiness of the model in the path; 503 while it is loading."""
     service, model = runtime_of(request).service, requested_model(request)
@@ -83,23 +154,44 @@ async def model_ready(request: Request) -> Response:
     return JSONResponse(body) if service.ready else JSONResponse(body, 503, {"retry-after": str(LOADING_RETRY_SECONDS)})
 
 
-async def model_metadata(request: Request) -> Response:
-    """Serve the name, platform and tensors of the model in the path."""
-    return JSONResponse(metadata(requested_model(request)))
-
-
+@router.get(
+    MODEL_PATH + "/config",
+    summary="Open Inference Protocol: Triton configuration of a model",
+    response_model=ModelConfiguration,
+    responses=MODEL_ERRORS,
+)
+@router.get(
+    VERSION_PATH + "/config",
+    summary="Open Inference Protocol: Triton configuration of a model version",
+    response_model=ModelConfiguration,
+    responses=MODEL_ERRORS,
+)
 async def model_config(request: Request) -> Response:
     """Serve the model configuration extension for the model in the path."""
     return JSONResponse(config(requested_model(request)))
 
 
-async def infer(request: Request) -> Response:
+@router.post(
+    MODEL_PATH + "/infer",
+    summary="Open Inference Protocol: inference, tensors in and out",
+    response_model=InferResponse,
+    responses=router.failures(*BODY_ERRORS, 404, 504) | BINARY_RESPONSE,
+    openapi_extra=BINARY_REQUEST,
+)
+@router.post(
+    VERSION_PATH + "/infer",
+    summary="Open Inference Protocol: inference with a model version",
+    response_model=InferResponse,
+    responses=router.failures(*BODY_ERRORS, 404, 504) | BINARY_RESPONSE,
+    openapi_extra=BINARY_REQUEST,
+)
+async def infer(request: Request, unread: RequestBody[InferBody]) -> Response:
     """Serve `POST /v2/models/{name}/infer`, within the request's own timeout if it has one."""
     runtime = runtime_of(request)
     with count_refusals(runtime.metrics, "oip"):
         check_origin(request)
         model = requested_model(request)
-        inference = _parse_inference(model, *split_body(request, await request.body()))
+        inference = _parse_inference(model, *split_body(request, await unread.read()))
         _check_parameters(model, inference)
     microseconds = inference.parameters.timeout
     try:
@@ -110,6 +202,23 @@ async def infer(request: Request) -> Response:
             f"The request was not answered within its own timeout of {microseconds} microseconds."
         ) from error
     return await render_response(model.name, inference, result)
+
+
+@router.get(
+    MODEL_PATH,
+    summary="Open Inference Protocol: metadata of a model and its tensors",
+    response_model=ModelMetadata,
+    responses=MODEL_ERRORS,
+)
+@router.get(
+    VERSION_PATH,
+    summary="Open Inference Protocol: metadata of a model version",
+    response_model=ModelMetadata,
+    responses=MODEL_ERRORS,
+)
+async def model_metadata(request: Request) -> Response:
+    """Serve the name, platform and tensors of the model in the path."""
+    return JSONResponse(metadata(requested_model(request)))
 
 
 def requested_model(request: Request) -> ServedModel:

@@ -1,4 +1,4 @@
-"""Request bodies of the Open Inference Protocol: `infer` with its tensors, and the generate extension."""
+"""Bodies of the Open Inference Protocol: `infer` with its tensors, and the generate extension."""
 
 from __future__ import annotations
 
@@ -7,10 +7,20 @@ from typing import (
     Annotated,
     Any,
     ClassVar,
+    NotRequired,
 )
 
-from pydantic import Field
+from pydantic import (
+    Field,
+)
+from typing_extensions import (
+    TypedDict,
+)
 
+from app.api.errors import (
+    ErrorFormat,
+    HttpError,
+)
 from app.api.schemas import (
     Body,
     Int64,
@@ -124,3 +134,157 @@ class OipGenerateBody(GenerateParameters):
     text_input: str
     id: str | None = None
     parameters: GenerateParameters | None = None
+
+
+# ---- errors and responses ------------------------------------------------------------------------------------------
+
+
+class OipError(TypedDict):
+    """Error body of the protocol."""
+
+    error: str
+
+
+def _error_body(error: HttpError) -> dict[str, Any]:
+    return {"error": error.message}
+
+
+OIP_ERRORS = ErrorFormat(_error_body, OipError)
+
+
+class ServerMetadata(TypedDict):
+    """Response of `GET /v2`."""
+
+    name: str
+    version: str
+    extensions: list[str]
+
+
+class ServerLiveness(TypedDict):
+    """Response of `GET /v2/health/live`."""
+
+    live: bool
+
+
+class ServerReadiness(ServerLiveness):
+    """Response of `GET /v2/health/ready`."""
+
+    ready: bool
+
+
+class ModelReadiness(TypedDict):
+    """Response of the readiness of a model."""
+
+    name: str
+    ready: bool
+
+
+class TensorMetadata(TypedDict):
+    """A tensor of a model; -1 is a dimension of any size."""
+
+    name: str
+    datatype: str
+    shape: list[int]
+
+
+class ModelMetadata(TypedDict):
+    """Metadata of a model."""
+
+    name: str
+    versions: list[str]
+    platform: str
+    inputs: list[TensorMetadata]
+    outputs: list[TensorMetadata]
+
+
+class ConfigTensor(TypedDict):
+    """A tensor in the model configuration extension."""
+
+    name: str
+    data_type: str
+    dims: list[int]
+    optional: NotRequired[bool]
+
+
+class ModelConfiguration(TypedDict):
+    """Response of the model configuration extension."""
+
+    name: str
+    platform: str
+    backend: str
+    version_policy: dict[str, Any]
+    max_batch_size: int
+    input: list[ConfigTensor]
+    output: list[ConfigTensor]
+
+
+class BinarySize(TypedDict):
+    """Parameter of an output whose bytes follow the JSON."""
+
+    binary_data_size: int
+
+
+class InferOutput(TypedDict):
+    """An output tensor: `data` in row-major order, or the size of its binary data."""
+
+    name: str
+    datatype: str
+    shape: list[int]
+    data: NotRequired[list[Any]]
+    parameters: NotRequired[BinarySize]
+
+
+class InferResponse(TypedDict):
+    """Response of `infer`; an encoder's `parameters` have `prompt_tokens`."""
+
+    model_name: str
+    model_version: str
+    id: NotRequired[str]
+    parameters: NotRequired[dict[str, Any]]
+    outputs: list[InferOutput]
+
+
+class OipToken(TypedDict):
+    """A generated token with its log-probability."""
+
+    id: int
+    text: str
+    logprob: float
+    special: bool
+
+
+class GenerateDetails(TypedDict):
+    """Finish reason, tokens and usage of a complete text."""
+
+    finish_reason: str
+    logprobs: list[OipToken]
+    prompt_tokens: int
+    completion_tokens: int
+
+
+class TokenDetails(TypedDict):
+    """The token of an event, or the finish reason in the last one."""
+
+    finish_reason: str | None
+    token: OipToken | None
+
+
+class OipGenerated(TypedDict):
+    """Fields common to the responses and events of the generate extension."""
+
+    model_name: str
+    model_version: str
+    id: NotRequired[str]
+    text_output: str
+
+
+class OipGenerateResponse(OipGenerated):
+    """Response of `generate`."""
+
+    details: NotRequired[GenerateDetails]
+
+
+class OipGenerateEvent(OipGenerated):
+    """Event of `generate_stream`."""
+
+    details: NotRequired[TokenDetails]

@@ -16,7 +16,6 @@ from app.api.dependencies import (
     ApiRuntime,
     check_model,
     count_refusals,
-    read_body,
     request_id,
     runtime_of,
 )
@@ -29,10 +28,21 @@ from app.api.openai.responses import (
     complete_response,
 )
 from app.api.openai.schemas import (
+    OPENAI_ERRORS,
     ChatBody,
+    ChatCompletion,
+    ChatCompletionChunk,
     CompletionBody,
     GenerationBody,
     Message,
+    ModelList,
+    ModelObject,
+    TextCompletion,
+)
+from app.api.routing import (
+    BODY_ERRORS,
+    DialectRouter,
+    RequestBody,
 )
 from app.api.streaming import (
     DONE,
@@ -55,11 +65,22 @@ DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's default
 MAX_TOTAL_CHOICES = 128  # prompts × n
 
 
-async def chat_completions(request: Request) -> Response:
+router = DialectRouter("OpenAI", OPENAI_ERRORS)
+GENERATION_ERRORS = router.failures(*BODY_ERRORS, 404, 504)
+
+
+@router.post(
+    "/v1/chat/completions",
+    summary="OpenAI: chat completion",
+    response_model=ChatCompletion,
+    responses=GENERATION_ERRORS | router.event_stream(ChatCompletionChunk),
+    response_description="The completion; with `stream`, events that end with `[DONE]`.",
+)
+async def chat_completions(request: Request, unread: RequestBody[ChatBody]) -> Response:
     """Serve `POST /v1/chat/completions`."""
     runtime = runtime_of(request)
     with count_refusals(runtime.metrics, "chat"):
-        body = await read_body(request, ChatBody)
+        body = await unread.parse()
         check_model(runtime.service, body.model)
         generation = GenerationRequest(
             params=_chat_params(body),
@@ -71,11 +92,18 @@ async def chat_completions(request: Request) -> Response:
     return await _respond(request, body, ChatFormat(), runtime.service.generate(generation))
 
 
-async def completions(request: Request) -> Response:
+@router.post(
+    "/v1/completions",
+    summary="OpenAI: text completion",
+    response_model=TextCompletion,
+    responses=GENERATION_ERRORS | router.event_stream(TextCompletion),
+    response_description="The completion; with `stream`, events that end with `[DONE]`.",
+)
+async def completions(request: Request, unread: RequestBody[CompletionBody]) -> Response:
     """Serve `POST /v1/completions`; each prompt becomes a separate request to the service."""
     runtime = runtime_of(request)
     with count_refusals(runtime.metrics, "completions"):
-        body = await read_body(request, CompletionBody)
+        body = await unread.parse()
         check_model(runtime.service, body.model)
         params = _completion_params(body)
         generations = [_prompt_request(body, prompt, params, request_id(request)) for prompt in body.prompt]
@@ -85,11 +113,23 @@ async def completions(request: Request) -> Response:
     )
 
 
+@router.get(
+    "/v1/models",
+    summary="OpenAI: list of models, always one",
+    response_model=ModelList,
+    responses=router.failures(503),
+)
 async def models(request: Request) -> Response:
     """Serve `GET /v1/models`."""
     return JSONResponse({"object": "list", "data": [_model_body(runtime_of(request))]})
 
 
+@router.get(
+    "/v1/models/{name:path}",
+    summary="OpenAI: one model",
+    response_model=ModelObject,
+    responses=router.failures(404, 503),
+)
 async def model(request: Request) -> Response:
     """Serve `GET /v1/models/{name}`."""
     runtime = runtime_of(request)
@@ -173,5 +213,5 @@ async def _respond(request: Request, body: GenerationBody, format_: OpenAIFormat
         completion = await collect(stream)
         return JSONResponse(complete_response(completion, format_, metadata), headers=completion.headers())
     started = await wait_for_first_token(stream)
-    events = encode_events(chunks(started, format_, metadata, body.include_usage), request.url.path, DONE)
+    events = encode_events(chunks(started, format_, metadata, body.include_usage), OPENAI_ERRORS, DONE)
     return EventStreamResponse(events, started, server_timing(started.timings(), "queue", "prefill"))

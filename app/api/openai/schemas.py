@@ -1,4 +1,7 @@
-"""Request bodies of the OpenAI dialect: supported fields, ignored fields, and fields that must be neutral."""
+"""Bodies of the OpenAI dialect.
+
+Request bodies have supported fields, ignored fields, and fields that must be neutral.
+"""
 
 from __future__ import annotations
 
@@ -8,10 +11,20 @@ from typing import (
     Any,
     ClassVar,
     Literal,
+    NotRequired,
 )
 
-from pydantic import Field
+from pydantic import (
+    Field,
+)
+from typing_extensions import (
+    TypedDict,
+)
 
+from app.api.errors import (
+    ErrorFormat,
+    HttpError,
+)
 from app.api.schemas import (
     MAX_MESSAGES,
     MAX_PARTS,
@@ -115,3 +128,173 @@ class CompletionBody(GenerationBody):
     prompt: Prompts
     echo: bool | None = None
     logprobs: Int64 | None = None
+
+
+# ---- errors --------------------------------------------------------------------------------------------------------
+
+
+class OpenAIErrorDetail(TypedDict):
+    """What was wrong: a sentence, OpenAI's kind of error, the field at fault, if any, and a stable code."""
+
+    message: str
+    type: str
+    param: str | None
+    code: str
+
+
+class OpenAIError(TypedDict):
+    """Error body of the OpenAI dialect."""
+
+    error: OpenAIErrorDetail
+
+
+def _error_body(error: HttpError) -> dict[str, Any]:
+    kind = _ERROR_TYPES.get(error.status, "server_error" if error.status >= 500 else "invalid_request_error")
+    return {"error": {"message": error.message, "type": kind, "param": error.field, "code": error.code}}
+
+
+_ERROR_TYPES: Mapping[int, str] = {401: "authentication_error", 429: "rate_limit_error"}
+OPENAI_ERRORS = ErrorFormat(_error_body, OpenAIError)
+
+
+# ---- responses -----------------------------------------------------------------------------------------------------
+
+
+class CachedTokens(TypedDict):
+    """Prompt tokens that were read from the prefix cache."""
+
+    cached_tokens: int
+
+
+class OpenAIUsage(TypedDict):
+    """Tokens of a request."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    prompt_tokens_details: CachedTokens
+
+
+class TokenLogprob(TypedDict):
+    """A token with its log-probability and its bytes."""
+
+    token: str
+    logprob: float
+    bytes: list[int]
+
+
+class ScoredChatToken(TokenLogprob):
+    """A sampled token and the most likely ones at its position."""
+
+    top_logprobs: list[TokenLogprob]
+
+
+class ChatLogprobs(TypedDict):
+    """Log-probabilities of a chat completion."""
+
+    content: list[ScoredChatToken]
+    refusal: None
+
+
+class TextLogprobs(TypedDict):
+    """Log-probabilities of a text completion, in parallel lists."""
+
+    text_offset: list[int]
+    token_logprobs: list[float]
+    tokens: list[str]
+    top_logprobs: list[dict[str, float]]
+
+
+class AssistantMessage(TypedDict):
+    """The generated message."""
+
+    role: Literal["assistant"]
+    content: str
+    refusal: None
+
+
+class MessageDelta(TypedDict):
+    """The part of a message that a chunk adds. A choice's first chunk has the role, its last is empty."""
+
+    role: NotRequired[Literal["assistant"]]
+    content: NotRequired[str]
+
+
+OpenAIFinishReason = Literal["stop", "length"]
+
+
+class ChatChoice(TypedDict):
+    """A choice of a chat completion."""
+
+    index: int
+    message: AssistantMessage
+    logprobs: ChatLogprobs | None
+    finish_reason: OpenAIFinishReason
+
+
+class ChatChunkChoice(TypedDict):
+    """A choice's part of a chunk."""
+
+    index: int
+    delta: MessageDelta
+    logprobs: ChatLogprobs | None
+    finish_reason: OpenAIFinishReason | None
+
+
+class TextChoice(TypedDict):
+    """A choice of a text completion, or its part of a chunk."""
+
+    index: int
+    text: str
+    logprobs: TextLogprobs | None
+    finish_reason: OpenAIFinishReason | None
+
+
+class GeneratedObject(TypedDict):
+    """Fields common to the responses and chunks of generation."""
+
+    id: str
+    created: int
+    model: str
+    system_fingerprint: str
+
+
+class ChatCompletion(GeneratedObject):
+    """Response of `POST /v1/chat/completions`."""
+
+    object: Literal["chat.completion"]
+    choices: list[ChatChoice]
+    usage: OpenAIUsage
+
+
+class ChatCompletionChunk(GeneratedObject):
+    """Event of a streamed chat completion. With `stream_options.include_usage`, the last one has the usage."""
+
+    object: Literal["chat.completion.chunk"]
+    choices: list[ChatChunkChoice]
+    usage: NotRequired[OpenAIUsage | None]
+
+
+class TextCompletion(GeneratedObject):
+    """Response of `POST /v1/completions`, and event of a streamed one."""
+
+    object: Literal["text_completion"]
+    choices: list[TextChoice]
+    usage: NotRequired[OpenAIUsage | None]
+
+
+class ModelObject(TypedDict):
+    """The served model."""
+
+    id: str
+    object: Literal["model"]
+    created: int
+    owned_by: str
+    max_model_len: int
+
+
+class ModelList(TypedDict):
+    """Response of `GET /v1/models`."""
+
+    object: Literal["list"]
+    data: list[ModelObject]

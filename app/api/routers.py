@@ -1,0 +1,93 @@
+"""All routers of the API, and what the server derives from them: public paths, error formats and the OpenAPI document."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import cache
+from typing import (
+    Any,
+    Literal,
+)
+
+from fastapi import (
+    Depends,
+    FastAPI,
+)
+from fastapi.openapi.utils import get_openapi
+from fastapi.security import HTTPBearer
+from pydantic import TypeAdapter
+
+from app.api import (
+    health,
+    native,
+    tei,
+)
+from app.api.encoders import routes as encoders
+from app.api.errors import (
+    NATIVE_ERRORS,
+    ErrorFormat,
+)
+from app.api.oip import generate
+from app.api.oip import routes as oip
+from app.api.openai import routes as openai
+from app.api.routing import (
+    SCHEMA_REF,
+    DialectRoute,
+    DialectRouter,
+)
+
+ROUTERS: tuple[DialectRouter, ...] = (
+    health.probes,
+    health.router,
+    openai.router,
+    native.router,
+    encoders.openai_router,
+    encoders.native_router,
+    tei.router,
+    oip.probes,
+    generate.router,
+    oip.router,
+)
+ROUTES: tuple[DialectRoute, ...] = tuple(route for router in ROUTERS for route in router.operations)
+# In the OpenAPI document only: `RequestGate` checks the keys, before it reads the body.
+API_KEY = HTTPBearer(scheme_name="ApiKey", description="One of the server's API keys.", auto_error=False)
+
+
+def public_paths() -> frozenset[str]:
+    """Return the paths that need no API key. Probes and scrapers have none."""
+    return frozenset(route.path for router in ROUTERS if router.public for route in router.operations)
+
+
+def error_format(path: str) -> ErrorFormat:
+    """Return the error format of the dialect that has the path's first part; the native one for unknown paths."""
+    return _error_formats().get(_first_part(path), NATIVE_ERRORS)
+
+
+@cache
+def _error_formats() -> Mapping[str, ErrorFormat]:
+    return {_first_part(route.path): router.errors for router in ROUTERS for route in router.operations}
+
+
+def _first_part(path: str) -> str:
+    return path.split("/", 2)[1] if path.startswith("/") else ""
+
+
+def describe(app: FastAPI, needs_key: bool) -> dict[str, Any]:
+    """Return the OpenAPI document of all operations. With `needs_key`, those that are not public need an API key.
+
+    FastAPI adds the schemas of request and response bodies. Those of errors and of stream events are added here:
+    their responses refer to them by name.
+    """
+    routes = [
+        route.documented([Depends(API_KEY)] if needs_key and not router.public else [])
+        for router in ROUTERS
+        for route in router.operations
+    ]
+    document = get_openapi(title=app.title, version=app.version, routes=routes)
+    models = {model for router in ROUTERS for model in (router.errors.model, *router.event_models)}
+    adapters: list[tuple[Any, Literal["serialization"], TypeAdapter[Any]]] = [
+        (model, "serialization", TypeAdapter(model)) for model in sorted(models, key=lambda model: model.__name__)
+    ]
+    _, definitions = TypeAdapter.json_schemas(adapters, ref_template=SCHEMA_REF)
+    document["components"]["schemas"].update(definitions["$defs"])
+    return document

@@ -1,0 +1,231 @@
+"""Routers of the API dialects: path operations with their request bodies, responses and errors, as OpenAPI describes them.
+
+FastAPI reads the operations for the OpenAPI document and routes requests to them. It does not solve dependencies at run
+time: an operation takes the request, and at most one body, which it parses itself. That is strict and has this server's
+own error sentences. `RouteTable` finds operations without FastAPI's router.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import (
+    Awaitable,
+    Callable,
+    Coroutine,
+    Sequence,
+)
+from typing import (
+    Annotated,
+    Any,
+    Generic,
+    get_args,
+    get_origin,
+    get_type_hints,
+)
+
+from fastapi import (
+    APIRouter,
+)
+from fastapi import (
+    Body as BodyField,
+)
+from fastapi.params import Depends
+from fastapi.routing import APIRoute
+from pydantic import (
+    GetCoreSchemaHandler,
+)
+from pydantic_core import CoreSchema
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.types import (
+    ASGIApp,
+    Receive,
+    Scope,
+    Send,
+)
+
+from app.api.errors import (
+    NATIVE_ERRORS,
+    ErrorFormat,
+)
+from app.api.schemas import (
+    BodyT,
+    parse_body,
+)
+from app.errors import InvalidRequest
+
+Responses = dict[int | str, dict[str, Any]]
+Endpoint = Callable[[Request], Coroutine[Any, Any, Response]]
+SCHEMA_REF = "#/components/schemas/{model}"
+# Statuses that every operation with a body may return, besides those of all operations.
+BODY_ERRORS = (400, 408, 413, 429, 503)
+_RETRY_AFTER = {"Retry-After": {"description": "Seconds to wait before a retry.", "schema": {"type": "integer"}}}
+_ERRORS: dict[int | str, dict[str, Any]] = {
+    400: {"description": "The request is invalid, or the served model is of another kind."},
+    401: {"description": "The server has API keys, and the request has none of them."},
+    404: {"description": "The model is not served here."},
+    408: {"description": "The body did not arrive in time."},
+    413: {"description": "The body is too large."},
+    429: {"description": "The server is overloaded.", "headers": _RETRY_AFTER},
+    500: {"description": "The server failed to answer the request."},
+    503: {"description": "The model is loading, or the server is stopping.", "headers": _RETRY_AFTER},
+    504: {"description": "The request was not answered in time."},
+    "default": {"description": "Any other error."},
+}
+
+
+class UnreadBody(Generic[BodyT]):
+    """The body of one request. The operation parses it, after the checks that do not need it."""
+
+    def __init__(self, request: Request, model: type[BodyT]) -> None:
+        self._request, self._model = request, model
+
+    async def read(self) -> bytes:
+        """Return the body's bytes."""
+        return await self._request.body()
+
+    async def parse(self) -> BodyT:
+        """Parse the body as JSON.
+
+        The content type must be JSON: a browser lets any web page post other types to this server without a CORS
+        preflight.
+
+        Raises:
+            InvalidRequest: The content type is not JSON, the body is empty or does not match.
+        """
+        kind = self._request.headers.get("content-type", "").partition(";")[0].strip().lower()
+        if kind != "application/json" and not kind.endswith("+json"):
+            raise InvalidRequest("Send the body as JSON with the header `content-type: application/json`.")
+        body = await self.read()
+        if not body.strip():
+            raise InvalidRequest("The body is empty: send a JSON object.")
+        return parse_body(self._model, body)
+
+    @classmethod
+    def __get_pydantic_core_schema__(cls, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        """Return the schema of the body's model, for the OpenAPI document."""
+        return handler.generate_schema(get_args(source)[0])
+
+
+# Annotation of an operation's body.
+RequestBody = Annotated[UnreadBody[BodyT], BodyField()]
+
+
+def request_handler(operation: Callable[..., Awaitable[Response]]) -> Endpoint:
+    """Return the operation as a function of the request alone. Its second parameter, if any, is a `RequestBody`."""
+    hints = get_type_hints(operation).values()
+    model = next((get_args(hint)[0] for hint in hints if get_origin(hint) is UnreadBody), None)
+
+    async def handle(request: Request) -> Response:
+        return await (operation(request) if model is None else operation(request, UnreadBody(request, model)))
+
+    return handle
+
+
+class DialectRoute(APIRoute):
+    """Route of one operation, which it calls directly.
+
+    FastAPI's own route would build a validator for each body and response at start. So only `documented` has them.
+    """
+
+    def __init__(self, path: str, endpoint: Callable[..., Any], **options: Any) -> None:
+        self.operation, self.options, self.handler = endpoint, options, request_handler(endpoint)
+        super().__init__(path, self.handler, methods=options["methods"], name=endpoint.__name__)
+
+    @property
+    def method(self) -> str:
+        """HTTP method of the operation."""
+        return next(iter(self.methods or ()))
+
+    def get_route_handler(self) -> Endpoint:
+        """Return the operation, without FastAPI's parsing and dependencies."""
+        return self.handler
+
+    def documented(self, dependencies: Sequence[Depends] = ()) -> APIRoute:
+        """Return FastAPI's route of the operation, which describes its parameters, body, responses and security."""
+        extra = dict(self.options.get("openapi_extra") or {})
+        parameters = [
+            {"name": name, "in": "path", "required": True, "schema": {"type": "string"}}
+            for name in self.param_convertors
+        ]
+        if parameters:
+            extra["parameters"] = parameters + extra.get("parameters", [])
+        options = {**self.options, "openapi_extra": extra, "dependencies": list(dependencies)}
+        return APIRoute(self.path, self.operation, **options)
+
+
+class DialectRouter(APIRouter):
+    """Router of one API dialect. All its operations share a tag and the format of error bodies.
+
+    The operations of a public router need no API key.
+    """
+
+    def __init__(self, tag: str, errors: ErrorFormat = NATIVE_ERRORS, public: bool = False) -> None:
+        self.errors, self.public = errors, public
+        self.event_models: list[type] = []
+        super().__init__(
+            tags=[tag],
+            route_class=DialectRoute,
+            redirect_slashes=False,
+            responses=self.failures(*(() if public else (401,)), 500, "default"),
+            generate_unique_id_function=_operation_id,
+        )
+
+    @property
+    def operations(self) -> list[DialectRoute]:
+        """The router's routes."""
+        return [route for route in self.routes if isinstance(route, DialectRoute)]
+
+    def failures(self, *statuses: int | str) -> Responses:
+        """Return the description of error responses in the dialect's format."""
+        content = {"application/json": {"schema": _reference(self.errors.model)}}
+        return {status: {**_ERRORS[status], "content": content} for status in statuses}
+
+    def event_stream(self, event: type) -> Responses:
+        """Return the description of a successful response that is a stream of server-sent events with such `data`."""
+        self.event_models.append(event)
+        return {200: {"content": {"text/event-stream": {"schema": _reference(event)}}}}
+
+
+def _reference(model: type) -> dict[str, str]:
+    return {"$ref": SCHEMA_REF.format(model=model.__name__)}
+
+
+def _operation_id(route: APIRoute) -> str:
+    method = next(iter(route.methods or ()))
+    return method.lower() + re.sub(r"\W+", "_", route.path_format.replace("}", ""))
+
+
+class RouteTable:
+    """ASGI application that calls the operations of `routes`, and passes all other requests to `app`.
+
+    Without it, FastAPI's layers and its router take a fifth of the event loop's time for a short text, and an embedding
+    server answers a tenth fewer requests (`tools/measure/route_table.py`). The first route with the path counts, as in
+    the router, which still has all routes: it answers the documentation, unknown paths and other methods. Exceptions are
+    left to the enclosing `RequestGate`.
+    """
+
+    def __init__(self, app: ASGIApp, routes: Sequence[DialectRoute]) -> None:
+        self._app = app
+        self._exact = {(each.method, each.path): each.handler for each in routes if not each.param_convertors}
+        self._patterns = [(each.method, each.path_regex, each.handler) for each in routes if each.param_convertors]
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Call the operation of the path, or the wrapped application."""
+        endpoint = self._find(scope) if scope["type"] == "http" else None
+        if endpoint is None:
+            await self._app(scope, receive, send)
+            return
+        response = await endpoint(Request(scope, receive))
+        await response(scope, receive, send)
+
+    def _find(self, scope: Scope) -> Endpoint | None:
+        """Return the endpoint of the path, and put the path's parameters into the scope."""
+        endpoint = self._exact.get((scope["method"], scope["path"]))
+        if endpoint is not None:
+            return endpoint
+        for method, pattern, candidate in self._patterns:
+            if method == scope["method"] and (found := pattern.match(scope["path"])):
+                scope["path_params"] = found.groupdict()
+                return candidate
+        return None
