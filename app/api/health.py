@@ -44,7 +44,7 @@ class ReadinessStatus(TypedDict):
     stage: NotRequired[str]
 
 
-class ServerInfo(TypedDict):
+class InfoResponse(TypedDict):
     """Response of `/info`. While the server is loading, less is known."""
 
     version: str
@@ -52,7 +52,7 @@ class ServerInfo(TypedDict):
     capacity: dict[str, Any]
 
 
-class StepColumns(TypedDict):
+class StepLogColumns(TypedDict):
     """Steps as columns: start in Unix seconds, duration, phase, tokens, and the cause if the step was slow."""
 
     at: list[float]
@@ -68,7 +68,7 @@ class StepsResponse(TypedDict):
     clock: float
     next: int
     dropped: int
-    steps: StepColumns
+    steps: StepLogColumns
 
 
 AFTER = {
@@ -108,7 +108,7 @@ async def readyz(request: Request) -> Response:
     return JSONResponse(body, 503, headers={"retry-after": str(LOADING_RETRY_SECONDS)})
 
 
-@router.get("/info", summary="Version, model, facts, plan with reasons, and capacity", response_model=ServerInfo)
+@router.get("/info", summary="Version, model, facts, plan with reasons, and capacity", response_model=InfoResponse)
 async def info(request: Request) -> Response:
     """Return the version, the stage, the runtime's information and the capacity; less is known while loading."""
     runtime = runtime_of(request)

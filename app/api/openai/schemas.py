@@ -175,7 +175,7 @@ class OpenAIUsage(TypedDict):
     prompt_tokens_details: CachedTokens
 
 
-class TokenLogprob(TypedDict):
+class OpenAITokenLogprob(TypedDict):
     """A token with its log-probability and its bytes."""
 
     token: str
@@ -183,10 +183,10 @@ class TokenLogprob(TypedDict):
     bytes: list[int]
 
 
-class ScoredChatToken(TokenLogprob):
+class ScoredChatToken(OpenAITokenLogprob):
     """A sampled token and the most likely ones at its position."""
 
-    top_logprobs: list[TokenLogprob]
+    top_logprobs: list[OpenAITokenLogprob]
 
 
 class ChatLogprobs(TypedDict):
