@@ -51,9 +51,9 @@ def _numbers_as_on_a_gpu() -> Iterator[None]:
 def served_by_triton() -> Iterator[None]:
     """What picks a kernel picks Triton's, for the processor's tensors too."""
     with pytest.MonkeyPatch.context() as patch:
-        for module in (activations, norms, norms, embedding, rope):
-            patch.setattr(module, "usable", lambda tensor: True)
-            patch.setattr(module, "has", lambda code: False)
+        for module in (activations, norms, embedding, rope):
+            patch.setattr(module, "triton_usable", lambda tensor: True)
+            patch.setattr(module, "has_kernel", lambda code: False)
         yield
 
 
