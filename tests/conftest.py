@@ -1,4 +1,4 @@
-"""What every test runs under: few threads, no settings from the shell, no network but loopback, and the markers that ask for a device."""
+"""The environment of every test: few threads, no settings of the shell, only loopback, and the markers for devices."""
 
 from __future__ import annotations
 

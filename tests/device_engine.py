@@ -1,4 +1,7 @@
-"""A decoder's engine on a device that is none, and what its clients were told. The queue of the delayed one moves only when waited for."""
+"""A decoder engine on the simulated device, and the events of its clients.
+
+A delayed queue runs only when waited for.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""An `EncoderEngine` over a runner that computes nothing: rows say which text they are of, so whoever gets another's is found out."""
+"""An `EncoderEngine` with a runner that computes nothing: each row names its text, so a mix-up is detected."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Small exported programs as `torch.export.save` writes them, and archives that somebody has tampered with."""
+"""Small exported programs as `torch.export.save` writes them, and damaged archives."""
 
 from __future__ import annotations
 

@@ -1,5 +1,7 @@
-"""Tensors of a GPU that is not here: they have shapes, dtypes and a device, and no values. Whoever mixes a processor's tensor in, or wants
-to know a value, is found out as on hardware; the twins compute where Triton would."""
+"""Fake tensors of a GPU: shapes, dtypes and a device, but no values.
+
+Mixing in a CPU tensor or reading a value raises an error, as on hardware. References replace the Triton kernels.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Launches of what stands between products, as serving makes them: what tests/parity/gpu/test_compiles.py compiles."""
+"""Launches of the elementwise kernels as in serving, which tests/parity/gpu/test_compiles.py compiles."""
 
 from __future__ import annotations
 

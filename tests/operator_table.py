@@ -1,4 +1,4 @@
-"""Which of torch's operators have a kernel for a kind of device: torch's own table of them, which every build carries."""
+"""The operators for which torch has a kernel on a kind of device, from the table in every build of torch."""
 
 from __future__ import annotations
 

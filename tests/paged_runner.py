@@ -1,4 +1,6 @@
-"""The runner that remembers, over pages: what a token's keys and values depend on lies in a real cache, and is read through its tables."""
+"""The tracking runner over pages: the tokens behind each KV entry are stored in a real cache and read through its
+tables.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What our encoders must be equal to: transformers, run eagerly in FP32 on the same checkpoint directory, one text at a time."""
+"""Reference encoders: transformers, run eagerly in FP32 on the same checkpoint directory, one text at a time."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What our models must be equal to: transformers, run eagerly in FP32 on the same checkpoint directory."""
+"""Reference models: transformers, run eagerly in FP32 on the same checkpoint directory."""
 
 from __future__ import annotations
 

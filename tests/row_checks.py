@@ -1,4 +1,4 @@
-"""What tests of kernels that finish rows share: shapes and values for hypothesis, and how a result is held against what it means."""
+"""Shared by tests of row kernels: hypothesis strategies for shapes and values, and the comparison of results."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A server of ours by script, as `bench compare` sees one: what it is, what it counted, its steps, and answers to every kind of load."""
+"""A scripted Armature server for `bench compare`: its information, counters, steps, and answers to every kind of load."""
 
 from __future__ import annotations
 

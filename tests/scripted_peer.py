@@ -1,4 +1,4 @@
-"""A server of somebody else's, by script: OpenAI's completions as an event stream, vectors of texts, tensors, what servers get wrong."""
+"""A scripted server of another kind: OpenAI completions as an event stream, vectors, tensors, and typical faults."""
 
 from __future__ import annotations
 

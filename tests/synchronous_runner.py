@@ -1,4 +1,4 @@
-"""The face that an engine wants of its runner, for one that has nothing but `run`: a step is computed when it is launched."""
+"""The runner interface that an engine expects, for a runner that only has `run`: a step is computed when launched."""
 
 from __future__ import annotations
 

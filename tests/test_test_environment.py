@@ -1,4 +1,4 @@
-"""What every test runs under, held to its word: no network but loopback, no settings from the shell."""
+"""The environment of the tests: only loopback, no settings of the shell."""
 
 from __future__ import annotations
 

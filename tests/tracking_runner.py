@@ -1,6 +1,7 @@
-"""A runner without tensors: KV memory is a dictionary that remembers of which tokens each entry was computed, the model is a hash.
+"""A runner without tensors: KV memory is a dictionary of the tokens behind each entry, and the model is a hash.
 
-A wrong or missing entry is found in the step that reads it. It may fly: then what a step picks is not told before it is waited for.
+A wrong or missing entry is found in the step that reads it. Steps may be launched ahead; then the sampled tokens are
+known only after waiting.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A real service of an encoder, a classifier or a program around a worker that answers at once, so that answers can be foretold."""
+"""The real service of an encoder, classifier or program around a worker that answers at once with known values."""
 
 from __future__ import annotations
 

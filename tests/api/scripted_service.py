@@ -1,4 +1,4 @@
-"""A service that plays a script, and ways to talk to the application around it: a whole answer by httpx, or message by message."""
+"""A service that plays a script, and clients of the application around it: by httpx, or ASGI message by message."""
 
 from __future__ import annotations
 

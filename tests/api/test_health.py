@@ -1,4 +1,4 @@
-"""What probes and scrapers get, and the document of the routes."""
+"""Endpoints for probes and scrapers, and the OpenAPI document."""
 
 from __future__ import annotations
 
@@ -29,7 +29,9 @@ async def test_ready_names_the_stage_until_it_is(client: httpx.AsyncClient, serv
     assert (await client.get("/readyz")).json()["status"] == "stopping"
 
 
-async def test_requests_before_that_are_told_to_come_again(client: httpx.AsyncClient, service: ScriptedService) -> None:
+async def test_requests_before_that_are_asked_to_come_again(
+    client: httpx.AsyncClient, service: ScriptedService
+) -> None:
     service.ready, service.stage = False, "importing torch"
     for path, body in (("/generate", {"prompt": "a"}), ("/v1/completions", {"prompt": "a"}), ("/v1/embeddings", {})):
         response = await client.post(path, json=body)
@@ -77,7 +79,9 @@ async def test_the_root_leads_to_the_documentation(client: httpx.AsyncClient) ->
     assert (await client.get(response.headers["location"])).status_code == 200
 
 
-async def test_the_last_steps_are_told_from_a_number_on(client: httpx.AsyncClient, metrics: CountingMetrics) -> None:
+async def test_the_last_steps_are_reported_from_a_number_on(
+    client: httpx.AsyncClient, metrics: CountingMetrics
+) -> None:
     for _ in range(3):
         metrics.step_log.add(5.0, StepStats(0.25, decode_tokens=2), "descheduled")
     told = (await client.get("/info/steps")).json()

@@ -239,7 +239,7 @@ async def test_a_client_that_neither_reads_nor_leaves_cannot_hold_up_a_stop(app:
 
 
 @pytest.mark.parametrize("body", [PROMPT, STREAM])
-async def test_a_server_that_stops_tells_those_it_cuts_off(
+async def test_a_server_that_stops_notifies_those_it_cuts_off(
     conversation: Talk, service: ScriptedService, body: bytes
 ) -> None:
     service.scripts = [[*deltas("a")[:1], asyncio.Event()]]

@@ -1,4 +1,4 @@
-"""The Open Inference Protocol's server and models, its errors, and the generate extension; what `infer` computes is tested beside."""
+"""The Open Inference Protocol: server and model metadata, errors, and the generate extension."""
 
 from __future__ import annotations
 

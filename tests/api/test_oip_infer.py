@@ -1,4 +1,4 @@
-"""`infer`: texts, ids and a program's tensors, as JSON and as binary tensors, both ways, held against what the model takes."""
+"""`infer` of the Open Inference Protocol: texts, ids and program tensors, as JSON and as binary tensors."""
 
 from __future__ import annotations
 

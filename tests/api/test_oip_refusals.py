@@ -1,4 +1,4 @@
-"""What `infer` of the Open Inference Protocol refuses: inputs, binary tails, headers and parameters that lie or are not honoured."""
+"""Requests that `infer` of the Open Inference Protocol refuses: wrong inputs, binary data, headers and parameters."""
 
 from __future__ import annotations
 

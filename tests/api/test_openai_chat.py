@@ -192,7 +192,7 @@ async def test_tokens_without_text_make_no_chunk(client: httpx.AsyncClient, serv
     assert [chunk["choices"][0]["delta"].get("content") for chunk in chunks] == ["", "a", None]
 
 
-async def test_several_choices_are_told_apart(client: httpx.AsyncClient, service: ScriptedService) -> None:
+async def test_several_choices_are_distinguished(client: httpx.AsyncClient, service: ScriptedService) -> None:
     first, second = deltas("a", "b"), deltas("c", "d", choice=1, reason="length")
     service.scripts = [[piece for pair in zip(first, second, strict=True) for piece in pair]]
     answer = (await client.post(URL, json=HELLO | {"n": 2})).json()
@@ -225,7 +225,7 @@ async def test_a_failure_after_it_is_the_last_event(client: httpx.AsyncClient, s
     assert service.num_open == 0
 
 
-async def test_an_unforeseen_failure_after_it_tells_nothing(
+async def test_an_unforeseen_failure_after_it_reports_nothing(
     client: httpx.AsyncClient, service: ScriptedService
 ) -> None:
     service.scripts = [[*deltas("a")[:1], ZeroDivisionError("secret")]]
@@ -234,7 +234,7 @@ async def test_an_unforeseen_failure_after_it_tells_nothing(
     assert "secret" not in response.text
 
 
-async def test_phases_are_told_in_a_header(client: httpx.AsyncClient) -> None:
+async def test_phases_are_reported_in_a_header(client: httpx.AsyncClient) -> None:
     whole = await client.post(URL, json=HELLO)
     assert whole.headers["server-timing"] == "queue;dur=1.0, prefill;dur=2.0, decode;dur=4.0"
     stream = await client.post(URL, json=HELLO | {"stream": True})

@@ -1,4 +1,4 @@
-"""Bodies that nobody should send: each gets a 400 that names what is wrong, and the next request is served."""
+"""Invalid bodies: each gets a 400 that names the error, and the next request is served."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The kustomizations that tests look at, and what a pod of ours would be: its containers, its variables, its quantities."""
+"""The kustomizations that tests read, and the containers, variables and quantities of a pod."""
 
 from __future__ import annotations
 

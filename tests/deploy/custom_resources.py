@@ -1,4 +1,4 @@
-"""Whether custom resources are as those who defined them want: by their types and validators from npm, or by their definitions (CRDs)."""
+"""Validation of custom resources by the types and validators on npm, or by their definitions (CRDs)."""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
-"""A real Prometheus on loopback that has watched two busy servers of ours: the demo that generates, as pool amd64, and the one that
-makes vectors, as pool arm64. What it loads of rules is what a cluster would be given.
+"""A Prometheus on loopback that scrapes two busy servers, a decoder as pool amd64 and an encoder as pool arm64.
+
+It loads the rules that a cluster would load.
 """
 
 from __future__ import annotations

@@ -112,7 +112,7 @@ def test_who_is_busy_is_passed_over(pair: tuple[Backend, Backend]) -> None:
         held.read()
 
 
-def test_a_server_that_is_no_address_is_told() -> None:
+def test_a_server_that_is_no_address_is_reported() -> None:
     tool("nginx")
     with pytest.raises(SystemExit, match="nginx does not start"):
         before(["not an address"], {"plain": Rule((1,))})
@@ -161,7 +161,7 @@ def test_as_documented_another_is_asked_where_one_is_full(documented: str, pair:
     assert {post(documented) for _ in range(10)} == {(200, "b")}
 
 
-def test_as_documented_a_full_house_is_told_as_such(documented: str, pair: tuple[Backend, Backend]) -> None:
+def test_as_documented_a_full_house_is_reported_as_such(documented: str, pair: tuple[Backend, Backend]) -> None:
     """The servers' own 429, with their Retry-After, never a 502: nginx has not taken them for dead."""
     pair[0].status = pair[1].status = 429
     assert {post(documented)[0] for _ in range(10)} == {429}

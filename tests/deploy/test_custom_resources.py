@@ -1,4 +1,4 @@
-"""Every custom resource of ours is as those who defined its kind want it; Kubernetes itself looks at none of their fields here."""
+"""Every custom resource matches the definition of its kind; Kubernetes itself does not check its fields here."""
 
 from __future__ import annotations
 

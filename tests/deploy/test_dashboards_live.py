@@ -1,4 +1,4 @@
-"""What the dashboards show of two busy servers: every query of every panel, asked of a real Prometheus as Grafana asks it."""
+"""Dashboards with two busy servers: every query of every panel, sent to a real Prometheus as Grafana sends it."""
 
 from __future__ import annotations
 
@@ -99,7 +99,9 @@ def test_annotations_can_be_asked_for(file: Path, asked: Prometheus, window: Win
         ("armature_threads", "{{instance}}", []),
     ],
 )
-def test_what_is_missing_is_told(expr: str, legend: str, told: list[str], asked: Prometheus, window: Window) -> None:
+def test_what_is_missing_is_reported(
+    expr: str, legend: str, told: list[str], asked: Prometheus, window: Window
+) -> None:
     dashboard = loaded("service")
     panel = next(each for each in dashboard["panels"] if each["type"] == "timeseries")
     panel["targets"] = [{"refId": "A", "legendFormat": legend, "expr": expr}]

@@ -140,7 +140,7 @@ def test_the_picker_may_read_what_it_watches_and_change_nothing() -> None:
 # ---- how it picks --------------------------------------------------------------------------------------------------
 
 
-def test_the_picker_has_every_plugin_that_it_is_told_to_use() -> None:
+def test_the_picker_has_every_plugin_that_it_is_configured_to_use() -> None:
     found = configuration()
     assert (found["apiVersion"], found["kind"]) == ("llm-d.ai/v1alpha1", "EndpointPickerConfig")
     (profile,) = found["schedulingProfiles"]

@@ -1,4 +1,4 @@
-"""What the image is made of: the Dockerfiles, what is let into a build, the locks, and the health check against real servers."""
+"""Files of the image: Dockerfiles, build context, locks, and the health check against real servers."""
 
 from __future__ import annotations
 

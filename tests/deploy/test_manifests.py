@@ -1,4 +1,4 @@
-"""The manifests as kustomize makes them: valid for Kubernetes, hardened as checkov wants it, and whole."""
+"""The manifests as kustomize renders them: valid for Kubernetes, hardened according to checkov, and complete."""
 
 from __future__ import annotations
 

@@ -194,7 +194,7 @@ def test_pods_with_one_claim_copy_at_once_and_one_of_them_is_first(
     assert [entry.name for entry in target.parent.iterdir()] == ["tiny"]
 
 
-def test_a_pod_that_is_told_to_stop_leaves_nothing_half_done(target: Path) -> None:
+def test_a_pod_that_is_asked_to_stop_leaves_nothing_half_done(target: Path) -> None:
     arrived = threading.Event()
 
     class Slow(BaseHTTPRequestHandler):

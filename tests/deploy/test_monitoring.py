@@ -1,4 +1,4 @@
-"""What scrapes and what is told: the PodMonitor finds the pods, the examples without Kubernetes are taken by their programs."""
+"""Monitoring: the PodMonitor finds the pods, and the programs accept the examples without Kubernetes."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def test_every_pod_is_scraped_at_a_port_that_it_has(folder: str) -> None:
     assert endpoint["path"] == "/metrics"
 
 
-def test_pools_are_told_apart() -> None:
+def test_pools_are_distinguished() -> None:
     (monitor,) = of_kind(built(COMPONENT), "PodMonitor")
     (label,) = monitor["spec"]["podTargetLabels"]
     assert {pod_labels(deployment)[label] for deployment in servers(built("overlays/mixed"))} == {"amd64", "arm64"}

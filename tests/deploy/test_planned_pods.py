@@ -1,4 +1,4 @@
-"""What the plan makes of the pods' limits on the machines that they are for: the threads and the room that the manifests' comments name."""
+"""The plan for pods with the manifests' limits: the threads and memory that the manifests' comments name."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def test_cores_of_a_pod_are_threads(folder: str, name: str, on: Facts, threads: 
     assert planned(folder, name, on, numa_node=1 if "numa" in name else None).threads.value == threads
 
 
-def test_exclusive_cores_are_threads_without_being_told() -> None:
+def test_exclusive_cores_are_threads_without_a_setting() -> None:
     """The static CPU policy: six logical CPUs of an x86 node are three cores, and nothing needs to be set."""
     made = planned("overlays/mixed", "armature-amd64", C7I_2XLARGE, cpuset=tuple(range(2, 8)))
     assert made.threads.value == 3

@@ -1,4 +1,4 @@
-"""What tells pools apart: architecture, machines, price and when each of them grows; and memory nodes, which are told apart likewise."""
+"""Differences between pools: architecture, machines, price, scaling, and memory nodes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What makes a release: the version in its one place, the changelog, the bake targets, the workflows, and the contents as CycloneDX."""
+"""Files of a release: the version in one place, changelog, bake targets, workflows, and the CycloneDX contents."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The rules against servers of ours that Prometheus watches: what their queries name is there, and evaluating them is no error."""
+"""The rules on live servers: the metrics in their queries exist, and Prometheus evaluates them without errors."""
 
 from __future__ import annotations
 

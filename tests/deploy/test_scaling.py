@@ -1,4 +1,4 @@
-"""What scales the pools: autoscalers of the same numbers, whose queries a live Prometheus answers as they expect."""
+"""Autoscalers of the pools: the same numbers everywhere, and queries that a live Prometheus answers as expected."""
 
 from __future__ import annotations
 
@@ -143,7 +143,7 @@ def test_the_adapter_finds_what_the_autoscalers_ask_for_of_every_pod(prometheus:
 
 
 @pytest.mark.full
-def test_the_adapter_tells_one_pools_wait_as_one_number(prometheus: LivePrometheus) -> None:
+def test_the_adapter_reports_one_pools_wait_as_one_number(prometheus: LivePrometheus) -> None:
     (rule,) = ADAPTER["external"]
     asked = {
         each["external"]["metric"]["name"]

@@ -1,4 +1,4 @@
-"""What a pod of the server is promised: time to start and to stop, whole cores, memory, and no right that it does not need."""
+"""The pods of the server: time to start and to stop, whole cores, memory, and no unneeded privilege."""
 
 from __future__ import annotations
 

@@ -1,6 +1,5 @@
-"""What only an NVIDIA GPU shows of its backend: serving's sizes against the twins, recorded steps, marks, and want of memory survived.
-
-Small shapes against the twins: tests/parity/gpu, which runs on the GPU where there is one.
+"""The CUDA backend on an NVIDIA GPU: serving sizes against the references, recorded steps, events, out of memory.
+tests/parity/gpu compares small shapes.
 """
 
 from __future__ import annotations

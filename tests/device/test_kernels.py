@@ -1,6 +1,5 @@
-"""What only an NVIDIA GPU shows of Triton's kernels: that they are the ones that serve, round to nearest, and can be recorded and replayed.
-
-Their results against the twins: tests/parity/gpu, which runs on the GPU where there is one.
+"""Triton kernels on an NVIDIA GPU: they are used, round to nearest, and can be captured and replayed. tests/parity/gpu
+compares their results with the references.
 """
 
 from __future__ import annotations

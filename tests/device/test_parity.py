@@ -1,7 +1,7 @@
-"""Whole models on an NVIDIA GPU: every architecture says there what it says on a processor, in FP32 to the token, in BF16 nearly.
+"""Whole models on an NVIDIA GPU give the results of the CPU: the same tokens in FP32, nearly in BF16.
 
-The processor's side is the twin, which other tests hold against the processor's own road; and one case of each test runs on the twin alone,
-so that what only hardware can run has run somewhere.
+The CPU side is the simulated device. One case of each test runs on the simulated device alone, so that it also runs
+without a GPU.
 """
 
 from __future__ import annotations

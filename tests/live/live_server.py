@@ -1,4 +1,4 @@
-"""A real server on a free port: in a thread of this process, where a test may hold the reins of its engine, or in a process of its own."""
+"""A real server on a free port: in a thread of this process, where tests can pause its engine, or in a subprocess."""
 
 from __future__ import annotations
 

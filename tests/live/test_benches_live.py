@@ -1,4 +1,4 @@
-"""The benches that speak HTTP, against servers that they start themselves on a tiny checkpoint: every figure, and every way to fail."""
+"""The HTTP benches with servers that they start on a tiny checkpoint: every figure and every failure."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ async def test_one_server_under_every_bench() -> None:
     assert info["model"]["architecture"] == "LlamaForCausalLM"
 
 
-async def test_a_prompt_that_does_not_fit_is_told_in_the_servers_words() -> None:
+async def test_a_prompt_that_does_not_fit_is_reported_in_the_servers_words() -> None:
     async with running_server(None, FLAGS) as server:
         with pytest.raises(MeasurementFailed, match="context"):
             await server.client.generate([5] * 5000, 1)

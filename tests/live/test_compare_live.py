@@ -1,4 +1,4 @@
-"""`armature bench compare` with servers of our own on the demos, one of which is killed, and as a process that is interrupted."""
+"""`armature bench compare` with demo servers, one of which is killed, and as an interrupted process."""
 
 from __future__ import annotations
 

@@ -38,7 +38,7 @@ def test_the_second_start_reads_what_the_first_measured(tmp_path: Path, monkeypa
         assert server.client.get("/info").json()["plan"]["capacity_tokens_per_second"]["value"]["decode"]
 
 
-def test_an_encoder_is_measured_and_tells_what_to_expect(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_encoder_is_measured_and_reports_what_to_expect(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("app.kernels.timing.MAX_SPREAD", 1e9)
     monkeypatch.setattr("app.kernels.timing.MAX_ADJUSTMENT", 1e9)
     monkeypatch.setattr("app.server.prepare.SMALL_BUDGET_SECONDS", 10.0)
@@ -58,7 +58,7 @@ def test_an_encoder_is_measured_and_tells_what_to_expect(tmp_path: Path, monkeyp
 
 
 @pytest.mark.full
-def test_a_program_is_measured_and_tells_what_to_expect(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_program_is_measured_and_reports_what_to_expect(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("app.kernels.timing.MAX_SPREAD", 1e9)
     monkeypatch.setattr("app.kernels.timing.MAX_ADJUSTMENT", 1e9)
     monkeypatch.setattr("app.server.prepare.SMALL_BUDGET_SECONDS", 10.0)

@@ -1,4 +1,4 @@
-"""A whole server on a device with memory of its own, tried on the twin: it says what one on a processor says, and loses nothing."""
+"""A whole server on the simulated device: it gives the same results as on a CPU."""
 
 from __future__ import annotations
 

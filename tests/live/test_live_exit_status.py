@@ -1,4 +1,4 @@
-"""What a pod is told at its end: exit status, and one line in its termination message. Through real processes."""
+"""Exit status and termination message of real processes, as a pod reports them."""
 
 from __future__ import annotations
 
@@ -113,7 +113,7 @@ def test_a_stop_is_no_failure(tmp_path: Path, tiny: Path) -> None:
 
 @pytest.mark.full
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="reads Linux's /proc")
-def test_a_stop_is_heard_from_the_first_moment(tmp_path: Path, tiny: Path) -> None:
+def test_a_stop_is_handled_from_the_first_moment(tmp_path: Path, tiny: Path) -> None:
     """A container's first process never hears of a signal that it has no receiver for; 143 says that there was one."""
     with pod(tmp_path, tiny) as started:
         until(lambda: receives(started.process.pid, signal.SIGTERM))

@@ -1,4 +1,4 @@
-"""While the model loads: the port is open, the stage is told, and a stop is no failure."""
+"""While the model loads, the port is open, the stage is reported, and a stop is not a failure."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a real server says it costs: dollars by the clock, joules by a counter or by the watts that were declared."""
+"""Cost and energy that a real server reports: dollars by the clock, joules by a counter or by declared watts."""
 
 from __future__ import annotations
 

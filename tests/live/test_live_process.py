@@ -1,4 +1,4 @@
-"""The process: what it prints, how it ends, and that it costs nothing while nobody asks."""
+"""The server process: its output, how it ends, and that it uses no CPU time while idle."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_on_sigterm_open_answers_are_finished(tiny: Path) -> None:
 
 
 @pytest.mark.full
-def test_those_that_take_too_long_are_told(tmp_path: Path) -> None:
+def test_those_that_take_too_long_are_reported(tmp_path: Path) -> None:
     """With Ctrl-C this time, which is the same to us."""
     slow = write_checkpoint(tmp_path / "slow", max_position_embeddings=100_000)
     with server_process(slow, "--drain-seconds", "0.2", "--log-level", "warning") as process:

@@ -1,4 +1,4 @@
-"""What a server tells of its own steps while it serves: all of them, and of one that hangs that it did."""
+"""The step log and hang reports of a live server."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def told(server: LiveServer, after: int) -> Any:
     return server.client.get("/info/steps", params={"after": after}).json()
 
 
-def test_every_step_is_told_with_its_time(server: LiveServer) -> None:
+def test_every_step_is_reported_with_its_time(server: LiveServer) -> None:
     began, first = time.time(), told(server, 10**17)["next"]
     assert server.generate(max_tokens=5, ignore_eos=True).status_code == 200
     until(lambda: told(server, first)["next"] == first + 5)

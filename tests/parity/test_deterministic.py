@@ -1,4 +1,4 @@
-"""With deterministic on, a request says the same to the last bit of its log-probabilities, whoever comes and goes beside it."""
+"""With deterministic on, a request's log-probabilities are equal to the last bit, whatever runs next to it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What an encoder says on a device with memory of its own, by its twin, is what it says on a processor; a recorded step says the same."""
+"""Encoders on the simulated device give the results of the CPU, in eager and in recorded steps."""
 
 from __future__ import annotations
 

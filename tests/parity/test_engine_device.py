@@ -1,5 +1,7 @@
-"""The engine on a device's road, by the twin of a device: whatever is captured, filled up, launched ahead or delayed, a request says what a
-processor says of it alone. In FP32, where logits of two roads differ by about 1e-6, far below the gaps here."""
+"""The device engine on the simulated device: a request gets the tokens that the CPU computes for it alone, whatever is
+captured, padded, launched ahead or delayed. In FP32, where logits of both implementations differ by about 1e-6, far
+below the gaps here.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the encoder's engine answers, whoever shares its steps, is what the model says of each text alone; recorded steps say the same."""
+"""The encoder engine's answers equal the model's for each text alone, in shared and in recorded steps."""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
-"""Whole models over keys and values in int8: near those in bf16, the same codes however a prompt is cut, and the same text when run again
-natively, preempted, or beside others with deterministic on."""
+"""Whole models with int8 KV: close to bf16, equal codes however a prompt is chunked, and equal text when steps are
+replayed or preempted, or next to others with deterministic on.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A step that is run again natively says what the interpreter's would, token for token, whoever joins and leaves meanwhile."""
+"""A natively replayed step gives the same tokens as an eager step while requests join and leave."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""The real scheduler over a real model: whatever is shared, chunked, preempted or aborted beside it, a request says what it says alone.
-
-In FP32; greedy, seeded and beam requests. Logits of two batch compositions differ by rounding, about 1e-6, far below the gaps here.
+"""The real scheduler with a real model: a request's result does not depend on sharing, chunking, preemption or aborts.
+In FP32, with greedy, seeded and beam requests. Logits of two batch compositions differ by about 1e-6, far below the
+gaps here.
 """
 
 from __future__ import annotations

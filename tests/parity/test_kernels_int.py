@@ -1,6 +1,5 @@
-"""Integer products against their twins at every level that this processor runs: odd rows and tails, extreme codes, zeros, NaN and infinity.
-
-A row's result is its own: the same bits alone as among others, whatever the others hold.
+"""Integer products against their references at every level of this processor: odd sizes, extreme codes, NaN, infinity.
+A row's result has the same bits alone as among others.
 """
 
 from __future__ import annotations
@@ -83,7 +82,7 @@ def multiplied(form: IntPanelLinear, x: Tensor) -> Tensor:
 @at_every_level
 @settings(max_examples=examples(25))
 @given(x=st.data())
-def test_activations_are_rounded_as_the_twin_rounds_them(level: str, x: st.DataObject) -> None:
+def test_activations_are_rounded_as_the_reference_rounds_them(level: str, x: st.DataObject) -> None:
     with at_level(level):
         product = x.draw(products())
         group = x.draw(st.sampled_from([32, 64, 128, 256]))

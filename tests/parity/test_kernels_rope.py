@@ -1,4 +1,4 @@
-"""Norms and positions of heads, and this step's keys and values on their way to the cache, against their torch twin at every level."""
+"""Head norms, RoPE and the KV write against their torch reference at every level."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def heads_of(tokens: int, num_heads: int, kv_heads: int, head_dim: int, dim: int
     head_dim=st.sampled_from([8, 16, 24, 64, 72, 80, 128, 256]), turned=st.sampled_from([0, 0.5, 1]), norms=st.booleans(),
     dtype=st.sampled_from([torch.bfloat16, torch.int8]),
 )  # fmt: skip
-def test_heads_are_turned_and_kept_as_the_twin_does(
+def test_rope_is_applied_and_kv_written_as_the_reference_does(
     level: str, tokens: int, kv_heads: int, group: int, head_dim: int, turned: float, norms: bool, dtype: torch.dtype
 ) -> None:
     heads = heads_of(tokens, kv_heads * group, kv_heads, head_dim, int(head_dim * turned), norms)

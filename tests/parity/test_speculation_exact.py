@@ -1,6 +1,7 @@
-"""With guesses a request says what it says without them: the same tokens, and the same log-probabilities, whatever was guessed.
+"""Speculative decoding gives the same tokens and log-probabilities, whatever the draft tokens are.
 
-In FP32 logits of one row and of several differ by rounding, far below the gaps here; with deterministic on, not in a bit.
+In FP32, logits of one row and of several differ by rounding, far below the gaps here; with deterministic on, they are
+equal.
 """
 
 from __future__ import annotations
@@ -158,7 +159,7 @@ def plain(model: torch.nn.Module) -> Said:
 
 
 @pytest.mark.parametrize("chance", [0.0, 0.5, 0.9, 1.0])
-def test_whatever_is_guessed_the_text_is_the_same(model: torch.nn.Module, plain: Said, chance: float) -> None:
+def test_whatever_is_drafted_the_text_is_the_same(model: torch.nn.Module, plain: Said, chance: float) -> None:
     engine = Engine(model, torch.float32)
     said = engine.generate(REQUESTS, planted(plain, chance))
     assert tokens_of(said) == tokens_of(plain)
@@ -179,7 +180,7 @@ def test_preempted_too(model: torch.nn.Module, plain: Said, capacity: int) -> No
     assert sum(step.preempted for step in engine.stats) > 0 and engine.guessed[1] > 0
 
 
-def test_a_cached_prefix_holds_nothing_that_was_guessed_wrong(model: torch.nn.Module, plain: Said) -> None:
+def test_a_cached_prefix_holds_nothing_that_was_drafted_wrong(model: torch.nn.Module, plain: Said) -> None:
     """Everything said is asked for again as a prompt: it lies cached, and what follows it must be what followed it."""
     engine = Engine(model, torch.float32)
     engine.generate(REQUESTS, planted(plain, 0.3))
@@ -214,7 +215,7 @@ def test_deterministic_means_to_the_last_bit(architecture: str, precision: str, 
 
 
 @pytest.mark.skipif(not has_kernel(OpCode.ROPE), reason="no native kernels here")
-def test_recorded_steps_with_guesses_say_what_eager_ones_do(tmp_path: Path) -> None:
+def test_recorded_steps_with_draft_tokens_say_what_eager_ones_do(tmp_path: Path) -> None:
     """A recording is known by its rows alone: how they are shared out among sequences differs from run to run."""
     loaded = load(write_checkpoint(tmp_path, "LlamaForCausalLM", seed=11), "int4", max_model_len=MAX_LEN)
     plain = Engine(loaded, torch.bfloat16, off="for this test").generate(REQUESTS)

@@ -97,7 +97,7 @@ def test_a_refused_key_is_not_printed(monkeypatch: pytest.MonkeyPatch) -> None:
         assert "5551234" not in caught.value.message
 
 
-def test_two_mistakes_are_told_at_once() -> None:
+def test_two_mistakes_are_reported_at_once() -> None:
     with pytest.raises(SettingsInvalid, match=r"port .*; device "):
         load_settings(port="x", device="tpu")
 

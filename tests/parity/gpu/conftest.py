@@ -1,4 +1,4 @@
-"""Triton's kernels against their twins: on the GPU where there is one, else in Triton's interpreter (tests/conftest.py asks for it)."""
+"""Fixtures for comparing Triton kernels with their references, on a GPU or in Triton's interpreter."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Attention over pages on a GPU against its twin in plain torch: decodes and prompts, ragged, with windows, soft caps and every dtype."""
+"""Paged attention on a GPU against plain torch: decodes and prompts, ragged, windows, soft caps, every dtype."""
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ def test_however_many_parts_a_context_is_cut_into(
     equal_to_the_twin(Shape(2, 1, 32), [(1, 300), (1, 64)], 2, AttentionSpec(0.3, window=130), gpu)
 
 
-def test_what_is_not_a_number_is_told_and_stays_with_its_own(gpu: torch.device) -> None:
+def test_what_is_not_a_number_is_reported_and_stays_with_its_own(gpu: torch.device) -> None:
     query, kv, step = made_step(Shape(2, 1, 32), [(1, 100), (1, 100), (3, 80), (3, 80)], 2, gpu)
     for sequence in (0, 2):
         page = int(step.tables[step.slots[sequence], 0])

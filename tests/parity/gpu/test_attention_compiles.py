@@ -1,4 +1,4 @@
-"""What attends compiles for an H200, in no more memory to a block than the smallest GPUs that are served have, and keeps within registers.
+"""Attention kernels compile for an H200, within the shared memory of the smallest served GPUs and within registers.
 
 `compile_all` takes any other capability.
 """

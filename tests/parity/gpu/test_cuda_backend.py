@@ -1,4 +1,7 @@
-"""Which kernel of a GPU's backend serves what, and that together they say what the twins say. Without a GPU torch's flash is played."""
+"""Kernel choice of the CUDA backend, and its results against the references.
+
+Without a GPU, torch's flash attention is faked.
+"""
 
 from __future__ import annotations
 
@@ -125,7 +128,7 @@ def test_texts(
     torch.testing.assert_close(found, attend_texts_padded_torch(heads, texts, spec), rtol=rtol, atol=rtol)
 
 
-def test_without_triton_the_twins_serve(
+def test_without_triton_the_references_serve(
     backend: CudaBackend, served: list[str], gpu: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(cuda, "triton_usable", lambda tensor: False)

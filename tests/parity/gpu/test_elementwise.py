@@ -1,4 +1,4 @@
-"""What stands between products, by Triton's kernels, against the torch twins: odd sizes, rows with gaps between them, bad values."""
+"""Elementwise Triton kernels against torch references: odd sizes, rows with gaps between them, bad values."""
 
 from __future__ import annotations
 
@@ -47,7 +47,9 @@ def made(gpu: torch.device, rows: int, size: int, seed: int = 0, bad: float | No
 
 @few
 @given(rows=num_rows, size=sizes, dtype=dtypes, bad=bad_values)
-def test_the_norm_is_its_twin(gpu: torch.device, rows: int, size: int, dtype: torch.dtype, bad: float | None) -> None:
+def test_the_norm_equals_its_reference(
+    gpu: torch.device, rows: int, size: int, dtype: torch.dtype, bad: float | None
+) -> None:
     hidden, weight = made(gpu, rows, size, bad=bad), made(gpu, 1, size, 1)[0]
     found = norms.rms_norm(hidden, weight, 1e-5, dtype)
     close(found, norms.rms_norm_torch(hidden, weight, 1e-5, dtype))
@@ -69,7 +71,7 @@ def test_what_is_added_after_a_branch(
 
 @few
 @given(rows=num_rows, size=sizes, dtype=dtypes, biased=st.booleans(), in_place=st.booleans(), bad=bad_values)
-def test_the_layer_norm_is_its_twin(
+def test_the_layer_norm_equals_its_reference(
     gpu: torch.device, rows: int, size: int, dtype: torch.dtype, biased: bool, in_place: bool, bad: float | None
 ) -> None:
     hidden, (weight, bias) = made(gpu, rows, size, bad=bad), made(gpu, 2, size, 1)
@@ -99,7 +101,7 @@ EXTREMES = [
 
 @pytest.mark.parametrize("dtype", list(RELATIVE))
 @pytest.mark.parametrize("activation", list(activations.ACTIVATIONS))
-def test_activations_are_their_twins(gpu: torch.device, activation: str, dtype: torch.dtype) -> None:
+def test_activations_equal_their_references(gpu: torch.device, activation: str, dtype: torch.dtype) -> None:
     wide = made(gpu, 3, 2100)
     wide[1, : len(EXTREMES)] = torch.tensor(EXTREMES)
     x = wide.to(dtype)

@@ -1,4 +1,4 @@
-"""A weight of four bits written out by Triton against its twin; on a GPU, torch's own product against what was written out, too."""
+"""Dequantisation by Triton against its reference, and on a GPU torch's int4 product against the dequantised weight."""
 
 from __future__ import annotations
 

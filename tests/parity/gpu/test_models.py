@@ -1,6 +1,5 @@
-"""Whole models on the road of an NVIDIA GPU, everything but the products by Triton's kernels: they say what the twins say, token for token.
-
-And how many kernels one token of one layer costs, since that is what a small model waits for.
+"""Whole models with the Triton kernels give the tokens of the references; also counts the kernels per token and layer,
+because small models wait for launches.
 """
 
 from __future__ import annotations
@@ -77,7 +76,7 @@ def said(model: Any, backend: SimulatedDeviceBackend) -> Said:
 @pytest.mark.full
 @only_interpreted
 @pytest.mark.parametrize("architecture", ["Qwen3ForCausalLM", "SmolLM3ForCausalLM", "Gemma2ForCausalLM"])
-def test_a_model_says_what_the_twins_say(architecture: str, tmp_path: Path) -> None:
+def test_a_model_says_what_the_references_say(architecture: str, tmp_path: Path) -> None:
     write_checkpoint(tmp_path, architecture, seed=11)
     model = load(tmp_path, max_model_len=MAX_LEN, device="cuda")
     expected = said(model, SimulatedDeviceBackend(torch.float32))

@@ -1,4 +1,6 @@
-"""Attention of whole texts on a GPU against its twin: what torch's flash does not take, soft caps, biases by distance and FP32."""
+"""Attention of packed texts on a GPU against its reference where torch's flash kernel does not apply: soft caps,
+biases, FP32.
+"""
 
 from __future__ import annotations
 

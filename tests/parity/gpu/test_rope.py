@@ -1,4 +1,4 @@
-"""Norms and positions of heads, keys and values on their way to their rows, by Triton's kernel against the torch twin."""
+"""Head norms, RoPE and the KV write by the Triton kernel against the torch reference."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def close(found: Tensor, expected: Tensor) -> None:
     tokens=st.integers(0, 4), kv_heads=st.integers(1, 3), group=st.integers(1, 5), norms=st.booleans(),
     head_dim=st.sampled_from([8, 16, 24, 64, 72, 128, 256]), turned=st.sampled_from([0, 0.5, 1]), dtype=st.sampled_from(list(RELATIVE)),
 )  # fmt: skip
-def test_heads_are_turned_and_kept_as_the_twin_does(
+def test_rope_is_applied_and_kv_written_as_the_reference_does(
     gpu: torch.device,
     tokens: int,
     kv_heads: int,
@@ -73,7 +73,7 @@ def test_heads_are_turned_and_kept_as_the_twin_does(
     tokens=st.integers(0, 4), kv_heads=st.integers(1, 3), norms=st.booleans(), head_dim=st.sampled_from([24, 64]),
     turned=st.sampled_from([0, 0.5, 1]), dtype=st.sampled_from(list(RELATIVE)),
 )  # fmt: skip
-def test_heads_of_texts_are_turned_as_the_twin_does(
+def test_rope_is_applied_to_texts_as_the_reference_does(
     gpu: torch.device, tokens: int, kv_heads: int, norms: bool, head_dim: int, turned: float, dtype: torch.dtype
 ) -> None:
     heads = heads_of(gpu, (tokens, 2 * kv_heads, kv_heads, head_dim), int(head_dim * turned), norms, dtype)

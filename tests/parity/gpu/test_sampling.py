@@ -1,4 +1,4 @@
-"""Tokens that one kernel draws against what the twin draws from the same logits, whatever the parameters."""
+"""Tokens sampled by the Triton kernel against the reference, for the same logits and any parameters."""
 
 from __future__ import annotations
 
@@ -57,7 +57,9 @@ def test_the_kernel_takes_every_column_of_the_table() -> None:
 @pytest.mark.parametrize(
     ("vocab", "dtype", "rows"), [(200, torch.bfloat16, 14), (200, torch.float32, 6), (1, torch.float16, 3)]
 )
-def test_the_kernel_draws_what_the_twin_draws(vocab: int, dtype: torch.dtype, rows: int, gpu: torch.device) -> None:
+def test_the_kernel_draws_what_the_reference_draws(
+    vocab: int, dtype: torch.dtype, rows: int, gpu: torch.device
+) -> None:
     """Half precision has ties, at the filters' borders too."""
     logits, drawing = logits_of(rows, vocab, 2, dtype, gpu), drawing_of(ROWS[:rows], gpu, 2)
     assert drawn(logits, drawing).tolist() == sample_random_torch(logits, drawing).tolist()

@@ -1,7 +1,4 @@
-"""The processor's attention against the plain formula in float32, for every mixture of rows, segments, windows, caps and head counts.
-
-What the backend serves with (our kernels, where this machine has them) and torch's way are both held to it.
-"""
+"""CPU attention, native and torch, against the formula in float32: mixtures of rows, segments, windows, caps, heads."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the backend of an NVIDIA GPU decides, with torch.cuda played by the test: no GPU is needed, and none is touched."""
+"""Decisions of the CUDA backend, with a fake torch.cuda; no GPU is needed or touched."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ def test_nothing_of_cuda_is_touched_before_it_is_configured(plan: ServingPlan) -
     assert type(select_device_backend(plan)) is CudaBackend
 
 
-def test_who_wants_a_processor_is_told_that_a_gpu_is_none(plan: ServingPlan) -> None:
+def test_a_gpu_where_a_processor_is_required_is_refused(plan: ServingPlan) -> None:
     with pytest.raises(PlanImpossible, match=r"'cuda' here; available: cpu"):
         select_host_backend(plan)
 

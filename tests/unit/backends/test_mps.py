@@ -1,4 +1,4 @@
-"""An Apple GPU's backend as far as it can be tried without one: its way to attend, its refusals, and what it asks of torch."""
+"""The MPS backend without an Apple GPU: its attention, its refusals, and its calls of torch."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ PLAN: Any = SimpleNamespace(threads=SimpleNamespace(value=1))
 
 @pytest.mark.parametrize("window", [None, 70])
 @pytest.mark.parametrize(("heads", "kv_heads"), [(4, 4), (6, 2), (5, 1)])
-def test_torchs_product_attends_as_the_twin_does(heads: int, kv_heads: int, window: int | None) -> None:
+def test_torchs_product_attends_as_the_reference_does(heads: int, kv_heads: int, window: int | None) -> None:
     spans = [(1, 100), (1, 1), (40, 40), (33, 130)]
     query, kv, step = made_step(Shape(heads, kv_heads, 32), spans, 2, CPU)
     spec = AttentionSpec(0.3, window=window)
@@ -47,7 +47,7 @@ def test_rows_that_only_fill_up_come_out_as_zeros() -> None:
 
 
 @pytest.mark.parametrize("window", [None, 6])
-def test_texts_attend_as_the_twins_do(window: int | None) -> None:
+def test_texts_attend_as_the_references_do(window: int | None) -> None:
     generator = torch.Generator().manual_seed(1)
     heads = QkvHeads(torch.randn(30, 3 * 4 * 16, generator=generator), 4, 4, 16)
     texts = PackedTexts(torch.tensor([0, 7, 7, 30], dtype=torch.int32), 23)

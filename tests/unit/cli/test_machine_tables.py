@@ -89,7 +89,7 @@ def test_an_apple_gpu() -> None:
     assert "Apple GPU (MPS), may hold 12.0 GiB of 16.0 GiB\n" in re.sub(" +\n", "\n", printed(m4, with_plan=False))
 
 
-def test_what_tells_the_power_or_why_nothing_does() -> None:
+def test_what_reports_the_power_or_why_nothing_does() -> None:
     counters = (PowerCounter("package-0", "/0"), PowerCounter("dram-0", "/1"))
     counted = printed(replace(FACTS, power=PowerMeter("rapl", counters, "The processor's own.")), with_plan=False)
     assert "rapl (package-0, dram-0)" in counted

@@ -1,4 +1,4 @@
-"""What `armature probe --model` shows: one screen of 120 columns, from the facts and from what an earlier start measured."""
+"""Output of `armature probe --model`: one screen of 120 columns, from facts and earlier measurements."""
 
 from __future__ import annotations
 
@@ -172,7 +172,7 @@ def test_what_it_says(words: str) -> None:
     assert words in text
 
 
-def test_an_encoder_is_told_of_in_texts() -> None:
+def test_an_encoder_is_reported_in_texts() -> None:
     text = printed(explained(ENCODED, needs=ENCODER))
     lines = [line.split() for line in text.splitlines()]
     assert "texts of 16" in text and "decode" not in text and "prompt" not in text
@@ -215,7 +215,7 @@ def test_it_finds_what_an_earlier_start_measured(tmp_path: Path) -> None:
     assert off.measurements is None and "Asked for" in off.origin
 
 
-def test_a_program_is_told_of_in_rows() -> None:
+def test_a_program_is_reported_in_rows() -> None:
     text = printed(
         explained(ENCODED, needs=dataclasses.replace(ENCODER, kind="program", max_model_len=1, hidden_size=0))
     )

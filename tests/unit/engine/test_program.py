@@ -1,4 +1,4 @@
-"""Rows of many requests share a step, each gets its own back, and whoever sends what cannot be computed ends alone."""
+"""Rows of many requests share a step, each request gets its rows, and a request that cannot be computed fails alone."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def test_requests_share_a_step() -> None:
     assert (engine.stats.encode_tokens, engine.stats.num_sequences) == (3, 2)
 
 
-def test_a_step_tells_what_a_quota_makes_of_it() -> None:
+def test_a_step_reports_what_a_quota_makes_of_it() -> None:
     engine = engine_of(Table())
     engine.throttle_correction = ThrottleCorrection(
         0.25, iter([1.0, 1e6]).__next__
@@ -141,7 +141,7 @@ def test_who_sends_an_id_beyond_the_table_ends_alone() -> None:
     assert "out of" in told["bad"].error.message
 
 
-def test_what_is_not_the_clients_fault_is_not_told_so_and_ends_no_engine() -> None:
+def test_what_is_not_the_clients_fault_is_not_reported_so_and_ends_no_engine() -> None:
     table = Table()
     table.broken = True
     engine = engine_of(table)
@@ -165,7 +165,7 @@ def test_a_request_that_nobody_waits_for_is_forgotten() -> None:
     assert table.batches == [(1, 1)]
 
 
-def test_all_are_told_at_the_end() -> None:
+def test_all_are_reported_at_the_end() -> None:
     engine = engine_of(Table())
     engine.add(order("a", [[1]]))
     engine.add(order("b", [[1, 2]]))
@@ -209,7 +209,7 @@ def test_an_array_without_rows() -> None:
     assert to_array(torch.empty(0, 4)) == Array("FP32", (0, 4), b"")
 
 
-def test_what_steps_take_is_told_and_corrected() -> None:
+def test_what_steps_take_is_reported_and_corrected() -> None:
     now = [0.0]
 
     class Slow(Table):

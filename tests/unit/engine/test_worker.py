@@ -1,4 +1,4 @@
-"""The worker thread: loads, steps, tells; what it says when something breaks, and that nobody is left waiting when it ends."""
+"""The worker thread: it loads, steps and reports; errors are reported, and no request is left waiting when it ends."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class CountedMailbox:
         return self.queue.get(block)
 
 
-def test_it_serves_and_tells_once_a_step(bench: Bench) -> None:
+def test_it_serves_and_reports_once_a_step(bench: Bench) -> None:
     bench.worker.put(request("a"))
     bench.worker.put(request("b"))
     bench.start()
@@ -109,7 +109,7 @@ def test_an_idle_engine_takes_no_step_and_blocks(bench: Bench) -> None:
     assert mailbox.looks == 3 * 2 + 1
 
 
-def test_a_refusal_is_told_without_a_step(bench: Bench) -> None:
+def test_a_refusal_is_reported_without_a_step(bench: Bench) -> None:
     bench.start()
     bench.worker.put(Generate("empty", (), SamplingParams(), 0.0))
     assert isinstance(bench.heard()[0], RequestFailed)
@@ -123,7 +123,7 @@ def test_an_abort_is_obeyed_between_steps(bench: Bench) -> None:
     assert [event.reason for event in bench.heard_until(1, SequenceFinished)] == ["aborted"]  # type: ignore[union-attr]
 
 
-def test_a_step_that_raises_is_told_and_the_next_request_is_served(bench: Bench) -> None:
+def test_a_step_that_raises_is_reported_and_the_next_request_is_served(bench: Bench) -> None:
     bench.sim.runner.broken = True
     bench.worker.put(request("a"))
     bench.start()
@@ -190,7 +190,7 @@ def test_loading_reports_its_stage() -> None:
     assert bench.worker.state == "stopped" and bench.fatal.empty()
 
 
-def test_a_failed_load_ends_it_with_the_reason_and_tells_who_waits() -> None:
+def test_a_failed_load_ends_it_with_the_reason_and_notifies_waiting_requests() -> None:
     error = CheckpointInvalid("config.json is missing.")
 
     def build(report: Callable[[str], None]) -> Engine:
@@ -205,7 +205,7 @@ def test_a_failed_load_ends_it_with_the_reason_and_tells_who_waits() -> None:
     assert [event.request_id for event in bench.heard()] == ["early"]
 
 
-def test_stop_tells_everyone_and_ends_the_thread(bench: Bench) -> None:
+def test_stop_notifies_everyone_and_ends_the_thread(bench: Bench) -> None:
     for command in (request("a", max_tokens=100), Stop(), request("behind")):
         bench.worker.put(command)
     bench.start()

@@ -107,7 +107,7 @@ def test_a_reading_that_fails_is_caught_up_with(broken: str, tmp_path: Path) -> 
 
 @settings(max_examples=examples(25))
 @given(st.lists(st.integers(0, 900_000), max_size=20))
-def test_any_use_is_told_however_often_the_counter_begins_anew(
+def test_any_use_is_reported_however_often_the_counter_begins_anew(
     tmp_path_factory: pytest.TempPathFactory, uses: list[int]
 ) -> None:
     root, clock, at = tmp_path_factory.mktemp("counter"), Clock(), 12_345
@@ -234,7 +234,7 @@ BROKEN = (
 
 
 @pytest.mark.parametrize("text", BROKEN)
-def test_what_tells_no_power_counts_nothing(text: bytes) -> None:
+def test_what_reports_no_power_counts_nothing(text: bytes) -> None:
     assert parse_powermetrics(text) == 0.0
 
 

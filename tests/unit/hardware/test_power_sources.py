@@ -1,4 +1,4 @@
-"""What tells a machine's power is found, or it is said why nothing does; nothing is counted twice and nothing is guessed."""
+"""Power sources are found, or a reason is given; nothing is counted twice or estimated."""
 
 from __future__ import annotations
 
@@ -169,7 +169,7 @@ def test_disks_batteries_and_graphics_are_no_machine(tmp_path: Path) -> None:
     assert meter.source is None and "virtual machines" in meter.reason
 
 
-def test_a_mac_tells_root_alone() -> None:
+def test_a_mac_reports_power_to_root_alone() -> None:
     def ask(user: str) -> PowerMeter:
         answers = {
             "sysctl": "hw.memsize: 17179869184\nhw.cputype: 16777228\nhw.physicalcpu: 8\nhw.logicalcpu: 8\n",

@@ -1,4 +1,4 @@
-"""What a step takes by arithmetic: the tables at their points, never less for more, whatever the tables look like."""
+"""Step times by interpolation: exact at the measured points, and never less for more work."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def test_a_slower_machine_takes_so_many_times_as_long(
     assert slower == pytest.approx(factor * steps.mixed(rows, tokens, context, behind))
 
 
-def test_rows_that_are_picked_from_cost_more_than_those_of_a_prompt() -> None:
+def test_rows_that_are_sampled_cost_more_than_those_of_a_prompt() -> None:
     steps = StepTimeTable.from_trial(TrialTimes("int4", 2, {1: 0.016, 32: 0.075}, {32: 0.060, 64: 0.100, 128: 0.190}))
     assert steps.mixed(32, 32) == pytest.approx(0.100 + 0.015)
     assert steps.mixed(1, 63) == pytest.approx(0.100)

@@ -1,4 +1,4 @@
-"""Steps under a quota that binds are told as the quota makes them, by the CPU's time, whether this one was stopped or not."""
+"""Step times under a CPU quota are corrected by CPU time, whether a step was throttled or not."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def test_the_clock_goes_as_the_quota_lets_it() -> None:
     assert throttle_corrected_clock(QUOTA, lambda: 3.0)() == 12.0
 
 
-def test_a_stretch_is_the_cpus_time_over_the_quota_and_the_walls() -> None:
+def test_the_throttle_correction_is_cpu_time_over_the_quota_and_the_wall_time() -> None:
     machine = Throttled()
     stretch = ThrottleCorrection(QUOTA, lambda: machine.cpu)
     stretch.begin()
@@ -76,14 +76,14 @@ def test_a_stretch_is_the_cpus_time_over_the_quota_and_the_walls() -> None:
     assert stretch.of(0.0) == 1.0
 
 
-def test_without_a_quota_nothing_is_stretched() -> None:
+def test_without_a_quota_nothing_is_corrected() -> None:
     stretch = ThrottleCorrection()
     stretch.begin()
     assert stretch.of(0.5) == 1.0
     assert StepStats(0.5).corrected_seconds == 0.5
 
 
-def test_what_was_told_under_a_quota_still_holds_after_many_steps() -> None:
+def test_what_was_reported_under_a_quota_still_holds_after_many_steps() -> None:
     """By the wall's clock alone most steps take a quarter of what was promised, and the capacity would be told four times too high."""
     machine, table = Throttled(), StepTimeTable(((1, STEP / QUOTA),), ((1, STEP / QUOTA),))
     pace = PrefillBudget(64, model=StepTimeModel(table))
@@ -111,7 +111,7 @@ class Doubling(ThrottleCorrection):
         return 2.0
 
 
-def test_every_engine_tells_it_with_its_step() -> None:
+def test_every_engine_reports_it_with_its_step() -> None:
     decoder, encoder = Simulation(), EncoderSimulation()
     decoder.engine.throttle_correction, encoder.engine.throttle_correction = Doubling(), Doubling()
     decoder.add("a", [1, 2, 3])

@@ -1,4 +1,4 @@
-"""What is said of joules: those of the last minute, with idle time and without, once it is known what idle takes."""
+"""Energy figures of the last minute, with and without idle time, once the idle power is known."""
 
 from __future__ import annotations
 
@@ -134,7 +134,7 @@ def test_a_minute_without_a_token_says_nothing_of_tokens(machine: Machine, energ
     assert spent.watts == pytest.approx(40.0)
 
 
-def test_looks_that_come_often_are_told_the_same_and_kept_once_a_second(
+def test_frequent_readings_are_reported_the_same_and_kept_once_a_second(
     machine: Machine, energy: EnergyAccount
 ) -> None:
     looks = machine.looks

@@ -1,4 +1,4 @@
-"""What a scrape shows: names that dashboards lean on, values that were told, and nothing where nothing is known."""
+"""The exposition: names that dashboards use, reported values, and no sample for unknown values."""
 
 from __future__ import annotations
 
@@ -127,7 +127,7 @@ async def test_whether_requests_are_served_is_shown(metrics: Metrics) -> None:
     assert samples(metrics)["armature_ready"] == 0
 
 
-def test_everything_told_is_shown(metrics: Metrics) -> None:
+def test_everything_reported_is_shown(metrics: Metrics) -> None:
     tell_everything(metrics)
     seen = samples(metrics)
     expected = {
@@ -242,7 +242,7 @@ def test_a_control_group_that_went_away_is_absent(tmp_path: Path) -> None:
     assert throttled_seconds(None) is None
 
 
-def test_buckets_tell_half_a_millisecond_from_less_and_reach_to_ten_minutes() -> None:
+def test_buckets_separate_half_a_millisecond_from_less_and_reach_to_ten_minutes() -> None:
     assert SECONDS_BUCKETS[0] < 0.0001 < 0.0005 == SECONDS_BUCKETS[4]
     assert SECONDS_BUCKETS[-1] >= 600
     assert all(1.59 < high / low < 1.61 for low, high in itertools.pairwise(SECONDS_BUCKETS))

@@ -1,4 +1,4 @@
-"""Joules and dollars as a scrape and `/info` show them: absent where unknown, counted by the timer where nobody scrapes."""
+"""Joules and dollars in a scrape and in `/info`: absent if unknown, and counted by the timer without scrapes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Quantiles and rates of the last minute against sorting everything, with a clock that is told the time."""
+"""Quantiles and rates of the last minute against sorting all values, with a fake clock."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def test_an_old_slice_of_the_same_place_in_the_ring_does_not_come_back() -> None
 
 
 @pytest.mark.parametrize("seconds, told", [(0.0, 1e-5), (-1.0, 1e-5), (1e9, 1e4)])
-def test_values_beyond_the_buckets_are_told_as_the_ends(seconds: float, told: float) -> None:
+def test_values_beyond_the_buckets_are_reported_as_the_ends(seconds: float, told: float) -> None:
     recent = RecentQuantiles(Clock())
     recent.record(seconds)
     assert recent.read([0.5]) == pytest.approx([told], rel=0.02)

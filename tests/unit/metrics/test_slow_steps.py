@@ -1,4 +1,4 @@
-"""Why a step was slow: each cause is made for real where a test can make it, and from counters where only a busy machine could."""
+"""Causes of slow steps: each is produced for real where a test can, otherwise from counters."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def test_one_slow_step_does_not_change_what_is_usual() -> None:
     assert told is not None and 0.030 <= told < 0.034
 
 
-def test_without_a_table_steps_of_the_same_size_tell_what_is_usual() -> None:
+def test_without_a_table_steps_of_the_same_size_show_what_is_usual() -> None:
     found = stalls(None)
     first = [after(found, replace(DECODE, seconds=seconds)) for seconds in (0.1, *(15 * [0.030]))]
     assert set(first) == {None}, "nothing is known yet"
@@ -98,7 +98,7 @@ def test_what_mixed_steps_take_says_nothing_of_prompts_alone() -> None:
 # ---- causes ------------------------------------------------------------------------------------------------------------
 
 
-def test_streams_that_waited_for_a_prompt_are_told_so() -> None:
+def test_streams_that_waited_for_a_prompt_are_reported_so() -> None:
     found = stalls()
     assert after(found, replace(MIXED, seconds=TABLE.mixed(8, 64))) == "prefill", "as long as such a step takes"
     assert after(found, replace(MIXED, prefill_tokens=1, seconds=0.035)) is None, "nobody noticed"
@@ -183,7 +183,7 @@ def test_without_a_quota_nothing_is_throttled() -> None:
     assert after(stalls(throttled_seconds=lambda: None), SLOW) != "throttled"
 
 
-def test_a_thread_that_lost_its_core_is_the_last_guess_but_one() -> None:
+def test_a_thread_that_lost_its_core_is_the_last_but_one_cause() -> None:
     lost = ProcessCounters(switches=1)
     assert SlowStep(SLOW, 0.02, lost).cause() == "descheduled"
     assert SlowStep(MIXED, 0.02, lost).cause() == "descheduled", "it took longer than a prompt explains"

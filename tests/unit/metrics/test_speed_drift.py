@@ -1,4 +1,4 @@
-"""A machine that changes its speed while it serves: what is told of it, once, and what was promised before the first step."""
+"""Speed drift while serving: it is reported once, and the expected speed is known before the first step."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def test_capacity_follows_the_machine_by_phase() -> None:
     assert serving.drift.capacity()["prefill"][128] == pytest.approx(320.0)
 
 
-def test_a_slower_machine_is_told_once_and_measured_anew(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_slower_machine_is_reported_once_and_measured_anew(caplog: pytest.LogCaptureFixture) -> None:
     serving = Serving()
     with caplog.at_level(logging.INFO, "app.metrics.speed_drift"):
         serving.decode(1.1)
@@ -97,7 +97,7 @@ def test_what_is_spent_beside_the_model_is_capacity_and_no_drift() -> None:
     assert (serving.drift.drifted, serving.stale) == (False, 0)
 
 
-def test_a_scrape_tells_capacity_before_the_first_request_and_what_guesses_came_to() -> None:
+def test_a_scrape_reports_capacity_before_the_first_request_and_what_draft_tokens_came_to() -> None:
     metrics = Metrics()
     StepMonitor(metrics).watch_drift(SpeedDrift(StepTimeModel(STEPS), PROMISE))
     text = metrics.render()[0].decode()

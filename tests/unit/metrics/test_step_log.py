@@ -1,4 +1,4 @@
-"""The last steps in columns: what is told, in which order, and how many were lost before somebody asked."""
+"""The log of the last steps in columns: its content, its order, and the number of lost steps."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def filled(count: int, kept: int = 8) -> StepLog:
     return log
 
 
-def test_a_step_is_told_as_it_was() -> None:
+def test_a_step_is_reported_as_it_was() -> None:
     log = StepLog()
     log.add(1_700_000_000.123456, DECODE, None)
     log.add(1_700_000_001.5, StepStats(0.25, prefill_tokens=100, decode_tokens=3, draft_tokens=2), "prefill")
@@ -49,7 +49,7 @@ def test_every_cause_has_a_number_of_its_own() -> None:
 
 @pytest.mark.parametrize("count", [0, 3, 8, 9, 21])
 @pytest.mark.parametrize("after", [0, 2, 7, 20, 10**15])
-def test_what_came_after_is_told_and_what_is_gone_is_counted(count: int, after: int) -> None:
+def test_what_came_after_is_reported_and_what_is_gone_is_counted(count: int, after: int) -> None:
     told = filled(count).since(after)
     expected = [number for number in range(count) if number >= after and number >= count - 8]
     assert told["steps"]["at"] == expected
@@ -67,7 +67,7 @@ def test_an_answer_is_not_too_long_and_the_next_goes_on(monkeypatch: pytest.Monk
     assert heard == list(range(5, 13))
 
 
-def test_what_is_overwritten_while_it_is_read_is_not_told() -> None:
+def test_what_is_overwritten_while_it_is_read_is_not_reported() -> None:
     """The worker goes on adding: rows of other steps may lie where the oldest lay."""
     log = filled(8)
     cut, cuts = log._slice_ring, iter(range(5))

@@ -1,4 +1,4 @@
-"""The worker's loop with somebody beside it: what a step really did to the process is what the log and the counter say of it."""
+"""The worker's loop next to other work: the log and the counters show the effect of each step."""
 
 from __future__ import annotations
 
@@ -143,7 +143,7 @@ def touch() -> None:
             memory[place] = 1
 
 
-def test_the_age_of_a_step_is_told_while_it_is_under_way_also_after_one_that_failed(watched: Watched) -> None:
+def test_the_age_of_a_step_is_reported_while_it_is_under_way_also_after_one_that_failed(watched: Watched) -> None:
     watch = watched.watch
     assert watch.step_age_seconds() == 0.0
     watch.begin()

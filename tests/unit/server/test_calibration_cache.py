@@ -1,4 +1,4 @@
-"""What was measured is found again where nothing that matters has changed, and only there; a broken file is measured anew."""
+"""Calibration files are found again only if nothing relevant has changed; a broken file is measured again."""
 
 from __future__ import annotations
 

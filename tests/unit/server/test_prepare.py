@@ -1,4 +1,4 @@
-"""What a start makes of an earlier start's measurements, or of its own: when it measures, what of, and what it keeps."""
+"""How a start uses an earlier start's measurements or measures: when, which shapes, and the files that it keeps."""
 
 from __future__ import annotations
 
@@ -197,7 +197,7 @@ def test_ctrl_c_ends_it_and_leaves_nothing(tmp_path: Path, monkeypatch: pytest.M
     assert not list(tmp_path.rglob("*"))
 
 
-def test_people_are_told(tmp_path: Path) -> None:
+def test_the_json_of_a_calibration_names_its_age_and_origin(tmp_path: Path) -> None:
     told = Calibration(FOUND, time.time() - 60, from_cache=True).to_json()
     assert told["from_cache"] is True
     assert 60 <= told["age_seconds"] < 70

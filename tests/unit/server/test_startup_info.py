@@ -1,4 +1,4 @@
-"""What the gauge `info` says of that which multiplies: the best instructions of a processor, or the kind of GPU that serves."""
+"""The gauge `info` names the processor's best instructions for products, or the kind of GPU that serves."""
 
 from __future__ import annotations
 

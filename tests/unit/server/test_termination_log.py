@@ -1,4 +1,4 @@
-"""Which failures leave a reason in a pod's termination message, and in what form."""
+"""Failures that leave a reason in a pod's termination message, and its format."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def test_what_nobody_foresaw_is_named_and_not_swallowed(message: Path, monkeypat
     assert describe_exception(MemoryError()) == "MemoryError"
 
 
-def test_a_flag_that_is_none_is_told_without_its_value(message: Path) -> None:
+def test_a_flag_that_is_none_is_reported_without_its_value(message: Path) -> None:
     assert main.main(["serve", "--api-key=sk-secret"]) == 2
     assert message.read_text().startswith("armature serve: there is no flag --api-key. Did you mean --api-keys?")
 

@@ -1,4 +1,4 @@
-"""Who comes in and who is told to come back, and when: places, predictions, five hundred clients at once, and what is counted of it."""
+"""Admission control: places, predictions, five hundred clients at once, and the metrics of it."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ async def test_the_next_one_is_refused_and_a_place_that_is_free_is_given_again()
             await client.over()
 
 
-async def test_five_hundred_clients_at_once_are_answered_or_told_to_come_back() -> None:
+async def test_five_hundred_clients_at_once_are_answered_or_asked_to_come_back() -> None:
     limits = replace(LIMITS, max_running_seqs=16, max_waiting_requests=84)
     async with serving(limits) as (service, worker, _):
         clients = [Client(service, request(f"prompt {number}", params={"n": 1 + number % 2})) for number in range(500)]

@@ -181,7 +181,7 @@ async def test_a_request_that_fails_leaves_its_neighbours_alone() -> None:
         assert counted(service, 'armature_requests_total{api="native",outcome="failed"}') == 1
 
 
-async def test_who_leaves_is_forgotten_and_who_waits_too_long_is_told() -> None:
+async def test_who_leaves_is_forgotten_and_who_waits_too_long_is_notified() -> None:
     async with encoding() as (service, worker, clock):
         worker.holds = True
         leaving = asyncio.ensure_future(service.encode(wanted("a")))

@@ -194,7 +194,7 @@ async def test_a_failed_step_fails_its_requests_only() -> None:
         assert (lucky.text, service.num_open) == ("fine", 0)
 
 
-async def test_when_the_worker_dies_everybody_is_told() -> None:
+async def test_when_the_worker_dies_all_requests_are_notified() -> None:
     async with serving() as (service, worker, _):
         clients = [Client(service, request()) for _ in range(3)]
         orders = await worker.orders(3)

@@ -117,7 +117,7 @@ def poisson(random: Random, per_second: float, number: int) -> list[tuple[float,
 
 
 @pytest.mark.parametrize("per_second", [0.5, 2.0, 5.0])
-def test_waits_are_foretold_under_a_light_a_heavy_and_too_heavy_a_load(per_second: float) -> None:
+def test_waits_are_predicted_under_a_light_a_heavy_and_too_heavy_a_load(per_second: float) -> None:
     machine = Machine(noise=0.1)
     machine.run_open_loop = poisson(Random(3), per_second, 120)
     machine.serve()
@@ -166,7 +166,7 @@ def test_where_all_places_are_taken_a_row_has_to_end_first() -> None:
     assert queued == pytest.approx(30 * INT4.decode(4), rel=0.1), "and the one before takes its place"
 
 
-def test_guesses_make_steps_longer_and_rows_end_sooner() -> None:
+def test_draft_tokens_make_steps_longer_and_rows_end_sooner() -> None:
     now = EngineSnapshot(
         stepped_at=5.0, rows=((10, 30),) * 4, step_times=StepTimes(INT4, BATCH, draft_tokens=1.0, tokens_per_step=1.5)
     )

@@ -70,7 +70,7 @@ def test_a_programs_rows_go_as_they_came() -> None:
 
 
 @pytest.mark.parametrize("per_second", [20.0, 60.0, 110.0])
-def test_waits_are_foretold_under_a_light_a_heavy_and_too_heavy_a_load(per_second: float) -> None:
+def test_waits_are_predicted_under_a_light_a_heavy_and_too_heavy_a_load(per_second: float) -> None:
     random = Random(1)
     errors = sorted(abs(told - taken) / taken for told, taken in _played(random, per_second, 300))
     assert len(errors) == 300

@@ -1,4 +1,4 @@
-"""A request's way through the service: what the worker is sent, what the client is told, what is refused before either."""
+"""A request in the service: the messages to the worker, the events for the client, and refusals before both."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ async def test_a_completion_goes_on_where_its_prompt_ends_and_a_chat_begins_a_te
         assert client.text == text
 
 
-async def test_tokens_without_text_are_told_with_the_end() -> None:
+async def test_tokens_without_text_are_reported_with_the_end() -> None:
     pieces, _ = await answer_of(lambda name: [TokensReady(name, 0, (2, 2)), finished(name, "length")], request())
     assert pieces[1] == TextDelta(0, "", (2, 2), timings=TIMINGS)
 
@@ -129,7 +129,7 @@ async def test_log_probabilities_are_spelled() -> None:
     assert scored.top == (ScoredToken(rune, "\ufffd", "ᚠ".encode()[:1], -0.1), ScoredToken(letter, "x", b"x", -0.5))
 
 
-async def test_a_beam_search_tells_everything_at_its_end() -> None:
+async def test_a_beam_search_reports_everything_at_its_end() -> None:
     ids = tuple(tokenizer().encode(" said", False))
     pieces, _ = await answer_of(
         lambda name: [SequenceFinished(name, 0, "length", TIMINGS, len(ids), ids)], request(params={"beam_width": 4})

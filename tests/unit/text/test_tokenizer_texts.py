@@ -1,4 +1,4 @@
-"""What an encoder reads of texts and pairs: equal to transformers' tokenizers, cut or whole."""
+"""Tokenization of texts and pairs for encoders: equal to transformers' tokenizers, truncated or whole."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def test_lowercase_texts_keep_their_special_tokens(tmp_path: Path) -> None:
     assert plain.encode_texts(["fox"]) == [Text((2, plain.token_id("fox") or 0, 3))]
 
 
-def test_segments_are_not_told_to_a_model_that_never_heard_of_them(tmp_path: Path) -> None:
+def test_segments_are_not_passed_to_a_model_that_does_not_use_them(tmp_path: Path) -> None:
     write_word_pieces(tmp_path)
     assert Tokenizer(tmp_path).encode_texts([PAIR])[0].type_ids
     file = tmp_path / "tokenizer_config.json"

@@ -77,7 +77,7 @@ def test_a_legend_must_find_its_label() -> None:
     assert wrong == ["Board: Shown (A): its legend wants the label rows, which no series has"]
 
 
-def test_what_prometheus_refuses_is_told() -> None:
+def test_what_prometheus_refuses_is_reported() -> None:
     transport = httpx.MockTransport(
         lambda request: httpx.Response(400, json={"status": "error", "error": "parse error"})
     )

@@ -1,4 +1,4 @@
-"""What llama.cpp is given is the same model: names, the order of rows under its rotary embedding, and Llama 3's scaled frequencies."""
+"""The GGUF file for llama.cpp is the same model: names, row order of rotary embeddings, Llama 3's scaled frequencies."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def turned(pairs: np.ndarray, angles: np.ndarray) -> np.ndarray:
     return np.stack([x * np.cos(angles) - y * np.sin(angles), x * np.sin(angles) + y * np.cos(angles)], axis=-1)
 
 
-def test_scores_are_the_same_where_neighbours_are_turned() -> None:
+def test_scores_are_the_same_where_neighbours_are_rotated() -> None:
     heads, head_dim, hidden = 3, 8, 5
     generator = np.random.default_rng(1)
     weights = generator.normal(size=(2, heads * head_dim, hidden))

@@ -1,4 +1,4 @@
-"""Which build of torch a machine gets, how little time a silent index costs, and what a machine without ensurepip is told."""
+"""The build of torch for a machine, the time limit of a silent index, and a machine without ensurepip."""
 
 from __future__ import annotations
 

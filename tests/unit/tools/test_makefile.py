@@ -1,4 +1,4 @@
-"""The Makefile: every target is explained, and a machine without a fitting Python is told what to install."""
+"""The Makefile: every target is explained, and a machine without a suitable Python gets instructions."""
 
 from __future__ import annotations
 

@@ -124,7 +124,7 @@ def test_a_start_is_held_against_the_bare_one_of_its_round() -> None:
         assert findings.checks[0].passed is passed
 
 
-def test_who_is_emulated_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_who_is_emulated_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tools.proofs.containers.host_platform.machine", lambda: "x86_64")
     amd64, arm64 = Image("a:b", "linux/amd64"), Image("a:b", "linux/arm64")
     assert (amd64.emulated, amd64.options) == (False, ())
@@ -206,7 +206,7 @@ class Scraped:
         return self._metrics
 
 
-def test_throttling_that_is_not_told_is_not_taken_for_none() -> None:
+def test_throttling_that_is_not_reported_is_not_taken_for_none() -> None:
     def ours(metrics: str) -> Ours:
         return Ours(Scraped(metrics), None)  # type: ignore[arg-type]
 

@@ -1,4 +1,4 @@
-"""What is said of a release, and what is no release."""
+"""Notes of a release, and tags that are not a release."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is said to be in the image: every line of the lock, what packages say of themselves, and Debian's packages of a root."""
+"""The SBOM of the image: every line of the lock, package metadata, and Debian's packages."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ def test_only_the_very_version_speaks_for_itself() -> None:
         ({"Classifier": "Typing :: Typed"}, []),
     ],
 )
-def test_licences_are_told_as_they_were_declared(said: dict[str, str], told: list[Any]) -> None:
+def test_licences_are_reported_as_they_were_declared(said: dict[str, str], told: list[Any]) -> None:
     class Installed:
         class metadata:  # noqa: N801
             get_all = staticmethod(lambda name: [said[name]] if name in said else None)
@@ -113,7 +113,7 @@ def test_licences_are_told_as_they_were_declared(said: dict[str, str], told: lis
     assert found == told
 
 
-def test_who_asks_for_whom_is_told_by_markers() -> None:
+def test_who_asks_for_whom_is_reported_by_markers() -> None:
     wheels = {
         name: Wheel(name, version(name), HASH) for name in ("fastapi", "pydantic", "pydantic-core", "uvicorn", "uvloop")
     }

@@ -1,4 +1,4 @@
-"""What Grafana exports comes back as the file it was made of."""
+"""A dashboard exported by Grafana becomes the same file again."""
 
 from __future__ import annotations
 

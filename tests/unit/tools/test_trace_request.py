@@ -1,4 +1,6 @@
-"""The request trace records the files of one folder, by thread, only while it is told to; and a real request passes the layers in order."""
+"""The request trace records the files of one folder by thread while it is on; a real request passes the layers in
+order.
+"""
 
 from __future__ import annotations
 

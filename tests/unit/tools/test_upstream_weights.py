@@ -1,4 +1,6 @@
-"""Weights follow what servers tell of themselves, nothing is written for less than a tenth, and a file that nginx refuses is taken back."""
+"""Weights of upstreams follow the servers' reports; changes below a tenth are not written, and refused files are
+reverted.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +37,7 @@ def test_an_encoder_reads_and_nothing_else() -> None:
 @pytest.mark.parametrize(
     "text", ["", told(decode={1: 50.0}), told(decode={1: 0.0}, prefill={32: 9.0}), "<html>502</html>"]
 )
-def test_who_tells_too_little_tells_nothing(text: str) -> None:
+def test_who_reports_too_little_reports_nothing(text: str) -> None:
     assert requests_per_second(text, 128, 128) is None
 
 

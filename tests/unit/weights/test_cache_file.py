@@ -1,4 +1,4 @@
-"""What is kept for the next start, and what of it is told: once where nothing can be kept, by name where it is for others."""
+"""Cache files: one message if nothing can be kept, and the names of files that others could write."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_a_closed_folder_holds_nothing_for_us(tmp_path: Path, closed: str, raise
         folder.rmdir()
 
 
-def test_what_is_for_others_is_told_by_name() -> None:
+def test_what_is_for_others_is_reported_by_name() -> None:
     ours = {"checkpoint": "c", "architecture": "x86_64", "version": "0.1.0"}
     others = [ours | {"architecture": "arm64"}, ours | {"version": "0.0.9"}]
     assert differences(ours, others) == "architecture, version"

@@ -1,4 +1,4 @@
-"""A checkpoint directory, opened: what it says of itself, and every way in which it can be wrong."""
+"""Opening a checkpoint directory: its description, and every error in it."""
 
 from __future__ import annotations
 

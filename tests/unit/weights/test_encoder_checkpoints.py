@@ -1,4 +1,4 @@
-"""Encoders' directories, opened: any layout under one set of names, what is counted, and every way in which they can be wrong."""
+"""Opening encoders' directories: any layout under one set of names, counts, and every error."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Loading into the memory of a device: everything lies there, nothing twice, the host holds little, and what is computed is the same.
+"""Loading into device memory: everything is there once, the host holds little, and results are the same.
 
-The device is the processor, by twins of a device's forms; or torch's "meta", which has no memory at all and shows what was left behind.
+The device is the CPU with reference forms, or torch's "meta", which has no memory.
 """
 
 from __future__ import annotations
@@ -199,7 +199,7 @@ def test_nothing_is_kept_of_what_lies_on_a_device(tmp_path: Path) -> None:
     assert not list(tmp_path.glob("kept/**/*.pack"))
 
 
-def test_how_far_it_is_is_told_to_the_end(tmp_path: Path) -> None:
+def test_progress_is_reported_to_the_end(tmp_path: Path) -> None:
     directory = write_checkpoint(tmp_path, tie_word_embeddings=True)
     told: list[tuple[int, int]] = []
     load(directory, device="cuda", progress=lambda done, total: told.append((done, total)))

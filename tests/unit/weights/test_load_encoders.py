@@ -54,7 +54,7 @@ def test_tables_stay_in_the_file(tmp_path: Path) -> None:
     assert embeddings.norm.weight.dtype == torch.float32
 
 
-def test_how_far_it_is_is_told_to_the_end(tmp_path: Path) -> None:
+def test_progress_is_reported_to_the_end(tmp_path: Path) -> None:
     directory = write_encoder(
         tmp_path, "NomicBertModel", modules=Modules(dense=((24, "torch.nn.modules.activation.Tanh"),))
     )

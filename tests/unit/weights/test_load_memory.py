@@ -1,4 +1,4 @@
-"""Loading peaks at the finished weights and the largest tensor: measured in a process of its own, on a checkpoint of 170 MB."""
+"""Peak memory of loading: the finished weights and the largest tensor, measured in a subprocess with 170 MB."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The pack file: whole or not there at all, given back bit for bit, and nothing damaged or somebody else's is believed."""
+"""Pack files: complete or absent, equal bit for bit, and damaged or foreign ones are rejected."""
 
 from __future__ import annotations
 

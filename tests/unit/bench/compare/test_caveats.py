@@ -1,4 +1,4 @@
-"""What must be said of a result before its figures: each circumstance in a sentence, and none where there is nothing to say."""
+"""Caveats of a result: one sentence for each circumstance, and none without a reason."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What happened around a load, out of two looks: the server's counters, a recorded `/proc`, and what is not known."""
+"""Conditions during a load from two readings: server counters, a recorded `/proc`, and unknown values."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_what_is_taken_is_never_below_nothing() -> None:
     assert (around.stolen_ratio, around.pressure_ratio) == (0.0, None)
 
 
-def test_of_another_machine_or_an_instant_nothing_is_told() -> None:
+def test_of_another_machine_or_an_instant_nothing_is_reported() -> None:
     far = conditions_between(looked(10.0, client=1.0, server=5.0), looked(20.0, client=2.0, server=6.0))
     assert (far.stolen_ratio, far.client_cpu_ratio) == (None, 0.1)
     here = HostCpuTimes(1.0, 0.0, 2)
@@ -64,7 +64,7 @@ def test_throttling_and_energy_as_the_server_counts_them() -> None:
     assert (around.idle_watts, modelled.idle_watts) == (50.0, None)
 
 
-def test_counters_that_began_anew_tell_nothing() -> None:
+def test_counters_that_began_anew_report_nothing() -> None:
     around = conditions_between(looked(10.0, throttled=1.5, rapl=100.0), looked(14.0, throttled=0.0, rapl=3.0))
     assert around == LoadConditions(client_cpu_ratio=0.0)
     assert around.energy(1.0, None) is None

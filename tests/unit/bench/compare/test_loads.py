@@ -1,4 +1,4 @@
-"""What a machine is asked for: the protocol, and what of it a model or a plan does not allow."""
+"""The loads of `bench compare`, and those that a model or a plan does not allow."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a stretch of answers comes to as a point, and which of the engine's steps are its own."""
+"""From the answers of an interval to a point, and the engine steps that belong to it."""
 
 from __future__ import annotations
 

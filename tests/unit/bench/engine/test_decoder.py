@@ -138,7 +138,7 @@ def test_what_is_named_is_measured_and_nothing_else(prepared: Prepared) -> None:
     assert len(outcome.details["step_seconds"]["decode ×3"]) == 6
 
 
-def test_many_steps_tell_how_steady_they_are(prepared: Prepared, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_many_steps_show_how_steady_they_are(prepared: Prepared, monkeypatch: pytest.MonkeyPatch) -> None:
     seconds = iter([0.010] * 400 + [0.030] * 6 + [0.010] * 594)
     monkeypatch.setattr(decoder, "_work", lambda driver, load, steps: [next(seconds) for _ in range(steps)])
     outcome = run(prepared, EngineBenchOptions(rounds=1, rows=(8,), steps=1000))

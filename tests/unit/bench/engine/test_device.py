@@ -1,4 +1,4 @@
-"""`armature bench engine` of a device with memory of its own, tried on the twin: the same work, held against that device's ceilings."""
+"""`armature bench engine` on the simulated device: the same work, compared with that device's ceilings."""
 
 from __future__ import annotations
 

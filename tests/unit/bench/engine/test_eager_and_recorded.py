@@ -1,4 +1,4 @@
-"""Eager and recorded steps of the same engine: each way is switched on for its own samples, and all are held against FP32."""
+"""Eager and recorded steps of one engine: each mode is switched on for its samples, and all are compared with FP32."""
 
 from __future__ import annotations
 

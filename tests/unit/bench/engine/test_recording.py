@@ -1,4 +1,4 @@
-"""What recording a step costs is measured with everything that serving does, and leaves the process as it was."""
+"""The cost of recording a step is measured with everything that serving does, and leaves no trace in the process."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The bench of guesses on a tiny checkpoint: what is planted is what is measured, and the text stays what it was."""
+"""The speculation bench on a tiny checkpoint: the planted acceptance is measured, and the text does not change."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def test_each_probability_is_held_against_none(
     assert "Planted" in outcome.notes[0]
 
 
-def test_what_is_said_with_guesses_is_what_was_said(prepared: tuple[Checkpoint, ServingPlan]) -> None:
+def test_what_is_said_with_draft_tokens_is_what_was_said(prepared: tuple[Checkpoint, ServingPlan]) -> None:
     engine = build_decoder_engine(BuildRequest(*prepared, step_time_model=StepTimeModel(FREE))).engine
     guessing = engine.scheduler.speculation
     assert guessing is not None
@@ -92,7 +92,7 @@ def test_what_is_said_with_guesses_is_what_was_said(prepared: tuple[Checkpoint, 
     assert (teller.forced_runner.num_forced, teller.forced_runner.num_checked) == (0, len(again.step_seconds) + 1)
 
 
-def test_a_plan_without_guesses_cannot_be_measured(prepared: tuple[Checkpoint, ServingPlan]) -> None:
+def test_a_plan_without_draft_tokens_cannot_be_measured(prepared: tuple[Checkpoint, ServingPlan]) -> None:
     checkpoint, plan = prepared
     with pytest.raises(MeasurementFailed, match="Asked for"):
         measure_speculation(checkpoint, replace(plan, speculation=Decision(False, "Asked for.")), FACTS, None, 1)

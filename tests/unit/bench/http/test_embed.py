@@ -1,4 +1,4 @@
-"""`armature bench http --kind embed` against somebody else's server: what is asked in each dialect, what is counted, and how it fails."""
+"""`armature bench http --kind embed` against another kind of server: requests of each dialect, counts, failures."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ def test_an_answer_without_vectors_is_no_measurement() -> None:
         measure_load(job(peer, api="tei"))
 
 
-def test_failures_are_told_by_kind(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failures_are_reported_by_kind(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(loops, "MIN_PAUSE_SECONDS", 0.0)
     with running(ScriptedPeer(fault={4: "429", 6: "cut"}.get)) as peer:
         outcome = measure_load(job(peer))

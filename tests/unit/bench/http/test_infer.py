@@ -1,4 +1,4 @@
-"""`armature bench http --kind infer`: rows that are made up by a signature, what is counted of their answers, and what is refused."""
+"""`armature bench http --kind infer`: rows generated from a signature, counts of the answers, and refusals."""
 
 from __future__ import annotations
 
@@ -119,7 +119,7 @@ def test_rows_are_counted() -> None:
     assert "generated from the model's signature" in "\n".join(outcome.notes)
 
 
-def test_failures_are_told_by_kind(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failures_are_reported_by_kind(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(loops, "MIN_PAUSE_SECONDS", 0.0)
     with running(ScriptedPeer(activation_group=[IDS], fault={4: "429"}.get)) as peer:
         figures = named(measure_load(job(peer)))
@@ -150,7 +150,7 @@ def test_what_is_no_measurement_is_refused(peer: ScriptedPeer, complaint: str) -
         measure_load(job(peer))
 
 
-def test_a_model_that_is_not_there_is_told_in_the_servers_words() -> None:
+def test_a_model_that_is_not_there_is_reported_in_the_servers_words() -> None:
     with (
         running(ScriptedPeer(activation_group=[IDS])) as peer,
         pytest.raises(MeasurementFailed, match="/v2/models/other answered 404"),

@@ -92,7 +92,7 @@ def test_ids_are_prompts_where_the_server_takes_them() -> None:
     assert peer.bodies[-1]["ignore_eos"] is True
 
 
-def test_failures_are_told_by_kind_and_number(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failures_are_reported_by_kind_and_number(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(loops, "MIN_PAUSE_SECONDS", 0.0)
     faults = {4: "429", 6: "cut", 7: "429", 9: "error", 11: "garbage"}  # the first two ask how long texts are
     with running(ScriptedPeer(fault=faults.get)) as peer:

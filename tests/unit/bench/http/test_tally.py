@@ -96,11 +96,11 @@ def test_an_objective_is_met_by_both_or_not_at_all() -> None:
     assert named(run, LatencyObjective(itl_seconds=0.2))["x goodput"].value == pytest.approx(0.1)
 
 
-def test_an_answer_of_one_token_has_no_pace() -> None:
+def test_an_answer_of_one_token_has_no_time_per_token() -> None:
     assert "x TPOT" not in named(run_of(stream(1.0, 0.5, 1)))
 
 
-def test_what_the_client_costs_is_told() -> None:
+def test_what_the_client_costs_is_reported() -> None:
     figure = cpu_figure([run_of(stream(1.0, 0.5, 3))])
     assert (figure.value, figure.parts["us/piece"]) == (pytest.approx(5.0), pytest.approx(500.0))
 

@@ -33,7 +33,7 @@ TOLD = {
 }
 
 
-def test_capacity_is_told_at_the_most_rows_that_may_run() -> None:
+def test_capacity_is_reported_at_the_most_rows_that_may_run() -> None:
     assert ReportedCapacity.of(TOLD, 64) == ReportedCapacity(32, 640.0, 256.0, 0.02)
     assert ReportedCapacity.of(TOLD, 8) == ReportedCapacity(4, 640.0, 128.0, 0.02)
     asks = RequestMix(1024)
@@ -86,7 +86,7 @@ class Truthful:
         return StreamTiming(before, tuple((before + 0.2 + count / 32, 1) for count in range(max_tokens)))
 
 
-async def test_what_was_told_is_held_against_what_was_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_what_was_reported_is_held_against_what_was_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(wait, "ARRIVALS_PER_ROUND", 3)
     monkeypatch.setattr(wait, "LOAD_FRACTIONS", (100.0, 200.0))  # nobody has time for real loads
     told: list[str] = []

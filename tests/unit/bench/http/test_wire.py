@@ -173,7 +173,7 @@ IDS = '{"index":0,"text":"ab","token_ids":[4,5]}'
         ("native", (IDS, '{"text":"","token_ids":[],"finish_reason":"length"}'), [2]),
     ],
 )
-async def test_each_dialect_tells_which_events_bring_tokens(
+async def test_each_dialect_reports_which_events_bring_tokens(
     api: str, events: tuple[str, ...], pieces: list[int]
 ) -> None:
     usage = '{"choices":[],"usage":{"prompt_tokens":3,"completion_tokens":9}}'

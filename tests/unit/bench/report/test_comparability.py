@@ -36,7 +36,7 @@ def test_of_a_result_made_here_and_now_nothing_is_to_be_said() -> None:
     assert told(PLAIN) == ((), ())
 
 
-def test_doubts_of_the_file_are_told_as_they_are() -> None:
+def test_doubts_of_the_file_are_reported_as_they_are() -> None:
     doubts = ["Throttled for 3.1 s.", "Others took 9% of the cores."]
     assert told(PLAIN.model_copy(update={"doubts": doubts})) == (tuple(doubts), ())
 
@@ -105,5 +105,5 @@ def test_results_of_different_models_are_refused_unless_forced() -> None:
     check_comparable([same[0], changed(same[1], "model", name="renamed")], force=False)
 
 
-def test_results_of_one_name_are_told_apart() -> None:
+def test_results_of_one_name_are_distinguished() -> None:
     assert unique_names([PLAIN, made_encoder(GRAVITON), PLAIN]) == ["xeon-int8 (1)", "graviton-int8", "xeon-int8 (2)"]

@@ -77,7 +77,7 @@ def test_prices_turn_rates_into_dollars() -> None:
     assert headline_sentences([first])[0].endswith("at a p99 of 4.00 s; a million tokens then cost $6.25.")
 
 
-def test_a_difference_within_what_the_measurements_can_tell_is_none() -> None:
+def test_a_difference_within_what_the_measurements_can_resolve_is_none() -> None:
     near = made("near", (1, 104, 1.0), (2, 154, 2.0), (4, 165, 4.0))
     assert (
         "near is as fast, within the 5% accuracy of these measurements, as first"

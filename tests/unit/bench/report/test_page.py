@@ -114,7 +114,7 @@ def test_doubts_and_origin_come_before_the_answer_and_that_before_all_figures(pa
     assert "is the cheapest" in page
 
 
-def test_tables_and_drawings_can_be_heard(page: str) -> None:
+def test_tables_and_drawings_have_text_alternatives(page: str) -> None:
     parsed = Page(page)
     assert {heading["scope"] for heading in parsed.all("th")} == {"col", "row", "rowgroup"}
     drawings = parsed.all("svg")
@@ -158,7 +158,7 @@ def test_light_dark_and_printed_pages_can_be_read(page: str) -> None:
 
 
 @pytest.mark.parametrize("info", [{}, {"model": {}, "facts": None, "plan": None, "calibration": None}])
-def test_a_server_that_says_little_of_itself_is_told_of_all_the_same(info: dict[str, None], tmp_path: Path) -> None:
+def test_a_server_that_says_little_of_itself_is_reported_all_the_same(info: dict[str, None], tmp_path: Path) -> None:
     write_result(made_encoder(samples=2, info=info), tmp_path / "one.json")
     assert make_report([tmp_path / "one.json"], None, False, HERE) == 0
 

@@ -104,7 +104,7 @@ def test_every_cause_has_a_colour_and_a_name_in_the_page() -> None:
     assert len(CSS_VARIABLES) == 4 + len(RESULT_COLOURS) + len(CAUSE_COLOURS)  # no two colours are one
 
 
-def test_further_results_are_told_apart_by_their_marks() -> None:
+def test_further_results_are_distinguished_by_their_marks() -> None:
     looks = [(result_colour(index), result_marker(index)) for index in range(12)]
     assert len(set(looks)) == 12
 

@@ -102,7 +102,7 @@ def test_a_load_that_one_result_lacks_is_a_dash_there() -> None:
     assert cells(swapped, "1 client, prompts of 128", "xeon-int4")["TTFT p50 (ms)"].ratio == ""
 
 
-def test_energy_is_told_with_idle_and_without_and_only_where_it_is_known() -> None:
+def test_energy_is_reported_with_idle_and_without_and_only_where_it_is_known() -> None:
     load = LoadSpec(kind="embed", clients=1, batch=2, tokens=50)
     point = LoadPoint(load=load, began=0, seconds=10, samples=40, read_tokens=2000, request_seconds=[0.5] * 20)
     metered = point.model_copy(update={"energy": PointEnergy(joules=1000, source="rapl", idle_watts=60)})
@@ -136,7 +136,7 @@ def stepped() -> CompareResult:
     return FIRST.model_copy(update={"points": [FIRST.points[0].model_copy(update={"steps": STEPS})]})
 
 
-def test_the_tail_is_told_in_milliseconds_and_in_what_such_steps_take() -> None:
+def test_the_tail_is_reported_in_milliseconds_and_in_what_such_steps_take() -> None:
     decode, prefill = phase_statistics(stepped())
     assert (decode.name, decode.num_steps, decode.seconds) == ("decode", 20, (0.010, 0.100, 0.100, 0.100))
     assert decode.over_usual == pytest.approx((10, 10, 10))

@@ -125,7 +125,7 @@ def test_different_models_are_refused(tmp_path: Path) -> None:
         run_tco(CostArguments(paths=paths, target="1/s"))
 
 
-def test_results_of_one_name_are_told_apart_by_precision(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_results_of_one_name_are_distinguished_by_precision(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     paths = saved(
         tmp_path, *(synthetic_results.made_encoder(X86, precision, name="ours") for precision in ("int8", "bf16"))
     )

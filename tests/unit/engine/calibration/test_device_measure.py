@@ -1,4 +1,4 @@
-"""Measuring a device with memory of its own, tried on the twin: rehearsed steps run, ceilings are what copies and products say."""
+"""Calibration on the simulated device: trial steps run, and ceilings come from copies and products."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ def rehearsal_of(decoder: Checkpoint, **settings: Any) -> DecoderTrial:
 
 
 @pytest.mark.parametrize("compiled", ["auto", "off"])
-def test_every_rehearsed_step_runs(decoder: Checkpoint, compiled: str) -> None:
+def test_every_trial_step_runs(decoder: Checkpoint, compiled: str) -> None:
     with torch.inference_mode():
         rehearsal = rehearsal_of(decoder, compile=compiled)
         shapes = rehearsal.trial_steps(FULL_TRIAL)
@@ -112,7 +112,7 @@ def test_every_rehearsed_step_runs(decoder: Checkpoint, compiled: str) -> None:
             assert len(picked) == (shape.size if shape.kind == "decode" else 1)
 
 
-def test_as_many_sequences_are_rehearsed_as_may_run(decoder: Checkpoint) -> None:
+def test_as_many_sequences_are_tried_as_may_run(decoder: Checkpoint) -> None:
     assert rehearsal_of(decoder).decode_rows() == [1, 2, 4, 8, 12]
     assert rehearsal_of(decoder, max_running_seqs=100).decode_rows()[-1] == 100, (
         "a device takes more than a processor's 64"
@@ -130,7 +130,7 @@ def test_contexts_are_there_when_a_step_attends_to_them(decoder: Checkpoint) -> 
                 assert bool((layer.keys[rows].abs().amax((1, 2)) > 0).all())
 
 
-def test_what_was_timed_is_told_of_the_whole_model(decoder: Checkpoint) -> None:
+def test_what_was_timed_is_reported_for_the_whole_model(decoder: Checkpoint) -> None:
     rehearsal = rehearsal_of(decoder)
     seconds = {
         shape: 1e-3 * shape.layers + 1e-5 * shape.size * shape.layers

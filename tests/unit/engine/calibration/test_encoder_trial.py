@@ -1,4 +1,4 @@
-"""Calibration of tiny encoders: steps really run with made-up weights, and what is said of the whole model follows from what they took."""
+"""Calibration of tiny encoders: steps run with synthetic weights, and the whole model's times follow from theirs."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def test_steps_run_with_weights_that_nobody_read(checkpoint: Checkpoint, precisi
 @pytest.mark.parametrize(
     "architecture", ["MPNetModel", "ModernBertForSequenceClassification", "Qwen3Model", "NomicBertModel"]
 )
-def test_every_family_can_be_rehearsed(tmp_path: Path, architecture: str) -> None:
+def test_every_family_can_be_tried(tmp_path: Path, architecture: str) -> None:
     checkpoint = open_checkpoint(write_encoder(tmp_path / "tiny", architecture))
     with torch.inference_mode():
         rehearsal = rehearsal_of(checkpoint, precision="bf16", max_batch_tokens="auto", max_model_len=32)

@@ -1,4 +1,4 @@
-"""What a processor could do at the most while it was measured."""
+"""Peak rates of the processor while it is measured."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Calibration of tiny models: steps really run with made-up weights, and what is said of the whole model follows from what they took."""
+"""Calibration of tiny models: steps run with synthetic weights, and the whole model's times follow from theirs."""
 
 from __future__ import annotations
 
@@ -133,7 +133,7 @@ def test_compile_off_leaves_them_eager(checkpoint: Checkpoint) -> None:
 
 
 @pytest.mark.parametrize("architecture", ["Gemma2ForCausalLM", "Qwen3ForCausalLM", "Phi3ForCausalLM"])
-def test_every_family_can_be_rehearsed(tmp_path: Path, architecture: str) -> None:
+def test_every_family_can_be_tried(tmp_path: Path, architecture: str) -> None:
     checkpoint = open_checkpoint(write_checkpoint(tmp_path / "tiny", architecture))
     with torch.inference_mode():
         assert rehearsal_of(checkpoint, precision="bf16").step(TrialStep("decode", 2, 2))()
@@ -290,7 +290,7 @@ def test_ceilings_are_sampled_where_the_budget_has_room(
     assert found.products_per_second.keys() == {"fp32"}
 
 
-def test_whoever_is_told_may_stop_it(checkpoint: Checkpoint) -> None:
+def test_the_progress_callback_may_stop_it(checkpoint: Checkpoint) -> None:
     def stop(stage: str) -> None:
         raise KeyboardInterrupt
 

@@ -1,4 +1,4 @@
-"""Calibration of exported programs: their own steps run with made-up weights, and what the plan learns from what they took."""
+"""Calibration of exported programs: their steps run with synthetic weights, and the plan uses the measured times."""
 
 from __future__ import annotations
 

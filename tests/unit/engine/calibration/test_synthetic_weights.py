@@ -1,4 +1,4 @@
-"""Made-up weights on a device: of the sizes and forms that loading would make, made where they lie, and no two alike."""
+"""Synthetic weights on a device: the sizes and forms of loaded weights, created in place, all different."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""From a checkpoint and a plan to an engine: its stages in words, a warm-up that leaves no trace, and a step whose model time is known."""
+"""From a checkpoint and a plan to an engine: reported stages, a warm-up without traces, and measured model time."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def run(built: BuiltEngine[DecoderEngine, CpuDecoderRunner, Decoder], **params: 
     return built.engine.stats
 
 
-def test_loading_is_told_stage_by_stage(
+def test_loading_is_reported_stage_by_stage(
     built: BuiltEngine[DecoderEngine, CpuDecoderRunner, Decoder], stages: list[str]
 ) -> None:
     kinds = list(dict.fromkeys(stage.partition(",")[0] for stage in stages))
@@ -98,7 +98,7 @@ def test_loading_is_told_stage_by_stage(
     assert percents[-1] == 100
 
 
-def test_every_sequence_may_lean_on_another(checkpoint: Checkpoint, plan: ServingPlan) -> None:
+def test_every_sequence_may_share_a_prefix_of_another(checkpoint: Checkpoint, plan: ServingPlan) -> None:
     shape = kv_shape(checkpoint.model_config, plan)
     assert (shape.num_slots, shape.max_len) == (6, plan.max_model_len.value)
     assert (shape.num_layers, shape.num_kv_heads, shape.head_dim) == (2, 2, 8)

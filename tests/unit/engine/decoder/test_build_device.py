@@ -1,5 +1,6 @@
-"""From a checkpoint and a plan for a GPU to an engine, on a device that is none: stages in words, pages, captured steps, and a warm-up that
-leaves no trace."""
+"""From a checkpoint and a plan for a GPU to an engine on a fake device: reported stages, pages, captured steps, and a
+warm-up without traces.
+"""
 
 from __future__ import annotations
 
@@ -80,7 +81,7 @@ def changed(planned: ServingPlan, **values: object) -> ServingPlan:
     return replace(planned, **{name: Decision(value, "For this test.") for name, value in values.items()})
 
 
-def test_loading_is_told_stage_by_stage(checkpoint: Checkpoint, planned: ServingPlan) -> None:
+def test_loading_is_reported_stage_by_stage(checkpoint: Checkpoint, planned: ServingPlan) -> None:
     told: list[str] = []
     built_of(checkpoint, planned, told)
     kinds = list(dict.fromkeys(stage.partition(",")[0] for stage in told))
@@ -127,7 +128,7 @@ def test_less_than_two_pages_are_refused_with_numbers(checkpoint: Checkpoint, pl
         built_of(checkpoint, changed(planned, kv_cache_bytes=30_000))
 
 
-def test_memory_that_somebody_else_took_meanwhile_is_told(
+def test_memory_that_somebody_else_took_meanwhile_is_reported(
     checkpoint: Checkpoint, planned: ServingPlan, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def taken(*_: object) -> None:
@@ -138,7 +139,7 @@ def test_memory_that_somebody_else_took_meanwhile_is_told(
         built_of(checkpoint, planned)
 
 
-def test_the_largest_step_is_tried_and_what_does_not_fit_is_told(
+def test_the_largest_step_is_tried_and_what_does_not_fit_is_reported(
     checkpoint: Checkpoint, planned: ServingPlan, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     built = built_of(checkpoint, planned)

@@ -1,4 +1,4 @@
-"""What a batch becomes: the tensors of a step, the order of memory moves, and who is picked for. Model and sampler are fakes."""
+"""Tensors of a batch, the order of memory moves, and the sampled rows, with a fake model and sampler."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def span_of(
     return ScheduledSpan(sequence, start, num_tokens, slot, prefix[0] if prefix[1] else None, prefix[1], samples)
 
 
-def test_a_batch_becomes_flat_tensors_and_one_pick_for_each_span_that_samples() -> None:
+def test_a_batch_becomes_flat_tensors_and_one_sample_for_each_span_that_samples() -> None:
     model = Watched()
     spans = (
         span_of([1, 2, 3, 4], 3, 1, slot=0),
@@ -83,7 +83,7 @@ def test_a_batch_becomes_flat_tensors_and_one_pick_for_each_span_that_samples() 
     assert picked == [SampledTokens((4,)), SampledTokens((1,))]
 
 
-def test_a_step_of_chunks_alone_writes_the_cache_and_picks_nothing() -> None:
+def test_a_step_of_chunks_alone_writes_the_cache_and_samples_nothing() -> None:
     model = Watched()
     assert runner_with(model).run(Batch((span_of([1, 2, 3], 0, 2, slot=0, samples=False),))) == []
     assert model.contexts[0].logit_rows is not None and model.contexts[0].logit_rows.tolist() == []

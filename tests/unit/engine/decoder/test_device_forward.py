@@ -1,4 +1,4 @@
-"""A step on tensors of a GPU that is not here: nothing of it lies on the processor, nothing waits for the device, and shapes come out."""
+"""A step on fake GPU tensors: nothing is on the CPU, nothing waits for the device, and shapes are right."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The words of a step say on the device what was meant on the host, whatever the sizes, and rows that only fill a bucket disturb nobody."""
+"""The input block of a step has the same values on the device as on the host, and padding rows change nothing."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def test_views_fill_the_block_and_do_not_overlap(sizes: StepSizes) -> None:
     assert len(block_views(block, sizes).starts) == sizes.sequences + 1
 
 
-def test_prompts_and_decodes_are_told_in_the_order_of_the_spans() -> None:
+def test_prompts_and_decodes_are_passed_in_the_order_of_the_spans() -> None:
     decode, prompt = sequence_of(8), sequence_of(6)
     spans = (span_of(decode, 7, 8, slot=3), span_of(prompt, 2, 5, slot=1))
     told = views(StepSizes.of(spans, 1))
@@ -91,7 +91,7 @@ def test_prompts_and_decodes_are_told_in_the_order_of_the_spans() -> None:
     assert told.logit_rows.tolist() == [0]
 
 
-def test_a_step_that_picks_nothing_works_out_one_row_of_logits() -> None:
+def test_a_step_that_samples_nothing_works_out_one_row_of_logits() -> None:
     spans = (span_of(sequence_of(6), 0, 4, slot=0),)
     told = views(StepSizes.of(spans, 0))
     fill_sampling(told, spans, [], SamplingMode.GREEDY)
@@ -111,7 +111,7 @@ def test_rows_that_fill_a_bucket_have_no_context_and_write_where_nobody_reads() 
     assert told.columns["top_p"].tolist() == [0.9, 1.0, 1.0, 1.0]
 
 
-def test_draws_are_told_to_the_last_bit() -> None:
+def test_draws_are_equal_to_the_last_bit() -> None:
     sequence = sequence_of(8, SHAPED, seed=11)
     spans = (span_of(sequence, 7, 8, slot=3),)
     told = views(StepSizes.of(spans, 1))
@@ -121,7 +121,7 @@ def test_draws_are_told_to_the_last_bit() -> None:
     assert told.columns["top_p"].tolist() == [0.9] and told.columns["min_p"].tolist() == [pytest.approx(0.05)]
 
 
-def test_a_token_that_is_being_picked_is_not_told_as_if_it_were_known() -> None:
+def test_a_token_that_is_being_sampled_is_not_reported_as_known() -> None:
     spans = (span_of(sequence_of(5), 5, 6, slot=2),)
     with pytest.raises(AssertionError, match="must know all tokens of the spans"):
         fill_step(views(StepSizes.of(spans, 1)), spans, [70], DeviceLayout(1000, 9))
@@ -136,7 +136,7 @@ def test_a_token_that_is_being_picked_is_not_told_as_if_it_were_known() -> None:
     st.integers(1, 140),
     st.integers(0, 3),
 )
-def test_a_course_tells_step_after_step_what_its_spans_would(
+def test_decode_inputs_equal_those_of_the_spans_step_after_step(
     asked: list[tuple[int, SamplingParams, int]], steps: int, spare: int
 ) -> None:
     """Each id is read where it was picked, each row of the cache is found by its page, each number drawn is the position's."""

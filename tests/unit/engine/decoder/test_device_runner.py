@@ -81,7 +81,7 @@ def ids(picked: list[SampledTokens]) -> list[int]:
 
 
 @pytest.mark.parametrize("eager", ["", "for this test"])
-def test_a_step_ahead_reads_what_the_one_before_it_picked(eager: str) -> None:
+def test_a_step_ahead_reads_what_the_one_before_it_sampled(eager: str) -> None:
     """Whoever ended leaves: the next step is of another bucket, captured while those ids are waited for."""
     first, second, third = (sequence_of([number], slot) for slot, number in enumerate((10, 20, 30)))
     runner = runner_on(eager=eager)
@@ -95,7 +95,7 @@ def test_a_step_ahead_reads_what_the_one_before_it_picked(eager: str) -> None:
     assert len(runner.graphs.captured) == (0 if eager else 3)
 
 
-def test_flights_that_nobody_waits_for_land_before_their_words_are_written_again() -> None:
+def test_steps_in_flight_that_are_not_waited_for_end_before_their_buffers_are_reused() -> None:
     with DelayedSimulatedDevice().watching() as late:
         runner = runner_on(late)
         flights = [runner.launch(decode_of(sequence_of([number], number % 4))) for number in range(5, 12)]

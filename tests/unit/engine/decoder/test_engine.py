@@ -66,7 +66,7 @@ def test_those_outside_the_broken_batch_go_on() -> None:
     assert set(sim.endings) == {("e", 0)}
 
 
-def test_endings_that_a_broken_update_swallowed_are_told_as_failures(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_endings_that_a_broken_update_swallowed_are_reported_as_failures(monkeypatch: pytest.MonkeyPatch) -> None:
     sim = two_running()
     update = sim.scheduler.update
 
@@ -94,7 +94,7 @@ def test_a_scheduler_that_raises_ends_everything(monkeypatch: pytest.MonkeyPatch
     assert set(sim.failures) == {"a", "b"} and not sim.engine.has_work
 
 
-def test_all_can_be_told_that_it_is_over() -> None:
+def test_all_can_be_notified_that_it_is_over() -> None:
     sim = two_running()
     sim.add("waiting", [1])
     sim.hear(sim.engine.fail_all(ServiceStopping("over")))

@@ -1,4 +1,4 @@
-"""Steps that are launched on top of the one under way: when that may be, and what is left of them when somebody ends meanwhile."""
+"""Steps launched while another is in flight: when this is allowed, and the effect of sequences that end meanwhile."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def test_the_next_step_is_launched_before_this_one_is_waited_for(monkeypatch: py
     assert sim.completions["a", 0] == plain_completion(PROMPTS["a"], 1, 25, None)
 
 
-def test_each_tells_its_own_tokens_and_no_more_steps_are_made_than_without() -> None:
+def test_each_reports_its_own_tokens_and_no_more_steps_are_made_than_without() -> None:
     flying, plain = decoding("a", "b", "c", max_tokens=9), Simulation()
     for name, prompt in PROMPTS.items():
         plain.add(name, prompt, seed=1, ignore_eos=True, max_tokens=9)
@@ -76,7 +76,7 @@ def test_each_tells_its_own_tokens_and_no_more_steps_are_made_than_without() -> 
     assert len(flying.runner.batches) == len(flying.runner.wait_measured) == len(plain.runner.batches)
 
 
-def test_who_ends_unforeseen_has_a_void_row_once() -> None:
+def test_who_ends_unforeseen_has_a_finished_row_once() -> None:
     sim, seed = Simulation().flying(), seed_that_stops(PROMPTS["a"], 3)
     sim.add("a", PROMPTS["a"], seed=seed)
     sim.add("b", PROMPTS["b"], seed=1, ignore_eos=True, max_tokens=8)
@@ -97,7 +97,7 @@ def test_who_ends_unforeseen_has_a_void_row_once() -> None:
     )
 
 
-def test_when_the_last_one_ends_its_void_row_is_not_waited_for() -> None:
+def test_when_the_last_one_ends_its_finished_row_is_not_waited_for() -> None:
     sim, seed = Simulation().flying(), seed_that_stops(PROMPTS["a"], 3)
     sim.add("a", PROMPTS["a"], seed=seed)
     sim.finish()
@@ -179,7 +179,7 @@ def test_who_reads_a_prompt_outside_this_step_is_not_passed_over_either() -> Non
     assert names_of(sim.step()) == ["a", "b"]
 
 
-def test_guesses_and_flights_exclude_each_other() -> None:
+def test_draft_tokens_and_steps_ahead_exclude_each_other() -> None:
     sim = decoding("a")
     sim.scheduler.speculation = oracular(1.0)
     sim.step()
@@ -200,7 +200,7 @@ def test_nobody_is_preempted_for_a_step_ahead() -> None:
     assert [len(said) for said in sim.completions.values()] == [25, 25]
 
 
-def test_an_abort_leaves_a_void_row_and_the_last_one_no_flight() -> None:
+def test_an_abort_leaves_a_finished_row_and_the_last_one_no_in_flight_step() -> None:
     sim = decoding("a", "b", steps=2)
     sim.hear(sim.engine.abort(Abort("a")))
     under_way = flight_of(sim)
@@ -213,7 +213,7 @@ def test_an_abort_leaves_a_void_row_and_the_last_one_no_flight() -> None:
     assert sim.step() is None
 
 
-def test_what_an_aborted_one_left_is_used_by_the_next_although_its_void_row_still_wrote() -> None:
+def test_what_an_aborted_one_left_is_used_by_the_next_although_its_finished_row_still_wrote() -> None:
     sim = decoding("a", steps=5)
     said = sim.completions["a", 0]
     sim.hear(sim.engine.abort(Abort("a")))

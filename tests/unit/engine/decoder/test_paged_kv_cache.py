@@ -103,7 +103,7 @@ def test_pages_are_taken_as_they_are_written_and_come_back() -> None:
     assert cache.num_free_pages == 12
 
 
-def test_the_tables_are_told_what_changed_and_only_that() -> None:
+def test_the_tables_on_the_device_get_only_what_changed() -> None:
     cache = cache_of()
     first, second = span_of(0, 65, slot=1), span_of(0, 3, slot=2)
     rows = cache.written_rows([first, second])

@@ -1,4 +1,4 @@
-"""How large steps are, and when it pays to wait: from the table alone."""
+"""Sizes of steps and when waiting for more texts pays off, from the table alone."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def test_steps_correct_the_table() -> None:
     pace.observe(StepStats(1.0))  # of nothing there is nothing to learn
 
 
-def test_the_engine_waits_as_its_pace_says() -> None:
+def test_the_engine_waits_as_its_batching_delay_says() -> None:
     sim = EncoderSimulation(pace=after(FIXED / 10))
     assert sim.engine.batching_delay_seconds == 0.0  # idle: it blocks on its mailbox
     sim.engine.add(encode("r", 20, at=0.0))

@@ -83,7 +83,7 @@ def test_nothing_is_lost_where_a_step_costs_little_or_is_full_or_there_is_but_on
 
 @pytest.mark.parametrize("fixed", [3e-4, 3e-3, 1e-2])
 @pytest.mark.parametrize("load", [0.3, 0.6, 0.9])
-def test_strangers_lose_little(fixed: float, load: float) -> None:
+def test_unrelated_requests_lose_little(fixed: float, load: float) -> None:
     source, moments = random.Random(1), [0.0]
     while len(moments) < REQUESTS:
         moments.append(moments[-1] + source.expovariate(load * 512 / TOKENS / (fixed + 512 * EACH)))

@@ -1,4 +1,4 @@
-"""From an encoder's checkpoint and a plan for a GPU to an engine that answers, on a device that is none."""
+"""From an encoder's checkpoint and a plan for a GPU to an engine that answers, on a fake device."""
 
 from __future__ import annotations
 

@@ -105,14 +105,14 @@ def test_a_request_that_was_tried_alone_and_went_well_shares_steps_again() -> No
     assert {span.request.message.request_id for span in sim.runner.batches[-1]} == {"many", "tiny"}
 
 
-def test_who_is_aborted_hears_nothing_and_leaves_room() -> None:
+def test_who_is_aborted_gets_no_events_and_leaves_room() -> None:
     sim = EncoderSimulation()
     sim.engine.add(encode("gone", 5))
     assert sim.engine.abort(Abort("gone")) == [] == sim.engine.abort(Abort("unknown"))
     assert not sim.engine.has_work and sim.engine.step() == [] and sim.told == {}
 
 
-def test_an_end_is_told_to_all() -> None:
+def test_an_end_is_reported_to_all() -> None:
     sim = EncoderSimulation()
     for name in ("a", "b"):
         sim.engine.add(encode(name, 5))

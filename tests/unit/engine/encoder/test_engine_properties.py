@@ -1,4 +1,4 @@
-"""Any run of add, step, abort and failing steps of an encoder: everyone ends once with their own rows, and nobody waits for ever."""
+"""Any sequence of add, step, abort and failing steps of an encoder: every request ends once with its rows."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A batch launched while another is under way, and one that there is no memory for: who is told what, and what is tried again."""
+"""A batch launched while another is in flight, and one without enough memory: events and retries."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def test_nobody_waits_for_others_while_a_batch_is_under_way() -> None:
     assert sim.runner.current_stage and sim.engine.batching_delay_seconds == 0.0 and sim.engine.has_work
 
 
-def test_who_is_aborted_while_its_texts_are_under_way_hears_nothing() -> None:
+def test_who_is_aborted_while_its_texts_are_under_way_gets_no_events() -> None:
     sim = EncoderSimulation(budget=16, runner=FakeRunner(overlaps=True))
     sim.engine.add(encode("gone", 16, 16))
     sim.step()
@@ -91,7 +91,7 @@ def test_times_of_steps_that_overlap_add_up_to_what_passed() -> None:
 
 
 @pytest.mark.parametrize("overlaps", [False, True])
-def test_a_step_without_memory_is_tried_in_parts_and_nobody_is_told(overlaps: bool) -> None:
+def test_a_step_without_memory_is_tried_in_parts_and_no_client_is_notified(overlaps: bool) -> None:
     sim = EncoderSimulation(budget=64, runner=FakeRunner(overlaps, memory=20))
     for name in "abcdefgh":
         sim.engine.add(encode(name, 8))

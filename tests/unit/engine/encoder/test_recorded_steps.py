@@ -1,5 +1,6 @@
-"""Which steps of an encoder are run again: all that a recording has room for, of as many tokens as our own operations will take; in lanes
-or not, hidden states are those of the model."""
+"""Recorded steps of an encoder: sizes that are replayed, and hidden states equal to the model's, with lanes or
+without.
+"""
 
 from __future__ import annotations
 

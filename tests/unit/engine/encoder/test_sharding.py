@@ -1,4 +1,4 @@
-"""How batches are cut: every text once, lanes as even as was promised, and nothing where one thread or one text would have it all."""
+"""Division of batches into lanes: every text once, balanced as promised, and none for one thread or one text."""
 
 from __future__ import annotations
 

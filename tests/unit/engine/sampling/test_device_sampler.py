@@ -76,7 +76,7 @@ a_row = st.builds(
     params=st.lists(a_row, min_size=1, max_size=4), vocab=st.sampled_from([1, 2, 255, 256, 300, 1000]),
     seed=st.integers(0, 2**20), grain=st.sampled_from([None, 0.5, 4.0]), dtype=st.sampled_from([torch.float32, torch.bfloat16]),
 )  # fmt: skip
-def test_every_row_picks_what_the_sampler_picks(
+def test_every_row_samples_what_the_sampler_samples(
     params: list[SamplingParams], vocab: int, seed: int, grain: float | None, dtype: torch.dtype
 ) -> None:
     logits = logits_of(len(params), vocab, seed, grain).to(dtype)

@@ -1,4 +1,4 @@
-"""What is picked follows from logits, parameters, seed and position alone: filters, penalties, log-probabilities, beams, refusals."""
+"""Sampled tokens depend on logits, parameters, seed and position alone: filters, penalties, log-probabilities, beams."""
 
 from __future__ import annotations
 

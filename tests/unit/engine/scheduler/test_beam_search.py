@@ -95,7 +95,7 @@ def test_a_stop_token_below_the_last_survivor_is_forgotten() -> None:
     assert search.finished == []
 
 
-def test_it_is_over_when_enough_have_ended_and_no_living_beam_is_better() -> None:
+def test_it_is_over_when_enough_have_ended_and_no_active_beam_is_better() -> None:
     search = group(2)
     search.root.stop_ids = frozenset({EOS, 9})
     assert search.select([(search.root, odds((EOS, 0.5), (9, 0.3), (5, 0.15), (6, 0.05)))]) == []

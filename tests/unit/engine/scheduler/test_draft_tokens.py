@@ -1,4 +1,4 @@
-"""Guesses from a text's own past: which earlier place is followed, and how little a long prompt costs a step."""
+"""Draft tokens from the text's past: the match that is followed, and the small cost of long prompts per step."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from app.engine.scheduler.speculation import (
 )
 
 
-def test_what_followed_the_same_three_tokens_is_guessed() -> None:
+def test_what_followed_the_same_three_tokens_is_drafted() -> None:
     assert NgramDrafter().propose([1, 2, 3, 40, 50, 60, 70, 1, 2, 3], 3) == (40, 50, 60)
 
 
@@ -30,7 +30,7 @@ def test_a_text_that_repeats_itself_is_taken_to_go_on() -> None:
     assert NgramDrafter().propose([5, 7, 8, 7, 8, 7, 8], 5) == (7, 8, 7, 8, 7)
 
 
-def test_nothing_is_guessed_where_nothing_is_like_it() -> None:
+def test_nothing_is_drafted_where_nothing_is_like_it() -> None:
     assert NgramDrafter().propose([1, 2, 3, 4, 5, 6], 4) == ()
     assert NgramDrafter().propose([1], 4) == ()
 

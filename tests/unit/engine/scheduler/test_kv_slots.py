@@ -66,7 +66,7 @@ def test_a_hit_makes_a_cached_slot_recently_used() -> None:
     assert pool.slots[newer].num_tokens == 30
 
 
-def test_what_running_slots_lean_on_stays() -> None:
+def test_what_running_slots_share_stays() -> None:
     pool = KvSlots(num_slots=4, capacity_tokens=100)
     base = cache(pool, [1] * 60)
     occupy(pool, [1] * 50, Placement(40, prefix_slot=base, prefix_tokens=40))
@@ -76,7 +76,7 @@ def test_what_running_slots_lean_on_stays() -> None:
     assert pool.slots[base].num_tokens == 40
 
 
-def test_a_leaver_keeps_what_others_lean_on() -> None:
+def test_a_leaver_keeps_what_others_share() -> None:
     pool = KvSlots(num_slots=4, capacity_tokens=200)
     base = occupy(pool, [1] * 60)
     leaner = occupy(pool, [1] * 50, Placement(40, prefix_slot=base, prefix_tokens=40))
@@ -127,7 +127,7 @@ def test_a_slot_adopted_in_place_is_cut_to_what_is_shared() -> None:
     assert pool.take_released() == ((index, 45, 60),)
 
 
-def test_an_adopted_slot_that_leans_may_come_to_lean_on_less() -> None:
+def test_an_adopted_slot_that_shares_may_come_to_share_less() -> None:
     pool = KvSlots(num_slots=2, capacity_tokens=200)
     base = occupy(pool, [1] * 60)
     leaner = occupy(pool, [1] * 80, Placement(60, prefix_slot=base, prefix_tokens=60))

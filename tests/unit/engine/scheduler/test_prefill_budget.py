@@ -113,7 +113,7 @@ def test_the_price_follows_a_prompt_that_grows_dearer() -> None:
     assert max(seconds[5:]) <= 3 * DECODE_SECONDS
 
 
-def test_the_decode_pace_stays_measured_while_prompts_never_end() -> None:
+def test_the_decode_time_stays_measured_while_prompts_never_end() -> None:
     pace = warm(PrefillBudget(512))
     mixed_steps(pace, lambda prefill: 3 * DECODE_SECONDS + prefill * TOKEN_SECONDS, 8 * PROBE_EVERY_STEPS)
     assert tempo_of(pace).seconds(4, 0) == pytest.approx(3 * DECODE_SECONDS)
@@ -227,7 +227,7 @@ def test_a_slower_machine_makes_the_target_longer_too_and_a_table_is_seldom_prob
     assert budgets[-1] == budgets[0]
 
 
-def test_guesses_are_noted_while_there_are_any() -> None:
+def test_draft_tokens_are_noted_while_there_are_any() -> None:
     steps = StepTimeTable.from_trial(TABLES["small"])
     pace = PrefillBudget(512, model=StepTimeModel(steps))
     for _ in range(60):

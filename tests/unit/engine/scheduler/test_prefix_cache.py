@@ -1,4 +1,4 @@
-"""Which cached or running slot serves a prompt best, and how it is used."""
+"""The cached or running slot that serves a prompt best, and how it is used."""
 
 from __future__ import annotations
 

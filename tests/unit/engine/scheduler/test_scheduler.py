@@ -1,4 +1,4 @@
-"""Who is computed when: order, budgets, shared prompts, choices, preemption, endings and refusals, step by step."""
+"""The scheduler step by step: order, budgets, shared prompts, choices, preemption, endings and refusals."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def test_a_decode_comes_before_the_last_token_of_an_older_prompt() -> None:
     assert shape(sim.step()) == [("young", 1), ("old", 1)]
 
 
-def test_the_pace_hears_how_many_prompts_wait_for_how_many_streams(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_budget_knows_how_many_prompts_wait_for_how_many_streams(monkeypatch: pytest.MonkeyPatch) -> None:
     heard: list[tuple[int, int]] = []
     sim = Simulation(limits=limited(batch_tokens=40))
     monkeypatch.setattr(
@@ -70,7 +70,7 @@ def test_the_pace_hears_how_many_prompts_wait_for_how_many_streams(monkeypatch: 
     assert heard == [(0, 1), (1, 3), (1, 3)], "the one that is being read waits too"
 
 
-def test_prefill_beside_decodes_keeps_to_the_pace() -> None:
+def test_prefill_beside_decodes_keeps_to_the_budget() -> None:
     sim = Simulation(limits=limited(batch_tokens=40), pace=PrefillBudget(40, itl_target_seconds=0.05))
     sim.add("a", [1] * 5, ignore_eos=True)
     sim.step()

@@ -1,5 +1,5 @@
-"""Any run of add, step, abort, failing steps and wants of memory, with steps launched ahead or without: memory is kept to, contents are
-right, everyone ends once and says what it must.
+"""Any sequence of add, step, abort, failing steps and out of memory, with steps launched ahead or not: memory limits
+hold, contents are right, and every request ends once with the right events.
 """
 
 from __future__ import annotations

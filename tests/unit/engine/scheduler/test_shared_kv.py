@@ -1,4 +1,4 @@
-"""A prompt that several share lies in memory once: what a second request, further choices and beams take is their own tails."""
+"""A shared prompt is stored once: a second request, further choices and beams only add their tails."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""When guessing pays, how much of it, and what a step with guesses leaves behind in the scheduler."""
+"""When speculation pays off, with how many draft tokens, and the scheduler's state after such a step."""
 
 from __future__ import annotations
 
@@ -53,14 +53,14 @@ def told(speculation: Speculation, spans: list[ScheduledSpan], steps: int, chanc
     return extra
 
 
-def test_the_likelier_a_guess_is_right_the_more_are_made() -> None:
+def test_the_likelier_a_draft_token_is_right_the_more_are_drafted() -> None:
     few, some, many = (
         told(Speculation(Always, StepTimeModel()), [decoding()], 60, chance)[20:] for chance in (0.3, 0.6, 0.95)
     )
     assert 1.5 < sum(few) / len(few) < sum(some) / len(some) < sum(many) / len(many) <= 7
 
 
-def test_where_guesses_are_wrong_it_stops_and_tries_again_ever_more_seldom() -> None:
+def test_where_draft_tokens_are_wrong_it_stops_and_tries_again_ever_more_seldom() -> None:
     extra = told(Speculation(Always, StepTimeModel()), [decoding()], 1000, 0.0)
     assert sum(extra[:20]) > 0
     assert 1000 / MAX_PAUSE_STEPS - 5 < sum(extra[20:]) < 1000 / MAX_PAUSE_STEPS + 10
@@ -80,12 +80,12 @@ class Unasked:
         raise AssertionError("asked in vain, and that costs")
 
 
-def test_no_guess_where_rows_cost_what_they_may_bring() -> None:
+def test_no_draft_token_where_rows_cost_what_they_may_bring() -> None:
     assert sum(told(Speculation(lambda sequence: Unasked(), StepTimeModel(COSTLY)), [decoding()], 200, 1.0)) == 0
     assert sum(told(Speculation(Always, StepTimeModel(COSTLY)), [decoding()], 200, 1.0)) == 0
 
 
-def test_of_several_sequences_the_one_that_is_guessed_well_gets_the_rows() -> None:
+def test_of_several_sequences_the_one_that_is_drafted_well_gets_the_rows() -> None:
     costs = StepTimeTable(((1, 1.0), (4, 1.02), (6, 1.2), (64, 30.0)), ((1, 1.0),))
     speculation, spans = Speculation(Always, StepTimeModel(costs), 3), [decoding(number) for number in range(2)]
     for _ in range(30):
@@ -114,12 +114,12 @@ def test_no_further_than_the_sequence_may_go() -> None:
         assert len(span.draft_ids) == expected
 
 
-def test_no_room_no_guess() -> None:
+def test_no_capacity_no_draft_token() -> None:
     spans = [decoding()]
     assert Speculation(Always, FreeRows()).add_draft_tokens(spans, 1000, lambda sequence, number: False) == spans
 
 
-def test_beams_and_penalties_are_not_guessed_for() -> None:
+def test_beams_and_penalties_are_not_drafted_for() -> None:
     spans = [
         decoding(beam_width=2),
         decoding(1, presence_penalty=0.5),
@@ -150,7 +150,7 @@ def test_what_steps_take_is_learned_from_them() -> None:
     assert costs.decode(8) == pytest.approx(dearer * DEFAULT_STEP_TIMES.decode(8))
 
 
-def test_a_step_that_happened_to_be_quick_makes_no_wrong_guess_worth_it() -> None:
+def test_a_step_that_happened_to_be_quick_makes_no_wrong_draft_token_worth_it() -> None:
     model, spans = StepTimeModel(), [decoding()]
     speculation = Speculation(Always, model)
     told(speculation, spans, 100, 0.0)
@@ -186,7 +186,7 @@ def steps_until_done(sim: Simulation, **params: object) -> int:
     return len(sim.runner.batches)
 
 
-def test_right_guesses_save_steps_and_are_counted() -> None:
+def test_right_draft_tokens_save_steps_and_are_counted() -> None:
     assert steps_until_done(Simulation()) == 40
     sim = Simulation().with_guesses(1.0)
     assert steps_until_done(sim) == 9  # a prompt, then five tokens a step, the last ones within max_tokens
@@ -207,7 +207,7 @@ def test_right_guesses_save_steps_and_are_counted() -> None:
 
 
 @pytest.mark.parametrize("chance", [0.0, 0.5, 1.0])
-def test_nobody_is_preempted_for_a_guess(chance: float) -> None:
+def test_nobody_is_preempted_for_a_draft_token(chance: float) -> None:
     """Two sequences fill the memory to its last page at their very end."""
     sim = Simulation(capacity=40, page=4).with_guesses(chance)
     for name in ("a", "b"):
@@ -218,7 +218,7 @@ def test_nobody_is_preempted_for_a_guess(chance: float) -> None:
     assert all(len(said) == 16 for said in sim.completions.values())
 
 
-def test_a_stop_token_among_the_guesses_ends_the_sequence_there() -> None:
+def test_a_stop_token_among_the_draft_tokens_ends_the_sequence_there() -> None:
     def until_stop(sim: Simulation) -> tuple[Items[int], int | None, int]:
         sim.add("a", [1, 2, 3], max_tokens=60, seed=11)
         sim.finish()
@@ -229,7 +229,7 @@ def test_a_stop_token_among_the_guesses_ends_the_sequence_there() -> None:
     assert plain == guessed and plain[1] is not None and plain[2] == len(plain[0]) + 1
 
 
-def test_no_guesses_beside_a_prompt_that_is_being_read() -> None:
+def test_no_draft_tokens_beside_a_prompt_that_is_being_read() -> None:
     sim = Simulation(limits=EngineLimits(max_model_len=200, max_running_seqs=4, max_batch_tokens=16)).with_guesses(1.0)
     sim.add("a", [1, 2, 3], max_tokens=30, ignore_eos=True)
     sim.step()

@@ -1,4 +1,4 @@
-"""Steps that want more memory than there is are tried again in smaller parts: nobody is told, unless it is the smallest."""
+"""Steps that run out of memory are tried again in smaller parts; clients see an error only for the smallest."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def test_the_beams_of_a_search_are_never_parted() -> None:
     assert set(sim.failures) == {"z"}, "three beams are the smallest step of their search"
 
 
-def test_guesses_that_were_given_up_keep_no_room() -> None:
+def test_draft_tokens_that_were_given_up_keep_no_room() -> None:
     sim = Simulation().with_guesses(1.0)
     served(sim, "a")
     sim.runner.most_tokens = 2

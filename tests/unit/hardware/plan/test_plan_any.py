@@ -1,4 +1,4 @@
-"""Of any measurement a plan can be made, or a sentence says why not; and what could be served before measuring can be afterwards."""
+"""Any measurement gives a plan or a sentence that says why not; a model that fits before measuring fits afterwards."""
 
 from __future__ import annotations
 

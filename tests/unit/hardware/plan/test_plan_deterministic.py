@@ -1,4 +1,4 @@
-"""Where neighbours may not change a bit, the plan says what that costs; where they would, it refuses with what could be set instead."""
+"""Plans with deterministic on: the reasons name the cost, and refusals name the settings that would work."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which device serves: the fastest that is here, built and suited; of several GPUs which; and a sentence for each that is passed over."""
+"""Choice of the device: the fastest that is present, supported and suitable, with a reason for each other device."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def test_the_process_sees_its_own_gpu_alone(recorded: Recorded, monkeypatch: pyt
     assert not {"CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER", "TRITON_CACHE_DIR"} & processor.keys()
 
 
-def test_the_gpu_whose_joules_are_counted_and_whose_name_is_told(recorded: Recorded) -> None:
+def test_the_gpu_whose_joules_are_counted_and_whose_name_is_reported(recorded: Recorded) -> None:
     facts = dataclasses.replace(recorded("h100-mig"), cuda=tuple(reversed(recorded("h100-mig").cuda)))
     found = chosen(facts).gpu(facts)
     assert found is not None and (found.index, found.mig) == (0, "3g.40gb"), (

@@ -54,7 +54,7 @@ def plan(
     return make_plan(machine(memory=memory), measurements, Settings(**asked), needs, RECIPES)
 
 
-def test_nothing_is_kept_guessed_or_waited_for() -> None:
+def test_nothing_is_kept_drafted_or_waited_for() -> None:
     found = plan()
     assert (found.kv_cache_bytes.value, found.speculation.value, found.itl_target_seconds.value) == (0, False, None)
     assert found.decode_tokens_per_second.value is found.prefill_tokens_per_second.value is None

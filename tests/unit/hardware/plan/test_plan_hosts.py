@@ -1,4 +1,4 @@
-"""What is planned for every recorded host: threads, places, precision, memory, and that each choice says why."""
+"""Plans for every recorded host: threads, CPUs, precision, memory, each with a reason."""
 
 from __future__ import annotations
 

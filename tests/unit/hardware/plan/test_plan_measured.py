@@ -1,4 +1,4 @@
-"""What measurements change in a plan: each rule on both sides of its border, with the figures in the reason."""
+"""Plans with measurements: each rule on both sides of its threshold, with the figures in the reason."""
 
 from __future__ import annotations
 
@@ -140,7 +140,7 @@ def test_fewer_threads_where_they_are_quicker(llama_1b: Needs, quicker: float, t
     assert told in found.threads.reason and "8 physical cores may be used" in found.threads.reason
 
 
-def test_a_thread_too_many_by_far_tells_of_other_work(llama_1b: Needs) -> None:
+def test_far_too_many_threads_are_a_sign_of_other_work(llama_1b: Needs) -> None:
     """Two threads that share a core with somebody wait for each other; what was measured then is true, but may not last."""
     found = plan(measured(BF16, trial("bf16", 33, 200, 1320, threads=7)), llama_1b).threads
     assert found.value == 7 and "a sign of other work on these cores" in found.reason
@@ -282,7 +282,7 @@ def test_quicker_than_the_ceiling_is_no_measurement(llama_1b: Needs) -> None:
     assert "Steps at one sequence were measured faster than their limit and are left out" in ratio.reason
 
 
-def test_the_pace_that_is_meant(llama_1b: Needs) -> None:
+def test_the_planned_rate(llama_1b: Needs) -> None:
     assert (
         "about 107 ms with 8 sequences, whose steps take 53.3 ms"
         in plan(measured(BF16), llama_1b).itl_target_seconds.reason

@@ -1,4 +1,4 @@
-"""What is planned for a device: in what weights, activations, keys and values; that its memory adds up; what the host's threads do."""
+"""Plans for devices: precisions of weights, activations and KV, memory that adds up, and the host's threads."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def test_in_what_things_are_held(
     assert plan.device.value == ("mps" if host.startswith("mac") else "cuda")
 
 
-def test_an_m1_is_told_why_it_computes_in_fp16(recorded: Recorded, llama_1b: Needs) -> None:
+def test_the_plan_says_why_an_m1_computes_in_fp16(recorded: Recorded, llama_1b: Needs) -> None:
     assert "Apple M1's GPU has FP16 products" in chosen(recorded("mac-m1"), llama_1b).precision.reason
     assert "slow" in chosen(recorded("mac-m1"), llama_1b, precision="bf16").precision.reason
     with pytest.raises(PlanImpossible, match=r"dtype \(fp16\)"):

@@ -1,4 +1,4 @@
-"""What the plan says of weights in eight and four bits: bytes, activations, an int8 copy, and where packed weights are kept."""
+"""Plans with 8-bit and 4-bit weights: bytes, activations, an int8 copy, and the folder of packed weights."""
 
 from __future__ import annotations
 

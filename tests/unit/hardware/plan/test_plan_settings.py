@@ -1,4 +1,4 @@
-"""What the operator forces is honoured or refused with a sentence, never changed quietly; and threads stay within any quota."""
+"""Settings of the operator are honoured or refused with a sentence; threads stay within any quota."""
 
 from __future__ import annotations
 

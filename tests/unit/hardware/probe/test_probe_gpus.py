@@ -1,4 +1,4 @@
-"""GPUs as nvidia-smi, the driver's files and a Mac tell of them: what is said, what is not, what is hidden, and what is divided."""
+"""GPUs from nvidia-smi, the driver's files and a Mac: visible, hidden and partitioned ones."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_eight_h100(recorded: Recorded) -> None:
     assert len({device.uuid for device in devices}) == 8
 
 
-def test_memory_that_is_the_machines_is_told_by_nobody(recorded: Recorded) -> None:
+def test_memory_that_is_the_machines_is_reported_by_no_one(recorded: Recorded) -> None:
     (gpu,) = recorded("dgx-spark").cuda
     assert (gpu.name, gpu.capability, gpu.memory_bytes, gpu.free_bytes) == ("NVIDIA GB10", (12, 1), None, None)
 

@@ -1,4 +1,4 @@
-"""The probe's parts on machines that nobody has recorded: tables of cores, files that are absent, commands that fail."""
+"""Parts of the probe on synthetic machines: tables of cores, absent files, failing commands."""
 
 from __future__ import annotations
 

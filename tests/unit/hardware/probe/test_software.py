@@ -1,4 +1,4 @@
-"""What the plan says of our native library: the level that will serve, or that torch's products do, before anything of it is loaded."""
+"""The plan for the native library before it is loaded: its level, or torch's products."""
 
 from __future__ import annotations
 

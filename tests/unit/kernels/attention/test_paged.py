@@ -1,4 +1,4 @@
-"""Attention over pages against attention as the formula says it, and packed texts against each text alone: what twins must be equal to."""
+"""The references of paged attention and of packed texts against the formula and each text alone."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ def test_pages_are_attended_as_the_formula_says(
     torch.testing.assert_close(result.float(), meant, rtol=0, atol=1e-5 if dtype == torch.float32 else 2e-2)
 
 
-def test_a_model_that_breaks_down_is_heard_of() -> None:
+def test_a_model_that_fails_is_reported() -> None:
     batch = ragged([70, 3], [], (2, 1, 8), torch.float32, 0)
     batch.query[0, 1, 3] = torch.nan
     result = paged_attention_torch(batch.query, batch.kv, batch.step, AttentionSpec(0.3))

@@ -1,4 +1,4 @@
-"""Attention of whole texts against its torch twin at every level this processor has: lengths, heads, windows, caps, distances."""
+"""Attention of whole texts against its torch reference at every level: lengths, heads, windows, caps, distances."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def both(heads: QkvHeads, texts: TextStarts, spec: AttentionSpec) -> tuple[Tenso
     bidirectional=st.booleans(), window=st.sampled_from([None, 1, 2, 16, 65]), softcap=st.sampled_from([None, 3.0]),
     most=st.sampled_from([None, 4, 100]), turning=st.booleans(), gap=st.sampled_from([0, 6]),
 )  # fmt: skip
-def test_texts_attend_as_their_twin_says(
+def test_texts_attend_as_their_reference_says(
     level: str, lengths: list[int], shape: tuple[int, int, int], dtype: torch.dtype, bidirectional: bool, window: int | None,
     softcap: float | None, most: int | None, turning: bool, gap: int,
 ) -> None:  # fmt: skip

@@ -1,4 +1,4 @@
-"""What is asked of torch's flash attention: which heads it takes, and what our words are in its."""
+"""torch's flash attention: supported heads, and the translation of our parameters."""
 
 from __future__ import annotations
 

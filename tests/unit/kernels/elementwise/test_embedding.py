@@ -1,4 +1,4 @@
-"""Rows of stored and packed tables, and rotary angles, against their torch twins at every level this processor has."""
+"""Embedding rows and rotary angles against their torch references at every level of this processor."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def table_of(outputs: int, inputs: int, dtype: torch.dtype) -> torch.Tensor:
     level=a_level, outputs=st.integers(1, 70), inputs=st.sampled_from([1, 7, 64, 255, 257, 600]), count=st.integers(0, 12),
     dtype=st.sampled_from(DTYPES), factor=st.sampled_from([1.0, 33.94112549695428, None]),
 )  # fmt: skip
-def test_stored_rows_are_the_twins_to_the_bit(
+def test_stored_rows_equal_the_reference_to_the_bit(
     level: str, outputs: int, inputs: int, count: int, dtype: torch.dtype, factor: float | None
 ) -> None:
     weight = table_of(outputs, inputs, dtype)
@@ -92,7 +92,9 @@ def test_an_id_that_no_row_has_reads_nothing() -> None:
     level=a_level, positions=st.lists(st.integers(0, 2**20), max_size=9), half=st.sampled_from([1, 3, 4, 12, 16, 32, 64, 65]),
     theta=st.sampled_from([10.0, 1e4, 5e5]), scale=st.sampled_from([1.0, 1.2079441541679836]),
 )  # fmt: skip
-def test_angles_are_those_of_the_twin(level: str, positions: list[int], half: int, theta: float, scale: float) -> None:
+def test_angles_are_those_of_the_reference(
+    level: str, positions: list[int], half: int, theta: float, scale: float
+) -> None:
     where, frequencies = torch.tensor(positions, dtype=torch.int64), 1.0 / theta ** (torch.arange(half) / half)
     with at_level(level):
         assert has_kernel(OpCode.ROPE_ANGLES)

@@ -1,4 +1,4 @@
-"""LayerNorm and activations against their torch twins at every level this processor has, alone and on a product's way out."""
+"""LayerNorm and activations against their torch references at every level, alone and fused into a product."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def norm_of(size: int, with_bias: bool) -> tuple[Tensor, Tensor | None, float]:
     level=a_level, rows=num_rows, size=sizes, group=groups, shift=st.sampled_from([0.0, 3.0, 300.0]), bad=bad_values,
     with_bias=st.booleans(), in_place=st.booleans(),
 )  # fmt: skip
-def test_the_norm_is_its_twin(
+def test_the_norm_equals_its_reference(
     level: str,
     rows: int,
     size: int,
@@ -92,7 +92,7 @@ def test_the_norm_is_its_twin(
 
 
 @torch.inference_mode()
-def test_in_fp32_the_twin_serves() -> None:
+def test_in_fp32_the_reference_serves() -> None:
     hidden, norm = rows_of(5, 64), norm_of(64, True)
     meant = layer_norm_torch(hidden, norm)
     assert torch.equal(unquantised(layer_norm(hidden, norm, torch.float32, in_place=True)), meant)
@@ -106,7 +106,7 @@ def test_in_fp32_the_twin_serves() -> None:
     level=a_level, rows=num_rows, size=sizes, group=groups, spread=spreads, bad=bad_values,
     activation=st.sampled_from(sorted(ACTIVATIONS)),
 )  # fmt: skip
-def test_an_activation_is_its_twin(
+def test_an_activation_equals_its_reference(
     level: str, rows: int, size: int, group: int | None, spread: float, bad: float | None, activation: str
 ) -> None:
     wide, group = rows_of(rows, size + 8, spread, bad).bfloat16(), group_of(group, size)

@@ -1,4 +1,4 @@
-"""Norm, gate and gather against their torch twins at every level this processor has: bf16 and quantised, odd sizes, bad values."""
+"""Norm, gate and gather against their torch references at every level: bf16 and quantised, odd sizes, bad values."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ often = settings(max_examples=examples(60), deadline=None)
     spread=spreads,
     bad=bad_values,
 )
-def test_quantising_is_its_twin_to_the_bit(
+def test_quantising_equals_its_reference_to_the_bit(
     level: str, rows: int, size: int, group: int, spread: float, bad: float | None
 ) -> None:
     x, group = rows_of(rows, size, spread, bad).bfloat16(), group_of(group, size) or 0
@@ -68,7 +68,7 @@ def test_quantising_is_its_twin_to_the_bit(
 @needs_levels
 @often
 @given(level=a_level, rows=num_rows, size=sizes, group=groups, spread=spreads, bad=bad_values)
-def test_the_norm_is_its_twin(
+def test_the_norm_equals_its_reference(
     level: str, rows: int, size: int, group: int | None, spread: float, bad: float | None
 ) -> None:
     hidden, weight, group = rows_of(rows, size, spread, bad), rows_of(1, size, seed=1)[0], group_of(group, size)
@@ -87,7 +87,9 @@ def test_the_norm_is_its_twin(
 @needs_levels
 @often
 @given(level=a_level, rows=num_rows, size=sizes, spread=spreads, bad=bad_values)
-def test_a_norm_that_is_added_is_its_twin(level: str, rows: int, size: int, spread: float, bad: float | None) -> None:
+def test_a_norm_that_is_added_equals_its_reference(
+    level: str, rows: int, size: int, spread: float, bad: float | None
+) -> None:
     branch, weight = rows_of(rows, size, spread, bad).bfloat16(), rows_of(1, size, seed=1)[0]
     wide, twin = rows_of(rows, size + 8, seed=2), rows_of(rows, size + 8, seed=2)
     with at_level(level):
@@ -104,7 +106,7 @@ def test_a_norm_that_is_added_is_its_twin(level: str, rows: int, size: int, spre
     level=a_level, rows=num_rows, size=sizes, group=groups, spread=spreads, bad=bad_values,
     activation=st.sampled_from(sorted(ACTIVATIONS)),
 )  # fmt: skip
-def test_the_gate_is_its_twin(
+def test_the_gate_equals_its_reference(
     level: str, rows: int, size: int, group: int | None, spread: float, bad: float | None, activation: str
 ) -> None:
     gate_up, group = rows_of(rows, 2 * size, spread, bad).bfloat16(), group_of(group, size)

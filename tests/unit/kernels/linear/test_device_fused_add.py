@@ -1,4 +1,4 @@
-"""Which device's products add to a wider stream themselves: one that says so and does so; else the sum is torch's, apart."""
+"""Devices whose product adds to a wider stream, and torch's separate addition on the others."""
 
 from __future__ import annotations
 

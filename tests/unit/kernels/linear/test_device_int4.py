@@ -1,4 +1,4 @@
-"""Four bits in a device's memory, by twins and by operators that lay codes out as CUDA does: few rows, many rows, and what codes mean."""
+"""Int4 weights in device memory, by references and by operators with CUDA's code layout: few rows, many rows."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def test_few_and_many_rows_multiply_by_what_the_codes_mean(
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 @torch.inference_mode()
-def test_the_twins_are_the_same_product_in_every_dtype(dtype: torch.dtype) -> None:
+def test_the_references_are_the_same_product_in_every_dtype(dtype: torch.dtype) -> None:
     weight, x = torch.randn(16, 128), torch.randn(3, 128).to(dtype)
     form = DeviceInt4Factory(CPU, dtype).pack(weight, None)
     expected = F.linear(x.float(), meaning(weight, dtype))

@@ -1,4 +1,4 @@
-"""How the native library is built and shipped: with which levels, into which wheel, and that nothing fails where it cannot be built."""
+"""Build and packaging of the native library: its levels, its wheel, and a machine that cannot build it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Our native kernels against their torch twins, on odd shapes and bad values; where the machine cannot run them, that it says why."""
+"""Native kernels against their torch references, on odd shapes and bad values, and the reason if they cannot run."""
 
 from __future__ import annotations
 

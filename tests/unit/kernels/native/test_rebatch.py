@@ -1,4 +1,4 @@
-"""What was recorded with many rows gives, run again with fewer, what fewer rows give: to the bit, whatever was there before."""
+"""A recording with many rows, replayed with fewer, gives the same bits as fewer rows."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A recorded step does again what it did, with new inputs; whatever is not an operation of ours ends the recording."""
+"""A recorded step is replayed with new inputs; an operation outside the native library ends the recording."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where compiled kernels of a GPU are kept: code is loaded from there, so in a folder that nobody else can write to."""
+"""The folder of compiled GPU kernels: code is loaded from it, so other users must not be able to write to it."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_one_that_others_may_write_to_is_not_used(
     found.rmdir()
 
 
-def test_one_that_cannot_be_made_is_told(
+def test_one_that_cannot_be_made_is_reported(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     (tmp_path / "file").write_text("")

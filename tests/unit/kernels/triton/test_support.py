@@ -72,7 +72,7 @@ def test_a_gpu_is_served_by_triton(monkeypatch: pytest.MonkeyPatch) -> None:
         ModuleNotFoundError("No module named 'triton'"),
     ],
 )
-def test_without_what_triton_needs_the_twins_serve_and_it_is_said_once(
+def test_without_what_triton_needs_the_references_serve_and_it_is_said_once(
     error: Exception, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     triton = Triton(error)

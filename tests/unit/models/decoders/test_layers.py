@@ -1,4 +1,4 @@
-"""What layers hand to their products: plain rows, or quantised ones in the groups that the form asks for; and what comes of it."""
+"""Inputs that layers give to their products: plain rows, or quantised ones in the form's groups."""
 
 from __future__ import annotations
 

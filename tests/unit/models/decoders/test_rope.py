@@ -14,7 +14,7 @@ from app.models.decoders.decoder import (
 CPU = torch.device("cpu")
 
 
-def test_turning_keeps_lengths_and_only_distance_matters() -> None:
+def test_rope_keeps_lengths_and_only_distance_matters() -> None:
     rotary = RotaryEmbedding(RopeConfig(theta=100.0, dim=8), 512, CPU)
     x, y = torch.randn(2, 1, 1, 8)
     products = []

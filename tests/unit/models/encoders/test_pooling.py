@@ -1,4 +1,4 @@
-"""From hidden states to one vector a text, each way as its definition reads, and what stands behind it."""
+"""Pooling of hidden states to one vector per text by each definition, and the layers after it."""
 
 from __future__ import annotations
 

@@ -37,7 +37,7 @@ def nothing(slot: str) -> str:
     raise KeyError(slot)
 
 
-def test_a_seed_always_tells_the_same() -> None:
+def test_a_seed_always_generates_the_same() -> None:
     first, again, other = (documents(seed, 30) for seed in (3, 3, 4))
     assert first == again
     assert first != other
@@ -149,13 +149,13 @@ def test_spelling_and_punctuation() -> None:
             assert re.match(r'["A-Z]', sentence.strip()), sentence
 
 
-def test_no_sentence_is_told_twice_in_a_row() -> None:
+def test_no_sentence_is_written_twice_in_a_row() -> None:
     for text in TEXTS:
         sentences = re.split(r"(?<=[.!?]) ", text.replace("\n\n", " "))
         assert all(one != two for one, two in pairwise(sentences)), text
 
 
-def test_every_story_reads_back_as_the_grammar_told_it() -> None:
+def test_every_story_reads_back_as_the_grammar_generated_it() -> None:
     assert all(is_coherent(text) for text in TEXTS)
     assert {follows(text) for text in TEXTS} == set(PLOTS)
 

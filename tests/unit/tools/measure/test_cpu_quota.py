@@ -1,4 +1,4 @@
-"""Quotas are written as each version wants them, and the plan is held against the best number of threads that is hardly throttled."""
+"""Quotas in the format of each cgroup version, and the plan against the best number of threads."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def test_a_quota_of_either_version(tmp_path: Path) -> None:
     assert first.throttled_seconds() == 0.25
 
 
-def test_who_may_not_make_groups_is_told(tmp_path: Path) -> None:
+def test_who_may_not_make_groups_is_reported(tmp_path: Path) -> None:
     with pytest.raises(SystemExit, match="cannot create a control group with a quota"):
         Quota.make("a", 1.5, tmp_path / "absent")
 

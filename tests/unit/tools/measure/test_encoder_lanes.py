@@ -1,4 +1,4 @@
-"""Lanes beside division: which steps, which ways, and what is told of them."""
+"""Lanes compared with dividing every operation: steps, variants, and output."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a run behind a door comes to, who answered, and which rules there are."""
+"""Results of a run behind a load balancer: who answered, and the available rules."""
 
 from __future__ import annotations
 

@@ -36,6 +36,6 @@ def test_a_server_is_asked_until_it_answers_and_then_ended(tmp_path: Path) -> No
     assert not Path(f"/proc/{noted.read_text()}").exists()
 
 
-def test_other_starts_are_told_as_multiples_of_the_first(capsys: pytest.CaptureFixture[str]) -> None:
+def test_other_starts_are_reported_as_multiples_of_the_first(capsys: pytest.CaptureFixture[str]) -> None:
     _report([], {"ours": [2.0, 4.0], "other": [30.0, 40.0]})
     assert "other                   35.00 s to the first token, 12.5 times the first's" in capsys.readouterr().out
