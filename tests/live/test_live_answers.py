@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import json
 import re
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import httpx
-import openai
 import pytest
 
 from app.api.middleware import MAX_BODY_BYTES
@@ -15,9 +14,14 @@ from tests.live.live_server import LiveServer
 
 CHAT: list[Any] = [{"role": "user", "content": "Tell me a story."}]
 
+if TYPE_CHECKING:
+    import openai
+
 
 @pytest.fixture
 def official(server: LiveServer) -> openai.OpenAI:
+    import openai
+
     return openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=60)
 
 
@@ -78,6 +82,8 @@ def test_the_official_client_streams(official: openai.OpenAI) -> None:
 
 
 def test_the_official_client_understands_refusals(official: openai.OpenAI) -> None:
+    import openai
+
     with pytest.raises(openai.NotFoundError, match="gpt-9"):
         official.chat.completions.create(model="gpt-9", messages=CHAT)
     with pytest.raises(openai.BadRequestError) as refused:

@@ -8,7 +8,6 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy
-import openai
 import pytest
 
 from app.service.inputs import MAX_TEXTS
@@ -46,6 +45,8 @@ def vectors(server: LiveServer, texts: Any) -> Any:
 
 
 def test_the_official_client_gets_the_vectors_of_our_own_route(embedder: LiveServer) -> None:
+    import openai
+
     official = openai.OpenAI(base_url=f"{embedder.url}/v1", api_key="none", max_retries=0, timeout=60)
     wanted = vectors(embedder, TEXTS)
     assert numpy.linalg.norm(wanted, axis=1) == pytest.approx(1, abs=1e-5)
