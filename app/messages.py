@@ -9,16 +9,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import (
-    dataclass,
-    field,
-)
+from dataclasses import dataclass, field
 from typing import Literal
 
-from app.errors import (
-    InvalidRequest,
-    RequestError,
-)
+from app.errors import InvalidRequest, RequestError
 
 FinishReason = Literal["stop", "length", "aborted", "timeout"]
 

@@ -11,25 +11,10 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 from types import UnionType
-from typing import (
-    Annotated,
-    Any,
-    Literal,
-    Union,
-    get_args,
-    get_origin,
-)
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
-from pydantic import (
-    BeforeValidator,
-    Field,
-    ValidationError,
-)
-from pydantic_settings import (
-    BaseSettings,
-    SettingsConfigDict,
-    SettingsError,
-)
+from pydantic import BeforeValidator, Field, ValidationError
+from pydantic_settings import BaseSettings, SettingsConfigDict, SettingsError
 
 from app.errors import SettingsInvalid
 

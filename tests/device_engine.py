@@ -19,23 +19,12 @@ from app.engine.decoder.device_runner import DeviceDecoderRunner, DeviceInFlight
 from app.engine.decoder.engine import DecoderEngine
 from app.engine.decoder.kv_cache import KvShape
 from app.engine.decoder.paged_kv_cache import PagedKvCache
-from app.engine.scheduler.batch import (
-    Batch,
-    InFlightStep,
-    ScheduledSpan,
-)
-from app.engine.scheduler.budget import PrefillBudget
+from app.engine.scheduler.batch import Batch, InFlightStep, ScheduledSpan
 from app.engine.scheduler.kv_allocator import KvSlots
+from app.engine.scheduler.policy import PrefillBudget
 from app.engine.scheduler.queues import EngineLimits
 from app.engine.scheduler.scheduler import Scheduler
-from app.messages import (
-    Event,
-    Generate,
-    RequestFailed,
-    SamplingParams,
-    SequenceFinished,
-    TokensReady,
-)
+from app.messages import Event, Generate, RequestFailed, SamplingParams, SequenceFinished, TokensReady
 from app.metrics.stats import StepStats
 from simulated_device import SimulatedDeviceBackend
 

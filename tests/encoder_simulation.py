@@ -6,17 +6,8 @@ import struct
 from collections.abc import Sequence
 
 from app.engine.encoder.batching import BatchingDelay, TextSpan
-from app.engine.encoder.engine import (
-    EncoderEngine,
-    EncoderLimits,
-)
-from app.messages import (
-    ArraysReady,
-    Encode,
-    Event,
-    RequestFailed,
-    Text,
-)
+from app.engine.encoder.engine import EncoderEngine, EncoderLimits
+from app.messages import ArraysReady, Encode, Event, RequestFailed, Text
 
 BUDGET, MAX_LEN, MAX_TEXTS = 64, 48, 8
 POISON = 13  # a token that no step survives

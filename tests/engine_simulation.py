@@ -11,19 +11,12 @@ from itertools import count
 
 from app.engine.decoder.engine import DecoderEngine
 from app.engine.scheduler.batch import Batch, Sequence
-from app.engine.scheduler.budget import PrefillBudget
 from app.engine.scheduler.kv_allocator import KvSlots
+from app.engine.scheduler.policy import PrefillBudget
 from app.engine.scheduler.queues import EngineLimits
 from app.engine.scheduler.scheduler import Scheduler
 from app.engine.scheduler.speculation import Speculation
-from app.messages import (
-    Event,
-    Generate,
-    RequestFailed,
-    SamplingParams,
-    SequenceFinished,
-    TokensReady,
-)
+from app.messages import Event, Generate, RequestFailed, SamplingParams, SequenceFinished, TokensReady
 from app.metrics.stats import StepStats
 from tracking_runner import (
     EOS,

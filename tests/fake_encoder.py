@@ -13,24 +13,10 @@ from typing import Any
 import numpy
 
 from app.errors import StepFailed
-from app.messages import (
-    Array,
-    ArraysReady,
-    Command,
-    Encode,
-    RequestFailed,
-    Text,
-    Timings,
-)
+from app.messages import Array, ArraysReady, Command, Encode, RequestFailed, Text, Timings
 from app.metrics.instruments import Metrics
-from app.models.encoders.config import (
-    EncoderConfig,
-    PoolingConfig,
-)
-from app.service.served_model import (
-    ServedEncoder,
-    ServingLimits,
-)
+from app.models.encoders.config import EncoderConfig, PoolingConfig
+from app.service.served_model import ServedEncoder, ServingLimits
 from app.service.service import Service
 from app.text.tokenizer import Tokenizer
 from fake_worker import Clock, FakeWorker

@@ -25,14 +25,8 @@ from app.messages import (
 )
 from app.metrics.instruments import Metrics
 from app.metrics.stats import EngineSnapshot
-from app.service.requests import (
-    GenerationRequest,
-    StreamEvent,
-)
-from app.service.served_model import (
-    ServedDecoder,
-    ServingLimits,
-)
+from app.service.requests import GenerationRequest, StreamEvent
+from app.service.served_model import ServedDecoder, ServingLimits
 from app.service.service import Service
 from app.text.chat import ChatTemplate
 from app.text.tokenizer import Tokenizer

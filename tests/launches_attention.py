@@ -7,11 +7,7 @@ import torch
 from app.kernels.attention.context import AttentionSpec
 from app.kernels.attention.paged import PackedTexts
 from app.kernels.triton.attention import attend_decodes
-from app.kernels.triton.prompts import (
-    attend_packed,
-    attend_prompts,
-    gather_fresh_kv,
-)
+from app.kernels.triton.prompts import attend_packed, attend_prompts, gather_fresh_kv
 from paged_steps import Shape, made_step
 
 _HERE = torch.device("cpu")

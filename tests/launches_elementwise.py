@@ -6,10 +6,7 @@ import torch
 from torch import Tensor
 
 from app.kernels.attention.attention import QkvHeads, token_bytes, view_kv_rows
-from app.kernels.triton import (
-    elementwise,
-    rope,
-)
+from app.kernels.triton import elementwise, rope
 
 TOKENS = 3
 BF16 = torch.bfloat16

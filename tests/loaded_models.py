@@ -15,10 +15,7 @@ from app.hardware.decision import Decision
 from app.hardware.plan.plan import ServingPlan
 from app.weights import load as loading
 from app.weights.checkpoint import open_checkpoint
-from app.weights.load import (
-    Model,
-    load_model,
-)
+from app.weights.load import Model, load_model
 from app.weights.packs import Progress
 
 

@@ -7,10 +7,7 @@ from contextlib import contextmanager
 
 import pytest
 
-from app.kernels.native.library import (
-    NativeKernels,
-    native_library,
-)
+from app.kernels.native.library import NativeKernels, native_library
 
 _NAMES = ("avx512bf16", "avx512", "avxvnni", "avx2", "i8mm", "dotprod", "neon", "portable")
 

@@ -15,10 +15,7 @@ import torch
 from app.engine.decoder import paged_kv_cache
 from app.engine.decoder.kv_cache import KvShape
 from app.engine.decoder.paged_kv_cache import PagedKvCache
-from app.engine.scheduler.batch import (
-    Batch,
-    ScheduledSpan,
-)
+from app.engine.scheduler.batch import Batch, ScheduledSpan
 from app.engine.scheduler.kv_allocator import KvSlots
 from tracking_runner import RememberingRunner
 

@@ -9,10 +9,7 @@ import torch
 from torch import Tensor
 
 from app.kernels.attention.attention import KvRows, token_bytes, view_kv_rows
-from app.kernels.attention.paged import (
-    PAGE_TOKENS,
-    PagedStep,
-)
+from app.kernels.attention.paged import PAGE_TOKENS, PagedStep
 
 
 @dataclass(frozen=True, slots=True)

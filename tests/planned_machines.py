@@ -7,17 +7,8 @@ from collections.abc import Collection
 from typing import Any
 
 from app.hardware.decision import RecipeKey
-from app.hardware.facts import (
-    Core,
-    Cpu,
-    Facts,
-    Needs,
-    NumaNode,
-)
-from app.hardware.plan.plan import (
-    ServingPlan,
-    make_plan,
-)
+from app.hardware.facts import Core, Cpu, Facts, Needs, NumaNode
+from app.hardware.plan.plan import ServingPlan, make_plan
 from app.settings import Settings
 
 GIB = 2**30

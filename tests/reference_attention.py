@@ -6,10 +6,7 @@ import torch
 from torch import Tensor
 
 from app.kernels.attention.attention import QkvHeads
-from app.kernels.attention.context import (
-    AttentionSpec,
-    StepContext,
-)
+from app.kernels.attention.context import AttentionSpec, StepContext
 from app.kernels.elementwise.rope import apply_rope_to_qkv_torch
 
 

@@ -7,13 +7,7 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
-from app.kernels.linear.activations import (
-    Activations,
-    QuantisedActivations,
-    quantise_torch,
-    unpack_tiles,
-    unquantised,
-)
+from app.kernels.linear.activations import Activations, QuantisedActivations, quantise_torch, unpack_tiles, unquantised
 from native_levels import levels
 
 LEVELS = levels()

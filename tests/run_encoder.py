@@ -9,14 +9,8 @@ import torch
 from torch import Tensor
 
 from app.kernels.attention.attention import QkvHeads
-from app.kernels.attention.context import (
-    AttentionSpec,
-    EncodeContext,
-)
-from app.kernels.attention.texts import (
-    TextStarts,
-    attend_texts,
-)
+from app.kernels.attention.context import AttentionSpec, EncodeContext
+from app.kernels.attention.texts import TextStarts, attend_texts
 from app.messages import Text
 from app.models.encoders.encoder import Encoder
 

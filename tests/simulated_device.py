@@ -16,12 +16,7 @@ from app.hardware.plan.plan import ServingPlan
 from app.hardware.probe.probe import probe
 from app.kernels.attention.attention import KvRows, QkvHeads
 from app.kernels.attention.context import AttentionSpec
-from app.kernels.attention.paged import (
-    PackedTexts,
-    PagedStep,
-    attend_texts_padded_torch,
-    paged_attention_torch,
-)
+from app.kernels.attention.paged import PackedTexts, PagedStep, attend_texts_padded_torch, paged_attention_torch
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,11 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from app.engine.scheduler.batch import (
-    Batch,
-    CompletedStep,
-    InFlightStep,
-)
+from app.engine.scheduler.batch import Batch, CompletedStep, InFlightStep
 
 
 class AtOnce:

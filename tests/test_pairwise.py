@@ -33,7 +33,10 @@ def test_a_pair_that_no_case_holds_is_not_asked_for() -> None:
 
 def test_the_two_tiers_run_every_case_once(pytester: pytest.Pytester) -> None:
     pytester.makeconftest(
-        "import pairwise, pytest\n@pytest.hookimpl(tryfirst=True)\ndef pytest_collection_modifyitems(items):\n    pairwise.mark_other_cases(items)\n"
+        "import pairwise, pytest\n"
+        "@pytest.hookimpl(tryfirst=True)\n"
+        "def pytest_collection_modifyitems(items):\n"
+        "    pairwise.mark_other_cases(items)\n"
     )
     pytester.makeini("[pytest]\nmarkers = full\n")
     pytester.makepyfile(

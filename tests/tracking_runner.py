@@ -11,13 +11,7 @@ import random
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from app.engine.scheduler.batch import (
-    Batch,
-    InFlightStep,
-    SampledTokens,
-    ScheduledSpan,
-    Sequence,
-)
+from app.engine.scheduler.batch import Batch, InFlightStep, SampledTokens, ScheduledSpan, Sequence
 from app.engine.scheduler.kv_allocator import KvSlots
 
 VOCABULARY = 7

@@ -2,27 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import (
-    Callable,
-    Iterator,
-)
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import (
-    Any,
-    Protocol,
-)
+from typing import Any, Protocol
 
 from starlette.requests import Request
 
-from app.errors import (
-    ModelNotFound,
-    RequestError,
-)
-from app.metrics.instruments import (
-    Api,
-    Metrics,
-)
+from app.errors import ModelNotFound, RequestError
+from app.metrics.instruments import Api, Metrics
 from app.service.service import Service
 
 

@@ -7,21 +7,14 @@ The gate (`RequestGate`) converts what no other handler has caught.
 from __future__ import annotations
 
 import math
-from collections.abc import (
-    Callable,
-    Mapping,
-)
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from pydantic import (
-    ValidationError,
-)
+from pydantic import ValidationError
 from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse
-from typing_extensions import (
-    TypedDict,
-)
+from typing_extensions import TypedDict
 
 from app.errors import (
     ArmatureError,

@@ -6,21 +6,12 @@ import time
 from typing import Any, NotRequired
 
 from starlette.requests import Request
-from starlette.responses import (
-    JSONResponse,
-    PlainTextResponse,
-    RedirectResponse,
-    Response,
-)
-from typing_extensions import (
-    TypedDict,
-)
+from starlette.responses import JSONResponse, PlainTextResponse, RedirectResponse, Response
+from typing_extensions import TypedDict
 
 from app.api.dependencies import runtime_of
 from app.api.errors import LOADING_RETRY_SECONDS
-from app.api.routing import (
-    DialectRouter,
-)
+from app.api.routing import DialectRouter
 from app.errors import InvalidRequest
 from app.version import VERSION
 

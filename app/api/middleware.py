@@ -19,35 +19,15 @@ import re
 import uuid
 import zlib
 from asyncio import TimerHandle
-from collections.abc import (
-    Callable,
-    Collection,
-)
+from collections.abc import Callable, Collection
 
 from starlette.exceptions import HTTPException
-from starlette.types import (
-    ASGIApp,
-    Message,
-    Receive,
-    Scope,
-    Send,
-)
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
-from app.api.errors import (
-    NATIVE_ERRORS,
-    ErrorFormat,
-    to_http_error,
-)
+from app.api.errors import NATIVE_ERRORS, ErrorFormat, to_http_error
 from app.api.streaming import format_sse
-from app.errors import (
-    BodyTooLarge,
-    InvalidRequest,
-    Overloaded,
-    RequestError,
-    ServiceStopping,
-    Unauthorized,
-)
+from app.errors import BodyTooLarge, InvalidRequest, Overloaded, RequestError, ServiceStopping, Unauthorized
 
 MAX_HEAD_BYTES = 64 * 1024  # the limit of h11, uvicorn's other parser
 HEAD_TIMEOUT_SECONDS = 60.0

@@ -3,44 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
-from typing import (
-    Annotated,
-    Any,
-    NotRequired,
-)
+from typing import Annotated, Any, NotRequired
 
-from pydantic import (
-    Field,
-)
+from pydantic import Field
 from starlette.requests import Request
-from starlette.responses import (
-    JSONResponse,
-    Response,
-)
-from typing_extensions import (
-    TypedDict,
-)
+from starlette.responses import JSONResponse, Response
+from typing_extensions import TypedDict
 
-from app.api.dependencies import (
-    count_refusals,
-    request_id,
-    runtime_of,
-)
+from app.api.dependencies import count_refusals, request_id, runtime_of
 from app.api.errors import NATIVE_ERRORS
 from app.api.openai.routes import template_message
 from app.api.openai.schemas import Message
-from app.api.routing import (
-    BODY_ERRORS,
-    DialectRouter,
-    RequestBody,
-)
-from app.api.schemas import (
-    MAX_MESSAGES,
-    Body,
-    Int64,
-    SamplingFields,
-    TokenIds,
-)
+from app.api.routing import BODY_ERRORS, DialectRouter, RequestBody
+from app.api.schemas import MAX_MESSAGES, Body, Int64, SamplingFields, TokenIds
 from app.api.streaming import (
     CollectedChoice,
     CollectedCompletion,
@@ -53,13 +28,7 @@ from app.api.streaming import (
 )
 from app.errors import InvalidRequest
 from app.messages import FinishReason
-from app.service.requests import (
-    Accepted,
-    ChoiceFinished,
-    GenerationRequest,
-    ScoredToken,
-    Usage,
-)
+from app.service.requests import Accepted, ChoiceFinished, GenerationRequest, ScoredToken, Usage
 
 
 class GenerateBody(SamplingFields):

@@ -4,37 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import cache
-from typing import (
-    Any,
-    Literal,
-)
+from typing import Any, Literal
 
-from fastapi import (
-    Depends,
-    FastAPI,
-)
+from fastapi import Depends, FastAPI
 from fastapi.openapi.utils import get_openapi
 from fastapi.security import HTTPBearer
 from pydantic import TypeAdapter
 
-from app.api import (
-    health,
-    native,
-    tei,
-)
+from app.api import health, native, tei
 from app.api.encoders import routes as encoders
-from app.api.errors import (
-    NATIVE_ERRORS,
-    ErrorFormat,
-)
+from app.api.errors import NATIVE_ERRORS, ErrorFormat
 from app.api.oip import generate
 from app.api.oip import routes as oip
 from app.api.openai import routes as openai
-from app.api.routing import (
-    SCHEMA_REF,
-    DialectRoute,
-    DialectRouter,
-)
+from app.api.routing import SCHEMA_REF, DialectRoute, DialectRouter
 
 ROUTERS: tuple[DialectRouter, ...] = (
     health.probes,

@@ -8,50 +8,21 @@ own error sentences. `RouteTable` finds operations without FastAPI's router.
 from __future__ import annotations
 
 import re
-from collections.abc import (
-    Awaitable,
-    Callable,
-    Coroutine,
-    Sequence,
-)
-from typing import (
-    Annotated,
-    Any,
-    Generic,
-    get_args,
-    get_origin,
-    get_type_hints,
-)
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from typing import Annotated, Any, Generic, get_args, get_origin, get_type_hints
 
-from fastapi import (
-    APIRouter,
-)
-from fastapi import (
-    Body as BodyField,
-)
+from fastapi import APIRouter
+from fastapi import Body as BodyField
 from fastapi.params import Depends
 from fastapi.routing import APIRoute
-from pydantic import (
-    GetCoreSchemaHandler,
-)
+from pydantic import GetCoreSchemaHandler
 from pydantic_core import CoreSchema
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.types import (
-    ASGIApp,
-    Receive,
-    Scope,
-    Send,
-)
+from starlette.types import ASGIApp, Receive, Scope, Send
 
-from app.api.errors import (
-    NATIVE_ERRORS,
-    ErrorFormat,
-)
-from app.api.schemas import (
-    BodyT,
-    parse_body,
-)
+from app.api.errors import NATIVE_ERRORS, ErrorFormat
+from app.api.schemas import BodyT, parse_body
 from app.errors import InvalidRequest
 
 Responses = dict[int | str, dict[str, Any]]

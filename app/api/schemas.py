@@ -4,21 +4,9 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping
-from typing import (
-    Annotated,
-    Any,
-    ClassVar,
-    TypeVar,
-)
+from typing import Annotated, Any, ClassVar, TypeVar
 
-from pydantic import (
-    AfterValidator,
-    BaseModel,
-    ConfigDict,
-    Field,
-    ValidationError,
-    WithJsonSchema,
-)
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, WithJsonSchema
 
 from app.api.errors import invalid_body
 from app.errors import UnsupportedParameter

@@ -8,42 +8,17 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import (
-    AsyncGenerator,
-    AsyncIterator,
-    Iterable,
-    Sequence,
-)
-from dataclasses import (
-    dataclass,
-    field,
-    replace,
-)
-from typing import (
-    Any,
-    Protocol,
-)
+from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol
 
 from starlette.responses import StreamingResponse
 from starlette.types import Send
 
-from app.api.errors import (
-    ErrorFormat,
-    to_http_error,
-)
+from app.api.errors import ErrorFormat, to_http_error
 from app.errors import RequestError
-from app.messages import (
-    FinishReason,
-    Timings,
-)
-from app.service.requests import (
-    Accepted,
-    ChoiceFinished,
-    ScoredToken,
-    StreamEvent,
-    TextDelta,
-    Usage,
-)
+from app.messages import FinishReason, Timings
+from app.service.requests import Accepted, ChoiceFinished, ScoredToken, StreamEvent, TextDelta, Usage
 
 DONE = b"data: [DONE]\n\n"
 # Created once: `json.dumps` with non-default arguments creates an encoder per call, which takes as long as encoding.

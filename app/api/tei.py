@@ -2,37 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import (
-    Iterator,
-    Mapping,
-)
-from itertools import (
-    accumulate,
-    pairwise,
-)
-from typing import (
-    Annotated,
-    Any,
-    NotRequired,
-)
+from collections.abc import Iterator, Mapping
+from itertools import accumulate, pairwise
+from typing import Annotated, Any, NotRequired
 
-from pydantic import (
-    AfterValidator,
-    Field,
-    WithJsonSchema,
-)
+from pydantic import AfterValidator, Field, WithJsonSchema
 from pydantic_core import to_json
 from starlette.requests import Request
 from starlette.responses import Response
-from typing_extensions import (
-    TypedDict,
-)
+from typing_extensions import TypedDict
 
-from app.api.dependencies import (
-    count_refusals,
-    request_id,
-    runtime_of,
-)
+from app.api.dependencies import count_refusals, request_id, runtime_of
 from app.api.encoders.routes import (
     ClassifyQuery,
     RerankQuery,
@@ -46,31 +26,12 @@ from app.api.encoders.routes import (
     sort_by_score,
     to_json_list,
 )
-from app.api.encoders.schemas import (
-    NON_EMPTY,
-    LabelScore,
-    NonEmptyText,
-    TextsBody,
-    TruncationFields,
-)
-from app.api.errors import (
-    ErrorFormat,
-    HttpError,
-)
-from app.api.routing import (
-    BODY_ERRORS,
-    DialectRouter,
-    RequestBody,
-)
+from app.api.encoders.schemas import NON_EMPTY, LabelScore, NonEmptyText, TextsBody, TruncationFields
+from app.api.errors import ErrorFormat, HttpError
+from app.api.routing import BODY_ERRORS, DialectRouter, RequestBody
 from app.api.schemas import Body
-from app.service.requests import (
-    Encoded,
-    EncodingRequest,
-)
-from app.service.served_model import (
-    cosine_similarities,
-    to_numpy,
-)
+from app.service.requests import Encoded, EncodingRequest
+from app.service.served_model import cosine_similarities, to_numpy
 
 TextOrPair = str | tuple[str, str]
 

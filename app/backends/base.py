@@ -6,9 +6,7 @@ methods that callers need. Both share the methods of `BaseBackend`.
 
 from __future__ import annotations
 
-from collections.abc import (
-    Callable,
-)
+from collections.abc import Callable
 from typing import Protocol
 
 import torch
@@ -17,10 +15,7 @@ from torch import Tensor
 from app.hardware.plan.plan import ServingPlan
 from app.kernels.attention.attention import AttentionStep, KvRows, QkvHeads
 from app.kernels.attention.context import AttentionSpec
-from app.kernels.attention.paged import (
-    PackedTexts,
-    PagedStep,
-)
+from app.kernels.attention.paged import PackedTexts, PagedStep
 
 
 class BaseBackend(Protocol):

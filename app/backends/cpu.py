@@ -9,17 +9,9 @@ parts that it can compute, and the parts are merged by their log-sum-exp.
 from __future__ import annotations
 
 import os
-from collections.abc import (
-    Callable,
-    Iterable,
-)
-from collections.abc import (
-    Sequence as Rows,
-)
-from dataclasses import (
-    dataclass,
-    replace,
-)
+from collections.abc import Callable, Iterable
+from collections.abc import Sequence as Rows
+from dataclasses import dataclass, replace
 from itertools import chain
 
 import torch

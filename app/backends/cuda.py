@@ -14,21 +14,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from app.backends.base import (
-    CapturedGraph,
-    DeviceEvent,
-)
+from app.backends.base import CapturedGraph, DeviceEvent
 from app.errors import PlanImpossible
 from app.hardware.plan.plan import ServingPlan
 from app.kernels.attention import texts as text_attention
 from app.kernels.attention.attention import KvRows, QkvHeads
 from app.kernels.attention.context import AttentionSpec
-from app.kernels.attention.paged import (
-    PackedTexts,
-    PagedStep,
-    attend_texts_padded_torch,
-    paged_attention_torch,
-)
+from app.kernels.attention.paged import PackedTexts, PagedStep, attend_texts_padded_torch, paged_attention_torch
 from app.kernels.elementwise.rope import apply_rope_to_qkv
 from app.kernels.triton.support import triton_usable
 
@@ -106,10 +98,7 @@ class CudaBackend:
         if not triton_usable(query):
             return paged_attention_torch(query, kv, step, spec)
         from app.kernels.triton.attention import attend_decodes
-        from app.kernels.triton.prompts import (
-            attend_prompts,
-            gather_fresh_kv,
-        )
+        from app.kernels.triton.prompts import attend_prompts, gather_fresh_kv
 
         prompts = len(step.slots) > step.num_decodes
         by_flash = (

@@ -14,10 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from app.backends.base import (
-    CapturedGraph,
-    DeviceEvent,
-)
+from app.backends.base import CapturedGraph, DeviceEvent
 from app.errors import PlanImpossible
 from app.hardware.plan.plan import ServingPlan
 from app.kernels.attention.attention import KvRows, QkvHeads

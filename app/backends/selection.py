@@ -5,19 +5,12 @@ Each kind of device has one row in a table. Backends of other kinds of device ar
 
 from __future__ import annotations
 
-from collections.abc import (
-    Callable,
-    Mapping,
-)
+from collections.abc import Callable, Mapping
 from typing import TypeVar
 
 import torch
 
-from app.backends.base import (
-    BaseBackend,
-    DeviceBackend,
-    HostBackend,
-)
+from app.backends.base import BaseBackend, DeviceBackend, HostBackend
 from app.backends.cpu import CpuBackend
 from app.errors import PlanImpossible
 from app.hardware.plan.plan import ServingPlan

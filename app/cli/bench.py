@@ -7,41 +7,16 @@ from __future__ import annotations
 
 import os
 from argparse import Namespace
-from collections.abc import (
-    Callable,
-    Collection,
-    Mapping,
-)
-from dataclasses import (
-    dataclass,
-    replace,
-)
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
-from app.bench.compare.measure import (
-    POINT_SECONDS,
-    CompareJob,
-    MachineLabels,
-    run_compare,
-)
-from app.bench.console import (
-    BenchOutcome,
-    MeasurementFailed,
-)
-from app.bench.http.dialects import (
-    EMBED_DIALECTS,
-    GENERATE_DIALECTS,
-)
-from app.bench.http.embed import (
-    EmbedBench,
-    EmbedWorkload,
-)
+from app.bench.compare.measure import POINT_SECONDS, CompareJob, MachineLabels, run_compare
+from app.bench.console import BenchOutcome, MeasurementFailed
+from app.bench.http.dialects import EMBED_DIALECTS, GENERATE_DIALECTS
+from app.bench.http.embed import EmbedBench, EmbedWorkload
 from app.bench.http.generate import GenerateBench
-from app.bench.http.infer import (
-    DEFAULT_FREE_LENGTHS,
-    InferBench,
-    InferWorkload,
-)
+from app.bench.http.infer import DEFAULT_FREE_LENGTHS, InferBench, InferWorkload
 from app.bench.http.load import (
     DEFAULT_CLIENTS,
     LoadBench,
@@ -53,26 +28,13 @@ from app.bench.http.load import (
     measure_server,
 )
 from app.bench.http.loops import RunLimits
-from app.bench.http.tally import (
-    GenerateWorkload,
-    LatencyObjective,
-)
-from app.bench.http.workload import (
-    LogNormalLengths,
-    UniformLengths,
-)
+from app.bench.http.tally import GenerateWorkload, LatencyObjective
+from app.bench.http.workload import LogNormalLengths, UniformLengths
 from app.cli.parser import given_settings
 from app.hardware.plan.memory_budget import kv_bytes_per_token
 from app.hardware.probe.probe import probe
-from app.server.prepare import (
-    Prepared,
-    calibrate,
-    prepare,
-)
-from app.settings import (
-    Settings,
-    setting_rows,
-)
+from app.server.prepare import Prepared, calibrate, prepare
+from app.settings import Settings, setting_rows
 from app.version import VERSION
 from app.weights.open import require_checkpoint
 from app.weights.program import ProgramCheckpoint
@@ -125,11 +87,7 @@ def _prepare_in_process(settings: Settings) -> Prepared:
 
 
 def _engine(prepared: Prepared, arguments: Namespace) -> BenchOutcome:
-    from app.bench.engine import (
-        decoder,
-        encoder,
-        program,
-    )
+    from app.bench.engine import decoder, encoder, program
 
     asked = decoder.EngineBenchOptions(arguments.rounds, arguments.rows or (), arguments.prompts or (), arguments.steps)
     plan, facts = prepared.plan, prepared.facts
@@ -148,10 +106,7 @@ def _kernels(prepared: Prepared, arguments: Namespace) -> BenchOutcome:
 
 
 def _quality(prepared: Prepared, arguments: Namespace) -> BenchOutcome:
-    from app.bench.engine.quality import (
-        QualityJob,
-        measure_quality,
-    )
+    from app.bench.engine.quality import QualityJob, measure_quality
 
     return measure_quality(
         QualityJob(require_checkpoint(prepared.checkpoint), prepared.settings, prepared.facts),

@@ -46,7 +46,11 @@ def bench_flags() -> dict[str, dict[str, Any]]:
 
 def _load_flags() -> dict[str, dict[str, Any]]:
     """Return the flags of `bench http`."""
-    length = {"type": _lengths, "metavar": "N[:N]"}
+    return _pattern_flags() | _request_flags() | _run_flags()
+
+
+def _pattern_flags() -> dict[str, dict[str, Any]]:
+    """Return the flags for the kind of request, and for when requests are sent."""
     return {
         "--kind": {
             "choices": ("generate", "embed", "infer"),
@@ -76,6 +80,13 @@ def _load_flags() -> dict[str, dict[str, Any]]:
             "metavar": "S",
             "help": "duration of each load (default: 10 to embed or infer, 30 with --rate; compare: 8)",
         },
+    }
+
+
+def _request_flags() -> dict[str, dict[str, Any]]:
+    """Return the flags for the content of requests."""
+    length = {"type": _lengths, "metavar": "N[:N]"}
+    return {
         "--prompt-tokens": length | {"help": "generate: length of the prompts, or from:to (default 128)"},
         "--max-tokens": length | {"help": "generate: length of the answers, or from:to (default 128)"},
         "--ignore-eos": {
@@ -90,6 +101,12 @@ def _load_flags() -> dict[str, dict[str, Any]]:
         },
         "--batch": {"type": _count, "metavar": "N", "help": "infer: rows per request (default 1)"},
         "--below": {"type": _count, "metavar": "N", "help": "infer: integer inputs are below this number (default 2)"},
+    }
+
+
+def _run_flags() -> dict[str, dict[str, Any]]:
+    """Return the flags for the run and for its evaluation."""
+    return {
         "--warmup": {
             "type": int,
             "metavar": "N",

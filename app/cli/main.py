@@ -11,60 +11,25 @@ import os
 import sys
 import time
 from argparse import Namespace
-from collections.abc import (
-    Callable,
-    Iterator,
-    Mapping,
-    Sequence,
-)
-from contextlib import (
-    contextmanager,
-    nullcontext,
-)
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rich.console import Console
-from rich.progress import (
-    BarColumn,
-    DownloadColumn,
-    Progress,
-    TextColumn,
-    TimeElapsedColumn,
-)
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeElapsedColumn
 
-from app.cli.parser import (
-    given_settings,
-    parse_arguments,
-)
+from app.cli.parser import given_settings, parse_arguments
 from app.cli.tables import PlanExplanation
-from app.errors import (
-    ArmatureError,
-    PlanImpossible,
-    SettingsInvalid,
-    StartupError,
-    UnknownArgument,
-)
+from app.errors import ArmatureError, PlanImpossible, SettingsInvalid, StartupError, UnknownArgument
 from app.hardware.plan.plan import make_plan
 from app.hardware.plan.precision import bf16_products
 from app.hardware.probe.probe import probe
-from app.server.prepare import (
-    CALIBRATE_COMMAND_SECONDS,
-    Prepared,
-    calibrate,
-    prepare,
-    with_kept_calibration,
-)
+from app.server.prepare import CALIBRATE_COMMAND_SECONDS, Prepared, calibrate, prepare, with_kept_calibration
 from app.server.termination_log import TerminationMessage
-from app.settings import (
-    Settings,
-    load_settings,
-)
+from app.settings import Settings, load_settings
 from app.weights.forms import RECIPES
-from app.weights.open import (
-    open_model,
-    require_checkpoint,
-)
+from app.weights.open import open_model, require_checkpoint
 
 if TYPE_CHECKING:
     from app.backends.base import HostBackend
@@ -119,11 +84,7 @@ def _probe(arguments: Namespace) -> int:
     """
     from rich.console import Console
 
-    from app.cli.tables import (
-        explain_plan,
-        render_explanation,
-        render_probe,
-    )
+    from app.cli.tables import explain_plan, render_explanation, render_probe
     from app.hardware.plan.plan import make_plan
     from app.hardware.probe.probe import probe
     from app.weights.forms import RECIPES
@@ -172,10 +133,7 @@ def _calibrate(arguments: Namespace) -> int:
 
 def _bench(arguments: Namespace) -> int:
     from app.bench.console import MeasurementFailed, print_outcome
-    from app.cli.bench import (
-        report_results,
-        run_bench,
-    )
+    from app.cli.bench import report_results, run_bench
 
     try:
         if getattr(arguments, "results", None):  # compare earlier results
@@ -189,10 +147,7 @@ def _bench(arguments: Namespace) -> int:
 
 def _tco(arguments: Namespace) -> int:
     from app.bench.console import MeasurementFailed
-    from app.bench.tco.command import (
-        CostArguments,
-        run_tco,
-    )
+    from app.bench.tco.command import CostArguments, run_tco
 
     results, published = tuple(arguments.results), arguments.published
     asked = CostArguments(results, arguments.target, arguments.p99_ms, arguments.instances, published, arguments.json)

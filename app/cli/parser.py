@@ -8,23 +8,14 @@ from __future__ import annotations
 
 import argparse
 import difflib
-from collections.abc import (
-    Mapping,
-    Sequence,
-)
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from app.cli.bench_parser import (
-    bench_flags,
-    cost_flags,
-)
+from app.cli.bench_parser import bench_flags, cost_flags
 from app.errors import UnknownArgument
-from app.settings import (
-    Settings,
-    setting_rows,
-)
+from app.settings import Settings, setting_rows
 from app.version import VERSION
 
 

@@ -8,47 +8,19 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import (
-    Callable,
-    Iterator,
-    Mapping,
-    Sequence,
-)
-from dataclasses import (
-    dataclass,
-    fields,
-)
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields
 from typing import Any
 
-from rich.console import (
-    Group,
-    RenderableType,
-)
+from rich.console import Group, RenderableType
 from rich.table import Table
 
-from app.hardware.decision import (
-    Measurements,
-    TrialTimes,
-    format_bytes,
-    format_count,
-)
-from app.hardware.facts import (
-    Cache,
-    CudaDevice,
-    Facts,
-    Needs,
-    NumaNode,
-    PowerMeter,
-    TorchBuild,
-    to_json_value,
-)
+from app.hardware.decision import Measurements, TrialTimes, format_bytes, format_count
+from app.hardware.facts import Cache, CudaDevice, Facts, Needs, NumaNode, PowerMeter, TorchBuild, to_json_value
 from app.hardware.plan.memory_budget import mac_gpu_bytes
 from app.hardware.plan.plan import ServingPlan
 from app.hardware.plan.trials import format_rate
-from app.server.prepare import (
-    Prepared,
-    with_kept_calibration,
-)
+from app.server.prepare import Prepared, with_kept_calibration
 from app.settings import Settings
 from app.weights.open import open_model
 

@@ -6,22 +6,11 @@ modules of the kind that is served are imported.
 
 from __future__ import annotations
 
-from collections.abc import (
-    Callable,
-    Collection,
-    Mapping,
-)
-from dataclasses import (
-    dataclass,
-    field,
-)
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, field
 from importlib import import_module
 from pathlib import Path
-from typing import (
-    Any,
-    Generic,
-    TypeVar,
-)
+from typing import Any, Generic, TypeVar
 
 from app.backends.base import BaseBackend
 from app.backends.selection import HOST_BACKENDS
@@ -29,10 +18,7 @@ from app.engine.worker import Engine
 from app.hardware.plan.plan import ServingPlan
 from app.metrics.step_time_model import StepTimeModel
 from app.weights.checkpoint import Checkpoint
-from app.weights.load import (
-    Model,
-    load_model,
-)
+from app.weights.load import Model, load_model
 from app.weights.packs import PackFolder
 from app.weights.program import ProgramCheckpoint
 

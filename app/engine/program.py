@@ -9,51 +9,21 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
-from collections.abc import (
-    Callable,
-    Mapping,
-    Sequence,
-)
-from dataclasses import (
-    dataclass,
-    field,
-)
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from app.backends.selection import select_host_backend
-from app.engine.build import (
-    BuildRequest,
-    BuiltEngine,
-    percent_reporter,
-    prepare_device,
-)
+from app.engine.build import BuildRequest, BuiltEngine, percent_reporter, prepare_device
 from app.engine.encoder.batching import BatchingDelay
 from app.engine.scheduler.policy import share_in_order
-from app.errors import (
-    CheckpointInvalid,
-    InvalidRequest,
-    RequestError,
-    StepFailed,
-)
+from app.errors import CheckpointInvalid, InvalidRequest, RequestError, StepFailed
 from app.hardware.step_times import ThrottleCorrection
-from app.messages import (
-    Abort,
-    Array,
-    ArraysReady,
-    Event,
-    Infer,
-    RequestFailed,
-    Signature,
-    TensorSpec,
-    Timings,
-)
-from app.metrics.stats import (
-    EngineSnapshot,
-    StepStats,
-)
+from app.messages import Abort, Array, ArraysReady, Event, Infer, RequestFailed, Signature, TensorSpec, Timings
+from app.metrics.stats import EngineSnapshot, StepStats
 from app.models.program import Program
 from app.weights.load_program import load_program
 from app.weights.program import ProgramCheckpoint

@@ -12,35 +12,12 @@ import sys
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
-from queue import (
-    Empty,
-    SimpleQueue,
-)
-from typing import (
-    Any,
-    Literal,
-    Protocol,
-    TypeVar,
-)
+from queue import Empty, SimpleQueue
+from typing import Any, Literal, Protocol, TypeVar
 
-from app.errors import (
-    ArmatureError,
-    RequestError,
-    ServiceStopping,
-    StepFailed,
-)
-from app.messages import (
-    Abort,
-    Command,
-    EngineRequest,
-    Event,
-    RequestFailed,
-    Stop,
-)
-from app.metrics.stats import (
-    EngineSnapshot,
-    StepStats,
-)
+from app.errors import ArmatureError, RequestError, ServiceStopping, StepFailed
+from app.messages import Abort, Command, EngineRequest, Event, RequestFailed, Stop
+from app.metrics.stats import EngineSnapshot, StepStats
 
 log = logging.getLogger(__name__)
 

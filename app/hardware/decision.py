@@ -3,17 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import (
-    dataclass,
-    field,
-    fields,
-)
-from typing import (
-    Any,
-    Generic,
-    Literal,
-    TypeVar,
-)
+from dataclasses import dataclass, field, fields
+from typing import Any, Generic, Literal, TypeVar
 
 T = TypeVar("T")
 RecipeKey = tuple[str, str, str]  # device kind, CPU architecture, precision: the key of weights/forms.py

@@ -7,14 +7,8 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from dataclasses import (
-    dataclass,
-    field,
-)
-from typing import (
-    Any,
-    Literal,
-)
+from dataclasses import dataclass, field
+from typing import Any, Literal
 
 CoreKind = Literal["performance", "efficiency"]
 CacheKind = Literal["data", "instruction", "unified"]

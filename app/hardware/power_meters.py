@@ -14,18 +14,10 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import (
-    IO,
-    Any,
-    Protocol,
-)
+from typing import IO, Any, Protocol
 from xml.parsers.expat import ExpatError
 
-from app.hardware.facts import (
-    CudaDevice,
-    PowerCounter,
-    PowerMeter,
-)
+from app.hardware.facts import CudaDevice, PowerCounter, PowerMeter
 from app.hardware.probe.host_files import HostFiles
 
 Clock = Callable[[], float]

@@ -8,21 +8,12 @@ whole machine, or its processors, including the work of other containers.
 from __future__ import annotations
 
 import re
-from collections.abc import (
-    Callable,
-    Iterator,
-)
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Literal
 
-from app.hardware.facts import (
-    PowerCounter,
-    PowerMeter,
-)
-from app.hardware.probe.host_files import (
-    HostFiles,
-    parse_fields,
-)
+from app.hardware.facts import PowerCounter, PowerMeter
+from app.hardware.probe.host_files import HostFiles, parse_fields
 
 _POWERCAP, _HWMON = "/sys/class/powercap", "/sys/class/hwmon"
 # Processor registers and memory-mapped registers may report the same packages; the first type that exists is used.

@@ -9,18 +9,9 @@ smaller than the number of threads.
 from __future__ import annotations
 
 import time
-from bisect import (
-    bisect_left,
-    bisect_right,
-)
-from collections.abc import (
-    Callable,
-    Mapping,
-)
-from dataclasses import (
-    dataclass,
-    replace,
-)
+from bisect import bisect_left, bisect_right
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 
 from app.hardware.decision import TrialTimes
 

@@ -11,10 +11,7 @@ from __future__ import annotations
 import ctypes
 import math
 import time
-from collections.abc import (
-    Callable,
-    Iterable,
-)
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np

@@ -9,21 +9,9 @@ from __future__ import annotations
 import itertools
 import statistics
 import time
-from collections.abc import (
-    Callable,
-    Hashable,
-    Iterable,
-    Mapping,
-    Sequence,
-)
-from dataclasses import (
-    dataclass,
-    field,
-)
-from typing import (
-    Generic,
-    TypeVar,
-)
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Generic, TypeVar
 
 Key = TypeVar("Key", bound=Hashable)
 Clock = Callable[[], float]

@@ -3,21 +3,11 @@
 from __future__ import annotations
 
 import re
-from collections.abc import (
-    Callable,
-    Iterator,
-    Mapping,
-)
-from dataclasses import (
-    asdict,
-    dataclass,
-)
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from prometheus_client.core import (
-    CounterMetricFamily,
-    GaugeMetricFamily,
-)
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.metrics_core import Metric
 
 from app.metrics.instruments import Metrics

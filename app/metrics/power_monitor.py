@@ -10,10 +10,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import deque
-from collections.abc import (
-    Callable,
-    Iterator,
-)
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,15 +18,8 @@ from typing import Any
 from prometheus_client.core import CounterMetricFamily
 from prometheus_client.metrics_core import Metric
 
-from app.hardware.facts import (
-    CudaDevice,
-    PowerMeter,
-)
-from app.hardware.power_meters import (
-    EnergyMeter,
-    open_energy_meter,
-    open_nvml_meter,
-)
+from app.hardware.facts import CudaDevice, PowerMeter
+from app.hardware.power_meters import EnergyMeter, open_energy_meter, open_nvml_meter
 from app.hardware.probe.host_files import HostFiles
 from app.metrics.gauges import gauge_family
 from app.metrics.instruments import Metrics

@@ -7,10 +7,7 @@ first request is corrected by what steps really take.
 from __future__ import annotations
 
 import logging
-from collections.abc import (
-    Callable,
-    Mapping,
-)
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from app.metrics.stats import Phase

@@ -4,21 +4,10 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence
-from dataclasses import (
-    asdict,
-    dataclass,
-)
-from typing import (
-    Any,
-    Final,
-    Literal,
-    get_args,
-)
+from dataclasses import asdict, dataclass
+from typing import Any, Final, Literal, get_args
 
-from app.hardware.step_times import (
-    StepTimes,
-    StepTimeTable,
-)
+from app.hardware.step_times import StepTimes, StepTimeTable
 
 Phase = Literal["prefill", "decode", "encode"]
 # The phase, and `mixed` for prefill next to streams that need their next token. Steps of one kind have similar costs.

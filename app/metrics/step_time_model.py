@@ -7,27 +7,13 @@ wait all read this model, and none of them keeps an estimate of its own. Without
 from __future__ import annotations
 
 import math
-from bisect import (
-    bisect_right,
-    insort,
-)
+from bisect import bisect_right, insort
 from collections import deque
-from dataclasses import (
-    dataclass,
-    field,
-)
+from dataclasses import dataclass, field
 from statistics import median
 
-from app.hardware.step_times import (
-    MIN_PREFILL_TOKENS,
-    StepTimes,
-    StepTimeTable,
-)
-from app.metrics.stats import (
-    Phase,
-    StepKind,
-    StepStats,
-)
+from app.hardware.step_times import MIN_PREFILL_TOKENS, StepTimes, StepTimeTable
+from app.metrics.stats import Phase, StepKind, StepStats
 
 # Steps in a correction factor, and recent steps that are kept for each number of rows. Four outliers do not change a
 # median of nine, and a wrong table is corrected within five steps.

@@ -8,11 +8,7 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import (
-    Callable,
-    Mapping,
-    Sequence,
-)
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -22,14 +18,7 @@ from torch import Tensor
 
 from app.errors import CheckpointInvalid
 from app.kernels.linear.linear import LinearForm
-from app.models.program_graph import (
-    LINEAR_TARGET,
-    Graph,
-    Node,
-    Ref,
-    TorchConstant,
-    refs,
-)
+from app.models.program_graph import LINEAR_TARGET, Graph, Node, Ref, TorchConstant, refs
 
 Values = dict[str, Any]
 

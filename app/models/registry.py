@@ -8,17 +8,9 @@ import torch
 from torch import nn
 
 from app.models.decoders.config import ModelConfig
-from app.models.decoders.decoder import (
-    Decoder,
-    DecoderBody,
-    GemmaLayer,
-    LlamaLayer,
-)
+from app.models.decoders.decoder import Decoder, DecoderBody, GemmaLayer, LlamaLayer
 from app.models.encoders.config import EncoderConfig
-from app.models.encoders.encoder import (
-    BertBody,
-    Encoder,
-)
+from app.models.encoders.encoder import BertBody, Encoder
 
 LAYERS: Mapping[str, type[nn.Module]] = {
     "LlamaForCausalLM": LlamaLayer,

@@ -14,62 +14,28 @@ import json
 import logging
 import os
 import time
-from collections.abc import (
-    Callable,
-    Mapping,
-)
+from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import (
-    dataclass,
-    replace,
-)
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import (
-    TYPE_CHECKING,
-    Any,
-)
+from typing import TYPE_CHECKING, Any
 
-from app.errors import (
-    NoRecipe,
-    PlanImpossible,
-    StepFailed,
-)
-from app.hardware.decision import (
-    Measurements,
-    TrialTimes,
-)
-from app.hardware.facts import (
-    Facts,
-    to_json_value,
-)
+from app.errors import NoRecipe, PlanImpossible, StepFailed
+from app.hardware.decision import Measurements, TrialTimes
+from app.hardware.facts import Facts, to_json_value
 from app.hardware.plan import precision
-from app.hardware.plan.plan import (
-    ServingPlan,
-    make_plan,
-)
+from app.hardware.plan.plan import ServingPlan, make_plan
 from app.hardware.plan.threads import CONTENDED_GAIN
 from app.hardware.plan.trials import TrialTimings
 from app.hardware.probe import software
 from app.hardware.probe.probe import probe
 from app.hardware.step_times import StepTimeTable
-from app.settings import (
-    MEASURED_SETTINGS,
-    Settings,
-)
+from app.settings import MEASURED_SETTINGS, Settings
 from app.version import VERSION
-from app.weights.cache_file import (
-    FileUnusable,
-    atomic_write,
-    differences,
-    log_not_kept,
-    open_trusted,
-)
+from app.weights.cache_file import FileUnusable, atomic_write, differences, log_not_kept, open_trusted
 from app.weights.checkpoint import Checkpoint
 from app.weights.forms import RECIPES
-from app.weights.open import (
-    OpenedModel,
-    open_model,
-)
+from app.weights.open import OpenedModel, open_model
 
 if TYPE_CHECKING:
     from app.engine.calibration.measure import CalibrationSubject

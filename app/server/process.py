@@ -13,11 +13,7 @@ import uvicorn
 from fastapi import FastAPI
 
 from app.api.middleware import BoundedHeadProtocol
-from app.errors import (
-    ServingFailed,
-    SettingsInvalid,
-    StartupError,
-)
+from app.errors import ServingFailed, SettingsInvalid, StartupError
 from app.server.app import create_app
 from app.server.prepare import prepare
 from app.server.startup import ServerRuntime

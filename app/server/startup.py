@@ -15,51 +15,24 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from threading import Event as Flag
-from typing import (
-    TYPE_CHECKING,
-    Any,
-)
+from typing import TYPE_CHECKING, Any
 
 from app.api.dependencies import ApiRuntime
-from app.engine.worker import (
-    Callbacks,
-    Worker,
-)
-from app.errors import (
-    ServiceStopping,
-    SettingsInvalid,
-)
-from app.hardware.facts import (
-    Facts,
-    to_json_value,
-)
+from app.engine.worker import Callbacks, Worker
+from app.errors import ServiceStopping, SettingsInvalid
+from app.hardware.facts import Facts, to_json_value
 from app.hardware.plan.plan import ServingPlan
 from app.hardware.probe.cgroup import find_cpu_stat
 from app.hardware.probe.host_files import HostFiles
 from app.messages import Stop
-from app.metrics.gauges import (
-    DeploymentGauges,
-    DeploymentInfo,
-    ServerInfo,
-    throttled_seconds,
-)
+from app.metrics.gauges import DeploymentGauges, DeploymentInfo, ServerInfo, throttled_seconds
 from app.metrics.instruments import Metrics
 from app.metrics.power_monitor import PowerMonitor
-from app.metrics.slow_steps import (
-    SlowStepDetector,
-    first_touch_seconds,
-)
-from app.metrics.speed_drift import (
-    ExpectedSpeed,
-    SpeedDrift,
-)
-from app.metrics.step_monitor import StepMonitor
+from app.metrics.speed_drift import ExpectedSpeed, SpeedDrift
+from app.metrics.step_monitor import SlowStepDetector, StepMonitor, first_touch_seconds
 from app.metrics.step_time_model import StepTimeModel
 from app.models.encoders.config import EncoderConfig
-from app.server.prepare import (
-    Prepared,
-    calibrate,
-)
+from app.server.prepare import Prepared, calibrate
 from app.service.served_model import (
     HELD_BYTES_DIVISOR,
     MIN_HELD_BYTES,
@@ -226,10 +199,7 @@ class ServerRuntime:
         began = time.monotonic()
         import torch  # noqa: F401  # imported here so that the time is logged
 
-        from app.engine.build import (
-            BuildRequest,
-            build,
-        )
+        from app.engine.build import BuildRequest, build
 
         log.info("torch imported in %.1f s", time.monotonic() - began)
         prepared = self._prepared = calibrate(self._prepared, report_stage)

@@ -10,25 +10,14 @@ from __future__ import annotations
 import sys
 import time
 from collections import deque
-from collections.abc import (
-    Callable,
-    Iterable,
-    Sequence,
-)
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from math import ceil
 from operator import attrgetter
 
-from app.engine.encoder.batching import (
-    TextCapacity,
-    share_step,
-    size_class,
-)
-from app.engine.scheduler.policy import (
-    admit_oldest,
-    share_in_order,
-)
+from app.engine.encoder.batching import TextCapacity, share_step, size_class
+from app.engine.scheduler.policy import admit_oldest, share_in_order
 from app.errors import Overloaded
 from app.hardware.step_times import StepTimes
 from app.metrics.stats import EngineSnapshot

@@ -4,41 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import (
-    Collection,
-    Sequence,
-)
+from collections.abc import Collection, Sequence
 
 from app.errors import RequestTimeout
-from app.messages import (
-    Abort,
-    ArraysReady,
-    Encode,
-    Infer,
-    RequestFailed,
-    Signature,
-)
+from app.messages import Abort, ArraysReady, Encode, Infer, RequestFailed, Signature
 from app.service.admission import Permit
-from app.service.engine_client import TimedEvent
-from app.service.inputs import (
-    check_texts,
-    is_short,
-    tokenize_texts,
-)
-from app.service.pipeline import (
-    RequestPipeline,
-    RequestRecord,
-)
-from app.service.requests import (
-    Encoded,
-    EncodingRequest,
-    InferenceRequest,
-    Inferred,
-)
-from app.service.served_model import (
-    ServedEncoder,
-    ServedProgram,
-)
+from app.service.engine_client import RequestPipeline, RequestRecord, TimedEvent
+from app.service.inputs import check_texts, is_short, tokenize_texts
+from app.service.requests import Encoded, EncodingRequest, InferenceRequest, Inferred
+from app.service.served_model import ServedEncoder, ServedProgram
 
 TOKEN_BYTES = 36  # a token id in a tuple: a pointer and an int object
 # Bytes of a value by datatype; all others have 4.

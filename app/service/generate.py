@@ -8,16 +8,9 @@ worker.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import (
-    AsyncGenerator,
-    Iterator,
-)
+from collections.abc import AsyncGenerator, Iterator
 from contextlib import contextmanager
-from dataclasses import (
-    dataclass,
-    field,
-    replace,
-)
+from dataclasses import dataclass, field, replace
 
 from app.errors import RequestTimeout
 from app.messages import (
@@ -33,21 +26,9 @@ from app.messages import (
 )
 from app.metrics.instruments import Metrics
 from app.service.admission import Permit
-from app.service.engine_client import TimedEvent
+from app.service.engine_client import RequestPipeline, RequestRecord, TimedEvent
 from app.service.inputs import tokenize_prompt
-from app.service.pipeline import (
-    RequestPipeline,
-    RequestRecord,
-)
-from app.service.requests import (
-    Accepted,
-    ChoiceFinished,
-    GenerationRequest,
-    ScoredToken,
-    StreamEvent,
-    TextDelta,
-    Usage,
-)
+from app.service.requests import Accepted, ChoiceFinished, GenerationRequest, ScoredToken, StreamEvent, TextDelta, Usage
 from app.service.served_model import ServedDecoder
 from app.text.stream import IncrementalDetokenizer
 from app.text.tokenizer import Tokenizer

@@ -6,29 +6,14 @@ depend on the loaded model only. They run in the service's thread pool, except f
 
 from __future__ import annotations
 
-from collections.abc import (
-    Mapping,
-    Sequence,
-)
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from app.errors import (
-    ContextLengthExceeded,
-    InvalidRequest,
-    UnsupportedParameter,
-    WrongModelKind,
-)
+from app.errors import ContextLengthExceeded, InvalidRequest, UnsupportedParameter, WrongModelKind
 from app.messages import Text
-from app.service.requests import (
-    EncodingRequest,
-    GenerationRequest,
-    TextInput,
-)
-from app.service.served_model import (
-    ServedDecoder,
-    ServedEncoder,
-)
+from app.service.requests import EncodingRequest, GenerationRequest, TextInput
+from app.service.served_model import ServedDecoder, ServedEncoder
 
 
 def tokenize_prompt(model: ServedDecoder, request: GenerationRequest) -> tuple[int, ...]:

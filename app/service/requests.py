@@ -7,19 +7,10 @@ All are plain frozen values. Each dialect translates its bodies to `GenerationRe
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import (
-    dataclass,
-    field,
-)
+from dataclasses import dataclass, field
 from typing import Any
 
-from app.messages import (
-    Array,
-    FinishReason,
-    SamplingParams,
-    Text,
-    Timings,
-)
+from app.messages import Array, FinishReason, SamplingParams, Text, Timings
 from app.metrics.instruments import Api
 
 

@@ -13,10 +13,7 @@ import numpy
 from numpy.typing import NDArray
 
 from app.errors import WrongModelKind
-from app.messages import (
-    Array,
-    Signature,
-)
+from app.messages import Array, Signature
 from app.models.encoders.config import EncoderConfig
 from app.text.chat import ChatTemplate
 from app.text.tokenizer import Tokenizer

@@ -6,48 +6,20 @@ It runs on the event loop and knows neither HTTP nor tensors nor API dialects.
 from __future__ import annotations
 
 import time
-from collections.abc import (
-    AsyncGenerator,
-    Callable,
-    Mapping,
-    Sequence,
-)
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import aclosing
 from typing import Any
 
-from app.errors import (
-    NotReady,
-    ServiceStopping,
-)
+from app.errors import NotReady, ServiceStopping
 from app.messages import Event
 from app.metrics.gauges import engine_gauges
 from app.metrics.instruments import Metrics
 from app.metrics.stats import EngineSnapshot
-from app.service import (
-    encode,
-    generate,
-)
-from app.service.engine_client import WorkerInterface
-from app.service.inputs import (
-    chat_token_ids,
-    check_ids,
-)
-from app.service.pipeline import RequestPipeline
-from app.service.requests import (
-    Encoded,
-    EncodingRequest,
-    GenerationRequest,
-    InferenceRequest,
-    Inferred,
-    StreamEvent,
-)
-from app.service.served_model import (
-    ServedDecoder,
-    ServedEncoder,
-    ServedModel,
-    ServedProgram,
-    wrong_kind_error,
-)
+from app.service import encode, generate
+from app.service.engine_client import RequestPipeline, WorkerInterface
+from app.service.inputs import chat_token_ids, check_ids
+from app.service.requests import Encoded, EncodingRequest, GenerationRequest, InferenceRequest, Inferred, StreamEvent
+from app.service.served_model import ServedDecoder, ServedEncoder, ServedModel, ServedProgram, wrong_kind_error
 from app.text.tokenizer import Tokenizer
 
 

@@ -8,33 +8,19 @@ of a template are errors of the request that used it.
 from __future__ import annotations
 
 import json
-from collections.abc import (
-    Mapping,
-    Sequence,
-)
+from collections.abc import Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
-from typing import (
-    Any,
-    NoReturn,
-)
+from typing import Any, NoReturn
 
 from jinja2 import nodes
-from jinja2.exceptions import (
-    SecurityError,
-    TemplateError,
-    TemplateSyntaxError,
-)
+from jinja2.exceptions import SecurityError, TemplateError, TemplateSyntaxError
 from jinja2.ext import Extension
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace
 
-from app.errors import (
-    CheckpointInvalid,
-    InvalidRequest,
-    UnsupportedParameter,
-)
+from app.errors import CheckpointInvalid, InvalidRequest, UnsupportedParameter
 
 # More than any context: 1 Mi tokens of four characters. It ends a template that writes without end.
 MAX_RENDERED_CHARACTERS = 4 * 2**20

@@ -8,25 +8,15 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import (
-    Mapping,
-    Sequence,
-)
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
-from types import (
-    MappingProxyType,
-    TracebackType,
-)
+from types import MappingProxyType, TracebackType
 from typing import Any
 
 import tokenizers
 
-from app.errors import (
-    ArmatureError,
-    CheckpointInvalid,
-    InvalidRequest,
-)
+from app.errors import ArmatureError, CheckpointInvalid, InvalidRequest
 from app.messages import Text
 
 # The named special tokens that chat templates may use, with transformers' names.

@@ -15,18 +15,9 @@ import os
 import stat
 import tempfile
 import time
-from collections.abc import (
-    Iterable,
-    Iterator,
-    Mapping,
-    Sequence,
-)
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import (
-    ExitStack,
-    contextmanager,
-    suppress,
-)
+from contextlib import ExitStack, contextmanager, suppress
 from io import FileIO
 from pathlib import Path
 

@@ -10,49 +10,19 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import (
-    Any,
-    Literal,
-)
+from typing import Any, Literal
 
 from app.errors import CheckpointInvalid
 from app.hardware.facts import Needs
 from app.models.decoders.config import ModelConfig
-from app.models.decoders.shapes import (
-    Shape,
-    tensors_of,
-)
-from app.models.encoders.config import (
-    EncoderConfig,
-    encoder_tensors_of,
-)
-from app.models.encoders.config_reader import (
-    is_encoder,
-    read_encoder,
-)
-from app.weights.files import (
-    check_directory,
-    check_not_lfs_pointer,
-    incomplete_copy_note,
-    read_object,
-    read_optional,
-)
-from app.weights.forms import (
-    decoder_bytes,
-    decoder_device_bytes,
-    encoder_bytes,
-    encoder_device_bytes,
-    int8_copy_bytes,
-)
-from app.weights.safetensors import (
-    TensorEntry,
-    read_header,
-)
+from app.models.decoders.shapes import Shape, tensors_of
+from app.models.encoders.config import EncoderConfig, encoder_tensors_of
+from app.models.encoders.config_reader import is_encoder, read_encoder
+from app.weights.files import check_directory, check_not_lfs_pointer, incomplete_copy_note, read_object, read_optional
+from app.weights.forms import decoder_bytes, decoder_device_bytes, encoder_bytes, encoder_device_bytes, int8_copy_bytes
+from app.weights.safetensors import TensorEntry, read_header
 from app.weights.sentence_transformers import read_sentence_config
-from app.weights.tensor_names import (
-    RenamedTensors,
-    rename_tensors,
-)
+from app.weights.tensor_names import RenamedTensors, rename_tensors
 
 INDEX = "model.safetensors.index.json"
 STORED_DTYPES: Mapping[str, str] = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}

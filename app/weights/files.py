@@ -7,14 +7,8 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import (
-    Iterator,
-    Mapping,
-)
-from contextlib import (
-    contextmanager,
-    suppress,
-)
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 

@@ -5,34 +5,16 @@ The form is the first of the recipe that suits the weight on this machine.
 
 from __future__ import annotations
 
-from collections.abc import (
-    Iterator,
-    Mapping,
-)
-from dataclasses import (
-    dataclass,
-    field,
-)
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
-from app.kernels.linear.bf16_panels import (
-    HybridFactory,
-    HybridLinear,
-)
+from app.kernels.linear.bf16_panels import HybridFactory, HybridLinear
 from app.kernels.linear.device import DeviceFactory
-from app.kernels.linear.int_panels import (
-    IntPanelFactory,
-    IntPanelLinear,
-)
-from app.kernels.linear.linear import (
-    DEVICE_FORMS,
-    FORMS,
-    QUANTISED_FORMS,
-    FormFactory,
-    Linear,
-)
+from app.kernels.linear.int_panels import IntPanelFactory, IntPanelLinear
+from app.kernels.linear.linear import DEVICE_FORMS, FORMS, QUANTISED_FORMS, FormFactory, Linear
 from app.models.decoders.decoder import RMSNorm
 from app.weights.forms import Recipe
 

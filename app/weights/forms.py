@@ -7,34 +7,15 @@ Torch is not needed.
 
 from __future__ import annotations
 
-from collections.abc import (
-    Mapping,
-    Sequence,
-)
-from dataclasses import (
-    dataclass,
-    replace,
-)
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 
 from app.errors import NoRecipe
 from app.hardware.decision import RecipeKey
-from app.kernels.linear.layout import (
-    LAYOUTS,
-    device_int4_bytes,
-    supports_device_int4,
-)
+from app.kernels.linear.layout import LAYOUTS, device_int4_bytes, supports_device_int4
 from app.models.decoders.config import ModelConfig
-from app.models.decoders.shapes import (
-    Shape,
-    norms_of,
-    products_of,
-)
-from app.models.encoders.config import (
-    EncoderConfig,
-    encoder_norm_elements,
-    encoder_products_of,
-    encoder_tables_of,
-)
+from app.models.decoders.shapes import Shape, norms_of, products_of
+from app.models.encoders.config import EncoderConfig, encoder_norm_elements, encoder_products_of, encoder_tables_of
 from app.weights.safetensors import TensorEntry
 
 

@@ -7,12 +7,7 @@ device memory, the host holds a few MiB at a time.
 
 from __future__ import annotations
 
-from collections.abc import (
-    Callable,
-    Iterator,
-    Mapping,
-    Sequence,
-)
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing
 from functools import partial
 
@@ -21,62 +16,21 @@ from torch import Tensor
 
 from app.backends.base import BaseBackend
 from app.hardware.plan.plan import ServingPlan
-from app.kernels.linear.bf16_panels import (
-    Bf16PanelLinear,
-    HybridLinear,
-)
+from app.kernels.linear.bf16_panels import Bf16PanelLinear, HybridLinear
 from app.kernels.linear.device import DeviceLinear
 from app.kernels.linear.int_panels import IntPanelLinear
-from app.kernels.linear.linear import (
-    EmptyForm,
-    FormFactory,
-    Linear,
-    LinearForm,
-    host_architecture,
-)
-from app.kernels.linear.quantization import (
-    column_maxima,
-    compute_gptq_factors,
-    smooth_scales,
-)
-from app.models.decoders.decoder import (
-    Decoder,
-    Embedding,
-    RMSNorm,
-)
-from app.models.encoders.encoder import (
-    DistanceBias,
-    Encoder,
-)
-from app.models.encoders.heads import (
-    DenseLayer,
-    LayerNorm,
-)
-from app.models.registry import (
-    build_decoder_model,
-    build_encoder_model,
-)
+from app.kernels.linear.linear import EmptyForm, FormFactory, Linear, LinearForm, host_architecture
+from app.kernels.linear.quantization import column_maxima, compute_gptq_factors, smooth_scales
+from app.models.decoders.decoder import Decoder, Embedding, RMSNorm
+from app.models.encoders.encoder import DistanceBias, Encoder
+from app.models.encoders.heads import DenseLayer, LayerNorm
+from app.models.registry import build_decoder_model, build_encoder_model
 from app.weights.checkpoint import Checkpoint
-from app.weights.form_choice import (
-    CacheablePacking,
-    FormChoice,
-    LayerPacking,
-)
-from app.weights.forms import (
-    DETERMINISTIC_RECIPES,
-    find_recipe,
-    for_encoder,
-)
-from app.weights.packs import (
-    PackFile,
-    PackFolder,
-    Progress,
-)
+from app.weights.form_choice import CacheablePacking, FormChoice, LayerPacking
+from app.weights.forms import DETERMINISTIC_RECIPES, find_recipe, for_encoder
+from app.weights.packs import PackFile, PackFolder, Progress
 from app.weights.safetensors import TensorEntry
-from app.weights.tensor_reader import (
-    TensorReader,
-    check_fp16,
-)
+from app.weights.tensor_reader import TensorReader, check_fp16
 
 Model = Decoder | Encoder
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}

@@ -9,26 +9,13 @@ import torch
 from torch import Tensor
 
 from app.hardware.plan.plan import ServingPlan
-from app.kernels.linear.linear import (
-    FormFactory,
-    Linear,
-    LinearForm,
-)
-from app.models.program import (
-    PackedProduct,
-    Program,
-)
+from app.kernels.linear.linear import FormFactory, Linear, LinearForm
+from app.models.program import PackedProduct, Program
 from app.models.program_graph import Ref
 from app.weights.form_choice import FormChoice
 from app.weights.load import form_choice
-from app.weights.program import (
-    CONVOLUTIONS,
-    ProgramCheckpoint,
-)
-from app.weights.program_archive import (
-    Archive,
-    StoredTensor,
-)
+from app.weights.program import CONVOLUTIONS, ProgramCheckpoint
+from app.weights.program_archive import Archive, StoredTensor
 
 Progress = Callable[[int, int], None]
 

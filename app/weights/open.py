@@ -13,15 +13,9 @@ from pathlib import Path
 
 from app.errors import CheckpointInvalid
 from app.settings import DEMO_DIRECTORY
-from app.weights.checkpoint import (
-    Checkpoint,
-    open_checkpoint,
-)
+from app.weights.checkpoint import Checkpoint, open_checkpoint
 from app.weights.files import readable_or_invalid
-from app.weights.program import (
-    ProgramCheckpoint,
-    open_program,
-)
+from app.weights.program import ProgramCheckpoint, open_program
 
 OpenedModel = Checkpoint | ProgramCheckpoint
 # Names of Python packages with a checkpoint in their folder `model`: (distribution, import package).

@@ -17,16 +17,9 @@ import os
 import time
 import warnings
 import zlib
-from collections.abc import (
-    Callable,
-    Mapping,
-    Sequence,
-)
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import (
-    ExitStack,
-    suppress,
-)
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -34,11 +27,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from app.kernels.linear import (
-    int_panels,
-    layout,
-    quantization,
-)
+from app.kernels.linear import int_panels, layout, quantization
 from app.kernels.linear.linear import host_architecture
 from app.kernels.native.library import native_library
 from app.kernels.native.memory import allocate_weights
@@ -52,10 +41,7 @@ from app.weights.cache_file import (
     open_trusted,
 )
 from app.weights.checkpoint import Checkpoint
-from app.weights.form_choice import (
-    FormChoice,
-    LayerPacking,
-)
+from app.weights.form_choice import FormChoice, LayerPacking
 from app.weights.safetensors import MAX_HEADER_BYTES
 
 MAGIC = b"armature pack 1\n"

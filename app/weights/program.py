@@ -10,25 +10,15 @@ from __future__ import annotations
 import hashlib
 import math
 import re
-from collections.abc import (
-    Iterator,
-    Mapping,
-    Sequence,
-)
-from dataclasses import (
-    dataclass,
-    field,
-)
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from app.errors import CheckpointInvalid
 from app.hardware.facts import Needs
-from app.messages import (
-    Signature,
-    TensorSpec,
-)
+from app.messages import Signature, TensorSpec
 from app.models.program_graph import (
     LINEAR_TARGET,
     SCHEMA_MAJOR,
@@ -42,10 +32,7 @@ from app.models.program_graph import (
     refs,
 )
 from app.weights.files import check_not_lfs_pointer
-from app.weights.program_archive import (
-    Archive,
-    StoredTensor,
-)
+from app.weights.program_archive import Archive, StoredTensor
 
 # torch's dtype names to those of the Open Inference Protocol.
 DATATYPES: Mapping[str, str] = {

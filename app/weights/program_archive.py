@@ -14,10 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from app.errors import CheckpointInvalid
-from app.models.program_graph import (
-    dtype_name,
-    read_size,
-)
+from app.models.program_graph import dtype_name, read_size
 from app.weights.files import remedy
 
 _MAX_JSON_BYTES = 256 * 2**20  # limit for a graph: a thousand layers take about ten megabytes

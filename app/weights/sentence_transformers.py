@@ -6,31 +6,17 @@ ignoring it would give other vectors.
 
 from __future__ import annotations
 
-from collections.abc import (
-    Mapping,
-    Sequence,
-)
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from app.errors import CheckpointInvalid
 from app.models.config_reader import ConfigReader
-from app.models.encoders.config import (
-    DenseConfig,
-    PoolingConfig,
-    PoolingMode,
-)
+from app.models.encoders.config import DenseConfig, PoolingConfig, PoolingMode
 from app.models.encoders.config_reader import SentenceConfig
-from app.models.encoders.head_config import (
-    TORCH_ACTIVATIONS,
-    score_function,
-)
-from app.weights.files import (
-    read_json,
-    read_object,
-    read_optional,
-)
+from app.models.encoders.head_config import TORCH_ACTIVATIONS, score_function
+from app.weights.files import read_json, read_object, read_optional
 
 MODULES = "modules.json"
 _POOLING: Mapping[str, PoolingMode] = {

@@ -8,18 +8,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import (
-    dataclass,
-    replace,
-)
+from dataclasses import dataclass, replace
 
 from app.errors import CheckpointInvalid
 from app.models.encoders.config import EncoderConfig
-from app.models.encoders.families import (
-    StoredName,
-    encoder_family,
-    stored_names,
-)
+from app.models.encoders.families import StoredName, encoder_family, stored_names
 from app.weights.safetensors import TensorEntry
 
 DECODER_PREFIX = "model."

@@ -11,11 +11,7 @@ import math
 import mmap
 import os
 import warnings
-from collections.abc import (
-    Iterator,
-    Mapping,
-    Sequence,
-)
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import BinaryIO
@@ -23,10 +19,7 @@ from typing import BinaryIO
 import torch
 from torch import Tensor
 
-from app.errors import (
-    CheckpointInvalid,
-    PlanImpossible,
-)
+from app.errors import CheckpointInvalid, PlanImpossible
 from app.weights.safetensors import TensorEntry
 
 TORCH_DTYPES: Mapping[str, torch.dtype] = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}

@@ -11,25 +11,10 @@ from typing import Any
 import httpx
 
 from app.api.dependencies import ApiRuntime
-from app.messages import (
-    Array,
-    ArraysReady,
-    Command,
-    Encode,
-    Infer,
-    Signature,
-    TensorSpec,
-    Timings,
-)
+from app.messages import Array, ArraysReady, Command, Encode, Infer, Signature, TensorSpec, Timings
 from app.metrics.instruments import Metrics
 from app.models.encoders.config import EncoderConfig
-from app.service.served_model import (
-    ServedDecoder,
-    ServedEncoder,
-    ServedModel,
-    ServedProgram,
-    ServingLimits,
-)
+from app.service.served_model import ServedDecoder, ServedEncoder, ServedModel, ServedProgram, ServingLimits
 from app.service.service import Service
 from fake_worker import FakeWorker, tokenizer
 from tests.api.conftest import application

@@ -14,14 +14,7 @@ import httpx
 from app.errors import NotReady
 from app.messages import Timings
 from app.metrics.stats import EngineSnapshot, StepLog
-from app.service.requests import (
-    Accepted,
-    ChoiceFinished,
-    GenerationRequest,
-    StreamEvent,
-    TextDelta,
-    Usage,
-)
+from app.service.requests import Accepted, ChoiceFinished, GenerationRequest, StreamEvent, TextDelta, Usage
 from app.service.served_model import wrong_kind_error
 
 Step = StreamEvent | Exception | asyncio.Event

@@ -9,21 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from app.api.native import (
-    DetokenizeBody,
-    GenerateBody,
-    TokenizeBody,
-)
-from app.api.openai.schemas import (
-    ChatBody,
-    CompletionBody,
-    MessagePart,
-)
-from app.api.schemas import (
-    Body,
-    SamplingFields,
-    parse_body,
-)
+from app.api.native import DetokenizeBody, GenerateBody, TokenizeBody
+from app.api.openai.schemas import ChatBody, CompletionBody, MessagePart
+from app.api.schemas import Body, SamplingFields, parse_body
 from app.errors import InvalidRequest
 
 BODIES: tuple[type[Body], ...] = (ChatBody, CompletionBody, GenerateBody, TokenizeBody, DetokenizeBody)

@@ -13,10 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 
-from app.api.encoders.routes import (
-    join_with_pauses,
-    to_json_list,
-)
+from app.api.encoders.routes import join_with_pauses, to_json_list
 from app.api.encoders.routes import to_base64_json as base64_of
 from app.messages import Text
 from app.service.inputs import MAX_TEXTS

@@ -10,19 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from app.api.encoders.schemas import (
-    ClassifyBody,
-    EmbedBody,
-    EmbeddingsBody,
-    RerankBody,
-)
+from app.api.encoders.schemas import ClassifyBody, EmbedBody, EmbeddingsBody, RerankBody
 from app.api.schemas import Body
-from app.api.tei import (
-    EmbedAllBody,
-    PredictBody,
-    RankBody,
-    SimilarityBody,
-)
+from app.api.tei import EmbedAllBody, PredictBody, RankBody, SimilarityBody
 from app.models.encoders.config import EncoderConfig
 from fake_encoder import CLASSIFIER, CONFIG, CROSS_ENCODER
 from tests.api.encoder_client import asking

@@ -6,10 +6,7 @@ import httpx
 import pytest
 
 from app.hardware.step_times import StepTimes, StepTimeTable
-from app.metrics.stats import (
-    EngineSnapshot,
-    StepStats,
-)
+from app.metrics.stats import EngineSnapshot, StepStats
 from tests.api.scripted_service import CountingMetrics, ScriptedService
 
 

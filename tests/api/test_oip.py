@@ -8,17 +8,9 @@ from typing import Any
 import httpx
 import pytest
 
-from app.errors import (
-    Overloaded,
-    StepFailed,
-)
+from app.errors import Overloaded, StepFailed
 from app.messages import Timings
-from app.service.requests import (
-    ChoiceFinished,
-    ScoredToken,
-    TextDelta,
-    Usage,
-)
+from app.service.requests import ChoiceFinished, ScoredToken, TextDelta, Usage
 from app.version import VERSION
 from fake_worker import tokenizer
 from tests.api.oip_fakes import decoder, encoder, program, serving

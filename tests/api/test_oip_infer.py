@@ -9,11 +9,7 @@ from typing import Any
 
 import pytest
 
-from app.messages import (
-    Signature,
-    TensorSpec,
-    Text,
-)
+from app.messages import Signature, TensorSpec, Text
 from tests.api.oip_fakes import Served, encoder, outputs, program, serving, tensor
 
 TEXTS = tensor("text", "BYTES", [2], ["the fox", "said"])

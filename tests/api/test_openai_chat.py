@@ -9,12 +9,7 @@ import pytest
 
 from app.errors import StepFailed
 from app.messages import Timings
-from app.service.requests import (
-    ChoiceFinished,
-    ScoredToken,
-    TextDelta,
-    Usage,
-)
+from app.service.requests import ChoiceFinished, ScoredToken, TextDelta, Usage
 from tests.api.scripted_service import ScriptedService, deltas, events
 
 URL = "/v1/chat/completions"

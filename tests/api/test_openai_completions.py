@@ -7,17 +7,9 @@ from typing import Any
 import httpx
 import pytest
 
-from app.errors import (
-    Overloaded,
-    StepFailed,
-)
+from app.errors import Overloaded, StepFailed
 from app.messages import Timings
-from app.service.requests import (
-    ChoiceFinished,
-    ScoredToken,
-    TextDelta,
-    Usage,
-)
+from app.service.requests import ChoiceFinished, ScoredToken, TextDelta, Usage
 from tests.api.scripted_service import ScriptedService, deltas, events
 
 URL = "/v1/completions"

@@ -7,13 +7,7 @@ from typing import Any
 import httpx
 import pytest
 
-from app.errors import (
-    NotReady,
-    Overloaded,
-    RequestTimeout,
-    ServiceStopping,
-    Unauthorized,
-)
+from app.errors import NotReady, Overloaded, RequestTimeout, ServiceStopping, Unauthorized
 from tests.api.scripted_service import CountingMetrics, ScriptedService
 
 JSON = {"content-type": "application/json"}

@@ -10,10 +10,7 @@ import pytest
 
 from app.api import tei
 from app.models.encoders.config import EncoderConfig
-from app.service.served_model import (
-    apply_score_function,
-    to_numpy,
-)
+from app.service.served_model import apply_score_function, to_numpy
 from fake_encoder import CLASSIFIER, CONFIG, CROSS_ENCODER, PROMPTED, SIZE, array, ids_of, logits, vector
 from tests.api.encoder_client import answer_of, asking
 

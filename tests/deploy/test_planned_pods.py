@@ -7,11 +7,7 @@ import dataclasses
 import pytest
 
 from app.errors import PlanImpossible
-from app.hardware.facts import (
-    Cgroup,
-    Facts,
-    Needs,
-)
+from app.hardware.facts import Cgroup, Facts, Needs
 from app.hardware.plan.plan import ServingPlan
 from external_tools import built
 from planned_machines import GIB, machine, plan

@@ -8,12 +8,7 @@ import re
 import pytest
 
 from app.server.startup import STOP_SECONDS
-from app.settings import (
-    PREFIX,
-    Settings,
-    load_settings,
-    setting_rows,
-)
+from app.settings import PREFIX, Settings, load_settings, setting_rows
 from external_tools import ROOT, Manifest, built
 from tests.deploy.clusters import (
     CLAIM,

@@ -14,11 +14,7 @@ from app.hardware.decision import Decision
 from app.hardware.plan.plan import ServingPlan
 from app.kernels.attention.attention import QkvHeads
 from app.kernels.attention.context import AttentionSpec
-from app.kernels.attention.paged import (
-    PackedTexts,
-    attend_texts_padded_torch,
-    paged_attention_torch,
-)
+from app.kernels.attention.paged import PackedTexts, attend_texts_padded_torch, paged_attention_torch
 from paged_steps import Shape, made_step
 
 pytestmark = pytest.mark.cuda

@@ -8,10 +8,7 @@ import pytest
 import torch
 
 from app.kernels.attention.attention import QkvHeads, token_bytes, view_kv_rows
-from app.kernels.elementwise import (
-    norms,
-    rope,
-)
+from app.kernels.elementwise import norms, rope
 from app.kernels.linear import device
 from app.kernels.triton import support
 

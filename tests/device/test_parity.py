@@ -18,12 +18,7 @@ from app.engine.encoder.batching import EncodeState
 from app.engine.encoder.device_runner import DeviceEncoderRunner
 from app.hardware.decision import Decision
 from app.hardware.plan.plan import ServingPlan
-from app.messages import (
-    Encode,
-    Generate,
-    Text,
-    TokensReady,
-)
+from app.messages import Encode, Generate, Text, TokensReady
 from device_engine import DeviceServed, prompt_of, request_of
 from loaded_models import load_on
 from run_encoder import random_texts

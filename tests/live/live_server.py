@@ -16,17 +16,10 @@ from typing import Any
 import httpx
 import uvicorn
 
-from app.engine.scheduler.batch import (
-    Batch,
-    SampledTokens,
-)
+from app.engine.scheduler.batch import Batch, SampledTokens
 from app.server.app import create_app
 from app.server.prepare import prepare
-from app.server.process import (
-    listen,
-    server_config,
-    url_of,
-)
+from app.server.process import listen, server_config, url_of
 from app.server.startup import ServerRuntime
 from app.settings import Settings
 from synchronous_runner import AtOnce

@@ -8,26 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from app.bench.console import (
-    Figure,
-    MeasurementFailed,
-)
-from app.bench.http import (
-    latency,
-    overhead,
-    process,
-)
+from app.bench.console import Figure, MeasurementFailed
+from app.bench.http import latency, overhead, process
 from app.bench.http.embed import EmbedBench, EmbedWorkload
 from app.bench.http.generate import GenerateBench
 from app.bench.http.infer import InferBench, InferWorkload
-from app.bench.http.load import (
-    LoadJob,
-    LoadLevel,
-    ServerBenchJob,
-    ServerTarget,
-    measure_load,
-    measure_server,
-)
+from app.bench.http.load import LoadJob, LoadLevel, ServerBenchJob, ServerTarget, measure_load, measure_server
 from app.bench.http.loops import RunLimits
 from app.bench.http.server import running_server
 from app.bench.http.tally import GenerateWorkload

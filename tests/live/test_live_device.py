@@ -11,11 +11,7 @@ from typing import Any
 import pytest
 
 from app.backends import selection
-from app.hardware.facts import (
-    CudaDevice,
-    Facts,
-    TorchBuild,
-)
+from app.hardware.facts import CudaDevice, Facts, TorchBuild
 from app.hardware.probe.probe import probe
 from app.server import prepare
 from app.settings import DEMO_DIRECTORY

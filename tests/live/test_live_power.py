@@ -10,10 +10,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families as parse_text
 
 from app.hardware import power_sources
-from app.hardware.facts import (
-    PowerCounter,
-    PowerMeter,
-)
+from app.hardware.facts import PowerCounter, PowerMeter
 from tests.live.live_server import LiveServer, live, until
 from tiny_encoders import Modules, write_encoder
 

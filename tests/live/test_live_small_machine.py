@@ -14,10 +14,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from app.hardware.decision import (
-    Measurements,
-    TrialTimes,
-)
+from app.hardware.decision import Measurements, TrialTimes
 from tests.live.live_server import PATIENCE, live, until
 from tools.peers.quota import CGROUPS, Quota
 

@@ -12,31 +12,16 @@ import torch
 from app.backends.cpu import CpuBackend
 from app.engine.decoder.cpu_runner import CpuDecoderRunner, DecoderReplay
 from app.engine.decoder.engine import DecoderEngine
-from app.engine.decoder.kv_cache import (
-    KvCache,
-    KvShape,
-)
+from app.engine.decoder.kv_cache import KvCache, KvShape
 from app.engine.sampling.sampler import Sampler
-from app.engine.scheduler.budget import PrefillBudget
 from app.engine.scheduler.kv_allocator import KvSlots
+from app.engine.scheduler.policy import PrefillBudget
 from app.engine.scheduler.queues import EngineLimits
 from app.engine.scheduler.scheduler import Scheduler
 from app.kernels.attention.attention import max_decode_queries
-from app.kernels.linear.bf16_panels import (
-    Bf16PanelLinear,
-    FixedOrderFactory,
-)
-from app.kernels.native.operations import (
-    OpCode,
-    has_kernel,
-)
-from app.messages import (
-    Generate,
-    RequestFailed,
-    SamplingParams,
-    SequenceFinished,
-    TokensReady,
-)
+from app.kernels.linear.bf16_panels import Bf16PanelLinear, FixedOrderFactory
+from app.kernels.native.operations import OpCode, has_kernel
+from app.messages import Generate, RequestFailed, SamplingParams, SequenceFinished, TokensReady
 from app.models.decoders.decoder import Decoder
 from loaded_models import load
 from tiny_checkpoints import write_checkpoint

@@ -14,23 +14,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from app.engine.encoder.batching import (
-    EncodeState,
-    TextSpan,
-)
+from app.engine.encoder.batching import EncodeState, TextSpan
 from app.engine.encoder.cpu_runner import EncoderRunner
 from app.engine.encoder.device_inputs import TextBatchShape
 from app.engine.encoder.device_runner import DeviceEncoderRunner
-from app.messages import (
-    Encode,
-    Text,
-)
+from app.messages import Encode, Text
 from app.models.encoders.encoder import Encoder
 from app.text.tokenizer import Tokenizer
-from app.weights.open import (
-    PACKAGED_MODELS,
-    package_directory,
-)
+from app.weights.open import PACKAGED_MODELS, package_directory
 from device_engine import DelayedSimulatedDevice
 from encoder_families import FAMILIES
 from fake_device import CUDA, fake_cuda

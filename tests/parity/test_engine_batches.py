@@ -13,18 +13,8 @@ from torch import Tensor
 
 from app.backends.cpu import CpuBackend
 from app.engine.decoder.cpu_runner import CpuDecoderRunner
-from app.engine.decoder.kv_cache import (
-    KvCache,
-    KvShape,
-)
-from app.engine.scheduler.batch import (
-    Batch,
-    KvCopy,
-    LogitRow,
-    SampledTokens,
-    ScheduledSpan,
-    Sequence,
-)
+from app.engine.decoder.kv_cache import KvCache, KvShape
+from app.engine.scheduler.batch import Batch, KvCopy, LogitRow, SampledTokens, ScheduledSpan, Sequence
 from app.messages import SamplingParams
 from loaded_models import load
 from reference_attention import PlainAttend, context_of

@@ -15,21 +15,10 @@ from torch import Tensor
 
 from app.engine.encoder.batching import BatchingDelay, EncodeState
 from app.engine.encoder.cpu_runner import EncoderRunner
-from app.engine.encoder.engine import (
-    EncoderEngine,
-    EncoderLimits,
-)
+from app.engine.encoder.engine import EncoderEngine, EncoderLimits
 from app.engine.encoder.sharding import LanePlanner
-from app.kernels.native.operations import (
-    OpCode,
-    has_kernel,
-)
-from app.messages import (
-    Array,
-    ArraysReady,
-    Encode,
-    Text,
-)
+from app.kernels.native.operations import OpCode, has_kernel
+from app.messages import Array, ArraysReady, Encode, Text
 from app.models.encoders.encoder import Encoder
 from loaded_models import load
 from run_encoder import encoded, random_texts

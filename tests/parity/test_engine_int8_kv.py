@@ -13,22 +13,10 @@ from torch import Tensor
 
 from app.backends.cpu import CpuBackend
 from app.engine.decoder.cpu_runner import CpuDecoderRunner
-from app.engine.decoder.kv_cache import (
-    KvCache,
-    KvShape,
-)
-from app.engine.scheduler.batch import (
-    Batch,
-    LogitRow,
-    SampledTokens,
-    ScheduledSpan,
-    Sequence,
-)
+from app.engine.decoder.kv_cache import KvCache, KvShape
+from app.engine.scheduler.batch import Batch, LogitRow, SampledTokens, ScheduledSpan, Sequence
 from app.kernels.attention.attention import max_decode_queries
-from app.kernels.native.operations import (
-    OpCode,
-    has_kernel,
-)
+from app.kernels.native.operations import OpCode, has_kernel
 from app.messages import SamplingParams
 from loaded_models import load
 from native_levels import at_level, levels

@@ -9,33 +9,16 @@ import pytest
 import torch
 
 from app.backends.cpu import CpuBackend
-from app.engine.decoder.cpu_runner import (
-    RECORD_AFTER_STEPS,
-    CpuDecoderRunner,
-    DecoderReplay,
-)
+from app.engine.decoder.cpu_runner import RECORD_AFTER_STEPS, CpuDecoderRunner, DecoderReplay
 from app.engine.decoder.engine import DecoderEngine
-from app.engine.decoder.kv_cache import (
-    KvCache,
-    KvShape,
-)
+from app.engine.decoder.kv_cache import KvCache, KvShape
 from app.engine.sampling.sampler import Sampler
-from app.engine.scheduler.budget import PrefillBudget
 from app.engine.scheduler.kv_allocator import KvSlots
+from app.engine.scheduler.policy import PrefillBudget
 from app.engine.scheduler.queues import EngineLimits
 from app.engine.scheduler.scheduler import Scheduler
-from app.kernels.native.operations import (
-    OpCode,
-    has_kernel,
-)
-from app.messages import (
-    Abort,
-    Generate,
-    RequestFailed,
-    SamplingParams,
-    SequenceFinished,
-    TokensReady,
-)
+from app.kernels.native.operations import OpCode, has_kernel
+from app.messages import Abort, Generate, RequestFailed, SamplingParams, SequenceFinished, TokensReady
 from app.models.decoders.decoder import Decoder
 from loaded_models import load
 from tiny_checkpoints import write_checkpoint

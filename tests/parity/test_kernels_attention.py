@@ -21,12 +21,7 @@ from app.kernels.attention.attention import (
 )
 from app.kernels.attention.attention import attend as native_attend
 from app.kernels.attention.context import AttentionSpec
-from app.kernels.native.operations import (
-    OpCode,
-    has_kernel,
-    observe_operations,
-    run_operation,
-)
+from app.kernels.native.operations import OpCode, has_kernel, observe_operations, run_operation
 from hypothesis_examples import examples
 from native_levels import at_level, levels
 from ragged_batches import Share, attend, make_batch

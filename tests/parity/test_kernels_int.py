@@ -13,15 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from app.kernels.linear.activations import (
-    quantise,
-    quantise_torch,
-    unpack_tiles,
-)
-from app.kernels.linear.int_panels import (
-    IntPanelFactory,
-    IntPanelLinear,
-)
+from app.kernels.linear.activations import quantise, quantise_torch, unpack_tiles
+from app.kernels.linear.int_panels import IntPanelFactory, IntPanelLinear
 from app.kernels.native.library import native_library
 from app.kernels.native.operations import PackIntArguments
 from hypothesis_examples import examples

@@ -8,18 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from app.kernels.elementwise.activations import (
-    TopLogits,
-    TopLogitsRequest,
-)
-from app.kernels.linear.int_panels import (
-    IntPanelFactory,
-    IntPanelLinear,
-)
-from app.kernels.native.operations import (
-    OpCode,
-    has_kernel,
-)
+from app.kernels.elementwise.activations import TopLogits, TopLogitsRequest
+from app.kernels.linear.int_panels import IntPanelFactory, IntPanelLinear
+from app.kernels.native.operations import OpCode, has_kernel
 from hypothesis_examples import examples
 
 pytestmark = pytest.mark.skipif(not has_kernel(OpCode.TOP_LOGITS), reason="no native kernels here")

@@ -6,10 +6,7 @@ import pytest
 import torch
 
 from app.kernels.linear.quantization import quantise_int4
-from app.kernels.linear.torch_int import (
-    KleidiFactory,
-    KleidiLinear,
-)
+from app.kernels.linear.torch_int import KleidiFactory, KleidiLinear
 
 GROUPS = [32, 64, 128, None]
 

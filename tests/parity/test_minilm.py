@@ -17,11 +17,7 @@ import torch.nn.functional as F
 from app.models.encoders.encoder import Encoder
 from app.text.tokenizer import Tokenizer
 from app.weights.checkpoint import Checkpoint
-from app.weights.open import (
-    PACKAGED_MODELS,
-    open_model,
-    package_directory,
-)
+from app.weights.open import PACKAGED_MODELS, open_model, package_directory
 from loaded_models import load
 from run_encoder import encoded
 

@@ -23,14 +23,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from app.kernels.elementwise.embedding import (
-    EmbeddingTable,
-    TableLayout,
-)
-from app.kernels.linear.activations import (
-    quantise,
-    unpack_tiles,
-)
+from app.kernels.elementwise.embedding import EmbeddingTable, TableLayout
+from app.kernels.linear.activations import quantise, unpack_tiles
 from app.kernels.linear.layout import PanelLayout
 from app.kernels.native.library import native_library
 from app.kernels.native.memory import aligned_bytes

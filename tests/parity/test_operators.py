@@ -10,28 +10,15 @@ import torch
 
 from app.backends.base import DeviceBackend
 from app.backends.mps import attention_function
-from app.engine.decoder.device_forward import (
-    DeviceForward,
-    StepBounds,
-)
-from app.engine.decoder.device_inputs import (
-    SamplingMode,
-    StepSizes,
-    block_size,
-    block_views,
-)
+from app.engine.decoder.device_forward import DeviceForward, StepBounds
+from app.engine.decoder.device_inputs import SamplingMode, StepSizes, block_size, block_views
 from app.engine.decoder.kv_cache import KvShape
 from app.engine.decoder.paged_kv_cache import PagedKvCache
 from app.engine.encoder.device_inputs import TextBatchShape
 from app.engine.encoder.device_runner import DeviceEncoderRunner
 from app.kernels.attention.attention import KvRows, QkvHeads
 from app.kernels.attention.context import AttentionSpec
-from app.kernels.attention.paged import (
-    PackedTexts,
-    PagedStep,
-    attend_texts_padded_torch,
-    paged_attention_torch,
-)
+from app.kernels.attention.paged import PackedTexts, PagedStep, attend_texts_padded_torch, paged_attention_torch
 from fake_device import CUDA, fake_cuda
 from loaded_models import load
 from operator_table import Listening, has_kernel

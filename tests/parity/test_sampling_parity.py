@@ -15,10 +15,7 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from app.engine.sampling.rows import (
-    apply_penalties,
-    filtered_probabilities,
-)
+from app.engine.sampling.rows import apply_penalties, filtered_probabilities
 from app.engine.scheduler.batch import Sequence
 from app.messages import SamplingParams
 

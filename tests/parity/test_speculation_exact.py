@@ -18,30 +18,17 @@ import torch
 from app.backends.cpu import CpuBackend
 from app.engine.decoder.cpu_runner import CpuDecoderRunner, DecoderReplay
 from app.engine.decoder.engine import DecoderEngine
-from app.engine.decoder.kv_cache import (
-    KvCache,
-    KvShape,
-)
+from app.engine.decoder.kv_cache import KvCache, KvShape
 from app.engine.sampling.sampler import Sampler
 from app.engine.scheduler.batch import Sequence
-from app.engine.scheduler.budget import PrefillBudget
 from app.engine.scheduler.kv_allocator import KvSlots
+from app.engine.scheduler.policy import PrefillBudget
 from app.engine.scheduler.queues import EngineLimits
 from app.engine.scheduler.scheduler import Scheduler
 from app.engine.scheduler.speculation import NgramDrafter, Speculation
 from app.kernels.attention.attention import max_decode_queries
-from app.kernels.native.operations import (
-    OpCode,
-    has_kernel,
-)
-from app.messages import (
-    Generate,
-    RequestFailed,
-    SamplingParams,
-    SequenceFinished,
-    TokenLogprob,
-    TokensReady,
-)
+from app.kernels.native.operations import OpCode, has_kernel
+from app.messages import Generate, RequestFailed, SamplingParams, SequenceFinished, TokenLogprob, TokensReady
 from app.metrics.stats import StepStats
 from app.models.decoders.decoder import Decoder
 from engine_simulation import FreeRows

@@ -24,10 +24,7 @@ from app.bench.engine.driver import DecoderDriver
 from app.bench.http.workload import TokenPrompts
 from app.engine.build import BuildRequest
 from app.engine.decoder.build import build_device_decoder_engine
-from app.hardware.facts import (
-    CudaDevice,
-    TorchBuild,
-)
+from app.hardware.facts import CudaDevice, TorchBuild
 from app.hardware.plan.plan import make_plan
 from app.hardware.probe.probe import probe
 from app.settings import Settings

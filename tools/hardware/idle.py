@@ -16,10 +16,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from app.server.prepare import (
-    Prepared,
-    prepare,
-)
+from app.server.prepare import Prepared, prepare
 from app.settings import Settings
 
 REPLAYS = 50

@@ -19,10 +19,7 @@ import torch
 
 from app.backends.base import HostBackend
 from app.backends.selection import select_backend
-from app.bench.engine.quality import (
-    QualityJob,
-    loaded_weight_bytes,
-)
+from app.bench.engine.quality import QualityJob, loaded_weight_bytes
 from app.engine.calibration.perplexity import (
     Correlations,
     Window,
@@ -38,10 +35,7 @@ from app.settings import load_settings
 from app.text.tokenizer import Tokenizer
 from app.weights.checkpoint import open_checkpoint
 from app.weights.forms import RECIPES
-from app.weights.load import (
-    load_model,
-    pack_weights,
-)
+from app.weights.load import load_model, pack_weights
 from app.weights.packs import PackFolder
 
 WAYS = ("as they are", "even", "even, shown a text")

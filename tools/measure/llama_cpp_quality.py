@@ -70,10 +70,7 @@ def _arguments() -> argparse.Namespace:
 
 
 def _ours(arguments: argparse.Namespace) -> tuple[list[Reading], list[list[int]]]:
-    from app.bench.engine.quality import (
-        QualityJob,
-        measure_quality,
-    )
+    from app.bench.engine.quality import QualityJob, measure_quality
     from app.engine.calibration.perplexity import read_windows
     from app.hardware.probe.probe import probe
     from app.settings import load_settings

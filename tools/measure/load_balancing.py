@@ -26,14 +26,8 @@ from app.bench.http.tally import (
     prompts_for,
     time_to_first_token,
 )
-from app.bench.http.wire import (
-    HttpClient,
-    event_loop,
-)
-from app.bench.http.workload import (
-    UniformLengths,
-    poisson_arrivals,
-)
+from app.bench.http.wire import HttpClient, event_loop
+from app.bench.http.workload import UniformLengths, poisson_arrivals
 from tools.peers.nginx import Rule, before
 from tools.peers.quota import Quota
 from tools.peers.servers import COMPLETIONS, ServerSide, ServerSpec, report_progress

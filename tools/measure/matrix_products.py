@@ -20,14 +20,8 @@ modules.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from app.kernels.elementwise.activations import activate
 from app.kernels.linear.activations import quantise
-from app.kernels.linear.int_panels import (
-    IntPanelFactory,
-    IntPanelLinear,
-)
-from app.kernels.linear.linear import (
-    FORMS,
-    ActivatingForm,
-)
+from app.kernels.linear.int_panels import IntPanelFactory, IntPanelLinear
+from app.kernels.linear.linear import FORMS, ActivatingForm
 from app.kernels.native.library import native_library
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}

@@ -12,19 +12,9 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
-from app.messages import (
-    Event,
-    Generate,
-    RequestFailed,
-    SamplingParams,
-    SequenceFinished,
-    TokensReady,
-)
+from app.messages import Event, Generate, RequestFailed, SamplingParams, SequenceFinished, TokensReady
 from app.metrics.step_time_model import StepTimeModel
-from app.server.prepare import (
-    calibrate,
-    prepare,
-)
+from app.server.prepare import calibrate, prepare
 from app.settings import load_settings
 from app.version import VERSION
 from tools.peers.turns import Peer, Rows
@@ -44,10 +34,7 @@ def load(model: Path, threads: int, options: dict[str, str]) -> Peer:
     prepared = calibrate(prepared, lambda stage: None)
     import torch
 
-    from app.bench.engine.driver import (
-        largest_cache_bytes,
-        product_costs,
-    )
+    from app.bench.engine.driver import largest_cache_bytes, product_costs
     from app.engine.build import BuildRequest
     from app.engine.decoder.build import build_decoder_engine
     from app.kernels.linear.linear import Linear

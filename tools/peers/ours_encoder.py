@@ -13,16 +13,9 @@ from collections.abc import Iterator
 from itertools import count
 from pathlib import Path
 
-from app.messages import (
-    ArraysReady,
-    Encode,
-    Text,
-)
+from app.messages import ArraysReady, Encode, Text
 from app.metrics.step_time_model import StepTimeModel
-from app.server.prepare import (
-    calibrate,
-    prepare,
-)
+from app.server.prepare import calibrate, prepare
 from app.settings import load_settings
 from app.version import VERSION
 from tools.peers.turns import Peer, Rows

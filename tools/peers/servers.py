@@ -22,22 +22,10 @@ from pathlib import Path
 from typing import IO
 
 from app.bench.http.client import stream_request
-from app.bench.http.dialects import (
-    GENERATE_DIALECTS,
-    StreamRequest,
-)
+from app.bench.http.dialects import GENERATE_DIALECTS, StreamRequest
 from app.bench.http.loops import RunLimits
-from app.bench.http.tally import (
-    GenerateRun,
-    GenerateTraffic,
-    GenerateWorkload,
-    first_served_model,
-    prompts_for,
-)
-from app.bench.http.wire import (
-    HttpClient,
-    HttpRequestFailed,
-)
+from app.bench.http.tally import GenerateRun, GenerateTraffic, GenerateWorkload, first_served_model, prompts_for
+from app.bench.http.wire import HttpClient, HttpRequestFailed
 from tools.peers.ports import free_port
 from tools.peers.sides import LAST_LINES, ROOT, environment
 

@@ -12,12 +12,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from app.bench.http.dialects import GENERATE_DIALECTS
-from app.bench.http.tally import (
-    GenerateTraffic,
-    GenerateWorkload,
-    first_served_model,
-    prompts_for,
-)
+from app.bench.http.tally import GenerateTraffic, GenerateWorkload, first_served_model, prompts_for
 from app.bench.http.wire import HttpClient
 from app.bench.http.workload import UniformLengths
 from tools.peers.ports import free_port

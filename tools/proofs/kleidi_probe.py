@@ -14,10 +14,7 @@ from app.engine.decoder.build import build_decoder_engine
 from app.kernels.linear.linear import Linear
 from app.kernels.linear.quantization import quantise_int4
 from app.kernels.linear.torch_int import KleidiLinear
-from app.messages import (
-    Generate,
-    SamplingParams,
-)
+from app.messages import Generate, SamplingParams
 from app.server.prepare import prepare
 from app.settings import load_settings
 from app.weights.open import require_checkpoint

@@ -10,15 +10,8 @@ from __future__ import annotations
 import asyncio
 import uuid
 from base64 import b64encode
-from collections.abc import (
-    Callable,
-    Iterable,
-    Mapping,
-)
-from dataclasses import (
-    dataclass,
-    replace,
-)
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy
@@ -27,12 +20,7 @@ from pydantic_core import to_json
 from starlette.requests import Request
 from starlette.responses import Response
 
-from app.api.dependencies import (
-    check_model,
-    count_refusals,
-    request_id,
-    runtime_of,
-)
+from app.api.dependencies import check_model, count_refusals, request_id, runtime_of
 from app.api.encoders.schemas import (
     ClassifyBody,
     ClassifyResponse,
@@ -45,26 +33,13 @@ from app.api.encoders.schemas import (
     TextsBody,
 )
 from app.api.openai.schemas import OPENAI_ERRORS
-from app.api.routing import (
-    BODY_ERRORS,
-    DialectRouter,
-    RequestBody,
-)
+from app.api.routing import BODY_ERRORS, DialectRouter, RequestBody
 from app.api.streaming import server_timing
 from app.errors import WrongModelKind
 from app.messages import Text
 from app.metrics.instruments import Api
-from app.service.requests import (
-    Encoded,
-    EncodingRequest,
-    TextInput,
-)
-from app.service.served_model import (
-    FloatArray,
-    ServedEncoder,
-    cosine_similarities,
-    to_numpy,
-)
+from app.service.requests import Encoded, EncodingRequest, TextInput
+from app.service.served_model import FloatArray, ServedEncoder, cosine_similarities, to_numpy
 from app.service.service import Service
 
 CHUNK_BYTES = 64 * 1024  # written in about half a millisecond

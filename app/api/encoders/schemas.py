@@ -3,27 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import (
-    Annotated,
-    Any,
-    ClassVar,
-    Literal,
-    NotRequired,
-)
+from typing import Annotated, Any, ClassVar, Literal, NotRequired
 
-from pydantic import (
-    Field,
-)
-from typing_extensions import (
-    TypedDict,
-)
+from pydantic import Field
+from typing_extensions import TypedDict
 
 from app.api.openai.schemas import IGNORED
-from app.api.schemas import (
-    Body,
-    Int64,
-    Texts,
-)
+from app.api.schemas import Body, Int64, Texts
 
 NonEmptyText = Annotated[str, Field(min_length=1)]
 NON_EMPTY = Field(fail_fast=True, min_length=1)

@@ -2,43 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import (
-    AsyncIterator,
-    Iterable,
-)
+from collections.abc import AsyncIterator, Iterable
 from typing import Any
 
 from starlette.requests import Request
-from starlette.responses import (
-    JSONResponse,
-    Response,
-)
+from starlette.responses import JSONResponse, Response
 
-from app.api.dependencies import (
-    count_refusals,
-    request_id,
-    runtime_of,
-)
-from app.api.oip.routes import (
-    MODEL_PATH,
-    VERSION_PATH,
-    check_origin,
-    requested_model,
-)
-from app.api.oip.schemas import (
-    OIP_ERRORS,
-    GenerateParameters,
-    OipGenerateBody,
-    OipGenerateEvent,
-    OipGenerateResponse,
-)
+from app.api.dependencies import count_refusals, request_id, runtime_of
+from app.api.oip.routes import MODEL_PATH, VERSION_PATH, check_origin, requested_model
+from app.api.oip.schemas import OIP_ERRORS, GenerateParameters, OipGenerateBody, OipGenerateEvent, OipGenerateResponse
 from app.api.oip.tensors import VERSION
-from app.api.routing import (
-    BODY_ERRORS,
-    DialectRouter,
-    RequestBody,
-    UnreadBody,
-)
+from app.api.routing import BODY_ERRORS, DialectRouter, RequestBody, UnreadBody
 from app.api.schemas import parse_body
 from app.api.streaming import (
     EventStreamResponse,
@@ -50,12 +24,7 @@ from app.api.streaming import (
 )
 from app.errors import InvalidRequest
 from app.messages import SamplingParams
-from app.service.requests import (
-    Accepted,
-    ChoiceFinished,
-    GenerationRequest,
-    ScoredToken,
-)
+from app.service.requests import Accepted, ChoiceFinished, GenerationRequest, ScoredToken
 from app.service.served_model import ServedDecoder
 
 Json = dict[str, Any]

@@ -6,45 +6,19 @@ For an encoder, input tensors become texts or token ids, and arrays become outpu
 from __future__ import annotations
 
 import math
-from collections.abc import (
-    Mapping,
-    Sequence,
-)
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy
 from numpy.typing import NDArray
 
-from app.api.oip.tensors import (
-    VALUE_BYTES,
-    VERSION,
-    InferRequest,
-    from_binary,
-    from_strings,
-    to_strings,
-)
-from app.errors import (
-    ContextLengthExceeded,
-    InvalidRequest,
-)
-from app.messages import (
-    Array,
-    Signature,
-    TensorSpec,
-    Text,
-)
+from app.api.oip.tensors import VALUE_BYTES, VERSION, InferRequest, from_binary, from_strings, to_strings
+from app.errors import ContextLengthExceeded, InvalidRequest
+from app.messages import Array, Signature, TensorSpec, Text
 from app.service.inputs import MAX_TEXTS
-from app.service.requests import (
-    Encoded,
-    EncodingRequest,
-    TextInput,
-)
-from app.service.served_model import (
-    ServedEncoder,
-    ServedModel,
-    ServedProgram,
-)
+from app.service.requests import Encoded, EncodingRequest, TextInput
+from app.service.served_model import ServedEncoder, ServedModel, ServedProgram
 
 Json = dict[str, Any]
 

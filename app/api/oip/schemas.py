@@ -3,29 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import (
-    Annotated,
-    Any,
-    ClassVar,
-    NotRequired,
-)
+from typing import Annotated, Any, ClassVar, NotRequired
 
-from pydantic import (
-    Field,
-)
-from typing_extensions import (
-    TypedDict,
-)
+from pydantic import Field
+from typing_extensions import TypedDict
 
-from app.api.errors import (
-    ErrorFormat,
-    HttpError,
-)
-from app.api.schemas import (
-    Body,
-    Int64,
-    SamplingFields,
-)
+from app.api.errors import ErrorFormat, HttpError
+from app.api.schemas import Body, Int64, SamplingFields
 
 MAX_TENSORS = 64  # inputs or outputs of one request
 MAX_DIMENSIONS = 16

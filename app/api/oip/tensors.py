@@ -10,15 +10,8 @@ import array
 import asyncio
 import math
 import struct
-from collections.abc import (
-    Iterator,
-    Mapping,
-    Sequence,
-)
-from dataclasses import (
-    dataclass,
-    field,
-)
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any
 
@@ -28,26 +21,12 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from app.api.encoders.routes import to_json_list
-from app.api.middleware import (
-    MAX_BODY_BYTES,
-    TENSOR_HEADER,
-)
-from app.api.oip.schemas import (
-    InferBody,
-    InferParameters,
-    InputTensor,
-    OutputTensor,
-)
+from app.api.middleware import MAX_BODY_BYTES, TENSOR_HEADER
+from app.api.oip.schemas import InferBody, InferParameters, InputTensor, OutputTensor
 from app.api.schemas import parse_body
 from app.api.streaming import server_timing
-from app.errors import (
-    BodyTooLarge,
-    InvalidRequest,
-)
-from app.messages import (
-    Array,
-    Timings,
-)
+from app.errors import BodyTooLarge, InvalidRequest
+from app.messages import Array, Timings
 
 # Bytes of one value. BYTES elements have a length prefix. BF16 is only in the protocol's binary extension.
 VALUE_BYTES = {

@@ -2,27 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import (
-    AsyncIterator,
-    Callable,
-    Iterable,
-)
+from collections.abc import AsyncIterator, Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from app.api.streaming import (
-    CollectedChoice,
-    CollectedCompletion,
-    GenerationStream,
-)
+from app.api.streaming import CollectedChoice, CollectedCompletion, GenerationStream
 from app.messages import FinishReason
-from app.service.requests import (
-    Accepted,
-    ChoiceFinished,
-    ScoredToken,
-    TextDelta,
-    Usage,
-)
+from app.service.requests import Accepted, ChoiceFinished, ScoredToken, TextDelta, Usage
 from app.version import VERSION
 
 Json = dict[str, Any]

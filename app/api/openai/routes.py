@@ -7,18 +7,9 @@ import uuid
 from typing import Any
 
 from starlette.requests import Request
-from starlette.responses import (
-    JSONResponse,
-    Response,
-)
+from starlette.responses import JSONResponse, Response
 
-from app.api.dependencies import (
-    ApiRuntime,
-    check_model,
-    count_refusals,
-    request_id,
-    runtime_of,
-)
+from app.api.dependencies import ApiRuntime, check_model, count_refusals, request_id, runtime_of
 from app.api.openai.responses import (
     ChatFormat,
     CompletionFormat,
@@ -39,11 +30,7 @@ from app.api.openai.schemas import (
     ModelObject,
     TextCompletion,
 )
-from app.api.routing import (
-    BODY_ERRORS,
-    DialectRouter,
-    RequestBody,
-)
+from app.api.routing import BODY_ERRORS, DialectRouter, RequestBody
 from app.api.streaming import (
     DONE,
     EventStreamResponse,
@@ -54,10 +41,7 @@ from app.api.streaming import (
     server_timing,
     wait_for_first_token,
 )
-from app.errors import (
-    InvalidRequest,
-    UnsupportedParameter,
-)
+from app.errors import InvalidRequest, UnsupportedParameter
 from app.messages import SamplingParams
 from app.service.requests import GenerationRequest
 

@@ -6,33 +6,13 @@ Request bodies have supported fields, ignored fields, and fields that must be ne
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import (
-    Annotated,
-    Any,
-    ClassVar,
-    Literal,
-    NotRequired,
-)
+from typing import Annotated, Any, ClassVar, Literal, NotRequired
 
-from pydantic import (
-    Field,
-)
-from typing_extensions import (
-    TypedDict,
-)
+from pydantic import Field
+from typing_extensions import TypedDict
 
-from app.api.errors import (
-    ErrorFormat,
-    HttpError,
-)
-from app.api.schemas import (
-    MAX_MESSAGES,
-    MAX_PARTS,
-    Body,
-    Int64,
-    Prompts,
-    SamplingFields,
-)
+from app.api.errors import ErrorFormat, HttpError
+from app.api.schemas import MAX_MESSAGES, MAX_PARTS, Body, Int64, Prompts, SamplingFields
 
 # Fields for labels, billing and storage at OpenAI, and hints about tool calls, which have no effect without tools.
 IGNORED = frozenset(

@@ -12,23 +12,12 @@ import os
 import re
 import time
 from collections import Counter
-from collections.abc import (
-    Callable,
-    Iterator,
-    Mapping,
-    Sequence,
-)
-from dataclasses import (
-    dataclass,
-    field,
-)
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from app.bench.compare.result import (
-    LoadPoint,
-    PointEnergy,
-)
+from app.bench.compare.result import LoadPoint, PointEnergy
 from app.bench.http.client import ArmatureClient
 
 SHORTEST_SECONDS = 1.0  # CPU time is counted in hundredths of a second: for a shorter interval no ratio is reported

@@ -6,41 +6,19 @@ rows in Armature's native API) are the same on every machine.
 
 from __future__ import annotations
 
-from collections.abc import (
-    Awaitable,
-    Callable,
-    Iterator,
-    Mapping,
-    Sequence,
-)
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 from urllib.parse import quote
 
-from app.bench.compare.result import (
-    LoadKind,
-    LoadSpec,
-)
+from app.bench.compare.result import LoadKind, LoadSpec
 from app.bench.console import MeasurementFailed
 from app.bench.http.client import ArmatureClient
-from app.bench.http.dialects import (
-    GENERATE_DIALECTS,
-    EmbedDialect,
-)
-from app.bench.http.embed import (
-    EmbedTraffic,
-    EmbedWorkload,
-    text_prompts_for,
-)
-from app.bench.http.infer import (
-    InferWorkload,
-    infer_traffic_for,
-)
+from app.bench.http.dialects import GENERATE_DIALECTS, EmbedDialect
+from app.bench.http.embed import EmbedTraffic, EmbedWorkload, text_prompts_for
+from app.bench.http.infer import InferWorkload, infer_traffic_for
 from app.bench.http.load import TrafficSender
-from app.bench.http.tally import (
-    GenerateTraffic,
-    GenerateWorkload,
-)
+from app.bench.http.tally import GenerateTraffic, GenerateWorkload
 from app.bench.http.wire import HttpClient
 from app.bench.http.workload import UniformLengths
 

@@ -11,62 +11,24 @@ import math
 import os
 import re
 import time
-from collections.abc import (
-    Iterator,
-    Mapping,
-    Sequence,
-)
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing
-from dataclasses import (
-    dataclass,
-    field,
-    replace,
-)
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from app.bench.compare.environment import (
-    MeasurementFacts,
-    conditions_between,
-    measurement_caveats,
-    read_resources,
-)
+from app.bench.compare.environment import MeasurementFacts, conditions_between, measurement_caveats, read_resources
 from app.bench.compare.loads import protocol_loads
-from app.bench.compare.points import (
-    ServerUnderTest,
-    StepLogReader,
-    measure_point,
-)
-from app.bench.compare.result import (
-    SCHEMA,
-    CompareResult,
-    LoadPoint,
-    LoadSpec,
-    write_result,
-)
+from app.bench.compare.points import ServerUnderTest, StepLogReader, measure_point
+from app.bench.compare.result import SCHEMA, CompareResult, LoadPoint, LoadSpec, write_result
 from app.bench.compare.summary import summarize_result
-from app.bench.console import (
-    AdvanceProgress,
-    BenchOutcome,
-    MeasurementFailed,
-    progress,
-)
+from app.bench.console import AdvanceProgress, BenchOutcome, MeasurementFailed, progress
 from app.bench.http.client import ArmatureClient
-from app.bench.http.load import (
-    TICK_SECONDS,
-    ServerTarget,
-    report_progress,
-)
-from app.bench.http.loops import (
-    LoadRun,
-    RunLimits,
-)
+from app.bench.http.load import TICK_SECONDS, ServerTarget, report_progress
+from app.bench.http.loops import LoadRun, RunLimits
 from app.bench.http.server import running_server
-from app.bench.http.wire import (
-    HttpClient,
-    event_loop,
-)
+from app.bench.http.wire import HttpClient, event_loop
 
 POINT_SECONDS = 8.0
 _RESULT_PREFIX = f'{{"schema":"{SCHEMA.partition("/")[0]}/'.encode()  # the first bytes of a result file of any version

@@ -7,40 +7,20 @@ from __future__ import annotations
 
 import gc
 import time
-from collections.abc import (
-    Iterable,
-    Iterator,
-)
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from app.bench.compare.environment import (
-    LoadConditions,
-    conditions_between,
-    read_resources,
-)
+from app.bench.compare.environment import LoadConditions, conditions_between, read_resources
 from app.bench.compare.loads import make_sender
-from app.bench.compare.result import (
-    LoadPoint,
-    LoadSpec,
-    StepColumns,
-)
+from app.bench.compare.result import LoadPoint, LoadSpec, StepColumns
 from app.bench.console import MeasurementFailed
-from app.bench.http import (
-    loops,
-    tally,
-)
+from app.bench.http import loops, tally
 from app.bench.http.client import ArmatureClient
-from app.bench.http.embed import (
-    EmbedTiming,
-    num_tokens,
-)
+from app.bench.http.embed import EmbedTiming, num_tokens
 from app.bench.http.load import TrafficSender
-from app.bench.http.loops import (
-    LoadRun,
-    RunLimits,
-)
+from app.bench.http.loops import LoadRun, RunLimits
 from app.bench.http.tally import GenerateTiming
 from app.bench.http.wire import HttpClient
 

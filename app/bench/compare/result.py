@@ -10,19 +10,9 @@ from __future__ import annotations
 import json
 import os
 from pathlib import Path
-from typing import (
-    Any,
-    Literal,
-    Self,
-)
+from typing import Any, Literal, Self
 
-from pydantic import (
-    BaseModel,
-    ConfigDict,
-    Field,
-    ValidationError,
-    model_validator,
-)
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from app.bench.console import MeasurementFailed
 

@@ -3,22 +3,11 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import (
-    Iterator,
-    Sequence,
-)
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from app.bench.compare.result import (
-    CompareResult,
-    LoadPoint,
-)
-from app.bench.console import (
-    BenchOutcome,
-    Figure,
-    MeasurementFailed,
-    percentile,
-)
+from app.bench.compare.result import CompareResult, LoadPoint
+from app.bench.console import BenchOutcome, Figure, MeasurementFailed, percentile
 from app.bench.tco.capacity import machine_options
 from app.bench.tco.prices import read_prices
 

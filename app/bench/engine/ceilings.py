@@ -6,24 +6,14 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import (
-    Iterable,
-    Iterator,
-    Mapping,
-)
-from dataclasses import (
-    dataclass,
-    field,
-)
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import torch
 
 from app.backends.base import BaseBackend
-from app.bench.console import (
-    Figure,
-    percentile,
-)
+from app.bench.console import Figure, percentile
 from app.kernels.ceilings import (
     COPY_BYTES,
     FREE_MEMORY_FRACTION,

@@ -8,30 +8,15 @@ from __future__ import annotations
 import gc
 import math
 import time
-from collections.abc import (
-    Iterable,
-    Iterator,
-    Sequence,
-)
-from contextlib import (
-    closing,
-    contextmanager,
-)
-from dataclasses import (
-    dataclass,
-    replace,
-)
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import closing, contextmanager
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
 from app.backends.base import BaseBackend
-from app.bench.console import (
-    AdvanceProgress,
-    BenchOutcome,
-    Figure,
-    progress,
-)
+from app.bench.console import AdvanceProgress, BenchOutcome, Figure, progress
 from app.bench.engine.ceilings import (
     DTYPES,
     CeilingSampler,
@@ -40,22 +25,10 @@ from app.bench.engine.ceilings import (
     WorkSamples,
     mean_ceilings,
 )
-from app.bench.engine.driver import (
-    PROMPT_TOKENS,
-    DecoderDriver,
-    ProductCosts,
-    largest_cache_bytes,
-    product_costs,
-)
+from app.bench.engine.driver import PROMPT_TOKENS, DecoderDriver, ProductCosts, largest_cache_bytes, product_costs
 from app.bench.http.workload import TokenPrompts
-from app.engine.build import (
-    BuildRequest,
-    BuiltEngine,
-)
-from app.engine.decoder.build import (
-    build_decoder_engine,
-    build_device_decoder_engine,
-)
+from app.engine.build import BuildRequest, BuiltEngine
+from app.engine.decoder.build import build_decoder_engine, build_device_decoder_engine
 from app.engine.decoder.engine import DecoderEngine
 from app.hardware.decision import Decision
 from app.hardware.facts import Facts

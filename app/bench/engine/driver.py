@@ -18,20 +18,12 @@ from app.engine.decoder.engine import DecoderEngine
 from app.hardware.facts import Facts
 from app.kernels.ceilings import cache_bytes
 from app.kernels.linear.bf16_panels import HybridLinear
-from app.kernels.linear.linear import (
-    Linear,
-    LinearForm,
-)
-from app.messages import (
-    Abort,
-    Generate,
-    RequestFailed,
-    SamplingParams,
-)
+from app.kernels.linear.linear import Linear, LinearForm
+from app.messages import Abort, Generate, RequestFailed, SamplingParams
 
 PROMPT_TOKENS = 128
 SEGMENT_STEPS = 100  # more steps would measure the growing context instead of the step
-MIN_PREFILL_CHUNK = 8  # smallest prefill chunk of a step, as in engine/scheduler/budget.py
+MIN_PREFILL_CHUNK = 8  # smallest prefill chunk of a step, as in engine/scheduler/policy.py
 MAX_STEPS = 10_000  # limit until all sequences of a workload decode together
 
 

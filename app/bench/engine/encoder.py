@@ -10,68 +10,27 @@ import math
 import time
 from collections.abc import Callable
 from contextlib import closing
-from dataclasses import (
-    dataclass,
-    field,
-)
+from dataclasses import dataclass, field
 from statistics import median
-from typing import (
-    Any,
-    Protocol,
-    TypeVar,
-)
+from typing import Any, Protocol, TypeVar
 
 import torch
 
-from app.bench.console import (
-    AdvanceProgress,
-    BenchOutcome,
-    Figure,
-    MeasurementFailed,
-    percentile,
-    progress,
-)
-from app.bench.engine.ceilings import (
-    CeilingSampler,
-    WorkSamples,
-    mean_ceilings,
-)
-from app.bench.engine.decoder import (
-    EngineBenchOptions,
-    ceiling_sampler,
-    device_label,
-    gc_disabled,
-)
-from app.bench.engine.driver import (
-    ProductCosts,
-    largest_cache_bytes,
-    product_costs,
-)
+from app.bench.console import AdvanceProgress, BenchOutcome, Figure, MeasurementFailed, percentile, progress
+from app.bench.engine.ceilings import CeilingSampler, WorkSamples, mean_ceilings
+from app.bench.engine.decoder import EngineBenchOptions, ceiling_sampler, device_label, gc_disabled
+from app.bench.engine.driver import ProductCosts, largest_cache_bytes, product_costs
 from app.bench.http.workload import TokenPrompts
-from app.engine.build import (
-    BuildRequest,
-    BuiltEngine,
-)
-from app.engine.encoder.build import (
-    build_device_encoder_engine,
-    build_encoder_engine,
-)
+from app.engine.build import BuildRequest, BuiltEngine
+from app.engine.encoder.build import build_device_encoder_engine, build_encoder_engine
 from app.engine.encoder.engine import EncoderEngine
 from app.hardware.facts import Facts
 from app.hardware.plan.plan import ServingPlan
 from app.hardware.step_times import StepTimeTable
-from app.messages import (
-    ArraysReady,
-    Encode,
-    Event,
-    Text,
-)
+from app.messages import ArraysReady, Encode, Event, Text
 from app.metrics.stats import StepStats
 from app.metrics.step_time_model import StepTimeModel
-from app.models.encoders.config import (
-    EncoderConfig,
-    encoder_products_of,
-)
+from app.models.encoders.config import EncoderConfig, encoder_products_of
 from app.models.encoders.encoder import Encoder
 from app.weights.checkpoint import Checkpoint
 

@@ -8,47 +8,22 @@ from __future__ import annotations
 
 import ctypes
 import time
-from collections.abc import (
-    Callable,
-    Iterator,
-    Mapping,
-)
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing
 
 import torch
 
-from app.bench.console import (
-    AdvanceProgress,
-    BenchOutcome,
-    Figure,
-    progress,
-)
-from app.bench.engine.ceilings import (
-    CpuCeilingSampler,
-    WorkSamples,
-    mean_ceilings,
-)
-from app.engine.decoder.kv_cache import (
-    KvCache,
-    KvShape,
-)
+from app.bench.console import AdvanceProgress, BenchOutcome, Figure, progress
+from app.bench.engine.ceilings import CpuCeilingSampler, WorkSamples, mean_ceilings
+from app.engine.decoder.kv_cache import KvCache, KvShape
 from app.hardware.facts import Facts
 from app.hardware.plan.plan import ServingPlan
 from app.kernels.attention.attention import AttentionSequence, AttentionStep, KvSegment, attend
 from app.kernels.linear.activations import quantise
-from app.kernels.linear.int_panels import (
-    IntPanelFactory,
-    IntPanelLinear,
-)
+from app.kernels.linear.int_panels import IntPanelFactory, IntPanelLinear
 from app.kernels.native.library import native_library
 from app.kernels.native.memory import aligned_bytes
-from app.kernels.native.operations import (
-    OpCode,
-    ProductOutput,
-    has_kernel,
-    observe_operations,
-    operation_array,
-)
+from app.kernels.native.operations import OpCode, ProductOutput, has_kernel, observe_operations, operation_array
 
 SEQUENCES, KV_TOKENS = 8, 4000
 

@@ -14,50 +14,19 @@ from statistics import median
 
 import torch
 
-from app.bench.console import (
-    BenchOutcome,
-    Figure,
-    MeasurementFailed,
-    percentile,
-    progress,
-)
-from app.bench.engine.ceilings import (
-    CpuCeilingSampler,
-    WorkSamples,
-)
-from app.bench.engine.decoder import (
-    INTEGER_PRECISIONS,
-    EngineBenchOptions,
-    gc_disabled,
-)
+from app.bench.console import BenchOutcome, Figure, MeasurementFailed, percentile, progress
+from app.bench.engine.ceilings import CpuCeilingSampler, WorkSamples
+from app.bench.engine.decoder import INTEGER_PRECISIONS, EngineBenchOptions, gc_disabled
 from app.bench.engine.driver import ProductCosts
-from app.bench.engine.encoder import (
-    BatchTimes,
-    run_batch_rounds,
-    time_request,
-)
+from app.bench.engine.encoder import BatchTimes, run_batch_rounds, time_request
 from app.engine.build import BuildRequest
-from app.engine.program import (
-    FREE_DIMENSION_SIZE,
-    ProgramEngine,
-    build_program_engine,
-    synthetic_inputs,
-    to_array,
-)
+from app.engine.program import FREE_DIMENSION_SIZE, ProgramEngine, build_program_engine, synthetic_inputs, to_array
 from app.hardware.facts import Facts
 from app.hardware.plan.plan import ServingPlan
 from app.hardware.step_times import StepTimeTable
-from app.messages import (
-    Array,
-    Infer,
-    Signature,
-)
+from app.messages import Array, Infer, Signature
 from app.metrics.step_time_model import StepTimeModel
-from app.weights.program import (
-    ProgramCheckpoint,
-    operations_per_row,
-    read_bytes,
-)
+from app.weights.program import ProgramCheckpoint, operations_per_row, read_bytes
 
 ROWS = (1, 4, 8, 16, 32)  # rows of a batch
 _KINDS = {"fp32": torch.float32, "bf16": torch.bfloat16}

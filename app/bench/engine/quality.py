@@ -8,41 +8,20 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import (
-    dataclass,
-    field,
-)
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
-from torch import (
-    Tensor,
-    nn,
-)
+from torch import Tensor, nn
 
 from app.backends.base import HostBackend
 from app.backends.selection import select_host_backend
-from app.bench.console import (
-    AdvanceProgress,
-    BenchOutcome,
-    Figure,
-    progress,
-)
-from app.engine.calibration.perplexity import (
-    Window,
-    WindowScorer,
-    read_windows,
-)
+from app.bench.console import AdvanceProgress, BenchOutcome, Figure, progress
+from app.engine.calibration.perplexity import Window, WindowScorer, read_windows
 from app.engine.decoder.kv_cache import kv_dtype
-from app.errors import (
-    NoRecipe,
-    PlanImpossible,
-)
+from app.errors import NoRecipe, PlanImpossible
 from app.hardware.facts import Facts
-from app.hardware.plan.plan import (
-    ServingPlan,
-    make_plan,
-)
+from app.hardware.plan.plan import ServingPlan, make_plan
 from app.kernels.linear.linear import Linear
 from app.settings import Settings
 from app.text.tokenizer import Tokenizer

@@ -9,60 +9,30 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import (
-    Callable,
-    Iterator,
-    Mapping,
-)
-from dataclasses import (
-    dataclass,
-    field,
-)
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
 
-from app.bench.console import (
-    AdvanceProgress,
-    BenchOutcome,
-    Figure,
-    compute_spread,
-    percentile,
-    progress,
-)
+from app.bench.console import AdvanceProgress, BenchOutcome, Figure, compute_spread, percentile, progress
 from app.bench.engine.driver import DecoderDriver
 from app.bench.http.workload import TokenPrompts
 from app.engine.build import BuildRequest
 from app.engine.decoder.build import build_decoder_engine
 from app.engine.decoder.cpu_runner import DecoderReplay
-from app.errors import (
-    NoRecipe,
-    PlanImpossible,
-)
+from app.errors import NoRecipe, PlanImpossible
 from app.hardware.decision import TrialTimes
 from app.hardware.facts import Facts
-from app.hardware.plan.plan import (
-    ServingPlan,
-    make_plan,
-)
+from app.hardware.plan.plan import ServingPlan, make_plan
 from app.hardware.probe.cgroup import find_cpu_stat
 from app.hardware.probe.host_files import HostFiles
 from app.hardware.step_times import StepTimeTable
 from app.metrics.gauges import throttled_seconds
 from app.metrics.instruments import Metrics
-from app.metrics.slow_steps import (
-    SlowStepDetector,
-    first_touch_seconds,
-)
-from app.metrics.speed_drift import (
-    ExpectedSpeed,
-    SpeedDrift,
-)
-from app.metrics.stats import (
-    EngineSnapshot,
-    StepStats,
-)
-from app.metrics.step_monitor import StepMonitor
+from app.metrics.speed_drift import ExpectedSpeed, SpeedDrift
+from app.metrics.stats import EngineSnapshot, StepStats
+from app.metrics.step_monitor import SlowStepDetector, StepMonitor, first_touch_seconds
 from app.metrics.step_time_model import StepTimeModel
 from app.settings import Settings
 from app.weights.checkpoint import Checkpoint

@@ -13,50 +13,23 @@ from __future__ import annotations
 import random
 import statistics
 import time
-from collections.abc import (
-    Iterator,
-    Mapping,
-    Sequence,
-)
-from dataclasses import (
-    dataclass,
-    field,
-)
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 
 import torch
 
-from app.bench.console import (
-    AdvanceProgress,
-    BenchOutcome,
-    Figure,
-    MeasurementFailed,
-    progress,
-)
+from app.bench.console import AdvanceProgress, BenchOutcome, Figure, MeasurementFailed, progress
 from app.bench.engine.driver import PROMPT_TOKENS
 from app.bench.http.workload import TokenPrompts
 from app.engine.build import BuildRequest
 from app.engine.decoder.build import build_decoder_engine
-from app.engine.decoder.engine import (
-    DecoderEngine,
-    DecoderRunner,
-)
-from app.engine.scheduler.batch import (
-    Batch,
-    InFlightStep,
-    SampledTokens,
-    logit_rows_of,
-)
+from app.engine.decoder.engine import DecoderEngine, DecoderRunner
+from app.engine.scheduler.batch import Batch, InFlightStep, SampledTokens, logit_rows_of
 from app.engine.scheduler.speculation import Speculation
 from app.hardware.facts import Facts
 from app.hardware.plan.plan import ServingPlan
 from app.hardware.step_times import StepTimeTable
-from app.messages import (
-    Event,
-    Generate,
-    RequestFailed,
-    SamplingParams,
-    TokensReady,
-)
+from app.messages import Event, Generate, RequestFailed, SamplingParams, TokensReady
 from app.metrics.step_time_model import StepTimeModel
 from app.weights.checkpoint import Checkpoint
 

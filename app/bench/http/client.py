@@ -8,32 +8,16 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections.abc import (
-    AsyncIterator,
-    Callable,
-    Sequence,
-)
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
 from app.bench.console import MeasurementFailed
-from app.bench.http.dialects import (
-    GENERATE_DIALECTS,
-    GenerateDialect,
-    StreamRequest,
-    TokenUsage,
-    parse_usage,
-)
-from app.bench.http.wire import (
-    HttpClient,
-    HttpRequestFailed,
-)
-from app.bench.http.workload import (
-    FREQUENT_WORDS,
-    TokenPrompts,
-)
+from app.bench.http.dialects import GENERATE_DIALECTS, GenerateDialect, StreamRequest, TokenUsage, parse_usage
+from app.bench.http.wire import HttpClient, HttpRequestFailed
+from app.bench.http.workload import FREQUENT_WORDS, TokenPrompts
 
 
 @dataclass(frozen=True, slots=True)

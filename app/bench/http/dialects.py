@@ -6,11 +6,7 @@ implement. Embeddings: OpenAI, native, text-embeddings-inference, and the Open I
 
 from __future__ import annotations
 
-from collections.abc import (
-    Callable,
-    Mapping,
-    Sequence,
-)
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 from urllib.parse import quote

@@ -10,46 +10,18 @@ import json
 import random
 import statistics
 import time
-from collections.abc import (
-    Iterable,
-    Iterator,
-    Sequence,
-)
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from app.bench.console import (
-    Figure,
-    MeasurementFailed,
-)
+from app.bench.console import Figure, MeasurementFailed
 from app.bench.http import loops
-from app.bench.http.dialects import (
-    EMBED_DIALECTS,
-    EmbedDialect,
-    parse_prompt_tokens,
-)
-from app.bench.http.load import (
-    LoadLevel,
-    ServerTarget,
-)
-from app.bench.http.loops import (
-    LoadRun,
-    RateMetric,
-    RunLimits,
-    ServerRuns,
-    rate_figure,
-)
-from app.bench.http.tally import (
-    failure_figures,
-    first_served_model,
-    latency_figure,
-)
+from app.bench.http.dialects import EMBED_DIALECTS, EmbedDialect, parse_prompt_tokens
+from app.bench.http.load import LoadLevel, ServerTarget
+from app.bench.http.loops import LoadRun, RateMetric, RunLimits, ServerRuns, rate_figure
+from app.bench.http.tally import failure_figures, first_served_model, latency_figure
 from app.bench.http.wire import HttpClient
-from app.bench.http.workload import (
-    LogNormalLengths,
-    TextPrompts,
-    UniformLengths,
-)
+from app.bench.http.workload import LogNormalLengths, TextPrompts, UniformLengths
 
 FEW_WORDS, MORE_WORDS = 8, 40  # lengths of the two probe texts
 DEFAULT_SPECIAL_TOKENS = 2.0  # [CLS] and [SEP]

@@ -3,23 +3,14 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import (
-    Iterator,
-    Sequence,
-)
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from app.bench.console import Figure
 from app.bench.http.dialects import GENERATE_DIALECTS
-from app.bench.http.load import (
-    LoadLevel,
-    ServerTarget,
-)
-from app.bench.http.loops import (
-    RunLimits,
-    ServerRuns,
-)
+from app.bench.http.load import LoadLevel, ServerTarget
+from app.bench.http.loops import RunLimits, ServerRuns
 from app.bench.http.tally import (
     GenerateTiming,
     GenerateTraffic,

@@ -10,49 +10,20 @@ import asyncio
 import json
 import random
 import time
-from collections.abc import (
-    Callable,
-    Iterable,
-    Iterator,
-    Mapping,
-    Sequence,
-)
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 from urllib.parse import quote
 
 import numpy
 
-from app.bench.console import (
-    Figure,
-    MeasurementFailed,
-)
+from app.bench.console import Figure, MeasurementFailed
 from app.bench.http import loops
-from app.bench.http.load import (
-    LoadLevel,
-    ServerTarget,
-)
-from app.bench.http.loops import (
-    LoadRun,
-    RateMetric,
-    RunLimits,
-    ServerRuns,
-    rate_figure,
-)
-from app.bench.http.tally import (
-    failure_figures,
-    first_served_model,
-    latency_figure,
-)
-from app.bench.http.wire import (
-    HttpBody,
-    HttpClient,
-    HttpResponse,
-)
-from app.bench.http.workload import (
-    LogNormalLengths,
-    UniformLengths,
-)
+from app.bench.http.load import LoadLevel, ServerTarget
+from app.bench.http.loops import LoadRun, RateMetric, RunLimits, ServerRuns, rate_figure
+from app.bench.http.tally import failure_figures, first_served_model, latency_figure
+from app.bench.http.wire import HttpBody, HttpClient, HttpResponse
+from app.bench.http.workload import LogNormalLengths, UniformLengths
 
 BINARY_HEADER = "Inference-Header-Content-Length"  # length of the JSON header in bytes; the tensors follow it
 FREE_SIZE = 16  # default size of a free dimension, as in the server's own calibration

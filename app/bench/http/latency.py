@@ -9,17 +9,8 @@ import asyncio
 import statistics
 import time
 
-from app.bench.console import (
-    AdvanceProgress,
-    Figure,
-    MeasurementFailed,
-    percentile,
-)
-from app.bench.http.client import (
-    ArmatureClient,
-    StreamTiming,
-    concurrent_tasks,
-)
+from app.bench.console import AdvanceProgress, Figure, MeasurementFailed, percentile
+from app.bench.http.client import ArmatureClient, StreamTiming, concurrent_tasks
 from app.bench.http.workload import TokenPrompts
 
 NUM_STREAMS = 4

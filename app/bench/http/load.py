@@ -8,62 +8,20 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import (
-    Awaitable,
-    Callable,
-    Iterable,
-    Iterator,
-    Mapping,
-    Sequence,
-)
-from contextlib import (
-    AsyncExitStack,
-    closing,
-)
-from dataclasses import (
-    dataclass,
-    field,
-)
-from typing import (
-    Any,
-    Protocol,
-    TypeVar,
-)
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AsyncExitStack, closing
+from dataclasses import dataclass, field
+from typing import Any, Protocol, TypeVar
 
-from app.bench.console import (
-    AdvanceProgress,
-    BenchOutcome,
-    Figure,
-    MeasurementFailed,
-    progress,
-)
-from app.bench.http.latency import (
-    inter_token_latency,
-    shared_prefix,
-)
-from app.bench.http.loops import (
-    LoadRun,
-    RunLimits,
-    ServerRuns,
-)
+from app.bench.console import AdvanceProgress, BenchOutcome, Figure, MeasurementFailed, progress
+from app.bench.http.latency import inter_token_latency, shared_prefix
+from app.bench.http.loops import LoadRun, RunLimits, ServerRuns
 from app.bench.http.overhead import overhead_outside_model
-from app.bench.http.process import (
-    resident_memory,
-    time_to_first_token,
-)
-from app.bench.http.server import (
-    BenchServer,
-    running_server,
-)
+from app.bench.http.process import resident_memory, time_to_first_token
+from app.bench.http.server import BenchServer, running_server
 from app.bench.http.tally import cpu_figure
-from app.bench.http.wait import (
-    LOAD_FRACTIONS,
-    capacity_and_wait,
-)
-from app.bench.http.wire import (
-    HttpClient,
-    event_loop,
-)
+from app.bench.http.wait import LOAD_FRACTIONS, capacity_and_wait
+from app.bench.http.wire import HttpClient, event_loop
 from app.bench.http.workload import poisson_arrivals
 
 DEFAULT_CLIENTS = (1, 8, 32)

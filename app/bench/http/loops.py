@@ -10,22 +10,10 @@ import asyncio
 import statistics
 import time
 from collections import Counter
-from collections.abc import (
-    Awaitable,
-    Callable,
-    Iterable,
-    Iterator,
-)
+from collections.abc import Awaitable, Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import (
-    dataclass,
-    field,
-)
-from typing import (
-    Generic,
-    Protocol,
-    TypeVar,
-)
+from dataclasses import dataclass, field
+from typing import Generic, Protocol, TypeVar
 
 from app.bench.console import Figure
 from app.bench.http.wire import HttpRequestFailed

@@ -6,15 +6,8 @@ import asyncio
 import statistics
 import time
 
-from app.bench.console import (
-    AdvanceProgress,
-    Figure,
-    MeasurementFailed,
-)
-from app.bench.http.client import (
-    ArmatureClient,
-    concurrent_tasks,
-)
+from app.bench.console import AdvanceProgress, Figure, MeasurementFailed
+from app.bench.http.client import ArmatureClient, concurrent_tasks
 
 NUM_STREAMS = 8
 PROMPT_TOKENS = 64

@@ -9,16 +9,9 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from app.bench.console import (
-    AdvanceProgress,
-    Figure,
-    MeasurementFailed,
-)
+from app.bench.console import AdvanceProgress, Figure, MeasurementFailed
 from app.bench.http.client import concurrent_tasks
-from app.bench.http.server import (
-    BenchServer,
-    running_server,
-)
+from app.bench.http.server import BenchServer, running_server
 
 START_PROMPT = range(10, 26)  # arbitrary tokens; a request to /tokenize would add to the measured time
 START_TARGET_SECONDS = 5.0

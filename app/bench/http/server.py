@@ -9,15 +9,8 @@ import signal
 import sys
 import time
 from collections import deque
-from collections.abc import (
-    AsyncIterator,
-    Sequence,
-)
-from contextlib import (
-    asynccontextmanager,
-    closing,
-    suppress,
-)
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager, closing, suppress
 from dataclasses import dataclass
 from pathlib import Path
 

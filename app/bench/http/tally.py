@@ -10,44 +10,18 @@ import asyncio
 import random
 import statistics
 from collections import Counter
-from collections.abc import (
-    Collection,
-    Iterable,
-    Iterator,
-    Sequence,
-)
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
-from app.bench.console import (
-    Figure,
-    percentile,
-)
+from app.bench.console import Figure, percentile
 from app.bench.http import loops
-from app.bench.http.client import (
-    StreamTiming,
-    stream_request,
-)
-from app.bench.http.dialects import (
-    GenerateDialect,
-    StreamRequest,
-)
-from app.bench.http.loops import (
-    LoadRun,
-    RunLimits,
-    ServerRuns,
-)
-from app.bench.http.wire import (
-    HttpClient,
-    HttpRequestFailed,
-)
-from app.bench.http.workload import (
-    FREQUENT_WORDS,
-    TextPrompts,
-    TokenPrompts,
-    UniformLengths,
-)
+from app.bench.http.client import StreamTiming, stream_request
+from app.bench.http.dialects import GenerateDialect, StreamRequest
+from app.bench.http.loops import LoadRun, RunLimits, ServerRuns
+from app.bench.http.wire import HttpClient, HttpRequestFailed
+from app.bench.http.workload import FREQUENT_WORDS, TextPrompts, TokenPrompts, UniformLengths
 
 WARM_UP_TOKENS = 16
 

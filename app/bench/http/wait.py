@@ -12,25 +12,12 @@ import random
 import re
 import statistics
 import time
-from collections.abc import (
-    Callable,
-    Mapping,
-    Sequence,
-)
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
-from app.bench.console import (
-    AdvanceProgress,
-    Figure,
-    MeasurementFailed,
-    percentile,
-)
-from app.bench.http.client import (
-    ArmatureClient,
-    StreamTiming,
-    concurrent_tasks,
-)
+from app.bench.console import AdvanceProgress, Figure, MeasurementFailed, percentile
+from app.bench.http.client import ArmatureClient, StreamTiming, concurrent_tasks
 from app.bench.http.tally import steady_rate
 from app.bench.http.workload import TokenPrompts
 

@@ -10,23 +10,13 @@ import asyncio
 import json
 import ssl
 import time
-from collections.abc import (
-    Callable,
-    Mapping,
-)
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import (
-    Any,
-    cast,
-)
+from typing import Any, cast
 from urllib.parse import urlsplit
 
-from httptools import (
-    HttpParserCallbackError,
-    HttpParserError,
-    HttpResponseParser,
-)
+from httptools import HttpParserCallbackError, HttpParserError, HttpResponseParser
 
 from app.bench.console import MeasurementFailed
 

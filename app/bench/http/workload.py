@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import (
-    Iterator,
-    Sequence,
-)
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from statistics import NormalDist
 

@@ -11,10 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-from app.bench.compare.result import (
-    CompareResult,
-    LoadSpec,
-)
+from app.bench.compare.result import CompareResult, LoadSpec
 from app.bench.report.figures import (
     METRIC_GROUPS,
     MILLI,

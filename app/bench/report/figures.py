@@ -6,25 +6,13 @@ given by the operator, or found in the price table by instance name.
 
 from __future__ import annotations
 
-from collections.abc import (
-    Callable,
-    Iterable,
-    Mapping,
-    Sequence,
-)
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from app.bench.compare.result import (
-    CompareResult,
-    LoadPoint,
-    LoadSpec,
-)
+from app.bench.compare.result import CompareResult, LoadPoint, LoadSpec
 from app.bench.console import percentile
-from app.bench.tco.prices import (
-    PriceTable,
-    read_prices,
-)
+from app.bench.tco.prices import PriceTable, read_prices
 
 Column = Callable[[LoadPoint], Sequence[float]]
 

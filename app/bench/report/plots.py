@@ -9,20 +9,11 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import (
-    Callable,
-    Sequence,
-)
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from io import (
-    BytesIO,
-    StringIO,
-)
+from io import BytesIO, StringIO
 from statistics import median
-from typing import (
-    Any,
-    Literal,
-)
+from typing import Any, Literal
 
 from matplotlib import rc_context
 from matplotlib.axes import Axes
@@ -31,13 +22,7 @@ from matplotlib.lines import Line2D
 from matplotlib.ticker import StrMethodFormatter
 
 from app.bench.report.comparison import load_axes
-from app.bench.report.figures import (
-    MILLI,
-    Column,
-    LoadCase,
-    load_name,
-    size_name,
-)
+from app.bench.report.figures import MILLI, Column, LoadCase, load_name, size_name
 
 INK, MUTED, GRID, PAPER = "#1b1f24", "#57606a", "#d8dee4", "#ffffff"
 # Results in order: six hues after Okabe and Ito that are dark enough for lines, jfly.uni-koeln.de/color

@@ -12,41 +12,17 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from jinja2 import (
-    Environment,
-    FileSystemLoader,
-    StrictUndefined,
-)
-from rich.console import (
-    Console,
-    Group,
-    RenderableType,
-)
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
+from rich.console import Console, Group, RenderableType
 from rich.table import Table as RichTable
 from rich.text import Text
 
 from app.bench.compare.result import read_result
 from app.bench.console import MeasurementFailed
-from app.bench.report.comparison import (
-    ReportContent,
-    build_report_content,
-)
-from app.bench.report.plots import (
-    Plot,
-    latency_plot,
-    throughput_plots,
-)
-from app.bench.report.tables import (
-    ReportOrigin,
-    ReportTable,
-    ResultNotes,
-    TableCell,
-    check_comparable,
-)
-from app.bench.report.timelines import (
-    roofline_plot,
-    timeline_plot,
-)
+from app.bench.report.comparison import ReportContent, build_report_content
+from app.bench.report.plots import Plot, latency_plot, throughput_plots
+from app.bench.report.tables import ReportOrigin, ReportTable, ResultNotes, TableCell, check_comparable
+from app.bench.report.timelines import roofline_plot, timeline_plot
 
 
 def make_report(paths: Sequence[Path], folder: Path | None, force: bool, here: ReportOrigin) -> int:

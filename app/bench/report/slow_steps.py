@@ -3,17 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import (
-    Iterator,
-    Sequence,
-)
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from statistics import median
 
-from app.bench.compare.result import (
-    CompareResult,
-    StepColumns,
-)
+from app.bench.compare.result import CompareResult, StepColumns
 from app.bench.console import percentile
 
 CAUSE_DESCRIPTIONS: dict[str, str] = {

@@ -7,21 +7,11 @@ result's figures; results of different models are refused.
 from __future__ import annotations
 
 import math
-from collections.abc import (
-    Iterator,
-    Mapping,
-    Sequence,
-)
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from datetime import (
-    UTC,
-    datetime,
-)
+from datetime import UTC, datetime
 from pathlib import PurePath
-from typing import (
-    Any,
-    Literal,
-)
+from typing import Any, Literal
 
 from app.bench.compare.result import CompareResult
 from app.bench.console import MeasurementFailed
@@ -36,11 +26,7 @@ from app.bench.report.figures import (
     load_cases,
     load_name,
 )
-from app.bench.report.slow_steps import (
-    CAUSE_DESCRIPTIONS,
-    cause_statistics,
-    phase_statistics,
-)
+from app.bench.report.slow_steps import CAUSE_DESCRIPTIONS, cause_statistics, phase_statistics
 
 Verdict = Literal["", "better", "worse"]
 EQUAL_TOLERANCE = 0.05  # a ratio closer to 1 than this is neither better nor worse

@@ -11,10 +11,7 @@ the more operations per byte.
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import (
-    Mapping,
-    Sequence,
-)
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
 from typing import Any
@@ -23,23 +20,10 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
-from app.bench.compare.result import (
-    CompareResult,
-    LoadPoint,
-    StepColumns,
-)
+from app.bench.compare.result import CompareResult, LoadPoint, StepColumns
 from app.bench.report import plots
-from app.bench.report.figures import (
-    MILLI,
-    LoadCase,
-    info_section,
-    load_name,
-)
-from app.bench.report.plots import (
-    Plot,
-    PlotText,
-    render_plot,
-)
+from app.bench.report.figures import MILLI, LoadCase, info_section, load_name
+from app.bench.report.plots import Plot, PlotText, render_plot
 
 SLOW_RATIO = 1.5  # times the median; the server records the cause of steps slower than this
 BETWEEN_STEPS = "between steps"

@@ -8,31 +8,13 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import (
-    Iterator,
-    Mapping,
-    Sequence,
-)
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import (
-    Any,
-    Literal,
-)
+from typing import Any, Literal
 
-from app.bench.compare.result import (
-    CompareResult,
-    LoadPoint,
-    LoadSpec,
-)
-from app.bench.console import (
-    MeasurementFailed,
-    percentile,
-)
-from app.bench.tco.prices import (
-    InstanceFamily,
-    InstanceSize,
-    PriceTable,
-)
+from app.bench.compare.result import CompareResult, LoadPoint, LoadSpec
+from app.bench.console import MeasurementFailed, percentile
+from app.bench.tco.prices import InstanceFamily, InstanceSize, PriceTable
 
 Unit = Literal["samples", "tokens"]
 SECONDS = {"s": 1, "sec": 1, "second": 1, "min": 60, "minute": 60, "h": 3600, "hour": 3600, "day": 86400, "d": 86400}

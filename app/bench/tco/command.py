@@ -14,30 +14,12 @@ from rich.console import Console
 from rich.measure import Measurement
 from rich.table import Table
 
-from app.bench.compare.result import (
-    CompareResult,
-    read_result,
-)
+from app.bench.compare.result import CompareResult, read_result
 from app.bench.console import MeasurementFailed
-from app.bench.tco.capacity import (
-    ServingTarget,
-    parse_target,
-)
-from app.bench.tco.prices import (
-    PriceTable,
-    read_prices,
-)
-from app.bench.tco.published import (
-    SOURCE,
-    costs_at_list_prices,
-    published_costs,
-    published_remarks,
-    saving_ratio,
-)
-from app.bench.tco.sizing import (
-    SizingSheet,
-    sizing_sheets,
-)
+from app.bench.tco.capacity import ServingTarget, parse_target
+from app.bench.tco.prices import PriceTable, read_prices
+from app.bench.tco.published import SOURCE, costs_at_list_prices, published_costs, published_remarks, saving_ratio
+from app.bench.tco.sizing import SizingSheet, sizing_sheets
 from app.bench.tco.tables import (
     cost_assumptions,
     missing_prices,

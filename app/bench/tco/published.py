@@ -7,17 +7,10 @@ when this was written, so its printed dollars per year were not seen.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import (
-    dataclass,
-    replace,
-)
+from dataclasses import dataclass, replace
 
 from app.bench.tco.prices import PriceTable
-from app.bench.tco.sizing import (
-    annual_dollars,
-    dollars_per_million,
-    machines_needed,
-)
+from app.bench.tco.sizing import annual_dollars, dollars_per_million, machines_needed
 
 SOURCE = "https://engineersofai.com/docs/foundational-cs/computer-architecture/arm-vs-x86-for-ai-workloads"
 SAMPLES_PER_SECOND = 10_000.0

@@ -19,10 +19,7 @@ from app.bench.tco.capacity import (
     machine_options,
     points_by_work,
 )
-from app.bench.tco.prices import (
-    HOURS_A_YEAR,
-    PriceTable,
-)
+from app.bench.tco.prices import HOURS_A_YEAR, PriceTable
 
 SECONDS_A_YEAR = HOURS_A_YEAR * 3600
 

@@ -5,31 +5,16 @@ The sentences state the assumptions behind the tables, the caveats of the result
 
 from __future__ import annotations
 
-from collections.abc import (
-    Iterable,
-    Sequence,
-)
+from collections.abc import Iterable, Sequence
 
 from rich.table import Table
 
 from app.bench.compare.result import CompareResult
 from app.bench.console import format_number
 from app.bench.tco.capacity import ServingTarget
-from app.bench.tco.prices import (
-    HOURS_A_YEAR,
-    InstanceFamily,
-    PriceTable,
-)
-from app.bench.tco.published import (
-    CLAIMS,
-    SAMPLES_PER_SECOND,
-    PublishedCost,
-)
-from app.bench.tco.sizing import (
-    ArmX86Pair,
-    SizingRow,
-    SizingSheet,
-)
+from app.bench.tco.prices import HOURS_A_YEAR, InstanceFamily, PriceTable
+from app.bench.tco.published import CLAIMS, SAMPLES_PER_SECOND, PublishedCost
+from app.bench.tco.sizing import ArmX86Pair, SizingRow, SizingSheet
 
 NONE = "–"
 

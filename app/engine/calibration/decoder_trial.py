@@ -6,57 +6,26 @@ steps with different numbers of layers (kernels/timing.py).
 
 from __future__ import annotations
 
-from collections.abc import (
-    Callable,
-    Mapping,
-)
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 
 import torch
 
-from app.engine.calibration.stages import (
-    RunBatch,
-    TrialScope,
-    TrialShape,
-    TrialStage,
-    TrialStep,
-    doubling_sizes,
-)
-from app.engine.calibration.synthetic_weights import (
-    MAX_TOKEN_IDS,
-    SyntheticForms,
-    num_trial_layers,
-    synthetic_table,
-)
+from app.engine.calibration.stages import RunBatch, TrialScope, TrialShape, TrialStage, TrialStep, doubling_sizes
+from app.engine.calibration.synthetic_weights import MAX_TOKEN_IDS, SyntheticForms, num_trial_layers, synthetic_table
 from app.engine.decoder.cuda_graphs import LARGEST_BUCKET
 from app.engine.decoder.kv_cache import KvShape
-from app.engine.scheduler.batch import (
-    Batch,
-    ScheduledSpan,
-    make_sequence,
-)
+from app.engine.scheduler.batch import Batch, ScheduledSpan, make_sequence
 from app.hardware.decision import TrialTimes
 from app.hardware.plan.plan import ServingPlan
-from app.kernels.linear.bf16_panels import (
-    Bf16PanelLinear,
-    HybridLinear,
-)
+from app.kernels.linear.bf16_panels import Bf16PanelLinear, HybridLinear
 from app.kernels.linear.device import DeviceLinear
 from app.kernels.linear.int_panels import IntPanelLinear
 from app.kernels.linear.linear import Linear
-from app.kernels.timing import (
-    extrapolate_by_size,
-    monotone_table,
-)
-from app.messages import (
-    Generate,
-    SamplingParams,
-)
+from app.kernels.timing import extrapolate_by_size, monotone_table
+from app.messages import Generate, SamplingParams
 from app.models.decoders.config import ModelConfig
-from app.models.decoders.decoder import (
-    Embedding,
-    RMSNorm,
-)
+from app.models.decoders.decoder import Embedding, RMSNorm
 from app.models.decoders.shapes import products_of
 from app.models.registry import build_decoder_model
 from app.weights.load import form_choice

@@ -5,60 +5,25 @@ A few layers of its shapes get synthetic weights and run as in serving.
 
 from __future__ import annotations
 
-from collections.abc import (
-    Callable,
-    Mapping,
-    Sequence,
-)
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 import torch
 
-from app.engine.calibration.stages import (
-    TrialScope,
-    TrialShape,
-    TrialStep,
-    doubling_sizes,
-)
-from app.engine.calibration.synthetic_weights import (
-    MAX_TOKEN_IDS,
-    SyntheticForms,
-    num_trial_layers,
-    synthetic_table,
-)
-from app.engine.encoder.batching import (
-    EncodeState,
-    TextSpan,
-)
+from app.engine.calibration.stages import TrialScope, TrialShape, TrialStep, doubling_sizes
+from app.engine.calibration.synthetic_weights import MAX_TOKEN_IDS, SyntheticForms, num_trial_layers, synthetic_table
+from app.engine.encoder.batching import EncodeState, TextSpan
 from app.engine.encoder.cpu_runner import EncoderRunner
 from app.hardware.decision import TrialTimes
 from app.hardware.plan.plan import ServingPlan
 from app.hardware.step_times import TABLE_TEXT_TOKENS
 from app.kernels.linear.linear import Linear
-from app.kernels.timing import (
-    extrapolate_by_size,
-    monotone_table,
-)
-from app.messages import (
-    Encode,
-    Text,
-)
-from app.models.decoders.decoder import (
-    Embedding,
-    RMSNorm,
-)
-from app.models.encoders.config import (
-    EncoderConfig,
-    encoder_products_of,
-)
-from app.models.encoders.encoder import (
-    DistanceBias,
-    Encoder,
-)
-from app.models.encoders.heads import (
-    DenseLayer,
-    LayerNorm,
-)
+from app.kernels.timing import extrapolate_by_size, monotone_table
+from app.messages import Encode, Text
+from app.models.decoders.decoder import Embedding, RMSNorm
+from app.models.encoders.config import EncoderConfig, encoder_products_of
+from app.models.encoders.encoder import DistanceBias, Encoder
+from app.models.encoders.heads import DenseLayer, LayerNorm
 from app.models.registry import build_encoder_model
 from app.weights.load import form_choice
 

@@ -9,37 +9,18 @@ from __future__ import annotations
 
 import gc
 import time
-from collections.abc import (
-    Callable,
-    Iterable,
-    Mapping,
-    Sequence,
-)
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import closing
-from dataclasses import (
-    dataclass,
-    replace,
-)
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
 
-from app.backends.base import (
-    BaseBackend,
-    DeviceBackend,
-)
-from app.backends.selection import (
-    select_backend,
-    select_device_backend,
-    select_host_backend,
-)
+from app.backends.base import BaseBackend, DeviceBackend
+from app.backends.selection import select_backend, select_device_backend, select_host_backend
 from app.engine.build import ReportStage
 from app.engine.calibration.decoder_trial import DecoderTrial
-from app.engine.calibration.encoder_trial import (
-    EncoderTrial,
-    RunTexts,
-    TextRunnerFactory,
-)
+from app.engine.calibration.encoder_trial import EncoderTrial, RunTexts, TextRunnerFactory
 from app.engine.calibration.program_trial import ProgramTrial
 from app.engine.calibration.stages import (
     COARSE_LAYERS,
@@ -60,10 +41,7 @@ from app.engine.encoder.batching import EncodeState
 from app.engine.encoder.device_runner import DeviceEncoderRunner
 from app.engine.scheduler.batch import ScheduledSpan, make_sequence
 from app.engine.scheduler.queues import EngineLimits
-from app.hardware.decision import (
-    Measurements,
-    TrialTimes,
-)
+from app.hardware.decision import Measurements, TrialTimes
 from app.hardware.plan.plan import ServingPlan
 from app.hardware.step_times import throttle_corrected_clock
 from app.kernels.attention.paged import PAGE_TOKENS
@@ -76,20 +54,8 @@ from app.kernels.ceilings import (
     ReadBandwidthProbe,
     cache_bytes,
 )
-from app.kernels.timing import (
-    Clock,
-    TimedBlock,
-    TimedPoint,
-    TimingRounds,
-    crossover_rows,
-    monotone_table,
-)
-from app.messages import (
-    Encode,
-    Generate,
-    SamplingParams,
-    Text,
-)
+from app.kernels.timing import Clock, TimedBlock, TimedPoint, TimingRounds, crossover_rows, monotone_table
+from app.messages import Encode, Generate, SamplingParams, Text
 from app.models.decoders.config import ModelConfig
 from app.models.decoders.decoder import Decoder
 from app.models.encoders.config import EncoderConfig

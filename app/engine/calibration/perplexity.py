@@ -8,43 +8,22 @@ like this. On the demo model this weighting reduces the loss of four bits by a f
 
 from __future__ import annotations
 
-from collections.abc import (
-    Callable,
-    Iterator,
-    Mapping,
-    Sequence,
-)
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import torch
-from torch import (
-    Tensor,
-    nn,
-)
+from torch import Tensor, nn
 
 from app.backends.base import HostBackend
 from app.engine.decoder.cpu_runner import StepAttention
-from app.engine.decoder.kv_cache import (
-    KvCache,
-    KvShape,
-    kv_dtype,
-)
+from app.engine.decoder.kv_cache import KvCache, KvShape, kv_dtype
 from app.engine.scheduler.batch import ScheduledSpan, make_sequence
 from app.errors import SettingsInvalid
 from app.hardware.plan.plan import ServingPlan
 from app.kernels.attention.context import StepContext
-from app.kernels.linear.activations import (
-    Activations,
-    unquantised,
-)
-from app.kernels.linear.linear import (
-    Linear,
-    LinearForm,
-)
-from app.messages import (
-    Generate,
-    SamplingParams,
-)
+from app.kernels.linear.activations import Activations, unquantised
+from app.kernels.linear.linear import Linear, LinearForm
+from app.messages import Generate, SamplingParams
 from app.models.decoders.config import ModelConfig
 from app.text.tokenizer import Tokenizer
 from app.weights.checkpoint import Checkpoint

@@ -6,53 +6,23 @@ so all of it is run.
 
 from __future__ import annotations
 
-from collections.abc import (
-    Callable,
-    Mapping,
-)
+from collections.abc import Callable, Mapping
 
 import torch
 from torch import Tensor
 
-from app.engine.calibration.stages import (
-    TrialShape,
-    TrialStep,
-    doubling_sizes,
-)
-from app.engine.calibration.synthetic_weights import (
-    FILL_BYTE,
-    synthetic_form,
-)
-from app.engine.program import (
-    INPUT_ERRORS,
-    max_step_rows,
-    served_program,
-    synthetic_inputs,
-)
+from app.engine.calibration.stages import TrialShape, TrialStep, doubling_sizes
+from app.engine.calibration.synthetic_weights import FILL_BYTE, synthetic_form
+from app.engine.program import INPUT_ERRORS, max_step_rows, served_program, synthetic_inputs
 from app.errors import StepFailed
 from app.hardware.decision import TrialTimes
 from app.hardware.plan.plan import ServingPlan
-from app.kernels.linear.linear import (
-    FormFactory,
-    Linear,
-    LinearForm,
-)
+from app.kernels.linear.linear import FormFactory, Linear, LinearForm
 from app.kernels.native.memory import allocate_weights
 from app.kernels.timing import monotone_table
-from app.weights.load_program import (
-    ProgramValues,
-    load_program,
-    read_flat,
-)
-from app.weights.program import (
-    ProgramCheckpoint,
-    operations_per_row,
-    read_bytes,
-)
-from app.weights.program_archive import (
-    Archive,
-    StoredTensor,
-)
+from app.weights.load_program import ProgramValues, load_program, read_flat
+from app.weights.program import ProgramCheckpoint, operations_per_row, read_bytes
+from app.weights.program_archive import Archive, StoredTensor
 
 DEFAULT_STEP_ROWS = 32  # a plan has smaller steps only if the user asked for them
 MAX_STEP_ROWS = 256  # rows of a step

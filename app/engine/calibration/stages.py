@@ -5,11 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import (
-    Callable,
-    Iterator,
-    Mapping,
-)
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -17,15 +13,8 @@ import torch
 
 from app.backends.base import HostBackend
 from app.engine.decoder.build import deterministic_query_limit
-from app.engine.decoder.cpu_runner import (
-    CpuDecoderRunner,
-    DecoderReplay,
-)
-from app.engine.decoder.kv_cache import (
-    KvCache,
-    KvShape,
-    kv_dtype,
-)
+from app.engine.decoder.cpu_runner import CpuDecoderRunner, DecoderReplay
+from app.engine.decoder.kv_cache import KvCache, KvShape, kv_dtype
 from app.engine.sampling.sampler import Sampler
 from app.engine.scheduler.batch import Batch
 from app.hardware.decision import TrialTimes

@@ -10,55 +10,24 @@ import logging
 from typing import TYPE_CHECKING
 
 from app.backends.base import DeviceBackend
-from app.backends.selection import (
-    select_device_backend,
-    select_host_backend,
-)
-from app.engine.build import (
-    BuildRequest,
-    BuiltEngine,
-    ReportStage,
-    load_on_device,
-    percent_reporter,
-)
-from app.engine.decoder.cpu_runner import (
-    CpuDecoderRunner,
-    DecoderReplay,
-)
-from app.engine.decoder.engine import (
-    DecoderEngine,
-    DecoderRunner,
-)
-from app.engine.decoder.kv_cache import (
-    KvCache,
-    KvShape,
-    kv_dtype,
-)
+from app.backends.selection import select_device_backend, select_host_backend
+from app.engine.build import BuildRequest, BuiltEngine, ReportStage, load_on_device, percent_reporter
+from app.engine.decoder.cpu_runner import CpuDecoderRunner, DecoderReplay
+from app.engine.decoder.engine import DecoderEngine, DecoderRunner
+from app.engine.decoder.kv_cache import KvCache, KvShape, kv_dtype
 from app.engine.sampling.sampler import Sampler
-from app.engine.scheduler.batch import (
-    Batch,
-    ScheduledSpan,
-    Sequence,
-    make_sequence,
-)
-from app.engine.scheduler.budget import PrefillBudget
+from app.engine.scheduler.batch import Batch, ScheduledSpan, Sequence, make_sequence
 from app.engine.scheduler.kv_allocator import KvSlots
+from app.engine.scheduler.policy import PrefillBudget
 from app.engine.scheduler.queues import EngineLimits
 from app.engine.scheduler.scheduler import Scheduler
-from app.engine.scheduler.speculation import (
-    MAX_DRAFT_TOKENS,
-    Speculation,
-    ngram_drafter,
-)
+from app.engine.scheduler.speculation import MAX_DRAFT_TOKENS, Speculation, ngram_drafter
 from app.errors import PlanImpossible
 from app.hardware.plan.plan import ServingPlan
 from app.hardware.step_times import ThrottleCorrection
 from app.kernels.attention.attention import max_decode_queries, supports_heads, token_bytes
 from app.kernels.attention.paged import PAGE_TOKENS
-from app.messages import (
-    Generate,
-    SamplingParams,
-)
+from app.messages import Generate, SamplingParams
 from app.metrics.step_time_model import StepTimeModel
 from app.models.decoders.config import ModelConfig
 from app.models.decoders.decoder import Decoder

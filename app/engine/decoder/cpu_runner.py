@@ -10,16 +10,9 @@ reason is kept.
 from __future__ import annotations
 
 import time
-from collections import (
-    Counter,
-    OrderedDict,
-)
-from collections.abc import (
-    Callable,
-)
-from collections.abc import (
-    Sequence as Items,
-)
+from collections import Counter, OrderedDict
+from collections.abc import Callable
+from collections.abc import Sequence as Items
 from typing import Any
 
 import torch
@@ -27,37 +20,14 @@ from torch import Tensor
 
 from app.backends.base import HostBackend
 from app.engine.decoder.kv_cache import KvCache
-from app.engine.sampling.sampler import (
-    Sampler,
-    sample_top_logits,
-    top_logits_request,
-)
-from app.engine.scheduler.batch import (
-    Batch,
-    CompletedStep,
-    InFlightStep,
-    SampledTokens,
-    ScheduledSpan,
-    logit_rows_of,
-)
+from app.engine.sampling.sampler import Sampler, sample_top_logits, top_logits_request
+from app.engine.scheduler.batch import Batch, CompletedStep, InFlightStep, SampledTokens, ScheduledSpan, logit_rows_of
 from app.kernels.attention.attention import AttentionSequence, AttentionStep, QkvHeads, split_into_decodes
-from app.kernels.attention.context import (
-    Attend,
-    AttentionSpec,
-    StepContext,
-)
-from app.kernels.elementwise.activations import (
-    TopLogits,
-    TopLogitsRequest,
-)
+from app.kernels.attention.context import Attend, AttentionSpec, StepContext
+from app.kernels.elementwise.activations import TopLogits, TopLogitsRequest
 from app.kernels.elementwise.rope import apply_rope_and_write_kv
 from app.kernels.native.memory import Int64Buffer
-from app.kernels.native.recording import (
-    NotRecordable,
-    RecordedOperations,
-    ResultPool,
-    record_operations,
-)
+from app.kernels.native.recording import NotRecordable, RecordedOperations, ResultPool, record_operations
 from app.models.decoders.decoder import Decoder
 
 _MAX_FIXED_TOKENS = 2**16  # step size up to which the inputs keep a fixed address

@@ -8,17 +8,10 @@ from __future__ import annotations
 
 import logging
 from bisect import bisect_left
-from collections.abc import (
-    Callable,
-    Iterator,
-    Mapping,
-)
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
-from app.backends.base import (
-    CapturedGraph,
-    DeviceBackend,
-)
+from app.backends.base import CapturedGraph, DeviceBackend
 from app.engine.decoder.device_inputs import SamplingMode
 from app.hardware.plan.memory_budget import GRAPHS_BYTES
 

@@ -12,23 +12,12 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from app.backends.base import DeviceBackend
-from app.engine.decoder.device_inputs import (
-    SamplingMode,
-    StepSizes,
-    StepViews,
-)
+from app.engine.decoder.device_inputs import SamplingMode, StepSizes, StepViews
 from app.engine.decoder.paged_kv_cache import PagedKvCache
-from app.engine.sampling.rows import (
-    SamplingTensors,
-    sample_greedy,
-    sample_random,
-)
+from app.engine.sampling.rows import SamplingTensors, sample_greedy, sample_random
 from app.engine.scheduler.batch import ScheduledSpan
 from app.kernels.attention.attention import QkvHeads
-from app.kernels.attention.context import (
-    AttentionSpec,
-    StepContext,
-)
+from app.kernels.attention.context import AttentionSpec, StepContext
 from app.kernels.attention.paged import PagedStep
 from app.kernels.elementwise.rope import apply_rope_and_write_kv
 from app.models.decoders.decoder import Decoder

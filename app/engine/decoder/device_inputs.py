@@ -7,37 +7,19 @@ others increase by one. `fill_step` writes the inputs of all other steps.
 
 from __future__ import annotations
 
-from collections.abc import (
-    Callable,
-    Mapping,
-)
-from collections.abc import (
-    Sequence as Items,
-)
+from collections.abc import Callable, Mapping
+from collections.abc import Sequence as Items
 from dataclasses import dataclass
 from enum import Enum
-from typing import (
-    Any,
-    Generic,
-    TypeVar,
-)
+from typing import Any, Generic, TypeVar
 
 import numpy
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from app.engine.sampling.rows import (
-    COLUMNS,
-    filters_of,
-    stream_start,
-    uniform_numbers,
-)
-from app.engine.scheduler.batch import (
-    LogitRow,
-    ScheduledSpan,
-    Sequence,
-)
+from app.engine.sampling.rows import COLUMNS, filters_of, stream_start, uniform_numbers
+from app.engine.scheduler.batch import LogitRow, ScheduledSpan, Sequence
 from app.kernels.attention.paged import PAGE_TOKENS
 
 

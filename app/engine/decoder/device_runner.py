@@ -8,29 +8,14 @@ written.
 from __future__ import annotations
 
 import time
-from dataclasses import (
-    dataclass,
-    field,
-)
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
-from app.backends.base import (
-    DeviceBackend,
-    DeviceEvent,
-)
-from app.engine.decoder.cuda_graphs import (
-    DecodeGraphs,
-    GraphShape,
-    bucket_sizes,
-    captured_row_bytes,
-    smallest_bucket,
-)
-from app.engine.decoder.device_forward import (
-    DeviceForward,
-    StepBounds,
-)
+from app.backends.base import DeviceBackend, DeviceEvent
+from app.engine.decoder.cuda_graphs import DecodeGraphs, GraphShape, bucket_sizes, captured_row_bytes, smallest_bucket
+from app.engine.decoder.device_forward import DeviceForward, StepBounds
 from app.engine.decoder.device_inputs import (
     ColumnArray,
     DecodeInputs,
@@ -50,13 +35,7 @@ from app.engine.decoder.device_inputs import (
 from app.engine.decoder.paged_kv_cache import PagedKvCache
 from app.engine.sampling.rows import scratch_rows
 from app.engine.sampling.sampler import Sampler
-from app.engine.scheduler.batch import (
-    Batch,
-    InFlightStep,
-    LogitRow,
-    SampledTokens,
-    logit_rows_of,
-)
+from app.engine.scheduler.batch import Batch, InFlightStep, LogitRow, SampledTokens, logit_rows_of
 from app.engine.scheduler.queues import EngineLimits
 from app.errors import StepFailed
 from app.models.decoders.decoder import Decoder

@@ -8,12 +8,8 @@ from __future__ import annotations
 import logging
 import sys
 import time
-from collections.abc import (
-    Callable,
-)
-from collections.abc import (
-    Sequence as Items,
-)
+from collections.abc import Callable
+from collections.abc import Sequence as Items
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -28,21 +24,10 @@ from app.engine.scheduler.batch import (
 )
 from app.engine.scheduler.kv_allocator import KvAllocator
 from app.engine.scheduler.scheduler import Scheduler
-from app.errors import (
-    RequestError,
-    StepFailed,
-)
+from app.errors import RequestError, StepFailed
 from app.hardware.step_times import ThrottleCorrection
-from app.messages import (
-    Abort,
-    Event,
-    Generate,
-    SamplingParams,
-)
-from app.metrics.stats import (
-    EngineSnapshot,
-    StepStats,
-)
+from app.messages import Abort, Event, Generate, SamplingParams
+from app.metrics.stats import EngineSnapshot, StepStats
 
 log = logging.getLogger(__name__)
 

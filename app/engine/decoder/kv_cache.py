@@ -10,19 +10,13 @@ import ctypes
 import math
 import mmap
 import sys
-from collections.abc import (
-    Iterable,
-    Mapping,
-)
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from app.engine.scheduler.batch import (
-    KvCopy,
-    ScheduledSpan,
-)
+from app.engine.scheduler.batch import KvCopy, ScheduledSpan
 from app.errors import PlanImpossible
 from app.hardware.plan.memory_budget import KV_PRECISIONS
 from app.hardware.plan.plan import ServingPlan

@@ -8,23 +8,14 @@ the copies within the memory.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import (
-    Iterable,
-    Iterator,
-)
-from collections.abc import (
-    Sequence as Items,
-)
+from collections.abc import Iterable, Iterator
+from collections.abc import Sequence as Items
 
 import torch
 from torch import Tensor
 
 from app.engine.decoder.kv_cache import KvShape
-from app.engine.scheduler.batch import (
-    KvCopy,
-    ScheduledSpan,
-    Sequence,
-)
+from app.engine.scheduler.batch import KvCopy, ScheduledSpan, Sequence
 from app.kernels.attention.attention import KvRows, KvSegment, token_bytes
 from app.kernels.attention.paged import PAGE_TOKENS
 

@@ -16,27 +16,13 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections import deque
-from collections.abc import (
-    Collection,
-    Iterable,
-    Sequence,
-)
-from dataclasses import (
-    dataclass,
-    field,
-)
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass, field
 from statistics import median
-from typing import (
-    Protocol,
-    TypeVar,
-)
+from typing import Protocol, TypeVar
 
 from app.hardware.step_times import StepTimes
-from app.messages import (
-    Array,
-    Encode,
-    Text,
-)
+from app.messages import Array, Encode, Text
 from app.metrics.stats import StepStats
 from app.metrics.step_time_model import StepTimeModel
 

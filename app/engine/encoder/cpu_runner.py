@@ -14,12 +14,7 @@ from __future__ import annotations
 import ctypes
 import time
 from bisect import bisect_left
-from collections.abc import (
-    Callable,
-    Collection,
-    Mapping,
-    Sequence,
-)
+from collections.abc import Callable, Collection, Mapping, Sequence
 from itertools import accumulate
 from operator import itemgetter
 from typing import Protocol
@@ -29,20 +24,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from app.engine.encoder.batching import TextSpan
-from app.engine.encoder.sharding import (
-    DEFAULT_PLANNER,
-    LanePlan,
-    LanePlanner,
-    TextBatch,
-    max_lane_tokens,
-)
+from app.engine.encoder.sharding import DEFAULT_PLANNER, LanePlan, LanePlanner, TextBatch, max_lane_tokens
 from app.kernels.attention.context import EncodeContext
 from app.kernels.native.library import native_library
 from app.kernels.native.memory import Int64Buffer
-from app.kernels.native.operations import (
-    LaneOperations,
-    LanesArguments,
-)
+from app.kernels.native.operations import LaneOperations, LanesArguments
 from app.kernels.native.recording import (
     NotRecordable,
     RecordedOperations,

@@ -6,10 +6,7 @@ Padding is used only to fill a recorded shape. `recorded_shapes` lists the small
 from __future__ import annotations
 
 from array import array
-from collections.abc import (
-    Iterable,
-    Sequence,
-)
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
@@ -21,10 +18,7 @@ from torch import Tensor
 from app.backends.base import DeviceBackend
 from app.engine.encoder.batching import TextSpan
 from app.kernels.attention.attention import QkvHeads
-from app.kernels.attention.context import (
-    AttentionSpec,
-    EncodeContext,
-)
+from app.kernels.attention.context import AttentionSpec, EncodeContext
 from app.kernels.attention.paged import PackedTexts
 from app.models.encoders.config import EncoderConfig
 

@@ -9,34 +9,17 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import (
-    Callable,
-    Collection,
-    Mapping,
-    Sequence,
-)
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 
 import torch
 from torch import Tensor
 
-from app.backends.base import (
-    CapturedGraph,
-    DeviceBackend,
-    DeviceEvent,
-)
+from app.backends.base import CapturedGraph, DeviceBackend, DeviceEvent
 from app.engine.encoder.batching import TextSpan
-from app.engine.encoder.cpu_runner import (
-    EncoderModel,
-    output_bytes,
-)
-from app.engine.encoder.device_inputs import (
-    DeviceTextBatch,
-    TextBatchShape,
-    padded_shape,
-    recorded_shapes,
-)
+from app.engine.encoder.cpu_runner import EncoderModel, output_bytes
+from app.engine.encoder.device_inputs import DeviceTextBatch, TextBatchShape, padded_shape, recorded_shapes
 
 _LOG = logging.getLogger(__name__)
 ComputeTexts = Callable[[TextBatchShape], Tensor]

@@ -6,50 +6,16 @@ The queue selects the texts of a step, the runner computes them, and the engine 
 from __future__ import annotations
 
 import time
-from collections.abc import (
-    Callable,
-    Mapping,
-)
-from collections.abc import (
-    Sequence as Items,
-)
-from dataclasses import (
-    dataclass,
-    replace,
-)
-from typing import (
-    Any,
-    Protocol,
-)
+from collections.abc import Callable, Mapping
+from collections.abc import Sequence as Items
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
 
-from app.engine.encoder.batching import (
-    BatchingDelay,
-    EncodeState,
-    TextBudget,
-    TextQueue,
-    TextSpan,
-)
-from app.errors import (
-    ContextLengthExceeded,
-    InvalidRequest,
-    RequestError,
-    StepFailed,
-    WrongModelKind,
-)
+from app.engine.encoder.batching import BatchingDelay, EncodeState, TextBudget, TextQueue, TextSpan
+from app.errors import ContextLengthExceeded, InvalidRequest, RequestError, StepFailed, WrongModelKind
 from app.hardware.step_times import ThrottleCorrection
-from app.messages import (
-    Abort,
-    ArraysReady,
-    Encode,
-    Event,
-    RequestFailed,
-    Text,
-    Timings,
-)
-from app.metrics.stats import (
-    EngineSnapshot,
-    StepStats,
-)
+from app.messages import Abort, ArraysReady, Encode, Event, RequestFailed, Text, Timings
+from app.metrics.stats import EngineSnapshot, StepStats
 
 
 class TextRunner(Protocol):

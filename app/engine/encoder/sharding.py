@@ -17,14 +17,8 @@ from torch import Tensor
 
 from app.engine.encoder.batching import TextSpan
 from app.kernels.attention.attention import QkvHeads
-from app.kernels.attention.context import (
-    AttentionSpec,
-    EncodeContext,
-)
-from app.kernels.attention.texts import (
-    TextStarts,
-    attend_texts,
-)
+from app.kernels.attention.context import AttentionSpec, EncodeContext
+from app.kernels.attention.texts import TextStarts, attend_texts
 from app.kernels.native.memory import Int64Buffer
 from app.kernels.native.operations import TextBuffers
 

@@ -16,16 +16,9 @@ nor a preemption changes a sampled token.
 from __future__ import annotations
 
 from collections import Counter, abc
-from collections.abc import (
-    Callable,
-    Collection,
-    Mapping,
-)
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
-from typing import (
-    Any,
-    TypeVar,
-)
+from typing import Any, TypeVar
 
 import torch
 import torch.nn.functional as F

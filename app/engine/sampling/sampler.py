@@ -7,12 +7,8 @@ sequence ends and which beams continue.
 
 from __future__ import annotations
 
-from collections.abc import (
-    Callable,
-)
-from collections.abc import (
-    Sequence as Rows,
-)
+from collections.abc import Callable
+from collections.abc import Sequence as Rows
 from dataclasses import replace
 from math import isfinite
 
@@ -27,16 +23,8 @@ from app.engine.sampling.rows import (
     select_rows,
     uniform_number,
 )
-from app.engine.scheduler.batch import (
-    LogitRow,
-    SampledTokens,
-    Sequence,
-)
-from app.kernels.elementwise.activations import (
-    MAX_TOP_LOGITS,
-    TopLogits,
-    TopLogitsRequest,
-)
+from app.engine.scheduler.batch import LogitRow, SampledTokens, Sequence
+from app.kernels.elementwise.activations import MAX_TOP_LOGITS, TopLogits, TopLogitsRequest
 
 SampleRows = Callable[[Tensor, Rows[LogitRow]], list[SampledTokens]]
 

@@ -7,24 +7,12 @@ their KV. It is owned by the worker thread, and the scheduler decides when it ru
 from __future__ import annotations
 
 import secrets
-from collections.abc import (
-    Iterable,
-)
-from collections.abc import (
-    Sequence as Items,
-)
-from dataclasses import (
-    dataclass,
-    field,
-    replace,
-)
+from collections.abc import Iterable
+from collections.abc import Sequence as Items
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
-from app.messages import (
-    Generate,
-    SamplingParams,
-    TokenLogprob,
-)
+from app.messages import Generate, SamplingParams, TokenLogprob
 
 _SEED_MASK = 2**63 - 1
 # increment of SplitMix64: Steele et al., "Fast splittable pseudorandom number generators", 2014

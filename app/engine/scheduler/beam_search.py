@@ -6,21 +6,12 @@ stop token.
 
 from __future__ import annotations
 
-from collections.abc import (
-    Iterable,
-    Iterator,
-)
-from dataclasses import (
-    dataclass,
-    replace,
-)
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
 from math import inf
 
 from app.engine.scheduler.batch import SampledTokens, Sequence
-from app.messages import (
-    FinishReason,
-    TokenLogprob,
-)
+from app.messages import FinishReason, TokenLogprob
 
 
 @dataclass(frozen=True, slots=True)

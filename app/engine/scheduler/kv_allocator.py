@@ -8,17 +8,9 @@ used.
 
 from __future__ import annotations
 
-from collections.abc import (
-    Iterable,
-    Iterator,
-)
-from collections.abc import (
-    Sequence as Items,
-)
-from dataclasses import (
-    dataclass,
-    field,
-)
+from collections.abc import Iterable, Iterator
+from collections.abc import Sequence as Items
+from dataclasses import dataclass, field
 
 from app.engine.scheduler.batch import KvCopy, Sequence
 

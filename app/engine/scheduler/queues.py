@@ -11,32 +11,13 @@ from __future__ import annotations
 
 from bisect import insort
 from collections import abc
-from dataclasses import (
-    dataclass,
-    field,
-    replace,
-)
+from dataclasses import dataclass, field, replace
 
 from app.engine.scheduler.batch import SampledTokens, Sequence
 from app.engine.scheduler.beam_search import BeamGroup, Hypothesis
-from app.engine.scheduler.kv_allocator import (
-    KvAllocator,
-    KvSlots,
-)
-from app.errors import (
-    ContextLengthExceeded,
-    InvalidRequest,
-    RequestError,
-)
-from app.messages import (
-    Event,
-    FinishReason,
-    Generate,
-    SequenceFinished,
-    Timings,
-    TokenLogprob,
-    TokensReady,
-)
+from app.engine.scheduler.kv_allocator import KvAllocator, KvSlots
+from app.errors import ContextLengthExceeded, InvalidRequest, RequestError
+from app.messages import Event, FinishReason, Generate, SequenceFinished, Timings, TokenLogprob, TokensReady
 from app.metrics.stats import EngineSnapshot
 
 

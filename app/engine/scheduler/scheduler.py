@@ -8,18 +8,10 @@ selects beams.
 from __future__ import annotations
 
 import time
-from collections.abc import (
-    Callable,
-    Iterable,
-)
-from collections.abc import (
-    Sequence as Items,
-)
+from collections.abc import Callable, Iterable
+from collections.abc import Sequence as Items
 from dataclasses import replace
-from itertools import (
-    chain,
-    count,
-)
+from itertools import chain, count
 from operator import attrgetter
 
 from app.engine.scheduler.batch import (
@@ -31,22 +23,9 @@ from app.engine.scheduler.batch import (
     make_sequence,
     next_span,
 )
-from app.engine.scheduler.beam_search import (
-    BeamGroup,
-    Continuation,
-)
-from app.engine.scheduler.budget import (
-    PrefillBudget,
-    TokenBudget,
-)
-from app.engine.scheduler.kv_allocator import (
-    KvAllocator,
-    KvSlots,
-)
-from app.engine.scheduler.policy import (
-    admit_oldest,
-    share_in_order,
-)
+from app.engine.scheduler.beam_search import BeamGroup, Continuation
+from app.engine.scheduler.kv_allocator import KvAllocator, KvSlots
+from app.engine.scheduler.policy import PrefillBudget, TokenBudget, admit_oldest, share_in_order
 from app.engine.scheduler.queues import (
     EngineLimits,
     RequestQueues,
@@ -59,17 +38,8 @@ from app.engine.scheduler.queues import (
 )
 from app.engine.scheduler.speculation import Speculation
 from app.errors import RequestError
-from app.messages import (
-    Abort,
-    Event,
-    Generate,
-    RequestFailed,
-    SequenceFinished,
-)
-from app.metrics.stats import (
-    EngineSnapshot,
-    StepStats,
-)
+from app.messages import Abort, Event, Generate, RequestFailed, SequenceFinished
+from app.metrics.stats import EngineSnapshot, StepStats
 
 _num_uncomputed = attrgetter("num_uncomputed")
 

@@ -9,10 +9,7 @@ pause it tries a single draft token; the pause doubles after each failure, so a 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import (
-    dataclass,
-    field,
-)
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from app.engine.scheduler.batch import ScheduledSpan, Sequence

@@ -6,19 +6,10 @@ Each value is limited by the memory. A setting that does not fit is refused with
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import (
-    dataclass,
-    replace,
-)
+from dataclasses import dataclass, replace
 
 from app.errors import PlanImpossible
-from app.hardware.decision import (
-    ALL_KINDS,
-    Decision,
-    decided,
-    format_bytes,
-    format_count,
-)
+from app.hardware.decision import ALL_KINDS, Decision, decided, format_bytes, format_count
 from app.hardware.facts import Facts
 from app.hardware.plan.memory_budget import (
     KV_PAGE_TOKENS,
@@ -30,10 +21,7 @@ from app.hardware.plan.memory_budget import (
     memory_budget,
     useful_kv_cache_bytes,
 )
-from app.hardware.plan.trials import (
-    TrialTiming,
-    format_rate,
-)
+from app.hardware.plan.trials import TrialTiming, format_rate
 from app.settings import Settings
 
 

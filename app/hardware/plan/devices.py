@@ -6,29 +6,12 @@ works out its memory.
 
 from __future__ import annotations
 
-from collections.abc import (
-    Collection,
-    Mapping,
-)
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
-from app.errors import (
-    NoRecipe,
-    PlanImpossible,
-)
-from app.hardware.decision import (
-    ALL_KINDS,
-    Decision,
-    RecipeKey,
-    decided,
-    format_bytes,
-    format_count,
-)
-from app.hardware.facts import (
-    CudaDevice,
-    Facts,
-    Needs,
-)
+from app.errors import NoRecipe, PlanImpossible
+from app.hardware.decision import ALL_KINDS, Decision, RecipeKey, decided, format_bytes, format_count
+from app.hardware.facts import CudaDevice, Facts, Needs
 from app.hardware.plan.precision import list_recipes
 from app.settings import Settings
 

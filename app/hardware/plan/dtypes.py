@@ -9,20 +9,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from app.errors import PlanImpossible
-from app.hardware.decision import (
-    ALL_KINDS,
-    Decision,
-    Dtype,
-    Measurements,
-    decided,
-)
+from app.hardware.decision import ALL_KINDS, Decision, Dtype, Measurements, decided
 from app.hardware.facts import Facts
-from app.hardware.plan import (
-    precision,
-)
-from app.hardware.plan import (
-    precision as int8_copy,
-)
+from app.hardware.plan import precision
+from app.hardware.plan import precision as int8_copy
 from app.hardware.plan.capacity import decide_step_tokens
 from app.hardware.plan.devices import decide_kernel_folder
 from app.hardware.plan.memory_budget import (

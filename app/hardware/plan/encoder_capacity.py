@@ -11,14 +11,8 @@ from dataclasses import dataclass
 
 from app.errors import PlanImpossible
 from app.hardware.decision import Decision
-from app.hardware.facts import (
-    Facts,
-    Needs,
-)
-from app.hardware.plan.capacity import (
-    MemoryCapacity,
-    decide_weight_bytes,
-)
+from app.hardware.facts import Facts, Needs
+from app.hardware.plan.capacity import MemoryCapacity, decide_weight_bytes
 from app.hardware.plan.memory_budget import (
     MIN_BATCH_TOKENS,
     MIN_CONTEXT_TOKENS,
@@ -28,15 +22,9 @@ from app.hardware.plan.memory_budget import (
     does_not_fit_message,
     memory_budget,
 )
-from app.hardware.plan.trials import (
-    TrialTiming,
-    format_rate,
-)
+from app.hardware.plan.trials import TrialTiming, format_rate
 from app.hardware.step_times import TABLE_TEXT_TOKENS
-from app.settings import (
-    GENERATION_SETTINGS,
-    Settings,
-)
+from app.settings import GENERATION_SETTINGS, Settings
 
 _TARGET_TOKENS = 512  # products reach their best rate on a CPU at this size
 _TARGET_ROWS = 32  # rows of an exported program, if their cost was not measured

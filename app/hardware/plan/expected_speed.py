@@ -9,20 +9,9 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from app.hardware.decision import (
-    Decision,
-    Measurements,
-    TrialTimes,
-    decided,
-    format_bytes,
-    format_count,
-)
+from app.hardware.decision import Decision, Measurements, TrialTimes, decided, format_bytes, format_count
 from app.hardware.facts import Needs
-from app.hardware.plan.trials import (
-    TYPICAL_CONTEXT,
-    TrialTiming,
-    format_rate,
-)
+from app.hardware.plan.trials import TYPICAL_CONTEXT, TrialTiming, format_rate
 from app.hardware.step_times import TABLE_TEXT_TOKENS
 
 _UNKNOWN = "Known when a model is given and the machine is measured."

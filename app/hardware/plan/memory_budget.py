@@ -11,11 +11,7 @@ from dataclasses import dataclass
 
 from app.errors import PlanImpossible
 from app.hardware.decision import format_bytes
-from app.hardware.facts import (
-    CudaDevice,
-    Facts,
-    Needs,
-)
+from app.hardware.facts import CudaDevice, Facts, Needs
 from app.settings import Settings
 
 GIB, MIB = 2**30, 2**20

@@ -8,62 +8,24 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import (
-    Collection,
-    Iterable,
-)
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from app.errors import (
-    NoRecipe,
-    PlanImpossible,
-)
-from app.hardware.decision import (
-    Decision,
-    Measurements,
-    RecipeKey,
-    decisions_of,
-)
-from app.hardware.facts import (
-    CudaDevice,
-    Facts,
-    Needs,
-    to_json_value,
-)
-from app.hardware.plan import (
-    capacity,
-    devices,
-    dtypes,
-    encoder_capacity,
-    expected_speed,
-    memory_budget,
-    step_options,
-)
-from app.hardware.plan import (
-    threads as parallel,
-)
+from app.errors import NoRecipe, PlanImpossible
+from app.hardware.decision import Decision, Measurements, RecipeKey, decisions_of
+from app.hardware.facts import CudaDevice, Facts, Needs, to_json_value
+from app.hardware.plan import capacity, devices, dtypes, encoder_capacity, expected_speed, memory_budget, step_options
+from app.hardware.plan import threads as parallel
 from app.hardware.plan.capacity import MemoryCapacity
-from app.hardware.plan.devices import (
-    DeviceChoice,
-    DevicePlan,
-)
-from app.hardware.plan.dtypes import (
-    WeightsAndKv,
-    check_torch_can_run,
-)
+from app.hardware.plan.devices import DeviceChoice, DevicePlan
+from app.hardware.plan.dtypes import WeightsAndKv, check_torch_can_run
 from app.hardware.plan.expected_speed import SpeedEstimate
 from app.hardware.plan.memory_budget import MemoryDemand
-from app.hardware.plan.precision import (
-    PrecisionCandidates,
-    available_precisions,
-)
+from app.hardware.plan.precision import PrecisionCandidates, available_precisions
 from app.hardware.plan.step_options import StepOptions
 from app.hardware.plan.threads import ThreadPlan
-from app.hardware.plan.trials import (
-    NO_TRIALS,
-    TrialTimings,
-)
+from app.hardware.plan.trials import NO_TRIALS, TrialTimings
 from app.hardware.probe import software
 from app.settings import Settings
 

@@ -6,27 +6,12 @@ costs quality must gain enough. The copy is used from a number of rows that is d
 
 from __future__ import annotations
 
-from collections.abc import (
-    Collection,
-    Mapping,
-    Sequence,
-)
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
-from app.errors import (
-    NoRecipe,
-    PlanImpossible,
-)
-from app.hardware.decision import (
-    Decision,
-    Measurements,
-    RecipeKey,
-    format_bytes,
-)
-from app.hardware.facts import (
-    Facts,
-    Needs,
-)
+from app.errors import NoRecipe, PlanImpossible
+from app.hardware.decision import Decision, Measurements, RecipeKey, format_bytes
+from app.hardware.facts import Facts, Needs
 from app.hardware.plan.memory_budget import (
     MIN_CONTEXT_TOKENS,
     USEFUL_SEQS,
@@ -36,13 +21,7 @@ from app.hardware.plan.memory_budget import (
     smallest_step_budget,
     useful_kv_cache_bytes,
 )
-from app.hardware.plan.trials import (
-    FEW_SEQS,
-    SEVERAL_SEQS,
-    TrialTiming,
-    TrialTimings,
-    format_rate,
-)
+from app.hardware.plan.trials import FEW_SEQS, SEVERAL_SEQS, TrialTiming, TrialTimings, format_rate
 from app.hardware.probe.software import TORCH_KERNELS
 from app.settings import Settings
 

@@ -5,25 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from app.errors import PlanImpossible
-from app.hardware.decision import (
-    ALL_KINDS,
-    Decision,
-    Measurements,
-    decided,
-)
+from app.hardware.decision import ALL_KINDS, Decision, Measurements, decided
 from app.hardware.facts import Needs
 from app.hardware.plan.devices import DEVICE_KERNELS
 from app.hardware.plan.precision import is_batch_invariant
-from app.hardware.plan.trials import (
-    SEVERAL_SEQS,
-    TYPICAL_CONTEXT,
-    TrialTiming,
-)
+from app.hardware.plan.trials import SEVERAL_SEQS, TYPICAL_CONTEXT, TrialTiming
 from app.hardware.probe.software import TORCH_KERNELS
-from app.hardware.step_times import (
-    MIN_TARGET_SECONDS,
-    MIXED_TO_DECODE_RATIO,
-)
+from app.hardware.step_times import MIN_TARGET_SECONDS, MIXED_TO_DECODE_RATIO
 from app.settings import Settings
 
 

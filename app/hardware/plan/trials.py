@@ -3,16 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import (
-    Iterable,
-    Mapping,
-)
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from app.hardware.decision import (
-    Measurements,
-    TrialTimes,
-)
+from app.hardware.decision import Measurements, TrialTimes
 from app.hardware.step_times import StepTimeTable
 
 FEW_SEQS, SEVERAL_SEQS = 1, 8  # sequences that decode together, typical for services on a CPU

@@ -8,17 +8,10 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import re
-from collections.abc import (
-    Callable,
-    Iterable,
-    Mapping,
-)
+from collections.abc import Callable, Iterable, Mapping
 
 from app.hardware.facts import CudaDevice
-from app.hardware.probe.host_files import (
-    HostFiles,
-    parse_fields,
-)
+from app.hardware.probe.host_files import HostFiles, parse_fields
 
 CommandRunner = Callable[[list[str]], str | None]
 

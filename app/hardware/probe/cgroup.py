@@ -9,17 +9,11 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import (
-    Path,
-    PurePosixPath,
-)
+from pathlib import Path, PurePosixPath
 from typing import Literal
 
 from app.hardware.facts import Cgroup
-from app.hardware.probe.host_files import (
-    HostFiles,
-    parse_cpu_list,
-)
+from app.hardware.probe.host_files import HostFiles, parse_cpu_list
 
 # cgroup v1 reports "no limit" as the largest multiple of the page size below 2^63. No machine has an exbibyte.
 _NO_LIMIT = 2**60

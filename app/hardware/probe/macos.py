@@ -7,15 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from app.hardware.facts import (
-    Cache,
-    CacheKind,
-    Core,
-    CoreKind,
-    Cpu,
-    Facts,
-    PowerMeter,
-)
+from app.hardware.facts import Cache, CacheKind, Core, CoreKind, Cpu, Facts, PowerMeter
 from app.hardware.probe.accelerators import CommandRunner
 from app.hardware.probe.host_files import parse_fields
 

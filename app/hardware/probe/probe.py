@@ -13,33 +13,13 @@ import sys
 from pathlib import Path
 
 from app.hardware import power_sources
-from app.hardware.facts import (
-    Core,
-    Cpu,
-    Facts,
-)
-from app.hardware.probe import (
-    accelerators,
-    cgroup,
-    macos,
-    software,
-    topology,
-)
-from app.hardware.probe import (
-    cpu as cpu_arm,
-)
-from app.hardware.probe import (
-    cpu as cpu_x86,
-)
-from app.hardware.probe import (
-    topology as memory,
-)
+from app.hardware.facts import Core, Cpu, Facts
+from app.hardware.probe import accelerators, cgroup, macos, software, topology
+from app.hardware.probe import cpu as cpu_arm
+from app.hardware.probe import cpu as cpu_x86
+from app.hardware.probe import topology as memory
 from app.hardware.probe.accelerators import CommandRunner
-from app.hardware.probe.host_files import (
-    HostFiles,
-    parse_cpu_list,
-    parse_fields,
-)
+from app.hardware.probe.host_files import HostFiles, parse_cpu_list, parse_fields
 
 _ARCHITECTURES = {"aarch64": "arm64", "arm64": "arm64", "x86_64": "x86_64", "AMD64": "x86_64"}
 _COMMAND_SECONDS = 10.0  # nvidia-smi takes seconds if the driver has to wake the GPU

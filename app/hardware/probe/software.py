@@ -16,11 +16,7 @@ from pathlib import Path
 
 from app.errors import PlanImpossible
 from app.hardware.decision import Decision
-from app.hardware.facts import (
-    Facts,
-    NativeLibrary,
-    TorchBuild,
-)
+from app.hardware.facts import Facts, NativeLibrary, TorchBuild
 from app.hardware.probe.host_files import HostFiles
 
 TORCH_KERNELS = "torch"

@@ -8,20 +8,8 @@ from __future__ import annotations
 import os
 import re
 
-from app.hardware.facts import (
-    Cache,
-    CacheKind,
-    Core,
-    CoreKind,
-    HugePages,
-    NumaNode,
-)
-from app.hardware.probe.host_files import (
-    HostFiles,
-    parse_cpu_list,
-    parse_fields,
-    parse_size,
-)
+from app.hardware.facts import Cache, CacheKind, Core, CoreKind, HugePages, NumaNode
+from app.hardware.probe.host_files import HostFiles, parse_cpu_list, parse_fields, parse_size
 
 _CPUS = "/sys/devices/system/cpu"
 _NODES = "/sys/devices/system/node"

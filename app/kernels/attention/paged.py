@@ -10,10 +10,7 @@ wait for the device, and scores, weights and sums are float32.
 
 from __future__ import annotations
 
-from collections.abc import (
-    Callable,
-    Iterator,
-)
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch

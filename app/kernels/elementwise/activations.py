@@ -7,33 +7,17 @@ so that not all logits are written.
 
 from __future__ import annotations
 
-from collections.abc import (
-    Callable,
-    Mapping,
-)
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import (
-    Literal,
-    Protocol,
-    runtime_checkable,
-)
+from typing import Literal, Protocol, runtime_checkable
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from app.kernels.linear.activations import (
-    Activations,
-    allocate_output,
-    quantise,
-)
+from app.kernels.linear.activations import Activations, allocate_output, quantise
 from app.kernels.native import operations
-from app.kernels.native.operations import (
-    ActivateArguments,
-    OpCode,
-    has_kernel,
-    run_operation,
-)
+from app.kernels.native.operations import ActivateArguments, OpCode, has_kernel, run_operation
 from app.kernels.triton.support import triton_usable
 
 Activation = Literal["relu", "gelu", "gelu_tanh", "silu", "tanh"]

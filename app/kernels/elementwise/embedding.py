@@ -15,12 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from app.kernels.native.memory import empty
-from app.kernels.native.operations import (
-    EmbeddingArguments,
-    OpCode,
-    has_kernel,
-    run_operation,
-)
+from app.kernels.native.operations import EmbeddingArguments, OpCode, has_kernel, run_operation
 from app.kernels.triton.support import triton_usable
 
 RowFactor = float | Tensor  # one factor for all rows, or one per input: fp32 [inputs]

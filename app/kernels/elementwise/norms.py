@@ -12,11 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from app.kernels.elementwise.activations import ACTIVATIONS
-from app.kernels.linear.activations import (
-    Activations,
-    allocate_output,
-    quantise,
-)
+from app.kernels.linear.activations import Activations, allocate_output, quantise
 from app.kernels.native import operations
 from app.kernels.native.memory import empty
 from app.kernels.native.operations import (

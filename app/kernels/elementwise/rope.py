@@ -10,19 +10,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from app.kernels.attention.attention import (
-    KvRows,
-    QkvHeads,
-    RopeAngles,
-)
+from app.kernels.attention.attention import KvRows, QkvHeads, RopeAngles
 from app.kernels.native.memory import empty
-from app.kernels.native.operations import (
-    OpCode,
-    RopeAnglesArguments,
-    RopeArguments,
-    has_kernel,
-    run_operation,
-)
+from app.kernels.native.operations import OpCode, RopeAnglesArguments, RopeArguments, has_kernel, run_operation
 from app.kernels.triton.support import triton_usable
 
 _MAX_HEAD_DIM = 256  # csrc/turn.h

@@ -14,12 +14,7 @@ from torch import Tensor
 
 from app.kernels.native.library import native_library
 from app.kernels.native.memory import empty
-from app.kernels.native.operations import (
-    OpCode,
-    QuantiseArguments,
-    RowSink,
-    run_operation,
-)
+from app.kernels.native.operations import OpCode, QuantiseArguments, RowSink, run_operation
 
 _MAX_GROUP = 65536  # csrc/sink.h
 

@@ -14,30 +14,13 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from app.kernels.elementwise.activations import (
-    TopLogits,
-    TopLogitsRequest,
-)
-from app.kernels.elementwise.embedding import (
-    EmbeddingTable,
-    RowFactor,
-    TableLayout,
-)
-from app.kernels.linear.activations import (
-    Activations,
-    QuantisedActivations,
-    unquantised,
-)
-from app.kernels.linear.int_panels import (
-    IntPanelFactory,
-    IntPanelLinear,
-)
+from app.kernels.elementwise.activations import TopLogits, TopLogitsRequest
+from app.kernels.elementwise.embedding import EmbeddingTable, RowFactor, TableLayout
+from app.kernels.linear.activations import Activations, QuantisedActivations, unquantised
+from app.kernels.linear.int_panels import IntPanelFactory, IntPanelLinear
 from app.kernels.linear.quantization import GptqFactors
 from app.kernels.native.library import native_library
-from app.kernels.native.memory import (
-    allocate_weights,
-    empty,
-)
+from app.kernels.native.memory import allocate_weights, empty
 from app.kernels.native.operations import (
     ACTIVATION_CODES,
     LinearBf16Arguments,

@@ -15,14 +15,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from app.kernels.elementwise.embedding import (
-    RowFactor,
-    embedding_rows,
-)
-from app.kernels.linear.activations import (
-    Activations,
-    unquantised,
-)
+from app.kernels.elementwise.embedding import RowFactor, embedding_rows
+from app.kernels.linear.activations import Activations, unquantised
 
 
 @dataclass(frozen=True, slots=True)

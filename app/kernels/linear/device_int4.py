@@ -17,16 +17,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from app.kernels.linear.activations import (
-    Activations,
-    unquantised,
-)
+from app.kernels.linear.activations import Activations, unquantised
 from app.kernels.linear.device import copy_bias_to_device
-from app.kernels.linear.layout import (
-    DEVICE_GROUP,
-    device_int4_bytes,
-    supports_device_int4,
-)
+from app.kernels.linear.layout import DEVICE_GROUP, device_int4_bytes, supports_device_int4
 from app.kernels.linear.quantization import quantise_int4
 from app.kernels.triton.support import triton_usable
 

@@ -15,33 +15,13 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from app.kernels.elementwise.activations import (
-    MAX_TOP_LOGITS,
-    TopLogits,
-    TopLogitsRequest,
-)
-from app.kernels.elementwise.embedding import (
-    EmbeddingTable,
-    RowFactor,
-    TableLayout,
-)
-from app.kernels.linear.activations import (
-    QuantisedActivations,
-    quantise,
-    quantise_torch,
-)
+from app.kernels.elementwise.activations import MAX_TOP_LOGITS, TopLogits, TopLogitsRequest
+from app.kernels.elementwise.embedding import EmbeddingTable, RowFactor, TableLayout
+from app.kernels.linear.activations import QuantisedActivations, quantise, quantise_torch
 from app.kernels.linear.layout import PanelLayout
-from app.kernels.linear.quantization import (
-    GptqFactors,
-    gptq_int4,
-    quantise_int4,
-    quantise_int8,
-)
+from app.kernels.linear.quantization import GptqFactors, gptq_int4, quantise_int4, quantise_int8
 from app.kernels.native.library import native_library
-from app.kernels.native.memory import (
-    allocate_weights,
-    empty,
-)
+from app.kernels.native.memory import allocate_weights, empty
 from app.kernels.native.operations import (
     ACTIVATION_CODES,
     LinearIntArguments,

@@ -7,48 +7,22 @@ forms a machine is offered. A new form changes only this folder and the recipes.
 from __future__ import annotations
 
 import platform
-from collections.abc import (
-    Callable,
-    Mapping,
-)
-from typing import (
-    ClassVar,
-    Protocol,
-    runtime_checkable,
-)
+from collections.abc import Callable, Mapping
+from typing import ClassVar, Protocol, runtime_checkable
 
 import torch
 import torch.nn.functional as F
-from torch import (
-    Tensor,
-    nn,
-)
+from torch import Tensor, nn
 
-from app.kernels.elementwise.activations import (
-    TopLogits,
-    TopLogitsForm,
-    TopLogitsRequest,
-    activate,
-)
+from app.kernels.elementwise.activations import TopLogits, TopLogitsForm, TopLogitsRequest, activate
 from app.kernels.elementwise.embedding import RowFactor
-from app.kernels.linear.activations import (
-    Activations,
-    quantise,
-    unquantised,
-)
-from app.kernels.linear.bf16_panels import (
-    Bf16PanelLinear,
-    FixedOrderFactory,
-)
+from app.kernels.linear.activations import Activations, quantise, unquantised
+from app.kernels.linear.bf16_panels import Bf16PanelLinear, FixedOrderFactory
 from app.kernels.linear.device import DeviceFactory
 from app.kernels.linear.device_int4 import DeviceInt4Factory
 from app.kernels.linear.int_panels import IntPanelFactory
 from app.kernels.linear.layout import LAYOUTS
-from app.kernels.linear.torch_int import (
-    KleidiFactory,
-    TorchInt4Factory,
-    TorchInt8Factory,
-)
+from app.kernels.linear.torch_int import KleidiFactory, TorchInt4Factory, TorchInt8Factory
 
 
 class LinearForm(Protocol):

@@ -14,10 +14,7 @@ weights, would then have to cover those channels alone; `t` balances both sides,
 
 from __future__ import annotations
 
-from collections.abc import (
-    Iterable,
-    Iterator,
-)
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 import torch

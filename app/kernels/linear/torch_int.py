@@ -14,15 +14,8 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from app.kernels.linear.activations import (
-    Activations,
-    unquantised,
-)
-from app.kernels.linear.quantization import (
-    Int4Weight,
-    quantise_int4,
-    quantise_int8,
-)
+from app.kernels.linear.activations import Activations, unquantised
+from app.kernels.linear.quantization import Int4Weight, quantise_int4, quantise_int8
 
 _OUTPUTS = 16  # torch packs this many outputs at a time (aten, Int4mmKernel.cpp)
 # The eight-bit kernel reads past the end of rows that are not whole vectors (120 inputs: segmentation fault in

@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import mmap
-from collections.abc import (
-    Callable,
-    Iterator,
-)
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 

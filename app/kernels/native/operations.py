@@ -8,11 +8,7 @@ texts that one thread processes through all operations, in separate memory.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import (
-    Callable,
-    Iterator,
-    Sequence,
-)
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from enum import IntEnum
 from functools import cache

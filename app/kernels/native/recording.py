@@ -16,12 +16,7 @@ import ctypes
 import math
 import weakref
 from collections import defaultdict
-from collections.abc import (
-    Callable,
-    Iterable,
-    Iterator,
-    Sequence,
-)
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -30,16 +25,9 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from app.kernels.native import (
-    memory,
-    operations,
-)
+from app.kernels.native import memory, operations
 from app.kernels.native.library import native_library
-from app.kernels.native.operations import (
-    OpCode,
-    RowCountAddress,
-    RowSink,
-)
+from app.kernels.native.operations import OpCode, RowCountAddress, RowSink
 
 _CACHE_LINE = 64
 # Functions that only inspect a tensor or return a view. Some copy if they must, so a result is checked to share

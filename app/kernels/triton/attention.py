@@ -15,10 +15,7 @@ from torch import Tensor
 
 from app.kernels.attention.attention import KvRows
 from app.kernels.attention.context import AttentionSpec
-from app.kernels.attention.paged import (
-    PAGE_TOKENS,
-    PagedStep,
-)
+from app.kernels.attention.paged import PAGE_TOKENS, PagedStep
 
 # Window size that exceeds every context; the sum of a position and a window size stays within int32.
 UNBOUNDED = 2**30

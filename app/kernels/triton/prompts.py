@@ -14,11 +14,7 @@ from torch import Tensor
 
 from app.kernels.attention.attention import KvRows
 from app.kernels.attention.context import AttentionSpec
-from app.kernels.attention.paged import (
-    PAGE_TOKENS,
-    PackedTexts,
-    PagedStep,
-)
+from app.kernels.attention.paged import PAGE_TOKENS, PackedTexts, PagedStep
 from app.kernels.triton.attention import (
     LOG2_E,
     UNBOUNDED,

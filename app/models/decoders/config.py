@@ -6,21 +6,12 @@ transformers; values that are not understood are rejected by name. Torch is not 
 
 from __future__ import annotations
 
-from collections.abc import (
-    Callable,
-    Mapping,
-)
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import (
-    Any,
-    Literal,
-)
+from typing import Any, Literal
 
 from app.errors import CheckpointInvalid
-from app.models.config_reader import (
-    MAX_LAYERS,
-    ConfigReader,
-)
+from app.models.config_reader import MAX_LAYERS, ConfigReader
 
 Activation = Literal["silu", "gelu", "gelu_tanh"]
 

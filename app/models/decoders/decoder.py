@@ -8,52 +8,21 @@ SmolLM 1 to 3. `GemmaLayer` serves Gemma 2 and 3 (text), with a norm after each 
 from __future__ import annotations
 
 import math
-from collections.abc import (
-    Callable,
-    Mapping,
-    Sequence,
-)
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 import torch
-from torch import (
-    Tensor,
-    nn,
-)
+from torch import Tensor, nn
 
 from app.kernels.attention.attention import QkvHeads, RopeAngles
-from app.kernels.attention.context import (
-    Attend,
-    AttentionSpec,
-    EncodeContext,
-    StepContext,
-)
-from app.kernels.elementwise.activations import (
-    TopLogits,
-    TopLogitsRequest,
-)
-from app.kernels.elementwise.embedding import (
-    RowFactor,
-    add_embedding_rows,
-    embedding_rows,
-)
-from app.kernels.elementwise.norms import (
-    add_rms_norm,
-    gate,
-    gather,
-    rms_norm,
-)
+from app.kernels.attention.context import Attend, AttentionSpec, EncodeContext, StepContext
+from app.kernels.elementwise.activations import TopLogits, TopLogitsRequest
+from app.kernels.elementwise.embedding import RowFactor, add_embedding_rows, embedding_rows
+from app.kernels.elementwise.norms import add_rms_norm, gate, gather, rms_norm
 from app.kernels.elementwise.rope import rope_angles
 from app.kernels.linear.activations import Activations
-from app.kernels.linear.linear import (
-    EmbeddingForm,
-    Linear,
-)
-from app.models.decoders.config import (
-    ModelConfig,
-    RopeConfig,
-    RopeKind,
-)
+from app.kernels.linear.linear import EmbeddingForm, Linear
+from app.models.decoders.config import ModelConfig, RopeConfig, RopeKind
 from app.models.encoders.config import EncoderConfig
 
 

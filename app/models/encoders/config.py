@@ -7,27 +7,12 @@ configuration alone. Torch is not needed.
 
 from __future__ import annotations
 
-from collections.abc import (
-    Iterator,
-    Mapping,
-)
-from dataclasses import (
-    dataclass,
-    field,
-)
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from typing import Literal
 
-from app.models.decoders.config import (
-    Activation,
-    ModelConfig,
-    RopeConfig,
-)
-from app.models.decoders.shapes import (
-    Shape,
-    norms_of,
-    products_of,
-    tensors_of,
-)
+from app.models.decoders.config import Activation, ModelConfig, RopeConfig
+from app.models.decoders.shapes import Shape, norms_of, products_of, tensors_of
 
 EncoderActivation = Activation | Literal["relu"]
 PoolingMode = Literal["cls", "mean", "max", "mean_sqrt_len", "weighted_mean", "last"]

@@ -7,30 +7,13 @@ sentence-transformers directory are passed as `SentenceConfig`.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import (
-    dataclass,
-    replace,
-)
+from dataclasses import dataclass, replace
 from typing import Any
 
 from app.errors import CheckpointInvalid
-from app.models.config_reader import (
-    MAX_INTEGER,
-    MAX_LAYERS,
-    ConfigReader,
-)
-from app.models.decoders.config import (
-    ACTIVATIONS,
-    ModelConfig,
-    RopeConfig,
-    parse_rope,
-)
-from app.models.encoders.config import (
-    EncoderActivation,
-    EncoderConfig,
-    PoolingConfig,
-    ScoreFunction,
-)
+from app.models.config_reader import MAX_INTEGER, MAX_LAYERS, ConfigReader
+from app.models.decoders.config import ACTIVATIONS, ModelConfig, RopeConfig, parse_rope
+from app.models.encoders.config import EncoderActivation, EncoderConfig, PoolingConfig, ScoreFunction
 from app.models.encoders.families import (
     ENCODER_FAMILIES,
     EncoderClass,
@@ -39,11 +22,7 @@ from app.models.encoders.families import (
     supported_encoders,
     to_transformers_names,
 )
-from app.models.encoders.head_config import (
-    read_head,
-    read_labels,
-    read_score_function,
-)
+from app.models.encoders.head_config import read_head, read_labels, read_score_function
 
 ENCODER_ACTIVATIONS: Mapping[str, EncoderActivation] = {
     **ACTIVATIONS,

@@ -14,34 +14,16 @@ from dataclasses import replace
 from itertools import pairwise
 
 import torch
-from torch import (
-    Tensor,
-    nn,
-)
+from torch import Tensor, nn
 
 from app.kernels.attention.attention import QkvHeads, RopeAngles
-from app.kernels.attention.context import (
-    Attend,
-    AttentionSpec,
-    EncodeContext,
-)
-from app.kernels.elementwise.norms import (
-    gate,
-    gather,
-)
+from app.kernels.attention.context import Attend, AttentionSpec, EncodeContext
+from app.kernels.elementwise.norms import gate, gather
 from app.kernels.linear.activations import Activations
 from app.kernels.linear.linear import Linear
-from app.models.decoders.decoder import (
-    DecoderBody,
-    Embedding,
-    LayerRopeAngles,
-)
+from app.models.decoders.decoder import DecoderBody, Embedding, LayerRopeAngles
 from app.models.encoders.config import EncoderConfig
-from app.models.encoders.heads import (
-    LabelHead,
-    LayerNorm,
-    VectorHead,
-)
+from app.models.encoders.heads import LabelHead, LayerNorm, VectorHead
 
 
 class Encoder(nn.Module):

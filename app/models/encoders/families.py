@@ -7,10 +7,7 @@ needed.
 
 from __future__ import annotations
 
-from collections.abc import (
-    Iterator,
-    Mapping,
-)
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 

@@ -3,18 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import (
-    Any,
-    Literal,
-)
+from typing import Any, Literal
 
 from app.errors import CheckpointInvalid
 from app.models.config_reader import ConfigReader
-from app.models.encoders.config import (
-    DenseActivation,
-    HeadConfig,
-    ScoreFunction,
-)
+from app.models.encoders.config import DenseActivation, HeadConfig, ScoreFunction
 from app.models.encoders.families import EncoderClass
 
 # Last part of a torch module's path in sentence-transformers files -> activation.

@@ -6,33 +6,18 @@ every score. A text's vector does not depend on its neighbours.
 
 from __future__ import annotations
 
-from collections.abc import (
-    Callable,
-    Mapping,
-    Sequence,
-)
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
-from torch import (
-    Tensor,
-    nn,
-)
+from torch import Tensor, nn
 
 from app.kernels.elementwise.activations import ACTIVATIONS
-from app.kernels.elementwise.norms import (
-    layer_norm,
-    layer_norm_in_place,
-)
+from app.kernels.elementwise.norms import layer_norm, layer_norm_in_place
 from app.kernels.linear.activations import Activations
 from app.kernels.linear.linear import Linear
-from app.models.encoders.config import (
-    DenseConfig,
-    EncoderConfig,
-    HeadConfig,
-    PoolingMode,
-)
+from app.models.encoders.config import DenseConfig, EncoderConfig, HeadConfig, PoolingMode
 
 
 class LayerNorm(nn.Module):

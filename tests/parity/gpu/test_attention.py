@@ -12,18 +12,9 @@ from hypothesis import strategies as st
 
 from app.kernels.attention.context import AttentionSpec
 from app.kernels.attention.paged import PAGE_TOKENS, paged_attention_torch
-from app.kernels.triton import (
-    attention,
-    prompts,
-)
-from app.kernels.triton.attention import (
-    attend_decodes,
-    num_splits,
-)
-from app.kernels.triton.prompts import (
-    attend_prompts,
-    gather_fresh_kv,
-)
+from app.kernels.triton import attention, prompts
+from app.kernels.triton.attention import attend_decodes, num_splits
+from app.kernels.triton.prompts import attend_prompts, gather_fresh_kv
 from hypothesis_examples import examples
 from paged_steps import Shape, made_step
 

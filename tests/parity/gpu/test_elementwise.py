@@ -14,12 +14,7 @@ from torch import Tensor
 from hypothesis_examples import examples
 
 pytest.importorskip("triton", reason="Triton is not installed")
-from app.kernels.elementwise import (
-    activations,
-    embedding,
-    norms,
-    rope,
-)
+from app.kernels.elementwise import activations, embedding, norms, rope
 
 pytestmark = pytest.mark.usefixtures("served_by_triton")
 # One unit in the last place: the interpreter cuts off where hardware rounds to nearest.

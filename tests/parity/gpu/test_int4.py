@@ -8,10 +8,7 @@ import torch.nn.functional as F
 
 pytest.importorskip("triton", reason="Triton is not installed")
 from app.kernels.linear import device_int4
-from app.kernels.linear.device_int4 import (
-    DeviceInt4Factory,
-    dequantise_torch,
-)
+from app.kernels.linear.device_int4 import DeviceInt4Factory, dequantise_torch
 from app.kernels.triton.elementwise import dequantise
 from compiled_kernels import compile_all
 from tiled_codes import TiledCodes, fresh_scratch

@@ -11,11 +11,7 @@ import pytest
 import torch
 
 from app.backends.cuda import CudaBackend
-from app.backends.selection import (
-    select_backend,
-    select_device_backend,
-    select_host_backend,
-)
+from app.backends.selection import select_backend, select_device_backend, select_host_backend
 from app.errors import PlanImpossible
 from app.hardware.decision import Decision
 from app.hardware.plan.plan import ServingPlan

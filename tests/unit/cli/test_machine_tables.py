@@ -9,10 +9,7 @@ from dataclasses import replace
 import pytest
 from rich.console import Console
 
-from app.cli.tables import (
-    format_cpu_ranges,
-    render_probe,
-)
+from app.cli.tables import format_cpu_ranges, render_probe
 from app.hardware.facts import (
     Cgroup,
     Core,

@@ -12,22 +12,9 @@ import pytest
 
 import app.hardware.probe.probe
 from app.cli import main
-from app.cli.parser import (
-    BENCHES,
-    given_settings,
-    parse_arguments,
-)
-from app.errors import (
-    CheckpointInvalid,
-    RequestTimeout,
-    StartupError,
-    UnknownArgument,
-)
-from app.hardware.facts import (
-    Core,
-    Cpu,
-    Facts,
-)
+from app.cli.parser import BENCHES, given_settings, parse_arguments
+from app.errors import CheckpointInvalid, RequestTimeout, StartupError, UnknownArgument
+from app.hardware.facts import Core, Cpu, Facts
 from app.settings import setting_rows
 from app.version import VERSION
 

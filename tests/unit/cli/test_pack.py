@@ -8,10 +8,7 @@ from pathlib import Path
 import pytest
 
 from app.cli import main
-from app.kernels.native.operations import (
-    OpCode,
-    has_kernel,
-)
+from app.kernels.native.operations import OpCode, has_kernel
 from tiny_checkpoints import write_checkpoint
 
 

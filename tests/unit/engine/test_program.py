@@ -12,29 +12,10 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from app.engine.encoder.batching import BatchingDelay
-from app.engine.program import (
-    DTYPES,
-    ProgramEngine,
-    RunnableProgram,
-    to_array,
-    to_tensor,
-)
-from app.errors import (
-    InvalidRequest,
-    ServiceStopping,
-    StepFailed,
-)
+from app.engine.program import DTYPES, ProgramEngine, RunnableProgram, to_array, to_tensor
+from app.errors import InvalidRequest, ServiceStopping, StepFailed
 from app.hardware.step_times import StepTimeTable, ThrottleCorrection
-from app.messages import (
-    Abort,
-    Array,
-    ArraysReady,
-    Event,
-    Infer,
-    RequestFailed,
-    Signature,
-    TensorSpec,
-)
+from app.messages import Abort, Array, ArraysReady, Event, Infer, RequestFailed, Signature, TensorSpec
 from app.metrics.step_time_model import StepTimeModel
 
 SIGNATURE = Signature(

@@ -9,25 +9,9 @@ from queue import Empty, SimpleQueue
 import pytest
 
 from app.engine.decoder.engine import DecoderEngine
-from app.engine.worker import (
-    MAX_FAILED_STEPS,
-    Engine,
-    Worker,
-)
-from app.errors import (
-    CheckpointInvalid,
-    ServiceStopping,
-)
-from app.messages import (
-    Abort,
-    Command,
-    Event,
-    Generate,
-    RequestFailed,
-    SamplingParams,
-    SequenceFinished,
-    Stop,
-)
+from app.engine.worker import MAX_FAILED_STEPS, Engine, Worker
+from app.errors import CheckpointInvalid, ServiceStopping
+from app.messages import Abort, Command, Event, Generate, RequestFailed, SamplingParams, SequenceFinished, Stop
 from app.metrics.stats import StepStats
 from encoder_simulation import POISON, EncoderSimulation, encode
 from engine_simulation import Simulation

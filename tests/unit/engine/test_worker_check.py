@@ -4,17 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from app.engine.scheduler.batch import (
-    Batch,
-    SampledTokens,
-)
+from app.engine.scheduler.batch import Batch, SampledTokens
 from app.engine.worker import MAX_FAILED_STEPS
-from app.messages import (
-    Generate,
-    RequestFailed,
-    SamplingParams,
-    SequenceFinished,
-)
+from app.messages import Generate, RequestFailed, SamplingParams, SequenceFinished
 from encoder_simulation import EncoderSimulation
 from engine_simulation import DeviceBroke, Simulation
 from synchronous_runner import AtOnce

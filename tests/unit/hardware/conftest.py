@@ -8,10 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from app.hardware.facts import (
-    Facts,
-    Needs,
-)
+from app.hardware.facts import Facts, Needs
 from app.hardware.probe.host_files import parse_cpu_list
 from app.hardware.probe.probe import probe
 

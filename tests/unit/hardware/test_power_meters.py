@@ -13,15 +13,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from app.hardware import (
-    power_meters,
-    power_sources,
-)
-from app.hardware.facts import (
-    CudaDevice,
-    PowerCounter,
-    PowerMeter,
-)
+from app.hardware import power_meters, power_sources
+from app.hardware.facts import CudaDevice, PowerCounter, PowerMeter
 from app.hardware.power_meters import (
     CounterMeter,
     ModelledMeter,

@@ -8,10 +8,7 @@ from pathlib import Path
 import pytest
 
 from app.hardware import power_sources
-from app.hardware.facts import (
-    PowerCounter,
-    PowerMeter,
-)
+from app.hardware.facts import PowerCounter, PowerMeter
 from app.hardware.probe import macos
 from app.hardware.probe.host_files import HostFiles
 from tests.unit.hardware.conftest import read_tree, write_tree

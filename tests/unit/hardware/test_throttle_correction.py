@@ -8,16 +8,9 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from app.engine.scheduler.budget import PrefillBudget
-from app.hardware.step_times import (
-    StepTimeTable,
-    ThrottleCorrection,
-    throttle_corrected_clock,
-)
-from app.metrics.speed_drift import (
-    ExpectedSpeed,
-    SpeedDrift,
-)
+from app.engine.scheduler.policy import PrefillBudget
+from app.hardware.step_times import StepTimeTable, ThrottleCorrection, throttle_corrected_clock
+from app.metrics.speed_drift import ExpectedSpeed, SpeedDrift
 from app.metrics.stats import StepStats
 from app.metrics.step_time_model import StepTimeModel
 from encoder_simulation import EncoderSimulation, encode

@@ -4,11 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from app.metrics.power_monitor import (
-    EnergyAccount,
-    EnergyReport,
-    WorkCounters,
-)
+from app.metrics.power_monitor import EnergyAccount, EnergyReport, WorkCounters
 
 
 class Machine:

@@ -13,23 +13,10 @@ from prometheus_client.parser import text_string_to_metric_families as parse_tex
 
 from app.hardware.facts import PowerMeter
 from app.messages import Timings
-from app.metrics.gauges import (
-    DeploymentGauges,
-    DeploymentInfo,
-    ServerInfo,
-    engine_gauges,
-    throttled_seconds,
-)
-from app.metrics.instruments import (
-    SECONDS_BUCKETS,
-    Api,
-    Metrics,
-)
+from app.metrics.gauges import DeploymentGauges, DeploymentInfo, ServerInfo, engine_gauges, throttled_seconds
+from app.metrics.instruments import SECONDS_BUCKETS, Api, Metrics
 from app.metrics.power_monitor import PowerMonitor
-from app.metrics.stats import (
-    EngineSnapshot,
-    StepStats,
-)
+from app.metrics.stats import EngineSnapshot, StepStats
 from app.metrics.step_monitor import StepMonitor
 from app.service.served_model import ServedDecoder
 from app.service.service import Service

@@ -9,12 +9,7 @@ from collections.abc import Iterator
 import pytest
 
 from app.metrics import step_monitor
-from app.metrics.step_monitor import (
-    FULL_COLLECTION_SECONDS,
-    MAX_NEW_OBJECTS,
-    MAX_SECONDS,
-    GcControl,
-)
+from app.metrics.step_monitor import FULL_COLLECTION_SECONDS, MAX_NEW_OBJECTS, MAX_SECONDS, GcControl
 
 
 class Circle:

@@ -9,10 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from app.metrics.quantiles import (
-    RecentQuantiles,
-    RecentRate,
-)
+from app.metrics.instruments import RecentQuantiles, RecentRate
 
 QUANTILES = (0.5, 0.9, 0.99)
 

@@ -10,14 +10,8 @@ import pytest
 from app.hardware.decision import TrialTimes
 from app.hardware.step_times import StepTimeTable
 from app.metrics.instruments import Metrics
-from app.metrics.speed_drift import (
-    ExpectedSpeed,
-    SpeedDrift,
-)
-from app.metrics.stats import (
-    EngineSnapshot,
-    StepStats,
-)
+from app.metrics.speed_drift import ExpectedSpeed, SpeedDrift
+from app.metrics.stats import EngineSnapshot, StepStats
 from app.metrics.step_monitor import StepMonitor
 from app.metrics.step_time_model import MIN_WINDOW_STEPS, WINDOW_STEPS, StepTimeModel
 

@@ -7,11 +7,7 @@ from typing import get_args
 import pytest
 
 from app.metrics import stats
-from app.metrics.stats import (
-    Cause,
-    StepLog,
-    StepStats,
-)
+from app.metrics.stats import Cause, StepLog, StepStats
 
 DECODE = StepStats(0.0300001, decode_tokens=8, num_decode_sequences=8)
 

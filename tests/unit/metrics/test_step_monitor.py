@@ -11,32 +11,13 @@ from queue import SimpleQueue
 import pytest
 from prometheus_client.parser import text_string_to_metric_families as parse_text
 
-from app.engine.worker import (
-    Callbacks,
-    Worker,
-)
+from app.engine.worker import Callbacks, Worker
 from app.errors import RequestError
-from app.messages import (
-    Abort,
-    Encode,
-    Event,
-    Stop,
-    Text,
-)
+from app.messages import Abort, Encode, Event, Stop, Text
 from app.metrics.instruments import Metrics
-from app.metrics.slow_steps import SlowStepDetector
-from app.metrics.speed_drift import (
-    ExpectedSpeed,
-    SpeedDrift,
-)
-from app.metrics.stats import (
-    EngineSnapshot,
-    StepStats,
-)
-from app.metrics.step_monitor import (
-    UPDATE_SECONDS,
-    StepMonitor,
-)
+from app.metrics.speed_drift import ExpectedSpeed, SpeedDrift
+from app.metrics.stats import EngineSnapshot, StepStats
+from app.metrics.step_monitor import UPDATE_SECONDS, SlowStepDetector, StepMonitor
 from app.metrics.step_time_model import StepTimeModel
 
 PATIENCE_SECONDS = 10.0

@@ -13,34 +13,13 @@ from typing import Any
 
 import pytest
 
-from app.hardware.decision import (
-    Measurements,
-    TrialTimes,
-)
-from app.hardware.facts import (
-    Cgroup,
-    Core,
-    Cpu,
-    CudaDevice,
-    Facts,
-    NativeLibrary,
-    TorchBuild,
-)
+from app.hardware.decision import Measurements, TrialTimes
+from app.hardware.facts import Cgroup, Core, Cpu, CudaDevice, Facts, NativeLibrary, TorchBuild
 from app.hardware.probe import software
 from app.server import prepare
-from app.server.prepare import (
-    Calibration,
-    CalibrationFile,
-    calibration_key,
-)
-from app.settings import (
-    DEMO_DIRECTORY,
-    Settings,
-)
-from app.weights.checkpoint import (
-    Checkpoint,
-    open_checkpoint,
-)
+from app.server.prepare import Calibration, CalibrationFile, calibration_key
+from app.settings import DEMO_DIRECTORY, Settings
+from app.weights.checkpoint import Checkpoint, open_checkpoint
 from planned_machines import ON_GPUS, machine
 from planned_machines import plan as planned
 

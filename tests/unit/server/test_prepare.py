@@ -15,10 +15,7 @@ import pytest
 
 from app.cli.main import main
 from app.errors import PlanImpossible
-from app.hardware.decision import (
-    Measurements,
-    TrialTimes,
-)
+from app.hardware.decision import Measurements, TrialTimes
 from app.hardware.facts import TorchBuild
 from app.hardware.step_times import StepTimeTable
 from app.server import prepare
@@ -29,14 +26,8 @@ from app.server.prepare import (
     measuring_budget_seconds,
     with_kept_calibration,
 )
-from app.settings import (
-    DEMO_DIRECTORY,
-    Settings,
-)
-from app.weights.checkpoint import (
-    Checkpoint,
-    open_checkpoint,
-)
+from app.settings import DEMO_DIRECTORY, Settings
+from app.weights.checkpoint import Checkpoint, open_checkpoint
 from planned_machines import machine
 
 TRIAL = TrialTimes("bf16", 8, {1: 0.02, 8: 0.03}, {64: 0.1, 512: 0.7}, 1e-7, 10**9, 2e9, pair_seconds=1e-8)

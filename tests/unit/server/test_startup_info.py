@@ -6,10 +6,7 @@ import dataclasses
 
 import pytest
 
-from app.hardware.facts import (
-    CudaDevice,
-    Facts,
-)
+from app.hardware.facts import CudaDevice, Facts
 from app.server.startup import isa_label
 from planned_machines import GIB, ON_GPUS, machine, plan
 

@@ -10,17 +10,9 @@ from typing import Any
 import pytest
 
 from app.cli import main
-from app.errors import (
-    CheckpointInvalid,
-    PlanImpossible,
-)
+from app.errors import CheckpointInvalid, PlanImpossible
 from app.server import termination_log
-from app.server.termination_log import (
-    MAX_BYTES,
-    TerminationMessage,
-    describe_exception,
-    write_reason,
-)
+from app.server.termination_log import MAX_BYTES, TerminationMessage, describe_exception, write_reason
 
 
 @pytest.fixture(autouse=True)

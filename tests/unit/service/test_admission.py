@@ -9,11 +9,7 @@ from typing import Any
 import pytest
 from prometheus_client.parser import text_string_to_metric_families as parse
 
-from app.errors import (
-    Overloaded,
-    RequestError,
-    StepFailed,
-)
+from app.errors import Overloaded, RequestError, StepFailed
 from app.hardware.step_times import StepTimes, StepTimeTable
 from app.messages import RequestFailed
 from app.metrics.stats import EngineSnapshot

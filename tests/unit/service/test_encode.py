@@ -18,32 +18,12 @@ from app.errors import (
     StepFailed,
     WrongModelKind,
 )
-from app.messages import (
-    Abort,
-    ArraysReady,
-    Infer,
-    Signature,
-    TensorSpec,
-    Text,
-)
+from app.messages import Abort, ArraysReady, Infer, Signature, TensorSpec, Text
 from app.metrics.instruments import Metrics
 from app.service.encode import TOKEN_BYTES
-from app.service.inputs import (
-    MAX_HIDDEN_BYTES,
-    MAX_TEXTS,
-    SHORT_CHARACTERS,
-    is_short,
-    tokenize_texts,
-)
-from app.service.requests import (
-    EncodingRequest,
-    InferenceRequest,
-)
-from app.service.served_model import (
-    ServedEncoder,
-    ServedProgram,
-    to_numpy,
-)
+from app.service.inputs import MAX_HIDDEN_BYTES, MAX_TEXTS, SHORT_CHARACTERS, is_short, tokenize_texts
+from app.service.requests import EncodingRequest, InferenceRequest
+from app.service.served_model import ServedEncoder, ServedProgram, to_numpy
 from app.service.service import Service
 from fake_encoder import CLASSIFIER, CONFIG, LIMITS, PROMPTED, SIZE, TIMINGS, array, encoding, ids_of, tokenizer, vector
 from fake_worker import FakeWorker, serving

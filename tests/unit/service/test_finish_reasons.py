@@ -11,26 +11,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from app.errors import (
-    NotReady,
-    RequestTimeout,
-    ServiceStopping,
-    StepFailed,
-)
-from app.messages import (
-    Abort,
-    Command,
-    Event,
-    Generate,
-    RequestFailed,
-    TokensReady,
-)
-from app.service.requests import (
-    Accepted,
-    ChoiceFinished,
-    StreamEvent,
-    TextDelta,
-)
+from app.errors import NotReady, RequestTimeout, ServiceStopping, StepFailed
+from app.messages import Abort, Command, Event, Generate, RequestFailed, TokensReady
+from app.service.requests import Accepted, ChoiceFinished, StreamEvent, TextDelta
 from fake_worker import LIMITS, Client, finished, request, serving, tokenizer, tokens
 
 

@@ -6,20 +6,11 @@ from random import Random
 
 import pytest
 
-from app.engine.encoder.batching import (
-    TextCapacity,
-    TextQueue,
-)
+from app.engine.encoder.batching import TextCapacity, TextQueue
 from app.hardware.step_times import StepTimes, StepTimeTable
-from app.messages import (
-    Encode,
-    Text,
-)
+from app.messages import Encode, Text
 from app.metrics.stats import EngineSnapshot
-from app.service.admission import (
-    TypicalRequest,
-    first_token_seconds,
-)
+from app.service.admission import TypicalRequest, first_token_seconds
 
 BUDGET = 512
 STEPS = StepTimeTable((), (), encode_points=((16, 0.004), (128, 0.010), (512, 0.032)))

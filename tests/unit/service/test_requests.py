@@ -17,19 +17,8 @@ from app.errors import (
     ServiceStopping,
     UnsupportedParameter,
 )
-from app.messages import (
-    SequenceFinished,
-    Timings,
-    TokenLogprob,
-    TokensReady,
-)
-from app.service.requests import (
-    Accepted,
-    ChoiceFinished,
-    ScoredToken,
-    TextDelta,
-    Usage,
-)
+from app.messages import SequenceFinished, Timings, TokenLogprob, TokensReady
+from app.service.requests import Accepted, ChoiceFinished, ScoredToken, TextDelta, Usage
 from fake_worker import LIMITS, TIMINGS, Client, FakeWorker, finished, request, serving, tokenizer, tokens
 
 

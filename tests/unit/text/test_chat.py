@@ -8,15 +8,8 @@ from typing import Any
 
 import pytest
 
-from app.errors import (
-    CheckpointInvalid,
-    InvalidRequest,
-    UnsupportedParameter,
-)
-from app.text.chat import (
-    ChatTemplate,
-    open_chat_template,
-)
+from app.errors import CheckpointInvalid, InvalidRequest, UnsupportedParameter
+from app.text.chat import ChatTemplate, open_chat_template
 from small_tokenizers import byte_level, write_tokenizer
 
 TOKENS = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}

@@ -10,10 +10,7 @@ import pytest
 from tokenizers import Tokenizer as Inner
 from tokenizers import models
 
-from app.errors import (
-    CheckpointInvalid,
-    InvalidRequest,
-)
+from app.errors import CheckpointInvalid, InvalidRequest
 from app.text.tokenizer import Tokenizer
 from small_tokenizers import FORMS, byte_level, sentence_piece, write_tokenizer
 

@@ -12,10 +12,7 @@ from tokenizers import Tokenizer as Inner
 
 from app.errors import InvalidRequest
 from app.messages import Text
-from app.text.tokenizer import (
-    Tokenizer,
-    truncated_lengths,
-)
+from app.text.tokenizer import Tokenizer, truncated_lengths
 from tiny_encoders import SPECIALS, write_word_pieces
 
 LONG = "the fox said hello to the green world"

@@ -8,12 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from app.weights.cache_file import (
-    FileUnusable,
-    differences,
-    log_not_kept,
-    open_trusted,
-)
+from app.weights.cache_file import FileUnusable, differences, log_not_kept, open_trusted
 
 FULL = OSError(28, "No space left on device")
 

@@ -12,10 +12,7 @@ import torch
 
 from app.errors import CheckpointInvalid
 from app.models.decoders.config import ModelConfig
-from app.weights.checkpoint import (
-    INDEX,
-    open_checkpoint,
-)
+from app.weights.checkpoint import INDEX, open_checkpoint
 from tiny_checkpoints import ARCHITECTURES, config_values, random_tensors, write_checkpoint, write_weights
 
 

@@ -13,10 +13,7 @@ from safetensors.torch import load_file
 
 from app.errors import CheckpointInvalid
 from app.models.encoders.config import encoder_tensors_of
-from app.weights.checkpoint import (
-    Checkpoint,
-    open_checkpoint,
-)
+from app.weights.checkpoint import Checkpoint, open_checkpoint
 from app.weights.forms import encoder_bytes
 from app.weights.tensor_reader import MappedFiles
 from encoder_families import FAMILIES

@@ -6,17 +6,8 @@ import pytest
 
 from app.errors import NoRecipe
 from app.kernels.linear.layout import LAYOUTS
-from app.kernels.linear.linear import (
-    DEVICE_FORMS,
-    FORMS,
-    QUANTISED_FORMS,
-)
-from app.weights.forms import (
-    RECIPES,
-    Recipe,
-    find_recipe,
-    for_encoder,
-)
+from app.kernels.linear.linear import DEVICE_FORMS, FORMS, QUANTISED_FORMS
+from app.weights.forms import RECIPES, Recipe, find_recipe, for_encoder
 
 
 @pytest.mark.parametrize("is_output", [False, True])

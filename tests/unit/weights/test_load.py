@@ -9,10 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from app.kernels.linear.linear import (
-    Linear,
-    PlainLinear,
-)
+from app.kernels.linear.linear import Linear, PlainLinear
 from app.weights import load as loading
 from app.weights.forms import Recipe
 from loaded_models import load

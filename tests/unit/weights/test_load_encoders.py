@@ -11,16 +11,10 @@ import torch
 import torch.nn.functional as F
 
 from app.backends.base import HostBackend
-from app.kernels.native.operations import (
-    OpCode,
-    has_kernel,
-)
+from app.kernels.native.operations import OpCode, has_kernel
 from app.models.encoders.encoder import BertBody, Encoder
 from app.weights.checkpoint import open_checkpoint
-from app.weights.load import (
-    Model,
-    load_model,
-)
+from app.weights.load import Model, load_model
 from app.weights.packs import PackFolder
 from loaded_models import load, plan_of
 from run_encoder import encoded, random_texts

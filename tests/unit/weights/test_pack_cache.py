@@ -15,23 +15,13 @@ from torch import nn
 
 from app.backends.base import HostBackend
 from app.kernels.linear.linear import Linear
-from app.kernels.native.operations import (
-    OpCode,
-    has_kernel,
-)
-from app.weights import (
-    cache_file,
-)
+from app.kernels.native.operations import OpCode, has_kernel
+from app.weights import cache_file
 from app.weights import load as loading
-from app.weights import (
-    packs as pack_cache,
-)
+from app.weights import packs as pack_cache
 from app.weights.checkpoint import open_checkpoint
 from app.weights.form_choice import CacheableForm
-from app.weights.load import (
-    load_model,
-    pack_weights,
-)
+from app.weights.load import load_model, pack_weights
 from app.weights.packs import PackFolder, write_pack
 from loaded_models import plan_of
 from reference_attention import PlainAttend, context_of

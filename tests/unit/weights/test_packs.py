@@ -9,16 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from app.weights.cache_file import (
-    PARTIAL,
-    FileUnusable,
-)
-from app.weights.packs import (
-    ALIGNMENT,
-    PackReader,
-    open_pack,
-    write_pack,
-)
+from app.weights.cache_file import PARTIAL, FileUnusable
+from app.weights.packs import ALIGNMENT, PackReader, open_pack, write_pack
 
 KEY = {"checkpoint": "a", "recipe": "b"}
 BLOBS = {

@@ -12,10 +12,7 @@ from torch import nn
 from app.kernels.linear.bf16_panels import HybridLinear
 from app.kernels.linear.int_panels import IntPanelLinear
 from app.kernels.linear.linear import Linear
-from app.kernels.native.operations import (
-    OpCode,
-    has_kernel,
-)
+from app.kernels.native.operations import OpCode, has_kernel
 from app.models.decoders.decoder import RMSNorm
 from app.weights.checkpoint import open_checkpoint
 from loaded_models import load

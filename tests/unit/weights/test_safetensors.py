@@ -16,10 +16,7 @@ from hypothesis import strategies as st
 from safetensors.torch import save_file
 
 from app.errors import CheckpointInvalid
-from app.weights.safetensors import (
-    TensorEntry,
-    read_header,
-)
+from app.weights.safetensors import TensorEntry, read_header
 
 
 @pytest.fixture(scope="module")

@@ -12,15 +12,9 @@ import pytest
 
 import app.weights.open as weights_open
 from app.errors import CheckpointInvalid
-from app.models.encoders.config import (
-    DenseConfig,
-    PoolingConfig,
-)
+from app.models.encoders.config import DenseConfig, PoolingConfig
 from app.weights.checkpoint import open_checkpoint
-from app.weights.open import (
-    open_model,
-    require_checkpoint,
-)
+from app.weights.open import open_model, require_checkpoint
 from app.weights.sentence_transformers import read_sentence_config
 from tiny_encoders import SUFFIX, Modules, write_encoder
 

@@ -20,16 +20,8 @@ from app.bench.compare.measure import (
     result_path,
     run_compare,
 )
-from app.bench.compare.result import (
-    CompareResult,
-    LoadPoint,
-    LoadSpec,
-    read_result,
-)
-from app.bench.console import (
-    BenchOutcome,
-    MeasurementFailed,
-)
+from app.bench.compare.result import CompareResult, LoadPoint, LoadSpec, read_result
+from app.bench.console import BenchOutcome, MeasurementFailed
 from app.bench.http.load import ServerTarget
 from scripted_machine import WATTS, ScriptedMachine, running
 

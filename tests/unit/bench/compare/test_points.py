@@ -7,22 +7,11 @@ from typing import Any
 
 import pytest
 
-from app.bench.compare import (
-    points,
-)
-from app.bench.compare import (
-    points as rhythm,
-)
+from app.bench.compare import points
+from app.bench.compare import points as rhythm
 from app.bench.compare.environment import LoadConditions
-from app.bench.compare.points import (
-    ServerUnderTest,
-    StepLogReader,
-    build_point,
-)
-from app.bench.compare.result import (
-    LoadSpec,
-    StepColumns,
-)
+from app.bench.compare.points import ServerUnderTest, StepLogReader, build_point
+from app.bench.compare.result import LoadSpec, StepColumns
 from app.bench.http.client import StreamTiming
 from app.bench.http.dialects import TokenUsage
 from app.bench.http.embed import EmbedTiming

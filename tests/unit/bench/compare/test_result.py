@@ -8,13 +8,7 @@ from typing import Any
 
 import pytest
 
-from app.bench.compare.result import (
-    CompareResult,
-    LoadPoint,
-    LoadSpec,
-    read_result,
-    write_result,
-)
+from app.bench.compare.result import CompareResult, LoadPoint, LoadSpec, read_result, write_result
 from app.bench.console import MeasurementFailed
 from synthetic_results import made_decoder, made_encoder
 

@@ -10,55 +10,21 @@ import pytest
 import torch
 from rich.console import Console
 
-from app.bench.console import (
-    BenchOutcome,
-    Figure,
-    MeasurementFailed,
-    outcome_table,
-)
+from app.bench.console import BenchOutcome, Figure, MeasurementFailed, outcome_table
 from app.bench.engine import decoder
-from app.bench.engine.ceilings import (
-    CpuCeilingSampler,
-    MachineCeilings,
-    WorkSamples,
-)
-from app.bench.engine.decoder import (
-    DecoderLoad,
-    EngineBenchOptions,
-    measure_decoder_engine,
-)
-from app.bench.engine.driver import (
-    DecoderDriver,
-    ProductCosts,
-    largest_cache_bytes,
-    product_costs,
-)
+from app.bench.engine.ceilings import CpuCeilingSampler, MachineCeilings, WorkSamples
+from app.bench.engine.decoder import DecoderLoad, EngineBenchOptions, measure_decoder_engine
+from app.bench.engine.driver import DecoderDriver, ProductCosts, largest_cache_bytes, product_costs
 from app.bench.http.workload import TokenPrompts
 from app.engine.build import BuildRequest
-from app.engine.decoder.build import (
-    build_decoder_engine,
-)
-from app.hardware.facts import (
-    Cache,
-    Core,
-    Cpu,
-    Facts,
-)
-from app.hardware.plan.plan import (
-    ServingPlan,
-    make_plan,
-)
+from app.engine.decoder.build import build_decoder_engine
+from app.hardware.facts import Cache, Core, Cpu, Facts
+from app.hardware.plan.plan import ServingPlan, make_plan
 from app.hardware.probe.probe import probe
 from app.kernels import ceilings
-from app.kernels.ceilings import (
-    MatmulThroughputProbe,
-    ReadBandwidthProbe,
-)
+from app.kernels.ceilings import MatmulThroughputProbe, ReadBandwidthProbe
 from app.settings import load_settings
-from app.weights.checkpoint import (
-    Checkpoint,
-    open_checkpoint,
-)
+from app.weights.checkpoint import Checkpoint, open_checkpoint
 from app.weights.forms import RECIPES
 from tiny_checkpoints import write_checkpoint
 

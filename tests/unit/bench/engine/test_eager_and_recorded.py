@@ -6,12 +6,7 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 from app.bench.engine.driver import DecoderDriver
-from app.bench.engine.recording import (
-    EAGER,
-    RECORDED,
-    ReplayMode,
-    _figures,
-)
+from app.bench.engine.recording import EAGER, RECORDED, ReplayMode, _figures
 from app.engine.decoder.cpu_runner import DecoderReplay
 
 

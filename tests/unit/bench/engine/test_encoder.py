@@ -7,10 +7,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from app.bench.console import (
-    BenchOutcome,
-    MeasurementFailed,
-)
+from app.bench.console import BenchOutcome, MeasurementFailed
 from app.bench.engine import encoder
 from app.bench.engine.decoder import EngineBenchOptions
 from app.bench.engine.encoder import (
@@ -20,22 +17,12 @@ from app.bench.engine.encoder import (
     encoder_operations,
     measure_encoder_engine,
 )
-from app.hardware.facts import (
-    Core,
-    Cpu,
-    Facts,
-)
-from app.hardware.plan.plan import (
-    ServingPlan,
-    make_plan,
-)
+from app.hardware.facts import Core, Cpu, Facts
+from app.hardware.plan.plan import ServingPlan, make_plan
 from app.hardware.probe.probe import probe
 from app.kernels import ceilings
 from app.settings import Settings
-from app.weights.checkpoint import (
-    Checkpoint,
-    open_checkpoint,
-)
+from app.weights.checkpoint import Checkpoint, open_checkpoint
 from app.weights.forms import RECIPES
 from tiny_encoders import Modules, write_encoder
 

@@ -9,17 +9,10 @@ import pytest
 import torch
 
 from app.bench.console import BenchOutcome
-from app.bench.engine.quality import (
-    PrecisionScore,
-    QualityJob,
-    measure_quality,
-)
+from app.bench.engine.quality import PrecisionScore, QualityJob, measure_quality
 from app.engine.calibration.perplexity import WindowScorer
 from app.hardware.probe.probe import probe
-from app.kernels.native.operations import (
-    OpCode,
-    has_kernel,
-)
+from app.kernels.native.operations import OpCode, has_kernel
 from app.settings import load_settings
 from app.weights.checkpoint import open_checkpoint
 from tiny_checkpoints import write_checkpoint

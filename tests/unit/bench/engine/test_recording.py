@@ -9,11 +9,7 @@ from pathlib import Path
 import pytest
 
 from app.bench.engine import recording
-from app.bench.engine.recording import (
-    TARGET_MICROSECONDS,
-    StepInstruments,
-    measure_step_recording,
-)
+from app.bench.engine.recording import TARGET_MICROSECONDS, StepInstruments, measure_step_recording
 from app.hardware.probe.probe import probe
 
 

@@ -11,32 +11,17 @@ import torch
 
 from app.bench.console import MeasurementFailed
 from app.bench.engine import speculation
-from app.bench.engine.speculation import (
-    SPEEDUP_TARGETS,
-    AnswerDriver,
-    PlantedDrafter,
-    measure_speculation,
-)
+from app.bench.engine.speculation import SPEEDUP_TARGETS, AnswerDriver, PlantedDrafter, measure_speculation
 from app.engine.build import BuildRequest
 from app.engine.decoder.build import build_decoder_engine
 from app.hardware.decision import Decision
-from app.hardware.facts import (
-    Core,
-    Cpu,
-    Facts,
-)
-from app.hardware.plan.plan import (
-    ServingPlan,
-    make_plan,
-)
+from app.hardware.facts import Core, Cpu, Facts
+from app.hardware.plan.plan import ServingPlan, make_plan
 from app.hardware.probe.probe import probe
 from app.hardware.step_times import StepTimeTable
 from app.metrics.step_time_model import StepTimeModel
 from app.settings import load_settings
-from app.weights.checkpoint import (
-    Checkpoint,
-    open_checkpoint,
-)
+from app.weights.checkpoint import Checkpoint, open_checkpoint
 from app.weights.forms import RECIPES
 from tiny_checkpoints import write_checkpoint
 

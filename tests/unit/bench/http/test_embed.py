@@ -12,38 +12,13 @@ from typing import Any
 
 import pytest
 
-from app.bench.console import (
-    BenchOutcome,
-    Figure,
-    MeasurementFailed,
-)
+from app.bench.console import BenchOutcome, Figure, MeasurementFailed
 from app.bench.http import loops
-from app.bench.http.dialects import (
-    EMBED_DIALECTS,
-    parse_prompt_tokens,
-)
-from app.bench.http.embed import (
-    EmbedBench,
-    EmbedTiming,
-    EmbedWorkload,
-    num_texts,
-    num_tokens,
-)
-from app.bench.http.load import (
-    LoadJob,
-    LoadLevel,
-    ServerTarget,
-    measure_load,
-)
-from app.bench.http.loops import (
-    LoadRun,
-    RunLimits,
-    units_per_second,
-)
-from app.bench.http.workload import (
-    LogNormalLengths,
-    UniformLengths,
-)
+from app.bench.http.dialects import EMBED_DIALECTS, parse_prompt_tokens
+from app.bench.http.embed import EmbedBench, EmbedTiming, EmbedWorkload, num_texts, num_tokens
+from app.bench.http.load import LoadJob, LoadLevel, ServerTarget, measure_load
+from app.bench.http.loops import LoadRun, RunLimits, units_per_second
+from app.bench.http.workload import LogNormalLengths, UniformLengths
 from app.cli.bench import run_bench
 from app.cli.parser import parse_arguments
 from app.settings import Settings

@@ -9,27 +9,10 @@ import numpy
 import pytest
 
 from app.api.oip.tensors import VALUE_BYTES, parse_infer_request
-from app.bench.console import (
-    BenchOutcome,
-    Figure,
-    MeasurementFailed,
-)
-from app.bench.http import (
-    infer,
-    loops,
-)
-from app.bench.http.infer import (
-    InferBench,
-    InferWorkload,
-    build_bodies,
-    parse_inputs,
-)
-from app.bench.http.load import (
-    LoadJob,
-    LoadLevel,
-    ServerTarget,
-    measure_load,
-)
+from app.bench.console import BenchOutcome, Figure, MeasurementFailed
+from app.bench.http import infer, loops
+from app.bench.http.infer import InferBench, InferWorkload, build_bodies, parse_inputs
+from app.bench.http.load import LoadJob, LoadLevel, ServerTarget, measure_load
 from app.bench.http.loops import RunLimits
 from app.bench.http.wire import HttpBody
 from app.bench.http.workload import UniformLengths

@@ -8,19 +8,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from app.bench.console import (
-    Figure,
-    MeasurementFailed,
-)
-from app.bench.http import (
-    latency,
-    overhead,
-)
-from app.bench.http.client import (
-    OnChunk,
-    StreamTiming,
-    concurrent_tasks,
-)
+from app.bench.console import Figure, MeasurementFailed
+from app.bench.http import latency, overhead
+from app.bench.http.client import OnChunk, StreamTiming, concurrent_tasks
 from app.bench.http.workload import TokenPrompts
 
 LONG = 500

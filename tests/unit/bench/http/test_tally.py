@@ -11,10 +11,7 @@ from hypothesis import strategies as st
 from app.bench.console import Figure
 from app.bench.http.client import StreamTiming
 from app.bench.http.dialects import TokenUsage
-from app.bench.http.loops import (
-    RunLimits,
-    ServerRuns,
-)
+from app.bench.http.loops import RunLimits, ServerRuns
 from app.bench.http.tally import (
     GenerateRun,
     GenerateTiming,
@@ -24,11 +21,7 @@ from app.bench.http.tally import (
     stream_figures,
     tokens_per_second_ratio,
 )
-from app.bench.http.workload import (
-    TextPrompts,
-    UniformLengths,
-    poisson_arrivals,
-)
+from app.bench.http.workload import TextPrompts, UniformLengths, poisson_arrivals
 
 
 def stream(first: float, step: float, num: int, usage: int | None = None) -> StreamTiming:

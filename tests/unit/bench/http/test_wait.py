@@ -10,16 +10,8 @@ import pytest
 
 from app.bench.console import MeasurementFailed
 from app.bench.http import wait
-from app.bench.http.client import (
-    OnChunk,
-    StreamTiming,
-)
-from app.bench.http.wait import (
-    ReportedCapacity,
-    RequestMix,
-    WaitSample,
-    steady_throughput,
-)
+from app.bench.http.client import OnChunk, StreamTiming
+from app.bench.http.wait import ReportedCapacity, RequestMix, WaitSample, steady_throughput
 from app.bench.http.workload import TokenPrompts
 
 TOLD = {

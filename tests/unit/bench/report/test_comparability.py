@@ -8,12 +8,7 @@ import pytest
 
 from app.bench.compare.result import CompareResult
 from app.bench.console import MeasurementFailed
-from app.bench.report.tables import (
-    ReportOrigin,
-    check_comparable,
-    collect_notes,
-    unique_names,
-)
+from app.bench.report.tables import ReportOrigin, check_comparable, collect_notes, unique_names
 from synthetic_results import GRAVITON, XEON, made_decoder, made_encoder
 
 PLAIN = made_encoder()

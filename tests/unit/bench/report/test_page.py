@@ -9,10 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from app.bench.compare.result import (
-    CompareResult,
-    write_result,
-)
+from app.bench.compare.result import CompareResult, write_result
 from app.bench.console import MeasurementFailed
 from app.bench.report.report import make_report
 from app.bench.report.tables import ReportOrigin

@@ -10,12 +10,7 @@ pytest.importorskip("matplotlib", reason="the plots need the extra `bench`")
 
 from matplotlib.figure import Figure
 
-from app.bench.compare.result import (
-    CompareResult,
-    LoadPoint,
-    LoadSpec,
-    StepColumns,
-)
+from app.bench.compare.result import CompareResult, LoadPoint, LoadSpec, StepColumns
 from app.bench.report.plots import (
     CAUSE_COLOURS,
     CSS_VARIABLES,
@@ -30,13 +25,7 @@ from app.bench.report.plots import (
     short_name,
 )
 from app.bench.report.slow_steps import CAUSE_DESCRIPTIONS
-from app.bench.report.timelines import (
-    BETWEEN_STEPS,
-    roofline_limits,
-    roofline_plot,
-    roofline_points,
-    token_gaps,
-)
+from app.bench.report.timelines import BETWEEN_STEPS, roofline_limits, roofline_plot, roofline_points, token_gaps
 from synthetic_results import WEIGHTS, XEON, made_decoder
 
 

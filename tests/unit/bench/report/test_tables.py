@@ -7,22 +7,9 @@ from dataclasses import replace
 
 import pytest
 
-from app.bench.compare.result import (
-    CompareResult,
-    LoadPoint,
-    LoadSpec,
-    PointEnergy,
-    StepColumns,
-)
-from app.bench.report.figures import (
-    add_prices,
-    load_cases,
-    load_name,
-)
-from app.bench.report.slow_steps import (
-    cause_statistics,
-    phase_statistics,
-)
+from app.bench.compare.result import CompareResult, LoadPoint, LoadSpec, PointEnergy, StepColumns
+from app.bench.report.figures import add_prices, load_cases, load_name
+from app.bench.report.slow_steps import cause_statistics, phase_statistics
 from app.bench.report.tables import (
     ReportTable,
     TableCell,

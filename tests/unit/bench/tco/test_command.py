@@ -9,15 +9,9 @@ from typing import Any
 import pytest
 
 import synthetic_results
-from app.bench.compare.result import (
-    CompareResult,
-    write_result,
-)
+from app.bench.compare.result import CompareResult, write_result
 from app.bench.console import MeasurementFailed
-from app.bench.tco.command import (
-    CostArguments,
-    run_tco,
-)
+from app.bench.tco.command import CostArguments, run_tco
 from app.cli.main import main
 
 X86 = synthetic_results.Machine("xeon", "x86_64", "Intel", "Xeon", cores=8, threads_a_core=2)

@@ -7,14 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from app.bench.tco.command import (
-    CostArguments,
-    run_tco,
-)
-from app.bench.tco.prices import (
-    PriceTable,
-    read_prices,
-)
+from app.bench.tco.command import CostArguments, run_tco
+from app.bench.tco.prices import PriceTable, read_prices
 
 
 def text(root: Path) -> str:

@@ -8,10 +8,7 @@ from pathlib import Path
 import pytest
 
 from app.bench.console import MeasurementFailed
-from app.bench.tco.prices import (
-    PriceTable,
-    read_prices,
-)
+from app.bench.tco.prices import PriceTable, read_prices
 
 OURS = """
 [[family]]

@@ -7,17 +7,8 @@ from pathlib import Path
 import pytest
 
 from app.bench.tco.prices import read_prices
-from app.bench.tco.published import (
-    costs_at_list_prices,
-    published_costs,
-    published_remarks,
-    saving_ratio,
-)
-from app.bench.tco.sizing import (
-    annual_dollars,
-    dollars_per_million,
-    machines_needed,
-)
+from app.bench.tco.published import costs_at_list_prices, published_costs, published_remarks, saving_ratio
+from app.bench.tco.sizing import annual_dollars, dollars_per_million, machines_needed
 
 
 def test_its_machines_and_dollars() -> None:

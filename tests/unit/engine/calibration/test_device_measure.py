@@ -11,48 +11,19 @@ import pytest
 import torch
 
 from app.backends import selection
-from app.engine.calibration import (
-    measure as measuring,
-)
-from app.engine.calibration import (
-    measure as peaks,
-)
-from app.engine.calibration.decoder_trial import (
-    CONTEXT_ROWS,
-    DecoderTrial,
-)
+from app.engine.calibration import measure as measuring
+from app.engine.calibration import measure as peaks
+from app.engine.calibration.decoder_trial import CONTEXT_ROWS, DecoderTrial
 from app.engine.calibration.encoder_trial import EncoderTrial
-from app.engine.calibration.measure import (
-    CalibrationSubject,
-    DeviceTrialStage,
-    device_text_runner,
-    measure_machine,
-)
-from app.engine.calibration.stages import (
-    FULL_TRIAL,
-    TrialScope,
-    TrialStep,
-)
-from app.hardware.facts import (
-    CudaDevice,
-    TorchBuild,
-)
-from app.hardware.plan.plan import (
-    ServingPlan,
-    make_plan,
-)
+from app.engine.calibration.measure import CalibrationSubject, DeviceTrialStage, device_text_runner, measure_machine
+from app.engine.calibration.stages import FULL_TRIAL, TrialScope, TrialStep
+from app.hardware.facts import CudaDevice, TorchBuild
+from app.hardware.plan.plan import ServingPlan, make_plan
 from app.hardware.probe.probe import probe
 from app.kernels import ceilings
-from app.kernels.ceilings import (
-    CopyBandwidthProbe,
-    DeviceMatmulThroughputProbe,
-    cache_bytes,
-)
+from app.kernels.ceilings import CopyBandwidthProbe, DeviceMatmulThroughputProbe, cache_bytes
 from app.settings import Settings
-from app.weights.checkpoint import (
-    Checkpoint,
-    open_checkpoint,
-)
+from app.weights.checkpoint import Checkpoint, open_checkpoint
 from app.weights.forms import RECIPES
 from simulated_device import SimulatedDeviceBackend
 from tiny_checkpoints import write_checkpoint

@@ -10,30 +10,13 @@ import pytest
 import torch
 
 from app.backends.selection import select_backend
-from app.engine.calibration.encoder_trial import (
-    EncoderTrial,
-    truncated_encoder_config,
-)
-from app.engine.calibration.measure import (
-    CalibrationSubject,
-    measure_machine,
-)
-from app.engine.calibration.stages import (
-    COARSE_TRIAL,
-    FULL_TRIAL,
-    TrialScope,
-    TrialStep,
-)
-from app.hardware.plan.plan import (
-    ServingPlan,
-    make_plan,
-)
+from app.engine.calibration.encoder_trial import EncoderTrial, truncated_encoder_config
+from app.engine.calibration.measure import CalibrationSubject, measure_machine
+from app.engine.calibration.stages import COARSE_TRIAL, FULL_TRIAL, TrialScope, TrialStep
+from app.hardware.plan.plan import ServingPlan, make_plan
 from app.hardware.probe.probe import probe
 from app.settings import Settings
-from app.weights.checkpoint import (
-    Checkpoint,
-    open_checkpoint,
-)
+from app.weights.checkpoint import Checkpoint, open_checkpoint
 from app.weights.forms import RECIPES
 from app.weights.load import load_model
 from tiny_encoders import write_encoder

@@ -11,50 +11,19 @@ from typing import Any
 import pytest
 import torch
 
-from app.backends.selection import (
-    select_backend,
-    select_host_backend,
-)
-from app.engine.calibration import (
-    measure as measuring,
-)
-from app.engine.calibration import (
-    measure as peaks,
-)
-from app.engine.calibration.decoder_trial import (
-    CHUNK_TOKENS,
-    CONTEXT_ROWS,
-    DecoderTrial,
-)
-from app.engine.calibration.measure import (
-    CalibrationSubject,
-    measure_machine,
-)
-from app.engine.calibration.stages import (
-    CpuTrialStage,
-    TrialScope,
-    TrialStep,
-)
-from app.hardware.decision import (
-    Decision,
-    Measurements,
-    TrialTimes,
-)
-from app.hardware.plan.plan import (
-    ServingPlan,
-    make_plan,
-)
+from app.backends.selection import select_backend, select_host_backend
+from app.engine.calibration import measure as measuring
+from app.engine.calibration import measure as peaks
+from app.engine.calibration.decoder_trial import CHUNK_TOKENS, CONTEXT_ROWS, DecoderTrial
+from app.engine.calibration.measure import CalibrationSubject, measure_machine
+from app.engine.calibration.stages import CpuTrialStage, TrialScope, TrialStep
+from app.hardware.decision import Decision, Measurements, TrialTimes
+from app.hardware.plan.plan import ServingPlan, make_plan
 from app.hardware.probe.probe import probe
 from app.kernels import ceilings
-from app.kernels.native.operations import (
-    OpCode,
-    has_kernel,
-)
+from app.kernels.native.operations import OpCode, has_kernel
 from app.settings import Settings
-from app.weights.checkpoint import (
-    Checkpoint,
-    open_checkpoint,
-)
+from app.weights.checkpoint import Checkpoint, open_checkpoint
 from app.weights.forms import RECIPES
 from app.weights.load import load_model
 from tiny_checkpoints import write_checkpoint

@@ -10,25 +10,14 @@ import torch
 
 from app.backends.selection import select_backend
 from app.engine.calibration import perplexity
-from app.engine.calibration.perplexity import (
-    DOCUMENT_SEPARATOR,
-    WindowScorer,
-    measure_input_correlations,
-    read_windows,
-)
+from app.engine.calibration.perplexity import DOCUMENT_SEPARATOR, WindowScorer, measure_input_correlations, read_windows
 from app.errors import SettingsInvalid
-from app.hardware.plan.plan import (
-    ServingPlan,
-    make_plan,
-)
+from app.hardware.plan.plan import ServingPlan, make_plan
 from app.hardware.probe.probe import probe
 from app.kernels.linear.linear import Linear
 from app.settings import load_settings
 from app.text.tokenizer import Tokenizer
-from app.weights.checkpoint import (
-    Checkpoint,
-    open_checkpoint,
-)
+from app.weights.checkpoint import Checkpoint, open_checkpoint
 from app.weights.forms import RECIPES
 from app.weights.load import load_model
 from tiny_checkpoints import write_checkpoint

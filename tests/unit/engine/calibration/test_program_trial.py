@@ -12,31 +12,16 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from app.engine.calibration import program_trial
-from app.engine.calibration.measure import (
-    CalibrationSubject,
-    measure_machine,
-)
+from app.engine.calibration.measure import CalibrationSubject, measure_machine
 from app.engine.calibration.program_trial import ProgramTrial
-from app.engine.calibration.stages import (
-    COARSE_TRIAL,
-    FULL_TRIAL,
-    TrialStep,
-)
+from app.engine.calibration.stages import COARSE_TRIAL, FULL_TRIAL, TrialStep
 from app.engine.program import RunnableProgram, synthetic_inputs
 from app.errors import StepFailed
-from app.hardware.plan.plan import (
-    ServingPlan,
-    make_plan,
-)
+from app.hardware.plan.plan import ServingPlan, make_plan
 from app.hardware.probe.probe import probe
 from app.settings import Settings
 from app.weights.forms import RECIPES
-from app.weights.program import (
-    ProgramCheckpoint,
-    open_program,
-    operations_per_row,
-    read_bytes,
-)
+from app.weights.program import ProgramCheckpoint, open_program, operations_per_row, read_bytes
 from app.weights.program_archive import Archive
 from exported_programs import PROGRAMS, model_of, write_program
 

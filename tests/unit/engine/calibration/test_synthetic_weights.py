@@ -8,10 +8,7 @@ import pytest
 import torch
 
 from app.engine.calibration import synthetic_weights
-from app.engine.calibration.synthetic_weights import (
-    SyntheticForms,
-    synthetic_table,
-)
+from app.engine.calibration.synthetic_weights import SyntheticForms, synthetic_table
 from app.kernels.linear.device import DeviceLinear
 from app.kernels.linear.device_int4 import DeviceInt4Linear
 from app.kernels.linear.linear import Linear

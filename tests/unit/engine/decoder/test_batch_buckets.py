@@ -6,11 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from app.engine.decoder.cuda_graphs import (
-    LARGEST_BUCKET,
-    bucket_sizes,
-    smallest_bucket,
-)
+from app.engine.decoder.cuda_graphs import LARGEST_BUCKET, bucket_sizes, smallest_bucket
 
 
 def test_few_sequences_have_buckets_of_their_own_and_many_share() -> None:

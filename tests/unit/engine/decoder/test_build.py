@@ -11,43 +11,21 @@ import torch
 
 from app.engine.build import BuildRequest, BuiltEngine
 from app.engine.decoder import build
-from app.engine.decoder.build import (
-    build_decoder_engine,
-    kv_shape,
-    warm_up_decoder,
-)
+from app.engine.decoder.build import build_decoder_engine, kv_shape, warm_up_decoder
 from app.engine.decoder.cpu_runner import CpuDecoderRunner
 from app.engine.decoder.engine import DecoderEngine
 from app.engine.encoder.build import build_encoder_engine
 from app.errors import PlanImpossible
 from app.hardware.decision import Decision
-from app.hardware.plan.plan import (
-    ServingPlan,
-    make_plan,
-)
+from app.hardware.plan.plan import ServingPlan, make_plan
 from app.hardware.probe.probe import probe
-from app.kernels.native.operations import (
-    OpCode,
-    has_kernel,
-)
-from app.messages import (
-    Generate,
-    SamplingParams,
-)
+from app.kernels.native.operations import OpCode, has_kernel
+from app.messages import Generate, SamplingParams
 from app.metrics.instruments import Metrics
-from app.metrics.stats import (
-    EngineSnapshot,
-    StepStats,
-)
+from app.metrics.stats import EngineSnapshot, StepStats
 from app.models.decoders.decoder import Decoder
-from app.settings import (
-    Settings,
-    load_settings,
-)
-from app.weights.checkpoint import (
-    Checkpoint,
-    open_checkpoint,
-)
+from app.settings import Settings, load_settings
+from app.weights.checkpoint import Checkpoint, open_checkpoint
 from app.weights.forms import RECIPES
 from tiny_checkpoints import write_checkpoint
 from tiny_encoders import write_encoder

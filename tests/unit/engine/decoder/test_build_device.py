@@ -11,37 +11,20 @@ import pytest
 import torch
 
 from app.backends import selection
-from app.engine.build import (
-    BuildRequest,
-    BuiltEngine,
-    build,
-)
+from app.engine.build import BuildRequest, BuiltEngine, build
 from app.engine.decoder import paged_kv_cache
-from app.engine.decoder.build import (
-    build_device_decoder_engine,
-    warm_up_device_decoder,
-)
+from app.engine.decoder.build import build_device_decoder_engine, warm_up_device_decoder
 from app.engine.decoder.cuda_graphs import GraphShape
 from app.engine.decoder.device_inputs import SamplingMode
 from app.engine.decoder.device_runner import DeviceDecoderRunner
 from app.engine.decoder.engine import DecoderEngine
-from app.errors import (
-    PlanImpossible,
-    StepFailed,
-)
+from app.errors import PlanImpossible, StepFailed
 from app.hardware.decision import Decision
 from app.hardware.facts import CudaDevice
 from app.hardware.plan.plan import ServingPlan
-from app.messages import (
-    Generate,
-    RequestFailed,
-    SamplingParams,
-)
+from app.messages import Generate, RequestFailed, SamplingParams
 from app.models.decoders.decoder import Decoder
-from app.weights.checkpoint import (
-    Checkpoint,
-    open_checkpoint,
-)
+from app.weights.checkpoint import Checkpoint, open_checkpoint
 from planned_machines import GIB, ON_GPUS, machine, plan
 from simulated_device import SimulatedDeviceBackend
 from tiny_checkpoints import write_checkpoint

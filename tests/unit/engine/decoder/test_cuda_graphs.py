@@ -8,13 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from app.engine.decoder.cuda_graphs import (
-    DecodeGraphs,
-    GraphShape,
-    bucket_sizes,
-    captured_row_bytes,
-    startup_shapes,
-)
+from app.engine.decoder.cuda_graphs import DecodeGraphs, GraphShape, bucket_sizes, captured_row_bytes, startup_shapes
 from app.engine.decoder.device_inputs import SamplingMode
 
 ONE = GraphShape(4, SamplingMode.GREEDY)

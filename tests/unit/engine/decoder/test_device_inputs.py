@@ -27,12 +27,7 @@ from app.engine.decoder.device_inputs import (
     table_update_views,
 )
 from app.engine.sampling.rows import uniform_number
-from app.engine.scheduler.batch import (
-    LogitRow,
-    ScheduledSpan,
-    Sequence,
-    logit_rows_of,
-)
+from app.engine.scheduler.batch import LogitRow, ScheduledSpan, Sequence, logit_rows_of
 from app.kernels.attention.paged import PAGE_TOKENS
 from app.messages import SamplingParams
 

@@ -7,12 +7,8 @@ from itertools import count
 
 import pytest
 
-from app.engine.scheduler.batch import (
-    Batch,
-    InFlightStep,
-    SampledTokens,
-)
-from app.engine.scheduler.budget import PrefillBudget
+from app.engine.scheduler.batch import Batch, InFlightStep, SampledTokens
+from app.engine.scheduler.policy import PrefillBudget
 from app.engine.scheduler.queues import EngineLimits
 from app.errors import ServiceStopping
 from app.messages import Abort

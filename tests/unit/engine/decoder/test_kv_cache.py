@@ -12,16 +12,8 @@ import pytest
 import torch
 
 from app.backends.cpu import context_segments
-from app.engine.decoder.kv_cache import (
-    KV_DTYPES,
-    KvCache,
-    KvShape,
-)
-from app.engine.scheduler.batch import (
-    KvCopy,
-    ScheduledSpan,
-    Sequence,
-)
+from app.engine.decoder.kv_cache import KV_DTYPES, KvCache, KvShape
+from app.engine.scheduler.batch import KvCopy, ScheduledSpan, Sequence
 from app.errors import PlanImpossible
 from app.hardware.facts import Needs
 from app.hardware.plan.memory_budget import kv_bytes_per_token

@@ -10,10 +10,7 @@ from statistics import median
 import pytest
 
 from app.engine.encoder.batching import BatchingDelay, TextSpan
-from app.engine.encoder.engine import (
-    EncoderEngine,
-    EncoderLimits,
-)
+from app.engine.encoder.engine import EncoderEngine, EncoderLimits
 from app.hardware.step_times import StepTimeTable
 from app.metrics.step_time_model import StepTimeModel
 from encoder_simulation import FakeRunner, encode

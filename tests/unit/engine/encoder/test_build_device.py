@@ -9,10 +9,7 @@ import pytest
 import torch
 
 from app.backends import selection
-from app.engine.build import (
-    BuildRequest,
-    build,
-)
+from app.engine.build import BuildRequest, build
 from app.engine.encoder.batching import TextSpan
 from app.engine.encoder.build import build_device_encoder_engine
 from app.engine.encoder.device_runner import DeviceEncoderRunner
@@ -20,15 +17,8 @@ from app.engine.encoder.engine import EncoderEngine
 from app.hardware.decision import Decision
 from app.hardware.facts import CudaDevice
 from app.hardware.plan.plan import ServingPlan
-from app.messages import (
-    ArraysReady,
-    Encode,
-    Text,
-)
-from app.weights.checkpoint import (
-    Checkpoint,
-    open_checkpoint,
-)
+from app.messages import ArraysReady, Encode, Text
+from app.weights.checkpoint import Checkpoint, open_checkpoint
 from planned_machines import GIB, ON_GPUS, machine, plan
 from simulated_device import SimulatedDeviceBackend
 from tiny_encoders import Modules, write_encoder

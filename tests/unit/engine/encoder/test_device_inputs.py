@@ -16,10 +16,7 @@ from app.engine.encoder.device_inputs import (
     padded_shape,
     recorded_shapes,
 )
-from app.messages import (
-    Encode,
-    Text,
-)
+from app.messages import Encode, Text
 from fake_encoder import CONFIG
 from simulated_device import SimulatedDeviceBackend
 

@@ -4,21 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from app.errors import (
-    ContextLengthExceeded,
-    InvalidRequest,
-    RequestError,
-    ServiceStopping,
-    StepFailed,
-    WrongModelKind,
-)
-from app.messages import (
-    Abort,
-    ArraysReady,
-    Encode,
-    RequestFailed,
-    Text,
-)
+from app.errors import ContextLengthExceeded, InvalidRequest, RequestError, ServiceStopping, StepFailed, WrongModelKind
+from app.messages import Abort, ArraysReady, Encode, RequestFailed, Text
 from encoder_simulation import MAX_LEN, POISON, EncoderSimulation, encode
 
 

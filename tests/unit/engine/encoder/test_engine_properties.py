@@ -6,18 +6,9 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from app.engine.encoder.batching import (
-    TextCapacity,
-    TextQueue,
-    size_class,
-)
+from app.engine.encoder.batching import TextCapacity, TextQueue, size_class
 from app.errors import StepFailed
-from app.messages import (
-    Abort,
-    ArraysReady,
-    Encode,
-    RequestFailed,
-)
+from app.messages import Abort, ArraysReady, Encode, RequestFailed
 from encoder_simulation import MAX_LEN, MAX_TEXTS, POISON, EncoderSimulation, FakeRunner, encode, rows_of
 from hypothesis_examples import examples
 

@@ -4,17 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from app.engine.encoder.batching import (
-    EncodeState,
-    TextBudget,
-    TextCapacity,
-)
+from app.engine.encoder.batching import EncodeState, TextBudget, TextCapacity
 from app.errors import StepFailed
-from app.messages import (
-    Abort,
-    ArraysReady,
-    RequestFailed,
-)
+from app.messages import Abort, ArraysReady, RequestFailed
 from encoder_simulation import POISON, EncoderSimulation, FakeRunner, encode
 
 

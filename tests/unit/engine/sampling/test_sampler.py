@@ -8,12 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from app.engine.sampling.rows import (
-    apply_penalties,
-    filtered_probabilities,
-    multinomial,
-    uniform_number,
-)
+from app.engine.sampling.rows import apply_penalties, filtered_probabilities, multinomial, uniform_number
 from app.engine.sampling.sampler import Sampler
 from app.engine.scheduler.batch import SampledTokens, Sequence
 from app.errors import StepFailed

@@ -4,11 +4,7 @@ from __future__ import annotations
 
 import numpy
 
-from app.engine.sampling.rows import (
-    stream_start,
-    uniform_number,
-    uniform_numbers,
-)
+from app.engine.sampling.rows import stream_start, uniform_number, uniform_numbers
 from app.engine.scheduler.batch import resolve_seed
 
 

@@ -7,11 +7,7 @@ import random
 from hypothesis import given
 from hypothesis import strategies as st
 
-from app.engine.scheduler.speculation import (
-    MAX_INDEXED_PER_STEP,
-    NGRAM_SIZES,
-    NgramDrafter,
-)
+from app.engine.scheduler.speculation import MAX_INDEXED_PER_STEP, NGRAM_SIZES, NgramDrafter
 
 
 def test_what_followed_the_same_three_tokens_is_drafted() -> None:

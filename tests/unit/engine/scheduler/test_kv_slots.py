@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-from app.engine.scheduler.kv_allocator import (
-    KvSlots,
-    Placement,
-)
+from app.engine.scheduler.kv_allocator import KvSlots, Placement
 
 
 def occupy(pool: KvSlots, token_ids: list[int], placement: Placement = Placement()) -> int:  # noqa: B008

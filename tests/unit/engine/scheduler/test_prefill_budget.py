@@ -7,11 +7,7 @@ from random import Random
 
 import pytest
 
-from app.engine.scheduler.budget import (
-    PROBE_EVERY_STEPS,
-    PROBE_EVERY_STEPS_WITH_TABLE,
-    PrefillBudget,
-)
+from app.engine.scheduler.policy import PROBE_EVERY_STEPS, PROBE_EVERY_STEPS_WITH_TABLE, PrefillBudget
 from app.hardware.decision import TrialTimes
 from app.hardware.step_times import (
     MIN_PREFILL_TOKENS,

@@ -6,12 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from app.engine.scheduler.kv_allocator import (
-    KvSlot,
-    Placement,
-    placements,
-    shared_prefix_length,
-)
+from app.engine.scheduler.kv_allocator import KvSlot, Placement, placements, shared_prefix_length
 
 NOTHING = Placement()
 

@@ -5,16 +5,10 @@ from __future__ import annotations
 import pytest
 
 from app.engine.scheduler.batch import Batch, resolve_seed
-from app.engine.scheduler.budget import PrefillBudget
+from app.engine.scheduler.policy import PrefillBudget
 from app.engine.scheduler.queues import EngineLimits
-from app.errors import (
-    ContextLengthExceeded,
-    InvalidRequest,
-)
-from app.messages import (
-    Abort,
-    TokensReady,
-)
+from app.errors import ContextLengthExceeded, InvalidRequest
+from app.messages import Abort, TokensReady
 from app.metrics.stats import StepStats
 from engine_simulation import EOS, Simulation, drawn, fingerprints, plain_completion
 

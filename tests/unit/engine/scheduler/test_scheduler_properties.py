@@ -9,16 +9,9 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
 from app.engine.scheduler.batch import resolve_seed
-from app.engine.scheduler.budget import PrefillBudget
-from app.engine.scheduler.queues import (
-    EngineLimits,
-    max_sequence_tokens,
-)
-from app.messages import (
-    Abort,
-    Generate,
-    SamplingParams,
-)
+from app.engine.scheduler.policy import PrefillBudget
+from app.engine.scheduler.queues import EngineLimits, max_sequence_tokens
+from app.messages import Abort, Generate, SamplingParams
 from engine_simulation import EOS, Simulation, plain_beam_search, plain_completion
 from hypothesis_examples import examples
 

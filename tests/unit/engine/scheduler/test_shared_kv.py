@@ -14,32 +14,16 @@ from torch import Tensor
 from app.backends.cpu import CpuBackend
 from app.engine.decoder.cpu_runner import CpuDecoderRunner
 from app.engine.decoder.engine import DecoderEngine
-from app.engine.decoder.kv_cache import (
-    KvCache,
-    KvShape,
-)
+from app.engine.decoder.kv_cache import KvCache, KvShape
 from app.engine.sampling.sampler import Sampler
-from app.engine.scheduler.batch import (
-    Batch,
-    InFlightStep,
-    KvCopy,
-)
-from app.engine.scheduler.budget import PrefillBudget
+from app.engine.scheduler.batch import Batch, InFlightStep, KvCopy
 from app.engine.scheduler.kv_allocator import KvSlots
+from app.engine.scheduler.policy import PrefillBudget
 from app.engine.scheduler.queues import EngineLimits
 from app.engine.scheduler.scheduler import Scheduler
 from app.kernels.attention.attention import QkvHeads
-from app.kernels.attention.context import (
-    AttentionSpec,
-    StepContext,
-)
-from app.messages import (
-    Generate,
-    RequestFailed,
-    SamplingParams,
-    SequenceFinished,
-    TokensReady,
-)
+from app.kernels.attention.context import AttentionSpec, StepContext
+from app.messages import Generate, RequestFailed, SamplingParams, SequenceFinished, TokensReady
 
 LAYERS, HEADS, KV_HEADS, HEAD_DIM, VOCABULARY = 2, 4, 2, 64, 50
 PROMPT, ANSWER = 1000, 30

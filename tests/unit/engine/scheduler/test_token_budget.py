@@ -6,18 +6,11 @@ import logging
 
 import pytest
 
-from app.engine.scheduler.batch import (
-    Batch,
-    ScheduledSpan,
-    make_sequence,
-)
-from app.engine.scheduler.budget import TokenBudget
+from app.engine.scheduler.batch import Batch, ScheduledSpan, make_sequence
+from app.engine.scheduler.policy import TokenBudget
 from app.engine.scheduler.queues import EngineLimits
 from app.errors import StepFailed
-from app.messages import (
-    Generate,
-    SamplingParams,
-)
+from app.messages import Generate, SamplingParams
 from engine_simulation import MemoryWanting, Simulation, plain_beam_search, plain_completion
 
 WIDE = EngineLimits(max_model_len=200, max_running_seqs=16, max_batch_tokens=128)

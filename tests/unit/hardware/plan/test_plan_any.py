@@ -7,22 +7,10 @@ from typing import Any
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from app.errors import (
-    NoRecipe,
-    PlanImpossible,
-)
-from app.hardware.decision import (
-    Measurements,
-    TrialTimes,
-)
-from app.hardware.facts import (
-    NativeLibrary,
-    Needs,
-)
-from app.hardware.plan.plan import (
-    ServingPlan,
-    make_plan,
-)
+from app.errors import NoRecipe, PlanImpossible
+from app.hardware.decision import Measurements, TrialTimes
+from app.hardware.facts import NativeLibrary, Needs
+from app.hardware.plan.plan import ServingPlan, make_plan
 from app.settings import Settings
 from hypothesis_examples import examples
 from planned_machines import GIB, RECIPES, machine

@@ -7,10 +7,7 @@ from typing import Any
 import pytest
 
 from app.errors import PlanImpossible
-from app.hardware.facts import (
-    Facts,
-    NativeLibrary,
-)
+from app.hardware.facts import Facts, NativeLibrary
 from planned_machines import machine, plan
 
 AVX512 = frozenset("sse4_2 popcnt avx avx2 fma avx512f avx512bw avx512dq avx512vl avx512_vnni".split())

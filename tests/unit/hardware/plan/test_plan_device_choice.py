@@ -8,20 +8,9 @@ from typing import Any
 
 import pytest
 
-from app.errors import (
-    NoRecipe,
-    PlanImpossible,
-)
-from app.hardware.facts import (
-    CudaDevice,
-    Facts,
-    Needs,
-    TorchBuild,
-)
-from app.hardware.plan.plan import (
-    ServingPlan,
-    make_plan,
-)
+from app.errors import NoRecipe, PlanImpossible
+from app.hardware.facts import CudaDevice, Facts, Needs, TorchBuild
+from app.hardware.plan.plan import ServingPlan, make_plan
 from app.settings import Settings
 from planned_machines import GIB, ON_GPUS, RECIPES, machine, plan
 

@@ -8,15 +8,9 @@ from typing import Any
 import pytest
 
 from app.errors import PlanImpossible
-from app.hardware.decision import (
-    Measurements,
-    TrialTimes,
-)
+from app.hardware.decision import Measurements, TrialTimes
 from app.hardware.facts import Needs
-from app.hardware.plan.plan import (
-    ServingPlan,
-    make_plan,
-)
+from app.hardware.plan.plan import ServingPlan, make_plan
 from app.settings import Settings
 from planned_machines import GIB, RECIPES, machine
 

@@ -8,15 +8,9 @@ import pytest
 
 from app.errors import PlanImpossible
 from app.hardware.decision import RecipeKey
-from app.hardware.facts import (
-    Facts,
-    Needs,
-)
+from app.hardware.facts import Facts, Needs
 from app.hardware.plan.dtypes import check_torch_can_run
-from app.hardware.plan.plan import (
-    ServingPlan,
-    make_plan,
-)
+from app.hardware.plan.plan import ServingPlan, make_plan
 from app.settings import Settings
 
 Recorded = Callable[[str], Facts]

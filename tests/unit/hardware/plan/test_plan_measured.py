@@ -7,20 +7,9 @@ from typing import Any
 
 import pytest
 
-from app.hardware.decision import (
-    Measurements,
-    TrialTimes,
-)
-from app.hardware.facts import (
-    Cgroup,
-    Facts,
-    NativeLibrary,
-    Needs,
-)
-from app.hardware.plan.plan import (
-    ServingPlan,
-    make_plan,
-)
+from app.hardware.decision import Measurements, TrialTimes
+from app.hardware.facts import Cgroup, Facts, NativeLibrary, Needs
+from app.hardware.plan.plan import ServingPlan, make_plan
 from app.settings import Settings
 from planned_machines import GIB, RECIPES, machine
 

@@ -11,17 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from app.errors import PlanImpossible
-from app.hardware.facts import (
-    Cgroup,
-    CudaDevice,
-    Facts,
-    Needs,
-)
+from app.hardware.facts import Cgroup, CudaDevice, Facts, Needs
 from app.hardware.plan import memory_budget
-from app.hardware.plan.plan import (
-    ServingPlan,
-    make_plan,
-)
+from app.hardware.plan.plan import ServingPlan, make_plan
 from app.settings import Settings
 from planned_machines import GIB, ON_GPUS, machine
 

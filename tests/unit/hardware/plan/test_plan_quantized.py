@@ -7,10 +7,7 @@ from typing import Any
 
 import pytest
 
-from app.errors import (
-    NoRecipe,
-    PlanImpossible,
-)
+from app.errors import NoRecipe, PlanImpossible
 from app.hardware.facts import Needs
 from planned_machines import GIB, RECIPES, machine, plan
 

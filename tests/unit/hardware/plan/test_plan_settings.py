@@ -11,16 +11,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from app.errors import (
-    NoRecipe,
-    PlanImpossible,
-)
+from app.errors import NoRecipe, PlanImpossible
 from app.hardware.decision import Measurements
-from app.hardware.facts import (
-    Cgroup,
-    Facts,
-    Needs,
-)
+from app.hardware.facts import Cgroup, Facts, Needs
 from app.hardware.plan.memory_budget import kv_bytes_per_token
 from app.hardware.plan.plan import make_plan
 from app.settings import Settings

@@ -11,11 +11,7 @@ from hypothesis import strategies as st
 
 from app.hardware.facts import Cgroup
 from app.hardware.probe import cgroup
-from app.hardware.probe.cgroup import (
-    parse_cpu_max,
-    parse_groups,
-    parse_mounts,
-)
+from app.hardware.probe.cgroup import parse_cpu_max, parse_groups, parse_mounts
 from app.hardware.probe.host_files import HostFiles
 
 V2_MOUNT = "30 23 0:26 / /sys/fs/cgroup rw shared:4 - cgroup2 cgroup2 rw,nsdelegate\n"

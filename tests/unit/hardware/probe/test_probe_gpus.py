@@ -7,14 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from app.hardware.facts import (
-    CudaDevice,
-    Facts,
-)
-from app.hardware.probe import (
-    accelerators,
-    macos,
-)
+from app.hardware.facts import CudaDevice, Facts
+from app.hardware.probe import accelerators, macos
 from app.hardware.probe.host_files import HostFiles
 
 MIB = 2**20

@@ -11,27 +11,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from app.hardware.probe import (
-    cpu as cpu_arm,
-)
-from app.hardware.probe import (
-    cpu as cpu_x86,
-)
-from app.hardware.probe import (
-    macos,
-    software,
-    topology,
-)
-from app.hardware.probe.host_files import (
-    HostFiles,
-    parse_cpu_list,
-    parse_fields,
-    parse_size,
-)
-from app.hardware.probe.probe import (
-    probe,
-    run_command,
-)
+from app.hardware.probe import cpu as cpu_arm
+from app.hardware.probe import cpu as cpu_x86
+from app.hardware.probe import macos, software, topology
+from app.hardware.probe.host_files import HostFiles, parse_cpu_list, parse_fields, parse_size
+from app.hardware.probe.probe import probe, run_command
 
 
 def write(root: Path, files: dict[str, str]) -> HostFiles:

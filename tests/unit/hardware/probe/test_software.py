@@ -7,12 +7,7 @@ from pathlib import Path
 import pytest
 
 from app.errors import PlanImpossible
-from app.hardware.facts import (
-    Core,
-    Cpu,
-    Facts,
-    NativeLibrary,
-)
+from app.hardware.facts import Core, Cpu, Facts, NativeLibrary
 from app.hardware.probe import software
 from app.hardware.probe.probe import probe
 from app.kernels.native.library import native_library

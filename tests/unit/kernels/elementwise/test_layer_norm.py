@@ -8,31 +8,12 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from app.kernels.elementwise.activations import (
-    ACTIVATIONS,
-    activate,
-    activate_torch,
-)
-from app.kernels.elementwise.norms import (
-    layer_norm,
-    layer_norm_in_place,
-    layer_norm_torch,
-)
-from app.kernels.linear.activations import (
-    Activations,
-    quantise,
-    unquantised,
-)
+from app.kernels.elementwise.activations import ACTIVATIONS, activate, activate_torch
+from app.kernels.elementwise.norms import layer_norm, layer_norm_in_place, layer_norm_torch
+from app.kernels.linear.activations import Activations, quantise, unquantised
 from app.kernels.linear.int_panels import IntPanelFactory
-from app.kernels.linear.linear import (
-    FORMS,
-    ActivatingForm,
-    Linear,
-)
-from app.kernels.native.operations import (
-    OpCode,
-    has_kernel,
-)
+from app.kernels.linear.linear import FORMS, ActivatingForm, Linear
+from app.kernels.native.operations import OpCode, has_kernel
 from hypothesis_examples import examples
 from native_levels import at_level
 from row_checks import (

@@ -9,16 +9,8 @@ from hypothesis import strategies as st
 
 from app.kernels.elementwise import norms
 from app.kernels.elementwise.activations import ACTIVATIONS
-from app.kernels.linear.activations import (
-    quantise,
-    quantise_torch,
-    unpack_tiles,
-    unquantised,
-)
-from app.kernels.native.operations import (
-    OpCode,
-    has_kernel,
-)
+from app.kernels.linear.activations import quantise, quantise_torch, unpack_tiles, unquantised
+from app.kernels.native.operations import OpCode, has_kernel
 from hypothesis_examples import examples
 from native_levels import at_level
 from row_checks import (

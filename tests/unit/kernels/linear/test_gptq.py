@@ -5,13 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from app.kernels.linear.quantization import (
-    DAMPING,
-    Int4Weight,
-    compute_gptq_factors,
-    gptq_int4,
-    quantise_int4,
-)
+from app.kernels.linear.quantization import DAMPING, Int4Weight, compute_gptq_factors, gptq_int4, quantise_int4
 
 
 def inputs_of(columns: int, rank: int = 20, rows: int = 600) -> torch.Tensor:

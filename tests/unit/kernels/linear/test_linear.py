@@ -7,12 +7,7 @@ import torch
 import torch.nn.functional as F
 
 from app.kernels.linear import linear
-from app.kernels.linear.linear import (
-    FORMS,
-    Linear,
-    OneDnnLinear,
-    PlainLinear,
-)
+from app.kernels.linear.linear import FORMS, Linear, OneDnnLinear, PlainLinear
 
 DTYPES = [torch.float32, torch.bfloat16]
 

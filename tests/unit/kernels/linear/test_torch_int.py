@@ -9,20 +9,9 @@ import torch
 import torch.nn.functional as F
 
 from app.kernels.linear import int_panels
-from app.kernels.linear.linear import (
-    Linear,
-    PlainLinear,
-)
-from app.kernels.linear.quantization import (
-    quantise_int4,
-    quantise_int8,
-)
-from app.kernels.linear.torch_int import (
-    TorchInt4Factory,
-    TorchInt4Linear,
-    TorchInt8Factory,
-    TorchInt8Linear,
-)
+from app.kernels.linear.linear import Linear, PlainLinear
+from app.kernels.linear.quantization import quantise_int4, quantise_int8
+from app.kernels.linear.torch_int import TorchInt4Factory, TorchInt4Linear, TorchInt8Factory, TorchInt8Linear
 from loaded_models import load
 from reference_attention import PlainAttend, context_of
 from tiny_checkpoints import write_checkpoint

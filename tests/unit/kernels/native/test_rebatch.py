@@ -7,25 +7,13 @@ import torch
 from torch import Tensor
 
 from app.kernels.elementwise.embedding import embedding_rows
-from app.kernels.elementwise.norms import (
-    gate,
-    gather,
-    rms_norm,
-)
+from app.kernels.elementwise.norms import gate, gather, rms_norm
 from app.kernels.elementwise.rope import rope_angles
 from app.kernels.linear.int_panels import IntPanelFactory
 from app.kernels.linear.linear import Linear
 from app.kernels.native.memory import Int64Buffer
-from app.kernels.native.operations import (
-    OpCode,
-    has_kernel,
-)
-from app.kernels.native.recording import (
-    NotRecordable,
-    RecordedRowCounts,
-    ResultPool,
-    record_operations,
-)
+from app.kernels.native.operations import OpCode, has_kernel
+from app.kernels.native.recording import NotRecordable, RecordedRowCounts, ResultPool, record_operations
 
 SIZE, INNER, MOST = 64, 96, 40
 pytestmark = pytest.mark.skipif(not has_kernel(OpCode.LINEAR_INT), reason="no native kernels here")

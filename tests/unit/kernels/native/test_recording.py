@@ -8,22 +8,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from app.kernels.linear.activations import (
-    QuantisedActivations,
-    quantise,
-    unpack_tiles,
-)
+from app.kernels.linear.activations import QuantisedActivations, quantise, unpack_tiles
 from app.kernels.linear.int_panels import IntPanelFactory
-from app.kernels.native.operations import (
-    OpCode,
-    has_kernel,
-)
-from app.kernels.native.recording import (
-    NotRecordable,
-    ResultPool,
-    record_dry_run,
-    record_operations,
-)
+from app.kernels.native.operations import OpCode, has_kernel
+from app.kernels.native.recording import NotRecordable, ResultPool, record_dry_run, record_operations
 
 pytestmark = pytest.mark.skipif(not has_kernel(OpCode.LINEAR_INT), reason="no native kernels here")
 PACKING = IntPanelFactory(bits=4, group=32)

@@ -7,10 +7,7 @@ from typing import Any
 import pytest
 
 from app.errors import CheckpointInvalid
-from app.models.decoders.config import (
-    DECODER_FAMILIES,
-    ModelConfig,
-)
+from app.models.decoders.config import DECODER_FAMILIES, ModelConfig
 from tiny_checkpoints import ARCHITECTURES, config_values
 
 

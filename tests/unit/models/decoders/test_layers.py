@@ -10,19 +10,10 @@ from torch import Tensor
 
 from app.kernels.attention.attention import QkvHeads
 from app.kernels.attention.context import AttentionSpec
-from app.kernels.linear.activations import (
-    Activations,
-    QuantisedActivations,
-)
+from app.kernels.linear.activations import Activations, QuantisedActivations
 from app.kernels.linear.int_panels import IntPanelFactory
-from app.kernels.linear.linear import (
-    Linear,
-    PlainLinear,
-)
-from app.kernels.native.operations import (
-    OpCode,
-    has_kernel,
-)
+from app.kernels.linear.linear import Linear, PlainLinear
+from app.kernels.native.operations import OpCode, has_kernel
 from app.models.decoders.config import ModelConfig
 from app.models.decoders.decoder import GemmaLayer, LlamaLayer, RMSNorm
 from tiny_checkpoints import config_values

@@ -6,10 +6,7 @@ import torch
 
 from app.kernels.elementwise.rope import apply_rope_torch as turn
 from app.models.decoders.config import RopeConfig
-from app.models.decoders.decoder import (
-    LayerRopeAngles,
-    RotaryEmbedding,
-)
+from app.models.decoders.decoder import LayerRopeAngles, RotaryEmbedding
 
 CPU = torch.device("cpu")
 

@@ -8,19 +8,10 @@ import pytest
 import torch
 
 from app.kernels.linear.linear import Linear
-from app.models.decoders.config import (
-    DECODER_FAMILIES,
-    ModelConfig,
-)
-from app.models.decoders.decoder import (
-    Embedding,
-    RMSNorm,
-)
+from app.models.decoders.config import DECODER_FAMILIES, ModelConfig
+from app.models.decoders.decoder import Embedding, RMSNorm
 from app.models.decoders.shapes import tensors_of
-from app.models.registry import (
-    LAYERS,
-    build_decoder_model,
-)
+from app.models.registry import LAYERS, build_decoder_model
 from tiny_checkpoints import ARCHITECTURES, config_values
 
 

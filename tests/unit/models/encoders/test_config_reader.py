@@ -9,17 +9,8 @@ import pytest
 
 from app.errors import CheckpointInvalid
 from app.models.decoders.config import ModelConfig
-from app.models.encoders.config import (
-    DenseConfig,
-    EncoderConfig,
-    HeadConfig,
-    PoolingConfig,
-)
-from app.models.encoders.config_reader import (
-    SentenceConfig,
-    is_encoder,
-    read_encoder,
-)
+from app.models.encoders.config import DenseConfig, EncoderConfig, HeadConfig, PoolingConfig
+from app.models.encoders.config_reader import SentenceConfig, is_encoder, read_encoder
 from app.models.encoders.families import ENCODER_FAMILIES
 from encoder_families import FAMILIES
 from reference_models import transformers

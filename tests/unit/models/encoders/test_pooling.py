@@ -9,20 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from app.models.encoders.config import (
-    DenseConfig,
-    EncoderConfig,
-    HeadConfig,
-    PoolingConfig,
-    PoolingMode,
-)
-from app.models.encoders.heads import (
-    DenseLayer,
-    LabelHead,
-    LayerNorm,
-    VectorHead,
-    pool,
-)
+from app.models.encoders.config import DenseConfig, EncoderConfig, HeadConfig, PoolingConfig, PoolingMode
+from app.models.encoders.heads import DenseLayer, LabelHead, LayerNorm, VectorHead, pool
 
 LENGTHS, SIZE = (3, 1, 7), 4
 STARTS = torch.tensor([0, 3, 4, 11])

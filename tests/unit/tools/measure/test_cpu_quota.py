@@ -7,10 +7,7 @@ from pathlib import Path
 import pytest
 
 from app.bench.http.client import StreamTiming
-from app.bench.http.tally import (
-    GenerateRun,
-    GenerateTiming,
-)
+from app.bench.http.tally import GenerateRun, GenerateTiming
 from tools.measure.cpu_quota import Found, Load, ours, share_of_best
 from tools.peers.quota import Quota
 

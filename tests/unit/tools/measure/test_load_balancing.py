@@ -5,10 +5,7 @@ from __future__ import annotations
 import pytest
 
 from app.bench.http.client import StreamTiming
-from app.bench.http.tally import (
-    GenerateRun,
-    GenerateTiming,
-)
+from app.bench.http.tally import GenerateRun, GenerateTiming
 from tools.measure.load_balancing import Load, Row, completed, rules_for
 
 
