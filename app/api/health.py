@@ -9,9 +9,8 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, PlainTextResponse, RedirectResponse, Response
 from typing_extensions import TypedDict
 
-from app.api.dependencies import runtime_of
 from app.api.errors import LOADING_RETRY_SECONDS
-from app.api.routing import DialectRouter
+from app.api.routing import DialectRouter, runtime_of
 from app.errors import InvalidRequest
 from app.version import VERSION
 

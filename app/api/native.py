@@ -10,11 +10,10 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from typing_extensions import TypedDict
 
-from app.api.dependencies import count_refusals, request_id, runtime_of
 from app.api.errors import NATIVE_ERRORS
 from app.api.openai.routes import template_message
 from app.api.openai.schemas import Message
-from app.api.routing import BODY_ERRORS, DialectRouter, RequestBody
+from app.api.routing import BODY_ERRORS, DialectRouter, RequestBody, count_refusals, request_id, runtime_of
 from app.api.schemas import MAX_MESSAGES, Body, Int64, SamplingFields, TokenIds
 from app.api.streaming import (
     CollectedChoice,

@@ -2,14 +2,16 @@
 
 FastAPI reads the operations for the OpenAPI document and routes requests to them. It does not solve dependencies at run
 time: an operation takes the request, and at most one body, which it parses itself. That is strict and has this server's
-own error sentences. `RouteTable` finds operations without FastAPI's router.
+own error sentences. `RouteTable` finds operations without FastAPI's router. `Runtime` is what operations share.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
-from typing import Annotated, Any, Generic, get_args, get_origin, get_type_hints
+from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Annotated, Any, Generic, Protocol, get_args, get_origin, get_type_hints
 
 from fastapi import APIRouter
 from fastapi import Body as BodyField
@@ -23,7 +25,67 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from app.api.errors import NATIVE_ERRORS, ErrorFormat
 from app.api.schemas import BodyT, parse_body
-from app.errors import InvalidRequest
+from app.errors import InvalidRequest, ModelNotFound, RequestError
+from app.metrics.instruments import Api, Metrics
+from app.service.service import Service
+
+
+class Lifespan(Protocol):
+    """Start and stop of the server's background work: the service's event loop and the worker thread."""
+
+    async def start(self) -> None:
+        """Start; called once when the server begins to listen."""
+
+    async def stop(self) -> None:
+        """Stop; called once at shutdown."""
+
+
+@dataclass(frozen=True, slots=True)
+class ApiRuntime:
+    """Everything that the endpoints use.
+
+    `info` returns the part of `/info` that is not the version, stage or capacity; it is called for each request.
+    """
+
+    service: Service
+    metrics: Metrics
+    lifetime: Lifespan
+    info: Callable[[], dict[str, Any]]
+    created: int  # start of the process, Unix seconds; OpenAI's model list has this field
+    api_keys: tuple[str, ...] = ()
+
+
+def runtime_of(request: Request) -> ApiRuntime:
+    """Return the runtime of the application that received the request."""
+    runtime: ApiRuntime = request.app.state.runtime
+    return runtime
+
+
+def request_id(request: Request) -> str:
+    """Return the request id that the gate has assigned (`x-request-id`)."""
+    identity: str = request.state.request_id
+    return identity
+
+
+@contextmanager
+def count_refusals(metrics: Metrics, api: Api) -> Iterator[None]:
+    """Count a `RequestError` raised in the block as refused.
+
+    Use it only for errors before the request reaches the service, which counts its own.
+    """
+    try:
+        yield
+    except RequestError:
+        metrics.refused(api)
+        raise
+
+
+def check_model(service: Service, name: str | None) -> None:
+    """Check that `name` is the served model; None always passes. Raises `ModelNotFound`."""
+    served = service.model.name
+    if name is not None and name != served:
+        raise ModelNotFound(f"The model {name[:100]!r} is not served here; {served!r} is.", field="model")
+
 
 Responses = dict[int | str, dict[str, Any]]
 Endpoint = Callable[[Request], Coroutine[Any, Any, Response]]

@@ -12,7 +12,6 @@ from starlette.requests import Request
 from starlette.responses import Response
 from typing_extensions import TypedDict
 
-from app.api.dependencies import count_refusals, request_id, runtime_of
 from app.api.encoders.routes import (
     ClassifyQuery,
     RerankQuery,
@@ -28,7 +27,7 @@ from app.api.encoders.routes import (
 )
 from app.api.encoders.schemas import NON_EMPTY, LabelScore, NonEmptyText, TextsBody, TruncationFields
 from app.api.errors import ErrorFormat, HttpError
-from app.api.routing import BODY_ERRORS, DialectRouter, RequestBody
+from app.api.routing import BODY_ERRORS, DialectRouter, RequestBody, count_refusals, request_id, runtime_of
 from app.api.schemas import Body
 from app.service.requests import Encoded, EncodingRequest
 from app.service.served_model import cosine_similarities, to_numpy

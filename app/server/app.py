@@ -10,11 +10,10 @@ from fastapi import FastAPI
 from starlette.requests import Request
 from starlette.responses import Response
 
-from app.api.dependencies import ApiRuntime
 from app.api.errors import HANDLED_EXCEPTIONS
 from app.api.middleware import RequestGate
 from app.api.routers import ROUTERS, ROUTES, describe, error_format, public_paths
-from app.api.routing import RouteTable
+from app.api.routing import ApiRuntime, RouteTable
 from app.version import VERSION
 
 

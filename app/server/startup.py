@@ -17,7 +17,7 @@ from pathlib import Path
 from threading import Event as Flag
 from typing import TYPE_CHECKING, Any
 
-from app.api.dependencies import ApiRuntime
+from app.api.routing import ApiRuntime
 from app.engine.worker import Callbacks, Worker
 from app.errors import ServiceStopping, SettingsInvalid
 from app.hardware.facts import Facts, to_json_value

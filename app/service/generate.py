@@ -30,8 +30,7 @@ from app.service.engine_client import RequestPipeline, RequestRecord, TimedEvent
 from app.service.inputs import tokenize_prompt
 from app.service.requests import Accepted, ChoiceFinished, GenerationRequest, ScoredToken, StreamEvent, TextDelta, Usage
 from app.service.served_model import ServedDecoder
-from app.text.stream import IncrementalDetokenizer
-from app.text.tokenizer import Tokenizer
+from app.text.tokenizer import IncrementalDetokenizer, Tokenizer
 
 # If the choices of a request have different finish reasons, the first of these that occurs is the request's.
 _WORST_FIRST: tuple[FinishReason, ...] = ("timeout", "aborted", "length", "stop")

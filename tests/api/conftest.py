@@ -9,7 +9,7 @@ from typing import Any
 import httpx
 import pytest
 
-from app.api.dependencies import ApiRuntime
+from app.api.routing import ApiRuntime
 from app.server.app import create_app
 from tests.api.scripted_service import Conversation, CountingMetrics, Lifetime, ScriptedService
 

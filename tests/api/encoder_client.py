@@ -10,7 +10,7 @@ from typing import Any
 
 import httpx
 
-from app.api.dependencies import ApiRuntime
+from app.api.routing import ApiRuntime
 from app.models.encoders.config import EncoderConfig
 from app.server.app import create_app
 from fake_encoder import CONFIG, LIMITS, EncodingWorker, encoding

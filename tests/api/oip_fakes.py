@@ -10,7 +10,7 @@ from typing import Any
 
 import httpx
 
-from app.api.dependencies import ApiRuntime
+from app.api.routing import ApiRuntime
 from app.messages import Array, ArraysReady, Command, Encode, Infer, Signature, TensorSpec, Timings
 from app.metrics.instruments import Metrics
 from app.models.encoders.config import EncoderConfig

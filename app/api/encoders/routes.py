@@ -20,7 +20,6 @@ from pydantic_core import to_json
 from starlette.requests import Request
 from starlette.responses import Response
 
-from app.api.dependencies import check_model, count_refusals, request_id, runtime_of
 from app.api.encoders.schemas import (
     ClassifyBody,
     ClassifyResponse,
@@ -33,7 +32,7 @@ from app.api.encoders.schemas import (
     TextsBody,
 )
 from app.api.openai.schemas import OPENAI_ERRORS
-from app.api.routing import BODY_ERRORS, DialectRouter, RequestBody
+from app.api.routing import BODY_ERRORS, DialectRouter, RequestBody, check_model, count_refusals, request_id, runtime_of
 from app.api.streaming import server_timing
 from app.errors import WrongModelKind
 from app.messages import Text

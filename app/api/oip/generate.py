@@ -8,11 +8,10 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from app.api.dependencies import count_refusals, request_id, runtime_of
 from app.api.oip.routes import MODEL_PATH, VERSION_PATH, check_origin, requested_model
 from app.api.oip.schemas import OIP_ERRORS, GenerateParameters, OipGenerateBody, OipGenerateEvent, OipGenerateResponse
 from app.api.oip.tensors import VERSION
-from app.api.routing import BODY_ERRORS, DialectRouter, RequestBody, UnreadBody
+from app.api.routing import BODY_ERRORS, DialectRouter, RequestBody, UnreadBody, count_refusals, request_id, runtime_of
 from app.api.schemas import parse_body
 from app.api.streaming import (
     EventStreamResponse,

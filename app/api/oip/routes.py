@@ -8,7 +8,6 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from app.api.dependencies import ApiRuntime, count_refusals, request_id, runtime_of
 from app.api.errors import LOADING_RETRY_SECONDS
 from app.api.oip import models
 from app.api.oip.models import (
@@ -42,7 +41,16 @@ from app.api.oip.tensors import (
     render_response,
     split_body,
 )
-from app.api.routing import BODY_ERRORS, DialectRouter, RequestBody, Responses
+from app.api.routing import (
+    BODY_ERRORS,
+    ApiRuntime,
+    DialectRouter,
+    RequestBody,
+    Responses,
+    count_refusals,
+    request_id,
+    runtime_of,
+)
 from app.errors import InvalidRequest, ModelNotFound, RequestTimeout, WrongModelKind
 from app.service.requests import InferenceRequest
 from app.service.served_model import ServedDecoder, ServedEncoder, ServedModel, ServedProgram

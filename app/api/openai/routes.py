@@ -9,7 +9,6 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from app.api.dependencies import ApiRuntime, check_model, count_refusals, request_id, runtime_of
 from app.api.openai.responses import (
     ChatFormat,
     CompletionFormat,
@@ -30,7 +29,16 @@ from app.api.openai.schemas import (
     ModelObject,
     TextCompletion,
 )
-from app.api.routing import BODY_ERRORS, DialectRouter, RequestBody
+from app.api.routing import (
+    BODY_ERRORS,
+    ApiRuntime,
+    DialectRouter,
+    RequestBody,
+    check_model,
+    count_refusals,
+    request_id,
+    runtime_of,
+)
 from app.api.streaming import (
     DONE,
     EventStreamResponse,
