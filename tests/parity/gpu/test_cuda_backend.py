@@ -66,7 +66,7 @@ def served(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         (attention, "attend_decodes"),
         (prompts, "attend_prompts"),
         (prompts, "attend_packed"),
-        (flash, "attend"),
+        (flash, "torch_flash_attention"),
     ):
         monkeypatch.setattr(module, name, partial(noted, getattr(module, name)))
     return names
@@ -76,8 +76,8 @@ def served(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     ("spans", "num_decodes", "spec", "expected"),
     [
         ([(1, 70), (1, 0)], 2, AttentionSpec(0.3), ["attend_decodes"]),
-        ([(9, 9), (5, 5)], 0, AttentionSpec(0.3), ["attend"]),
-        ([(1, 70), (9, 9), (66, 66)], 1, AttentionSpec(0.3, window=7), ["attend", "attend_decodes"]),
+        ([(9, 9), (5, 5)], 0, AttentionSpec(0.3), ["torch_flash_attention"]),
+        ([(1, 70), (9, 9), (66, 66)], 1, AttentionSpec(0.3, window=7), ["torch_flash_attention", "attend_decodes"]),
         ([(1, 70), (9, 9)], 1, AttentionSpec(0.3, softcap=2.0), ["attend_decodes", "attend_prompts"]),
         ([(1, 70), (9, 19), (5, 5)], 1, AttentionSpec(0.3), ["attend_decodes", "attend_prompts"]),
     ],
@@ -101,9 +101,9 @@ def test_steps(
 @pytest.mark.parametrize(
     ("dtype", "spec", "expected"),
     [
-        (BF16, AttentionSpec(0.3, bidirectional=True), "attend"),
-        (BF16, AttentionSpec(0.3, window=8, bidirectional=True), "attend"),
-        (BF16, AttentionSpec(0.3, window=8), "attend"),
+        (BF16, AttentionSpec(0.3, bidirectional=True), "torch_flash_attention"),
+        (BF16, AttentionSpec(0.3, window=8, bidirectional=True), "torch_flash_attention"),
+        (BF16, AttentionSpec(0.3, window=8), "torch_flash_attention"),
         (BF16, AttentionSpec(0.3, softcap=2.0, bidirectional=True), "attend_packed"),
         (torch.float32, AttentionSpec(0.3, window=8, bidirectional=True), "attend_packed"),
     ],

@@ -149,7 +149,7 @@ def test_angles_are_exact_far_out(gpu: torch.device, positions: list[int], half:
 @pytest.mark.parametrize("name", ["norms", "gates", "rows", "angles"])
 def test_triton_served(gpu: torch.device, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where a kernel cannot be reached, the public function fails: so the tests above are of kernels, not of twins."""
-    module = importlib.import_module(f"app.kernels.gpu.{name}")
+    module = importlib.import_module(f"app.kernels.triton.{'rope' if name == 'angles' else 'elementwise'}")
     monkeypatch.setattr(module, "triton", None)
     x = made(gpu, 2, 8)
     ids = torch.zeros(2, dtype=torch.int64, device=gpu)

@@ -52,8 +52,8 @@ class TritonSimulatedDevice(SimulatedDeviceBackend):
 def by_triton() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         for module in (activations, layer_norm, rowwise, embedding, rope):
-            patch.setattr(module, "usable", lambda tensor: True)
-            patch.setattr(module, "has", lambda code: False)
+            patch.setattr(module, "triton_usable", lambda tensor: True)
+            patch.setattr(module, "has_kernel", lambda code: False)
         patch.setattr(attention, "_TARGET_PROGRAMS", 2)  # in the interpreter they run one after the other
         yield
 
@@ -112,8 +112,8 @@ def counting() -> Iterator[Launches]:
 
 # Of one token in one layer, beside its attention, which is one launch, or two where the context is cut into parts. On a GPU the products
 # of BF16 weights add to the stream themselves, which takes away both `add_`.
-LLAMA = "_rms_norm mm _turn mm add_ _rms_norm mm _gate mm add_"
-GEMMA = "_rms_norm mm _turn mm _add_rms_norm _rms_norm mm _gate mm _add_rms_norm"
+LLAMA = "_rms_norm mm _apply_rope mm add_ _rms_norm mm _gate mm add_"
+GEMMA = "_rms_norm mm _apply_rope mm _add_rms_norm _rms_norm mm _gate mm _add_rms_norm"
 
 
 @only_interpreted
