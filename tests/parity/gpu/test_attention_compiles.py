@@ -17,6 +17,6 @@ _SPILLED = 64  # bytes of stack to a thread that cost nothing one can measure: h
 @pytest.mark.full
 def test_every_kernel_compiles() -> None:
     found = compile_all("launches_attention", 90)
-    assert {one.kernel for one in found} == {"_part", "_merge", "_block", "_gather"}
+    assert {one.kernel for one in found} == {"_attend_split", "_merge_splits", "_attend_block", "_gather"}
     assert not [(one.launch, one.kernel, one.stack) for one in found if one.stack > _SPILLED]
     assert max(one.shared for one in found) <= _LEAST_SHARED
