@@ -30,10 +30,12 @@ LAUNCH = (sys.executable, "-P", str(ROOT / "tools" / "peers" / "launch.py"))
 # Tests run where others compute too, and there nothing measured would be believed: without that there is no capacity to show.
 SERVE = """
 import sys
-from app.cli.main import main as cli; from app.server import prepare as preparation
-from app.kernels import timing as calibrate
-preparation.SMALL_BUDGET_SECONDS, calibrate.MOST_SPREAD, calibrate.MOST_BENT = 10.0, 1e9, 1e9
-sys.exit(cli.main(sys.argv[1:]))
+from app.cli.main import main
+from app.kernels import timing
+from app.server import prepare
+assert hasattr(prepare, "SMALL_BUDGET_SECONDS") and hasattr(timing, "MAX_SPREAD") and hasattr(timing, "MAX_ADJUSTMENT")
+prepare.SMALL_BUDGET_SECONDS, timing.MAX_SPREAD, timing.MAX_ADJUSTMENT = 10.0, 1e9, 1e9
+sys.exit(main(sys.argv[1:]))
 """
 POOLS = {
     "amd64": ("--hourly-price", "0.04", "--watts", "12"),
@@ -79,7 +81,7 @@ def live_prometheus(folder: Path) -> Iterator[LivePrometheus]:
         client = stack.enter_context(httpx.Client(timeout=30))
         quota = _quota(stack)
         starts = {pool: stack.enter_context(_server(folder, pool, quota if pool == "amd64" else ())) for pool in POOLS}
-        servers = {pool: _url(said) for pool, said in starts.items()}
+        servers = {pool: url() for pool, url in starts.items()}
         for server in servers.values():
             until(partial(_answers, client, f"{server}/readyz"))
         url = stack.enter_context(watching(program, folder, servers, plain=[servers["amd64"]]))
@@ -111,8 +113,8 @@ def _quota(stack: ExitStack) -> list[Path]:
 
 
 @contextmanager
-def _server(folder: Path, pool: str, groups: Sequence[Path]) -> Iterator[Path]:
-    """What it says is in the file."""
+def _server(folder: Path, pool: str, groups: Sequence[Path]) -> Iterator[Callable[[], str]]:
+    """Yields a function that waits for the server's URL; it fails at once, with the server's log, where the server ended."""
     joined = [word for group in groups for word in ("--procs", str(group))]
     serve = ("serve", "--port", "0", "--threads", "1", "--calibrate", "auto", "--cache-dir", str(folder / "cache"))
     log = folder / f"{pool}.log"
@@ -120,7 +122,7 @@ def _server(folder: Path, pool: str, groups: Sequence[Path]) -> Iterator[Path]:
         command = [*LAUNCH, *joined, "--", sys.executable, "-c", SERVE, *serve, *POOLS[pool]]
         process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=said, stderr=said, cwd=ROOT)
     try:
-        yield log
+        yield partial(_url, log, process)
     finally:
         process.terminate()
         try:
@@ -130,10 +132,10 @@ def _server(folder: Path, pool: str, groups: Sequence[Path]) -> Iterator[Path]:
             process.wait()
 
 
-def _url(said: Path) -> str:
-    until(lambda: LISTENING.search(said.read_text()) is not None)
-    found = LISTENING.search(said.read_text())
-    assert found is not None
+def _url(log: Path, process: subprocess.Popen[bytes]) -> str:
+    until(lambda: LISTENING.search(log.read_text()) is not None or process.poll() is not None)
+    found = LISTENING.search(log.read_text())
+    assert found is not None, f"the server ended with {process.poll()}:\n{log.read_text()}"
     return found[1]
 
 
