@@ -11,7 +11,14 @@ import torch.nn.functional as F
 from app.kernels.linear import int_panels
 from app.kernels.linear.linear import Linear, PlainLinear
 from app.kernels.linear.quantization import quantise_int4, quantise_int8
-from app.kernels.linear.torch_int import TorchInt4Factory, TorchInt4Linear, TorchInt8Factory, TorchInt8Linear
+from app.kernels.linear.torch_int import (
+    KleidiFactory,
+    KleidiLinear,
+    TorchInt4Factory,
+    TorchInt4Linear,
+    TorchInt8Factory,
+    TorchInt8Linear,
+)
 from loaded_models import load
 from reference_attention import PlainAttend, context_of
 from tiny_checkpoints import write_checkpoint
@@ -59,6 +66,8 @@ def test_without_our_library_a_model_is_served_all_the_same(
     model = load(directory, precision)
     served = model(context_of(list(range(9)), PlainAttend())).float()
     kinds = {type(module.form) for module in model.modules() if isinstance(module, Linear)}
+    # On 64-bit Arm the recipe prefers KleidiAI's product, if torch was built with it.
+    four = KleidiLinear if KleidiFactory(64).supports(64, 64, torch.bfloat16) else TorchInt4Linear
     # 120 inputs are no whole groups: that weight stays as it was
-    assert kinds == {TorchInt8Linear if precision == "int8" else TorchInt4Linear, PlainLinear}
+    assert kinds == {TorchInt8Linear if precision == "int8" else four, PlainLinear}
     assert (served - exact).norm() < (0.06 if precision == "int8" else 0.5) * exact.norm()
