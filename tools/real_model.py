@@ -78,10 +78,13 @@ def write_checkpoint(reader: gguf.GGUFReader, directory: Path) -> None:
     )
     write_json(
         directory / "tokenizer_config.json",
-        {f"{name}_token": tokens[id] for name, id in special.items()}
+        {f"{name}_token": tokens[token_id] for name, token_id in special.items()}
         | {"chat_template": fields["tokenizer.chat_template"], "tokenizer_class": "PreTrainedTokenizerFast"},
     )
-    write_json(directory / "config.json", config_of(fields) | {f"{name}_token_id": id for name, id in special.items()})
+    write_json(
+        directory / "config.json",
+        config_of(fields) | {f"{name}_token_id": token_id for name, token_id in special.items()},
+    )
     weights = dict(weight_of(tensor, fields) for tensor in reader.tensors)
     partial = directory / "model.safetensors.partial"
     save_file(weights, partial, metadata={"format": "pt"})
@@ -125,7 +128,7 @@ def weight_of(tensor: gguf.ReaderTensor, fields: dict[str, Any]) -> tuple[str, t
 
 def write_tokenizer(tokens: list[str], types: list[int], merges: list[str], file: Path) -> None:
     """Write a byte-level BPE tokenizer whose digits are single tokens (the pre-tokenizer that GGUF calls smollm)."""
-    vocabulary = {token: id for id, token in enumerate(tokens)}
+    vocabulary = {token: index for index, token in enumerate(tokens)}
     pairs = [tuple(merge.split(" ")) for merge in merges]
     made = tokenizers.Tokenizer(tokenizers.models.BPE(vocab=vocabulary, merges=pairs))
     digits = tokenizers.pre_tokenizers.Digits(individual_digits=True)
