@@ -23,7 +23,6 @@ from app.cli.parser import given_settings, parse_arguments
 from app.cli.tables import PlanExplanation
 from app.errors import ArmatureError, PlanImpossible, SettingsInvalid, StartupError, UnknownArgument
 from app.hardware.plan.plan import make_plan
-from app.hardware.plan.precision import bf16_products
 from app.hardware.probe.probe import probe
 from app.server.prepare import CALIBRATE_COMMAND_SECONDS, Prepared, calibrate, prepare, with_kept_calibration
 from app.server.termination_log import TerminationMessage
@@ -32,8 +31,6 @@ from app.weights.forms import RECIPES
 from app.weights.open import open_model, require_checkpoint
 
 if TYPE_CHECKING:
-    from app.backends.base import HostBackend
-    from app.engine.calibration.perplexity import Correlations
     from app.weights.packs import PackFile
 
 
@@ -85,9 +82,7 @@ def _probe(arguments: Namespace) -> int:
     from rich.console import Console
 
     from app.cli.tables import explain_plan, render_explanation, render_probe
-    from app.hardware.plan.plan import make_plan
     from app.hardware.probe.probe import probe
-    from app.weights.forms import RECIPES
 
     settings, facts = _settings(arguments), probe()
     fields, shown, failure = {"facts": facts.to_json(), "needs": None, "plan": None}, render_probe(facts, None), None
@@ -243,30 +238,16 @@ def pack(settings: Settings, text: Path | None = None) -> str:
 
 def _pack_weights(prepared: Prepared, folder: Path, stage: StartProgress, text: Path | None) -> PackFile | None:
     from app.backends.selection import select_host_backend
+    from app.engine.calibration.streaming import calibration_for
     from app.weights.load import pack_weights
     from app.weights.packs import PackFolder
 
     backend = select_host_backend(prepared.plan)
     backend.configure(prepared.plan)
-    correlations = None if text is None else _input_correlations(prepared, backend, text, stage)
+    checkpoint = require_checkpoint(prepared.checkpoint)
+    calibrator = calibration_for(checkpoint, prepared.plan, backend, text)
     packs = PackFolder(folder, stage("writing packed weights"))
-    return pack_weights(
-        require_checkpoint(prepared.checkpoint), prepared.plan, backend, stage("packing weights"), packs, correlations
-    )
-
-
-def _input_correlations(prepared: Prepared, backend: HostBackend, text: Path, stage: StartProgress) -> Correlations:
-    """Return the input correlations of each linear layer over the text, in the model before quantization."""
-    from app.engine.calibration.perplexity import measure_input_correlations, read_windows
-    from app.text.tokenizer import Tokenizer
-
-    checkpoint, facts = require_checkpoint(prepared.checkpoint), prepared.facts
-    exact = prepared.settings.model_copy(
-        update={"precision": "bf16" if bf16_products(facts) else "fp32", "kv_precision": "auto"}
-    )
-    plan = make_plan(facts, None, exact, checkpoint.needs(), RECIPES.keys())
-    windows = read_windows(Tokenizer(checkpoint.directory), text, checkpoint.decoder.max_model_len, MAX_TEXT_TOKENS)
-    return measure_input_correlations(checkpoint, plan, backend, windows, stage("reading the text"))
+    return pack_weights(checkpoint, prepared.plan, backend, stage("packing weights"), packs, calibrator)
 
 
 @contextmanager

@@ -10,9 +10,9 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from importlib import import_module
 from pathlib import Path
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, TypeVar, cast
 
-from app.backends.base import BaseBackend
+from app.backends.base import BaseBackend, HostBackend
 from app.backends.selection import HOST_BACKENDS
 from app.engine.worker import Engine
 from app.hardware.plan.plan import ServingPlan
@@ -89,8 +89,13 @@ def load_on_device(request: BuildRequest[Checkpoint], select: SelectDevice[Devic
     backend = prepare_device(request, select)
     folder = plan.pack_folder.value
     packs = None if folder is None else PackFolder(Path(folder), percent_reporter(report, "keeping packed weights"))
-    model = load_model(request.checkpoint, plan, backend, percent_reporter(report, "loading weights"), packs)
-    return model, backend
+    progress = percent_reporter(report, "loading weights")
+    calibrator = None
+    if plan.device.value in HOST_BACKENDS and request.checkpoint.kind == "decoder":
+        from app.engine.calibration.streaming import calibration_for
+
+        calibrator = calibration_for(request.checkpoint, plan, cast(HostBackend, backend))
+    return load_model(request.checkpoint, plan, backend, progress, packs, calibrator), backend
 
 
 def prepare_device(request: BuildRequest[Any], select: SelectDevice[DeviceT]) -> DeviceT:

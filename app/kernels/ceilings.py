@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 
 from app.kernels.linear.int_panels import IntPanelFactory
-from app.kernels.linear.linear import FORMS
+from app.kernels.linear.linear import FORMS, host_architecture
 from app.kernels.native.library import native_library
 
 BUFFER_BYTES = 2**29  # much larger than any cache
@@ -123,9 +123,11 @@ def _integer_products(rows: int, outputs: int, inputs: int) -> Iterable[tuple[Mu
     """Yield oneDNN's int8 product, if this torch has it, and the native one.
 
     oneDNN gets unsigned activations, because signed ones use a slow reference implementation
-    (docs/performance.md).
+    (docs/performance.md). So does every product on x86 without VNNI: it took seconds for 256 x 2048 x 2048 on Zen 3.
     """
-    if hasattr(torch.ops.onednn, "qlinear_pointwise"):
+    if hasattr(torch.ops.onednn, "qlinear_pointwise") and (
+        host_architecture() != "x86_64" or native_library().level in _VNNI_LEVELS
+    ):
         weight = torch.ops.onednn.qlinear_prepack(torch.randint(-127, 128, (outputs, inputs), dtype=torch.int8), None)
         scales, zeros = torch.ones(outputs), torch.zeros(outputs, dtype=torch.int64)
 
@@ -141,6 +143,7 @@ def _integer_products(rows: int, outputs: int, inputs: int) -> Iterable[tuple[Mu
         yield packing.pack(torch.randn(outputs, inputs), None).multiply, torch.randn(rows, inputs).bfloat16()
 
 
+_VNNI_LEVELS = ("avx512bf16", "avx512", "avxvnni")
 COPY_BYTES = 2**30  # much larger than any cache
 FREE_MEMORY_FRACTION = 8  # at most this fraction (1 / FREE_MEMORY_FRACTION) of the device's free memory is copied
 DEVICE_REPEATS = 3  # the best counts: a peak is the rate that can be reached

@@ -15,12 +15,14 @@ from app.kernels.linear.bf16_panels import HybridFactory, HybridLinear
 from app.kernels.linear.device import DeviceFactory
 from app.kernels.linear.int_panels import IntPanelFactory, IntPanelLinear
 from app.kernels.linear.linear import DEVICE_FORMS, FORMS, QUANTISED_FORMS, FormFactory, Linear
+from app.kernels.linear.row_split import RowSplitFactory, RowSplitLinear
 from app.models.decoders.decoder import RMSNorm
 from app.weights.forms import Recipe
 
 OUTPUT_SOURCES = (("lm_head",), ("model.embed_tokens",))
-CacheablePacking = IntPanelFactory | HybridFactory  # their results can be kept in a file for the next start
-CacheableForm = IntPanelLinear | HybridLinear
+# Their results can be kept in a file for the next start.
+CacheablePacking = IntPanelFactory | HybridFactory | RowSplitFactory
+CacheableForm = IntPanelLinear | HybridLinear | RowSplitLinear
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,12 +41,34 @@ class FormChoice:
     device: torch.device | None = field(
         default=None, repr=False
     )  # not part of the key either: weights in device memory are not kept
+    # Sources in the recipe's form for upgraded layers. A pack stores them, so they are not part of its key.
+    upgraded: frozenset[str] = field(default=frozenset(), repr=False)
 
     def packing(self, linear: Linear) -> FormFactory:
         """Return the first packing of the recipe that suits a linear layer."""
         is_output = linear.sources in OUTPUT_SOURCES
-        packings = [self._packing(name, is_output) for name in self.recipe.forms(is_output)]
+        names = self.recipe.forms(is_output)
+        upgraded = [source in self.upgraded for source in linear.sources]
+        if any(upgraded) and self.recipe.upgrade is not None:
+            if not all(upgraded):
+                split = self._row_split(linear, self.recipe.upgrade)
+                if split.supports(linear.out_features, linear.in_features, self.dtype):
+                    return self._with_copy(split, split.ranges[0][1].group)
+            else:
+                names = (self.recipe.upgrade, *names)
+        packings = [self._packing(name, is_output) for name in names]
         return next(one for one in packings if one.supports(linear.out_features, linear.in_features, self.dtype))
+
+    def _row_split(self, linear: Linear, upgrade: str) -> RowSplitFactory:
+        """Return the packing of a product some of whose sources are upgraded; equal neighbours share a form."""
+        ranges: list[tuple[int, IntPanelFactory]] = []
+        for source, rows in zip(linear.sources, linear.source_rows, strict=True):
+            packing = QUANTISED_FORMS[upgrade if source in self.upgraded else self.recipe.linear[0]]
+            assert isinstance(packing, IntPanelFactory), "only integer panels are split by rows"
+            if ranges and ranges[-1][1] == packing:
+                rows += ranges.pop()[0]
+            ranges.append((rows, packing))
+        return RowSplitFactory(tuple(ranges))
 
     def equalizes(self, packing: FormFactory) -> bool:
         """Return True if channels are equalized before a weight is packed so, which is done if it is quantized."""
@@ -57,17 +81,18 @@ class FormChoice:
         if name in DEVICE_FORMS:
             assert self.device is not None, "a plan for a device needs the backend's device"
             return DEVICE_FORMS[name](self.device, self.dtype)
-        packing, threshold = QUANTISED_FORMS[name], self.recipe.int8_copy_from
-        if (
-            not self.int8_copy
-            or is_output
-            or threshold is None
-            or not isinstance(packing, IntPanelFactory)
-            or packing.bits == 8
-        ):
+        packing = QUANTISED_FORMS[name]
+        if is_output or not isinstance(packing, IntPanelFactory) or packing.bits == 8:
+            return packing
+        return self._with_copy(packing, packing.group)
+
+    def _with_copy(self, packing: IntPanelFactory | RowSplitFactory, group: int | None) -> FormFactory:
+        """Return the packing with an int8 copy in the same groups, if one is held."""
+        threshold = self.recipe.int8_copy_from
+        if not self.int8_copy or threshold is None:
             return packing
         return HybridFactory(
-            packing, IntPanelFactory(8, None), threshold - 1 if self.most_few is None else self.most_few
+            packing, IntPanelFactory(8, group), threshold - 1 if self.most_few is None else self.most_few
         )
 
 

@@ -12,9 +12,9 @@ from dataclasses import dataclass, replace
 
 from app.errors import NoRecipe
 from app.hardware.decision import RecipeKey
-from app.kernels.linear.layout import LAYOUTS, device_int4_bytes, supports_device_int4
+from app.kernels.linear.layout import LAYOUTS, PANEL_OUTPUTS, device_int4_bytes, supports_device_int4
 from app.models.decoders.config import ModelConfig
-from app.models.decoders.shapes import Shape, norms_of, products_of
+from app.models.decoders.shapes import Shape, norms_of, products_of, tensors_of
 from app.models.encoders.config import EncoderConfig, encoder_norm_elements, encoder_products_of, encoder_tables_of
 from app.weights.safetensors import TensorEntry
 
@@ -26,13 +26,15 @@ class Recipe:
     `linear` is for the linear layers, `output` for the output layer and an embedding tied to it (None: as `linear`).
     The forms "plain" and "device" suit any weight. `equalise`: channels are equalized before quantization
     (kernels/linear/quantization.py). `int8_copy_from`: if an int8 copy is held in addition to int4 weights, the copy
-    multiplies from this number of rows on.
+    multiplies from this number of rows on. `upgrade`: form of the layers that lose most in the first form, see
+    `choose_upgrades`.
     """
 
     linear: tuple[str, ...]
     output: tuple[str, ...] | None = None
     equalise: bool = False
     int8_copy_from: int | None = None
+    upgrade: str | None = None
 
     def forms(self, is_output: bool) -> tuple[str, ...]:
         """Return the forms for the output layer or for the other linear layers."""
@@ -40,12 +42,21 @@ class Recipe:
 
 
 EXACT = Recipe(linear=("panels", "onednn", "plain"))
-INT8 = Recipe(linear=("int8", "torch int8", "plain"), equalise=True)
+INT8 = Recipe(linear=("int8/32", "torch int8", "plain"), equalise=True)
 
 
-def _int4(*others: str, int8_copy_from: int) -> Recipe:
-    """Return a recipe with groups of 64, 0.53 bytes per weight. `others` serve if the native library was not built."""
-    return Recipe(linear=("int4/64", *others, "plain"), equalise=True, int8_copy_from=int8_copy_from)
+def _int4(*others: str, int8_copy_from: int | None = None) -> Recipe:
+    """Return a recipe with groups of 32: 0.56 bytes per weight, and 1.06 in the output layer and in upgraded layers.
+
+    `others` serve if the native library was not built.
+    """
+    return Recipe(
+        linear=("int4/32", *others, "plain"),
+        output=("int8/32", "torch int8", "plain"),
+        equalise=True,
+        int8_copy_from=int8_copy_from,
+        upgrade="int8/32",
+    )
 
 
 # Recipes for devices with separate memory. With int4, the output layer is not quantized: each of its rows is one
@@ -64,34 +75,23 @@ RECIPES: Mapping[RecipeKey, Recipe] = {
     ("cpu", "x86_64", "fp32"): EXACT,
     ("cpu", "x86_64", "bf16"): EXACT,
     ("cpu", "x86_64", "int8"): INT8,
-    ("cpu", "x86_64", "int4"): _int4("torch int4/64", int8_copy_from=64),
+    ("cpu", "x86_64", "int4"): _int4("torch int4/32", int8_copy_from=64),
     ("cpu", "arm64", "fp32"): EXACT,
     ("cpu", "arm64", "bf16"): EXACT,
     ("cpu", "arm64", "int8"): INT8,
-    ("cpu", "arm64", "int4"): _int4("kleidi int4/64", "torch int4/64", int8_copy_from=32),
+    ("cpu", "arm64", "int4"): _int4("kleidi int4/32", "torch int4/32", int8_copy_from=32),
     **_device("cuda", "x86_64", "fp32", "bf16"),
     **_device("cuda", "arm64", "fp32", "bf16"),
     **_device("mps", "arm64", "fp32", "bf16", "fp16"),
 }
 
 
-# Replacements for encoders, whose vectors are compared with others. The error of a text of one word is not averaged
-# over words: with one scale per row, all-MiniLM-L6-v2's vector of "ok" has a cosine of 0.982 with the exact one; with
-# one per 128 inputs, 0.995.
-ENCODER_FORMS: Mapping[str, str] = {"int8": "int8/128"}
-
-
-def for_encoder(recipe: Recipe) -> Recipe:
-    """Return the recipe for an encoder, or for a decoder that is served for its hidden states."""
-    return replace(recipe, linear=tuple(ENCODER_FORMS.get(name, name) for name in recipe.linear))
-
-
 # Recipes of deterministic=on, under which other rows must not affect a result: forms that sum each row in a fixed
 # order on any processor.
 DETERMINISTIC_RECIPES: Mapping[str, Recipe] = {
     "bf16": Recipe(linear=("panels/fixed",)),
-    "int8": Recipe(linear=("int8",), equalise=True),
-    "int4": Recipe(linear=("int4/64",), equalise=True),
+    "int8": replace(INT8, linear=("int8/32",)),
+    "int4": replace(_int4(), linear=("int4/32",), output=("int8/32",)),
 }
 
 
@@ -106,6 +106,70 @@ def find_recipe(device: str, architecture: str, precision: str) -> Recipe:
         rows = "; ".join(" ".join(key) for key in RECIPES)
         raise NoRecipe(f"No recipe serves {precision} on {device} with {architecture}. Recipes exist for: {rows}.")
     return recipe
+
+
+# ---- mixed precision -------------------------------------------------------------------------------------------------
+
+# Mean bits of the layers' weights with int4, upgraded ones included, by the number of these weights: small models lose
+# more by rounding, and their weights are few. llama.cpp's Q4_K_M takes 4.8 bits for 8B weights, and 6.3 for 135M.
+LAYER_BITS = ((500_000_000, 5.65), (float("inf"), 4.85))
+
+
+def upgrade_budget(config: ModelConfig) -> int:
+    """Return the bytes that upgraded layers may take beyond those of int4."""
+    weights = sum(rows * columns for (rows, columns), _ in products_of(config))
+    bits = next(bits for most, bits in LAYER_BITS if weights < most)
+    return int(weights * (bits - 8 * LAYOUTS["int4/32"].nbytes(32, 32) / 1024) / 8)
+
+
+def choose_upgrades(config: ModelConfig, losses: Mapping[tuple[str, ...], float] | None = None) -> frozenset[str]:
+    """Return the sources of the layers that int4 holds in eight bits, within `upgrade_budget`.
+
+    Values come first: they are few, and an error in them reaches every later token. Then follow the products with the
+    largest loss per byte.
+
+    Args:
+        config: The model.
+        losses: Measured loss of each product in four bits, by its sources. None: not measured; then the down
+            projections of evenly spread layers are chosen, which lose most in most models.
+    """
+    costs = _upgrade_costs(config)
+    values = [sources for sources in costs if sources[0].endswith(".v_proj")]
+    others = [sources for sources in costs if sources not in values]
+    left = upgrade_budget(config) - sum(costs[sources] for sources in values)
+    if left < 0:
+        return frozenset()
+    if losses is None:
+        downs = [sources for sources in others if sources[0].endswith(".down_proj")]
+        fit = min(len(downs), left // costs[downs[0]])
+        ranked = [one for at, one in enumerate(downs) if (at + 1) * fit // len(downs) > at * fit // len(downs)]
+    else:
+        ranked = sorted(others, key=lambda sources: -losses.get(sources, 0.0) / costs[sources])
+    chosen = list(values)
+    for sources in ranked:
+        if costs[sources] <= left:
+            left -= costs[sources]
+            chosen.append(sources)
+    return frozenset(source for sources in chosen for source in sources)
+
+
+def _upgrade_costs(config: ModelConfig) -> dict[tuple[str, ...], int]:
+    """Return the additional bytes of what can be upgraded, by its sources: products, and values by themselves."""
+    shapes = tensors_of(config)
+    attention = (("qkv_proj",),) if config.fused_weights else (("q_proj", "k_proj"), ("v_proj",))
+    mlp = (("gate_up_proj",),) if config.fused_weights else (("gate_proj", "up_proj"),)
+    groups = [("self_attn", names) for names in (*attention, ("o_proj",))]
+    groups += [("mlp", names) for names in (*mlp, ("down_proj",))]
+    costs = {}
+    for layer in range(config.num_layers):
+        for part, names in groups:
+            sources = tuple(f"model.layers.{layer}.{part}.{name}" for name in names)
+            sizes = [shapes[f"{source}.weight"] for source in sources]
+            rows, columns = sum(size[0] for size in sizes), sizes[0][1]
+            # Rows that share a panel with other rows are counted as if they saved nothing.
+            saved = LAYOUTS["int4/32"].nbytes(rows // PANEL_OUTPUTS * PANEL_OUTPUTS, columns)
+            costs[sources] = LAYOUTS["int8/32"].nbytes(rows, columns) - saved
+    return costs
 
 
 PRECISION_BYTES: Mapping[str, int] = {"fp32": 4, "bf16": 2}
@@ -143,7 +207,9 @@ def quantized_bytes(config: ModelConfig, precision: str) -> int:
     """
     output = LAYOUTS[find_recipe("cpu", "x86_64", precision).forms(is_output=True)[0]]
     norms = 4 * _norm_elements(config)
-    return _quantized_linear_bytes(config, precision) + output.nbytes(config.vocab_size, config.hidden_size) + norms
+    upgrades = upgrade_budget(config) if precision == "int4" and choose_upgrades(config) else 0
+    linear = _quantized_linear_bytes(config, precision) + upgrades
+    return linear + output.nbytes(config.vocab_size, config.hidden_size) + norms
 
 
 def decoder_device_bytes(config: ModelConfig, tensors: Mapping[str, TensorEntry]) -> dict[str, int]:
@@ -183,13 +249,11 @@ def _norm_elements(config: ModelConfig) -> int:
 
 def int8_copy_bytes(config: ModelConfig | EncoderConfig) -> int:
     """Return the bytes of an int8 copy of all linear layers except the output layer."""
-    return _form_bytes(config, "int8")
+    return _form_bytes(config, "int8/32")
 
 
 def _quantized_linear_bytes(config: ModelConfig | EncoderConfig, precision: str) -> int:
-    recipe = find_recipe("cpu", "x86_64", precision)
-    recipe = recipe if isinstance(config, ModelConfig) else for_encoder(recipe)
-    return _form_bytes(config, recipe.forms(is_output=False)[0])
+    return _form_bytes(config, find_recipe("cpu", "x86_64", precision).forms(is_output=False)[0])
 
 
 def _form_bytes(config: ModelConfig | EncoderConfig, form: str) -> int:

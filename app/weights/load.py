@@ -9,7 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing
+from dataclasses import replace
 from functools import partial
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -19,15 +21,23 @@ from app.hardware.plan.plan import ServingPlan
 from app.kernels.linear.bf16_panels import Bf16PanelLinear, HybridLinear
 from app.kernels.linear.device import DeviceLinear
 from app.kernels.linear.int_panels import IntPanelLinear
-from app.kernels.linear.linear import EmptyForm, FormFactory, Linear, LinearForm, host_architecture
-from app.kernels.linear.quantization import column_maxima, compute_gptq_factors, smooth_scales
+from app.kernels.linear.linear import EmptyForm, ExactLinear, FormFactory, Linear, LinearForm, host_architecture
+from app.kernels.linear.quantization import (
+    InputStatistics,
+    activation_aware_scales,
+    column_maxima,
+    column_mean_squares,
+    smooth_scales,
+)
+from app.kernels.linear.row_split import RowSplitLinear
+from app.models.decoders.config import ModelConfig
 from app.models.decoders.decoder import Decoder, Embedding, RMSNorm
 from app.models.encoders.encoder import DistanceBias, Encoder
 from app.models.encoders.heads import DenseLayer, LayerNorm
 from app.models.registry import build_decoder_model, build_encoder_model
 from app.weights.checkpoint import Checkpoint
-from app.weights.form_choice import CacheablePacking, FormChoice, LayerPacking
-from app.weights.forms import DETERMINISTIC_RECIPES, find_recipe, for_encoder
+from app.weights.form_choice import CacheableForm, CacheablePacking, FormChoice, LayerPacking
+from app.weights.forms import DETERMINISTIC_RECIPES, QUANTIZED, choose_upgrades, find_recipe
 from app.weights.packs import PackFile, PackFolder, Progress
 from app.weights.safetensors import TensorEntry
 from app.weights.tensor_reader import TensorReader, check_fp16
@@ -36,12 +46,38 @@ Model = Decoder | Encoder
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
+class PackCalibrator(Protocol):
+    """Runs a calibration text through a model while its layers are packed one after the other."""
+
+    @property
+    def losses(self) -> Mapping[tuple[str, ...], float]:
+        """Relative error of the residual stream by each packed product, by its sources; known after `stages`."""
+        ...
+
+    @property
+    def replaces_pack(self) -> bool:
+        """Return whether weights are packed again although a pack exists: the operator gave the text."""
+        ...
+
+    def stages(
+        self, model: Decoder, exact: Callable[[Linear], ExactLinear]
+    ) -> Iterator[Mapping[Linear, InputStatistics]]:
+        """Yield the statistics of the products of each layer in turn; they must be packed before the next stage.
+
+        Args:
+            model: The model, with its embedding and norms.
+            exact: Returns the exact form of a product that is not packed yet.
+        """
+        ...
+
+
 def load_model(
     checkpoint: Checkpoint,
     plan: ServingPlan,
     backend: BaseBackend,
     progress: Progress | None = None,
     packs: PackFolder | None = None,
+    calibrator: PackCalibrator | None = None,
 ) -> Model:
     """Return the model with its weights, ready to run.
 
@@ -51,8 +87,9 @@ def load_model(
         backend: The device.
         progress: Called with (bytes done, bytes in total) after each tensor.
         packs: Where packed weights are kept; None: they are not kept.
+        calibrator: Improves the quantization if a decoder's weights must be packed; None: without a text.
     """
-    loading = _ModelLoader(checkpoint, plan, backend, progress or (lambda done, total: None))
+    loading = _ModelLoader(checkpoint, plan, backend, progress or (lambda done, total: None), calibrator)
     with closing(loading.streams):
         loading.fill(packs)
     return loading.model
@@ -64,7 +101,7 @@ def pack_weights(
     backend: BaseBackend,
     progress: Progress,
     packs: PackFolder,
-    correlations: Mapping[tuple[str, ...], Tensor] | None = None,
+    calibrator: PackCalibrator | None = None,
 ) -> PackFile | None:
     """Load as for serving, so that the weights are packed and kept.
 
@@ -74,24 +111,22 @@ def pack_weights(
         backend: The device.
         progress: Called with (bytes done, bytes in total) after each tensor.
         packs: Where packed weights are kept.
-        correlations: Sums of x xᵀ over the inputs x, [in, in], by a linear layer's sources. They improve the
-            quantization (GPTQ); with them, the weights are packed again even if a pack exists.
+        calibrator: Improves the quantization.
 
     Returns:
         The pack file, or None if this form is not kept.
     """
-    loading = _ModelLoader(checkpoint, plan, backend, progress)
-    loading.correlations = correlations or {}
+    loading = _ModelLoader(checkpoint, plan, backend, progress, calibrator)
     with closing(loading.streams):
         return loading.fill(packs)
 
 
-def form_choice(plan: ServingPlan, texts: bool = False, device: torch.device | None = None) -> FormChoice:
-    """Return how the plan's weights are held.
+def form_choice(plan: ServingPlan, config: object, device: torch.device | None = None) -> FormChoice:
+    """Return how the plan's weights are held, with the upgraded layers of a model that was not calibrated.
 
     Args:
         plan: The plan.
-        texts: True for encoders.
+        config: The model's configuration; only decoders have upgraded layers.
         device: The backend's device.
     """
     precision, kind = plan.precision.value, plan.device.value
@@ -100,9 +135,11 @@ def form_choice(plan: ServingPlan, texts: bool = False, device: torch.device | N
         if plan.deterministic.value
         else find_recipe(kind, host_architecture(), precision)
     )
-    recipe = for_encoder(recipe) if texts else recipe
     own = None if kind == "cpu" else device
-    return FormChoice(recipe, DTYPES[plan.dtype.value], plan.int8_copy.value, plan.most_few_rows.value, own)
+    upgraded: frozenset[str] = frozenset()
+    if recipe.upgrade is not None and isinstance(config, ModelConfig):
+        upgraded = choose_upgrades(config)
+    return FormChoice(recipe, DTYPES[plan.dtype.value], plan.int8_copy.value, plan.most_few_rows.value, own, upgraded)
 
 
 def _build(checkpoint: Checkpoint, dtype: torch.dtype, max_model_len: int, device: torch.device) -> Model:
@@ -114,13 +151,22 @@ def _build(checkpoint: Checkpoint, dtype: torch.dtype, max_model_len: int, devic
 class _ModelLoader:
     """The state of one load: the model, the progress, and the smooth scales of each layer."""
 
-    def __init__(self, checkpoint: Checkpoint, plan: ServingPlan, backend: BaseBackend, progress: Progress) -> None:
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        plan: ServingPlan,
+        backend: BaseBackend,
+        progress: Progress,
+        calibrator: PackCalibrator | None,
+    ) -> None:
         self.checkpoint, self.progress = checkpoint, progress
-        self.choice = form_choice(plan, checkpoint.kind == "encoder", backend.device)
+        self.choice = form_choice(plan, checkpoint.model_config, backend.device)
         self.model = _build(checkpoint, self.choice.dtype, plan.max_model_len.value, backend.device)
+        quantized = plan.precision.value in QUANTIZED and self.choice.device is None
+        self.calibrator = calibrator if quantized and isinstance(self.model, Decoder) else None
         self.streams = TensorReader(checkpoint.tensors)
         self.smooth_scales: dict[tuple[str, ...], Tensor] = {}  # scales of the columns, by a layer's sources
-        self.correlations: Mapping[tuple[str, ...], Tensor] = {}  # correlations of the inputs, by a layer's sources
+        self.exact: dict[Linear, ExactLinear] = {}  # layers that the calibrator runs
         self.done, self.total = 0, sum(entry.nbytes for entry in checkpoint.tensors.values())
 
     @torch.inference_mode()
@@ -130,11 +176,20 @@ class _ModelLoader:
         norms = [module for module in modules if isinstance(module, RMSNorm)]
         for norm in norms:
             self._set_weight(norm)
-        layers = self._layers(linears, norms)
+        self.feeding = {norm.feeds: norm for norm in norms if norm.feeds is not None}
+        layers = self._layers(linears)
         pack_file = None if packs is None else packs.open(self.checkpoint, self.choice, layers)
-        blobs = None if pack_file is None or self.correlations else pack_file.read(self._report_pack_progress)
-        for layer in sorted(layers, key=lambda layer: -layer.linear.in_features * layer.linear.out_features):
-            self._pack(layer, blobs)
+        kept = None
+        if pack_file is not None and not (self.calibrator is not None and self.calibrator.replaces_pack):
+            kept = pack_file.read(lambda upgraded: self._blob_bytes(linears, upgraded), self._report_pack_progress)
+        if kept is not None:
+            self.choice = replace(self.choice, upgraded=kept.upgraded)
+            layers = self._layers(linears)
+        if kept is None and self.calibrator is not None:
+            layers = self._pack_calibrated(self.calibrator, linears)
+        else:
+            for layer in sorted(layers, key=lambda layer: -layer.linear.in_features * layer.linear.out_features):
+                self._pack(layer, None if kept is None else kept.blobs)
         packed = {linear.sources: linear.form for linear in linears}
         for module in modules:
             if isinstance(module, Embedding):
@@ -142,26 +197,56 @@ class _ModelLoader:
             elif isinstance(module, LayerNorm | DenseLayer | DistanceBias):
                 self._set_weight_and_bias(module)
         self.progress(self.total, self.total)
-        if pack_file is not None and blobs is None:
-            pack_file.write(
-                {
-                    name: part
-                    for layer in layers
-                    for name, part in layer.blobs(self.smooth_scales.get(layer.linear.sources))
-                }
-            )
+        if pack_file is not None and kept is None:
+            blobs = [blob for layer in layers for blob in layer.blobs(self.smooth_scales.get(layer.linear.sources))]
+            pack_file.write(dict(blobs), self.choice.upgraded)
         return pack_file
 
-    def _layers(self, linears: Sequence[Linear], norms: Sequence[RMSNorm]) -> list[LayerPacking]:
+    def _layers(self, linears: Sequence[Linear]) -> list[LayerPacking]:
         """Return each linear layer with its packing and with the norm that is equalized with it."""
-        feeding = {norm.feeds: norm for norm in norms if norm.feeds is not None}
         layers = []
         for linear in linears:
             packing = self.choice.packing(linear)
-            layers.append(
-                LayerPacking(linear, packing, feeding.get(linear) if self.choice.equalizes(packing) else None)
-            )
+            norm = self.feeding.get(linear) if self.choice.equalizes(packing) else None
+            layers.append(LayerPacking(linear, packing, norm))
         return layers
+
+    def _blob_bytes(self, linears: Sequence[Linear], upgraded: frozenset[str]) -> dict[str, int]:
+        """Return the names and bytes of the blobs of a pack in which these sources are upgraded."""
+        choice = self.choice
+        self.choice = replace(choice, upgraded=upgraded)
+        layers = self._layers(linears)
+        self.choice = choice
+        return {name: nbytes for layer in layers for name, nbytes in layer.blob_bytes()}
+
+    def _pack_calibrated(self, calibrator: PackCalibrator, linears: Sequence[Linear]) -> list[LayerPacking]:
+        """Pack layer by layer while a text runs through the model, then pack again what is upgraded."""
+        assert isinstance(self.model, Decoder), "only decoders are calibrated"
+        values = frozenset(source for source in self.choice.upgraded if source.endswith(".v_proj"))
+        self.choice = replace(self.choice, upgraded=values)
+        layers = {layer.linear: layer for layer in self._layers(linears)}
+        self._set_weight(self.model.embedding)
+        for statistics in calibrator.stages(self.model, self._exact_form):
+            for linear, shown in statistics.items():
+                self._pack(layers[linear], None, shown)
+        if self.choice.recipe.upgrade is not None:
+            upgraded = choose_upgrades(self.checkpoint.decoder, calibrator.losses)
+            self.choice = replace(self.choice, upgraded=upgraded)
+        final = self._layers(linears)
+        for layer in final:
+            if layer.packing != layers[layer.linear].packing:
+                entries = self.streams.entries(layer.linear.sources)
+                factors = self.smooth_scales.get(layer.linear.sources)
+                layer.linear.form = self._form(layer.linear, layer.packing, entries, factors)
+        self.exact.clear()
+        return final
+
+    def _exact_form(self, linear: Linear) -> ExactLinear:
+        """Return the form that multiplies by the stored weights of a layer that is not packed yet."""
+        weights = [self.streams.stored(entry) for entry in self.streams.entries(linear.sources)]
+        bias = self.streams.bias(linear.sources, self.choice.dtype) if linear.has_bias else None
+        self.exact[linear] = ExactLinear(weights, bias)
+        return self.exact[linear]
 
     def _report_pack_progress(self, done: int, total: int) -> None:
         """Report the progress of reading packed weights as the progress of the whole load."""
@@ -186,23 +271,39 @@ class _ModelLoader:
         module.set_weight(*(self.streams.resident(entry, self.choice.device) for entry in entries))
         self._advance(entries)
 
-    def _pack(self, layer: LayerPacking, blobs: Mapping[str, Tensor] | None) -> None:
+    def _pack(
+        self, layer: LayerPacking, blobs: Mapping[str, Tensor] | None, statistics: InputStatistics | None = None
+    ) -> None:
         linear, entries = layer.linear, self.streams.entries(layer.linear.sources)
         factors = None
         if layer.norm is not None:
-            factors = self._smooth_scales(layer.norm, layer, entries) if blobs is None else layer.smooth_scales(blobs)
+            if blobs is not None:
+                factors = layer.smooth_scales(blobs)
+            else:
+                factors = self._smooth_scales(layer.norm, layer, entries, statistics)
             layer.norm.divide_weight(factors)
             self.smooth_scales[linear.sources] = factors
+            if linear in self.exact:
+                self.exact[linear].scales = factors
         if blobs is not None and isinstance(layer.packing, CacheablePacking):
             linear.form = layer.packing.from_parts(
                 linear.out_features, linear.in_features, self._bias(linear), layer.form_parts(blobs)
             )
         else:
-            linear.form = self._form(linear, layer.packing, entries, factors)
+            linear.form = self._form(linear, layer.packing, entries, factors, statistics)
         self._advance(entries)
 
-    def _smooth_scales(self, norm: RMSNorm, layer: LayerPacking, entries: Sequence[TensorEntry]) -> Tensor:
+    def _smooth_scales(
+        self,
+        norm: RMSNorm,
+        layer: LayerPacking,
+        entries: Sequence[TensorEntry],
+        statistics: InputStatistics | None,
+    ) -> Tensor:
         parts = (rows for _, rows in self._blocks(entries))
+        if statistics is not None:
+            weight_squares = column_mean_squares(parts, layer.linear.in_features)
+            return activation_aware_scales(statistics.mean_squares, weight_squares)
         return smooth_scales(norm.weight, column_maxima(parts, layer.linear.in_features, self.choice.device))
 
     def _blocks(self, entries: Sequence[TensorEntry]) -> Iterator[tuple[int, Tensor]]:
@@ -219,12 +320,17 @@ class _ModelLoader:
         return self.streams.bias(linear.sources, self.choice.dtype)
 
     def _form(
-        self, linear: Linear, packing: FormFactory, entries: Sequence[TensorEntry], factors: Tensor | None
+        self,
+        linear: Linear,
+        packing: FormFactory,
+        entries: Sequence[TensorEntry],
+        factors: Tensor | None,
+        statistics: InputStatistics | None = None,
     ) -> LinearForm:
         bias = self._bias(linear)
         empty = packing.empty_form(linear.out_features, linear.in_features, bias)
         if empty is not None:
-            fill, first = self._fill_function(empty, linear, factors), 0
+            fill, first = _fill_function(empty, factors, statistics), 0
             for source, entry in zip(linear.sources, entries, strict=True):
                 for row, rows in self._blocks((entry,)):
                     check_fp16(f"{source}.weight", rows, self.choice.dtype)
@@ -237,15 +343,20 @@ class _ModelLoader:
             self.streams.drop(entries)
         return form
 
-    def _fill_function(self, empty: EmptyForm, linear: Linear, factors: Tensor | None) -> Callable[[int, Tensor], None]:
-        """Return the function that fills a form with rows; int4 forms also use the input correlations."""
-        correlation = self.correlations.get(linear.sources)
-        if correlation is None or not isinstance(empty, IntPanelLinear | HybridLinear):
-            return empty.fill
-        return partial(empty.fill, gptq_factors=compute_gptq_factors(correlation, factors))
-
     def _advance(self, entries: Sequence[TensorEntry]) -> None:
         self.done = min(
             self.total, self.done + sum(entry.nbytes for entry in entries)
         )  # a tied embedding is counted twice
         self.progress(self.done, self.total)
+
+
+def _fill_function(
+    empty: EmptyForm, factors: Tensor | None, statistics: InputStatistics | None
+) -> Callable[[int, Tensor], None]:
+    """Return the function that fills a form with rows; integer forms also use the statistics of the inputs."""
+    if statistics is None or not isinstance(empty, CacheableForm):
+        return empty.fill
+    first = empty.few if isinstance(empty, HybridLinear) else empty
+    first = first.forms[0] if isinstance(first, RowSplitLinear) else first
+    blocks = statistics.gptq_factors(factors, first.group) if first.packing.bits == 4 else ()
+    return partial(empty.fill, gptq_factors=blocks)

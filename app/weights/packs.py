@@ -17,7 +17,7 @@ import os
 import time
 import warnings
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
@@ -63,7 +63,9 @@ class Blob:
 # ---- writing --------------------------------------------------------------------------------------------------------
 
 
-def write_pack(target: Path, key: Mapping[str, str], blobs: Mapping[str, Tensor], progress: Progress) -> int:
+def write_pack(
+    target: Path, key: Mapping[str, str], blobs: Mapping[str, Tensor], progress: Progress, upgraded: Iterable[str] = ()
+) -> int:
     """Write a pack atomically and return its bytes. On any error, or Ctrl-C, no file is left behind.
 
     Args:
@@ -71,18 +73,19 @@ def write_pack(target: Path, key: Mapping[str, str], blobs: Mapping[str, Tensor]
         key: What the pack was made for.
         blobs: Contiguous tensors by name.
         progress: Called with (bytes done, bytes in total).
+        upgraded: Sources of the layers that are held in more bits (weights/forms.py).
 
     Raises:
         OSError: The file cannot be written.
     """
     with atomic_write(target) as stream:
-        return _write(stream.fileno(), key, blobs, progress)
+        return _write(stream.fileno(), {"key": dict(key), "upgraded": sorted(upgraded)}, blobs, progress)
 
 
-def _write(file: int, key: Mapping[str, str], blobs: Mapping[str, Tensor], progress: Progress) -> int:
+def _write(file: int, about: Mapping[str, Any], blobs: Mapping[str, Tensor], progress: Progress) -> int:
     places = {name: Blob(0, blob.nbytes, 0) for name, blob in blobs.items()}
     at = _aligned(
-        _BEGIN + len(_header(key, places))
+        _BEGIN + len(_header(about, places))
     )  # numbers have a fixed width, so the header's length is known before their values
     done, total = 0, sum(blob.nbytes for blob in blobs.values())
     for name, blob in blobs.items():
@@ -97,14 +100,14 @@ def _write(file: int, key: Mapping[str, str], blobs: Mapping[str, Tensor], progr
         places[name] = Blob(at, blob.nbytes, checksum)
         at = _aligned(at + blob.nbytes)
     os.ftruncate(file, at)
-    header = _header(key, places)
+    header = _header(about, places)
     _write_at(file, MAGIC + len(header).to_bytes(8, "little") + zlib.crc32(header).to_bytes(8, "little") + header, 0)
     return at
 
 
-def _header(key: Mapping[str, str], blobs: Mapping[str, Blob]) -> bytes:
+def _header(about: Mapping[str, Any], blobs: Mapping[str, Blob]) -> bytes:
     listed = {name: f"{blob.start:016x} {blob.nbytes:016x} {blob.checksum:08x}" for name, blob in blobs.items()}
-    return json.dumps({"key": dict(key), "blobs": listed}).encode()
+    return json.dumps({**about, "blobs": listed}).encode()
 
 
 def _write_at(file: int, data: bytes | memoryview, at: int) -> None:
@@ -130,8 +133,9 @@ def _aligned(at: int) -> int:
 class PackReader:
     """An open pack with a verified header; each blob is verified when it is read."""
 
-    def __init__(self, file: int, blobs: Mapping[str, Blob]) -> None:
+    def __init__(self, file: int, blobs: Mapping[str, Blob], upgraded: Iterable[str] = ()) -> None:
         self._file, self.blobs, self.size = file, blobs, os.fstat(file).st_size
+        self.upgraded = frozenset(upgraded)
 
     def read(self, name: str) -> Tensor:
         """Return a blob as uint8 in private memory, on huge pages if it is large.
@@ -194,7 +198,7 @@ def open_pack(file: Path, key: Mapping[str, str]) -> PackReader:
         header = _read_header(descriptor)
         if header["key"] != dict(key):
             raise FileUnusable("it was made for another checkpoint, recipe or version")
-        pack = PackReader(descriptor, _blobs(descriptor, header))
+        pack = PackReader(descriptor, _blobs(descriptor, header), header["upgraded"])
         undo.pop_all()
         return pack
 
@@ -247,14 +251,12 @@ def _check(name: str, checksum: int, blob: Blob) -> None:
 
 log = logging.getLogger(__name__)
 
-FORMAT = 1  # version of the blobs' layout: raise it when csrc/ops.h changes the layout of packed weights
+FORMAT = 2  # version of the blobs' layout: raise it when csrc/ops.h changes the layout of packed weights
 FOLDER = "packs"
 _QUANTIZATION_MODULES = (
     quantization,
-    quantization,
     int_panels,
     layout,
-    quantization,
 )  # their source decides a weight's codes
 
 
@@ -272,32 +274,47 @@ class PackFolder:
     mapped: bool = True
 
     def open(self, checkpoint: Checkpoint, choice: FormChoice, layers: Sequence[LayerPacking]) -> PackFile | None:
-        """Return the pack file of these layers' weights, which may not exist yet.
+        """Return the pack file of the weights in this choice of forms, which may not exist yet.
 
-        None if no layer is held in a form that can be kept.
+        None if none of the layers is held in a form that can be kept.
         """
-        blob_bytes = {name: nbytes for layer in layers for name, nbytes in layer.blob_bytes()}
-        if not blob_bytes:
+        if not any(True for layer in layers for _ in layer.blob_bytes()):
             return None
         began = time.monotonic()
         content = checkpoint_fingerprint(checkpoint, self.folder / FOLDER, torch.get_num_threads())
         log.debug("the checkpoint is %s (%.1f s)", content, time.monotonic() - began)
-        return PackFile(self, {"checkpoint": content, "choice": repr(choice), **_platform_key()}, blob_bytes)
+        return PackFile(self, {"checkpoint": content, "choice": repr(choice), **_platform_key()})
+
+
+BlobBytes = Callable[[frozenset[str]], Mapping[str, int]]
+
+
+@dataclass(frozen=True, slots=True)
+class PackedWeights:
+    """The blobs of a pack, uint8 and all verified, and the sources of the layers that are held in more bits."""
+
+    blobs: Mapping[str, Tensor]
+    upgraded: frozenset[str]
 
 
 class PackFile:
     """One pack file: `file` is its path, existing or not; `size` its bytes, None if not kept; `found`: it existed."""
 
-    def __init__(self, packs: PackFolder, key: Mapping[str, str], blob_bytes: Mapping[str, int]) -> None:
-        """Compute the path from `key`. `blob_bytes`: the names and bytes of the blobs that the file must contain."""
-        self._packs, self.key, self._wanted = packs, key, blob_bytes
+    def __init__(self, packs: PackFolder, key: Mapping[str, str]) -> None:
+        """Compute the path from `key`."""
+        self._packs, self.key = packs, key
         digest = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()
         self.file = packs.folder / FOLDER / f"{digest[:32]}.pack"
         self.size: int | None = None
         self.found = False
 
-    def read(self, progress: Progress) -> Mapping[str, Tensor] | None:
-        """Return the blobs, uint8 and all verified, or None if the weights must be packed."""
+    def read(self, blob_bytes: BlobBytes, progress: Progress) -> PackedWeights | None:
+        """Return the kept weights, or None if they must be packed.
+
+        Args:
+            blob_bytes: Maps the upgraded sources to the names and bytes of the blobs that the file must contain.
+            progress: Called with (bytes done, bytes in total).
+        """
         try:
             pack = open_pack(self.file, self.key)
         except FileNotFoundError:
@@ -307,21 +324,22 @@ class PackFile:
             self._warn(error)
             return None
         try:
-            if {name: blob.nbytes for name, blob in pack.blobs.items()} != dict(self._wanted):
+            wanted = blob_bytes(pack.upgraded)
+            if {name: blob.nbytes for name, blob in pack.blobs.items()} != dict(wanted):
                 raise FileUnusable("it holds other weights")
-            blobs = _read_all(self._wanted, progress, pack.mapping() if self._packs.mapped else pack.read)
+            blobs = _read_all(wanted, progress, pack.mapping() if self._packs.mapped else pack.read)
             self.size, self.found = pack.size, True
-            return blobs
+            return PackedWeights(blobs, pack.upgraded)
         except (OSError, FileUnusable) as error:
             self._warn(error)
             return None
         finally:
             pack.close()
 
-    def write(self, blobs: Mapping[str, Tensor]) -> None:
+    def write(self, blobs: Mapping[str, Tensor], upgraded: Iterable[str]) -> None:
         """Write the blobs for the next start, or log a warning."""
         try:
-            self.size = write_pack(self.file, self.key, blobs, self._packs.write_progress)
+            self.size = write_pack(self.file, self.key, blobs, self._packs.write_progress, upgraded)
         except OSError as error:
             log_not_kept(self.file, "the packed weights", error)
         else:

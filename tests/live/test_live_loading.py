@@ -37,7 +37,7 @@ def test_the_port_is_open_before_the_model_is_there(tiny: Path, monkeypatch: pyt
 def test_a_stop_meanwhile_is_no_failure(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     begun, told = threading.Event(), threading.Event()
 
-    def until_told(checkpoint: Any, plan: Any, backend: Any, progress: Any, packs: Any) -> Any:
+    def until_told(checkpoint: Any, plan: Any, backend: Any, progress: Any, *rest: Any) -> Any:
         begun.set()
         assert told.wait(60)
         progress(1, 100)

@@ -198,7 +198,7 @@ def test_deterministic_means_to_the_last_bit(architecture: str, precision: str, 
     for chance in (0.4, 1.0):
         engine = Engine(loaded, torch.bfloat16, fixed=True)
         assert engine.generate(REQUESTS, planted(expected, chance)) == expected
-        assert engine.guessed[1] > 0 and engine.replay.num_replays > 5
+        assert engine.guessed[1] > 0 and engine.replay.num_replays >= 5
 
 
 @pytest.mark.skipif(not has_kernel(OpCode.ROPE), reason="no native kernels here")

@@ -1,7 +1,8 @@
 """Measure the quality of each int4 form: `python -m tools.measure.int4_forms --model DIR --text FILE --learn FILE`.
 
-Every int4 form that is built is measured three times: with channels as they are, with equalized channels
-(SmoothQuant), and with codes chosen from the second text (GPTQ).
+Every int4 form that is built is measured three times: with channels as they are, with channels equalized by the
+weights alone (SmoothQuant), and calibrated on the second text: channels equalized by their activations (AWQ) and codes
+chosen by GPTQ. The output layer and upgraded layers have eight bits, as in serving.
 """
 
 from __future__ import annotations
@@ -10,7 +11,6 @@ import argparse
 import json
 import math
 import sys
-import tempfile
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,13 +20,8 @@ import torch
 from app.backends.base import HostBackend
 from app.backends.selection import select_backend
 from app.bench.engine.quality import QualityJob, loaded_weight_bytes
-from app.engine.calibration.perplexity import (
-    Correlations,
-    Window,
-    WindowScorer,
-    measure_input_correlations,
-    read_windows,
-)
+from app.engine.calibration.perplexity import Window, WindowScorer, read_windows
+from app.engine.calibration.streaming import calibration_for
 from app.engine.decoder.kv_cache import kv_dtype
 from app.hardware.probe.probe import probe
 from app.kernels.linear.layout import LAYOUTS
@@ -35,23 +30,22 @@ from app.settings import load_settings
 from app.text.tokenizer import Tokenizer
 from app.weights.checkpoint import open_checkpoint
 from app.weights.forms import RECIPES
-from app.weights.load import load_model, pack_weights
-from app.weights.packs import PackFolder
+from app.weights.load import load_model
 
-WAYS = ("as they are", "even", "even, shown a text")
+WAYS = ("as they are", "equalized", "calibrated")
 
 
 def main() -> int:
     """Print a table and, in the last line, JSON."""
     arguments = _arguments()
     trial = Trial(arguments)
-    exact = trial.perplexity("fp32", None)[0]
+    exact = trial.perplexity("fp32", calibrated=False)[0]
     print(f"{arguments.model.name}, {sum(len(window) - 1 for window in trial.windows):,} tokens, FP32: {exact:.4f}\n")
     found: dict[str, Any] = {"fp32": exact}
-    for form in ("int8", *(name for name in LAYOUTS if name.startswith("int4"))):
-        for way in WAYS[: 3 if form.startswith("int4") else 2]:
+    for form in [name for name in LAYOUTS if name.startswith(("int8/", "int4/"))]:
+        for way in WAYS:
             trial.choose(form, equalise=way != WAYS[0])
-            perplexity, nbytes = trial.perplexity(form.partition("/")[0], trial.shown if way == WAYS[2] else None)
+            perplexity, nbytes = trial.perplexity(form.partition("/")[0], calibrated=way == WAYS[2])
             found[f"{form}, {way}"] = perplexity / exact - 1
             print(
                 f"{form:<30}{way:<22}{100 * (perplexity / exact - 1):>+8.2f}%{nbytes:>9.3f} B a parameter", flush=True
@@ -81,24 +75,24 @@ class Trial:
         plan = self.subject.plan("bf16", "auto")
         self.backend: HostBackend = select_backend(plan)
         self.backend.configure(plan)
-        learned = read_windows(tokenizer, arguments.learn, length, arguments.tokens)
-        self.shown = measure_input_correlations(self.checkpoint, plan, self.backend, learned, lambda done, total: None)
+        self.learn: Path = arguments.learn
 
     def choose(self, form: str, equalise: bool) -> None:
         """Use this form for its precision from now on."""
         key = ("cpu", host_architecture(), form.partition("/")[0])
         table: Any = RECIPES
-        table[key] = replace(RECIPES[key], linear=(form,), equalise=equalise)
+        upgrade = (
+            None if RECIPES[key].upgrade is None else form.replace("int4", "int8").removesuffix(" with zero points")
+        )
+        output = (upgrade or form,)
+        table[key] = replace(RECIPES[key], linear=(form,), output=output, upgrade=upgrade, equalise=equalise)
 
     @torch.inference_mode()
-    def perplexity(self, precision: str, shown: Correlations | None) -> tuple[float, float]:
+    def perplexity(self, precision: str, calibrated: bool) -> tuple[float, float]:
         """Return the perplexity and the bytes per parameter."""
         plan = self.subject.plan(precision, "auto")
-        with tempfile.TemporaryDirectory() as folder:
-            packs = PackFolder(Path(folder), lambda done, total: None)
-            if shown is not None:
-                pack_weights(self.checkpoint, plan, self.backend, lambda done, total: None, packs, shown)
-            model = load_model(self.checkpoint, plan, self.backend, packs=packs)
+        calibrator = calibration_for(self.checkpoint, plan, self.backend, self.learn) if calibrated else None
+        model = load_model(self.checkpoint, plan, self.backend, calibrator=calibrator)
         reader = WindowScorer(model, self.checkpoint.decoder, kv_dtype(plan), self.backend)
         nats = sum(reader.score(window)[0] for window in self.windows)
         nbytes = loaded_weight_bytes(model) / self.checkpoint.needs().num_parameters

@@ -33,7 +33,7 @@ PASSES_PER_ROUND = 12
 
 SHAPES = ((8192, 2048), (2048, 8192))  # outputs, inputs
 
-FORMS = {"int4": IntPanelFactory(bits=4, group=64), "int8": IntPanelFactory(bits=8, group=None)}
+FORMS = {"int4": IntPanelFactory(bits=4, group=32), "int8": IntPanelFactory(bits=8, group=32)}
 
 ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 512)
 

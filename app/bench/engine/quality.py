@@ -18,6 +18,7 @@ from app.backends.base import HostBackend
 from app.backends.selection import select_host_backend
 from app.bench.console import AdvanceProgress, BenchOutcome, Figure, progress
 from app.engine.calibration.perplexity import Window, WindowScorer, read_windows
+from app.engine.calibration.streaming import calibration_for
 from app.engine.decoder.kv_cache import kv_dtype
 from app.errors import NoRecipe, PlanImpossible
 from app.hardware.facts import Facts
@@ -36,11 +37,19 @@ PRECISION_PAIRS = {
     "bf16": ("bf16", "bf16"),
     "bf16, int8 KV": ("bf16", "int8"),
     "int8": ("int8", "bf16"),
+    "int8, int8 KV": ("int8", "int8"),
     "int4": ("int4", "bf16"),
     "int4, int8 KV": ("int4", "int8"),
 }
+DEFAULT_TOKENS = 4096  # of the default text
 # Relative to the perplexity of FP32.
-PERPLEXITY_TARGETS = {"bf16, int8 KV": 1.005, "int8": 1.005, "int4": 1.03, "int4, int8 KV": 1.03}
+PERPLEXITY_TARGETS = {
+    "bf16, int8 KV": 1.005,
+    "int8": 1.004,
+    "int8, int8 KV": 1.006,
+    "int4": 1.05,
+    "int4, int8 KV": 1.05,
+}
 
 
 @dataclass(slots=True)
@@ -88,12 +97,13 @@ class QualityJob:
         return make_plan(self.facts, None, settings, self.checkpoint.needs(), RECIPES.keys())
 
 
-def measure_quality(subject: QualityJob, text: Path, max_tokens: int | None) -> BenchOutcome:
-    """Measure every precision that this machine supports.
+def measure_quality(subject: QualityJob, text: Path | None, max_tokens: int | None) -> BenchOutcome:
+    """Measure every precision that this machine supports, on `text`, or on `DEFAULT_TOKENS` of the default text if None.
 
     Ctrl-C keeps the windows read so far; comparisons use the windows that both precisions have read.
     """
     checkpoint, facts = subject.checkpoint, subject.facts
+    max_tokens = DEFAULT_TOKENS if text is None and max_tokens is None else max_tokens
     windows = read_windows(Tokenizer(checkpoint.directory), text, checkpoint.decoder.max_model_len, max_tokens)
     plans, refused = _plans(subject)
     scores = {name: PrecisionScore() for name in plans}
@@ -102,14 +112,20 @@ def measure_quality(subject: QualityJob, text: Path, max_tokens: int | None) -> 
     num_tokens = sum(len(window) - 1 for window in windows)
     details = {"machine": facts.to_json(), "torch": torch.__version__, "tokens": num_tokens, "windows": len(windows)}
     figures = tuple(_figures(scores, checkpoint.needs().num_parameters))
-    subject_line = f"{checkpoint.name}, {text.name}, {num_tokens:,} tokens"
+    text_name = "Python's documentation" if text is None else text.name
+    subject_line = f"{checkpoint.name}, {text_name}, {num_tokens:,} tokens"
     return BenchOutcome("quality", subject_line, figures, details | {"refused": refused}, complete)
 
 
 def _plans(subject: QualityJob) -> tuple[dict[str, ServingPlan], dict[str, str]]:
-    """Return a plan for each supported precision, and the reason for each one that is not supported."""
-    plans, refused = {}, {}
+    """Return a plan for each supported precision, and the reason for each one that is not supported.
+
+    If a precision is set, only that one and the reference are measured.
+    """
+    plans, refused, wanted = {}, {}, subject.settings.precision
     for name, (precision, kv_precision) in PRECISION_PAIRS.items():
+        if wanted not in ("auto", precision) and precision != "fp32":
+            continue
         try:
             plans[name] = subject.plan(precision, kv_precision)
         except (NoRecipe, PlanImpossible) as error:
@@ -150,7 +166,7 @@ def _read_all(
 def _load(checkpoint: Checkpoint, plan: ServingPlan, backend: HostBackend) -> nn.Module:
     folder = plan.pack_folder.value
     packs = None if folder is None else PackFolder(Path(folder), lambda done, total: None)
-    return load_model(checkpoint, plan, backend, packs=packs)
+    return load_model(checkpoint, plan, backend, packs=packs, calibrator=calibration_for(checkpoint, plan, backend))
 
 
 def loaded_weight_bytes(model: nn.Module) -> int:

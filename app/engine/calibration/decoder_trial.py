@@ -52,7 +52,7 @@ class DecoderTrial:
         self.config = replace(config, vocab_size=min(config.vocab_size, scope.most_outputs or config.vocab_size))
         self.plan = plan
         self._device = device
-        self._forms = SyntheticForms(replace(form_choice(plan, device=device), most_few=0))
+        self._forms = SyntheticForms(replace(form_choice(plan, config, device=device), most_few=0))
         self.few_layers = num_trial_layers(self.config.num_layers, scope, *self._sizes(self.config))
         whole = self.few_layers == self.decode_layers  # then nothing has to be extrapolated
         self.layer_counts = [self.few_layers] if whole else sorted({1, 2, self.few_layers})

@@ -65,7 +65,7 @@ class EncoderTrial:
         self.config, self.plan = config, plan
         self._device = device or torch.device("cpu")
         self._make_runner = make_runner or cpu_text_runner(plan, max(self.step_sizes()))
-        self._forms = SyntheticForms(form_choice(plan, texts=True, device=self._device))
+        self._forms = SyntheticForms(form_choice(plan, None, device=self._device))
         layer = (self._product_bytes(2) - self._product_bytes(1)) if config.num_layers > 1 else self._product_bytes(1)
         self.few_layers = num_trial_layers(config.num_layers, scope, layer, 0)
         whole = self.few_layers == config.num_layers  # then nothing has to be extrapolated

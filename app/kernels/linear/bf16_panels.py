@@ -19,6 +19,7 @@ from app.kernels.elementwise.embedding import EmbeddingTable, RowFactor, TableLa
 from app.kernels.linear.activations import Activations, QuantisedActivations, unquantised
 from app.kernels.linear.int_panels import IntPanelFactory, IntPanelLinear
 from app.kernels.linear.quantization import GptqFactors
+from app.kernels.linear.row_split import RowSplitFactory, RowSplitLinear
 from app.kernels.native.library import native_library
 from app.kernels.native.memory import allocate_weights, empty
 from app.kernels.native.operations import (
@@ -159,7 +160,7 @@ class FixedOrderFactory:
 class HybridFactory:
     """Packs both forms of a weight: `few` is used up to `max_few_rows` rows, `many` for more."""
 
-    few: IntPanelFactory
+    few: IntPanelFactory | RowSplitFactory
     many: IntPanelFactory
     max_few_rows: int
     keeps_weight: ClassVar[bool] = False
@@ -180,8 +181,8 @@ class HybridFactory:
     def from_parts(self, outputs: int, inputs: int, bias: Tensor | None, parts: Sequence[Tensor]) -> HybridLinear:
         """Build a form from saved `parts`."""
         few, many = (
-            self.few.from_parts(outputs, inputs, bias, parts[:1]),
-            self.many.from_parts(outputs, inputs, bias, parts[1:]),
+            self.few.from_parts(outputs, inputs, bias, parts[:-1]),
+            self.many.from_parts(outputs, inputs, bias, parts[-1:]),
         )
         return HybridLinear(few, many, self.max_few_rows)
 
@@ -198,7 +199,7 @@ class HybridLinear:
 
     __slots__ = ("few", "many", "max_few_rows")
 
-    def __init__(self, few: IntPanelLinear, many: IntPanelLinear, most_few: int) -> None:
+    def __init__(self, few: IntPanelLinear | RowSplitLinear, many: IntPanelLinear, most_few: int) -> None:
         self.few, self.many, self.max_few_rows = few, many, most_few
 
     @property
@@ -211,12 +212,12 @@ class HybridLinear:
         """The tensors that can be saved, uint8: all but the biases."""
         return (*self.few.parts, *self.many.parts)
 
-    def fill(self, first: int, rows: Tensor, gptq_factors: GptqFactors | None = None) -> None:
+    def fill(self, first: int, rows: Tensor, gptq_factors: Sequence[GptqFactors] = ()) -> None:
         """Quantise rows [n, in] as outputs `[first, first + n)` of both forms."""
         self.few.fill(first, rows, gptq_factors)
         self.many.fill(first, rows, gptq_factors)
 
-    def _form(self, rows: int) -> IntPanelLinear:
+    def _form(self, rows: int) -> IntPanelLinear | RowSplitLinear:
         return self.few if rows <= self.max_few_rows else self.many
 
     def activation_group(self, rows: int) -> int:
@@ -239,10 +240,13 @@ class HybridLinear:
         self, x: Tensor | QuantisedActivations, request: TopLogitsRequest, softcap: float | None = None
     ) -> TopLogits:
         """Return the top outputs of each row of the product."""
-        return self._form(_rows(x)).top_logits(x, request, softcap)
+        form = self._form(_rows(x))
+        assert isinstance(form, IntPanelLinear), "an output layer is not split"
+        return form.top_logits(x, request, softcap)
 
     def rows(self, ids: Tensor, factor: RowFactor = 1.0) -> Tensor:
         """Return rows of the dequantised weight, fp32 [n, in], for ids [n] int64, times a factor."""
+        assert isinstance(self.few, IntPanelLinear), "an output layer is not split"
         return self.few.rows(ids, factor)
 
 

@@ -109,7 +109,7 @@ class IntPanelLinear:
         """The tensors that can be saved, uint8: all but the bias."""
         return (self.panels,)
 
-    def fill(self, first: int, rows: Tensor, gptq_factors: GptqFactors | None = None) -> None:
+    def fill(self, first: int, rows: Tensor, gptq_factors: Sequence[GptqFactors] = ()) -> None:
         """Quantise rows [n, in] of any float dtype as outputs `[first, first + n)`, each given once.
 
         `rows` may be reused afterwards. Four-bit weights are rounded by GPTQ if `gptq_factors` are given.
@@ -117,7 +117,7 @@ class IntPanelLinear:
         assert first + len(rows) <= self.outputs, "the rows exceed the weight's outputs"
         if self.packing.bits == 4:
             zero_points = self.packing.zero_points
-            if gptq_factors is None:
+            if not gptq_factors:
                 four = quantise_int4(rows, self.group, zero_points)
             else:
                 four = gptq_int4(rows, self.group, zero_points, gptq_factors)
@@ -152,13 +152,13 @@ class IntPanelLinear:
         """Return act(x times the weight) [tokens, out] bf16; the activation is applied before rounding."""
         x = x if isinstance(x, QuantisedActivations) else quantise(x, self.group)
         y = empty((x.rows, self.outputs), torch.bfloat16)
-        self._run(x, y, ProductOutput.BF16, ACTIVATION_CODES[activation])
+        self.multiply_into(y, 0, x, ProductOutput.BF16, ACTIVATION_CODES[activation])
         return y
 
     def add_to(self, hidden: Tensor, x: Tensor | QuantisedActivations) -> None:
         """Add the product to hidden [tokens, out] fp32 in place."""
         x = x if isinstance(x, QuantisedActivations) else quantise(x, self.group)
-        self._run(x, hidden, ProductOutput.ADD_FP32)
+        self.multiply_into(hidden, 0, x, ProductOutput.ADD_FP32)
 
     def top_logits(
         self, x: Tensor | QuantisedActivations, request: TopLogitsRequest, softcap: float | None = None
@@ -186,8 +186,12 @@ class IntPanelLinear:
         )
         return best
 
-    def _run(self, x: QuantisedActivations, y: Tensor, output: ProductOutput, activation: int = 0) -> None:
-        product = self.product_arguments(x, y.data_ptr(), y.stride(0), output)
+    def multiply_into(
+        self, y: Tensor, first: int, x: QuantisedActivations, output: ProductOutput, activation: int = 0
+    ) -> None:
+        """Write the product to columns `[first, first + out)` of y, whose dtype is that of `output`."""
+        address = y.data_ptr() + first * y.element_size()
+        product = self.product_arguments(x, address, y.stride(0), output)
         product.activation = activation
         run_operation(product, OpCode.LINEAR_INT)
 

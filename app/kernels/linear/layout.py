@@ -40,7 +40,7 @@ class PanelLayout:
 
 LAYOUTS: Mapping[str, PanelLayout] = {
     "int8": PanelLayout(8, None),
-    "int8/128": PanelLayout(8, 128),
+    **{f"int8/{group}": PanelLayout(8, group) for group in (32, 64, 128)},
     **{f"int4/{group}": PanelLayout(4, group) for group in (32, 64, 128)},
     **{f"int4/{group} with zero points": PanelLayout(4, group, zero_points=True) for group in (32, 64, 128)},
 }

@@ -7,7 +7,7 @@ forms a machine is offered. A new form changes only this folder and the recipes.
 from __future__ import annotations
 
 import platform
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import ClassVar, Protocol, runtime_checkable
 
 import torch
@@ -146,6 +146,45 @@ class PlainLinear:
         hidden += self.multiply(x)
 
 
+_CHUNK_ELEMENTS = 2**24  # elements of a weight converted to FP32 at a time: 64 MB
+
+
+class ExactLinear:
+    """A linear form that multiplies in FP32 by the checkpoint's stored tensors, whatever their dtype.
+
+    `scales` [in]: the inputs are x / scales, because the norm before the layer was already divided by them.
+    """
+
+    __slots__ = ("bias", "scales", "weights")
+
+    def __init__(self, weights: Sequence[Tensor], bias: Tensor | None) -> None:
+        self.weights, self.bias = tuple(weights), None if bias is None else bias.float()
+        self.scales: Tensor | None = None
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the stored tensors."""
+        return sum(weight.nbytes for weight in self.weights)
+
+    def activation_group(self, rows: int) -> None:
+        """Return None: activations are not quantised."""
+
+    def multiply(self, x: Activations) -> Tensor:
+        """Multiply x [tokens, in] to [tokens, out] in its dtype."""
+        return self._multiplied(x).to(unquantised(x).dtype)
+
+    def add_to(self, hidden: Tensor, x: Activations) -> None:
+        """Add the product to hidden [tokens, out] fp32 in place."""
+        hidden += self._multiplied(x)
+
+    def _multiplied(self, x: Activations) -> Tensor:
+        rows = unquantised(x).float()
+        rows = rows if self.scales is None else rows * self.scales
+        step = max(1, _CHUNK_ELEMENTS // rows.shape[1])
+        product = torch.cat([rows @ part.float().T for weight in self.weights for part in torch.split(weight, step)], 1)
+        return product if self.bias is None else product + self.bias
+
+
 class OneDnnLinear:
     """The weight in oneDNN's blocked layout, packed once instead of in every product.
 
@@ -256,14 +295,22 @@ class Linear(nn.Module):
     """A linear layer, [tokens, in_features] to [tokens, out_features], through the form that the loader packs.
 
     `sources` names the checkpoint's tensors, without `.weight`, whose rows are concatenated in the product (for
-    example q, k and v).
+    example q, k and v). `source_rows` are their numbers of rows; if not given, all have equally many.
     """
 
     form: LinearForm
 
-    def __init__(self, sources: tuple[str, ...], in_features: int, out_features: int, bias: bool = False) -> None:
+    def __init__(
+        self,
+        sources: tuple[str, ...],
+        in_features: int,
+        out_features: int,
+        bias: bool = False,
+        source_rows: tuple[int, ...] = (),
+    ) -> None:
         super().__init__()
         self.sources, self.in_features, self.out_features, self.has_bias = sources, in_features, out_features, bias
+        self.source_rows = source_rows or (out_features // len(sources),) * len(sources)
 
     def forward(self, x: Activations) -> Tensor:
         """Multiply x [tokens, in_features] to [tokens, out_features]."""

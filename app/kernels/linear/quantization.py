@@ -14,7 +14,7 @@ weights, would then have to cover those channels alone; `t` balances both sides,
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -206,6 +206,15 @@ def column_maxima(parts: Iterable[Tensor], columns: int, device: torch.device | 
     return largest
 
 
+def column_mean_squares(parts: Iterable[Tensor], columns: int) -> Tensor:
+    """Return the mean square of each input, fp32 [in], over the rows [n, in] of all parts."""
+    total, count = torch.zeros(columns), 0
+    for rows in parts:
+        total += rows.float().square_().sum(0)
+        count += len(rows)
+    return total / max(1, count)
+
+
 def smooth_scales(norm: Tensor, largest: Tensor) -> Tensor:
     """Return t [in] from a norm's weight [in] and the `column_maxima` [in] of the weights it feeds.
 
@@ -216,9 +225,50 @@ def smooth_scales(norm: Tensor, largest: Tensor) -> Tensor:
     return torch.where(alive, (norm.float().abs() / torch.where(alive, largest, 1.0)).sqrt(), 1.0)
 
 
+def activation_aware_scales(mean_squares: Tensor, weight_squares: Tensor) -> Tensor:
+    """Return t [in] from the mean squares [in] of a product's inputs and of its weight's columns.
+
+    After scaling, inputs and columns have equal root mean squares, up to a factor: t = sqrt(rms(x) / rms(w)), divided
+    by its geometric mean (Lin et al., "AWQ: Activation-aware Weight Quantization", 2023, search over the exponent;
+    here it is 1/2). A channel that is zero on either side keeps t = 1.
+    """
+    alive = (mean_squares > 0) & (weight_squares > 0)
+    ratio = mean_squares / torch.where(alive, weight_squares, 1.0)
+    exponents = torch.where(alive, torch.where(alive, ratio, 1.0).log() / 4, 0.0)
+    exponents -= torch.where(alive, exponents.sum() / alive.sum().clamp_min(1), 0.0)
+    return exponents.exp()
+
+
 # Added to the diagonal, as a share of its mean: correlations that the text did not show are not relied on.
 DAMPING = 0.1
-_BLOCK = 128  # inputs whose errors are propagated together, in one product
+_BLOCK = 64  # inputs whose errors are propagated together, in one product
+
+
+MAX_CORRELATED = 2048  # inputs whose rounding errors compensate for each other: the cost grows with their cube
+
+
+@dataclass(frozen=True, slots=True)
+class InputStatistics:
+    """What a calibration text shows of a product's inputs x.
+
+    `mean_squares` fp32 [in]. `correlations` are the sums of x xᵀ, fp32 [n, n], of consecutive blocks of at most
+    `MAX_CORRELATED` inputs; empty if they were not collected.
+    """
+
+    mean_squares: Tensor
+    correlations: tuple[Tensor, ...] = ()
+
+    def gptq_factors(self, factors: Tensor | None, group: int) -> tuple[GptqFactors, ...]:
+        """Return the factors of each block of inputs; empty without correlations.
+
+        Args:
+            factors: [in], by which the weight's columns were multiplied.
+            group: Inputs that share a scale; blocks that do not begin at a group are not used.
+        """
+        if not self.correlations or (len(self.correlations) > 1 and MAX_CORRELATED % group):
+            return ()
+        parts = [None] * len(self.correlations) if factors is None else torch.split(factors, MAX_CORRELATED)
+        return tuple(compute_gptq_factors(*pair) for pair in zip(self.correlations, parts, strict=True))
 
 
 @dataclass(frozen=True, slots=True)
@@ -252,11 +302,30 @@ def compute_gptq_factors(correlation: Tensor, factors: Tensor | None = None) -> 
     return GptqFactors(order, upper)
 
 
-def gptq_int4(weight: Tensor, group: int, zero_points: bool, gptq_factors: GptqFactors) -> Int4Weight:
+def gptq_int4(weight: Tensor, group: int, zero_points: bool, blocks: Sequence[GptqFactors]) -> Int4Weight:
     """Quantise weight [out, in] of any float dtype to four bits, with codes chosen by GPTQ.
 
-    The scales are those of `quantise_int4`. All values must be finite.
+    `blocks` are the factors of consecutive blocks of inputs, which are rounded independently. The scales are those of
+    `quantise_int4`. All values must be finite.
     """
+    sizes = [len(block.rounding_order) for block in blocks]
+    parts = [
+        _gptq_block(part, group, zero_points, block)
+        for part, block in zip(torch.split(weight, sizes, dim=1), blocks, strict=True)
+    ]
+    if len(parts) == 1:
+        return parts[0]
+    minimums = None if parts[0].minimums is None else torch.cat([_given(part.minimums) for part in parts], 1)
+    codes, scales = torch.cat([part.codes for part in parts], 1), torch.cat([part.scales for part in parts], 1)
+    return Int4Weight(codes, scales, minimums, group, weight.shape[1])
+
+
+def _given(minimums: Tensor | None) -> Tensor:
+    assert minimums is not None, "all parts have minimums if one has"
+    return minimums
+
+
+def _gptq_block(weight: Tensor, group: int, zero_points: bool, gptq_factors: GptqFactors) -> Int4Weight:
     nearest, root = quantise_int4(weight, group, zero_points), gptq_factors.inverse_root
     scales = nearest.scales.float().T.contiguous()  # [groups, out]: contiguous for one input, like its weights
     inverses = torch.where(scales.abs() < MIN_MAGNITUDE, 0.0, 1 / scales)

@@ -112,7 +112,8 @@ class Attention(nn.Module):
         queries, keys = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
         names = ("qkv_proj",) if config.fused_weights else ("q_proj", "k_proj", "v_proj")
         sources = tuple(f"{at}.{name}" for name in names)
-        self.qkv = Linear(sources, config.hidden_size, queries + 2 * keys, config.qkv_bias)
+        rows = () if config.fused_weights else (queries, keys, keys)
+        self.qkv = Linear(sources, config.hidden_size, queries + 2 * keys, config.qkv_bias, rows)
         self.out = Linear((f"{at}.o_proj",), queries, config.hidden_size, config.output_bias)
         self.query_norm = RMSNorm(f"{at}.q_norm", config.head_dim, config, torch.float32) if config.qk_norm else None
         self.key_norm = RMSNorm(f"{at}.k_norm", config.head_dim, config, torch.float32) if config.qk_norm else None

@@ -143,7 +143,7 @@ def test_the_chosen_way_is_marked_and_everything_that_was_timed_is_shown() -> No
         "LlamaForCausalLM, 1,236M parameters, 2.3 GiB of bfloat16, made for 131,072 tokens",
         "AMD EPYC (Zen 5), 8 cores",
         "12 minutes ago",
-        "about +0.02% perplexity",
+        "not measured for this model",
         "7 threads would take 1.25 times as long",
         "From measured steps: 24.9 tokens/s at 1 sequence",
         "Share of what this machine's memory and products allow: 50% at one sequence",

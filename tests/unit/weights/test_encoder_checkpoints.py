@@ -43,9 +43,9 @@ def test_eight_bits_are_counted_with_a_scale_for_each_group(tmp_path: Path) -> N
     config = replace(checkpoint.encoder, num_layers=1, hidden_size=256, intermediate_size=512)
     held = encoder_bytes(config, checkpoint.tensors)
     assert held["fp32"] > held["bf16"] > held["int8"]
-    weights = 4 * 256 * 256 + 2 * 256 * 512  # a byte each, and two for the scale of 128
+    weights = 4 * 256 * 256 + 2 * 256 * 512  # a byte each, and two for the scale of 32
     biases = 4 * 256 + 512 + 256  # 4 bytes instead of 2
-    assert held["bf16"] - held["int8"] == weights - 2 * weights // 128 - 2 * biases
+    assert held["bf16"] - held["int8"] == weights - 2 * weights // 32 - 2 * biases
 
 
 def values_of(checkpoint: Checkpoint, name: str) -> torch.Tensor:

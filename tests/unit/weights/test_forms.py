@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+from typing import Any
+
 import pytest
 
 from app.errors import NoRecipe
 from app.kernels.linear.layout import LAYOUTS
 from app.kernels.linear.linear import DEVICE_FORMS, FORMS, QUANTISED_FORMS
-from app.weights.forms import RECIPES, Recipe, find_recipe, for_encoder
+from app.models.decoders.config import ModelConfig
+from app.weights import forms
+from app.weights.checkpoint import open_checkpoint
+from app.weights.forms import RECIPES, Recipe, choose_upgrades, find_recipe
+from tiny_checkpoints import write_checkpoint
 
 
 @pytest.mark.parametrize("is_output", [False, True])
@@ -76,9 +83,28 @@ def test_four_bits_on_a_device_leave_the_output_layer_as_it_is() -> None:
 
 
 @pytest.mark.parametrize("architecture", ["x86_64", "arm64"])
-def test_eight_bits_of_texts_have_a_scale_for_each_group(architecture: str) -> None:
-    recipe = find_recipe("cpu", architecture, "int8")
-    assert (recipe.forms(False)[0], for_encoder(recipe).forms(False)[0]) == ("int8", "int8/128")
-    assert for_encoder(recipe).equalise and for_encoder(find_recipe("cpu", architecture, "bf16")) == find_recipe(
-        "cpu", architecture, "bf16"
-    )
+def test_activations_and_weights_have_a_scale_for_32_inputs(architecture: str) -> None:
+    four, eight = (find_recipe("cpu", architecture, precision) for precision in ("int4", "int8"))
+    assert eight.forms(True)[0] == eight.forms(False)[0] == four.forms(True)[0] == four.upgrade == "int8/32"
+    assert four.forms(False)[0] == "int4/32"
+
+
+def config_of(directory: Path, **changed: Any) -> ModelConfig:
+    shape = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 4, "head_dim": 32}
+    return open_checkpoint(write_checkpoint(directory, **{**shape, **changed})).decoder
+
+
+def test_upgrades_are_the_values_and_what_loses_most_within_the_budget(tmp_path: Path) -> None:
+    config = config_of(tmp_path)
+    values = {f"model.layers.{layer}.self_attn.v_proj" for layer in range(4)}
+    assumed = choose_upgrades(config)
+    assert values < assumed and {name.rsplit(".", 1)[1] for name in assumed - values} == {"down_proj"}
+    o_proj = ("model.layers.2.self_attn.o_proj",)
+    measured = choose_upgrades(config, {o_proj: 1.0, ("model.layers.0.mlp.down_proj",): 0.1})
+    assert values < measured and o_proj[0] in measured
+    spent = sum(cost for sources, cost in forms._upgrade_costs(config).items() if set(sources) <= measured)
+    assert 0 < spent <= forms.upgrade_budget(config)
+
+
+def test_a_model_whose_values_exceed_the_budget_has_no_upgrades(tmp_path: Path) -> None:
+    assert choose_upgrades(config_of(tmp_path, hidden_size=32, intermediate_size=32, head_dim=8)) == frozenset()

@@ -10,11 +10,10 @@ import torch
 
 from app.backends.selection import select_backend
 from app.engine.calibration import perplexity
-from app.engine.calibration.perplexity import DOCUMENT_SEPARATOR, WindowScorer, measure_input_correlations, read_windows
+from app.engine.calibration.perplexity import DOCUMENT_SEPARATOR, WindowScorer, read_windows
 from app.errors import SettingsInvalid
 from app.hardware.plan.plan import ServingPlan, make_plan
 from app.hardware.probe.probe import probe
-from app.kernels.linear.linear import Linear
 from app.settings import load_settings
 from app.text.tokenizer import Tokenizer
 from app.weights.checkpoint import Checkpoint, open_checkpoint
@@ -90,32 +89,3 @@ def test_a_window_read_in_steps_is_the_window_read_at_once(checkpoint, monkeypat
     assert len(likeliest) == 99 and torch.equal(likeliest, picked)
     assert again == pytest.approx(nats, rel=1e-5)
     assert nats / 99 == pytest.approx(torch.tensor(320.0).log().item(), rel=0.5)  # random weights know little
-
-
-def test_a_text_shows_the_inputs_of_every_product(checkpoint, monkeypatch):
-    plan, told = plan_for(checkpoint), []
-    backend = select_backend(plan)
-    windows = [some_tokens(40), some_tokens(25)]
-    shown = measure_input_correlations(checkpoint, plan, backend, windows, lambda *now: told.append(now))
-    model = load_model(checkpoint, plan, backend)
-    linears = {module.sources: module for module in model.modules() if isinstance(module, Linear)}
-    assert shown.keys() == linears.keys() and told == [(1, 2), (2, 2)]
-    for sources, total in shown.items():
-        assert total.shape == (linears[sources].in_features,) * 2
-        assert bool((torch.linalg.eigvalsh(total.double()) > -1e-3 * total.diagonal().max()).all())
-    # The first product's inputs are norms of embeddings: worked out by hand, each as open as the next token is.
-    monkeypatch.setattr(perplexity, "LOGITS_TOKENS", 1000)
-    expected, first = (
-        torch.zeros(model.config.hidden_size, model.config.hidden_size),
-        linears[
-            ("model.layers.0.self_attn.q_proj", "model.layers.0.self_attn.k_proj", "model.layers.0.self_attn.v_proj")
-        ],
-    )
-    reader = WindowScorer(model, checkpoint.model_config, torch.float32, backend)
-    with torch.inference_mode():
-        for window in windows:
-            ((_, logits),) = reader.targets_and_logits(window)
-            open_ = (1 - logits.softmax(-1).square().sum(-1)).sqrt()
-            x = model.layers[0].attention_norm(model.embedding(torch.tensor(window[:-1])))
-            expected += (x * open_[:, None]).T @ x
-    torch.testing.assert_close(shown[first.sources], expected, rtol=1e-3, atol=1e-3)

@@ -128,7 +128,7 @@ def test_eight_bits_are_taken_where_nothing_else_fits() -> None:
         memory=3 * GIB,
     )
     assert found.precision.value == "int8"
-    assert "cosine similarity of 0.99" in found.precision.reason and "keys and values" not in found.precision.reason
+    assert "not measured for this model" in found.precision.reason and "keys and values" not in found.precision.reason
 
 
 def test_fewer_threads_where_texts_are_quicker() -> None:

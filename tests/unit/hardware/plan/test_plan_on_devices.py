@@ -112,7 +112,7 @@ def test_weights_are_counted_as_the_device_holds_them(recorded: Recorded, llama_
 def test_four_bits_where_sixteen_do_not_fit(llama_1b: Needs) -> None:
     small = chosen(with_gpu(4 * GIB, 6 * GIB), llama_1b)
     assert small.precision.value == "int4" and "free of 6.0 GiB on NVIDIA A100" in small.precision.reason
-    assert "+0.8% perplexity" in small.precision.reason
+    assert "not measured for this model" in small.precision.reason
 
 
 def test_prompts_in_smaller_parts_where_memory_is_short(llama_1b: Needs) -> None:

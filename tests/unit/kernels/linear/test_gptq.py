@@ -30,7 +30,7 @@ def loss(x: torch.Tensor, weight: torch.Tensor, rounded: Int4Weight) -> float:
 @pytest.mark.parametrize("columns", (96, 300))
 def test_products_come_closer(columns, zero_points):
     x, weight = inputs_of(columns), weight_of(40, columns)
-    rounded = gptq_int4(weight, 64, zero_points, compute_gptq_factors(x.T @ x))
+    rounded = gptq_int4(weight, 64, zero_points, [compute_gptq_factors(x.T @ x)])
     assert loss(x, weight, rounded) < 0.5 * loss(x, weight, quantise_int4(weight, 64, zero_points))
     fresh = inputs_of(columns, rows=1200)[600:]
     assert loss(fresh, weight, rounded) < 0.6 * loss(fresh, weight, quantise_int4(weight, 64, zero_points))
@@ -43,7 +43,7 @@ def test_without_correlation_it_is_plain_rounding(zero_points):
         compute_gptq_factors(torch.diag(torch.rand(200) + 0.1)),
         compute_gptq_factors(torch.zeros(200, 200)),
     ):
-        rounded = gptq_int4(weight, 32, zero_points, gptq_factors)
+        rounded = gptq_int4(weight, 32, zero_points, [gptq_factors])
         torch.testing.assert_close(rounded.dequantise(), nearest.dequantise(), rtol=0, atol=1e-6)
         assert torch.equal(rounded.codes[:, 200:], nearest.codes[:, 200:])
 
@@ -51,9 +51,9 @@ def test_without_correlation_it_is_plain_rounding(zero_points):
 def test_rows_may_come_alone():
     x, weight = inputs_of(160), weight_of(30, 160)
     gptq_factors = compute_gptq_factors(x.T @ x)
-    whole = gptq_int4(weight, 64, False, gptq_factors)
+    whole = gptq_int4(weight, 64, False, [gptq_factors])
     for rows in (slice(0, 7), slice(7, 30)):
-        part = gptq_int4(weight[rows], 64, False, gptq_factors)
+        part = gptq_int4(weight[rows], 64, False, [gptq_factors])
         assert (
             part.codes != whole.codes[rows]
         ).float().mean() < 0.01  # products of another size may sum in another order

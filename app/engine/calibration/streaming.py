@@ -1,0 +1,200 @@
+"""Runs a calibration text through a decoder layer by layer, while the loader packs each layer.
+
+Quantization needs to know a product's inputs: their mean squares balance inputs and weights
+(`activation_aware_scales`), and their correlations tell which weights can compensate for a rounding error (GPTQ). The
+text runs through the exact layers. Memory beside the packed model: the stored weights of one layer, the hidden states
+of the text, and the correlations of one layer.
+
+After a layer is packed, each of its products runs alone in its packed form, for a few tokens. The change of the
+layer's result, relative to the residual stream, is the product's loss; `choose_upgrades` gives more bits to those that
+lose most. Every fourth window is left out of the statistics and used at the end to measure what the whole model loses.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from app.backends.base import HostBackend
+from app.engine.calibration.perplexity import WINDOW_TOKENS, Window, read_windows
+from app.engine.decoder.cpu_runner import StepAttention
+from app.engine.decoder.kv_cache import KvCache, KvShape, kv_dtype
+from app.engine.scheduler.batch import ScheduledSpan, make_sequence
+from app.errors import ArmatureError
+from app.hardware.plan.plan import ServingPlan
+from app.kernels.attention.context import Attend
+from app.kernels.linear.activations import Activations, unquantised
+from app.kernels.linear.linear import ExactLinear, Linear
+from app.kernels.linear.quantization import MAX_CORRELATED, InputStatistics
+from app.messages import Generate, SamplingParams
+from app.models.decoders.decoder import Decoder
+from app.text.tokenizer import Tokenizer
+from app.weights.checkpoint import Checkpoint
+
+CALIBRATION_TEXT = Path(__file__).with_name("calibration_text.txt")
+MEASURED_WINDOWS = 4  # every fourth window is not part of the statistics
+PROBE_TOKENS = 96  # tokens that show the loss of each product of a layer
+# Tokens times weights that run through the model: about 10 s of two cores in FP32. A small model reads the whole text.
+TOKEN_WEIGHTS = 1.8e12
+MIN_TOKENS = 512
+SCALES_SHARE = 4  # int8 needs only mean squares, for which a fourth of the tokens is enough
+
+
+@dataclass(slots=True)
+class InputMeter:
+    """A linear form that multiplies exactly and collects the statistics of its inputs, as long as `counts`."""
+
+    form: ExactLinear
+    squares: Tensor
+    correlations: list[Tensor]
+    num_rows: int = 0
+    counts: bool = True
+
+    @classmethod
+    def of(cls, form: ExactLinear, size: int, correlate: bool) -> InputMeter:
+        """Return a meter for inputs [tokens, size]."""
+        sizes = [min(MAX_CORRELATED, size - first) for first in range(0, size, MAX_CORRELATED)] if correlate else []
+        return cls(form, torch.zeros(size), [torch.zeros(part, part) for part in sizes])
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the exact form."""
+        return self.form.nbytes
+
+    def activation_group(self, rows: int) -> None:
+        """Return None: activations are not quantised."""
+
+    def multiply(self, x: Activations) -> Tensor:
+        """Multiply x and collect its statistics."""
+        self.observe(unquantised(x))
+        return self.form.multiply(x)
+
+    def add_to(self, hidden: Tensor, x: Activations) -> None:
+        """Add the product to `hidden` and collect the statistics of x."""
+        self.observe(unquantised(x))
+        self.form.add_to(hidden, x)
+
+    def observe(self, x: Tensor) -> None:
+        """Add rows [tokens, in] to the statistics."""
+        if not self.counts:
+            return
+        rows = x.float()
+        self.squares += rows.square().sum(0)
+        self.num_rows += len(rows)
+        for total, part in zip(self.correlations, torch.split(rows, MAX_CORRELATED, dim=1), strict=False):
+            total.addmm_(part.T, part)
+
+    def statistics(self) -> InputStatistics:
+        """Return the statistics of all rows."""
+        return InputStatistics(self.squares / max(1, self.num_rows), tuple(self.correlations))
+
+
+class StreamedCalibration:
+    """Implements `PackCalibrator` for one checkpoint, plan and text."""
+
+    def __init__(
+        self, checkpoint: Checkpoint, plan: ServingPlan, backend: HostBackend, text: Path | None = None
+    ) -> None:
+        """Read the text: the built-in one if None.
+
+        Raises:
+            SettingsInvalid: The text cannot be read.
+        """
+        self.replaces_pack = text is not None
+        config, self._correlate = checkpoint.decoder, plan.precision.value == "int4"
+        num_tokens = max(MIN_TOKENS, int(TOKEN_WEIGHTS / checkpoint.needs().num_parameters))
+        num_tokens = num_tokens if self._correlate else max(MIN_TOKENS // 2, num_tokens // SCALES_SHARE)
+        limit = min(config.max_model_len, plan.max_model_len.value)
+        tokenizer = Tokenizer(checkpoint.directory)
+        known = [*read_windows(tokenizer, text or CALIBRATION_TEXT, limit, num_tokens)]
+        self._windows: list[Window] = [[token for token in each if token < config.vocab_size] for each in known]
+        shape = KvShape(config.num_layers, 1, min(WINDOW_TOKENS, limit), config.num_kv_heads, config.head_dim)
+        self._attention = StepAttention(KvCache(shape, kv_dtype(plan)), backend)
+        self.losses: dict[tuple[str, ...], float] = {}
+
+    def stages(
+        self, model: Decoder, exact: Callable[[Linear], ExactLinear]
+    ) -> Iterator[Mapping[Linear, InputStatistics]]:
+        """Yield the statistics of the products of each layer in turn (`PackCalibrator.stages`)."""
+        hidden = [model.embedding(torch.tensor(window)) for window in self._windows]
+        for index, layer in enumerate(model.layers):
+            linears = [module for module in layer.modules() if isinstance(module, Linear)]
+            meters = {one: InputMeter.of(exact(one), one.in_features, self._correlate) for one in linears}
+            for linear, meter in meters.items():
+                linear.form = meter
+            probe = hidden[0][:PROBE_TOKENS].clone()
+            for number, window in enumerate(self._windows):
+                for meter in meters.values():
+                    meter.counts = self._is_shown(number)
+                hidden[number] = self._run(model, index, hidden[number], window)
+            yield {linear: meter.statistics() for linear, meter in meters.items()}
+            if self._correlate:
+                self._measure_losses(model, index, probe, meters)
+        output = InputMeter.of(exact(model.output), model.output.in_features, correlate=False)
+        model.output.form = output  # the norm then returns plain rows
+        for number, rows in enumerate(hidden):
+            if self._is_shown(number):
+                output.observe(unquantised(model.norm(rows)))
+        yield {model.output: output.statistics()}
+
+    def _is_shown(self, number: int) -> bool:
+        """Return whether a window is part of the statistics."""
+        return len(self._windows) < MEASURED_WINDOWS or (number + 1) % MEASURED_WINDOWS != 0
+
+    def _run(self, model: Decoder, index: int, hidden: Tensor, window: Sequence[int]) -> Tensor:
+        """Run one layer on the hidden states of a window's first tokens; `hidden` is overwritten."""
+        attend, positions = self._attend(window, len(hidden)), torch.arange(len(hidden))
+        angles = model.angles.by_layer(model.angles(positions))[index]
+        result: Tensor = model.layers[index](hidden, angles, attend, None)
+        return result
+
+    def _attend(self, window: Sequence[int], count: int) -> Attend:
+        request = Generate("calibration", tuple(window), SamplingParams(max_tokens=1), arrived_at=0.0)
+        span = ScheduledSpan(make_sequence(request), 0, count, slot=0, prefix_slot=None, prefix_tokens=0, samples=False)
+        return self._attention.begin((span,))
+
+    def _measure_losses(self, model: Decoder, index: int, probe: Tensor, meters: Mapping[Linear, InputMeter]) -> None:
+        """Run the probe with each product in its packed form, the others exact."""
+        packed = {linear: linear.form for linear in meters}
+        for linear, meter in meters.items():
+            linear.form = meter.form
+        expected = self._run(model, index, probe.clone(), self._windows[0])
+        for linear, meter in meters.items():
+            linear.form = packed[linear]
+            error = self._run(model, index, probe.clone(), self._windows[0]) - expected
+            linear.form = meter.form
+            loss = float(error.square().sum() / expected.square().sum().clamp_min(1e-30))
+            for sources in _upgraded_together(linear):
+                self.losses[sources] = loss if math.isfinite(loss) else 0.0
+        for linear, form in packed.items():
+            linear.form = form
+
+
+def _upgraded_together(linear: Linear) -> list[tuple[str, ...]]:
+    """Return the sources of a product as `choose_upgrades` names them: values are upgraded by themselves."""
+    values = tuple(source for source in linear.sources if source.endswith(".v_proj"))
+    others = tuple(source for source in linear.sources if source not in values)
+    return [others] if others else []
+
+
+def calibration_for(
+    checkpoint: Checkpoint, plan: ServingPlan, backend: HostBackend, text: Path | None = None
+) -> StreamedCalibration | None:
+    """Return the calibration of a quantized decoder; None for other models, and without a tokenizer.
+
+    Raises:
+        SettingsInvalid: `text` cannot be read.
+    """
+    if plan.precision.value not in ("int8", "int4") or checkpoint.kind != "decoder" or plan.device.value != "cpu":
+        return None
+    try:
+        return StreamedCalibration(checkpoint, plan, backend, text)
+    except ArmatureError:
+        if text is not None:
+            raise
+        return None

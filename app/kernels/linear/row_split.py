@@ -1,0 +1,129 @@
+"""A linear form whose outputs are held in several integer forms: ranges of rows with different precisions.
+
+Queries, keys and values are one product. Values need more bits than queries and keys, so their rows are packed to
+eight bits and the others to four. All forms read the same quantised activations.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from app.kernels.linear.activations import QuantisedActivations, quantise
+from app.kernels.linear.int_panels import IntPanelFactory, IntPanelLinear
+from app.kernels.linear.quantization import GptqFactors
+from app.kernels.native.memory import empty
+from app.kernels.native.operations import ACTIVATION_CODES, ProductOutput
+
+
+@dataclass(frozen=True, slots=True)
+class RowSplitFactory:
+    """Packs consecutive ranges of outputs, each with its number of rows and its packing.
+
+    All packings have the same group of inputs.
+    """
+
+    ranges: tuple[tuple[int, IntPanelFactory], ...]
+    keeps_weight: ClassVar[bool] = False
+
+    def supports(self, rows: int, columns: int, dtype: torch.dtype) -> bool:
+        """Return True if every packing supports its part and they read the same activations."""
+        groups = {packing.layout.group_of(columns) for _, packing in self.ranges}
+        return len(groups) == 1 and all(packing.supports(part, columns, dtype) for part, packing in self.ranges)
+
+    def empty_form(self, outputs: int, inputs: int, bias: Tensor | None) -> RowSplitLinear:
+        """Return an empty form [outputs, inputs] that `fill` completes."""
+        biases = self._biases(outputs, bias)
+        return RowSplitLinear(
+            [packing.empty_form(rows, inputs, own) for (rows, packing), own in zip(self.ranges, biases, strict=True)]
+        )
+
+    def part_bytes(self, outputs: int, inputs: int) -> tuple[int, ...]:
+        """Return the bytes of each tensor in `RowSplitLinear.parts`."""
+        return tuple(nbytes for rows, packing in self.ranges for nbytes in packing.part_bytes(rows, inputs))
+
+    def from_parts(self, outputs: int, inputs: int, bias: Tensor | None, parts: Sequence[Tensor]) -> RowSplitLinear:
+        """Build a form from saved `parts`."""
+        biases = self._biases(outputs, bias)
+        return RowSplitLinear(
+            [
+                packing.from_parts(rows, inputs, own, [part])
+                for (rows, packing), own, part in zip(self.ranges, biases, parts, strict=True)
+            ]
+        )
+
+    def pack(self, weight: Tensor, bias: Tensor | None) -> RowSplitLinear:
+        """Pack weight [out, in] of any float dtype."""
+        form = self.empty_form(weight.shape[0], weight.shape[1], bias)
+        form.fill(0, weight)
+        return form
+
+    def _biases(self, outputs: int, bias: Tensor | None) -> Sequence[Tensor | None]:
+        sizes = [rows for rows, _ in self.ranges]
+        assert sum(sizes) == outputs, "the ranges must cover all outputs"
+        return [None] * len(sizes) if bias is None else torch.split(bias, sizes)
+
+
+class RowSplitLinear:
+    """A weight [out, in] whose consecutive outputs are in `forms`."""
+
+    __slots__ = ("forms", "outputs")
+
+    def __init__(self, forms: Sequence[IntPanelLinear]) -> None:
+        self.forms = tuple(forms)
+        self.outputs = sum(form.outputs for form in forms)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all forms."""
+        return sum(form.nbytes for form in self.forms)
+
+    @property
+    def parts(self) -> tuple[Tensor, ...]:
+        """The tensors that can be saved, uint8: all but the biases."""
+        return tuple(part for form in self.forms for part in form.parts)
+
+    def fill(self, first: int, rows: Tensor, gptq_factors: Sequence[GptqFactors] = ()) -> None:
+        """Quantise rows [n, in] as outputs `[first, first + n)`, which may lie in several forms."""
+        begin = 0
+        for form in self.forms:
+            start, end = max(first, begin), min(first + len(rows), begin + form.outputs)
+            if start < end:
+                form.fill(start - begin, rows[start - first : end - first], gptq_factors)
+            begin += form.outputs
+
+    def activation_group(self, rows: int) -> int:
+        """Return the quantisation group of the activations, which all forms share."""
+        return self.forms[0].group
+
+    def multiply(self, x: Tensor | QuantisedActivations) -> Tensor:
+        """Multiply x [tokens, in] to [tokens, out] bf16."""
+        return self.multiply_activated(x, "identity")
+
+    def multiply_activated(self, x: Tensor | QuantisedActivations, activation: str) -> Tensor:
+        """Return act(x times the weight) [tokens, out] bf16."""
+        x = self._quantised(x)
+        y = empty((x.rows, self.outputs), torch.bfloat16)
+        self._run(x, y, ProductOutput.BF16, ACTIVATION_CODES[activation])
+        return y
+
+    def add_to(self, hidden: Tensor, x: Tensor | QuantisedActivations) -> None:
+        """Add the product to hidden [tokens, out] fp32 in place."""
+        self._run(self._quantised(x), hidden, ProductOutput.ADD_FP32)
+
+    def dequantised(self) -> Tensor:
+        """Return the dequantised weight, fp32 [out, in]."""
+        return torch.cat([form.dequantised() for form in self.forms])
+
+    def _quantised(self, x: Tensor | QuantisedActivations) -> QuantisedActivations:
+        return x if isinstance(x, QuantisedActivations) else quantise(x, self.forms[0].group)
+
+    def _run(self, x: QuantisedActivations, y: Tensor, output: ProductOutput, activation: int = 0) -> None:
+        first = 0
+        for form in self.forms:
+            form.multiply_into(y, first, x, output, activation)
+            first += form.outputs

@@ -1,0 +1,123 @@
+"""A text that runs through the layers while they are packed: statistics by hand, better codes, kept upgrades."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from app.backends.selection import select_host_backend
+from app.engine.calibration import streaming
+from app.engine.calibration.perplexity import WindowScorer
+from app.engine.calibration.streaming import CALIBRATION_TEXT, InputMeter, StreamedCalibration, calibration_for
+from app.engine.decoder.kv_cache import kv_dtype
+from app.errors import SettingsInvalid
+from app.hardware.plan.plan import ServingPlan, make_plan
+from app.hardware.probe.probe import probe
+from app.kernels.linear.linear import ExactLinear, Linear
+from app.kernels.linear.quantization import activation_aware_scales, compute_gptq_factors
+from app.kernels.native.operations import OpCode, has_kernel
+from app.settings import load_settings
+from app.weights.checkpoint import Checkpoint, open_checkpoint
+from app.weights.forms import RECIPES
+from app.weights.load import load_model
+from app.weights.packs import PackFolder
+from tiny_checkpoints import write_checkpoint
+
+pytestmark = pytest.mark.skipif(not has_kernel(OpCode.LINEAR_INT), reason="integer forms need the native library")
+
+SHAPE = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 3, "head_dim": 32}
+
+
+def plan_of(checkpoint: Checkpoint, precision: str) -> ServingPlan:
+    settings = load_settings(precision=precision, int8_copy="off", threads="1", max_model_len="128")[0]
+    return make_plan(probe(), None, settings, checkpoint.needs(), RECIPES.keys())
+
+
+@pytest.fixture
+def text(tmp_path: Path) -> Path:
+    file = tmp_path / "text.txt"
+    lines = [f"the cat number {number} and the hen went there, and then another one" for number in range(40)]
+    file.write_text("\n---\n".join(lines), encoding="utf-8")
+    return file
+
+
+@pytest.mark.parametrize("architecture", ["LlamaForCausalLM", "Gemma2ForCausalLM", "Phi3ForCausalLM"])
+@torch.inference_mode()
+def test_the_statistics_are_those_of_the_inputs(tmp_path: Path, text: Path, architecture: str) -> None:
+    checkpoint = open_checkpoint(write_checkpoint(tmp_path / "tiny", architecture))
+    plan = plan_of(checkpoint, "int4")
+    backend = select_host_backend(plan)
+    model = load_model(checkpoint, plan_of(checkpoint, "fp32"), select_host_backend(plan_of(checkpoint, "fp32")))
+    seen = StreamedCalibration(checkpoint, plan, backend, text)
+    forms = {linear: linear.form for linear in model.modules() if isinstance(linear, Linear)}
+    stages = []
+    for stage in seen.stages(model, lambda linear: ExactLinear([forms[linear].weight], forms[linear].bias)):
+        stages.append(stage)
+        for linear in stage:
+            linear.form = forms[linear]
+    assert len(stages) == len(model.layers) + 1 and {linear for stage in stages for linear in stage} == set(forms)
+    first = model.layers[0].attention.qkv
+    windows = [window for number, window in enumerate(seen._windows) if seen._is_shown(number)]
+    x = torch.cat([model.layers[0].attention_norm(model.embedding(torch.tensor(one))) for one in windows]).float()
+    torch.testing.assert_close(stages[0][first].mean_squares, x.square().mean(0), rtol=1e-3, atol=1e-4)
+    torch.testing.assert_close(stages[0][first].correlations[0], x.T @ x, rtol=1e-3, atol=1e-2)
+    assert all(not statistics.correlations for statistics in stages[-1].values()), "the output layer has eight bits"
+    assert max(seen.losses.values(), default=0.0) < 1e-6, "the exact forms lose nothing"
+
+
+@torch.inference_mode()
+def test_a_calibrated_model_is_nearer_and_its_upgrades_are_kept(tmp_path: Path, text: Path) -> None:
+    checkpoint = open_checkpoint(write_checkpoint(tmp_path / "tiny", **SHAPE))
+    exact_plan, plan = plan_of(checkpoint, "fp32"), plan_of(checkpoint, "int4")
+    backend = select_host_backend(plan)
+    window = StreamedCalibration(checkpoint, plan, backend, text)._windows[3]
+
+    def logits(model: torch.nn.Module, of: ServingPlan) -> torch.Tensor:
+        scorer = WindowScorer(model, checkpoint.decoder, kv_dtype(of), select_host_backend(of))
+        return torch.cat([part.clone() for _, part in scorer.targets_and_logits(window)])
+
+    expected = logits(load_model(checkpoint, exact_plan, select_host_backend(exact_plan)), exact_plan)
+    plain = load_model(checkpoint, plan, backend)
+    packs = PackFolder(tmp_path / "cache", lambda done, total: None)
+    seen = StreamedCalibration(checkpoint, plan, backend, text)
+    seen.losses = {}
+    calibrated = load_model(checkpoint, plan, backend, packs=packs, calibrator=seen)
+    errors = [float((logits(model, plan) - expected).norm() / expected.norm()) for model in (plain, calibrated)]
+    assert errors[1] < 0.9 * errors[0]
+    assert seen.losses and max(seen.losses.values()) > 1e-6
+    kept = load_model(checkpoint, plan, backend, packs=packs)
+    assert torch.equal(logits(kept, plan), logits(calibrated, plan))
+    bits = {linear.sources: linear.form.nbytes for linear in calibrated.modules() if isinstance(linear, Linear)}
+    assert bits == {linear.sources: linear.form.nbytes for linear in kept.modules() if isinstance(linear, Linear)}
+
+
+def test_wide_inputs_are_correlated_in_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(streaming, "MAX_CORRELATED", 64)
+    meter = InputMeter.of(ExactLinear([torch.zeros(8, 160)], None), 160, correlate=True)
+    x = torch.randn(50, 160)
+    meter.observe(x)
+    assert [len(part) for part in meter.correlations] == [64, 64, 32]
+    torch.testing.assert_close(meter.correlations[1], x[:, 64:128].T @ x[:, 64:128])
+    assert compute_gptq_factors(meter.correlations[2]).rounding_order.shape == (32,)
+
+
+def test_scales_give_inputs_and_columns_equal_size() -> None:
+    inputs, weights = torch.tensor([4.0, 1.0, 0.0, 0.25]), torch.tensor([0.04, 0.01, 1.0, 0.25])
+    scales = activation_aware_scales(inputs, weights)
+    ratio = (inputs / scales.square()) / (weights * scales.square())
+    torch.testing.assert_close(ratio[[0, 1, 3]], ratio[[0, 0, 0]])
+    assert scales[2] == 1 and scales[[0, 1, 3]].log().sum().abs() < 1e-5
+
+
+def test_without_a_tokenizer_nothing_is_calibrated_but_a_given_text_must_be_readable(tmp_path: Path) -> None:
+    checkpoint = open_checkpoint(write_checkpoint(tmp_path / "tiny"))
+    plan = plan_of(checkpoint, "int8")
+    backend = select_host_backend(plan)
+    assert calibration_for(checkpoint, plan_of(checkpoint, "fp32"), backend) is None
+    with pytest.raises(SettingsInvalid, match="absent"):
+        calibration_for(checkpoint, plan, backend, tmp_path / "absent")
+    (checkpoint.directory / "tokenizer.json").unlink()
+    assert calibration_for(checkpoint, plan, backend) is None
+    assert len(CALIBRATION_TEXT.read_text(encoding="utf-8")) > 20_000
