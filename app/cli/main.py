@@ -205,7 +205,7 @@ StartProgress = Callable[
 
 
 def pack(settings: Settings, text: Path | None = None) -> str:
-    """Pack the weights and return one line on the result. `text` improves the 4-bit quantization (GPTQ).
+    """Pack the weights and return one line on the result. `text` replaces the built-in calibration text.
 
     Raises:
         StartupError: There is nothing to pack, or it cannot be cached.
@@ -214,10 +214,6 @@ def pack(settings: Settings, text: Path | None = None) -> str:
     folder = prepared.plan.pack_folder
     if folder.value is None:
         raise PlanImpossible(f"There is nothing to pack. {folder.reason} Use --precision int4 or int8 on a CPU.")
-    if text is not None and prepared.plan.precision.value != "int4":
-        raise PlanImpossible(
-            f"--text only improves 4-bit quantization, not {prepared.plan.precision.value}. Use --precision int4."
-        )
     os.environ.update(
         prepared.plan.environment()
     )  # must be set before torch is imported: its thread pools read it then

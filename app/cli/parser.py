@@ -156,7 +156,7 @@ def _parser() -> argparse.ArgumentParser:
         "--text",
         type=Path,
         metavar="FILE",
-        help="typical text for this model; it makes the 4-bit quantization more accurate",
+        help="typical text for this model, for calibration; default: a short text that is part of the package",
     )
     _add_settings(pack)
     calibrate = _command(

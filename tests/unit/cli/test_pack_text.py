@@ -66,7 +66,7 @@ def test_a_text_makes_other_codes_and_they_are_served(settings, text):
 
 
 def test_what_a_text_cannot_do_is_refused(settings, text, tmp_path):
-    with pytest.raises(PlanImpossible, match="only improves 4-bit quantization"):
-        pack(settings.model_copy(update={"precision": "int8"}), text)
+    with pytest.raises(PlanImpossible, match="nothing to pack"):
+        pack(settings.model_copy(update={"precision": "fp32"}), text)
     with pytest.raises(SettingsInvalid, match="absent"):
         pack(settings, tmp_path / "absent.txt")
