@@ -43,6 +43,7 @@ from app.weights.safetensors import TensorEntry
 from app.weights.tensor_reader import TensorReader, check_fp16
 
 Model = Decoder | Encoder
+_GPTQ_ROWS = 4096  # rows whose codes GPTQ chooses together; each takes a few MB while it runs
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -311,6 +312,16 @@ class _ModelLoader:
         for first, rows in self.streams.row_blocks(entries):
             yield first, rows if self.choice.device is None else rows.to(self.choice.device)
 
+    def _fill_blocks(self, entry: TensorEntry, statistics: InputStatistics | None) -> Iterator[tuple[int, Tensor]]:
+        """Yield blocks of rows; with correlations large ones, because GPTQ goes through all inputs for each block."""
+        if statistics is None or not statistics.correlations:
+            yield from self._blocks((entry,))
+            return
+        weight = self.streams.stored(entry)
+        for first in range(0, len(weight), _GPTQ_ROWS):
+            yield first, weight[first : first + _GPTQ_ROWS]
+        self.streams.drop((entry,))
+
     def _bias(self, linear: Linear) -> Tensor | None:
         if not linear.has_bias:
             return None
@@ -332,7 +343,7 @@ class _ModelLoader:
         if empty is not None:
             fill, first = _fill_function(empty, factors, statistics), 0
             for source, entry in zip(linear.sources, entries, strict=True):
-                for row, rows in self._blocks((entry,)):
+                for row, rows in self._fill_blocks(entry, statistics):
                     check_fp16(f"{source}.weight", rows, self.choice.dtype)
                     fill(first + row, rows if factors is None else rows * factors)
                 first += entry.shape[0]

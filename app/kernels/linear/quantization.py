@@ -327,21 +327,23 @@ def _given(minimums: Tensor | None) -> Tensor:
 
 def _gptq_block(weight: Tensor, group: int, zero_points: bool, gptq_factors: GptqFactors) -> Int4Weight:
     nearest, root = quantise_int4(weight, group, zero_points), gptq_factors.inverse_root
-    scales = nearest.scales.float().T.contiguous()  # [groups, out]: contiguous for one input, like its weights
-    inverses = torch.where(scales.abs() < MIN_MAGNITUDE, 0.0, 1 / scales)
-    begins = scales * -8 if nearest.minimums is None else nearest.minimums.float().T.contiguous()
-    remaining = weight.float().T[
-        gptq_factors.rounding_order
-    ]  # [in, out]: weights still to be rounded, with the errors so far added
+    grouped = nearest.scales.float().T.contiguous()  # [groups, out]: contiguous for one input, like its weights
+    begins = (grouped * -8 if nearest.minimums is None else nearest.minimums.float().T.contiguous()).unbind()
+    inverses = torch.where(grouped.abs() < MIN_MAGNITUDE, 0.0, 1 / grouped).unbind()
+    scales = grouped.unbind()
+    # [in, out]: weights still to be rounded, with the errors so far added. Single inputs are views, made at once.
+    remaining = weight.float().T[gptq_factors.rounding_order]
+    order, diagonal = gptq_factors.rounding_order.tolist(), root.diagonal().tolist()
     codes = nearest.codes.T.contiguous()
+    targets, columns = codes.unbind(), remaining.unbind()
     for first in range(0, len(remaining), _BLOCK):
         block = slice(first, min(first + _BLOCK, len(remaining)))
         errors = torch.empty_like(remaining[block])
-        for j, place in enumerate(gptq_factors.rounding_order[block].tolist(), first):
-            scale, inverse, begin = (some[place // group] for some in (scales, inverses, begins))
-            code = ((remaining[j] - begin) * inverse).round_().clamp_(0, 15)
-            codes[place] = code
-            error = torch.div(remaining[j] - (code * scale + begin), root[j, j], out=errors[j - first])
+        for j, error in zip(range(first, block.stop), errors.unbind(), strict=True):
+            at = order[j] // group
+            code = torch.sub(columns[j], begins[at], out=error).mul_(inverses[at]).round_().clamp_(0, 15)
+            targets[order[j]].copy_(code)
+            error.mul_(scales[at]).add_(begins[at]).sub_(columns[j]).mul_(-1 / diagonal[j])
             remaining[j + 1 : block.stop].addr_(root[j, j + 1 : block.stop], error, alpha=-1)
         remaining[block.stop :].addmm_(root[block, block.stop :].T, errors, alpha=-1)
     return Int4Weight(codes.T.contiguous(), nearest.scales, nearest.minimums, group, nearest.inputs)
