@@ -122,6 +122,11 @@ def upgrade_budget(config: ModelConfig) -> int:
     return int(weights * (bits - 8 * LAYOUTS["int4/32"].nbytes(32, 32) / 1024) / 8)
 
 
+def is_value(source: str) -> bool:
+    """Return whether a source is a value projection, which is upgraded apart from its product."""
+    return source.endswith(".v_proj")
+
+
 def choose_upgrades(config: ModelConfig, losses: Mapping[tuple[str, ...], float] | None = None) -> frozenset[str]:
     """Return the sources of the layers that int4 holds in eight bits, within `upgrade_budget`.
 
@@ -134,7 +139,7 @@ def choose_upgrades(config: ModelConfig, losses: Mapping[tuple[str, ...], float]
             projections of evenly spread layers are chosen, which lose most in most models.
     """
     costs = _upgrade_costs(config)
-    values = [sources for sources in costs if sources[0].endswith(".v_proj")]
+    values = [sources for sources in costs if is_value(sources[0])]
     others = [sources for sources in costs if sources not in values]
     left = upgrade_budget(config) - sum(costs[sources] for sources in values)
     if left < 0:

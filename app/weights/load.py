@@ -37,7 +37,7 @@ from app.models.encoders.heads import DenseLayer, LayerNorm
 from app.models.registry import build_decoder_model, build_encoder_model
 from app.weights.checkpoint import Checkpoint
 from app.weights.form_choice import CacheableForm, CacheablePacking, FormChoice, LayerPacking
-from app.weights.forms import DETERMINISTIC_RECIPES, QUANTIZED, choose_upgrades, find_recipe
+from app.weights.forms import DETERMINISTIC_RECIPES, QUANTIZED, choose_upgrades, find_recipe, is_value
 from app.weights.packs import PackFile, PackFolder, Progress
 from app.weights.safetensors import TensorEntry
 from app.weights.tensor_reader import TensorReader, check_fp16
@@ -178,14 +178,14 @@ class _ModelLoader:
         for norm in norms:
             self._set_weight(norm)
         self.feeding = {norm.feeds: norm for norm in norms if norm.feeds is not None}
-        layers = self._layers(linears)
+        layers = self._layers(linears, self.choice)
         pack_file = None if packs is None else packs.open(self.checkpoint, self.choice, layers)
         kept = None
         if pack_file is not None and not (self.calibrator is not None and self.calibrator.replaces_pack):
             kept = pack_file.read(lambda upgraded: self._blob_bytes(linears, upgraded), self._report_pack_progress)
         if kept is not None:
             self.choice = replace(self.choice, upgraded=kept.upgraded)
-            layers = self._layers(linears)
+            layers = self._layers(linears, self.choice)
         if kept is None and self.calibrator is not None:
             layers = self._pack_calibrated(self.calibrator, linears)
         else:
@@ -203,29 +203,26 @@ class _ModelLoader:
             pack_file.write(dict(blobs), self.choice.upgraded)
         return pack_file
 
-    def _layers(self, linears: Sequence[Linear]) -> list[LayerPacking]:
+    def _layers(self, linears: Sequence[Linear], choice: FormChoice) -> list[LayerPacking]:
         """Return each linear layer with its packing and with the norm that is equalized with it."""
         layers = []
         for linear in linears:
-            packing = self.choice.packing(linear)
-            norm = self.feeding.get(linear) if self.choice.equalizes(packing) else None
+            packing = choice.packing(linear)
+            norm = self.feeding.get(linear) if choice.equalizes(packing) else None
             layers.append(LayerPacking(linear, packing, norm))
         return layers
 
     def _blob_bytes(self, linears: Sequence[Linear], upgraded: frozenset[str]) -> dict[str, int]:
         """Return the names and bytes of the blobs of a pack in which these sources are upgraded."""
-        choice = self.choice
-        self.choice = replace(choice, upgraded=upgraded)
-        layers = self._layers(linears)
-        self.choice = choice
+        layers = self._layers(linears, replace(self.choice, upgraded=upgraded))
         return {name: nbytes for layer in layers for name, nbytes in layer.blob_bytes()}
 
     def _pack_calibrated(self, calibrator: PackCalibrator, linears: Sequence[Linear]) -> list[LayerPacking]:
         """Pack layer by layer while a text runs through the model, then pack again what is upgraded."""
         assert isinstance(self.model, Decoder), "only decoders are calibrated"
-        values = frozenset(source for source in self.choice.upgraded if source.endswith(".v_proj"))
+        values = frozenset(filter(is_value, self.choice.upgraded))
         self.choice = replace(self.choice, upgraded=values)
-        layers = {layer.linear: layer for layer in self._layers(linears)}
+        layers = {layer.linear: layer for layer in self._layers(linears, self.choice)}
         self._set_weight(self.model.embedding)
         for statistics in calibrator.stages(self.model, self._exact_form):
             for linear, shown in statistics.items():
@@ -233,7 +230,7 @@ class _ModelLoader:
         if self.choice.recipe.upgrade is not None:
             upgraded = choose_upgrades(self.checkpoint.decoder, calibrator.losses)
             self.choice = replace(self.choice, upgraded=upgraded)
-        final = self._layers(linears)
+        final = self._layers(linears, self.choice)
         for layer in final:
             if layer.packing != layers[layer.linear].packing:
                 entries = self.streams.entries(layer.linear.sources)

@@ -36,6 +36,8 @@ static const struct {
     {"rows of weights in bf16", bf16_rows, OP_ROWS},
     {"attention", attends, OP_ATTENTION},
     {"positions turned, keys and values cached", turns, OP_TURN},
+    {"scales of weights in four bits", int4_scales, OP_INT4_SCALES},
+    {"codes of weights by GPTQ", gptq_codes, OP_INT4_GPTQ},
     {"nothing to do, too many threads, no such kernel", odd_calls, -1},
 };
 

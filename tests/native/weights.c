@@ -60,3 +60,77 @@ int32_t code_of(const weights *w, int64_t output, int64_t k) {
 float scale_of(const weights *w, int64_t output, int64_t g) { return float_of_bf16(w->scales[output * w->groups + g]); }
 
 float minimum_of(const weights *w, int64_t output, int64_t g) { return w->minimums ? float_of_bf16(w->low[output * w->groups + g]) : 0; }
+
+/* The error of values [group] rounded with a scale. */
+static double rounding_error(const float *values, int64_t group, double scale) {
+    double error = 0;
+    for (int64_t i = 0; i < group; i++) {
+        const double code = scale == 0 ? 0 : fmin(fmax(nearbyint(values[i] / scale), -8), 7), rest = values[i] - code * scale;
+        error += rest * rest;
+    }
+    return error;
+}
+
+/* The error with the best scale for the codes of a candidate. */
+static double fitted_error(const float *values, int64_t group, float divisor) {
+    float top = 0;
+    for (int64_t i = 0; i < group; i++) top = fabsf(values[i]) > fabsf(top) ? values[i] : top;
+    double along = 0, length = 0, square = 0;
+    for (int64_t i = 0; i < group && top != 0; i++) {
+        const double code = fmin(fmax(nearbyint((double)values[i] / top * divisor), -8), 7);
+        along += code * values[i], length += code * code, square += (double)values[i] * values[i];
+    }
+    return length > 0 ? square - along * along / length : square;
+}
+
+int64_t int4_scales(void) {
+    static const float divisors[] = {-7.5f, -8.2f, 7.2f};
+    int64_t shapes = 0;
+    for (int64_t group = 32; group <= 128; group *= 2, shapes++) {
+        const int64_t groups = below(70) + 1;
+        float *values = room(groups * group * 4), *scales = room(groups * 4);
+        for (int64_t i = 0; i < groups * group; i++) values[i] = i < group && groups > 3 ? 0 : number();
+        const int4_scales_arguments arguments = {values, divisors, scales, groups, group, 3};
+        run(OP_INT4_SCALES, &arguments);
+        for (int64_t g = 0; g < groups; g++) {
+            double least = 1e30;
+            for (int d = 0; d < 3; d++) least = fmin(least, fitted_error(values + g * group, group, divisors[d]));
+            const double error = rounding_error(values + g * group, group, scales[g]); /* a tie may choose another candidate */
+            if (!(error <= least * 1.05 + 1e-9)) failed("scale %d of groups of %d leaves %g, not %g", (int)g, (int)group, error, least);
+        }
+        free(values), free(scales);
+    }
+    return shapes;
+}
+
+int64_t gptq_codes(void) {
+    int64_t shapes = 0;
+    for (int64_t inputs = 1; inputs <= MOST_GPTQ_INPUTS; inputs += 21, shapes++) {
+        const int64_t outputs = below(40) + 1, group = 32, groups = 2, total = groups * group, stride = inputs + below(5);
+        float *remaining = room(inputs * outputs * 4), *scales = room(groups * outputs * 4), *root = room(((inputs - 1) * stride + inputs) * 4);
+        float *errors = room(inputs * outputs * 4);
+        int64_t *order = room(inputs * 8);
+        uint8_t *codes = memset(room(total * outputs), 99, (size_t)(total * outputs));
+        for (int64_t i = 0; i < inputs * outputs; i++) remaining[i] = number();
+        for (int64_t i = 0; i < groups * outputs; i++) scales[i] = below(5) ? number() / 8 : 0;
+        for (int64_t i = 0; i < (inputs - 1) * stride + inputs; i++) root[i] = number() / 4;
+        for (int64_t j = 0; j < inputs; j++) root[j * stride + j] = 1 + number() / 2, order[j] = total - 1 - j;
+        const int4_gptq_arguments arguments = {remaining, scales, root, order, errors, codes, inputs, outputs, group, stride};
+        run(OP_INT4_GPTQ, &arguments);
+        for (int64_t o = 0; o < outputs; o++) {
+            double x[MOST_GPTQ_INPUTS];
+            for (int64_t j = 0; j < inputs; j++) x[j] = remaining[j * outputs + o];
+            for (int64_t j = 0; j < inputs; j++) { /* its own codes are followed: a tie may fall either way */
+                const double scale = scales[order[j] / group * outputs + o], code = codes[order[j] * outputs + o] - 8.0;
+                const double exact = scale == 0 ? 0 : fmin(fmax(x[j] / scale, -8), 7), error = (x[j] - code * scale) / root[j * stride + j];
+                if (fabs(code - exact) > 0.501) failed("code %d of output %d: %g for %g", (int)j, (int)o, code, exact);
+                if (!close_to(errors[j * outputs + o], error, 1e-3)) failed("error %d of output %d: %g, not %g", (int)j, (int)o, (double)errors[j * outputs + o], error);
+                for (int64_t k = j + 1; k < inputs; k++) x[k] -= error * root[j * stride + k];
+            }
+        }
+        for (int64_t i = 0; i < (total - inputs) * outputs; i++)
+            if (codes[i] != 99) failed("a code of another input was written");
+        free(remaining), free(scales), free(root), free(errors), free(order), free(codes);
+    }
+    return shapes;
+}

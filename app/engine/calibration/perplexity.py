@@ -69,6 +69,17 @@ def _documents(text: str) -> Iterator[str]:
             lines = []
 
 
+def window_span(window: Window, start: int, end: int, samples: bool) -> ScheduledSpan:
+    """Return the step that reads tokens [start, end) of a window in the only slot of a KV cache.
+
+    `samples`: logits are computed.
+    """
+    request = Generate("reading", tuple(window), SamplingParams(max_tokens=1), arrived_at=0.0)
+    return ScheduledSpan(
+        make_sequence(request), start, end - start, slot=0, prefix_slot=None, prefix_tokens=0, samples=samples
+    )
+
+
 class WindowScorer:
     """Runs one sequence at a time through a model and returns the logits of every token."""
 
@@ -94,11 +105,7 @@ class WindowScorer:
             yield targets, self._logits(window, start, start + len(targets)).float()
 
     def _logits(self, window: Window, start: int, end: int) -> Tensor:
-        request = Generate("reading", tuple(window), SamplingParams(max_tokens=1), arrived_at=0.0)
-        span = ScheduledSpan(
-            make_sequence(request), start, end - start, slot=0, prefix_slot=None, prefix_tokens=0, samples=True
-        )
-        attend = self._attention.begin((span,))
+        attend = self._attention.begin((window_span(window, start, end, samples=True),))
         tokens, positions = torch.tensor(window[start:end]), torch.arange(start, end)
         logits: Tensor = self._model(StepContext(tokens, positions, torch.arange(end - start), attend))
         return logits

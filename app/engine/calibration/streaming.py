@@ -13,7 +13,7 @@ lose most. Every fourth window is left out of the statistics and used at the end
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -21,26 +21,24 @@ import torch
 from torch import Tensor
 
 from app.backends.base import HostBackend
-from app.engine.calibration.perplexity import WINDOW_TOKENS, Window, read_windows
+from app.engine.calibration.perplexity import WINDOW_TOKENS, Window, read_windows, window_span
 from app.engine.decoder.cpu_runner import StepAttention
 from app.engine.decoder.kv_cache import KvCache, KvShape, kv_dtype
-from app.engine.scheduler.batch import ScheduledSpan, make_sequence
 from app.errors import ArmatureError
 from app.hardware.plan.plan import ServingPlan
-from app.kernels.attention.context import Attend
 from app.kernels.linear.activations import Activations, unquantised
 from app.kernels.linear.linear import ExactLinear, Linear
 from app.kernels.linear.quantization import MAX_CORRELATED, InputStatistics
-from app.messages import Generate, SamplingParams
 from app.models.decoders.decoder import Decoder
 from app.text.tokenizer import Tokenizer
 from app.weights.checkpoint import Checkpoint
+from app.weights.forms import is_value
 
 CALIBRATION_TEXT = Path(__file__).with_name("calibration_text.txt")
 MEASURED_WINDOWS = 4  # every fourth window is not part of the statistics
-PROBE_TOKENS = 96  # tokens that show the loss of each product of a layer
-# Tokens times weights that run through the model: about 10 s of two cores in FP32. A small model reads the whole text.
-TOKEN_WEIGHTS = 1.8e12
+PROBE_TOKENS = 48  # tokens that show the loss of each product of a layer
+# Tokens times weights that run through the model: about 20 s of two cores in FP32. A small model reads the whole text.
+TOKEN_WEIGHTS = 1.2e12
 MIN_TOKENS = 512
 SCALES_SHARE = 4  # int8 needs only mean squares, for which a fourth of the tokens is enough
 
@@ -111,8 +109,9 @@ class StreamedCalibration:
         num_tokens = num_tokens if self._correlate else max(MIN_TOKENS // 2, num_tokens // SCALES_SHARE)
         limit = min(config.max_model_len, plan.max_model_len.value)
         tokenizer = Tokenizer(checkpoint.directory)
-        known = [*read_windows(tokenizer, text or CALIBRATION_TEXT, limit, num_tokens)]
-        self._windows: list[Window] = [[token for token in each if token < config.vocab_size] for each in known]
+        known = read_windows(tokenizer, text or CALIBRATION_TEXT, limit, num_tokens)
+        windows = [[token for token in each if token < config.vocab_size] for each in known]
+        self._windows: list[Window] = [window for window in windows if window]
         shape = KvShape(config.num_layers, 1, min(WINDOW_TOKENS, limit), config.num_kv_heads, config.head_dim)
         self._attention = StepAttention(KvCache(shape, kv_dtype(plan)), backend)
         self.losses: dict[tuple[str, ...], float] = {}
@@ -135,6 +134,8 @@ class StreamedCalibration:
             yield {linear: meter.statistics() for linear, meter in meters.items()}
             if self._correlate:
                 self._measure_losses(model, index, probe, meters)
+            for meter in meters.values():
+                meter.form.release()
         output = InputMeter.of(exact(model.output), model.output.in_features, correlate=False)
         model.output.form = output  # the norm then returns plain rows
         for number, rows in enumerate(hidden):
@@ -146,17 +147,13 @@ class StreamedCalibration:
         """Return whether a window is part of the statistics."""
         return len(self._windows) < MEASURED_WINDOWS or (number + 1) % MEASURED_WINDOWS != 0
 
-    def _run(self, model: Decoder, index: int, hidden: Tensor, window: Sequence[int]) -> Tensor:
+    def _run(self, model: Decoder, index: int, hidden: Tensor, window: Window) -> Tensor:
         """Run one layer on the hidden states of a window's first tokens; `hidden` is overwritten."""
-        attend, positions = self._attend(window, len(hidden)), torch.arange(len(hidden))
+        attend = self._attention.begin((window_span(window, 0, len(hidden), samples=False),))
+        positions = torch.arange(len(hidden))
         angles = model.angles.by_layer(model.angles(positions))[index]
         result: Tensor = model.layers[index](hidden, angles, attend, None)
         return result
-
-    def _attend(self, window: Sequence[int], count: int) -> Attend:
-        request = Generate("calibration", tuple(window), SamplingParams(max_tokens=1), arrived_at=0.0)
-        span = ScheduledSpan(make_sequence(request), 0, count, slot=0, prefix_slot=None, prefix_tokens=0, samples=False)
-        return self._attention.begin((span,))
 
     def _measure_losses(self, model: Decoder, index: int, probe: Tensor, meters: Mapping[Linear, InputMeter]) -> None:
         """Run the probe with each product in its packed form, the others exact."""
@@ -169,17 +166,10 @@ class StreamedCalibration:
             error = self._run(model, index, probe.clone(), self._windows[0]) - expected
             linear.form = meter.form
             loss = float(error.square().sum() / expected.square().sum().clamp_min(1e-30))
-            for sources in _upgraded_together(linear):
+            if sources := tuple(source for source in linear.sources if not is_value(source)):
                 self.losses[sources] = loss if math.isfinite(loss) else 0.0
         for linear, form in packed.items():
             linear.form = form
-
-
-def _upgraded_together(linear: Linear) -> list[tuple[str, ...]]:
-    """Return the sources of a product as `choose_upgrades` names them: values are upgraded by themselves."""
-    values = tuple(source for source in linear.sources if source.endswith(".v_proj"))
-    others = tuple(source for source in linear.sources if source not in values)
-    return [others] if others else []
 
 
 def calibration_for(

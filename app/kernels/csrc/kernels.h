@@ -8,6 +8,7 @@
 #include "layer_norm.h"
 #include "pick.h"
 #include "quantise.h"
+#include "round_int4.h"
 #include "rowwise.h"
 #include "attention_team.h"
 #include "texts.h"
@@ -37,6 +38,8 @@ const level LEVEL = {
             [OP_LAYER_NORM] = layer_norm,
             [OP_ACTIVATE] = activate,
             [OP_TEXTS] = texts,
+            [OP_INT4_SCALES] = int4_scales,
+            [OP_INT4_GPTQ] = int4_gptq,
 #if ATTENTION_PANELS
             [OP_LINEAR_BF16] = linear_bf16,
 #endif

@@ -49,6 +49,8 @@ enum {
     OP_LAYER_NORM, /* LayerNorm, then bf16 or quantised, and in place */
     OP_ACTIVATE,   /* act(x), then bf16 or quantised */
     OP_TEXTS,      /* attention of whole texts, without a cache */
+    OP_INT4_SCALES, /* the scale of each group of weights, while weights are packed */
+    OP_INT4_GPTQ,   /* codes of some inputs of a weight by GPTQ */
     OP_COUNT
 };
 
@@ -105,6 +107,30 @@ typedef struct {
     int64_t rows, size, activation;
     sink out;
 } gate_arguments;
+
+#define MOST_INT4_GROUP 256
+
+/* scales [groups] of values [groups, group], not rounded: the best of the candidates, each fitted to its codes. A
+ * candidate is the number of steps from zero to the value of largest magnitude. A group has at most MOST_INT4_GROUP
+ * values. */
+typedef struct {
+    const float *values, *divisors;
+    float *scales;
+    int64_t groups, group, candidates;
+} int4_scales_arguments;
+
+#define MOST_GPTQ_INPUTS 64
+
+/* Round `inputs` rows of remaining [inputs, outputs] in order. `order` [inputs] are their places in the weight; scales
+ * [all groups, outputs]; root [inputs, inputs] (row stride in elements) is the upper triangular factor of the inverse
+ * Hessian. Writes codes [all inputs, outputs], 0 to 15, and errors [inputs, outputs], divided by root's diagonal. */
+typedef struct {
+    const float *remaining, *scales, *root;
+    const int64_t *order;
+    float *errors;
+    uint8_t *codes;
+    int64_t inputs, outputs, group, root_stride;
+} int4_gptq_arguments;
 
 enum { OUTPUT_BF16, OUTPUT_FP32, OUTPUT_ADD_FP32 };
 

@@ -146,25 +146,28 @@ class PlainLinear:
         hidden += self.multiply(x)
 
 
-_CHUNK_ELEMENTS = 2**24  # elements of a weight converted to FP32 at a time: 64 MB
-
-
 class ExactLinear:
     """A linear form that multiplies in FP32 by the checkpoint's stored tensors, whatever their dtype.
 
-    `scales` [in]: the inputs are x / scales, because the norm before the layer was already divided by them.
+    The FP32 copy is made by the first product and lasts until `release`. `scales` [in]: the inputs are x / scales,
+    because the norm before the layer was already divided by them.
     """
 
-    __slots__ = ("bias", "scales", "weights")
+    __slots__ = ("_weight", "bias", "scales", "weights")
 
     def __init__(self, weights: Sequence[Tensor], bias: Tensor | None) -> None:
         self.weights, self.bias = tuple(weights), None if bias is None else bias.float()
         self.scales: Tensor | None = None
+        self._weight: Tensor | None = None
 
     @property
     def nbytes(self) -> int:
         """Bytes of the stored tensors."""
         return sum(weight.nbytes for weight in self.weights)
+
+    def release(self) -> None:
+        """Free the FP32 copy."""
+        self._weight = None
 
     def activation_group(self, rows: int) -> None:
         """Return None: activations are not quantised."""
@@ -178,11 +181,10 @@ class ExactLinear:
         hidden += self._multiplied(x)
 
     def _multiplied(self, x: Activations) -> Tensor:
+        if self._weight is None:
+            self._weight = torch.cat([weight.float() for weight in self.weights])
         rows = unquantised(x).float()
-        rows = rows if self.scales is None else rows * self.scales
-        step = max(1, _CHUNK_ELEMENTS // rows.shape[1])
-        product = torch.cat([rows @ part.float().T for weight in self.weights for part in torch.split(weight, step)], 1)
-        return product if self.bias is None else product + self.bias
+        return F.linear(rows if self.scales is None else rows * self.scales, self._weight, self.bias)
 
 
 class OneDnnLinear:

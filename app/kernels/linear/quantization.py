@@ -21,6 +21,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from app.kernels.native.operations import Int4GptqArguments, Int4ScalesArguments, OpCode, has_kernel, run_operation
+
 # A group whose largest magnitude is below this is zero, because the inverse of its scale would not be finite.
 MIN_MAGNITUDE = 1e-35
 _CHUNK_ELEMENTS = 2**17  # elements quantised at a time: half a megabyte in FP32, which fits the cache of a core
@@ -30,6 +32,7 @@ _DEVICE_CHUNK_ELEMENTS = 2**23
 # These nine are within 0.5% of the best of 48 in squared error, for Gaussian, heavy-tailed and trained weights and
 # for groups of 32 to 128 inputs. -8 alone (Q4_0) is 4 to 8% above the best.
 _DIVISORS = (-7.5, -8.2, -8.9, -9.6, -10.4, -11.3, 7.2, 8.0, 9.0)
+_MOST_NATIVE_GROUP = 256  # csrc/ops.h
 _SPREADS = (1.0, 0.92, 0.85)  # shares of a group's range, around its middle, that the sixteen codes span with minimums
 
 
@@ -111,8 +114,29 @@ def symmetric_scales(values: Tensor, weigh: Tensor | None = None) -> Tensor:
     """Return the scale [..., 1] of each group [..., group], rounded to bf16: the best of the candidates.
 
     Each candidate is fitted to its codes. For codes q, the best scale is s = <q, v> / <q, q>. It reduces the
-    squared error by <q, v>^2 / <q, q>.
+    squared error by <q, v>^2 / <q, q>. On a processor the native kernel searches, if there is no `weigh`.
     """
+    known = weigh is None and values.device.type == "cpu" and values.shape[-1] <= _MOST_NATIVE_GROUP
+    if known and has_kernel(OpCode.INT4_SCALES):
+        return round_to_bf16(_native_scales(values.contiguous()))
+    return symmetric_scales_torch(values, weigh)
+
+
+def _native_scales(values: Tensor) -> Tensor:
+    """Return the scales [..., 1], not rounded, of contiguous fp32 values [..., group]."""
+    group = values.shape[-1]
+    scales, divisors = torch.empty(*values.shape[:-1], 1), torch.tensor(_DIVISORS)
+    run_operation(
+        Int4ScalesArguments(
+            values.data_ptr(), divisors.data_ptr(), scales.data_ptr(), scales.numel(), group, len(divisors)
+        ),
+        OpCode.INT4_SCALES,
+    )
+    return scales
+
+
+def symmetric_scales_torch(values: Tensor, weigh: Tensor | None = None) -> Tensor:
+    """Return the result of `symmetric_scales` by torch's operations; it is the reference of the native kernel."""
     top = values.gather(-1, values.abs().argmax(-1, keepdim=True))
     shape = values * _inverse(top)  # scaled to [-1, 1], so that no sum overflows
     weighed = shape if weigh is None else shape * weigh
@@ -297,9 +321,10 @@ def compute_gptq_factors(correlation: Tensor, factors: Tensor | None = None) -> 
         return GptqFactors(order, torch.eye(len(scaled)))
     damped = scaled[order][:, order].div_(mean)
     damped.diagonal().add_(DAMPING)
-    lower: Tensor = torch.linalg.cholesky(damped)
-    upper: Tensor = torch.linalg.cholesky(torch.cholesky_inverse(lower), upper=True)
-    return GptqFactors(order, upper)
+    # C = RRᵀ with R upper triangular is the Cholesky decomposition with rows and columns in reverse; then U = R⁻¹.
+    reverse: Tensor = torch.linalg.cholesky(damped.flip(0, 1)).flip(0, 1).contiguous()
+    upper: Tensor = torch.linalg.solve_triangular(reverse, torch.eye(len(reverse)), upper=True)
+    return GptqFactors(order, upper.contiguous())
 
 
 def gptq_int4(weight: Tensor, group: int, zero_points: bool, blocks: Sequence[GptqFactors]) -> Int4Weight:
@@ -326,6 +351,31 @@ def _given(minimums: Tensor | None) -> Tensor:
 
 
 def _gptq_block(weight: Tensor, group: int, zero_points: bool, gptq_factors: GptqFactors) -> Int4Weight:
+    """Round all inputs of one block: native kernels for what it has, torch for the rest."""
+    if zero_points or not has_kernel(OpCode.INT4_GPTQ):
+        return gptq_block_torch(weight, group, zero_points, gptq_factors)
+    root, order = gptq_factors.inverse_root, gptq_factors.rounding_order
+    scales = symmetric_scales(_group_inputs(weight.float(), group)).squeeze(-1)
+    by_group = scales.T.contiguous()  # [groups, out]
+    remaining = weight.T[order].float()
+    codes = torch.full((scales.shape[1] * group, len(weight)), 8, dtype=torch.uint8)  # padding is zero
+    for first in range(0, len(remaining), _BLOCK):
+        block = slice(first, min(first + _BLOCK, len(remaining)))
+        errors = torch.empty_like(remaining[block])
+        run_operation(
+            Int4GptqArguments(
+                remaining[block].data_ptr(), by_group.data_ptr(), root[first:, first:].data_ptr(),
+                order[block].data_ptr(), errors.data_ptr(), codes.data_ptr(),
+                len(errors), len(weight), group, root.stride(0),
+            ),
+            OpCode.INT4_GPTQ,
+        )  # fmt: skip
+        remaining[block.stop :].addmm_(root[block, block.stop :].T, errors, alpha=-1)
+    return Int4Weight(codes.T.contiguous(), scales.to(torch.bfloat16), None, group, weight.shape[1])
+
+
+def gptq_block_torch(weight: Tensor, group: int, zero_points: bool, gptq_factors: GptqFactors) -> Int4Weight:
+    """Round all inputs of one block by torch's operations; this is the reference of the native kernel."""
     nearest, root = quantise_int4(weight, group, zero_points), gptq_factors.inverse_root
     grouped = nearest.scales.float().T.contiguous()  # [groups, out]: contiguous for one input, like its weights
     begins = (grouped * -8 if nearest.minimums is None else nearest.minimums.float().T.contiguous()).unbind()

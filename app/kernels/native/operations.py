@@ -41,6 +41,8 @@ class OpCode(IntEnum):
     LAYER_NORM = 11
     ACTIVATE = 12
     TEXT_ATTENTION = 13
+    INT4_SCALES = 14
+    INT4_GPTQ = 15
 
 
 class ProductOutput(IntEnum):
@@ -243,6 +245,26 @@ class PackIntArguments(ctypes.Structure):
     )
 
 
+class Int4ScalesArguments(ctypes.Structure):
+    """Arguments of the search for the scales of four-bit weights."""
+
+    code = OpCode.INT4_SCALES
+    _fields_ = (
+        *((name, _ADDRESS) for name in ("values", "divisors", "scales")),
+        *((name, _INT) for name in ("groups", "group", "candidates")),
+    )
+
+
+class Int4GptqArguments(ctypes.Structure):
+    """Arguments of rounding some inputs of a four-bit weight by GPTQ."""
+
+    code = OpCode.INT4_GPTQ
+    _fields_ = (
+        *((name, _ADDRESS) for name in ("remaining", "scales", "root", "order", "errors", "codes")),
+        *((name, _INT) for name in ("inputs", "outputs", "group", "root_stride")),
+    )
+
+
 class RowCountAddress(ctypes.Structure):
     """The structure `row_place` of csrc/ops.h."""
 
@@ -369,6 +391,8 @@ def _version_matches() -> bool:
         LayerNormArguments,
         ActivateArguments,
         TextAttentionArguments,
+        Int4ScalesArguments,
+        Int4GptqArguments,
     )
     expected = {arguments.__name__: (int(arguments.code), ctypes.sizeof(arguments)) for arguments in structures}
     expected["Lanes"] = (len(OpCode), sum(map(ctypes.sizeof, (LanesArguments, LaneOperations, RowCountAddress))))

@@ -5,7 +5,18 @@ from __future__ import annotations
 import pytest
 import torch
 
-from app.kernels.linear.quantization import DAMPING, Int4Weight, compute_gptq_factors, gptq_int4, quantise_int4
+from app.kernels.linear.quantization import (
+    DAMPING,
+    Int4Weight,
+    compute_gptq_factors,
+    gptq_block_torch,
+    gptq_int4,
+    quantise_int4,
+    symmetric_scales,
+    symmetric_scales_torch,
+)
+from app.kernels.native.operations import OpCode, has_kernel
+from tests.native_levels import at_level, levels
 
 
 def inputs_of(columns: int, rank: int = 20, rows: int = 600) -> torch.Tensor:
@@ -80,3 +91,30 @@ def test_the_root_is_that_of_the_inverse():
     assert bool((loudness[:-1] >= loudness[1:]).all())
     torch.testing.assert_close(root.T @ root @ damped, torch.eye(50, dtype=torch.float64), rtol=0, atol=1e-6)
     assert torch.equal(root, root.triu())
+
+
+@pytest.mark.parametrize("level", levels())
+@pytest.mark.parametrize(("rows", "columns", "group"), ((1, 32, 32), (70, 96, 32), (33, 300, 64), (9, 70, 128)))
+def test_native_codes_are_those_of_torch(level, rows, columns, group):
+    x, weight = inputs_of(columns), weight_of(rows, columns)
+    factors = compute_gptq_factors(x.T @ x)
+    with at_level(level):
+        assert has_kernel(OpCode.INT4_GPTQ)
+        native = gptq_int4(weight, group, False, [factors])
+    expected = gptq_block_torch(weight, group, False, factors)
+    assert native.codes.shape == expected.codes.shape
+    assert bool((native.codes[:, columns:] == 8).all())
+    assert loss(x, weight, native) == pytest.approx(loss(x, weight, expected), rel=0.01)
+    if torch.equal(native.scales, expected.scales):
+        assert (native.codes != expected.codes).float().mean() < 0.02  # a tie may fall either way, and errors spread
+
+
+@pytest.mark.parametrize("level", levels())
+def test_native_scales_are_those_of_torch(level):
+    values = torch.randn(50, 7, 32, generator=torch.Generator().manual_seed(3))
+    values[3, 2], values[4, 1, 0], values[5] = 0, 100, 1e-30
+    with at_level(level):
+        native = symmetric_scales(values)
+    expected = symmetric_scales_torch(values)
+    assert (native != expected).float().mean() < 0.01  # two candidates that fit equally well
+    torch.testing.assert_close(native[3:6], expected[3:6], rtol=0.01, atol=0)
