@@ -133,6 +133,12 @@ class StartupError(ArmatureError):
     exit_code: ClassVar[int] = 2
 
 
+class PrecisionTooCostly(StartupError):
+    """The weights were packed in a precision that costs more quality than allowed; the server plans again."""
+
+    code = "precision_too_costly"
+
+
 class UnknownArgument(StartupError):
     """A command-line argument is unknown. The message suggests the likely intended one."""
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from types import UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
-from pydantic import BeforeValidator, Field, ValidationError
+from pydantic import AfterValidator, BeforeValidator, Field, ValidationError
 from pydantic_settings import BaseSettings, SettingsConfigDict, SettingsError
 
 from app.errors import SettingsInvalid
@@ -26,11 +26,39 @@ SECRETS = frozenset({"api_keys"})  # never printed, not even in a refusal
 # The settings that change what calibration measures; memory and request limits do not.
 MEASURED_SETTINGS = (
     "device", "precision", "threads", "compile", "max_batch_tokens", "max_running_seqs", "max_model_len", "kv_precision",
-    "int8_copy", "numa_node", "deterministic",
+    "int8_copy", "numa_node", "deterministic", "quality_budget",
 )  # fmt: skip
 GENERATION_SETTINGS = ("kv_cache_bytes", "kv_precision", "itl_target_ms")  # refused for models that do not generate
 _SIZE = re.compile(r"^\s*(\d+(?:\.\d+)?)\s*([kmgt]?)(i?)b?\s*$", re.IGNORECASE)
+_PERCENT = re.compile(r"^\s*(\d+(?:\.\d+)?)\s*%\s*$")
+KEPT_PRECISIONS = ("int4", "int8", "bf16")  # of layers that `keep_layers` names
 _POWERS = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4}
+
+
+def parse_share(value: Any) -> Any:
+    """Convert `3%` to 0.03. Any other value is returned unchanged for the field's own validation."""
+    match = _PERCENT.match(value) if isinstance(value, str) else None
+    return value if match is None else float(match[1]) / 100
+
+
+def parse_kept_layers(text: str) -> tuple[tuple[str, str], ...]:
+    """Return the pairs of pattern and precision in `keep_layers`.
+
+    Raises:
+        ValueError: The text is no list of PATTERN=PRECISION.
+    """
+    pairs = []
+    for item in filter(None, (part.strip() for part in text.split(","))):
+        pattern, equals, precision = (word.strip() for word in item.rpartition("="))
+        if not equals or not pattern or precision not in KEPT_PRECISIONS:
+            raise ValueError(f"{item!r} is not PATTERN=PRECISION with a precision of {', '.join(KEPT_PRECISIONS)}")
+        pairs.append((pattern, precision))
+    return tuple(pairs)
+
+
+def _check_kept_layers(text: str) -> str:
+    parse_kept_layers(text)
+    return text
 
 
 def parse_bytes(value: Any) -> Any:
@@ -76,9 +104,18 @@ class Settings(BaseSettings):
     cuda_device: Annotated[int, Field(ge=0)] | Auto = Field(
         "auto", description="GPU to serve on, by nvidia-smi's number; auto: the one with the most free memory."
     )
-    precision: Literal["auto", "fp32", "bf16", "fp16", "int8", "int4"] = Field(
+    precision: Literal["auto", "fp32", "bf16", "fp16", "int8", "int4", "int4-small"] = Field(
         "auto",
         description="Weight precision; auto: one that fits and was measured to be enough faster. fp16: Apple GPUs only.",
+    )
+    quality_budget: Annotated[float, Field(ge=0), BeforeValidator(parse_share)] = Field(
+        0.03,
+        description="Largest measured increase of perplexity, as a share or in percent, at which auto quantizes; 0: never.",
+    )
+    keep_layers: Annotated[str, AfterValidator(_check_kept_layers)] = Field(
+        "",
+        description="Layers in another precision than the other quantized ones, as PATTERN=PRECISION, separated by commas;"
+        " patterns match tensor names: *.down_proj=int8,lm_head=bf16.",
     )
     threads: PositiveInt | Auto = Field("auto", description="Compute threads.")
     compile: Literal["auto", "on", "off"] = Field(

@@ -15,12 +15,18 @@ from app.hardware.decision import Decision
 from app.hardware.plan.plan import ServingPlan
 from app.weights import load as loading
 from app.weights.checkpoint import open_checkpoint
+from app.weights.forms import KeptLayers
 from app.weights.load import Model, load_model
 from app.weights.packs import Progress
 
 
 def plan_of(
-    dtype: str, max_model_len: int, device: str = "cpu", int8_copy: bool = False, deterministic: bool = False
+    dtype: str,
+    max_model_len: int,
+    device: str = "cpu",
+    int8_copy: bool = False,
+    deterministic: bool = False,
+    keep_layers: KeptLayers = (),
 ) -> ServingPlan:
     """`dtype` is float32, bfloat16 or float16, and the precision follows; or int8 or int4, and the dtype follows."""
     precision = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}.get(dtype, dtype)
@@ -33,6 +39,7 @@ def plan_of(
     values["deterministic"] = deterministic
     values["dtype"] = {"fp32": "float32", "fp16": "float16"}.get(precision, "bfloat16")
     values["most_few_rows"] = None  # as the recipe says
+    values["keep_layers"] = keep_layers
     return cast(ServingPlan, SimpleNamespace(**{name: Decision(value, "asked for") for name, value in values.items()}))
 
 
@@ -44,6 +51,7 @@ def load(
     int8_copy: bool = False,
     deterministic: bool = False,
     device: str = "cpu",
+    keep_layers: KeptLayers = (),
 ) -> nn.Module:
     """The checkpoint's model on the CPU, ready to run: in a processor's forms, or in those of another kind of device, by their twins."""
     checkpoint = open_checkpoint(directory)
@@ -53,6 +61,7 @@ def load(
         device,
         int8_copy=int8_copy,
         deterministic=deterministic,
+        keep_layers=keep_layers,
     )
     backend = cast(BaseBackend, SimpleNamespace(device=torch.device("cpu"), dtype=getattr(torch, plan.dtype.value)))
     return load_model(checkpoint, plan, backend, progress)

@@ -219,7 +219,7 @@ def pack(settings: Settings, text: Path | None = None) -> str:
     )  # must be set before torch is imported: its thread pools read it then
     began = time.monotonic()
     with _progress_bars() as stage:
-        packed = _pack_weights(prepared, Path(folder.value), stage, text)
+        packed, cost = _pack_weights(prepared, Path(folder.value), stage, text)
     if packed is None:
         raise PlanImpossible(
             f"On this machine {prepared.plan.precision.value} runs on torch's matrix products, which pack the weights at each start."
@@ -229,21 +229,30 @@ def pack(settings: Settings, text: Path | None = None) -> str:
             f"Packed weights cannot be written to {packed.file.parent}. Set cache_dir to a writable folder."
         )
     done = "already complete" if packed.found else "written"
-    return f"{packed.file}: {done}, {packed.size:,} bytes in {prepared.plan.precision.value}, {time.monotonic() - began:.1f} s"
+    quality = "" if cost is None else f", perplexity {100 * cost:+.1f}%"
+    seconds = time.monotonic() - began
+    return f"{packed.file}: {done}, {packed.size:,} bytes in {prepared.plan.precision.value}{quality}, {seconds:.1f} s"
 
 
-def _pack_weights(prepared: Prepared, folder: Path, stage: StartProgress, text: Path | None) -> PackFile | None:
+def _pack_weights(
+    prepared: Prepared, folder: Path, stage: StartProgress, text: Path | None
+) -> tuple[PackFile | None, float | None]:
+    """Return the pack, and the measured cost in quality, which is also noted for later starts."""
     from app.backends.selection import select_host_backend
     from app.engine.calibration.streaming import calibration_for
-    from app.weights.load import pack_weights
+    from app.weights.load import Packing, pack_weights
     from app.weights.packs import PackFolder
 
     backend = select_host_backend(prepared.plan)
     backend.configure(prepared.plan)
     checkpoint = require_checkpoint(prepared.checkpoint)
     calibrator = calibration_for(checkpoint, prepared.plan, backend, text)
-    packs = PackFolder(folder, stage("writing packed weights"))
-    return pack_weights(checkpoint, prepared.plan, backend, stage("packing weights"), packs, calibrator)
+    costs: list[float] = []
+    packing = Packing(PackFolder(folder, stage("writing packed weights")), calibrator, costs.append)
+    packed = pack_weights(checkpoint, prepared.plan, backend, stage("packing weights"), packing)
+    for cost in costs:
+        prepared.with_quality_cost(cost)
+    return packed, next(iter(costs), None)
 
 
 @contextmanager

@@ -19,6 +19,7 @@ from app.hardware.decision import Measurements, TrialTimes, format_bytes, format
 from app.hardware.facts import Cache, CudaDevice, Facts, Needs, NumaNode, PowerMeter, TorchBuild, to_json_value
 from app.hardware.plan.memory_budget import mac_gpu_bytes
 from app.hardware.plan.plan import ServingPlan
+from app.hardware.plan.precision import INT4_PRECISIONS
 from app.hardware.plan.trials import format_rate
 from app.server.prepare import Prepared, with_kept_calibration
 from app.settings import Settings
@@ -389,7 +390,8 @@ def _decision_table(explained: PlanExplanation) -> Table:
     for name, decision in plan.shown_for(needs.kind):
         shown = name != "device" or bool(explained.facts.cuda) or explained.facts.mps
         shown = shown and (name != "cuda_device" or decision.value is not None)
-        if shown and (name != "int8_copy" or plan.precision.value == "int4"):
+        shown = shown and (name != "keep_layers" or bool(decision.value))
+        if shown and (name != "int8_copy" or plan.precision.value in INT4_PRECISIONS):
             table.add_row(
                 name, "auto" if decision.value is None else format_decision(name, decision.value), decision.reason
             )

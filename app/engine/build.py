@@ -18,7 +18,7 @@ from app.engine.worker import Engine
 from app.hardware.plan.plan import ServingPlan
 from app.metrics.step_time_model import StepTimeModel
 from app.weights.checkpoint import Checkpoint
-from app.weights.load import Model, load_model
+from app.weights.load import Model, Packing, ReportCost, load_model
 from app.weights.packs import PackFolder
 from app.weights.program import ProgramCheckpoint
 
@@ -40,7 +40,8 @@ class BuildRequest(Generic[CheckpointT]):
     """The inputs of a builder.
 
     `report` is called with each stage of loading; it may raise, to stop. The engine updates
-    `step_time_model` after each step. `eos_token_ids` end the output of a decoder.
+    `step_time_model` after each step. `eos_token_ids` end the output of a decoder. `report_cost` is called with the
+    cost in quality of quantized weights; it may raise, to load them in another precision.
     """
 
     checkpoint: CheckpointT
@@ -48,6 +49,7 @@ class BuildRequest(Generic[CheckpointT]):
     report: ReportStage = ignore_stage
     step_time_model: StepTimeModel = field(default_factory=StepTimeModel)
     eos_token_ids: Collection[int] = ()
+    report_cost: ReportCost = lambda cost: None
 
     @property
     def eager_reason(self) -> str:
@@ -95,7 +97,8 @@ def load_on_device(request: BuildRequest[Checkpoint], select: SelectDevice[Devic
         from app.engine.calibration.streaming import calibration_for
 
         calibrator = calibration_for(request.checkpoint, plan, cast(HostBackend, backend))
-    return load_model(request.checkpoint, plan, backend, progress, packs, calibrator), backend
+    packing = Packing(packs, calibrator, request.report_cost)
+    return load_model(request.checkpoint, plan, backend, progress, packing), backend
 
 
 def prepare_device(request: BuildRequest[Any], select: SelectDevice[DeviceT]) -> DeviceT:

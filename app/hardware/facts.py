@@ -241,7 +241,8 @@ class Needs:
     are the bytes in memory by precision (`fp32`, `bf16`, …); `device_bytes_by_precision` are those on a device
     with its own memory, where they differ. `int8_copy_bytes` are additional bytes if 4-bit layers also have an
     8-bit copy. `kv_elements_per_token` is 2 · layers · kv_heads · head_dim, or 0 for an encoder. `rows_vary` is
-    true if the cost of a program's row depends on dimensions that each request chooses.
+    true if the cost of a program's row depends on dimensions that each request chooses. `quality_costs` are the
+    relative increases of perplexity by quantized precision, measured while these weights were packed.
     """
 
     kind: Literal["decoder", "encoder", "program"]
@@ -259,6 +260,7 @@ class Needs:
     num_kv_heads: int = 0
     rows_vary: bool = False
     device_bytes_by_precision: Mapping[str, int] = field(default_factory=dict)
+    quality_costs: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def generates(self) -> bool:

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 from app.errors import NoRecipe, PlanImpossible, StepFailed
 from app.hardware.decision import Measurements, TrialTimes
-from app.hardware.facts import Facts, to_json_value
+from app.hardware.facts import Facts, Needs, to_json_value
 from app.hardware.plan import precision
 from app.hardware.plan.plan import ServingPlan, make_plan
 from app.hardware.plan.threads import CONTENDED_GAIN
@@ -30,6 +30,7 @@ from app.hardware.plan.trials import TrialTimings
 from app.hardware.probe import software
 from app.hardware.probe.probe import probe
 from app.hardware.step_times import StepTimeTable
+from app.server.quality_notes import QualityNotes, planned_needs
 from app.settings import MEASURED_SETTINGS, Settings
 from app.version import VERSION
 from app.weights.cache_file import FileUnusable, atomic_write, differences, log_not_kept, open_trusted
@@ -205,12 +206,14 @@ ReportStage = Callable[[str], None]
 class Prepared:
     """The result of `prepare`.
 
-    `calibration` is None if nothing was measured, yet or at all. `is_final`: the plan will not change.
+    `needs` are the checkpoint's with these settings. `calibration` is None if nothing was measured, yet or at all.
+    `is_final`: the plan will not change.
     """
 
     settings: Settings
     facts: Facts
     checkpoint: OpenedModel
+    needs: Needs
     plan: ServingPlan
     calibration_file: CalibrationFile
     calibration: Calibration | None = None
@@ -236,8 +239,19 @@ class Prepared:
 
     def with_calibration(self, calibration: Calibration) -> Prepared:
         """Return a copy with this calibration and the final plan made from it."""
-        plan = _plan(self.facts, calibration.measurements, self.settings, self.checkpoint)
+        plan = _plan(self.facts, calibration.measurements, self.settings, self.needs)
         return replace(self, plan=plan, calibration=calibration, is_final=True)
+
+    def with_quality_cost(self, cost: float) -> Prepared:
+        """Return a copy whose plan knows what its precision costs in quality; `auto` may choose another one then.
+
+        The figure is noted for the next start.
+        """
+        costs = {**self.needs.quality_costs, self.plan.precision.value: cost}
+        QualityNotes(self.checkpoint, self.settings).write(costs)
+        needs = replace(self.needs, quality_costs=costs)
+        measurements = None if self.calibration is None else self.calibration.measurements
+        return replace(self, needs=needs, plan=_plan(self.facts, measurements, self.settings, needs))
 
 
 def prepare(settings: Settings) -> Prepared:
@@ -259,11 +273,12 @@ def prepare(settings: Settings) -> Prepared:
 
 def with_kept_calibration(facts: Facts, settings: Settings, checkpoint: OpenedModel) -> Prepared:
     """Make the plan with the calibration of an earlier start, if one exists and may be used."""
-    plan = _plan(facts, None, settings, checkpoint)
+    needs = planned_needs(checkpoint, settings)
+    plan = _plan(facts, None, settings, needs)
     calibration_file = CalibrationFile(
         settings.cache_directory, calibration_key(facts, settings, plan, _shapes(checkpoint))
     )
-    prepared = Prepared(settings, facts, checkpoint, plan, calibration_file, is_final=not plan.calibrate.value)
+    prepared = Prepared(settings, facts, checkpoint, needs, plan, calibration_file, is_final=not plan.calibrate.value)
     found = calibration_file.read() if plan.calibrate.value and settings.calibrate != "on" else None
     return prepared if found is None else prepared.with_calibration(found)
 
@@ -334,13 +349,14 @@ def measurement_subject(prepared: Prepared) -> CalibrationSubject:
     facts, settings, checkpoint, plan = prepared.facts, prepared.settings, prepared.checkpoint, prepared.plan
     names = [plan.precision.value, *_other_precisions(prepared)]
     plans = [plan_variant for name in names if (plan_variant := _plan_for_precision(prepared, name)) is not None]
-    copies = settings.int8_copy != "off" and "int4" in names and checkpoint.needs().generates
+    int4 = next((name for name in precision.INT4_PRECISIONS if name in names), None)
+    copies = settings.int8_copy != "off" and int4 is not None and checkpoint.needs().generates
     return CalibrationSubject(
         checkpoint.model_config if isinstance(checkpoint, Checkpoint) else checkpoint,
         tuple(plans),
         _thread_counts(settings, plan),
-        lambda found: _precision_and_threads(_plan(facts, found, settings, checkpoint)),
-        _plan_for_precision(prepared, "int4", int8_copy="on") if copies else None,
+        lambda found: _precision_and_threads(_plan(facts, found, settings, prepared.needs)),
+        _plan_for_precision(prepared, int4, int8_copy="on") if copies and int4 is not None else None,
         max((cache.size_bytes for cache in facts.caches), default=0),
     )
 
@@ -361,14 +377,14 @@ def _other_precisions(prepared: Prepared) -> list[str]:
     if needs.num_parameters < precision.MIN_PARAMETERS:
         return []
     exact = precision.unquantized_precision(prepared.facts, prepared.plan.device.value)
-    return [name for name in (exact, *precision.QUANTIZED_PRECISIONS) if name != prepared.plan.precision.value]
+    return [name for name in (exact, *precision.AUTO_PRECISIONS) if name != prepared.plan.precision.value]
 
 
 def _plan_for_precision(prepared: Prepared, name: str, int8_copy: str = "off") -> ServingPlan | None:
     """Return the plan for a precision, or None if that precision is not possible."""
     overrides = {"precision": name, "int8_copy": int8_copy, "device": prepared.plan.device.value}
     try:
-        return _plan(prepared.facts, None, prepared.settings.model_copy(update=overrides), prepared.checkpoint)
+        return _plan(prepared.facts, None, prepared.settings.model_copy(update=overrides), prepared.needs)
     except (NoRecipe, PlanImpossible):
         return None
 
@@ -380,8 +396,8 @@ def _thread_counts(settings: Settings, plan: ServingPlan) -> tuple[int, ...]:
     return tuple(range(planned, 0, -1)) if planned <= FEW_THREADS else (planned, planned - 1)
 
 
-def _plan(facts: Facts, measurements: Measurements | None, settings: Settings, checkpoint: OpenedModel) -> ServingPlan:
-    return make_plan(facts, measurements, settings, checkpoint.needs(), RECIPES.keys())
+def _plan(facts: Facts, measurements: Measurements | None, settings: Settings, needs: Needs) -> ServingPlan:
+    return make_plan(facts, measurements, settings, needs, RECIPES.keys())
 
 
 def _log_plan(plan: ServingPlan) -> None:

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from app.api.routing import ApiRuntime
 from app.engine.worker import Callbacks, Worker
-from app.errors import ServiceStopping, SettingsInvalid
+from app.errors import PrecisionTooCostly, ServiceStopping, SettingsInvalid
 from app.hardware.facts import Facts, to_json_value
 from app.hardware.plan.plan import ServingPlan
 from app.hardware.probe.cgroup import find_cpu_stat
@@ -199,10 +199,23 @@ class ServerRuntime:
         began = time.monotonic()
         import torch  # noqa: F401  # imported here so that the time is logged
 
+        log.info("torch imported in %.1f s", time.monotonic() - began)
+        self._prepared = calibrate(self._prepared, report_stage)
+        while True:
+            try:
+                return self._build_planned(tokenizer, report_stage)
+            except PrecisionTooCostly as found:
+                log.warning("%s: loading the weights in %s", found.message, self._prepared.plan.precision.value)
+
+    def _build_planned(self, tokenizer: Tokenizer | None, report_stage: Callable[[str], None]) -> Engine:
+        """Build the engine of the present plan.
+
+        Raises:
+            PrecisionTooCostly: The weights were packed, and their precision costs more quality than `auto` may spend.
+        """
         from app.engine.build import BuildRequest, build
 
-        log.info("torch imported in %.1f s", time.monotonic() - began)
-        prepared = self._prepared = calibrate(self._prepared, report_stage)
+        prepared = self._prepared
         step_time_model = StepTimeModel(prepared.step_time_table)
         self._watch_drift(prepared, step_time_model)
         self.service.serve(make_served_model(prepared, tokenizer))
@@ -210,12 +223,32 @@ class ServerRuntime:
         eos_token_ids = () if tokenizer is None else tokenizer.eos_token_ids
         with self._suggest_cpu_on_failure():
             engine = build(
-                BuildRequest(prepared.checkpoint, prepared.plan, report_stage, step_time_model, eos_token_ids)
+                BuildRequest(
+                    prepared.checkpoint,
+                    prepared.plan,
+                    report_stage,
+                    step_time_model,
+                    eos_token_ids,
+                    self._take_quality_cost,
+                )
             )
         self._step_monitor.watch_slow_steps(self._slow_step_detector(step_time_model))
         log.info("weights loaded and warmed up in %.1f s", time.monotonic() - began)
         log.info("ready in %.1f s", time.monotonic() - self._began)
         return engine
+
+    def _take_quality_cost(self, cost: float) -> None:
+        """Plan again with the measured cost of the precision.
+
+        Raises:
+            PrecisionTooCostly: The plan chooses another precision now.
+        """
+        before = self._prepared.plan.precision
+        self._prepared = self._prepared.with_quality_cost(cost)
+        now = self._prepared.plan.precision
+        if now.value != before.value:
+            raise PrecisionTooCostly(f"Weights in {before.value} raise perplexity by {100 * cost:.1f}%. {now.reason}")
+        log.info("plan: precision = %s (%s)", now.value, now.reason)
 
     @contextmanager
     def _suggest_cpu_on_failure(self) -> Iterator[None]:

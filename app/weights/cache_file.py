@@ -150,19 +150,24 @@ def checkpoint_fingerprint(checkpoint: Checkpoint, notes: Path, threads: int) ->
         OSError: A file cannot be read.
     """
     files = sorted({entry.file for entry in checkpoint.tensors.values()} | {checkpoint.directory / "config.json"})
-    identities = [_identity(file) for file in files]
+    identities = [file_identity(file) for file in files]
     note = notes / f"{hashlib.sha256(json.dumps(identities).encode()).hexdigest()[:32]}.content"
     noted = _read_note(note)
     if noted is not None:
         return noted
     content = _hash(files, threads)
     is_stable = max(changed for _, _, changed, _ in identities) < time.time_ns() - _STABLE_NANOSECONDS
-    if is_stable and identities == [_identity(file) for file in files]:
+    if is_stable and identities == [file_identity(file) for file in files]:
         _write_note(note, content)
     return content
 
 
-def _identity(file: Path) -> tuple[str, int, int, int]:
+def file_identity(file: Path) -> tuple[str, int, int, int]:
+    """Return a file's path, size, time of change in nanoseconds, and inode.
+
+    Raises:
+        OSError: There is no such file.
+    """
     status = file.stat()
     return str(file.resolve()), status.st_size, status.st_mtime_ns, status.st_ino
 

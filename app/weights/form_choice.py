@@ -5,7 +5,7 @@ The form is the first of the recipe that suits the weight on this machine.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -17,9 +17,8 @@ from app.kernels.linear.int_panels import IntPanelFactory, IntPanelLinear
 from app.kernels.linear.linear import DEVICE_FORMS, FORMS, QUANTISED_FORMS, FormFactory, Linear
 from app.kernels.linear.row_split import RowSplitFactory, RowSplitLinear
 from app.models.decoders.decoder import RMSNorm
-from app.weights.forms import Recipe
+from app.weights.forms import EXACT, KEPT_FORMS, OUTPUT_SOURCES, KeptLayers, Recipe, kept_precision
 
-OUTPUT_SOURCES = (("lm_head",), ("model.embed_tokens",))
 # Their results can be kept in a file for the next start.
 CacheablePacking = IntPanelFactory | HybridFactory | RowSplitFactory
 CacheableForm = IntPanelLinear | HybridLinear | RowSplitLinear
@@ -27,7 +26,7 @@ CacheableForm = IntPanelLinear | HybridLinear | RowSplitLinear
 
 @dataclass(frozen=True, slots=True)
 class FormChoice:
-    """A recipe with decisions of the plan.
+    """A recipe with decisions of the plan. `keep` names layers in another precision.
 
     `dtype` is that of activations. `int8_copy`: an int8 copy is held in addition to int4 weights. `most_few`
     is the measured number of rows up to which int4 multiplies if both are held; None: the recipe's. Kept files do not
@@ -37,6 +36,7 @@ class FormChoice:
     recipe: Recipe
     dtype: torch.dtype
     int8_copy: bool
+    keep: KeptLayers = ()
     most_few: int | None = field(default=None, repr=False)  # not part of a pack's key
     device: torch.device | None = field(
         default=None, repr=False
@@ -45,29 +45,36 @@ class FormChoice:
     upgraded: frozenset[str] = field(default=frozenset(), repr=False)
 
     def packing(self, linear: Linear) -> FormFactory:
-        """Return the first packing of the recipe that suits a linear layer."""
+        """Return the first packing that suits a linear layer.
+
+        A product whose sources differ is split by rows if all are integers. If one is exact, all of them are.
+        """
         is_output = linear.sources in OUTPUT_SOURCES
-        names = self.recipe.forms(is_output)
-        upgraded = [source in self.upgraded for source in linear.sources]
-        if any(upgraded) and self.recipe.upgrade is not None:
-            if not all(upgraded):
-                split = self._row_split(linear, self.recipe.upgrade)
-                if split.supports(linear.out_features, linear.in_features, self.dtype):
-                    return self._with_copy(split, split.ranges[0][1].group)
-            else:
-                names = (self.recipe.upgrade, *names)
+        by_source = [self._form_names(source, is_output) for source in linear.sources]
+        names = EXACT.linear if EXACT.linear in by_source else by_source[0]
+        if names != EXACT.linear and len(set(by_source)) > 1:
+            split = self._row_split(linear, [QUANTISED_FORMS[each[0]] for each in by_source])
+            if split.supports(linear.out_features, linear.in_features, self.dtype):
+                return self._with_copy(split, split.ranges[0][1].group)
+            names = self.recipe.forms(is_output)
         packings = [self._packing(name, is_output) for name in names]
         return next(one for one in packings if one.supports(linear.out_features, linear.in_features, self.dtype))
 
-    def _row_split(self, linear: Linear, upgrade: str) -> RowSplitFactory:
-        """Return the packing of a product some of whose sources are upgraded; equal neighbours share a form."""
+    def _form_names(self, source: str, is_output: bool) -> tuple[str, ...]:
+        """Return the forms for one source, in order of preference."""
+        kept = kept_precision(self.keep, source)
+        if kept is not None:
+            return KEPT_FORMS[kept]
+        names = self.recipe.forms(is_output)
+        return (self.recipe.upgrade, *names) if source in self.upgraded and self.recipe.upgrade else names
+
+    def _row_split(self, linear: Linear, packings: Sequence[FormFactory]) -> RowSplitFactory:
+        """Return the packing of a product whose sources have these packings; equal neighbours share a form."""
         ranges: list[tuple[int, IntPanelFactory]] = []
-        for source, rows in zip(linear.sources, linear.source_rows, strict=True):
-            packing = QUANTISED_FORMS[upgrade if source in self.upgraded else self.recipe.linear[0]]
+        for rows, packing in zip(linear.source_rows, packings, strict=True):
             assert isinstance(packing, IntPanelFactory), "only integer panels are split by rows"
-            if ranges and ranges[-1][1] == packing:
-                rows += ranges.pop()[0]
-            ranges.append((rows, packing))
+            count = rows + (ranges.pop()[0] if ranges and ranges[-1][1] == packing else 0)
+            ranges.append((count, packing))
         return RowSplitFactory(tuple(ranges))
 
     def equalizes(self, packing: FormFactory) -> bool:

@@ -9,14 +9,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
 
-from app.errors import NoRecipe
+from app.errors import NoRecipe, SettingsInvalid
 from app.hardware.decision import RecipeKey
 from app.kernels.linear.layout import LAYOUTS, PANEL_OUTPUTS, device_int4_bytes, supports_device_int4
 from app.models.decoders.config import ModelConfig
 from app.models.decoders.shapes import Shape, norms_of, products_of, tensors_of
 from app.models.encoders.config import EncoderConfig, encoder_norm_elements, encoder_products_of, encoder_tables_of
 from app.weights.safetensors import TensorEntry
+
+OUTPUT_SOURCES = (("lm_head",), ("model.embed_tokens",))
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,10 +79,12 @@ RECIPES: Mapping[RecipeKey, Recipe] = {
     ("cpu", "x86_64", "bf16"): EXACT,
     ("cpu", "x86_64", "int8"): INT8,
     ("cpu", "x86_64", "int4"): _int4("torch int4/32", int8_copy_from=64),
+    ("cpu", "x86_64", "int4-small"): replace(_int4("torch int4/32", int8_copy_from=64), upgrade=None),
     ("cpu", "arm64", "fp32"): EXACT,
     ("cpu", "arm64", "bf16"): EXACT,
     ("cpu", "arm64", "int8"): INT8,
     ("cpu", "arm64", "int4"): _int4("kleidi int4/32", "torch int4/32", int8_copy_from=32),
+    ("cpu", "arm64", "int4-small"): replace(_int4("kleidi int4/32", "torch int4/32", int8_copy_from=32), upgrade=None),
     **_device("cuda", "x86_64", "fp32", "bf16"),
     **_device("cuda", "arm64", "fp32", "bf16"),
     **_device("mps", "arm64", "fp32", "bf16", "fp16"),
@@ -92,6 +97,7 @@ DETERMINISTIC_RECIPES: Mapping[str, Recipe] = {
     "bf16": Recipe(linear=("panels/fixed",)),
     "int8": replace(INT8, linear=("int8/32",)),
     "int4": replace(_int4(), linear=("int4/32",), output=("int8/32",)),
+    "int4-small": replace(_int4(), linear=("int4/32",), output=("int8/32",), upgrade=None),
 }
 
 
@@ -177,9 +183,47 @@ def _upgrade_costs(config: ModelConfig) -> dict[tuple[str, ...], int]:
     return costs
 
 
+# ---- layers that the operator keeps in a precision -------------------------------------------------------------------
+
+KeptLayers = tuple[tuple[str, str], ...]  # patterns of tensor names, each with a precision
+KEPT_FORMS: Mapping[str, tuple[str, ...]] = {"int4": _int4().linear, "int8": INT8.linear, "bf16": EXACT.linear}
+
+
+def kept_precision(kept: KeptLayers, source: str) -> str | None:
+    """Return the precision of the first pattern that matches a tensor's name, without `.weight`; None: no pattern.
+
+    `lm_head` also matches an embedding, which is tied to the output layer.
+    """
+    names = (source, "lm_head") if source == "model.embed_tokens" else (source,)
+    return next((wanted for pattern, wanted in kept if any(fnmatchcase(name, pattern) for name in names)), None)
+
+
+def kept_layer_bytes(config: ModelConfig, precision: str, kept: KeptLayers) -> int:
+    """Return by how many bytes kept layers change the size of a quantized decoder.
+
+    Raises:
+        SettingsInvalid: A pattern matches no layer.
+    """
+    shapes = {name.removesuffix(".weight"): shape for name, shape in tensors_of(config).items() if len(shape) == 2}
+    if not config.tie_embeddings:
+        shapes.pop("model.embed_tokens")
+    for pattern, wanted in kept:
+        if not any(kept_precision(((pattern, wanted),), source) for source in shapes):
+            known = ", ".join(sorted({f"*.{source.rpartition('.')[2]}" for source in shapes}))
+            raise SettingsInvalid(f"keep_layers: no layer of this model matches {pattern}. Its layers are {known}.")
+    recipe, added = find_recipe("cpu", "x86_64", precision), 0
+    for source, (rows, columns) in shapes.items():
+        held_in = kept_precision(kept, source)
+        if held_in is not None:
+            held = LAYOUTS[recipe.forms((source,) in OUTPUT_SOURCES)[0]].nbytes(rows, columns)
+            exact = 2 * rows * columns
+            added += (exact if held_in == "bf16" else LAYOUTS[KEPT_FORMS[held_in][0]].nbytes(rows, columns)) - held
+    return added
+
+
 PRECISION_BYTES: Mapping[str, int] = {"fp32": 4, "bf16": 2}
 DEVICE_PRECISION_BYTES: Mapping[str, int] = {"fp32": 4, "bf16": 2, "fp16": 2}
-QUANTIZED = ("int8", "int4")
+QUANTIZED = ("int8", "int4", "int4-small")
 
 
 def decoder_bytes(config: ModelConfig, tensors: Mapping[str, TensorEntry]) -> dict[str, int]:

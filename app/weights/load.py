@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Protocol
 
@@ -38,11 +38,12 @@ from app.models.registry import build_decoder_model, build_encoder_model
 from app.weights.checkpoint import Checkpoint
 from app.weights.form_choice import CacheableForm, CacheablePacking, FormChoice, LayerPacking
 from app.weights.forms import DETERMINISTIC_RECIPES, QUANTIZED, choose_upgrades, find_recipe, is_value
-from app.weights.packs import PackFile, PackFolder, Progress
+from app.weights.packs import PackedWeights, PackFile, PackFolder, PackNotes, Progress
 from app.weights.safetensors import TensorEntry
 from app.weights.tensor_reader import TensorReader, check_fp16
 
 Model = Decoder | Encoder
+ReportCost = Callable[[float], None]  # takes the relative increase of perplexity by quantization
 _GPTQ_ROWS = 4096  # rows whose codes GPTQ chooses together; each takes a few MB while it runs
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -71,14 +72,39 @@ class PackCalibrator(Protocol):
         """
         ...
 
+    def measure_cost(self, model: Decoder, exact: Callable[[Linear], ExactLinear]) -> float | None:
+        """Return by which share the packed model raises perplexity on text that `stages` did not show; None: unknown.
+
+        Args:
+            model: The packed model.
+            exact: Returns the exact form of a product.
+        """
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Packing:
+    """How weights are packed and kept.
+
+    - `folder`: where packed weights are kept; None: they are not kept.
+    - `calibrator`: improves the quantization if a decoder's weights must be packed; None: without a text.
+    - `report_cost`: called with the cost in quality that was measured while packing, now or at an earlier start.
+    """
+
+    folder: PackFolder | None = None
+    calibrator: PackCalibrator | None = None
+    report_cost: ReportCost = lambda cost: None
+
+
+NOT_KEPT = Packing()
+
 
 def load_model(
     checkpoint: Checkpoint,
     plan: ServingPlan,
     backend: BaseBackend,
     progress: Progress | None = None,
-    packs: PackFolder | None = None,
-    calibrator: PackCalibrator | None = None,
+    packing: Packing = NOT_KEPT,
 ) -> Model:
     """Return the model with its weights, ready to run.
 
@@ -87,12 +113,11 @@ def load_model(
         plan: The plan, which decides precision and device.
         backend: The device.
         progress: Called with (bytes done, bytes in total) after each tensor.
-        packs: Where packed weights are kept; None: they are not kept.
-        calibrator: Improves the quantization if a decoder's weights must be packed; None: without a text.
+        packing: How weights are packed and kept.
     """
-    loading = _ModelLoader(checkpoint, plan, backend, progress or (lambda done, total: None), calibrator)
+    loading = _ModelLoader(checkpoint, plan, backend, progress or (lambda done, total: None), packing)
     with closing(loading.streams):
-        loading.fill(packs)
+        loading.fill()
     return loading.model
 
 
@@ -101,8 +126,7 @@ def pack_weights(
     plan: ServingPlan,
     backend: BaseBackend,
     progress: Progress,
-    packs: PackFolder,
-    calibrator: PackCalibrator | None = None,
+    packing: Packing,
 ) -> PackFile | None:
     """Load as for serving, so that the weights are packed and kept.
 
@@ -111,15 +135,14 @@ def pack_weights(
         plan: The plan.
         backend: The device.
         progress: Called with (bytes done, bytes in total) after each tensor.
-        packs: Where packed weights are kept.
-        calibrator: Improves the quantization.
+        packing: How weights are packed, and where they are kept.
 
     Returns:
         The pack file, or None if this form is not kept.
     """
-    loading = _ModelLoader(checkpoint, plan, backend, progress, calibrator)
+    loading = _ModelLoader(checkpoint, plan, backend, progress, packing)
     with closing(loading.streams):
-        return loading.fill(packs)
+        return loading.fill()
 
 
 def form_choice(plan: ServingPlan, config: object, device: torch.device | None = None) -> FormChoice:
@@ -140,7 +163,15 @@ def form_choice(plan: ServingPlan, config: object, device: torch.device | None =
     upgraded: frozenset[str] = frozenset()
     if recipe.upgrade is not None and isinstance(config, ModelConfig):
         upgraded = choose_upgrades(config)
-    return FormChoice(recipe, DTYPES[plan.dtype.value], plan.int8_copy.value, plan.most_few_rows.value, own, upgraded)
+    return FormChoice(
+        recipe,
+        DTYPES[plan.dtype.value],
+        plan.int8_copy.value,
+        plan.keep_layers.value,
+        plan.most_few_rows.value,
+        own,
+        upgraded,
+    )
 
 
 def _build(checkpoint: Checkpoint, dtype: torch.dtype, max_model_len: int, device: torch.device) -> Model:
@@ -158,50 +189,69 @@ class _ModelLoader:
         plan: ServingPlan,
         backend: BaseBackend,
         progress: Progress,
-        calibrator: PackCalibrator | None,
+        packing: Packing,
     ) -> None:
-        self.checkpoint, self.progress = checkpoint, progress
+        self.checkpoint, self.progress, self.packing = checkpoint, progress, packing
         self.choice = form_choice(plan, checkpoint.model_config, backend.device)
         self.model = _build(checkpoint, self.choice.dtype, plan.max_model_len.value, backend.device)
         quantized = plan.precision.value in QUANTIZED and self.choice.device is None
-        self.calibrator = calibrator if quantized and isinstance(self.model, Decoder) else None
+        self.calibrator = packing.calibrator if quantized and isinstance(self.model, Decoder) else None
         self.streams = TensorReader(checkpoint.tensors)
         self.smooth_scales: dict[tuple[str, ...], Tensor] = {}  # scales of the columns, by a layer's sources
         self.exact: dict[Linear, ExactLinear] = {}  # layers that the calibrator runs
         self.done, self.total = 0, sum(entry.nbytes for entry in checkpoint.tensors.values())
 
     @torch.inference_mode()
-    def fill(self, packs: PackFolder | None) -> PackFile | None:
-        modules = list(self.model.modules())
-        linears = [module for module in modules if isinstance(module, Linear)]
-        norms = [module for module in modules if isinstance(module, RMSNorm)]
+    def fill(self) -> PackFile | None:
+        """Fill the model, and return the file of its packed weights if they are kept."""
+        linears = [module for module in self.model.modules() if isinstance(module, Linear)]
+        norms = [module for module in self.model.modules() if isinstance(module, RMSNorm)]
         for norm in norms:
             self._set_weight(norm)
         self.feeding = {norm.feeds: norm for norm in norms if norm.feeds is not None}
-        layers = self._layers(linears, self.choice)
-        pack_file = None if packs is None else packs.open(self.checkpoint, self.choice, layers)
-        kept = None
-        if pack_file is not None and not (self.calibrator is not None and self.calibrator.replaces_pack):
-            kept = pack_file.read(lambda upgraded: self._blob_bytes(linears, upgraded), self._report_pack_progress)
+        layers, folder = self._layers(linears, self.choice), self.packing.folder
+        pack_file = None if folder is None else folder.open(self.checkpoint, self.choice, layers)
+        kept = None if pack_file is None else self._read_pack(pack_file, linears)
         if kept is not None:
-            self.choice = replace(self.choice, upgraded=kept.upgraded)
+            self.choice = replace(self.choice, upgraded=kept.notes.upgraded)
             layers = self._layers(linears, self.choice)
         if kept is None and self.calibrator is not None:
             layers = self._pack_calibrated(self.calibrator, linears)
         else:
             for layer in sorted(layers, key=lambda layer: -layer.linear.in_features * layer.linear.out_features):
                 self._pack(layer, None if kept is None else kept.blobs)
-        packed = {linear.sources: linear.form for linear in linears}
-        for module in modules:
+        self._fill_tables({linear.sources: linear.form for linear in linears})
+        notes = PackNotes(self.choice.upgraded, self._measure_cost()) if kept is None else kept.notes
+        self.progress(self.total, self.total)
+        if pack_file is not None and kept is None:
+            blobs = [blob for layer in layers for blob in layer.blobs(self.smooth_scales.get(layer.linear.sources))]
+            pack_file.write(dict(blobs), notes)
+        if notes.cost is not None:
+            self.packing.report_cost(notes.cost)
+        return pack_file
+
+    def _read_pack(self, pack_file: PackFile, linears: Sequence[Linear]) -> PackedWeights | None:
+        """Return the kept weights; None if there are none, or if they are to be replaced."""
+        if self.calibrator is not None and self.calibrator.replaces_pack:
+            return None
+        return pack_file.read(lambda upgraded: self._blob_bytes(linears, upgraded), self._report_pack_progress)
+
+    def _fill_tables(self, packed: Mapping[tuple[str, ...], LinearForm]) -> None:
+        """Fill everything that is neither a linear layer nor an RMSNorm."""
+        for module in self.model.modules():
             if isinstance(module, Embedding):
                 self._embed(module, packed.get((module.source,)))
             elif isinstance(module, LayerNorm | DenseLayer | DistanceBias):
                 self._set_weight_and_bias(module)
-        self.progress(self.total, self.total)
-        if pack_file is not None and kept is None:
-            blobs = [blob for layer in layers for blob in layer.blobs(self.smooth_scales.get(layer.linear.sources))]
-            pack_file.write(dict(blobs), self.choice.upgraded)
-        return pack_file
+
+    def _measure_cost(self) -> float | None:
+        """Return the cost in quality of the packed model; None without a calibration."""
+        if self.calibrator is None:
+            return None
+        assert isinstance(self.model, Decoder), "only decoders are calibrated"
+        cost = self.calibrator.measure_cost(self.model, self._exact_form)
+        self.exact.clear()
+        return cost
 
     def _layers(self, linears: Sequence[Linear], choice: FormChoice) -> list[LayerPacking]:
         """Return each linear layer with its packing and with the norm that is equalized with it."""
@@ -236,7 +286,6 @@ class _ModelLoader:
                 entries = self.streams.entries(layer.linear.sources)
                 factors = self.smooth_scales.get(layer.linear.sources)
                 layer.linear.form = self._form(layer.linear, layer.packing, entries, factors)
-        self.exact.clear()
         return final
 
     def _exact_form(self, linear: Linear) -> ExactLinear:
@@ -365,6 +414,7 @@ def _fill_function(
     if statistics is None or not isinstance(empty, CacheableForm):
         return empty.fill
     first = empty.few if isinstance(empty, HybridLinear) else empty
-    first = first.forms[0] if isinstance(first, RowSplitLinear) else first
+    if isinstance(first, RowSplitLinear):
+        first = min(first.forms, key=lambda form: form.packing.bits)
     blocks = statistics.gptq_factors(factors, first.group) if first.packing.bits == 4 else ()
     return partial(empty.fill, gptq_factors=blocks)

@@ -17,7 +17,7 @@ import os
 import time
 import warnings
 import zlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
@@ -52,6 +52,27 @@ Progress = Callable[[int, int], None]
 
 
 @dataclass(frozen=True, slots=True)
+class PackNotes:
+    """What was decided and measured while packing.
+
+    `upgraded` are the sources of the layers that are held in more bits (weights/forms.py). `cost` is the relative
+    increase of perplexity that was measured; None: not measured.
+    """
+
+    upgraded: frozenset[str] = frozenset()
+    cost: float | None = None
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the fields of the header."""
+        return {"upgraded": sorted(self.upgraded), "cost": self.cost}
+
+    @classmethod
+    def from_json(cls, header: Mapping[str, Any]) -> PackNotes:
+        """Return the notes of a header."""
+        return cls(frozenset(header["upgraded"]), header["cost"])
+
+
+@dataclass(frozen=True, slots=True)
 class Blob:
     """Bytes `[start, start + nbytes)` of the file, with their CRC-32."""
 
@@ -64,7 +85,11 @@ class Blob:
 
 
 def write_pack(
-    target: Path, key: Mapping[str, str], blobs: Mapping[str, Tensor], progress: Progress, upgraded: Iterable[str] = ()
+    target: Path,
+    key: Mapping[str, str],
+    blobs: Mapping[str, Tensor],
+    progress: Progress,
+    notes: PackNotes | None = None,
 ) -> int:
     """Write a pack atomically and return its bytes. On any error, or Ctrl-C, no file is left behind.
 
@@ -73,13 +98,13 @@ def write_pack(
         key: What the pack was made for.
         blobs: Contiguous tensors by name.
         progress: Called with (bytes done, bytes in total).
-        upgraded: Sources of the layers that are held in more bits (weights/forms.py).
+        notes: What was decided and measured while packing.
 
     Raises:
         OSError: The file cannot be written.
     """
     with atomic_write(target) as stream:
-        return _write(stream.fileno(), {"key": dict(key), "upgraded": sorted(upgraded)}, blobs, progress)
+        return _write(stream.fileno(), {"key": dict(key), **(notes or PackNotes()).to_json()}, blobs, progress)
 
 
 def _write(file: int, about: Mapping[str, Any], blobs: Mapping[str, Tensor], progress: Progress) -> int:
@@ -133,9 +158,9 @@ def _aligned(at: int) -> int:
 class PackReader:
     """An open pack with a verified header; each blob is verified when it is read."""
 
-    def __init__(self, file: int, blobs: Mapping[str, Blob], upgraded: Iterable[str] = ()) -> None:
+    def __init__(self, file: int, blobs: Mapping[str, Blob], notes: PackNotes | None = None) -> None:
         self._file, self.blobs, self.size = file, blobs, os.fstat(file).st_size
-        self.upgraded = frozenset(upgraded)
+        self.notes = notes or PackNotes()
 
     def read(self, name: str) -> Tensor:
         """Return a blob as uint8 in private memory, on huge pages if it is large.
@@ -198,7 +223,7 @@ def open_pack(file: Path, key: Mapping[str, str]) -> PackReader:
         header = _read_header(descriptor)
         if header["key"] != dict(key):
             raise FileUnusable("it was made for another checkpoint, recipe or version")
-        pack = PackReader(descriptor, _blobs(descriptor, header), header["upgraded"])
+        pack = PackReader(descriptor, _blobs(descriptor, header), PackNotes.from_json(header))
         undo.pop_all()
         return pack
 
@@ -251,7 +276,7 @@ def _check(name: str, checksum: int, blob: Blob) -> None:
 
 log = logging.getLogger(__name__)
 
-FORMAT = 2  # version of the blobs' layout: raise it when csrc/ops.h changes the layout of packed weights
+FORMAT = 3  # version of the blobs' layout: raise it when csrc/ops.h changes the layout of packed weights
 FOLDER = "packs"
 _QUANTIZATION_MODULES = (
     quantization,
@@ -291,10 +316,10 @@ BlobBytes = Callable[[frozenset[str]], Mapping[str, int]]
 
 @dataclass(frozen=True, slots=True)
 class PackedWeights:
-    """The blobs of a pack, uint8 and all verified, and the sources of the layers that are held in more bits."""
+    """The blobs of a pack, uint8 and all verified, and its notes."""
 
     blobs: Mapping[str, Tensor]
-    upgraded: frozenset[str]
+    notes: PackNotes
 
 
 class PackFile:
@@ -324,22 +349,22 @@ class PackFile:
             self._warn(error)
             return None
         try:
-            wanted = blob_bytes(pack.upgraded)
+            wanted = blob_bytes(pack.notes.upgraded)
             if {name: blob.nbytes for name, blob in pack.blobs.items()} != dict(wanted):
                 raise FileUnusable("it holds other weights")
             blobs = _read_all(wanted, progress, pack.mapping() if self._packs.mapped else pack.read)
             self.size, self.found = pack.size, True
-            return PackedWeights(blobs, pack.upgraded)
+            return PackedWeights(blobs, pack.notes)
         except (OSError, FileUnusable) as error:
             self._warn(error)
             return None
         finally:
             pack.close()
 
-    def write(self, blobs: Mapping[str, Tensor], upgraded: Iterable[str]) -> None:
+    def write(self, blobs: Mapping[str, Tensor], notes: PackNotes) -> None:
         """Write the blobs for the next start, or log a warning."""
         try:
-            self.size = write_pack(self.file, self.key, blobs, self._packs.write_progress, upgraded)
+            self.size = write_pack(self.file, self.key, blobs, self._packs.write_progress, notes)
         except OSError as error:
             log_not_kept(self.file, "the packed weights", error)
         else:

@@ -30,7 +30,7 @@ from app.settings import load_settings
 from app.text.tokenizer import Tokenizer
 from app.weights.checkpoint import open_checkpoint
 from app.weights.forms import RECIPES
-from app.weights.load import load_model
+from app.weights.load import Packing, load_model
 
 WAYS = ("as they are", "equalized", "calibrated")
 
@@ -92,7 +92,7 @@ class Trial:
         """Return the perplexity and the bytes per parameter."""
         plan = self.subject.plan(precision, "auto")
         calibrator = calibration_for(self.checkpoint, plan, self.backend, self.learn) if calibrated else None
-        model = load_model(self.checkpoint, plan, self.backend, calibrator=calibrator)
+        model = load_model(self.checkpoint, plan, self.backend, packing=Packing(calibrator=calibrator))
         reader = WindowScorer(model, self.checkpoint.decoder, kv_dtype(plan), self.backend)
         nats = sum(reader.score(window)[0] for window in self.windows)
         nbytes = loaded_weight_bytes(model) / self.checkpoint.needs().num_parameters

@@ -28,7 +28,7 @@ from app.settings import Settings
 from app.text.tokenizer import Tokenizer
 from app.weights.checkpoint import Checkpoint
 from app.weights.forms import RECIPES
-from app.weights.load import load_model
+from app.weights.load import Packing, load_model
 from app.weights.packs import PackFolder
 
 # Precision of weights, and of keys and values (`auto`: that of the activations). The first entry is the reference.
@@ -166,7 +166,7 @@ def _read_all(
 def _load(checkpoint: Checkpoint, plan: ServingPlan, backend: HostBackend) -> nn.Module:
     folder = plan.pack_folder.value
     packs = None if folder is None else PackFolder(Path(folder), lambda done, total: None)
-    return load_model(checkpoint, plan, backend, packs=packs, calibrator=calibration_for(checkpoint, plan, backend))
+    return load_model(checkpoint, plan, backend, packing=Packing(packs, calibration_for(checkpoint, plan, backend)))
 
 
 def loaded_weight_bytes(model: nn.Module) -> int:

@@ -43,6 +43,7 @@ from app.engine.scheduler.batch import ScheduledSpan, make_sequence
 from app.engine.scheduler.queues import EngineLimits
 from app.hardware.decision import Measurements, TrialTimes
 from app.hardware.plan.plan import ServingPlan
+from app.hardware.plan.precision import INT4_PRECISIONS
 from app.hardware.step_times import throttle_corrected_clock
 from app.kernels.attention.paged import PAGE_TOKENS
 from app.kernels.ceilings import (
@@ -277,7 +278,7 @@ def _measure_trials(subject: CalibrationSubject, timer: CalibrationTimer, found:
         coarse = [*counts, *_not_remeasured(coarse, counts)]
         asked = subject.choose(replace(found, trials=tuple(coarse)))[1]
         threads = asked if asked in subject.threads else threads
-    try_int8_copy = subject.copy is not None and plan.precision.value == "int4"
+    try_int8_copy = subject.copy is not None and plan.precision.value in INT4_PRECISIONS
     session = TrialSession(subject, plan, timer.share(1 - COPY_SHARE) if try_int8_copy else timer)
     full = session.trials((threads,), FULL_TRIAL)
     if not full and not coarse:

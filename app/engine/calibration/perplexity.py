@@ -34,18 +34,23 @@ def default_text() -> str:
 
 
 def read_windows(
-    tokenizer: Tokenizer, text: Path | None, max_model_len: int, max_tokens: int | None = None
+    tokenizer: Tokenizer,
+    text: Path | None,
+    max_model_len: int,
+    max_tokens: int | None = None,
+    window_tokens: int | None = None,
 ) -> list[Window]:
     """Cut the text's documents into windows of token ids, each with the checkpoint's usual first token.
 
-    `text` None: `default_text`. Raises `SettingsInvalid` if there is nothing to read.
+    `text` None: `default_text`. `window_tokens` None: `WINDOW_TOKENS`. Raises `SettingsInvalid` if there is nothing to
+    read.
     """
     try:
         documents = _documents(default_text() if text is None else text.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError) as error:
         raise SettingsInvalid(f"The text {text} cannot be read: {error}") from error
     begin = [] if tokenizer.bos_token_id is None else [tokenizer.bos_token_id]
-    chunk_tokens, left, windows = min(WINDOW_TOKENS, max_model_len) - len(begin), max_tokens, []
+    chunk_tokens, left, windows = min(window_tokens or WINDOW_TOKENS, max_model_len) - len(begin), max_tokens, []
     for document in documents:
         ids = tokenizer.encode(document, add_special_tokens=False)[:left]
         chunks = [[*begin, *ids[start : start + chunk_tokens]] for start in range(0, len(ids), chunk_tokens)]
@@ -80,6 +85,14 @@ def window_span(window: Window, start: int, end: int, samples: bool) -> Schedule
     )
 
 
+def window_logits(model: nn.Module, attention: StepAttention, window: Window, start: int, end: int) -> Tensor:
+    """Return the logits [end - start, vocab] of a window's tokens; the tokens before `start` were computed before."""
+    attend = attention.begin((window_span(window, start, end, samples=True),))
+    tokens, positions = torch.tensor(window[start:end]), torch.arange(start, end)
+    logits: Tensor = model(StepContext(tokens, positions, torch.arange(end - start), attend))
+    return logits
+
+
 class WindowScorer:
     """Runs one sequence at a time through a model and returns the logits of every token."""
 
@@ -105,7 +118,4 @@ class WindowScorer:
             yield targets, self._logits(window, start, start + len(targets)).float()
 
     def _logits(self, window: Window, start: int, end: int) -> Tensor:
-        attend = self._attention.begin((window_span(window, start, end, samples=True),))
-        tokens, positions = torch.tensor(window[start:end]), torch.arange(start, end)
-        logits: Tensor = self._model(StepContext(tokens, positions, torch.arange(end - start), attend))
-        return logits
+        return window_logits(self._model, self._attention, window, start, end)

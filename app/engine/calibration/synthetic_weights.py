@@ -17,7 +17,8 @@ from app.kernels.linear.device import DeviceFactory
 from app.kernels.linear.device_int4 import DeviceInt4Factory
 from app.kernels.linear.linear import FormFactory, Linear, LinearForm
 from app.kernels.native.memory import allocate_weights
-from app.weights.form_choice import OUTPUT_SOURCES, CacheablePacking, FormChoice
+from app.weights.form_choice import CacheablePacking, FormChoice
+from app.weights.forms import OUTPUT_SOURCES
 
 FILL_BYTE = 0x3C  # two bytes of it are 0.0115 in bf16; one is 60 in eight bits; its halves are 3 and 12 in four bits
 FILL_WEIGHT = 0.0115  # the value where a form packs whole weights

@@ -27,6 +27,7 @@ from app.hardware.plan.memory_budget import (
     useful_kv_cache_bytes,
 )
 from app.hardware.plan.precision import (
+    INT4_PRECISIONS,
     QUANTIZED_PRECISIONS,
     Int8CopyGain,
     PrecisionCandidates,
@@ -48,6 +49,7 @@ class WeightsAndKv:
 
     precision: Decision[str] = decided(ALL_KINDS)
     dtype: Decision[Dtype] = decided()
+    keep_layers: Decision[tuple[tuple[str, str], ...]] = decided(("decoder",))
     int8_copy: Decision[bool] = decided(ALL_KINDS)
     most_few_rows: Decision[int | None] = decided()
     pack_folder: Decision[str | None] = decided()
@@ -84,6 +86,7 @@ def decide_weights_and_kv(
     return WeightsAndKv(
         precision=chosen,
         dtype=dtype,
+        keep_layers=precision.decide_kept_layers(settings, chosen.value, kind),
         int8_copy=copy,
         most_few_rows=int8_copy.decide_most_few_rows(measurements, copy.value),
         pack_folder=decide_pack_folder(settings, chosen.value, kind),
@@ -109,7 +112,8 @@ def _copy_gain(
 ) -> Int8CopyGain:
     """Return the memory and the measured gain of an 8-bit copy in addition to 4-bit weights."""
     facts, settings, needs = candidates.facts, candidates.settings, candidates.needs
-    timing = trials.find("int4", threads)
+    name = demand.precision if demand.precision in INT4_PRECISIONS else "int4"
+    timing = trials.find(name, threads)
     tokens = decide_step_tokens(facts, settings, demand, timing).value
     if needs is None:
         return Int8CopyGain(0, False, tokens)
@@ -119,7 +123,7 @@ def _copy_gain(
         left.size >= useful_kv_cache_bytes(settings, demand_with_copy)
         and needs.int8_copy_bytes * int8_copy.MEMORY_DIVISOR <= left.available
     )
-    with_copy = trials.find("int4", threads, int8_copy=True) or trials.find("int8", threads)
+    with_copy = trials.find(name, threads, int8_copy=True) or trials.find("int8", threads)
     return Int8CopyGain(needs.int8_copy_bytes, fits, tokens, timing, with_copy)
 
 

@@ -23,7 +23,7 @@ from app.hardware.plan.memory_budget import (
 )
 from app.hardware.plan.trials import FEW_SEQS, SEVERAL_SEQS, TrialTiming, TrialTimings, format_rate
 from app.hardware.probe.software import TORCH_KERNELS
-from app.settings import Settings
+from app.settings import Settings, parse_kept_layers
 
 # Instruction sets with BF16 products that accumulate in FP32. AVX-512 without BF16 would have to convert, which is
 # slower than FP32.
@@ -31,11 +31,13 @@ _BF16_PRODUCTS = {"x86_64": ("amx_bf16", "avx512_bf16"), "arm64": ("bf16",)}
 
 # Precisions whose products can sum in one order for any number of rows, and the kernel levels that do so; empty: all
 # levels.
-_BATCH_INVARIANT_LEVELS = {"bf16": ("avx512bf16",), "int8": (), "int4": ()}
+_BATCH_INVARIANT_LEVELS = {"bf16": ("avx512bf16",), "int8": (), "int4": (), "int4-small": ()}
 
-QUANTIZED_PRECISIONS = ("int8", "int4")  # quantized precisions, from the most exact to the smallest
+QUANTIZED_PRECISIONS = ("int8", "int4", "int4-small")  # from the most exact to the smallest
+INT4_PRECISIONS = ("int4", "int4-small")
+AUTO_PRECISIONS = ("int8", "int4")  # quantized precisions that `auto` considers
 # No other model's figure is quoted: what rounding costs differs from model to model by a factor of a hundred.
-UNKNOWN_COST = "its cost in quality is not measured for this model (`armature bench quality` measures it)"
+UNKNOWN_COST = "its cost in quality is not measured for this model (it is, when the weights are packed)"
 MIN_PARAMETERS = 100_000_000  # smaller models are fast in any precision, and quantization costs them most
 MIN_INT8_GAIN = 1.2  # least speedup, at one sequence and at eight, that is worth a small cost in quality
 SLOW_TOKENS_PER_SECOND = (
@@ -61,6 +63,20 @@ class PrecisionCandidates:
         """Kind of the device."""
         return "cpu" if self.device is None else self.device.kind
 
+    def cost_phrase(self, name: str) -> str:
+        """Return what a quantized precision costs in quality, as a clause."""
+        cost = None if self.needs is None else self.needs.quality_costs.get(name)
+        if cost is None:
+            return UNKNOWN_COST
+        return f"it raises perplexity by {100 * cost:.1f}% (measured with this model when its weights were packed)"
+
+    def within_budget(self, name: str) -> bool:
+        """Return whether `auto` may choose a precision: exact, or not known to cost more than `quality_budget`."""
+        if name not in QUANTIZED_PRECISIONS:
+            return True
+        cost = 0.0 if self.needs is None else self.needs.quality_costs.get(name, 0.0)
+        return 0 < self.settings.quality_budget >= cost
+
     def batch_invariant_only(self, names: Sequence[str]) -> Sequence[str]:
         """Return the precisions that are batch invariant if `deterministic` is on, else all.
 
@@ -79,11 +95,20 @@ def choose_precision(candidates: PrecisionCandidates, trials: TrialTimings, thre
     """
     reference = _reference_precision(candidates)
     names = candidates.batch_invariant_only(
-        [reference, *(name for name in QUANTIZED_PRECISIONS if name in candidates.available)]
+        [reference, *(name for name in AUTO_PRECISIONS if name in candidates.available)]
     )
     fitting = _fitting_precisions(candidates, names)
     start = _reference_or_replacement(candidates, reference, names, fitting)
-    timed = {name: timing for name in fitting if (timing := trials.find(name, threads))}
+    affordable = [name for name in fitting if name == start.value or candidates.within_budget(name)]
+    timed = {name: timing for name in affordable if (timing := trials.find(name, threads))}
+    chosen = _choose_timed(candidates, start, timed)
+    costly = [name for name in fitting if name not in affordable]
+    return Decision(chosen.value, f"{chosen.reason} {_costly_phrase(candidates, costly)}") if costly else chosen
+
+
+def _choose_timed(
+    candidates: PrecisionCandidates, start: Decision[str], timed: dict[str, TrialTiming]
+) -> Decision[str]:
     if start.value not in timed:
         return start
     if candidates.needs and candidates.needs.num_parameters < MIN_PARAMETERS:
@@ -91,7 +116,16 @@ def choose_precision(candidates: PrecisionCandidates, trials: TrialTimings, thre
         return Decision(
             start.value, f"{start.reason} With {millions:.0f}M parameters quantization would have no noticeable gain."
         )
-    return _choose_faster(start, timed)
+    return _choose_faster(candidates, start, timed)
+
+
+def _costly_phrase(candidates: PrecisionCandidates, names: Sequence[str]) -> str:
+    """Return a sentence on the precisions that `quality_budget` excludes."""
+    budget = candidates.settings.quality_budget
+    if budget == 0:
+        return "quality_budget is 0, so weights are not quantized."
+    said = "; ".join(f"{name}: {candidates.cost_phrase(name)}" for name in names)
+    return f"Over the quality_budget of {100 * budget:g}% is {said}."
 
 
 def choose_vector_precision(candidates: PrecisionCandidates, trials: TrialTimings, threads: int) -> Decision[str]:
@@ -102,7 +136,7 @@ def choose_vector_precision(candidates: PrecisionCandidates, trials: TrialTiming
     """
     reference = _reference_precision(candidates)
     names = candidates.batch_invariant_only(
-        [reference, *(name for name in QUANTIZED_PRECISIONS[:1] if name in candidates.available)]
+        [reference, *(name for name in AUTO_PRECISIONS[:1] if name in candidates.available)]
     )
     start = _reference_or_replacement(candidates, reference, names, _fitting_precisions(candidates, names))
     now, int8 = trials.find(start.value, threads), trials.find("int8", threads)
@@ -118,6 +152,8 @@ def choose_vector_precision(candidates: PrecisionCandidates, trials: TrialTiming
 def forced_precision(candidates: PrecisionCandidates) -> Decision[str]:
     """Return the decision for a precision that was set."""
     chosen = candidates.settings.precision
+    if chosen in QUANTIZED_PRECISIONS and candidates.kind == "cpu":
+        return Decision(chosen, f"Asked for; {candidates.cost_phrase(chosen)}.")
     if chosen == "bf16" and unquantized_precision(candidates.facts, candidates.kind) != "bf16":
         whose = "processor" if candidates.kind == "cpu" else "chip"
         return Decision(chosen, f"Asked for; slow, since this {whose} has no BF16 products.")
@@ -186,7 +222,7 @@ def _reference_or_replacement(
         return Decision(
             names[0],
             f"Deterministic is on, and on this processor products in {reference} do not sum in one order, but those in {names[0]} do"
-            f"{_cost_phrase(names[0])}.",
+            f"{_cost_phrase(candidates, names[0])}.",
         )
     return Decision(reference, _reference_reason(candidates, reference))
 
@@ -205,8 +241,8 @@ def _reference_reason(candidates: PrecisionCandidates, reference: str) -> str:
     return "This processor has no BF16 products." if not multiplier else "BF16 is not supported on this device yet."
 
 
-def _cost_phrase(name: str) -> str:
-    return f"; {UNKNOWN_COST}" if name in QUANTIZED_PRECISIONS else ""
+def _cost_phrase(candidates: PrecisionCandidates, name: str) -> str:
+    return f"; {candidates.cost_phrase(name)}" if name in QUANTIZED_PRECISIONS else ""
 
 
 # ---- memory ---------------------------------------------------------------------------------------------------------
@@ -245,23 +281,25 @@ def _does_not_fit_reason(candidates: PrecisionCandidates, reference: str, chosen
     return (
         f"Weights in {reference} take {takes}; {overhead_phrase}that is more than the "
         f"{format_bytes(left.available)} available ({left.source}). "
-        f"In {chosen} they take {instead}{_cost_phrase(chosen)}."
+        f"In {chosen} they take {instead}{_cost_phrase(candidates, chosen)}."
     )
 
 
 # ---- speed ----------------------------------------------------------------------------------------------------------
 
 
-def _choose_faster(start: Decision[str], timed: dict[str, TrialTiming]) -> Decision[str]:
+def _choose_faster(
+    candidates: PrecisionCandidates, start: Decision[str], timed: dict[str, TrialTiming]
+) -> Decision[str]:
     chosen = start
     if start.value != "int8" and "int8" in timed and start.value not in QUANTIZED_PRECISIONS:
-        chosen = _consider_int8(start, timed[start.value], timed["int8"])
+        chosen = _consider_int8(start, timed[start.value], timed["int8"], candidates.cost_phrase("int8"))
     if chosen.value != "int4" and "int4" in timed:
-        chosen = _consider_int4(chosen, timed[chosen.value], timed["int4"])
+        chosen = _consider_int4(chosen, timed[chosen.value], timed["int4"], candidates.cost_phrase("int4"))
     return chosen
 
 
-def _consider_int8(start: Decision[str], now: TrialTiming, int8: TrialTiming) -> Decision[str]:
+def _consider_int8(start: Decision[str], now: TrialTiming, int8: TrialTiming, cost: str) -> Decision[str]:
     gains = [int8.decode_rate(rows) / now.decode_rate(rows) for rows in (FEW_SEQS, SEVERAL_SEQS)]
     measured = f"{gains[0]:.2f} and {gains[1]:.2f} times as fast at one sequence and at {SEVERAL_SEQS}"
     if min(gains) < MIN_INT8_GAIN:
@@ -272,11 +310,11 @@ def _consider_int8(start: Decision[str], now: TrialTiming, int8: TrialTiming) ->
     return Decision(
         "int8",
         f"Measured {_decode_rates(int8)}, against {_decode_rates(now)} in {start.value} ({gains[0]:.1f} and {gains[1]:.1f} times as fast); "
-        f"{UNKNOWN_COST}.",
+        f"{cost}.",
     )
 
 
-def _consider_int4(chosen: Decision[str], now: TrialTiming, int4: TrialTiming) -> Decision[str]:
+def _consider_int4(chosen: Decision[str], now: TrialTiming, int4: TrialTiming, cost: str) -> Decision[str]:
     """Choose int4 if the precision chosen so far is slow for one sequence and int4 gains enough."""
     present_rate, int4_rate = now.decode_rate(FEW_SEQS), int4.decode_rate(FEW_SEQS)
     if present_rate >= SLOW_TOKENS_PER_SECOND:
@@ -289,8 +327,7 @@ def _consider_int4(chosen: Decision[str], now: TrialTiming, int4: TrialTiming) -
         )
     return Decision(
         "int4",
-        f"Measured {slow}, and {_decode_rates(int4)} in int4 ({int4_rate / present_rate:.1f} times "
-        f"as fast); {UNKNOWN_COST}.",
+        f"Measured {slow}, and {_decode_rates(int4)} in int4 ({int4_rate / present_rate:.1f} times as fast); {cost}.",
     )
 
 
@@ -336,7 +373,7 @@ def decide_int8_copy(settings: Settings, chosen: str, candidate: Int8CopyGain) -
     Raises:
         PlanImpossible: int8_copy is on, but the precision is not int4.
     """
-    if chosen != "int4":
+    if chosen not in INT4_PRECISIONS:
         if settings.int8_copy == "on":
             raise PlanImpossible(
                 f"int8_copy is on, but precision is {chosen}, and only int4 weights have a copy: set precision to int4."
@@ -372,6 +409,21 @@ def _measured_decision(candidate: Int8CopyGain, more: str) -> Decision[bool]:
             f"{intro} A copy would take {more}: over a quarter of the available memory, or memory that keys and values need. But {gain}.",
         )
     return Decision(True, f"For {more} of memory {gain}.")
+
+
+def decide_kept_layers(settings: Settings, chosen: str, kind: str) -> Decision[tuple[tuple[str, str], ...]]:
+    """Decide which layers have another precision than the other quantized ones: those that were asked for.
+
+    Raises:
+        PlanImpossible: keep_layers is set, but the weights are not quantized by our formats.
+    """
+    kept = parse_kept_layers(settings.keep_layers)
+    if kept and (chosen not in QUANTIZED_PRECISIONS or kind != "cpu"):
+        raise PlanImpossible(
+            f"keep_layers is {settings.keep_layers}, but the weights are in {chosen} on {kind}: it needs "
+            f"precision {', '.join(QUANTIZED_PRECISIONS)} on a processor."
+        )
+    return Decision(kept, "Asked for." if kept else "No layers were named.")
 
 
 def decide_most_few_rows(measurements: Measurements | None, copy: bool) -> Decision[int | None]:

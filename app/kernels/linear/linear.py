@@ -146,11 +146,15 @@ class PlainLinear:
         hidden += self.multiply(x)
 
 
+_MOST_COPIED = 2**27  # weights of which `ExactLinear` keeps an FP32 copy: 512 MiB
+_CHUNK_ELEMENTS = 2**24  # weights converted to FP32 at a time without a copy: 64 MiB
+
+
 class ExactLinear:
     """A linear form that multiplies in FP32 by the checkpoint's stored tensors, whatever their dtype.
 
-    The FP32 copy is made by the first product and lasts until `release`. `scales` [in]: the inputs are x / scales,
-    because the norm before the layer was already divided by them.
+    The FP32 copy is made by the first product and lasts until `release`; large weights are converted in every product.
+    `scales` [in]: the inputs are x / scales, because the norm before the layer was already divided by them.
     """
 
     __slots__ = ("_weight", "bias", "scales", "weights")
@@ -181,10 +185,15 @@ class ExactLinear:
         hidden += self._multiplied(x)
 
     def _multiplied(self, x: Activations) -> Tensor:
-        if self._weight is None:
-            self._weight = torch.cat([weight.float() for weight in self.weights])
         rows = unquantised(x).float()
-        return F.linear(rows if self.scales is None else rows * self.scales, self._weight, self.bias)
+        rows = rows if self.scales is None else rows * self.scales
+        if self._weight is None and sum(weight.numel() for weight in self.weights) <= _MOST_COPIED:
+            self._weight = torch.cat([weight.float() for weight in self.weights])
+        if self._weight is not None:
+            return F.linear(rows, self._weight, self.bias)
+        step = max(1, _CHUNK_ELEMENTS // rows.shape[1])
+        product = torch.cat([rows @ part.float().T for weight in self.weights for part in torch.split(weight, step)], 1)
+        return product if self.bias is None else product + self.bias
 
 
 class OneDnnLinear:

@@ -25,7 +25,8 @@ def test_packing_says_what_became_of_it(flags: list[str], tmp_path: Path, capsys
         (file,) = (tmp_path / "cache" / "packs").glob("*.pack")
         line = capsys.readouterr().out
         assert re.fullmatch(
-            rf"{re.escape(str(file))}: {done}, {file.stat().st_size:,} bytes in int4, \d+\.\d s\n", line
+            rf"{re.escape(str(file))}: {done}, {file.stat().st_size:,} bytes in int4, perplexity \+\d\.\d%, \d+\.\d s\n",
+            line,
         )
 
 

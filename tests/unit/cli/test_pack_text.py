@@ -16,7 +16,7 @@ from app.kernels.native.operations import OpCode, has_kernel
 from app.settings import Settings, load_settings
 from app.weights.checkpoint import open_checkpoint
 from app.weights.forms import RECIPES
-from app.weights.load import load_model
+from app.weights.load import Packing, load_model
 from app.weights.packs import PackFolder
 from tiny_checkpoints import write_checkpoint
 
@@ -49,7 +49,7 @@ def served(settings: Settings) -> torch.Tensor:
     checkpoint = open_checkpoint(settings.checkpoint_directory)
     plan = make_plan(probe(), None, settings, checkpoint.needs(), RECIPES.keys())
     packs = PackFolder(Path(plan.pack_folder.value or ""), lambda done, total: pytest.fail("it was kept before"))
-    model = load_model(checkpoint, plan, CpuBackend(torch.bfloat16), packs=packs)
+    model = load_model(checkpoint, plan, CpuBackend(torch.bfloat16), packing=Packing(packs))
     panels: torch.Tensor = model.get_submodule("layers.0.mlp.gate_up").form.panels
     return panels
 

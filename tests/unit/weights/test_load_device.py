@@ -23,7 +23,7 @@ from app.kernels.linear.linear import Linear
 from app.models.decoders.decoder import Embedding, RotaryEmbedding
 from app.models.encoders.encoder import DistanceBias
 from app.weights.checkpoint import open_checkpoint
-from app.weights.load import load_model
+from app.weights.load import Packing, load_model
 from loaded_models import load, load_on, plan_of
 from reference_attention import PlainAttend, context_of
 from run_encoder import encoded, random_texts
@@ -194,7 +194,10 @@ def test_nothing_is_kept_of_what_lies_on_a_device(tmp_path: Path) -> None:
     checkpoint = open_checkpoint(write_checkpoint(tmp_path / "model", **WIDE))
     backend = cast(BaseBackend, SimpleNamespace(device=torch.device("cpu")))
     load_model(
-        checkpoint, plan_of("int4", 64, "cuda"), backend, packs=PackFolder(tmp_path / "kept", lambda done, total: None)
+        checkpoint,
+        plan_of("int4", 64, "cuda"),
+        backend,
+        packing=Packing(PackFolder(tmp_path / "kept", lambda done, total: None)),
     )
     assert not list(tmp_path.glob("kept/**/*.pack"))
 

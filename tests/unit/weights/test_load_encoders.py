@@ -14,7 +14,7 @@ from app.backends.base import HostBackend
 from app.kernels.native.operations import OpCode, has_kernel
 from app.models.encoders.encoder import BertBody, Encoder
 from app.weights.checkpoint import open_checkpoint
-from app.weights.load import Model, load_model
+from app.weights.load import Model, Packing, load_model
 from app.weights.packs import PackFolder
 from loaded_models import load, plan_of
 from run_encoder import encoded, random_texts
@@ -65,7 +65,11 @@ def test_packs_are_kept_for_the_next_start(tmp_path: Path, architecture: str) ->
 
     def start() -> Model:
         return load_model(
-            checkpoint, plan_of("int8", 64), CPU, None, PackFolder(tmp_path / "cache", lambda done, total: None)
+            checkpoint,
+            plan_of("int8", 64),
+            CPU,
+            None,
+            Packing(PackFolder(tmp_path / "cache", lambda done, total: None)),
         )
 
     first, kept = outputs(start()), list((tmp_path / "cache").rglob("*.pack"))

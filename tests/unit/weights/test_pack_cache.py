@@ -21,7 +21,7 @@ from app.weights import load as loading
 from app.weights import packs as pack_cache
 from app.weights.checkpoint import open_checkpoint
 from app.weights.form_choice import CacheableForm
-from app.weights.load import load_model, pack_weights
+from app.weights.load import Packing, load_model, pack_weights
 from app.weights.packs import PackFolder, write_pack
 from loaded_models import plan_of
 from reference_attention import PlainAttend, context_of
@@ -43,7 +43,7 @@ def served(tmp_path: Path, precision: str = "int4", mapped: bool = False, **over
         for file in directory.iterdir():
             os.utime(file, (10**9, 10**9))  # old enough for its hash to be noted
     plan = plan_of(precision, 64, int8_copy=precision == "int4")
-    return load_model(open_checkpoint(directory), plan, CPU, None, packs(tmp_path, mapped))
+    return load_model(open_checkpoint(directory), plan, CPU, None, Packing(packs(tmp_path, mapped)))
 
 
 def files(tmp_path: Path, suffix: str = "pack") -> list[Path]:
@@ -116,7 +116,9 @@ def test_others_weights_are_packed_again(tmp_path: Path, packings: list[str], ca
     served(tmp_path)
     (file,) = files(tmp_path)
     plan = plan_of("int4", 64, int8_copy=True)
-    kept = pack_weights(open_checkpoint(tmp_path / "tiny"), plan, CPU, lambda done, total: None, packs(tmp_path))
+    kept = pack_weights(
+        open_checkpoint(tmp_path / "tiny"), plan, CPU, lambda done, total: None, Packing(packs(tmp_path))
+    )
     assert kept is not None and kept.file == file
     write_pack(file, kept.key, {"other": torch.zeros(9, dtype=torch.uint8)}, lambda done, total: None)
     packings.clear()
@@ -226,10 +228,17 @@ def test_packing_ahead_says_what_became_of_it(tmp_path: Path) -> None:
     served_by = open_checkpoint(write_checkpoint(tmp_path / "tiny"))
     plan, told = plan_of("int8", 64), list[tuple[int, int]]()
     first = pack_weights(
-        served_by, plan, CPU, lambda done, total: None, PackFolder(tmp_path / "cache", lambda *now: told.append(now))
+        served_by,
+        plan,
+        CPU,
+        lambda done, total: None,
+        Packing(PackFolder(tmp_path / "cache", lambda *now: told.append(now))),
     )
-    again = pack_weights(served_by, plan, CPU, lambda done, total: None, packs(tmp_path))
+    again = pack_weights(served_by, plan, CPU, lambda done, total: None, Packing(packs(tmp_path)))
     assert first is not None and again is not None and (first.found, again.found) == (False, True)
     assert first.file == again.file and first.size == again.size == first.file.stat().st_size
     assert told[-1][0] == told[-1][1]
-    assert pack_weights(served_by, plan_of("bfloat16", 64), CPU, lambda done, total: None, packs(tmp_path)) is None
+    assert (
+        pack_weights(served_by, plan_of("bfloat16", 64), CPU, lambda done, total: None, Packing(packs(tmp_path)))
+        is None
+    )

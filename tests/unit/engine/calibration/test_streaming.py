@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 
 import pytest
@@ -21,7 +22,7 @@ from app.kernels.native.operations import OpCode, has_kernel
 from app.settings import load_settings
 from app.weights.checkpoint import Checkpoint, open_checkpoint
 from app.weights.forms import RECIPES
-from app.weights.load import load_model
+from app.weights.load import Packing, load_model
 from app.weights.packs import PackFolder
 from tiny_checkpoints import write_checkpoint
 
@@ -83,14 +84,39 @@ def test_a_calibrated_model_is_nearer_and_its_upgrades_are_kept(tmp_path: Path, 
     packs = PackFolder(tmp_path / "cache", lambda done, total: None)
     seen = StreamedCalibration(checkpoint, plan, backend, text)
     seen.losses = {}
-    calibrated = load_model(checkpoint, plan, backend, packs=packs, calibrator=seen)
+    calibrated = load_model(checkpoint, plan, backend, packing=Packing(packs, seen))
     errors = [float((logits(model, plan) - expected).norm() / expected.norm()) for model in (plain, calibrated)]
     assert errors[1] < 0.9 * errors[0]
     assert seen.losses and max(seen.losses.values()) > 1e-6
-    kept = load_model(checkpoint, plan, backend, packs=packs)
+    kept = load_model(checkpoint, plan, backend, packing=Packing(packs))
     assert torch.equal(logits(kept, plan), logits(calibrated, plan))
     bits = {linear.sources: linear.form.nbytes for linear in calibrated.modules() if isinstance(linear, Linear)}
     assert bits == {linear.sources: linear.form.nbytes for linear in kept.modules() if isinstance(linear, Linear)}
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("precision", ("int8", "int4"))
+def test_the_cost_is_the_divergence_on_unseen_text(tmp_path: Path, text: Path, precision: str) -> None:
+    checkpoint = open_checkpoint(write_checkpoint(tmp_path / "tiny", **SHAPE))
+    exact_plan, plan = plan_of(checkpoint, "fp32"), plan_of(checkpoint, precision)
+    backend, costs = select_host_backend(plan), list[float]()
+    seen = StreamedCalibration(checkpoint, plan, backend, text)
+    packs = PackFolder(tmp_path / "cache", lambda done, total: None)
+    packed = load_model(checkpoint, plan, backend, packing=Packing(packs, seen, costs.append))
+    exact = load_model(checkpoint, exact_plan, select_host_backend(exact_plan))
+    nats, count = 0.0, 0
+    for number, window in enumerate(seen._windows):
+        if not seen._is_shown(number):
+            pair = []
+            for model, of in ((exact, exact_plan), (packed, plan)):
+                scorer = WindowScorer(model, checkpoint.decoder, kv_dtype(of), select_host_backend(of))
+                pair.append(torch.cat([part.clone() for _, part in scorer.targets_and_logits([*window, 0])]))
+            wanted, found = (logits.log_softmax(-1) for logits in pair)
+            nats += float((wanted.exp() * (wanted - found)).sum())
+            count += len(window)
+    assert count and costs == [pytest.approx(math.expm1(nats / count), rel=0.25, abs=2e-5)]
+    load_model(checkpoint, plan, backend, packing=Packing(packs, None, costs.append))
+    assert costs[1] == costs[0], "the pack keeps it"
 
 
 def test_wide_inputs_are_correlated_in_blocks(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from app.errors import PlanImpossible
 from app.hardware.decision import Measurements, TrialTimes
 from app.hardware.facts import Cgroup, Facts, NativeLibrary, Needs
 from app.hardware.plan.plan import ServingPlan, make_plan
@@ -290,3 +291,52 @@ def test_how_it_was_measured(llama_1b: Needs) -> None:
         in plan(measured(BF16, fallback="the machine is busy"), llama_1b).calibrate.reason
     )
     assert plan(None, llama_1b).calibrate.value and not plan(None, llama_1b, calibrate="off").calibrate.value
+
+
+# ---- what a precision costs in quality -----------------------------------------------------------------------------------
+
+
+def costing(needs: Needs, **costs: float) -> Needs:
+    return dataclasses.replace(needs, quality_costs=costs)
+
+
+@pytest.mark.parametrize(
+    ("costs", "budget", "chosen"),
+    [
+        ({}, 0.03, "int4"),
+        ({"int8": 0.004, "int4": 0.03}, 0.03, "int4"),
+        ({"int8": 0.004, "int4": 0.031}, 0.03, "int8"),
+        ({"int8": 0.004, "int4": 0.031}, 0.04, "int4"),
+        ({"int8": 0.031, "int4": 0.2}, 0.03, "bf16"),
+        ({}, 0, "bf16"),
+    ],
+)
+def test_auto_stays_within_the_quality_budget(
+    llama_1b: Needs, costs: dict[str, float], budget: float, chosen: str
+) -> None:
+    times = measured(trial("bf16", 5, 30, 400), trial("int8", 10, 70, 500), trial("int4", 18, 120, 400))
+    found = plan(times, costing(llama_1b, **costs), quality_budget=budget).precision
+    assert found.value == chosen
+    for name, cost in costs.items():
+        if cost > budget and chosen != "bf16":
+            assert f"{name}: it raises perplexity by {100 * cost:.1f}% (measured" in found.reason
+    if chosen in costs:
+        assert f"it raises perplexity by {100 * costs[chosen]:.1f}%" in found.reason
+
+
+def test_a_precision_that_was_asked_for_says_its_cost(llama_1b: Needs) -> None:
+    assert "raises perplexity by 4.0%" in plan(None, costing(llama_1b, int4=0.04), precision="int4").precision.reason
+    assert "not measured" in plan(None, llama_1b, precision="int4").precision.reason
+
+
+def test_layers_are_kept_only_among_quantized_ones(llama_1b: Needs) -> None:
+    kept = plan(None, llama_1b, precision="int4", keep_layers="*.down_proj=int8, lm_head=bf16").keep_layers.value
+    assert kept == (("*.down_proj", "int8"), ("lm_head", "bf16"))
+    with pytest.raises(PlanImpossible, match="keep_layers"):
+        plan(None, llama_1b, precision="bf16", keep_layers="*=int8")
+
+
+@pytest.mark.parametrize("text", ("lm_head", "=int8", "lm_head=fp8", "a=int8,b"))
+def test_a_list_of_layers_that_says_nothing_is_refused(text: str) -> None:
+    with pytest.raises(ValueError, match="PATTERN=PRECISION"):
+        Settings(keep_layers=text)
