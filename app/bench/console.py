@@ -98,7 +98,8 @@ class Figure:
 class BenchOutcome:
     """All results of one bench command.
 
-    `complete` is False after an interruption; `notes` are sentences printed below the table.
+    `complete` is False after an interruption; `notes` are sentences printed below the table. `value_name` is the
+    heading of the figures' values.
     """
 
     bench: str
@@ -107,6 +108,7 @@ class BenchOutcome:
     details: dict[str, Any] = field(default_factory=dict)
     complete: bool = True
     notes: tuple[str, ...] = ()
+    value_name: str = "p50"
 
     @property
     def mistakes(self) -> list[str]:
@@ -209,7 +211,8 @@ def outcome_table(outcome: BenchOutcome) -> Table:
         pad_edge=False,
     )
     for name in used:
-        result.add_column(name, no_wrap=True, justify="left" if name in ("", "unit", "against") else "right")
+        heading = outcome.value_name if name == "p50" else name
+        result.add_column(heading, no_wrap=True, justify="left" if name in ("", "unit", "against") else "right")
     for row in rows:
         result.add_row(*(row.get(name, "") for name in used))
     return result

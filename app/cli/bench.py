@@ -6,6 +6,7 @@ The benches import torch themselves, after the environment variables for its thr
 from __future__ import annotations
 
 import os
+import sys
 from argparse import Namespace
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
@@ -106,13 +107,14 @@ def _kernels(prepared: Prepared, arguments: Namespace) -> BenchOutcome:
 
 
 def _quality(prepared: Prepared, arguments: Namespace) -> BenchOutcome:
+    from app.bench.engine.llama_cpp import LlamaCppPeer
     from app.bench.engine.quality import QualityJob, measure_quality
 
-    return measure_quality(
-        QualityJob(require_checkpoint(prepared.checkpoint), prepared.settings, prepared.facts),
-        arguments.text,
-        arguments.tokens,
-    )
+    if arguments.peer_python and not arguments.peer:
+        raise MeasurementFailed("--peer-python needs --peer llama.cpp")
+    peer = LlamaCppPeer(arguments.peer_python or sys.executable) if arguments.peer else None
+    job = QualityJob(require_checkpoint(prepared.checkpoint), prepared.settings, prepared.facts)
+    return measure_quality(job, arguments.text, arguments.tokens, peer)
 
 
 def _speculation(prepared: Prepared, arguments: Namespace) -> BenchOutcome:

@@ -40,6 +40,14 @@ def bench_flags() -> dict[str, dict[str, Any]]:
             "metavar": "FILE",
             "help": "the text, lines of --- separate documents; default: 4,096 tokens of Python's documentation",
         },
+        "--peer": {
+            "choices": ("llama.cpp",),
+            "help": "also measure this engine's formats of the same weights (packages gguf and llama-cpp-python)",
+        },
+        "--peer-python": {
+            "metavar": "PYTHON",
+            "help": "interpreter of the environment that has llama-cpp-python (default: this one)",
+        },
     }
 
 

@@ -42,7 +42,7 @@ BENCHES: Mapping[str, BenchCommand] = {
     ),
     "quality": BenchCommand(
         "perplexity of a text at each precision, and how often the most likely token is the same as in FP32",
-        {"--text": None, "--tokens": None},
+        {"--text": None, "--tokens": None, "--peer": None, "--peer-python": None},
     ),
     "speculation": BenchCommand(
         "speed-up by speculative decoding at given acceptance rates (set artificially), with one greedy sequence",
