@@ -100,7 +100,11 @@ def _request_flags() -> dict[str, dict[str, Any]]:
             "action": argparse.BooleanOptionalAction,
             "help": "generate: continue after an end-of-text token (default yes)",
         },
-        "--texts": {"type": _count, "metavar": "N", "help": "embed: texts per request (default 1)"},
+        "--texts": {
+            "type": _count,
+            "metavar": "N",
+            "help": "embed: texts per request (default 1); quality of an encoder: number of texts (default 1000)",
+        },
         "--lengths": {
             "type": _text_lengths,
             "metavar": "N[:N]",

@@ -251,4 +251,5 @@ def _figures(scores: dict[str, PrecisionScore], num_parameters: int) -> Iterator
             target=PERPLEXITY_TARGETS.get(name),
             at_most=True,
             parts=parts,
+            digits=4,
         )
