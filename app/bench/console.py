@@ -64,7 +64,8 @@ class Figure:
 
     `ratio` compares the value with something that `against` names. `parts` are further numbers, one column each.
     `target` is a limit of the ratio if there is one, else of the value: a lower limit unless `at_most` is True. If
-    `is_share` is True, the ratio is a fraction of a ceiling, and outside 0 to 1 the measurement has failed.
+    `is_share` is True, the ratio is a fraction of a ceiling, and outside 0 to 1 the measurement has failed. `digits`
+    are the significant digits that are printed.
     """
 
     name: str
@@ -77,6 +78,7 @@ class Figure:
     at_most: bool = False
     is_share: bool = False
     parts: Mapping[str, float] = field(default_factory=dict)
+    digits: int = 3
 
     @property
     def met(self) -> bool | None:
@@ -98,7 +100,8 @@ class Figure:
 class BenchOutcome:
     """All results of one bench command.
 
-    `complete` is False after an interruption; `notes` are sentences printed below the table.
+    `complete` is False after an interruption; `notes` are sentences printed below the table. `value_name` is the
+    heading of the figures' values.
     """
 
     bench: str
@@ -107,6 +110,7 @@ class BenchOutcome:
     details: dict[str, Any] = field(default_factory=dict)
     complete: bool = True
     notes: tuple[str, ...] = ()
+    value_name: str = "p50"
 
     @property
     def mistakes(self) -> list[str]:
@@ -209,7 +213,8 @@ def outcome_table(outcome: BenchOutcome) -> Table:
         pad_edge=False,
     )
     for name in used:
-        result.add_column(name, no_wrap=True, justify="left" if name in ("", "unit", "against") else "right")
+        heading = outcome.value_name if name == "p50" else name
+        result.add_column(heading, no_wrap=True, justify="left" if name in ("", "unit", "against") else "right")
     for row in rows:
         result.add_row(*(row.get(name, "") for name in used))
     return result
@@ -219,8 +224,8 @@ def _cells(figure: Figure) -> dict[str, str]:
     """Return the cells of one row by column name."""
     return {
         "": figure.name,
-        "p50": format_number(figure.value),
-        **{name: format_number(value) for name, value in figure.parts.items()},
+        "p50": format_number(figure.value, figure.digits),
+        **{name: format_number(value, figure.digits) for name, value in figure.parts.items()},
         "p99": "" if figure.p99 is None else format_number(figure.p99),
         "unit": figure.unit,
         "ratio": "" if figure.ratio is None else f"{figure.ratio:.3f}",
@@ -235,9 +240,9 @@ def _console() -> Console:
     return console if console.is_terminal else Console(stderr=True, width=LOG_WIDTH)
 
 
-def format_number(value: float) -> str:
-    """Format with three significant digits; numbers from 1000 on have thousands separators and no exponent."""
-    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}"
+def format_number(value: float, digits: int = 3) -> str:
+    """Format with this many significant digits; numbers from 1000 on have thousands separators and no exponent."""
+    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.{digits}g}"
 
 
 def _target(figure: Figure) -> str:

@@ -6,6 +6,7 @@ The benches import torch themselves, after the environment variables for its thr
 from __future__ import annotations
 
 import os
+import sys
 from argparse import Namespace
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
@@ -106,13 +107,21 @@ def _kernels(prepared: Prepared, arguments: Namespace) -> BenchOutcome:
 
 
 def _quality(prepared: Prepared, arguments: Namespace) -> BenchOutcome:
+    from app.bench.engine.llama_cpp import LlamaCppPeer
     from app.bench.engine.quality import QualityJob, measure_quality
 
-    return measure_quality(
-        QualityJob(require_checkpoint(prepared.checkpoint), prepared.settings, prepared.facts),
-        arguments.text,
-        arguments.tokens,
-    )
+    checkpoint = require_checkpoint(prepared.checkpoint)
+    job = QualityJob(checkpoint, prepared.settings, prepared.facts)
+    if checkpoint.kind == "encoder":
+        from app.bench.engine.encoder_quality import measure_encoder_quality
+
+        _refuse_flags(arguments, "an encoder", "tokens", "peer", "peer_python")
+        return measure_encoder_quality(job, arguments.text, arguments.texts)
+    _refuse_flags(arguments, "a language model", "texts")
+    if arguments.peer_python and not arguments.peer:
+        raise MeasurementFailed("--peer-python needs --peer llama.cpp")
+    peer = LlamaCppPeer(arguments.peer_python or sys.executable) if arguments.peer else None
+    return measure_quality(job, arguments.text, arguments.tokens, peer)
 
 
 def _speculation(prepared: Prepared, arguments: Namespace) -> BenchOutcome:
@@ -202,7 +211,7 @@ def _load_job(settings: Settings, arguments: Namespace) -> LoadJob:
 
 
 def _generation(arguments: Namespace) -> GenerateBench:
-    _refuse_flags(arguments, "texts", "lengths", "batch", "below")
+    _refuse_flags(arguments, "--kind generate", "texts", "lengths", "batch", "below")
     prompts, answers = (
         UniformLengths(*(given or DEFAULT_TOKENS)) for given in (arguments.prompt_tokens, arguments.max_tokens)
     )
@@ -211,14 +220,14 @@ def _generation(arguments: Namespace) -> GenerateBench:
 
 
 def _embedding(arguments: Namespace) -> EmbedBench:
-    _refuse_flags(arguments, *_GENERATE_FLAGS, "batch", "below")
+    _refuse_flags(arguments, "--kind embed", *_GENERATE_FLAGS, "batch", "below")
     return EmbedBench(
         EmbedWorkload(arguments.texts or 1, _lengths(arguments) or UniformLengths(*DEFAULT_TOKENS), arguments.seed)
     )
 
 
 def _inference(arguments: Namespace) -> InferBench:
-    _refuse_flags(arguments, *_GENERATE_FLAGS, "texts")
+    _refuse_flags(arguments, "--kind infer", *_GENERATE_FLAGS, "texts")
     below = 2 if arguments.below is None else arguments.below
     return InferBench(
         InferWorkload(arguments.batch or 1, _lengths(arguments) or DEFAULT_FREE_LENGTHS, below, arguments.seed)
@@ -251,11 +260,11 @@ REQUEST_KINDS: Mapping[str, RequestKind] = {
 }
 
 
-def _refuse_flags(arguments: Namespace, *names: str) -> None:
-    """Refuse flags that do not apply to this kind."""
+def _refuse_flags(arguments: Namespace, kind: str, *names: str) -> None:
+    """Refuse flags that do not apply to this kind of request or model."""
     for name in names:
         if getattr(arguments, name) is not None:
-            raise MeasurementFailed(f"--{name.replace('_', '-')} does not apply to --kind {arguments.kind}")
+            raise MeasurementFailed(f"--{name.replace('_', '-')} does not apply to {kind}")
 
 
 def _api(arguments: Namespace, kind: RequestKind) -> str:

@@ -40,6 +40,14 @@ def bench_flags() -> dict[str, dict[str, Any]]:
             "metavar": "FILE",
             "help": "the text, lines of --- separate documents; default: 4,096 tokens of Python's documentation",
         },
+        "--peer": {
+            "choices": ("llama.cpp",),
+            "help": "also measure this engine's formats of the same weights (packages gguf and llama-cpp-python)",
+        },
+        "--peer-python": {
+            "metavar": "PYTHON",
+            "help": "interpreter of the environment that has llama-cpp-python (default: this one)",
+        },
     }
 
 
@@ -92,7 +100,11 @@ def _request_flags() -> dict[str, dict[str, Any]]:
             "action": argparse.BooleanOptionalAction,
             "help": "generate: continue after an end-of-text token (default yes)",
         },
-        "--texts": {"type": _count, "metavar": "N", "help": "embed: texts per request (default 1)"},
+        "--texts": {
+            "type": _count,
+            "metavar": "N",
+            "help": "embed: texts per request (default 1); quality of an encoder: number of texts (default 1000)",
+        },
         "--lengths": {
             "type": _text_lengths,
             "metavar": "N[:N]",

@@ -41,8 +41,8 @@ BENCHES: Mapping[str, BenchCommand] = {
         {"--rounds": 3, "--rows": None, "--prompts": None, "--steps": None},
     ),
     "quality": BenchCommand(
-        "perplexity of a text at each precision, and how often the most likely token is the same as in FP32",
-        {"--text": None, "--tokens": None},
+        "perplexity of a text at each precision, and how often the most likely token is FP32's; for an encoder, cosines with FP32",
+        {"--text": None, "--tokens": None, "--texts": None, "--peer": None, "--peer-python": None},
     ),
     "speculation": BenchCommand(
         "speed-up by speculative decoding at given acceptance rates (set artificially), with one greedy sequence",

@@ -34,8 +34,8 @@ def test_little_is_lost(tmp_path, precision: str, most: float, least_agreement: 
     settings = load_settings(precision=precision, cache_dir=str(tmp_path), threads="1", kv_cache_bytes="64MiB")[0]
     outcome = measure_quality(QualityJob(checkpoint, settings, probe()), None, 1024)
     figures = {figure.name: figure for figure in outcome.figures}
-    ratio = figures[f"{precision}, perplexity"].ratio
+    ratio = figures[precision].ratio
     assert ratio is not None and 0.98 < ratio < most
-    assert figures[f"{precision}, same most likely token"].value > least_agreement
+    assert figures[precision].parts["same top token, %"] > least_agreement
     if precision == "int4":  # llama.cpp's Q4_K_M of this model has 105.4 MB
-        assert figures["int4, weights"].value * checkpoint.needs().num_parameters < 105.4e6
+        assert figures["int4"].parts["bytes"] < 105.4e6

@@ -7,9 +7,11 @@ because the int4 weights themselves are to be measured.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
+from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import get_args
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +19,7 @@ from torch import Tensor, nn
 from app.backends.base import HostBackend
 from app.backends.selection import select_host_backend
 from app.bench.console import AdvanceProgress, BenchOutcome, Figure, progress
+from app.bench.engine.llama_cpp import FORMATS, LlamaCppPeer, PeerEvent
 from app.engine.calibration.perplexity import Window, WindowScorer, read_windows
 from app.engine.calibration.streaming import calibration_for
 from app.engine.decoder.kv_cache import kv_dtype
@@ -31,15 +34,21 @@ from app.weights.forms import RECIPES
 from app.weights.load import Packing, load_model
 from app.weights.packs import PackFolder
 
+
+def host_precisions() -> list[str]:
+    """Return the precisions of weights that can serve on a CPU, in the order of the setting."""
+    choices = get_args(Settings.model_fields["precision"].annotation)
+    on_host = {precision for device, _, precision in RECIPES if device == "cpu"}
+    return [choice for choice in choices if choice in on_host]
+
+
+REFERENCE = "fp32"
 # Precision of weights, and of keys and values (`auto`: that of the activations). The first entry is the reference.
-PRECISION_PAIRS = {
-    "fp32": ("fp32", "auto"),
-    "bf16": ("bf16", "bf16"),
-    "bf16, int8 KV": ("bf16", "int8"),
-    "int8": ("int8", "bf16"),
-    "int8, int8 KV": ("int8", "int8"),
-    "int4": ("int4", "bf16"),
-    "int4, int8 KV": ("int4", "int8"),
+PRECISION_PAIRS = {REFERENCE: (REFERENCE, "auto")} | {
+    name: pair
+    for precision in host_precisions()
+    if precision != REFERENCE
+    for name, pair in ((precision, (precision, "bf16")), (f"{precision}, int8 KV", (precision, "int8")))
 }
 DEFAULT_TOKENS = 4096  # of the default text
 # Relative to the perplexity of FP32.
@@ -57,7 +66,7 @@ class PrecisionScore:
     """Results of one precision.
 
     Holds each window's negative log-likelihood in nats and most likely tokens, in order, and the bytes of the
-    weights.
+    weights as loaded, or of a peer's file.
     """
 
     weight_bytes: int = 0
@@ -97,24 +106,41 @@ class QualityJob:
         return make_plan(self.facts, None, settings, self.checkpoint.needs(), RECIPES.keys())
 
 
-def measure_quality(subject: QualityJob, text: Path | None, max_tokens: int | None) -> BenchOutcome:
+def measure_quality(
+    subject: QualityJob, text: Path | None, max_tokens: int | None, peer: LlamaCppPeer | None = None
+) -> BenchOutcome:
     """Measure every precision that this machine supports, on `text`, or on `DEFAULT_TOKENS` of the default text if None.
 
     Ctrl-C keeps the windows read so far; comparisons use the windows that both precisions have read.
+
+    Args:
+        subject: The model and the machine.
+        text: The text.
+        max_tokens: Tokens of the text that are read; None: all of `text`.
+        peer: Another engine that reads the same windows after our precisions.
+
+    Raises:
+        MeasurementFailed: The peer is not installed, or failed.
     """
     checkpoint, facts = subject.checkpoint, subject.facts
+    if peer is not None:
+        peer.require(checkpoint)
     max_tokens = DEFAULT_TOKENS if text is None and max_tokens is None else max_tokens
     windows = read_windows(Tokenizer(checkpoint.directory), text, checkpoint.decoder.max_model_len, max_tokens)
     plans, refused = _plans(subject)
-    scores = {name: PrecisionScore() for name in plans}
-    with progress(len(plans) * len(windows), "loading") as advance, torch.inference_mode():
+    scores = {name: PrecisionScore() for name in (*plans, *(FORMATS if peer else ()))}
+    with progress(len(scores) * len(windows), "loading") as advance, torch.inference_mode():
         complete = _read_all(checkpoint, windows, plans, scores, advance)
+        if complete and peer is not None and plans:
+            threads = next(iter(plans.values())).threads.value
+            complete = _read_peer(peer.read(checkpoint, windows, threads), scores, advance)
     num_tokens = sum(len(window) - 1 for window in windows)
     details = {"machine": facts.to_json(), "torch": torch.__version__, "tokens": num_tokens, "windows": len(windows)}
     figures = tuple(_figures(scores, checkpoint.needs().num_parameters))
     text_name = "Python's documentation" if text is None else text.name
     subject_line = f"{checkpoint.name}, {text_name}, {num_tokens:,} tokens"
-    return BenchOutcome("quality", subject_line, figures, details | {"refused": refused}, complete)
+    details |= {"refused": refused}
+    return BenchOutcome("quality", subject_line, figures, details, complete, value_name="perplexity")
 
 
 def _plans(subject: QualityJob) -> tuple[dict[str, ServingPlan], dict[str, str]]:
@@ -163,6 +189,25 @@ def _read_all(
     return True
 
 
+def _read_peer(
+    events: Generator[PeerEvent, None, None], scores: dict[str, PrecisionScore], advance: AdvanceProgress
+) -> bool:
+    """Add a peer's results; returns False after Ctrl-C."""
+    advance("llama.cpp: converting", 0)
+    try:
+        with closing(events):
+            for event in events:
+                score = scores[event.name]
+                if event.file_bytes:
+                    score.weight_bytes = event.file_bytes
+                    continue
+                score.add_window(event.nats, torch.tensor(event.likeliest))
+                advance(event.name)
+    except KeyboardInterrupt:
+        return False
+    return True
+
+
 def _load(checkpoint: Checkpoint, plan: ServingPlan, backend: HostBackend) -> nn.Module:
     folder = plan.pack_folder.value
     packs = None if folder is None else PackFolder(Path(folder), lambda done, total: None)
@@ -185,26 +230,26 @@ def loaded_weight_bytes(model: nn.Module) -> int:
 
 
 def _figures(scores: dict[str, PrecisionScore], num_parameters: int) -> Iterator[Figure]:
-    reference = scores.get(next(iter(PRECISION_PAIRS)))
+    """Yield one figure for each precision, held against our FP32 on the windows that both have read."""
+    reference = scores.get(REFERENCE)  # None: this machine cannot serve it
     for name, score in scores.items():
         if not score.nats:
             continue
         windows = len(score.nats)
-        perplexity, ratio, against = score.perplexity(windows), None, ""
-        if reference is not None and reference is not score:
-            ratio, against = perplexity / reference.perplexity(windows), "FP32"
+        perplexity, ratio, parts = score.perplexity(windows), None, {}
+        if reference is not None:
+            parts["same top token, %"] = 100 * score.agreement(reference)
+            ratio = None if score is reference else perplexity / reference.perplexity(windows)
+        if PRECISION_PAIRS.get(name, ("", ""))[1] != "int8":  # keys and values do not change the weights
+            parts |= {"bytes": score.weight_bytes, "bytes per weight": score.weight_bytes / num_parameters}
         yield Figure(
-            f"{name}, perplexity",
+            name,
             perplexity,
             "",
             ratio=ratio,
-            against=against,
+            against="" if ratio is None else "FP32",
             target=PERPLEXITY_TARGETS.get(name),
             at_most=True,
+            parts=parts,
+            digits=4,
         )
-        if ratio is not None and reference is not None:
-            yield Figure(
-                f"{name}, same most likely token", 100 * score.agreement(reference), "% of tokens", against="FP32"
-            )
-        if PRECISION_PAIRS[name][1] != "int8":
-            yield Figure(f"{name}, weights", score.weight_bytes / num_parameters, "B per parameter")

@@ -33,6 +33,14 @@ def default_text() -> str:
     return "\n".join(topics.topics[name] for name in sorted(topics.topics))[:DEFAULT_TEXT_CHARACTERS]
 
 
+def read_text(file: Path) -> str:
+    """Return the content of a text file. Raises `SettingsInvalid` if it cannot be read."""
+    try:
+        return file.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise SettingsInvalid(f"The text {file} cannot be read: {error}") from error
+
+
 def read_windows(
     tokenizer: Tokenizer,
     text: Path | None,
@@ -45,10 +53,7 @@ def read_windows(
     `text` None: `default_text`. `window_tokens` None: `WINDOW_TOKENS`. Raises `SettingsInvalid` if there is nothing to
     read.
     """
-    try:
-        documents = _documents(default_text() if text is None else text.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError) as error:
-        raise SettingsInvalid(f"The text {text} cannot be read: {error}") from error
+    documents = _documents(default_text() if text is None else read_text(text))
     begin = [] if tokenizer.bos_token_id is None else [tokenizer.bos_token_id]
     chunk_tokens, left, windows = min(window_tokens or WINDOW_TOKENS, max_model_len) - len(begin), max_tokens, []
     for document in documents:

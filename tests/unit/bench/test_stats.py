@@ -85,6 +85,14 @@ def test_the_table_has_a_row_for_every_figure() -> None:
     assert outcome_table(BenchOutcome("engine", "tiny", figures)).row_count == 2
 
 
+def test_a_bench_names_its_values_and_their_digits(capsys: pytest.CaptureFixture[str]) -> None:
+    figures = (Figure("int8", 0.99876, "", parts={"mean": 0.99987}, digits=4), Figure("int4", 0.94321, ""))
+    print_outcome(BenchOutcome("quality", "tiny", figures, value_name="lowest cosine"), None)
+    rows = [line.split() for line in capsys.readouterr().err.splitlines()]
+    assert ["lowest", "cosine", "mean"] in rows
+    assert ["int8", "0.9988", "0.9999"] in rows and ["int4", "0.943"] in rows
+
+
 @pytest.mark.parametrize("value, text", [(1234.5, "1,234"), (0.012345, "0.0123"), (47.06, "47.1"), (0, "0")])
 def test_numbers_are_written_as_people_do(value: float, text: str) -> None:
     assert format_number(value) == text

@@ -7,11 +7,12 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from app.bench.engine import gguf_file
+from app.errors import CheckpointInvalid
 from app.models.decoders.config import ModelConfig, RopeConfig
 from app.models.decoders.decoder import RotaryEmbedding
 from app.models.decoders.shapes import tensors_of
 from app.weights.checkpoint import open_checkpoint
-from tools import gguf_checkpoint
 from tools.gguf_checkpoint import byte_level
 
 DEMO = Path(__file__).resolve().parents[3] / "app" / "demo" / "llama"
@@ -31,16 +32,16 @@ def test_scores_are_the_same_where_neighbours_are_rotated() -> None:
     angles = generator.uniform(0, 6, size=(2, head_dim // 2))
     halves = [turned(np.moveaxis((w @ x).reshape(heads, 2, -1), 1, 2), a) for w, a in zip(weights, angles, strict=True)]
     neighbours = [
-        turned((gguf_checkpoint.interleaved(w, heads) @ x).reshape(heads, -1, 2), a)
+        turned((gguf_file.interleaved(w, heads) @ x).reshape(heads, -1, 2), a)
         for w, a in zip(weights, angles, strict=True)
     ]
     assert np.allclose((halves[0] * halves[1]).sum((1, 2)), (neighbours[0] * neighbours[1]).sum((1, 2)))
-    assert not np.array_equal(gguf_checkpoint.interleaved(weights[0], heads), weights[0])
+    assert not np.array_equal(gguf_file.interleaved(weights[0], heads), weights[0])
 
 
 def test_every_tensor_of_a_llama_has_a_name_of_its_own_there() -> None:
     config = open_checkpoint(DEMO).model_config
-    names = [gguf_checkpoint.gguf_name(name) for name in tensors_of(config)]
+    names = [gguf_file.gguf_name(name) for name in tensors_of(config)]
     assert len(set(names)) == len(names) == 2 + 9 * config.num_layers
     assert {"token_embd.weight", "output_norm.weight", "blk.4.attn_q.weight", "blk.0.ffn_down.weight"} <= set(names)
 
@@ -49,9 +50,9 @@ def test_norms_become_single_precision_from_the_stored_bits() -> None:
     checkpoint = open_checkpoint(DEMO)
     entry = checkpoint.tensors["model.norm.weight"]
     assert entry.dtype == "BF16"
-    stored = gguf_checkpoint.tensor(entry)
+    stored = gguf_file.tensor(entry)
     expected = torch.frombuffer(bytearray(stored.tobytes()), dtype=torch.bfloat16).float().numpy()
-    assert np.array_equal(gguf_checkpoint.single_precision(stored, is_bf16=True), expected)
+    assert np.array_equal(gguf_file.single_precision(stored, is_bf16=True), expected)
 
 
 def test_scaled_frequencies_are_ours() -> None:
@@ -59,7 +60,7 @@ def test_scaled_frequencies_are_ours() -> None:
     ours, plain = (
         RotaryEmbedding(rope, 131_072, torch.device("cpu")).frequencies for rope in (scaled, RopeConfig(500_000.0, 64))
     )
-    divisors = gguf_checkpoint.llama3_divisors(scaled)
+    divisors = gguf_file.llama3_divisors(scaled)
     assert divisors.min() == 1.0
     assert divisors.max() == 32.0
     assert np.allclose(plain.numpy() / divisors, ours.numpy(), rtol=1e-5)
@@ -74,12 +75,12 @@ def test_what_the_file_cannot_say_is_refused() -> None:
     ]
     for refused in refusals:
         try:
-            gguf_checkpoint.check(ModelConfig.from_hf(refused))
-        except SystemExit as refusal:
-            assert "cannot be converted" in str(refusal)
+            gguf_file.require_convertible(ModelConfig.from_hf(refused))
+        except CheckpointInvalid as refusal:
+            assert "cannot be converted" in refusal.message
         else:
             raise AssertionError(f"{refused} was converted")
-    gguf_checkpoint.check(ModelConfig.from_hf(values))
+    gguf_file.require_convertible(ModelConfig.from_hf(values))
 
 
 def test_a_byte_level_tokenizer_goes_along() -> None:

@@ -2,19 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
+from collections.abc import Generator, Iterator
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
 import torch
 
 from app.bench.console import BenchOutcome
-from app.bench.engine.quality import PrecisionScore, QualityJob, measure_quality
+from app.bench.engine.llama_cpp import LlamaCppPeer, PeerEvent
+from app.bench.engine.quality import (
+    PRECISION_PAIRS,
+    REFERENCE,
+    PrecisionScore,
+    QualityJob,
+    host_precisions,
+    measure_quality,
+)
 from app.engine.calibration.perplexity import WindowScorer
 from app.hardware.probe.probe import probe
 from app.kernels.native.operations import OpCode, has_kernel
 from app.settings import load_settings
-from app.weights.checkpoint import open_checkpoint
+from app.weights.checkpoint import Checkpoint, open_checkpoint
 from tiny_checkpoints import write_checkpoint
 
 TEXT = "the cat and the hen\n\nwent there\n---\nanother one\n---\n\n---\nthe last, which is a little longer than the others are"
@@ -46,19 +56,63 @@ def values(outcome: BenchOutcome) -> dict[str, float]:
 
 def test_every_precision_is_held_against_the_first(subject, text):
     outcome = measure_quality(subject, text, None)
-    found = values(outcome)
+    found, parts = values(outcome), {figure.name: figure.parts for figure in outcome.figures}
     assert outcome.complete and not outcome.details["refused"]
-    assert found["bf16, perplexity"] == pytest.approx(found["fp32, perplexity"], rel=0.02)
-    assert found["bf16, same most likely token"] > 80
-    assert found["fp32, weights"] == 4.0  # as stored, the embedding too
-    assert 2.0 < found["bf16, weights"] < 3.0  # which is not rounded
-    assert found["bf16, int8 KV, perplexity"] == pytest.approx(found["bf16, perplexity"], rel=0.02)
-    assert found["bf16, int8 KV, perplexity"] != found["bf16, perplexity"]
-    assert "bf16, int8 KV, weights" not in found  # they are bf16's
+    assert found["bf16"] == pytest.approx(found["fp32"], rel=0.02)
+    assert parts["fp32"]["same top token, %"] == 100.0
+    assert parts["bf16"]["same top token, %"] > 80
+    assert parts["fp32"]["bytes per weight"] == 4.0  # as stored, the embedding too
+    assert 2.0 < parts["bf16"]["bytes per weight"] < 3.0  # which is not rounded
+    assert parts["bf16"]["bytes"] == parts["bf16"]["bytes per weight"] * subject.checkpoint.needs().num_parameters
+    assert found["bf16, int8 KV"] == pytest.approx(found["bf16"], rel=0.02)
+    assert found["bf16, int8 KV"] != found["bf16"]
+    assert "bytes" not in parts["bf16, int8 KV"]  # they are bf16's
     if has_kernel(OpCode.LINEAR_INT):
-        assert found["int8, perplexity"] == pytest.approx(found["fp32, perplexity"], rel=0.05)
-        assert found["int4, perplexity"] == pytest.approx(found["fp32, perplexity"], rel=0.3)
-        assert found["int4, perplexity"] != found["int8, perplexity"]
+        assert found["int8"] == pytest.approx(found["fp32"], rel=0.05)
+        assert found["int4"] == pytest.approx(found["fp32"], rel=0.3)
+        assert found["int4"] != found["int8"]
+
+
+def test_every_precision_of_a_processor_is_measured():
+    assert host_precisions()[0] == REFERENCE
+    assert {"bf16", "int8", "int4"} <= set(host_precisions()) and "fp16" not in host_precisions()
+    assert set(PRECISION_PAIRS) >= {*host_precisions(), "int4, int8 KV"} and "fp32, int8 KV" not in PRECISION_PAIRS
+
+
+@dataclass(frozen=True)
+class FakePeer(LlamaCppPeer):
+    """Expects every next token, in one format of 100 bytes, and is then interrupted or not."""
+
+    ending: type[BaseException] | None = None
+
+    def require(self, checkpoint: Checkpoint) -> None: ...
+
+    def read(self, checkpoint: Checkpoint, windows: list[list[int]], threads: int) -> Generator[PeerEvent, None, None]:
+        yield PeerEvent("llama.cpp Q8_0", file_bytes=100)
+        for window in windows:
+            yield PeerEvent("llama.cpp Q8_0", nats=2.0 * (len(window) - 1), likeliest=tuple(window[1:]))
+        if self.ending is not None:
+            raise self.ending
+
+
+def test_a_peer_is_held_against_our_fp32(subject, text):
+    outcome = measure_quality(replace_precision(subject, "bf16"), text, None, FakePeer())
+    figures = {figure.name: figure for figure in outcome.figures}
+    peer = figures["llama.cpp Q8_0"]
+    assert outcome.complete and peer.value == pytest.approx(math.exp(2.0))
+    assert peer.ratio == pytest.approx(peer.value / figures["fp32"].value) and peer.against == "FP32"
+    assert peer.parts["bytes"] == 100 and 0 <= peer.parts["same top token, %"] < 100
+    assert "llama.cpp Q4_0" not in figures  # nothing was read with it
+    assert "int8" not in figures
+
+
+def test_ctrl_c_in_a_peer_keeps_what_was_read(subject, text):
+    outcome = measure_quality(replace_precision(subject, "bf16"), text, None, FakePeer(ending=KeyboardInterrupt))
+    assert not outcome.complete and "llama.cpp Q8_0" in values(outcome)
+
+
+def replace_precision(job: QualityJob, precision: str) -> QualityJob:
+    return replace(job, settings=job.settings.model_copy(update={"precision": precision}))
 
 
 def test_ctrl_c_compares_what_both_have_read(subject, text, monkeypatch):
@@ -74,9 +128,9 @@ def test_ctrl_c_compares_what_both_have_read(subject, text, monkeypatch):
     outcome = measure_quality(subject, text, None)
     assert not outcome.complete
     ratios = {figure.name: figure.ratio for figure in outcome.figures}
-    assert ratios["bf16, perplexity"] == pytest.approx(1.0, rel=0.02)
-    assert "bf16, int8 KV, perplexity" not in values(outcome)
-    assert values(outcome)["bf16, perplexity"] != pytest.approx(values(outcome)["fp32, perplexity"], rel=1e-3)
+    assert ratios["bf16"] == pytest.approx(1.0, rel=0.02)
+    assert "bf16, int8 KV" not in values(outcome)
+    assert values(outcome)["bf16"] != pytest.approx(values(outcome)["fp32"], rel=1e-3)
     assert not any(name.startswith("int") for name in values(outcome))
 
 
