@@ -352,7 +352,7 @@ def _precision_and_threads(plan: ServingPlan) -> tuple[str, int]:
 def _other_precisions(prepared: Prepared) -> list[str]:
     """Return the other precisions that the plan may choose once they are measured."""
     needs = prepared.checkpoint.needs()
-    if prepared.settings.precision != "auto":
+    if prepared.settings.weight_format != "auto":
         return []
     if (
         not needs.generates
@@ -366,9 +366,9 @@ def _other_precisions(prepared: Prepared) -> list[str]:
 
 def _plan_for_precision(prepared: Prepared, name: str, int8_copy: str = "off") -> ServingPlan | None:
     """Return the plan for a precision, or None if that precision is not possible."""
-    overrides = {"precision": name, "int8_copy": int8_copy, "device": prepared.plan.device.value}
+    settings = prepared.settings.with_weight_format(name, int8_copy=int8_copy, device=prepared.plan.device.value)
     try:
-        return _plan(prepared.facts, None, prepared.settings.model_copy(update=overrides), prepared.checkpoint)
+        return _plan(prepared.facts, None, settings, prepared.checkpoint)
     except (NoRecipe, PlanImpossible):
         return None
 

@@ -6,6 +6,7 @@ checks that torch can run here at all.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from app.errors import PlanImpossible
@@ -33,6 +34,7 @@ from app.hardware.plan.precision import (
     bf16_products,
     unquantized_precision,
 )
+from app.hardware.plan.torchao_config import is_torchao
 from app.hardware.plan.trials import TrialTimings
 from app.settings import Settings
 
@@ -64,7 +66,7 @@ def decide_weights_and_kv(
     Precisions are compared with the step times at `threads` threads.
     """
     settings, trials = candidates.settings, TrialTimings.from_measurements(measurements)
-    auto = settings.precision == "auto"
+    auto = settings.weight_format == "auto"
     generates = candidates.needs is None or candidates.needs.generates
     choose = precision.choose_precision if generates else precision.choose_vector_precision
     chosen = choose(candidates, trials, threads) if auto else precision.forced_precision(candidates)
@@ -175,6 +177,9 @@ def decide_dtype(facts: Facts, chosen: str, kind: str = "cpu") -> Decision[Dtype
         return Decision("float32", "The dtype of the weights.")
     if chosen == "fp16":
         return Decision("float16", "The dtype of the weights; sums are accumulated in FP32.")
+    if is_torchao(chosen):
+        exact: Mapping[str, Dtype] = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
+        return Decision(exact[unquantized_precision(facts, kind)], "The dtype of weights that are not quantized.")
     if chosen in QUANTIZED_PRECISIONS and kind != "cpu":
         name: Dtype = "float16" if unquantized_precision(facts, kind) == "fp16" else "bfloat16"
         return Decision(name, "Weights are dequantized to it for products; sums are accumulated in FP32.")

@@ -21,6 +21,7 @@ from app.hardware.plan.memory_budget import (
     smallest_step_budget,
     useful_kv_cache_bytes,
 )
+from app.hardware.plan.torchao_config import is_torchao, parse_config
 from app.hardware.plan.trials import FEW_SEQS, SEVERAL_SEQS, TrialTiming, TrialTimings, format_rate
 from app.hardware.probe.software import TORCH_KERNELS
 from app.settings import Settings
@@ -117,7 +118,11 @@ def choose_vector_precision(candidates: PrecisionCandidates, trials: TrialTiming
 
 def forced_precision(candidates: PrecisionCandidates) -> Decision[str]:
     """Return the decision for a precision that was set."""
-    chosen = candidates.settings.precision
+    chosen = candidates.settings.weight_format
+    if is_torchao(chosen):
+        return Decision(
+            chosen, "Asked for by quantization: torchao quantizes and multiplies; the output layer stays exact."
+        )
     if chosen == "bf16" and unquantized_precision(candidates.facts, candidates.kind) != "bf16":
         whose = "processor" if candidates.kind == "cpu" else "chip"
         return Decision(chosen, f"Asked for; slow, since this {whose} has no BF16 products.")
@@ -131,8 +136,17 @@ def available_precisions(
 
     Raises:
         NoRecipe: the requested precision, or every precision that could be chosen, has no recipe.
+        PlanImpossible: quantization is no config of torchao, or contradicts the requested precision.
     """
     built = frozenset(name for device, built_for, name in recipes if (device, built_for) == (kind, architecture))
+    if settings.quantization:
+        parse_config(settings.quantization)
+        if settings.precision != "auto":
+            raise PlanImpossible(
+                f"quantization is {settings.quantization}, which decides the format of the weights, and precision is "
+                f"{settings.precision}: leave one of them out."
+            )
+        return built
     if settings.precision not in ("auto", *built):
         raise NoRecipe(
             f"Precision {settings.precision} on {kind} ({architecture}) is not supported yet. {list_recipes(recipes)}"
