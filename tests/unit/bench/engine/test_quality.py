@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -59,6 +60,18 @@ def test_every_precision_is_held_against_the_first(subject, text):
         assert found["int8, perplexity"] == pytest.approx(found["fp32, perplexity"], rel=0.05)
         assert found["int4, perplexity"] == pytest.approx(found["fp32, perplexity"], rel=0.3)
         assert found["int4, perplexity"] != found["int8, perplexity"]
+
+
+def test_a_config_of_torchao_is_held_against_fp32_alone(subject, text):
+    name = "torchao:IntxWeightOnlyConfig(weight_dtype=int4, granularity=PerGroup(16))"
+    found = values(measure_quality(replace(subject, settings=subject.settings.with_weight_format(name)), text, None))
+    assert found.keys() == {
+        *(f"{each}, {what}" for each in ("fp32", name) for what in ("perplexity", "weights")),
+        f"{name}, same most likely token",
+    }
+    assert found[f"{name}, perplexity"] == pytest.approx(found["fp32, perplexity"], rel=0.3)
+    assert found[f"{name}, perplexity"] != found["fp32, perplexity"]
+    assert found[f"{name}, weights"] < 3.0  # of this model half are the embedding and the output layer
 
 
 def test_ctrl_c_compares_what_both_have_read(subject, text, monkeypatch):
