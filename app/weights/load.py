@@ -247,6 +247,7 @@ class _ModelLoader:
         layers = {layer.linear: layer for layer in self._layers(linears)}
         self._set_weight(self.model.embedding)
         for statistics in calibrator.stages(self.model, self._exact_form):
+            self.exact = {linear: self.exact[linear] for linear in statistics}  # dequantized weights are not a mapping
             for linear, shown in statistics.items():
                 self._pack(layers[linear], None, shown)
         if self.choice.recipe.upgrade is not None:

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
+import json
 import logging
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import Enum
@@ -21,7 +22,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from app.errors import PlanImpossible
+from app.errors import CheckpointInvalid, PlanImpossible
 from app.hardware.plan.torchao_config import CONFIGS, ConfigCall, ConfigValue, parse_config
 from app.kernels.linear.activations import Activations, unquantised
 
@@ -143,6 +144,28 @@ def torchao_module(name: str) -> ModuleType:
     """Import a module of torchao, without the messages about extensions that are not used."""
     with _without_messages("torchao", "torch.utils._pytree"):
         return importlib.import_module(name)
+
+
+def dequantize_rows(attributes: str, parts: Mapping[str, Tensor], rows: slice) -> Tensor:
+    """Return rows of a stored weight [n, in] that torchao quantized.
+
+    Args:
+        attributes: torchao's JSON text of the tensor: its class, and what is no tensor.
+        parts: The tensors that it consists of, by torchao's names.
+        rows: The rows to dequantize.
+
+    Raises:
+        CheckpointInvalid: The attributes and the parts do not fit together.
+    """
+    # torchao builds only classes of its own list, and a text that names another one is refused.
+    classes = torchao_module("torchao.prototype.safetensors.safetensors_utils")
+    try:
+        values = json.loads(attributes)
+        values["_data"].update(parts)
+        tensor: Tensor = classes.object_from_dict(values)
+        return tensor[rows].dequantize()
+    except _REFUSALS as error:
+        raise CheckpointInvalid(f"torchao cannot read a quantized weight: {_words(error)}") from error
 
 
 @contextmanager

@@ -106,6 +106,7 @@ def test_arguments_become_those_of_the_config() -> None:
 
 def test_other_messages_of_torchao_are_kept(caplog: pytest.LogCaptureFixture) -> None:
     torchao_module("torchao.quantization")
+    caplog.set_level(logging.WARNING, logger="torchao")
     logging.getLogger("torchao").warning("Failed to load a weight")
     assert [record.getMessage() for record in caplog.records] == ["Failed to load a weight"]
 
