@@ -84,7 +84,7 @@ class FormChoice:
             assert self.device is not None, "a plan for a device needs the backend's device"
             return DEVICE_FORMS[name](self.device, self.dtype)
         if is_torchao(name):
-            return TorchaoFactory(name, self.device or torch.device("cpu"), self.dtype)
+            return TorchaoFactory(name, self.device, self.dtype)
         packing = QUANTISED_FORMS[name]
         if is_output or not isinstance(packing, IntPanelFactory) or packing.bits == 8:
             return packing

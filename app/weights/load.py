@@ -144,7 +144,7 @@ def form_choice(plan: ServingPlan, config: object, device: torch.device | None =
     )
     own = None if kind == "cpu" else device
     if is_torchao(precision):
-        check_runs(precision, own or torch.device("cpu"), DTYPES[plan.dtype.value])
+        check_runs(precision, own, DTYPES[plan.dtype.value])
     upgraded: frozenset[str] = frozenset()
     if recipe.upgrade is not None and isinstance(config, ModelConfig):
         upgraded = choose_upgrades(config)

@@ -70,6 +70,7 @@ def decide_weights_and_kv(
     generates = candidates.needs is None or candidates.needs.generates
     choose = precision.choose_precision if generates else precision.choose_vector_precision
     chosen = choose(candidates, trials, threads) if auto else precision.forced_precision(candidates)
+    chosen = precision.choose_int4_kernels(candidates, chosen, trials, threads)
     kind, node, device = candidates.kind, candidates.numa_node, candidates.device
     dtype = decide_dtype(candidates.facts, chosen.value, kind)
     activation_demand = MemoryDemand(candidates.needs, chosen.value, _kv_precision_of(dtype.value), node, device=device)

@@ -21,7 +21,7 @@ from app.hardware.plan.memory_budget import (
     smallest_step_budget,
     useful_kv_cache_bytes,
 )
-from app.hardware.plan.torchao_config import is_torchao, parse_config
+from app.hardware.plan.torchao_config import KLEIDI_INT4, is_torchao, parse_config
 from app.hardware.plan.trials import FEW_SEQS, SEVERAL_SEQS, TrialTiming, TrialTimings, format_rate
 from app.hardware.probe.software import TORCH_KERNELS
 from app.settings import Settings
@@ -127,6 +127,44 @@ def forced_precision(candidates: PrecisionCandidates) -> Decision[str]:
         whose = "processor" if candidates.kind == "cpu" else "chip"
         return Decision(chosen, f"Asked for; slow, since this {whose} has no BF16 products.")
     return Decision(chosen, "Asked for.")
+
+
+def kleidi_candidates(facts: Facts, device: str) -> tuple[str, ...]:
+    """Return torchao's formats of four bits that KleidiAI multiplies, if torch has it here: group 32, then per channel.
+
+    Without BF16 products there are none: activations, keys and values would be twice as large as with our int4.
+    """
+    has_kleidi = facts.torch is not None and bool(facts.torch.kleidiai) and bf16_products(facts) is not None
+    return tuple(KLEIDI_INT4.values()) if has_kleidi and device == "cpu" and facts.architecture == "arm64" else ()
+
+
+def choose_int4_kernels(
+    candidates: PrecisionCandidates, chosen: Decision[str], trials: TrialTimings, threads: int
+) -> Decision[str]:
+    """Choose between our int4 and KleidiAI's through torchao, if int4 was chosen and both were measured.
+
+    torchao rounds to nearest, without a text and without 8-bit layers, so its gain must be worth that. With one scale
+    for each output it loses too much to be chosen unasked; its speed is only named.
+    """
+    now, settings = trials.find("int4", threads), candidates.settings
+    if chosen.value != "int4" or now is None or "on" in (settings.deterministic, settings.int8_copy, settings.compile):
+        return chosen
+    timed = {name: trials.find(name, threads) for name in kleidi_candidates(candidates.facts, candidates.kind)}
+    gains = {name: timing.speedup_over(now) for name, timing in timed.items() if timing is not None}
+    if not gains:
+        return chosen
+    labels = {KLEIDI_INT4[32]: "in groups of 32", KLEIDI_INT4[None]: "per channel"}
+    measured = " and ".join(f"{gain:.2f} times as fast {labels[name]}" for name, gain in gains.items())
+    winner = KLEIDI_INT4[32]
+    if gains.get(winner, 0.0) < MIN_INT4_GAIN or not _is_useful(candidates, winner):
+        return Decision(
+            "int4",
+            f"{chosen.reason} Our kernels serve it: KleidiAI by torchao, which rounds to nearest, was measured {measured}.",
+        )
+    return Decision(
+        winner,
+        f"{chosen.reason} KleidiAI by torchao serves it: it was measured {measured} as our kernels; {UNKNOWN_COST}.",
+    )
 
 
 def available_precisions(
@@ -241,6 +279,13 @@ def _fitting_precisions(candidates: PrecisionCandidates, names: Sequence[str]) -
     useful = [name for name in known if left[name] >= useful_kv_cache_bytes(candidates.settings, demands[name])]
     least = [name for name in known if left[name] >= MIN_CONTEXT_TOKENS * demands[name].kv_bytes_per_token]
     return useful or least[-1:] or [min(known, key=lambda name: demands[name].weight_bytes)]
+
+
+def _is_useful(candidates: PrecisionCandidates, name: str) -> bool:
+    """Return True if a precision leaves memory for a useful KV cache."""
+    demand = _demand(candidates, name)
+    left = smallest_step_budget(candidates.facts, candidates.settings, demand).size
+    return candidates.needs is not None and left >= useful_kv_cache_bytes(candidates.settings, demand)
 
 
 def _demand(candidates: PrecisionCandidates, name: str) -> MemoryDemand:

@@ -26,7 +26,6 @@ from app.errors import CheckpointInvalid, PlanImpossible
 from app.hardware.plan.torchao_config import CONFIGS, ConfigCall, ConfigValue, parse_config
 from app.kernels.linear.activations import Activations, unquantised
 
-_CPU = torch.device("cpu")
 # What torchao logs at import where its CUDA extensions cannot be loaded, and what torch logs about torchao's
 # enumerations. Neither is about anything that is used here.
 _IMPORT_MESSAGES = re.compile("Failed to load .*_C|Skipping import of cpp extensions|<enum '.*is an Enum subclass")
@@ -44,11 +43,12 @@ _TRIAL_OUTPUTS, _TRIAL_INPUTS = 64, 256  # smallest sizes that suit every packin
 class TorchaoFactory:
     """Quantizes weights with the config that `quantization` names (`hardware/plan/torchao_config.py`).
 
-    `dtype` is the dtype of the activations on a device. A processor without BF16 products multiplies in FP32.
+    `device` holds the weights; None: the processor. `dtype` is the dtype of the activations, in which a device
+    multiplies. A processor without BF16 products multiplies in FP32.
     """
 
     quantization: str
-    device: torch.device = _CPU
+    device: torch.device | None = None
     dtype: torch.dtype = torch.bfloat16
     keeps_weight: ClassVar[bool] = False
 
@@ -71,12 +71,12 @@ class TorchaoFactory:
         Raises:
             PlanImpossible: torchao refuses the config for this weight.
         """
-        dtype = self._product_dtype()
+        dtype, device = self._product_dtype(), self.device or weight.device
         with torch.device("meta"):
             module = nn.Linear(weight.shape[1], weight.shape[0], bias is not None, dtype=dtype)
-        module.weight = nn.Parameter(weight.to(self.device, dtype, copy=True), requires_grad=False)
+        module.weight = nn.Parameter(weight.to(device, dtype, copy=True), requires_grad=False)
         if bias is not None:
-            module.bias = nn.Parameter(bias.to(self.device, dtype, copy=True), requires_grad=False)
+            module.bias = nn.Parameter(bias.to(device, dtype, copy=True), requires_grad=False)
         config = build_config(self.quantization)
         try:
             torchao_module("torchao.quantization").quantize_(module, config)
@@ -90,8 +90,10 @@ class TorchaoFactory:
 
     def _product_dtype(self) -> torch.dtype:
         name = parse_config(self.quantization).name
-        if self.device.type != "cpu" or name in _BF16_CONFIGS:
-            return self.dtype if self.device.type != "cpu" else torch.bfloat16
+        if self.device is not None:
+            return self.dtype
+        if name in _BF16_CONFIGS:
+            return torch.bfloat16
         if "kleidiai" in self.quantization:  # its operator requires FP32 if a scale belongs to a group
             return torch.float32
         return torch.bfloat16 if self.dtype == torch.bfloat16 and _multiplies_bf16() else torch.float32
@@ -129,7 +131,7 @@ class TorchaoLinear:
         return product
 
 
-def check_runs(quantization: str, device: torch.device, dtype: torch.dtype) -> None:
+def check_runs(quantization: str, device: torch.device | None, dtype: torch.dtype) -> None:
     """Check that torchao can multiply with a config that was asked for, for activations of this dtype.
 
     Raises:
@@ -137,7 +139,7 @@ def check_runs(quantization: str, device: torch.device, dtype: torch.dtype) -> N
     """
     refusal = TorchaoFactory(quantization, device, dtype).refusal()
     if refusal:
-        raise PlanImpossible(f"{quantization} cannot serve on {device.type} here. {refusal}.")
+        raise PlanImpossible(f"{quantization} cannot serve on {device.type if device else 'cpu'} here. {refusal}.")
 
 
 def torchao_module(name: str) -> ModuleType:
