@@ -74,7 +74,7 @@ class TorchaoFactory:
         dtype, device = self._product_dtype(), self.device or weight.device
         with torch.device("meta"):
             module = nn.Linear(weight.shape[1], weight.shape[0], bias is not None, dtype=dtype)
-        module.weight = nn.Parameter(weight.to(device, dtype, copy=True), requires_grad=False)
+        module.weight = nn.Parameter(weight.to(device, dtype), requires_grad=False)
         if bias is not None:
             module.bias = nn.Parameter(bias.to(device, dtype, copy=True), requires_grad=False)
         config = build_config(self.quantization)
