@@ -117,9 +117,17 @@ def choose_vector_precision(candidates: PrecisionCandidates, trials: TrialTiming
 
 
 def forced_precision(candidates: PrecisionCandidates) -> Decision[str]:
-    """Return the decision for a precision that was set."""
+    """Return the decision for a precision or a config of torchao that was set.
+
+    Raises:
+        PlanImpossible: A config of torchao was set for an exported program.
+    """
     chosen = candidates.settings.weight_format
     if is_torchao(chosen):
+        if candidates.needs is not None and candidates.needs.kind == "program":
+            raise PlanImpossible(
+                f"quantization is {chosen}, but exported programs have no formats of torchao: leave it out."
+            )
         return Decision(
             chosen, "Asked for by quantization: torchao quantizes and multiplies; the output layer stays exact."
         )

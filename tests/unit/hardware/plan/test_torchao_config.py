@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib
 
 import pytest
@@ -102,6 +103,12 @@ def test_settings_that_need_our_products_are_refused(llama_1b: Needs, others: di
     host = machine(native=NativeLibrary(levels=("portable",)))
     with pytest.raises(PlanImpossible, match=words):
         plan(host, llama_1b, quantization=EXAMPLE, **others)
+
+
+def test_exported_programs_are_refused(llama_1b: Needs) -> None:
+    program = dataclasses.replace(llama_1b, kind="program", kv_elements_per_token=0)
+    with pytest.raises(PlanImpossible, match="exported programs have no formats of torchao"):
+        plan(machine(), program, quantization=EXAMPLE)
 
 
 def test_text_that_is_no_config_is_refused_before_torch_is_needed(llama_1b: Needs) -> None:
