@@ -25,7 +25,7 @@ DEMO_DIRECTORY = Path(__file__).resolve().parent / "demo" / "llama"
 SECRETS = frozenset({"api_keys"})  # never printed, not even in a refusal
 # The settings that change what calibration measures; memory and request limits do not.
 MEASURED_SETTINGS = (
-    "device", "precision", "threads", "compile", "max_batch_tokens", "max_running_seqs", "max_model_len", "kv_precision",
+    "device", "precision", "quantization", "threads", "compile", "max_batch_tokens", "max_running_seqs", "max_model_len", "kv_precision",
     "int8_copy", "numa_node", "deterministic", "quality_budget",
 )  # fmt: skip
 GENERATION_SETTINGS = ("kv_cache_bytes", "kv_precision", "itl_target_ms")  # refused for models that do not generate
@@ -108,6 +108,11 @@ class Settings(BaseSettings):
         "auto",
         description="Weight precision; auto: one that fits and was measured to be enough faster. fp16: Apple GPUs only.",
     )
+    quantization: str = Field(
+        "",
+        description="Weights in a format of torchao, by the name of its config: torchao:CONFIG or torchao:CONFIG(name=value, …);"
+        " precision must then be auto.",
+    )
     quality_budget: Annotated[float, Field(ge=0), BeforeValidator(parse_share)] = Field(
         0.03,
         description="Largest measured increase of perplexity, as a share or in percent, at which auto quantizes; 0: never.",
@@ -176,6 +181,17 @@ class Settings(BaseSettings):
     deterministic: Literal["off", "on"] = Field(
         "off", description="Make a request's text independent of the rest of the batch; prefill is slower."
     )
+
+    @property
+    def weight_format(self) -> str:
+        """Format of the weights that was asked for: a config of torchao, a precision, or auto."""
+        return self.quantization or self.precision
+
+    def with_weight_format(self, name: str, **others: Any) -> Settings:
+        """Return a copy that asks for this format of the weights, with other settings changed too."""
+        torchao = ":" in name
+        changed = {"quantization": name if torchao else "", "precision": "auto" if torchao else name}
+        return self.model_copy(update={**changed, **others})
 
     @property
     def checkpoint_directory(self) -> Path:

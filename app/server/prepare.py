@@ -368,8 +368,9 @@ def _precision_and_threads(plan: ServingPlan) -> tuple[str, int]:
 def _other_precisions(prepared: Prepared) -> list[str]:
     """Return the other precisions that the plan may choose once they are measured."""
     needs = prepared.checkpoint.needs()
-    if prepared.settings.precision != "auto":
-        return []
+    kleidi = precision.kleidi_candidates(prepared.facts, prepared.plan.device.value)
+    if prepared.settings.weight_format != "auto":
+        return [*kleidi] if prepared.settings.weight_format == "int4" else []
     if (
         not needs.generates
     ):  # no other precision is chosen, but the speedup of int8 is reported if the model is large enough to measure it
@@ -377,14 +378,15 @@ def _other_precisions(prepared: Prepared) -> list[str]:
     if needs.num_parameters < precision.MIN_PARAMETERS:
         return []
     exact = precision.unquantized_precision(prepared.facts, prepared.plan.device.value)
-    return [name for name in (exact, *precision.AUTO_PRECISIONS) if name != prepared.plan.precision.value]
+    names = (exact, *precision.AUTO_PRECISIONS, *kleidi)
+    return [name for name in names if name != prepared.plan.precision.value]
 
 
 def _plan_for_precision(prepared: Prepared, name: str, int8_copy: str = "off") -> ServingPlan | None:
     """Return the plan for a precision, or None if that precision is not possible."""
-    overrides = {"precision": name, "int8_copy": int8_copy, "device": prepared.plan.device.value}
+    settings = prepared.settings.with_weight_format(name, int8_copy=int8_copy, device=prepared.plan.device.value)
     try:
-        return _plan(prepared.facts, None, prepared.settings.model_copy(update=overrides), prepared.needs)
+        return _plan(prepared.facts, None, settings, prepared.needs)
     except (NoRecipe, PlanImpossible):
         return None
 

@@ -20,7 +20,7 @@ from app.models.encoders.config import EncoderConfig, encoder_tensors_of
 from app.models.encoders.config_reader import is_encoder, read_encoder
 from app.weights.files import check_directory, check_not_lfs_pointer, incomplete_copy_note, read_object, read_optional
 from app.weights.forms import decoder_bytes, decoder_device_bytes, encoder_bytes, encoder_device_bytes, int8_copy_bytes
-from app.weights.safetensors import TensorEntry, read_header
+from app.weights.safetensors import TensorEntry, join_quantized, read_header
 from app.weights.sentence_transformers import read_sentence_config
 from app.weights.tensor_names import RenamedTensors, rename_tensors
 
@@ -127,14 +127,17 @@ def open_checkpoint(directory: Path) -> Checkpoint:
     check_directory(directory)
     sentence_config = read_sentence_config(directory)
     config = read_object(directory / "config.json")
-    if config.get("quantization_config"):
-        raise CheckpointInvalid(
-            "config.json: the weights are already quantized (quantization_config); use the original weights."
-        )
+    quantized = _quantized_by_torchao(config)
     model_config = (
         read_encoder(config, sentence_config) if is_encoder(config, sentence_config) else ModelConfig.from_hf(config)
     )
     found = _find_tensors(directory)
+    if quantized:
+        found = join_quantized(found)
+    if quantized and model_config.kind == "encoder":
+        raise CheckpointInvalid(
+            "config.json: quantized weights are supported for decoders only; use the original weights."
+        )
     tensors = (
         _encoder_tensors(model_config, found, directory)
         if model_config.kind == "encoder"
@@ -142,6 +145,24 @@ def open_checkpoint(directory: Path) -> Checkpoint:
     )
     _check_tokenizer(directory)
     return Checkpoint(directory, config, read_optional(directory / "generation_config.json"), model_config, tensors)
+
+
+def _quantized_by_torchao(config: Mapping[str, Any]) -> bool:
+    """Return True if torchao quantized the weights, False if nothing did.
+
+    Raises:
+        CheckpointInvalid: Another library quantized them.
+    """
+    quantization = config.get("quantization_config")
+    if not quantization:
+        return False
+    method = quantization.get("quant_method") if isinstance(quantization, dict) else None
+    if method != "torchao":
+        raise CheckpointInvalid(
+            f"config.json: the weights are already quantized by {str(method)[:40]} (quantization_config); of quantized weights "
+            "only torchao's are supported. Use the original weights."
+        )
+    return True
 
 
 # ---- which files ----------------------------------------------------------------------------------------------------

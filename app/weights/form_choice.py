@@ -11,11 +11,13 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from app.hardware.plan.torchao_config import is_torchao
 from app.kernels.linear.bf16_panels import HybridFactory, HybridLinear
 from app.kernels.linear.device import DeviceFactory
 from app.kernels.linear.int_panels import IntPanelFactory, IntPanelLinear
 from app.kernels.linear.linear import DEVICE_FORMS, FORMS, QUANTISED_FORMS, FormFactory, Linear
 from app.kernels.linear.row_split import RowSplitFactory, RowSplitLinear
+from app.kernels.linear.torchao_linear import TorchaoFactory
 from app.models.decoders.decoder import RMSNorm
 from app.weights.forms import EXACT, KEPT_FORMS, OUTPUT_SOURCES, KeptLayers, Recipe, kept_precision
 
@@ -88,6 +90,8 @@ class FormChoice:
         if name in DEVICE_FORMS:
             assert self.device is not None, "a plan for a device needs the backend's device"
             return DEVICE_FORMS[name](self.device, self.dtype)
+        if is_torchao(name):
+            return TorchaoFactory(name, self.device, self.dtype)
         packing = QUANTISED_FORMS[name]
         if is_output or not isinstance(packing, IntPanelFactory) or packing.bits == 8:
             return packing

@@ -13,6 +13,7 @@ from fnmatch import fnmatchcase
 
 from app.errors import NoRecipe, SettingsInvalid
 from app.hardware.decision import RecipeKey
+from app.hardware.plan.torchao_config import INT4_REFERENCE, INT8_REFERENCE, KLEIDI_INT4, is_torchao
 from app.kernels.linear.layout import LAYOUTS, PANEL_OUTPUTS, device_int4_bytes, supports_device_int4
 from app.models.decoders.config import ModelConfig
 from app.models.decoders.shapes import Shape, norms_of, products_of, tensors_of
@@ -45,17 +46,17 @@ class Recipe:
 
 
 EXACT = Recipe(linear=("panels", "onednn", "plain"))
-INT8 = Recipe(linear=("int8/32", "torch int8", "plain"), equalise=True)
+INT8 = Recipe(linear=("int8/32", INT8_REFERENCE, "plain"), equalise=True)
 
 
 def _int4(*others: str, int8_copy_from: int | None = None) -> Recipe:
     """Return a recipe with groups of 32: 0.56 bytes per weight, and 1.06 in the output layer and in upgraded layers.
 
-    `others` serve if the native library was not built.
+    torchao's formats, of which `others` are preferred, serve where the native library has no kernels.
     """
     return Recipe(
-        linear=("int4/32", *others, "plain"),
-        output=("int8/32", "torch int8", "plain"),
+        linear=("int4/32", *others, INT4_REFERENCE, "plain"),
+        output=("int8/32", INT8_REFERENCE, "plain"),
         equalise=True,
         int8_copy_from=int8_copy_from,
         upgrade="int8/32",
@@ -78,13 +79,13 @@ RECIPES: Mapping[RecipeKey, Recipe] = {
     ("cpu", "x86_64", "fp32"): EXACT,
     ("cpu", "x86_64", "bf16"): EXACT,
     ("cpu", "x86_64", "int8"): INT8,
-    ("cpu", "x86_64", "int4"): _int4("torch int4/32", int8_copy_from=64),
-    ("cpu", "x86_64", "int4-small"): replace(_int4("torch int4/32", int8_copy_from=64), upgrade=None),
+    ("cpu", "x86_64", "int4"): _int4(int8_copy_from=64),
+    ("cpu", "x86_64", "int4-small"): replace(_int4(int8_copy_from=64), upgrade=None),
     ("cpu", "arm64", "fp32"): EXACT,
     ("cpu", "arm64", "bf16"): EXACT,
     ("cpu", "arm64", "int8"): INT8,
-    ("cpu", "arm64", "int4"): _int4("kleidi int4/32", "torch int4/32", int8_copy_from=32),
-    ("cpu", "arm64", "int4-small"): replace(_int4("kleidi int4/32", "torch int4/32", int8_copy_from=32), upgrade=None),
+    ("cpu", "arm64", "int4"): _int4(KLEIDI_INT4[32], int8_copy_from=32),
+    ("cpu", "arm64", "int4-small"): replace(_int4(KLEIDI_INT4[32], int8_copy_from=32), upgrade=None),
     **_device("cuda", "x86_64", "fp32", "bf16"),
     **_device("cuda", "arm64", "fp32", "bf16"),
     **_device("mps", "arm64", "fp32", "bf16", "fp16"),
@@ -102,11 +103,14 @@ DETERMINISTIC_RECIPES: Mapping[str, Recipe] = {
 
 
 def find_recipe(device: str, architecture: str, precision: str) -> Recipe:
-    """Return the recipe for this machine.
+    """Return the recipe for this machine; a config of torchao is its own recipe.
 
     Raises:
         NoRecipe: There is none; the message lists the existing ones.
     """
+    if is_torchao(precision):
+        exact = EXACT if device == "cpu" else DEVICE_EXACT
+        return Recipe(linear=(precision, exact.linear[-1]), output=exact.linear)
     recipe = RECIPES.get((device, architecture, precision))
     if recipe is None:
         rows = "; ".join(" ".join(key) for key in RECIPES)

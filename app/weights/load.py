@@ -17,7 +17,9 @@ import torch
 from torch import Tensor
 
 from app.backends.base import BaseBackend
+from app.errors import PlanImpossible
 from app.hardware.plan.plan import ServingPlan
+from app.hardware.plan.torchao_config import is_torchao
 from app.kernels.linear.bf16_panels import Bf16PanelLinear, HybridLinear
 from app.kernels.linear.device import DeviceLinear
 from app.kernels.linear.int_panels import IntPanelLinear
@@ -30,6 +32,7 @@ from app.kernels.linear.quantization import (
     smooth_scales,
 )
 from app.kernels.linear.row_split import RowSplitLinear
+from app.kernels.linear.torchao_linear import TorchaoFactory, check_runs
 from app.models.decoders.config import ModelConfig
 from app.models.decoders.decoder import Decoder, Embedding, RMSNorm
 from app.models.encoders.encoder import DistanceBias, Encoder
@@ -152,6 +155,9 @@ def form_choice(plan: ServingPlan, config: object, device: torch.device | None =
         plan: The plan.
         config: The model's configuration; only decoders have upgraded layers.
         device: The backend's device.
+
+    Raises:
+        PlanImpossible: The precision is a config of torchao that cannot run here.
     """
     precision, kind = plan.precision.value, plan.device.value
     recipe = (
@@ -160,6 +166,8 @@ def form_choice(plan: ServingPlan, config: object, device: torch.device | None =
         else find_recipe(kind, host_architecture(), precision)
     )
     own = None if kind == "cpu" else device
+    if is_torchao(precision):
+        check_runs(precision, own, DTYPES[plan.dtype.value])
     upgraded: frozenset[str] = frozenset()
     if recipe.upgrade is not None and isinstance(config, ModelConfig):
         upgraded = choose_upgrades(config)
@@ -196,6 +204,7 @@ class _ModelLoader:
         self.model = _build(checkpoint, self.choice.dtype, plan.max_model_len.value, backend.device)
         quantized = plan.precision.value in QUANTIZED and self.choice.device is None
         self.calibrator = packing.calibrator if quantized and isinstance(self.model, Decoder) else None
+        self.torchao = plan.precision.value if is_torchao(plan.precision.value) else ""
         self.streams = TensorReader(checkpoint.tensors)
         self.smooth_scales: dict[tuple[str, ...], Tensor] = {}  # scales of the columns, by a layer's sources
         self.exact: dict[Linear, ExactLinear] = {}  # layers that the calibrator runs
@@ -210,6 +219,7 @@ class _ModelLoader:
             self._set_weight(norm)
         self.feeding = {norm.feeds: norm for norm in norms if norm.feeds is not None}
         layers, folder = self._layers(linears, self.choice), self.packing.folder
+        self._check_torchao(layers)
         pack_file = None if folder is None else folder.open(self.checkpoint, self.choice, layers)
         kept = None if pack_file is None else self._read_pack(pack_file, linears)
         if kept is not None:
@@ -262,6 +272,15 @@ class _ModelLoader:
             layers.append(LayerPacking(linear, packing, norm))
         return layers
 
+    def _check_torchao(self, layers: Sequence[LayerPacking]) -> None:
+        """Check that a config of torchao that was asked for suits a layer.
+
+        Raises:
+            PlanImpossible: It suits none.
+        """
+        if self.torchao and not any(isinstance(layer.packing, TorchaoFactory) for layer in layers):
+            raise PlanImpossible(f"{self.torchao} suits no layer of this model: none has a whole number of its groups.")
+
     def _blob_bytes(self, linears: Sequence[Linear], upgraded: frozenset[str]) -> dict[str, int]:
         """Return the names and bytes of the blobs of a pack in which these sources are upgraded."""
         layers = self._layers(linears, replace(self.choice, upgraded=upgraded))
@@ -275,6 +294,7 @@ class _ModelLoader:
         layers = {layer.linear: layer for layer in self._layers(linears, self.choice)}
         self._set_weight(self.model.embedding)
         for statistics in calibrator.stages(self.model, self._exact_form):
+            self.exact = {linear: self.exact[linear] for linear in statistics}  # dequantized weights are not a mapping
             for linear, shown in statistics.items():
                 self._pack(layers[linear], None, shown)
         if self.choice.recipe.upgrade is not None:

@@ -1,7 +1,7 @@
 """Reads and validates headers of safetensors files, which are untrusted. Torch is not needed.
 
 The format: 8 bytes little-endian length, that many bytes of JSON (name to dtype, shape, offsets), then the tensors,
-end to end.
+end to end. A weight that torchao quantized is stored as several tensors, with its attributes in the header's metadata.
 """
 
 from __future__ import annotations
@@ -43,6 +43,88 @@ class TensorEntry:
     def num_elements(self) -> int:
         """Number of elements."""
         return math.prod(self.shape)
+
+
+@dataclass(frozen=True, slots=True)
+class QuantizedEntry(TensorEntry):
+    """A weight that torchao quantized; `dtype` and `shape` are those of its values, the location is that of its codes.
+
+    `attributes` is torchao's JSON text, in which `kind` names one of `QUANTIZED_KINDS`. `parts` are the tensors that it
+    consists of, by torchao's names.
+    """
+
+    kind: str
+    attributes: str
+    parts: tuple[tuple[str, TensorEntry], ...]
+
+    @property
+    def nbytes(self) -> int:
+        """Number of stored bytes of all parts."""
+        return sum(part.end - part.start for _, part in self.parts)
+
+
+# Tensor classes of torchao whose codes have the weight's shape, so that any rows can be dequantized on any machine.
+QUANTIZED_KINDS = ("Int8Tensor", "IntxUnpackedToInt8Tensor", "Float8Tensor")
+_WEIGHT_PARTS = {"qdata", "scale", "zero_point"}
+_VALUE_DTYPES: Mapping[str, str] = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
+
+
+def join_quantized(found: Mapping[str, TensorEntry]) -> dict[str, TensorEntry]:
+    """Return the tensors with those that torchao quantized joined to one entry each.
+
+    transformers stores the parts of `a.b.weight` as `a.b._weight_qdata`, `a.b._weight_scale` and so on.
+
+    Raises:
+        CheckpointInvalid: The metadata is damaged, parts are missing, or the format cannot be served.
+    """
+    joined, metadata = dict(found), dict[str, str]()
+    for file in sorted({entry.file for entry in found.values()}):
+        metadata |= _read_metadata(file)
+    for name, text in metadata.items():
+        values = _attributes(text)
+        kind, parts = values.get("_type"), values.get("_tensor_data_names")
+        if kind == "Tensor" or not isinstance(kind, str) or not isinstance(parts, list):
+            continue
+        prefix = "._".join(name.rsplit(".", 1)) + "_"
+        stored = tuple((str(part), joined.pop(f"{prefix}{part}")) for part in parts if f"{prefix}{part}" in joined)
+        joined[name] = _quantized(name, kind, text, stored)
+        if len(stored) < len(parts):
+            raise CheckpointInvalid(f"{name[:80]} is quantized, and not all of its parts ({parts}) are stored.")
+    return joined
+
+
+def _quantized(name: str, kind: str, text: str, parts: tuple[tuple[str, TensorEntry], ...]) -> QuantizedEntry:
+    if kind not in QUANTIZED_KINDS:
+        raise CheckpointInvalid(
+            f"{name[:80]} is stored as torchao's {kind[:80]}, whose layout belongs to a device. Supported are "
+            f"{', '.join(QUANTIZED_KINDS)}: quantize the original weights again, or serve them with --quantization."
+        )
+    beside = sorted({part for part, _ in parts} - _WEIGHT_PARTS)
+    if beside:
+        raise CheckpointInvalid(f"{name[:80]} has {beside[0][:80]}, and scales of activations are not supported.")
+    codes, values = dict(parts).get("qdata"), _attributes(text).get("_data")
+    dtype = values.get("dtype") if isinstance(values, dict) else None
+    stored = _VALUE_DTYPES.get(str(dtype.get("_data"))) if isinstance(dtype, dict) else None
+    if codes is None or stored is None or len(codes.shape) != 2:
+        raise CheckpointInvalid(f"{name[:80]}: torchao's metadata of this weight is damaged.")
+    return QuantizedEntry(codes.file, stored, codes.shape, codes.start, codes.end, kind, text, parts)
+
+
+def _attributes(text: str) -> dict[str, Any]:
+    try:
+        values = json.loads(text)
+    except (ValueError, RecursionError):
+        return {}
+    return values if isinstance(values, dict) else {}
+
+
+def _read_metadata(file: Path) -> dict[str, str]:
+    """Return the metadata of a file whose header was checked before."""
+    with file.open("rb") as stream:
+        header = _objects(file, stream.read(int.from_bytes(stream.read(8), "little")))
+    values = header.get("__metadata__")
+    values = values if isinstance(values, dict) else {}
+    return {name: value for name, value in values.items() if isinstance(value, str)}
 
 
 def read_header(file: Path) -> dict[str, TensorEntry]:

@@ -20,9 +20,13 @@ import torch
 from torch import Tensor
 
 from app.errors import CheckpointInvalid, PlanImpossible
-from app.weights.safetensors import TensorEntry
+from app.kernels.linear.torchao_linear import dequantize_rows
+from app.weights.safetensors import QuantizedEntry, TensorEntry
 
 TORCH_DTYPES: Mapping[str, torch.dtype] = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+_PART_DTYPES: Mapping[str, torch.dtype] = {
+    **TORCH_DTYPES, "I8": torch.int8, "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2
+}  # fmt: skip
 
 _POPULATE_READ = 22  # MADV_POPULATE_READ of Linux 5.14, which Python's mmap does not define
 _FETCH_BYTES = 8 * 2**20  # the call holds the interpreter's lock, so it must be short
@@ -36,15 +40,22 @@ class MappedFiles:
         self._streams: dict[Path, BinaryIO] = {}
 
     def tensor(self, entry: TensorEntry) -> Tensor:
-        """Return the tensor as stored: a view of the file."""
+        """Return the tensor as stored: a view of the file; a quantized one is dequantized."""
+        if isinstance(entry, QuantizedEntry):
+            return self._dequantized(entry, 0, entry.shape[0])
         return self.span(entry, entry.shape)
+
+    def _dequantized(self, entry: QuantizedEntry, row: int, end: int) -> Tensor:
+        """Return rows `[row, end)` of a quantized weight in the dtype of its values."""
+        parts = {name: self.tensor(part) for name, part in entry.parts}
+        return dequantize_rows(entry.attributes, parts, slice(row, end))
 
     def span(self, first: TensorEntry, shape: tuple[int, ...]) -> Tensor:
         """Return a view of this shape that starts at the first entry.
 
         It covers the entry itself, or several entries that are stored end to end.
         """
-        dtype, count = TORCH_DTYPES[first.dtype], 1
+        dtype, count = _PART_DTYPES[first.dtype], 1
         for size in shape:
             count *= size
         with warnings.catch_warnings():
@@ -63,6 +74,9 @@ class MappedFiles:
         copy (2.4 GB took 1.6 s mapped and 0.3 s read).
         """
         rows, columns = target.shape
+        if isinstance(entry, QuantizedEntry):
+            target.copy_(self._dequantized(entry, row, row + rows))
+            return
         stored = TORCH_DTYPES[entry.dtype]
         direct = stored == target.dtype and target.is_contiguous()
         buffer = target if direct else torch.empty(rows, columns, dtype=stored)
@@ -172,7 +186,8 @@ class TensorReader:
         the caller will hold the tensor.
         """
         shape = (sum(entry.shape[0] for entry in entries), entries[0].shape[1])
-        if TORCH_DTYPES[entries[0].dtype] == dtype and _are_contiguous(entries):
+        quantized = any(isinstance(entry, QuantizedEntry) for entry in entries)
+        if TORCH_DTYPES[entries[0].dtype] == dtype and not quantized and _are_contiguous(entries):
             self.files.fetch(entries[0].file, entries[0].start, entries[-1].end)
             return self.files.span(entries[0], shape), True
         weight = torch.empty(shape, dtype=dtype) if keep else self._buffer_view(shape, dtype)
@@ -203,6 +218,12 @@ class TensorReader:
         return self._buffer[:nbytes].view(dtype).view(shape)
 
     def _copy(self, entry: TensorEntry, target: Tensor) -> None:
+        if isinstance(entry, QuantizedEntry):
+            step = max(1, _BLOCK_BYTES // entry.shape[1])
+            for row in range(0, entry.shape[0], step):
+                self.files.read(entry, row, target[row : row + step])
+            self.drop((entry,))
+            return
         source, row_bytes = self.stored(entry), entry.nbytes // max(1, entry.shape[0])
         step = max(1, _COPY_BYTES // max(1, row_bytes))
         for row in range(0, entry.shape[0], step):

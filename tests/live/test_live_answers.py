@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import json
 import re
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import httpx
 import pytest
 
 from app.api.middleware import MAX_BODY_BYTES
-from tests.live.live_server import LiveServer
+from tests.live.live_server import LiveServer, live
+from tiny_checkpoints import write_checkpoint
 
 CHAT: list[Any] = [{"role": "user", "content": "Tell me a story."}]
 
@@ -144,3 +146,16 @@ def test_probes_scrapes_and_the_page(server: LiveServer) -> None:
     openmetrics = server.client.get("/metrics", headers={"accept": "application/openmetrics-text; version=1.0.0"})
     assert openmetrics.text.rstrip().endswith("# EOF")
     assert httpx.get(f"{server.url}/", follow_redirects=True).status_code == 200
+
+
+def test_a_format_of_torchao_serves_a_chat(tmp_path: Path) -> None:
+    name = "torchao:IntxWeightOnlyConfig(weight_dtype=int8, granularity=PerGroup(16))"
+    with live(write_checkpoint(tmp_path / "tiny"), precision="auto", quantization=name) as server:
+        planned = server.client.get("/info").json()["plan"]["precision"]
+        assert planned["value"] == name and "torchao" in planned["reason"]
+        body = {"model": "tiny", "messages": CHAT, "max_tokens": 6, "temperature": 0, "ignore_eos": True}
+        answer = server.client.post("/v1/chat/completions", json=body).json()
+        assert answer["usage"]["completion_tokens"] == 6
+        exact = server.generate(max_tokens=6, ignore_eos=True).json()["token_ids"]
+    with live(tmp_path / "tiny") as server:
+        assert len(exact) == 6 and exact[0] == server.generate(max_tokens=6, ignore_eos=True).json()["token_ids"][0]

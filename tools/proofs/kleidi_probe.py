@@ -11,9 +11,10 @@ from torch.profiler import ProfilerActivity, profile
 
 from app.engine.build import BuildRequest
 from app.engine.decoder.build import build_decoder_engine
+from app.hardware.plan.torchao_config import KLEIDI_INT4
 from app.kernels.linear.linear import Linear
 from app.kernels.linear.quantization import quantise_int4
-from app.kernels.linear.torch_int import KleidiLinear
+from app.kernels.linear.torchao_linear import TorchaoFactory, TorchaoLinear
 from app.messages import Generate, SamplingParams
 from app.server.prepare import prepare
 from app.settings import load_settings
@@ -26,7 +27,9 @@ TOKENS = 3
 def engine_run() -> dict[str, object]:
     prepared = prepare(load_settings(precision="int4", calibrate="off", compile="off", speculation="off")[0])
     built = build_decoder_engine(BuildRequest(require_checkpoint(prepared.checkpoint), prepared.plan))
-    forms = Counter(type(layer.form).__name__ for layer in built.model.modules() if isinstance(layer, Linear))
+    layers = [layer.form for layer in built.model.modules() if isinstance(layer, Linear)]
+    weights = [form.module.weight if isinstance(form, TorchaoLinear) else form for form in layers]
+    forms = Counter(type(weight).__name__ for weight in weights)
     params = SamplingParams(max_tokens=TOKENS, temperature=0.0, ignore_eos=True)
     built.engine.add(Generate("proof", (5, 283, 441), params, 0.0))
     steps = 0
@@ -41,14 +44,21 @@ def engine_run() -> dict[str, object]:
 def one_product() -> dict[str, object]:
     torch.manual_seed(0)
     weight, rows = torch.randn(256, 192), torch.randn(5, 192)
-    codes = quantise_int4(weight, 64, zero_points=False)
-    form = KleidiLinear(codes, None)
-    exact = rows @ codes.dequantise().T
+    form = TorchaoFactory(KLEIDI_INT4[32]).pack(weight, None)
+    plain_weight = TorchaoFactory(KLEIDI_INT4[32].replace("opaque_aten_kleidiai", "unpacked_to_int8")).pack(
+        weight, None
+    )
+    exact = rows @ plain_weight.module.weight.dequantize().float().T
     error = (form.multiply(rows) - exact).abs().max() / exact.abs().max()
     # KleidiAI does not support FP32 scales per group; torch then uses its own loop.
+    codes = quantise_int4(weight, 64, zero_points=False)
     pairs = codes.codes[:, 1::2] << 4 | codes.codes[:, ::2]
     plain = torch.ops.aten._dyn_quant_pack_4bit_weight(pairs, codes.scales.float(), None, 64, 192, 256)
-    return {"packed": str(form.packed.dtype), "reference": str(plain.dtype), "error": float(error)}
+    return {
+        "packed": str(form.module.weight.packed_weights.dtype),
+        "reference": str(plain.dtype),
+        "error": float(error),
+    }
 
 
 print(json.dumps(engine_run() | one_product()))

@@ -7,6 +7,7 @@ KV cache larger than any processor cache. The ceilings are sampled between any t
 from __future__ import annotations
 
 import ctypes
+import itertools
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing
@@ -18,9 +19,11 @@ from app.bench.engine.ceilings import CpuCeilingSampler, WorkSamples, mean_ceili
 from app.engine.decoder.kv_cache import KvCache, KvShape
 from app.hardware.facts import Facts
 from app.hardware.plan.plan import ServingPlan
+from app.hardware.plan.torchao_config import INT4_REFERENCE, INT8_REFERENCE
 from app.kernels.attention.attention import AttentionSequence, AttentionStep, KvSegment, attend
 from app.kernels.linear.activations import quantise
 from app.kernels.linear.int_panels import IntPanelFactory, IntPanelLinear
+from app.kernels.linear.torchao_linear import TorchaoFactory, TorchaoLinear
 from app.kernels.native.library import native_library
 from app.kernels.native.memory import aligned_bytes
 from app.kernels.native.operations import OpCode, ProductOutput, has_kernel, observe_operations, operation_array
@@ -34,6 +37,10 @@ PASSES_PER_ROUND = 12
 SHAPES = ((8192, 2048), (2048, 8192))  # outputs, inputs
 
 FORMS = {"int4": IntPanelFactory(bits=4, group=32), "int8": IntPanelFactory(bits=8, group=32)}
+
+# The same formats by torchao, and row counts: their products take long, and torchao packs no copies to rotate over.
+TORCHAO_FORMS = {"int4": TorchaoFactory(INT4_REFERENCE), "int8": TorchaoFactory(INT8_REFERENCE)}
+TORCHAO_ROWS, TORCHAO_PASSES = (1, 16, 128), 3
 
 ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 512)
 
@@ -62,7 +69,7 @@ def measure_kernels(plan: ServingPlan, facts: Facts, rounds: int) -> BenchOutcom
     machine = CpuCeilingSampler(plan.threads.value, torch.int8, (torch.int8,))
     with (
         progress(
-            rounds * (len(FORMS) * len(SHAPES) + len(ATTENTION) * DecodeAttention.available()) + 1, "packing"
+            rounds * (len(FORMS) * len(SHAPES) + len(ATTENTION) * DecodeAttention.available()) + 2, "packing"
         ) as advance,
         closing(machine),
         torch.inference_mode(),
@@ -70,7 +77,10 @@ def measure_kernels(plan: ServingPlan, facts: Facts, rounds: int) -> BenchOutcom
         weights = {(name, shape): _copies(packing, shape) for name, packing in FORMS.items() for shape in SHAPES}
         advance("measuring")
         complete = _run_rounds(rounds, machine, weights, timed, advance)
-    figures = (*machine.figures(), *_figures(timed))
+        weights.clear()
+        torchao = dict(_torchao_seconds()) if complete else {}
+        advance("torchao")
+    figures = (*machine.figures(), *_figures(timed), *_torchao_figures(torchao, timed))
     details = {
         "machine": facts.to_json(),
         "level": native_library().level,
@@ -153,6 +163,28 @@ def _time_product(copies: list[IntPanelLinear], rows: int) -> list[float]:
         if index:
             seconds.append((time.perf_counter() - started) / len(steps))
     return seconds
+
+
+def _torchao_seconds() -> Iterator[tuple[KernelCase, float]]:
+    """Yield the shortest seconds of a product by torchao."""
+    for (name, factory), shape in itertools.product(TORCHAO_FORMS.items(), SHAPES):
+        form = factory.pack(torch.randn(shape) / shape[1] ** 0.5, None)
+        for rows in TORCHAO_ROWS:
+            x = torch.randn(rows, shape[1]).bfloat16()
+            form.multiply(x)
+            yield (name, shape, rows), min(_seconds_of(form, x) for _ in range(TORCHAO_PASSES))
+
+
+def _seconds_of(form: TorchaoLinear, x: torch.Tensor) -> float:
+    started = time.perf_counter()
+    form.multiply(x)
+    return time.perf_counter() - started
+
+
+def _torchao_figures(seconds: Mapping[KernelCase, float], timed: dict[KernelCase, WorkSamples]) -> Iterator[Figure]:
+    for (name, shape, rows), took in seconds.items():
+        label = f"{name} {shape[0]}×{shape[1]}, {rows} row{'s' if rows > 1 else ''}, torchao"
+        yield Figure(label, took * 1e6, "us", ratio=took / timed[(name, shape, rows)].middle, against="ours")
 
 
 def _figures(timed: dict[KernelCase, WorkSamples]) -> Iterator[Figure]:

@@ -101,8 +101,7 @@ class QualityJob:
 
     def plan(self, precision: str, kv_precision: str) -> ServingPlan:
         """Return the plan for this precision of weights and of keys and values."""
-        changed = {"precision": precision, "kv_precision": kv_precision, "int8_copy": "off"}
-        settings = self.settings.model_copy(update=changed)
+        settings = self.settings.with_weight_format(precision, kv_precision=kv_precision, int8_copy="off")
         return make_plan(self.facts, None, settings, self.checkpoint.needs(), RECIPES.keys())
 
 
@@ -146,10 +145,10 @@ def measure_quality(
 def _plans(subject: QualityJob) -> tuple[dict[str, ServingPlan], dict[str, str]]:
     """Return a plan for each supported precision, and the reason for each one that is not supported.
 
-    If a precision is set, only that one and the reference are measured.
+    If a precision or a config of torchao is set, only that one and the reference are measured.
     """
-    plans, refused, wanted = {}, {}, subject.settings.precision
-    for name, (precision, kv_precision) in PRECISION_PAIRS.items():
+    plans, refused, wanted = {}, {}, subject.settings.weight_format
+    for name, (precision, kv_precision) in _precision_pairs(subject.settings).items():
         if wanted not in ("auto", precision) and precision != "fp32":
             continue
         try:
@@ -157,6 +156,12 @@ def _plans(subject: QualityJob) -> tuple[dict[str, ServingPlan], dict[str, str]]
         except (NoRecipe, PlanImpossible) as error:
             refused[name] = error.message
     return plans, refused
+
+
+def _precision_pairs(settings: Settings) -> dict[str, tuple[str, str]]:
+    """Return the pairs that can be measured: a config of torchao too, if one is set."""
+    torchao = {settings.quantization: (settings.quantization, "auto")} if settings.quantization else {}
+    return PRECISION_PAIRS | torchao
 
 
 def _read_all(

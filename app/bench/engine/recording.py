@@ -85,7 +85,7 @@ def measure_replay(
 
 def _in_fp32(checkpoint: Checkpoint, facts: Facts, settings: Settings) -> dict[str, ServingPlan]:
     """Return the FP32 plan, or nothing if the machine lacks the memory for it."""
-    changed = settings.model_copy(update={"precision": "fp32", "kv_precision": "auto", "int8_copy": "off"})
+    changed = settings.with_weight_format("fp32", kv_precision="auto", int8_copy="off")
     try:
         return {"fp32": make_plan(facts, None, changed, checkpoint.needs(), RECIPES.keys())}
     except (NoRecipe, PlanImpossible):

@@ -16,6 +16,7 @@ from app.kernels.linear.bf16_panels import Bf16PanelLinear, HybridFactory
 from app.kernels.linear.device import DeviceFactory
 from app.kernels.linear.device_int4 import DeviceInt4Factory
 from app.kernels.linear.linear import FormFactory, Linear, LinearForm
+from app.kernels.linear.torchao_linear import TorchaoFactory
 from app.kernels.native.memory import allocate_weights
 from app.weights.form_choice import CacheablePacking, FormChoice
 from app.weights.forms import OUTPUT_SOURCES
@@ -58,6 +59,8 @@ class SyntheticForms:
             return sum(packing.part_bytes(linear.out_features, linear.in_features))
         if isinstance(packing, DevicePackings):
             return packing.weight_bytes(linear.out_features, linear.in_features)
+        if isinstance(packing, TorchaoFactory):
+            return self.form(linear).nbytes
         return linear.out_features * linear.in_features * self.choice.dtype.itemsize
 
 

@@ -6,15 +6,16 @@ checks that torch can run here at all.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from app.errors import PlanImpossible
 from app.hardware.decision import ALL_KINDS, Decision, Dtype, Measurements, decided
 from app.hardware.facts import Facts
-from app.hardware.plan import precision
-from app.hardware.plan import precision as int8_copy
+from app.hardware.plan import int8_copy, precision
 from app.hardware.plan.capacity import decide_step_tokens
 from app.hardware.plan.devices import decide_kernel_folder
+from app.hardware.plan.int8_copy import Int8CopyGain
 from app.hardware.plan.memory_budget import (
     KV_PRECISIONS,
     MIN_BATCH_TOKENS,
@@ -29,11 +30,11 @@ from app.hardware.plan.memory_budget import (
 from app.hardware.plan.precision import (
     INT4_PRECISIONS,
     QUANTIZED_PRECISIONS,
-    Int8CopyGain,
     PrecisionCandidates,
     bf16_products,
     unquantized_precision,
 )
+from app.hardware.plan.torchao_config import is_torchao
 from app.hardware.plan.trials import TrialTimings
 from app.settings import Settings
 
@@ -66,10 +67,11 @@ def decide_weights_and_kv(
     Precisions are compared with the step times at `threads` threads.
     """
     settings, trials = candidates.settings, TrialTimings.from_measurements(measurements)
-    auto = settings.precision == "auto"
+    auto = settings.weight_format == "auto"
     generates = candidates.needs is None or candidates.needs.generates
     choose = precision.choose_precision if generates else precision.choose_vector_precision
     chosen = choose(candidates, trials, threads) if auto else precision.forced_precision(candidates)
+    chosen = precision.choose_int4_kernels(candidates, chosen, trials, threads)
     kind, node, device = candidates.kind, candidates.numa_node, candidates.device
     dtype = decide_dtype(candidates.facts, chosen.value, kind)
     activation_demand = MemoryDemand(candidates.needs, chosen.value, _kv_precision_of(dtype.value), node, device=device)
@@ -179,6 +181,9 @@ def decide_dtype(facts: Facts, chosen: str, kind: str = "cpu") -> Decision[Dtype
         return Decision("float32", "The dtype of the weights.")
     if chosen == "fp16":
         return Decision("float16", "The dtype of the weights; sums are accumulated in FP32.")
+    if is_torchao(chosen):
+        exact: Mapping[str, Dtype] = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
+        return Decision(exact[unquantized_precision(facts, kind)], "The dtype of weights that are not quantized.")
     if chosen in QUANTIZED_PRECISIONS and kind != "cpu":
         name: Dtype = "float16" if unquantized_precision(facts, kind) == "fp16" else "bfloat16"
         return Decision(name, "Weights are dequantized to it for products; sums are accumulated in FP32.")

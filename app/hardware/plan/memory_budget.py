@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from app.errors import PlanImpossible
 from app.hardware.decision import format_bytes
 from app.hardware.facts import CudaDevice, Facts, Needs
+from app.hardware.plan.torchao_config import is_torchao
 from app.settings import Settings
 
 GIB, MIB = 2**30, 2**20
@@ -79,6 +80,8 @@ class MemoryDemand:
         if self.device is not None:
             held |= {"fp16": held["bf16"]} if "bf16" in held else {}
             held |= self.needs.device_bytes_by_precision
+        if is_torchao(self.precision):
+            return torchao_bytes(self.needs, held)
         return held.get(self.precision, self.needs.weight_bytes) + copy
 
     @property
@@ -103,6 +106,18 @@ class MemoryDemand:
         if self.device is None:
             return seqs * length * self.kv_bytes_per_token
         return (seqs * -(-length // KV_PAGE_TOKENS) + 1) * KV_PAGE_TOKENS * self.kv_bytes_per_token
+
+
+def torchao_bytes(needs: Needs, held: Mapping[str, int]) -> int:
+    """Return the most bytes of weights in a format of torchao: a code has at most a byte, and the output layer is exact.
+
+    Args:
+        needs: The model.
+        held: Bytes of its weights by precision.
+    """
+    output = 4 * needs.vocab_size * needs.hidden_size if needs.generates else 0
+    layers = needs.num_parameters * 5 // 4  # codes, and a scale with a zero point for each group of 32
+    return min(max(held.values(), default=layers + output), layers + output)
 
 
 def kv_bytes_per_token(needs: Needs, kv_precision: str) -> int:

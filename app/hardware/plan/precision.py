@@ -1,7 +1,7 @@
-"""Decisions about the precision of the weights, and about an 8-bit copy of 4-bit layers for large steps.
+"""Decisions about the precision of the weights, and of single layers.
 
 The precision depends on the recipes that exist, on the memory, and on the measured speed. A faster precision that
-costs quality must gain enough. The copy is used from a number of rows that is decided here too.
+costs quality must gain enough.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from app.errors import NoRecipe, PlanImpossible
-from app.hardware.decision import Decision, Measurements, RecipeKey, format_bytes
+from app.hardware.decision import Decision, RecipeKey, format_bytes
 from app.hardware.facts import Facts, Needs
 from app.hardware.plan.memory_budget import (
     MIN_CONTEXT_TOKENS,
@@ -21,6 +21,7 @@ from app.hardware.plan.memory_budget import (
     smallest_step_budget,
     useful_kv_cache_bytes,
 )
+from app.hardware.plan.torchao_config import KLEIDI_INT4, is_torchao, parse_config
 from app.hardware.plan.trials import FEW_SEQS, SEVERAL_SEQS, TrialTiming, TrialTimings, format_rate
 from app.hardware.probe.software import TORCH_KERNELS
 from app.settings import Settings, parse_kept_layers
@@ -150,14 +151,64 @@ def choose_vector_precision(candidates: PrecisionCandidates, trials: TrialTiming
 
 
 def forced_precision(candidates: PrecisionCandidates) -> Decision[str]:
-    """Return the decision for a precision that was set."""
-    chosen = candidates.settings.precision
+    """Return the decision for a precision or a config of torchao that was set.
+
+    Raises:
+        PlanImpossible: A config of torchao was set for an exported program.
+    """
+    chosen = candidates.settings.weight_format
+    if is_torchao(chosen):
+        if candidates.needs is not None and candidates.needs.kind == "program":
+            raise PlanImpossible(
+                f"quantization is {chosen}, but exported programs have no formats of torchao: leave it out."
+            )
+        return Decision(
+            chosen, "Asked for by quantization: torchao quantizes and multiplies; the output layer stays exact."
+        )
     if chosen in QUANTIZED_PRECISIONS and candidates.kind == "cpu":
         return Decision(chosen, f"Asked for; {candidates.cost_phrase(chosen)}.")
     if chosen == "bf16" and unquantized_precision(candidates.facts, candidates.kind) != "bf16":
         whose = "processor" if candidates.kind == "cpu" else "chip"
         return Decision(chosen, f"Asked for; slow, since this {whose} has no BF16 products.")
     return Decision(chosen, "Asked for.")
+
+
+def kleidi_candidates(facts: Facts, device: str) -> tuple[str, ...]:
+    """Return torchao's formats of four bits that KleidiAI multiplies, if torch has it here: group 32, then per channel.
+
+    Without BF16 products there are none: activations, keys and values would be twice as large as with our int4.
+    """
+    has_kleidi = facts.torch is not None and bool(facts.torch.kleidiai) and bf16_products(facts) is not None
+    return tuple(KLEIDI_INT4.values()) if has_kleidi and device == "cpu" and facts.architecture == "arm64" else ()
+
+
+def choose_int4_kernels(
+    candidates: PrecisionCandidates, chosen: Decision[str], trials: TrialTimings, threads: int
+) -> Decision[str]:
+    """Choose between our int4 and KleidiAI's through torchao, if int4 was chosen and both were measured.
+
+    torchao rounds to nearest, without a text and without 8-bit layers, so its gain must be worth that. With one scale
+    for each output it loses too much to be chosen unasked; its speed is only named.
+    """
+    now, settings = trials.find("int4", threads), candidates.settings
+    if chosen.value != "int4" or now is None or "on" in (settings.deterministic, settings.int8_copy, settings.compile):
+        return chosen
+    timed = {name: trials.find(name, threads) for name in kleidi_candidates(candidates.facts, candidates.kind)}
+    gains = {name: timing.speedup_over(now) for name, timing in timed.items() if timing is not None}
+    if not gains:
+        return chosen
+    labels = {KLEIDI_INT4[32]: "in groups of 32", KLEIDI_INT4[None]: "per channel"}
+    measured = " and ".join(f"{gain:.2f} times as fast {labels[name]}" for name, gain in gains.items())
+    winner = KLEIDI_INT4[32]
+    if gains.get(winner, 0.0) < MIN_INT4_GAIN or not _is_useful(candidates, winner):
+        return Decision(
+            "int4",
+            f"{chosen.reason} Our kernels serve it: KleidiAI by torchao, which rounds to nearest, was measured {measured}.",
+        )
+    return Decision(
+        winner,
+        f"{chosen.reason} KleidiAI by torchao serves it: it was measured {measured} as our kernels; {UNKNOWN_COST}.",
+    )
 
 
 def available_precisions(
@@ -167,8 +218,17 @@ def available_precisions(
 
     Raises:
         NoRecipe: the requested precision, or every precision that could be chosen, has no recipe.
+        PlanImpossible: quantization is no config of torchao, or contradicts the requested precision.
     """
     built = frozenset(name for device, built_for, name in recipes if (device, built_for) == (kind, architecture))
+    if settings.quantization:
+        parse_config(settings.quantization)
+        if settings.precision != "auto":
+            raise PlanImpossible(
+                f"quantization is {settings.quantization}, which decides the format of the weights, and precision is "
+                f"{settings.precision}: leave one of them out."
+            )
+        return built
     if settings.precision not in ("auto", *built):
         raise NoRecipe(
             f"Precision {settings.precision} on {kind} ({architecture}) is not supported yet. {list_recipes(recipes)}"
@@ -265,6 +325,13 @@ def _fitting_precisions(candidates: PrecisionCandidates, names: Sequence[str]) -
     return useful or least[-1:] or [min(known, key=lambda name: demands[name].weight_bytes)]
 
 
+def _is_useful(candidates: PrecisionCandidates, name: str) -> bool:
+    """Return True if a precision leaves memory for a useful KV cache."""
+    demand = _demand(candidates, name)
+    left = smallest_step_budget(candidates.facts, candidates.settings, demand).size
+    return candidates.needs is not None and left >= useful_kv_cache_bytes(candidates.settings, demand)
+
+
 def _demand(candidates: PrecisionCandidates, name: str) -> MemoryDemand:
     plain = "fp32" if name == "fp32" else "bf16"
     kv_precision = "int8" if candidates.settings.kv_precision == "int8" and plain == "bf16" else plain
@@ -338,79 +405,6 @@ def _decode_rates(timing: TrialTiming) -> str:
     )
 
 
-MIN_COPY_GAIN = 1.1  # least ratio of prompt rates that justifies one more byte for each weight
-MEMORY_DIVISOR = 4  # a copy may take at most 1/4 of the available memory
-
-
-@dataclass(frozen=True, slots=True)
-class Int8CopyGain:
-    """Cost and gain of a copy for prompts in steps of `tokens`.
-
-    `without_copy` are the step times without the copy and `with_copy` those with it; None: not measured.
-    """
-
-    nbytes: int
-    has_room: bool
-    tokens: int
-    without_copy: TrialTiming | None = None
-    with_copy: TrialTiming | None = None
-
-
-def refuse_on_device(settings: Settings, kind: str) -> Decision[bool]:
-    """Decide against a copy on a GPU, which dequantizes 4-bit weights for products with many rows.
-
-    Raises:
-        PlanImpossible: int8_copy is on.
-    """
-    if settings.int8_copy == "on":
-        raise PlanImpossible(f"int8_copy is on, but on {kind} 4-bit weights have no 8-bit copy: leave it at auto.")
-    return Decision(False, "Only processors use an int8 copy.")
-
-
-def decide_int8_copy(settings: Settings, chosen: str, candidate: Int8CopyGain) -> Decision[bool]:
-    """Decide if layers also have an 8-bit copy.
-
-    Raises:
-        PlanImpossible: int8_copy is on, but the precision is not int4.
-    """
-    if chosen not in INT4_PRECISIONS:
-        if settings.int8_copy == "on":
-            raise PlanImpossible(
-                f"int8_copy is on, but precision is {chosen}, and only int4 weights have a copy: set precision to int4."
-            )
-        return Decision(False, "Only int4 weights have an int8 copy.")
-    more = f"{format_bytes(candidate.nbytes)} more" if candidate.nbytes else "one more byte for each weight"
-    if settings.int8_copy == "on":
-        return Decision(True, f"Asked for: prompts and large batches use 8-bit weights, for {more} of memory.")
-    if settings.int8_copy == "off":
-        return Decision(False, "Asked for.")
-    if settings.deterministic == "on":
-        return Decision(
-            False, "Deterministic is on, and the weights used for a row would depend on what else is in the batch."
-        )
-    return _measured_decision(candidate, more)
-
-
-def _measured_decision(candidate: Int8CopyGain, more: str) -> Decision[bool]:
-    intro = "The 4-bit weights serve every number of rows."
-    if candidate.without_copy is None or candidate.with_copy is None:
-        return Decision(False, f"{intro} An 8-bit copy would take {more} and make prompts faster.")
-    tokens = candidate.with_copy.compared_tokens(candidate.without_copy, candidate.tokens)
-    rate_without, rate_with = candidate.without_copy.prefill_rate(tokens), candidate.with_copy.prefill_rate(tokens)
-    gain = (
-        f"prompts measured {format_rate(rate_with)} tokens/s with 8 bits, {format_rate(rate_without)} "
-        f"with 4 bits ({rate_with / rate_without:.2f} times as fast)"
-    )
-    if rate_with < MIN_COPY_GAIN * rate_without:
-        return Decision(False, f"{intro} A copy would gain too little: {gain}.")
-    if not candidate.has_room:
-        return Decision(
-            False,
-            f"{intro} A copy would take {more}: over a quarter of the available memory, or memory that keys and values need. But {gain}.",
-        )
-    return Decision(True, f"For {more} of memory {gain}.")
-
-
 def decide_kept_layers(settings: Settings, chosen: str, kind: str) -> Decision[tuple[tuple[str, str], ...]]:
     """Decide which layers have another precision than the other quantized ones: those that were asked for.
 
@@ -424,12 +418,3 @@ def decide_kept_layers(settings: Settings, chosen: str, kind: str) -> Decision[t
             f"precision {', '.join(QUANTIZED_PRECISIONS)} on a processor."
         )
     return Decision(kept, "Asked for." if kept else "No layers were named.")
-
-
-def decide_most_few_rows(measurements: Measurements | None, copy: bool) -> Decision[int | None]:
-    """Decide up to how many rows the 4-bit weights are used if there is an 8-bit copy."""
-    if not copy:
-        return Decision(None, "There is no 8-bit copy.")
-    if measurements is None or measurements.most_few_rows is None:
-        return Decision(None, "Not measured: the value of the recipe is used.")
-    return Decision(measurements.most_few_rows, "Measured: with more rows, products with 8-bit weights are faster.")

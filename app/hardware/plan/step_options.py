@@ -9,6 +9,7 @@ from app.hardware.decision import ALL_KINDS, Decision, Measurements, decided
 from app.hardware.facts import Needs
 from app.hardware.plan.devices import DEVICE_KERNELS
 from app.hardware.plan.precision import is_batch_invariant
+from app.hardware.plan.torchao_config import is_torchao
 from app.hardware.plan.trials import SEVERAL_SEQS, TYPICAL_CONTEXT, TrialTiming
 from app.hardware.probe.software import TORCH_KERNELS
 from app.hardware.step_times import MIN_TARGET_SECONDS, MIXED_TO_DECODE_RATIO
@@ -86,6 +87,12 @@ def _decide_recording(settings: Settings, served: StepOptionInputs) -> Decision[
         return _program_recording(settings)
     if served.device != "cpu":
         return _decide_capture(settings, served)
+    if is_torchao(served.precision):
+        if settings.compile == "on":
+            raise PlanImpossible(
+                "compile is on, but torchao multiplies, and only native kernels can be recorded: leave it at auto."
+            )
+        return Decision(False, "torchao multiplies; only operations of the native kernels can be recorded.")
     if served.level != TORCH_KERNELS:
         asked = "Asked for: a" if settings.compile == "on" else "A"
         return Decision(

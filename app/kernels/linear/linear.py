@@ -22,7 +22,6 @@ from app.kernels.linear.device import DeviceFactory
 from app.kernels.linear.device_int4 import DeviceInt4Factory
 from app.kernels.linear.int_panels import IntPanelFactory
 from app.kernels.linear.layout import LAYOUTS
-from app.kernels.linear.torch_int import KleidiFactory, TorchInt4Factory, TorchInt8Factory
 
 
 class LinearForm(Protocol):
@@ -288,12 +287,10 @@ FORMS: Mapping[str, FormFactory] = {
     "panels": Bf16PanelLinear,
     "panels/fixed": FixedOrderFactory(),
 }
-# Quantised forms: they multiply by an approximation of the checkpoint's weight.
+# Quantised forms: they multiply by an approximation of the checkpoint's weight. Further ones are the configs of torchao,
+# by their names (torchao_linear.py).
 QUANTISED_FORMS: Mapping[str, FormFactory] = {
     **{name: IntPanelFactory(layout.bits, layout.group, layout.zero_points) for name, layout in LAYOUTS.items()},
-    **{f"kleidi int4/{group}": KleidiFactory(group) for group in (32, 64, 128)},
-    **{f"torch int4/{group}": TorchInt4Factory(group) for group in (32, 64, 128)},
-    "torch int8": TorchInt8Factory(),
 }
 # Forms in the memory of a device, by device and dtype of the activations.
 DEVICE_FORMS: Mapping[str, Callable[[torch.device, torch.dtype], DeviceFactory | DeviceInt4Factory]] = {

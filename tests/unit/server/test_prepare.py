@@ -16,7 +16,8 @@ import pytest
 from app.cli.main import main
 from app.errors import PlanImpossible
 from app.hardware.decision import Measurements, TrialTimes
-from app.hardware.facts import TorchBuild
+from app.hardware.facts import Facts, TorchBuild
+from app.hardware.plan.torchao_config import INT8_REFERENCE, KLEIDI_INT4
 from app.hardware.step_times import StepTimeTable
 from app.server import prepare
 from app.server.prepare import (
@@ -131,9 +132,10 @@ def test_what_was_measured_beside_other_work_serves_one_start(
 
 
 def test_every_precision_that_may_be_chosen_is_a_way(tmp_path: Path, checkpoint: Checkpoint) -> None:
-    facts = machine()
+    x86, torch = machine(), TorchBuild(version="2.13.0", kleidiai=True)
+    arm = machine(architecture="arm64", isa=frozenset({"lse", "dotprod", "i8mm", "bf16"}), torch=torch)
 
-    def ways(large: bool, **settings: Any) -> list[str]:
+    def ways(large: bool, facts: Facts = x86, **settings: Any) -> list[str]:
         needs = dataclasses.replace(checkpoint.needs(), num_parameters=10**9 if large else 10**6)
         monkey = pytest.MonkeyPatch()
         with monkey.context() as patch:
@@ -147,6 +149,11 @@ def test_every_precision_that_may_be_chosen_is_a_way(tmp_path: Path, checkpoint:
     assert ways(large=True) == ["bf16", "int8", "int4"]
     assert ways(large=False) == ["bf16"]
     assert ways(large=True, precision="int4") == ["int4"]
+    kleidi = [KLEIDI_INT4[32], KLEIDI_INT4[None]]
+    assert ways(large=True, facts=arm) == ["bf16", "int8", "int4", *kleidi]
+    assert ways(large=True, facts=arm, precision="int4") == ["int4", *kleidi]
+    assert ways(large=True, facts=arm, precision="int8") == ["int8"]
+    assert ways(large=True, facts=arm, quantization=INT8_REFERENCE) == [INT8_REFERENCE]
 
 
 @pytest.mark.parametrize(

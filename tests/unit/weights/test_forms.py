@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from app.errors import NoRecipe
+from app.hardware.plan.torchao_config import EXAMPLE, is_torchao
 from app.kernels.linear.layout import LAYOUTS
 from app.kernels.linear.linear import DEVICE_FORMS, FORMS, QUANTISED_FORMS
 from app.models.decoders.config import ModelConfig
@@ -29,7 +30,7 @@ def test_every_recipe_names_forms_that_exist(is_output: bool) -> None:
             assert not recipe.equalise and recipe.int8_copy_from is None
         else:
             assert (
-                set(forms[:-1]) <= set(QUANTISED_FORMS)
+                all(name in QUANTISED_FORMS or is_torchao(name) for name in forms[:-1])
                 and forms[0] in LAYOUTS
                 and forms[-1] == "plain"
                 and recipe.equalise
@@ -40,6 +41,12 @@ def test_every_recipe_names_forms_that_exist(is_output: bool) -> None:
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "int8", "int4"])
 def test_cpus_are_served(architecture: str, precision: str) -> None:
     assert find_recipe("cpu", architecture, precision).linear
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_a_config_of_torchao_is_a_recipe_that_leaves_the_output_layer_exact(device: str) -> None:
+    recipe, exact = find_recipe(device, "x86_64", EXAMPLE), find_recipe(device, "x86_64", "bf16")
+    assert recipe == Recipe(linear=(EXAMPLE, exact.linear[-1]), output=exact.linear)
 
 
 @pytest.mark.parametrize("precision", ["int8", "int4"])

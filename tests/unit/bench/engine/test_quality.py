@@ -115,6 +115,15 @@ def replace_precision(job: QualityJob, precision: str) -> QualityJob:
     return replace(job, settings=job.settings.model_copy(update={"precision": precision}))
 
 
+def test_a_config_of_torchao_is_held_against_fp32_alone(subject, text):
+    name = "torchao:IntxWeightOnlyConfig(weight_dtype=int4, granularity=PerGroup(16))"
+    outcome = measure_quality(replace(subject, settings=subject.settings.with_weight_format(name)), text, None)
+    figures = {figure.name: figure for figure in outcome.figures}
+    assert figures.keys() == {"fp32", name}
+    assert figures[name].ratio == pytest.approx(1, rel=0.3) and figures[name].value != figures["fp32"].value
+    assert figures[name].parts["bytes per weight"] < 3.0  # of this model half are the embedding and the output layer
+
+
 def test_ctrl_c_compares_what_both_have_read(subject, text, monkeypatch):
     read, calls = WindowScorer.score, []
 

@@ -9,11 +9,13 @@ import torch
 
 from app.engine.calibration import synthetic_weights
 from app.engine.calibration.synthetic_weights import SyntheticForms, synthetic_table
+from app.hardware.plan.torchao_config import INT8_REFERENCE
 from app.kernels.linear.device import DeviceLinear
 from app.kernels.linear.device_int4 import DeviceInt4Linear
 from app.kernels.linear.linear import Linear
+from app.kernels.linear.torchao_linear import TorchaoLinear
 from app.weights.form_choice import FormChoice
-from app.weights.forms import DEVICE_INT4
+from app.weights.forms import DEVICE_INT4, find_recipe
 
 CPU = torch.device("cpu")
 
@@ -40,6 +42,14 @@ def test_a_devices_forms_are_filled_with_noise(monkeypatch: pytest.MonkeyPatch) 
 def test_what_a_product_reads_is_counted_in_its_form() -> None:
     forms = SyntheticForms(FormChoice(DEVICE_INT4, torch.bfloat16, False, device=CPU))
     assert forms.read_sizes(linears()) == (64 * 128 * 9 // 16 + 2 * 24 * 100, 2 * 40 * 128)
+
+
+@torch.inference_mode()
+def test_what_torchao_holds_is_timed_and_counted() -> None:
+    forms = SyntheticForms(FormChoice(find_recipe("cpu", "x86_64", INT8_REFERENCE), torch.bfloat16, False))
+    layers, output = forms.read_sizes(linears())
+    assert isinstance(forms.form(linears()[0]), TorchaoLinear) and output == 2 * 40 * 128
+    assert 64 * 128 + 24 * 100 < layers < 1.1 * (64 * 128 + 24 * 100) + 4 * 64
 
 
 def test_a_table_is_made_where_it_is_looked_up() -> None:

@@ -9,8 +9,9 @@ import pytest
 
 from app.errors import PlanImpossible
 from app.hardware.decision import Measurements, TrialTimes
-from app.hardware.facts import Cgroup, Facts, NativeLibrary, Needs
+from app.hardware.facts import Cgroup, Facts, NativeLibrary, Needs, TorchBuild
 from app.hardware.plan.plan import ServingPlan, make_plan
+from app.hardware.plan.torchao_config import KLEIDI_INT4
 from app.settings import Settings
 from planned_machines import GIB, RECIPES, machine
 
@@ -76,6 +77,57 @@ def test_four_bits_where_eight_are_slow_and_four_are_not(llama_1b: Needs, one: f
     assert chosen != "int4" or (
         "19.9 tokens/s at one sequence in int8" in found.reason and "not measured for this model" in found.reason
     )
+
+
+ARM_ISA = frozenset({"lse", "dotprod", "i8mm", "bf16"})
+
+
+def arm(kleidiai: bool = True, isa: frozenset[str] = ARM_ISA, **changes: Any) -> Facts:
+    torch = TorchBuild(version="2.13.0", kleidiai=kleidiai)
+    return machine(architecture="arm64", isa=isa, torch=torch, **changes)
+
+
+OURS = trial("int4", 20, 100, 400)
+GROUPS, CHANNELS = (trial(KLEIDI_INT4[group], 20, 100, 400) for group in (32, None))
+
+
+def faster(one: TrialTimes, gain: float) -> TrialTimes:
+    decode, prompt = (
+        {size: seconds / gain for size, seconds in table.items()} for table in (one.decode_seconds, one.prefill_seconds)
+    )
+    return dataclasses.replace(one, decode_seconds=decode, prefill_seconds=prompt)
+
+
+@pytest.mark.parametrize(("gain", "winner"), [(1.31, KLEIDI_INT4[32]), (1.29, "int4")])
+def test_kleidiai_serves_int4_where_it_gains_enough_and_the_plan_says_by_how_much(
+    llama_1b: Needs, gain: float, winner: str
+) -> None:
+    found = plan(measured(OURS, faster(GROUPS, gain), faster(CHANNELS, 3)), llama_1b, arm(), precision="int4").precision
+    assert found.value == winner
+    assert f"{gain:.2f} times as fast in groups of 32 and 3.00 times as fast per channel" in found.reason
+    assert ("KleidiAI by torchao serves it" if gain > 1.3 else "Our kernels serve it") in found.reason
+
+
+def test_kleidiai_per_channel_is_never_chosen_unasked(llama_1b: Needs) -> None:
+    assert plan(measured(OURS, faster(CHANNELS, 9)), llama_1b, arm(), precision="int4").precision.value == "int4"
+    found = plan(measured(OURS, faster(CHANNELS, 9)), llama_1b, arm(), quantization=KLEIDI_INT4[None])
+    assert found.precision.value == KLEIDI_INT4[None]
+
+
+@pytest.mark.parametrize(
+    ("facts", "asked"),
+    [
+        (arm(kleidiai=False), {}),
+        (arm(isa=ARM_ISA - {"bf16"}), {}),  # activations in FP32 would take twice the memory
+        (arm(memory=int(1.7 * GIB)), {}),  # it takes more memory than ours
+        (arm(), {"int8_copy": "on"}),
+        (arm(native=NativeLibrary(levels=("i8mm",))), {"deterministic": "on"}),
+        (machine(), {}),
+    ],
+)
+def test_our_int4_serves_where_kleidiai_cannot(llama_1b: Needs, facts: Facts, asked: dict[str, str]) -> None:
+    found = plan(measured(OURS, faster(GROUPS, 2)), llama_1b, facts, precision="int4", **asked)
+    assert found.precision.value == "int4"
 
 
 @pytest.mark.parametrize(("parameters", "chosen"), [(99_999_999, "bf16"), (100_000_000, "int8")])

@@ -1,0 +1,123 @@
+"""The setting `quantization`: what is read from it, what is refused and in which words, and what the plan makes of it."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+
+import pytest
+
+from app.errors import PlanImpossible
+from app.hardware.facts import CudaDevice, NativeLibrary, Needs
+from app.hardware.plan import torchao_config
+from app.hardware.plan.torchao_config import CONFIGS, EXAMPLE, ConfigCall, parse_config
+from app.kernels.linear.torchao_linear import torchao_module
+from planned_machines import GIB, ON_GPUS, machine, plan
+
+
+def test_names_constants_and_granularities_are_read() -> None:
+    text = (
+        "torchao:IntxWeightOnlyConfig(weight_dtype=torch.int4, granularity=PerGroup(32), scale_dtype=None, version=-2)"
+    )
+    granularity = ConfigCall("PerGroup", (32,))
+    expected = (("weight_dtype", "int4"), ("granularity", granularity), ("scale_dtype", None), ("version", -2))
+    assert parse_config(text) == ConfigCall("IntxWeightOnlyConfig", (), expected)
+    rows = (ConfigCall("PerTensor"), ConfigCall("PerRow"))
+    text = "torchao:Int8DynamicActivationInt8WeightConfig(granularity=[PerTensor, PerRow()])"
+    assert parse_config(text).keywords == (("granularity", rows),)
+    assert parse_config("torchao: Int8WeightOnlyConfig") == parse_config("torchao:Int8WeightOnlyConfig()")
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "int8",
+        "torchao:",
+        "torchao:__import__('os').system('true')",
+        "torchao:Int8WeightOnlyConfig(group_size=(lambda: 1)())",
+        "torchao:Int8WeightOnlyConfig(granularity=open('x'))",
+        "torchao:Int8WeightOnlyConfig(granularity=Int8WeightOnlyConfig())",
+        "torchao:Int8WeightOnlyConfig(**arguments)",
+        "torchao:Int8WeightOnlyConfig(32)",
+        "torchao:os.Int8WeightOnlyConfig()",
+        "torchao:Int8WeightOnlyConfig(group_size=a.b.c)",
+        "torchao:Int8WeightOnlyConfig(version=" + "(" * 150,
+        "torchao:Int8WeightOnlyConfig(version=" + "9" * torchao_config.MAX_LENGTH + ")",
+        "torchao:Int8WeightOnlyConfig(group_size='\0')",
+    ],
+)
+def test_anything_else_is_refused_with_an_example(text: str) -> None:
+    with pytest.raises(PlanImpossible) as caught:
+        parse_config(text)
+    assert EXAMPLE in caught.value.message and len(caught.value.message) < 500
+
+
+@pytest.mark.parametrize("name", ["Int9WeightOnlyConfig", "quantize_", "Int8StaticActivationInt8WeightConfig"])
+def test_an_unknown_name_lists_the_known_ones(name: str) -> None:
+    with pytest.raises(PlanImpossible) as caught:
+        parse_config(f"torchao:{name}")
+    assert name in caught.value.message and all(known in caught.value.message for known in CONFIGS)
+
+
+def test_the_table_has_every_weight_only_and_dynamic_config_of_torchao() -> None:
+    stable = torchao_module("torchao.quantization")
+    found = {name for name in dir(stable) if name.endswith("Config") and ("WeightOnly" in name or "Dynamic" in name)}
+    assert found == {name for name, module in CONFIGS.items() if module == "torchao.quantization"}
+    for name, module in CONFIGS.items():
+        torchao_module(module)
+        assert isinstance(getattr(importlib.import_module(module), name), type)
+    granularity = torchao_module("torchao.quantization.granularity")
+    assert all(isinstance(getattr(granularity, name), type) for name in torchao_config.GRANULARITIES)
+
+
+def test_the_plan_names_the_format_and_why(llama_1b: Needs) -> None:
+    planned = plan(machine(), llama_1b, quantization=EXAMPLE)
+    assert planned.precision.value == EXAMPLE and "torchao" in planned.precision.reason
+    assert (planned.dtype.value, planned.kv_precision.value) == ("bfloat16", "bf16")
+    assert not planned.compile.value and planned.pack_folder.value is None and not planned.int8_copy.value
+    old = plan(machine(isa=frozenset({"avx", "avx2", "sse4_2", "popcnt"})), llama_1b, quantization=EXAMPLE)
+    assert (old.dtype.value, old.kv_precision.value) == ("float32", "fp32")
+
+
+def test_the_plan_counts_a_byte_and_a_quarter_for_a_weight_and_the_exact_output_layer(llama_1b: Needs) -> None:
+    weight_bytes = plan(machine(), llama_1b, quantization=EXAMPLE).weight_bytes.value
+    assert weight_bytes == llama_1b.num_parameters * 5 // 4 + 4 * llama_1b.vocab_size * llama_1b.hidden_size
+    assert weight_bytes < llama_1b.bytes_by_precision["fp32"]
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "int8", "int4"])
+def test_a_precision_beside_it_is_refused(llama_1b: Needs, precision: str) -> None:
+    with pytest.raises(PlanImpossible, match=f"precision is {precision}: leave one of them out"):
+        plan(machine(), llama_1b, quantization=EXAMPLE, precision=precision)
+
+
+@pytest.mark.parametrize(
+    ("others", "words"),
+    [
+        ({"deterministic": "on"}, "deterministic is on, but precision is torchao"),
+        ({"int8_copy": "on"}, "only int4 weights have a copy"),
+        ({"compile": "on"}, "torchao multiplies, and only native kernels can be recorded"),
+    ],
+)
+def test_settings_that_need_our_products_are_refused(llama_1b: Needs, others: dict[str, str], words: str) -> None:
+    host = machine(native=NativeLibrary(levels=("portable",)))
+    with pytest.raises(PlanImpossible, match=words):
+        plan(host, llama_1b, quantization=EXAMPLE, **others)
+
+
+def test_exported_programs_are_refused(llama_1b: Needs) -> None:
+    program = dataclasses.replace(llama_1b, kind="program", kv_elements_per_token=0)
+    with pytest.raises(PlanImpossible, match="exported programs have no formats of torchao"):
+        plan(machine(), program, quantization=EXAMPLE)
+
+
+def test_text_that_is_no_config_is_refused_before_torch_is_needed(llama_1b: Needs) -> None:
+    with pytest.raises(PlanImpossible, match="is no config of torchao"):
+        plan(machine(), llama_1b, quantization="torchao:Int9WeightOnlyConfig")
+
+
+def test_a_gpu_serves_it_too(llama_1b: Needs) -> None:
+    gpu = CudaDevice(0, "NVIDIA H100", (9, 0), 80 * GIB, 79 * GIB, "GPU-1")
+    planned = plan(machine(cuda=(gpu,)), llama_1b, ON_GPUS, quantization="torchao:Float8WeightOnlyConfig")
+    assert (planned.device.value, planned.dtype.value) == ("cuda", "bfloat16")
+    assert planned.precision.value == "torchao:Float8WeightOnlyConfig"
