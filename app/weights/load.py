@@ -47,7 +47,7 @@ from app.weights.tensor_reader import TensorReader, check_fp16
 
 Model = Decoder | Encoder
 ReportCost = Callable[[float], None]  # takes the relative increase of perplexity by quantization
-_GPTQ_ROWS = 4096  # rows whose codes GPTQ chooses together; each takes a few MB while it runs
+_GPTQ_ROWS = 1024  # rows whose codes GPTQ chooses together: what it works on fits a large cache
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from app.backends.base import HostBackend
-from app.engine.calibration.perplexity import LOGITS_TOKENS, Window, read_windows, window_logits, window_span
+from app.engine.calibration.perplexity import Window, read_windows, window_logits, window_span
 from app.engine.decoder.cpu_runner import StepAttention
 from app.engine.decoder.kv_cache import KvCache, KvShape, kv_dtype
 from app.errors import ArmatureError
@@ -42,22 +42,28 @@ from app.weights.forms import is_value
 CALIBRATION_TEXT = Path(__file__).with_name("calibration_text.txt")
 CALIBRATION_WINDOW = 256  # tokens that attend to each other
 MEASURED_WINDOWS = 4  # every fourth window is not part of the statistics, and measures the whole model
-PROBE_TOKENS = 48  # tokens that show the loss of each product of a layer
-# Tokens times weights that run through the model: about 20 s of two cores in FP32. A small model reads the whole text.
-TOKEN_WEIGHTS = 1.2e12
+PROBE_TOKENS = 32  # tokens that show the loss of each product of a layer
+# Tokens times weights that run through a large model: about 20 s of two cores in FP32. A small one reads more.
+TOKEN_WEIGHTS = 0.8e12
+SMALL_MODEL, SMALL_MODEL_TOKENS = 300_000_000, 13_000
 MIN_TOKENS = 512
+LOGITS_ELEMENTS = 2**25  # logits that are compared at a time: 128 MiB in each of the two models
 SCALES_SHARE = 4  # int8 needs only mean squares, for which a fourth of the tokens is enough
 
 
 @dataclass(slots=True)
 class InputMeter:
-    """A linear form that multiplies exactly and collects the statistics of its inputs, as long as `counts`."""
+    """A linear form that multiplies exactly and collects the statistics of its inputs, as long as `counts`.
+
+    `product`: the result to return for any input, instead of multiplying again.
+    """
 
     form: ExactLinear
     squares: Tensor
     correlations: list[Tensor]
     num_rows: int = 0
     counts: bool = True
+    product: Tensor | None = None
 
     @classmethod
     def of(cls, form: ExactLinear, size: int, correlate: bool) -> InputMeter:
@@ -75,13 +81,14 @@ class InputMeter:
 
     def multiply(self, x: Activations) -> Tensor:
         """Multiply x and collect its statistics."""
+        if self.product is not None:
+            return self.product.clone()
         self.observe(unquantised(x))
         return self.form.multiply(x)
 
     def add_to(self, hidden: Tensor, x: Activations) -> None:
         """Add the product to `hidden` and collect the statistics of x."""
-        self.observe(unquantised(x))
-        self.form.add_to(hidden, x)
+        hidden += self.multiply(x)
 
     def observe(self, x: Tensor) -> None:
         """Add rows [tokens, in] to the statistics."""
@@ -95,7 +102,30 @@ class InputMeter:
 
     def statistics(self) -> InputStatistics:
         """Return the statistics of all rows."""
-        return InputStatistics(self.squares / max(1, self.num_rows), tuple(self.correlations))
+        return InputStatistics(self.squares / max(1, self.num_rows), tuple(self.correlations), self.num_rows)
+
+
+@dataclass(slots=True)
+class _RecordingForm:
+    """A linear form that multiplies exactly and records its product."""
+
+    form: ExactLinear
+    linear: Linear
+    products: dict[Linear, Tensor]
+
+    @property
+    def nbytes(self) -> int:
+        return self.form.nbytes
+
+    def activation_group(self, rows: int) -> None: ...
+
+    def multiply(self, x: Activations) -> Tensor:
+        product = self.form.multiply(x)
+        self.products[self.linear] = product.clone()
+        return product
+
+    def add_to(self, hidden: Tensor, x: Activations) -> None:
+        hidden += self.multiply(x)
 
 
 class StreamedCalibration:
@@ -111,7 +141,8 @@ class StreamedCalibration:
         """
         self.replaces_pack = text is not None
         config, self._correlate = checkpoint.decoder, plan.precision.value in INT4_PRECISIONS
-        num_tokens = max(MIN_TOKENS, int(TOKEN_WEIGHTS / checkpoint.needs().num_parameters))
+        size = checkpoint.needs().num_parameters
+        num_tokens = SMALL_MODEL_TOKENS if size < SMALL_MODEL else max(MIN_TOKENS, int(TOKEN_WEIGHTS / size))
         num_tokens = num_tokens if self._correlate else max(MIN_TOKENS // 2, num_tokens // SCALES_SHARE)
         limit = min(config.max_model_len, plan.max_model_len.value)
         tokenizer = Tokenizer(checkpoint.directory)
@@ -156,11 +187,11 @@ class StreamedCalibration:
     def measure_cost(self, model: Decoder, exact: Callable[[Linear], ExactLinear]) -> float | None:
         """Return the relative increase of perplexity (`PackCalibrator.measure_cost`)."""
         packed, stored = model.output.form, exact(model.output)
-        nats, count = 0.0, 0
+        nats, count, step = 0.0, 0, max(1, LOGITS_ELEMENTS // model.output.out_features)
         for number, rows in self._expected.items():
             window = self._windows[number]
-            for start in range(0, len(window), LOGITS_TOKENS):
-                end = min(start + LOGITS_TOKENS, len(window))
+            for start in range(0, len(window), step):
+                end = min(start + step, len(window))
                 model.output.form = stored
                 expected = model.outputs(rows[start:end], None)
                 model.output.form = packed
@@ -184,15 +215,20 @@ class StreamedCalibration:
         return result
 
     def _measure_losses(self, model: Decoder, index: int, probe: Tensor, meters: Mapping[Linear, InputMeter]) -> None:
-        """Run the probe with each product in its packed form, the others exact."""
-        packed = {linear: linear.form for linear in meters}
+        """Run the probe with each product in its packed form, the others exact.
+
+        Products that run before it have the same inputs as without it, so they are not computed again.
+        """
+        packed, products = {linear: linear.form for linear in meters}, dict[Linear, Tensor]()
         for linear, meter in meters.items():
-            linear.form = meter.form
+            linear.form = _RecordingForm(meter.form, linear, products)
         expected = self._run(model, index, probe.clone(), self._windows[0])
         for linear, meter in meters.items():
+            linear.form, meter.counts = meter, False
+        for linear in products:  # in the order in which they ran
             linear.form = packed[linear]
             error = self._run(model, index, probe.clone(), self._windows[0]) - expected
-            linear.form = meter.form
+            linear.form, meters[linear].product = meters[linear], products[linear]
             loss = float(error.square().sum() / expected.square().sum().clamp_min(1e-30))
             if sources := tuple(source for source in linear.sources if not is_value(source)):
                 self.losses[sources] = loss if math.isfinite(loss) else 0.0
@@ -203,8 +239,11 @@ class StreamedCalibration:
 def _divergence(expected: Tensor | TopLogits, found: Tensor | TopLogits) -> float:
     """Return the sum over rows of the divergence of softmax(found) from softmax(expected), in nats."""
     assert isinstance(expected, Tensor) and isinstance(found, Tensor), "all logits were asked for"
-    wanted, other = expected.float().log_softmax(-1), found.float().log_softmax(-1)
-    return float(torch.nn.functional.kl_div(other, wanted, reduction="sum", log_target=True))
+    total = 0.0
+    for rows in (slice(first, first + 16) for first in range(0, len(expected), 16)):  # what stays in the cache
+        wanted, other = expected[rows].float().log_softmax(-1), found[rows].float().log_softmax(-1)
+        total += float(torch.nn.functional.kl_div(other, wanted, reduction="sum", log_target=True))
+    return total
 
 
 def calibration_for(

@@ -121,15 +121,16 @@ typedef struct {
 
 #define MOST_GPTQ_INPUTS 64
 
-/* Round `inputs` rows of remaining [inputs, outputs] in order. `order` [inputs] are their places in the weight; scales
- * [all groups, outputs]; root [inputs, inputs] (row stride in elements) is the upper triangular factor of the inverse
- * Hessian. Writes codes [all inputs, outputs], 0 to 15, and errors [inputs, outputs], divided by root's diagonal. */
+/* Round `inputs` columns of remaining [outputs, inputs] (row stride in elements) in order. `order` [inputs] are their
+ * places in the weight; scales [outputs, groups]; root [inputs, inputs] (row stride in elements) is the upper triangular
+ * factor of the inverse Hessian. Writes codes [outputs, groups * group], 0 to 15, and errors [outputs, inputs], divided
+ * by root's diagonal. */
 typedef struct {
     const float *remaining, *scales, *root;
     const int64_t *order;
     float *errors;
     uint8_t *codes;
-    int64_t inputs, outputs, group, root_stride;
+    int64_t inputs, outputs, groups, group, stride, root_stride;
 } int4_gptq_arguments;
 
 enum { OUTPUT_BF16, OUTPUT_FP32, OUTPUT_ADD_FP32 };

@@ -52,26 +52,45 @@ static void int4_scales(const void *arguments) {
     }
 }
 
-/* Lanes are outputs: the inputs of a block are rounded one after the other, and what remains of the block absorbs each
- * error. */
+#define GPTQ_OUTPUTS 64 /* outputs at a time, with a block of inputs: 16 KiB */
+
+/* Round input `j` of x [inputs, GPTQ_OUTPUTS], and let the inputs after it absorb the errors. */
+INLINE void round_input(const int4_gptq_arguments *a, int64_t j, const float *scales, float *x, float *codes) {
+    const float *root = a->root + j * a->root_stride;
+    float *own = x + j * GPTQ_OUTPUTS;
+    vf errors[GPTQ_OUTPUTS / LANES];
+    for (int i = 0; i < GPTQ_OUTPUTS / LANES; i++) {
+        const vf scale = vf_load(scales + i * LANES), value = vf_load(own + i * LANES);
+        const vf code = nearest_code(value * inverse_scale(scale), -8, 7);
+        errors[i] = (value - code * scale) / root[j];
+        vf_store(codes + i * LANES, code + 8.0f);
+        vf_store(own + i * LANES, errors[i]);
+    }
+    for (int64_t k = j + 1; k < a->inputs; k++)
+        for (int i = 0; i < GPTQ_OUTPUTS / LANES; i++) {
+            float *later = x + k * GPTQ_OUTPUTS + i * LANES;
+            vf_store(later, vf_load(later) - errors[i] * root[k]);
+        }
+}
+
+/* Lanes are outputs. The inputs of a block are rounded one after the other. */
 static void int4_gptq(const void *arguments) {
     const int4_gptq_arguments *a = arguments;
-    float x[MOST_GPTQ_INPUTS * LANES] __attribute__((aligned(64)));
+    float x[MOST_GPTQ_INPUTS * GPTQ_OUTPUTS] __attribute__((aligned(64))), scales[GPTQ_OUTPUTS], codes[GPTQ_OUTPUTS];
 #pragma omp for schedule(static)
-    for (int64_t first = 0; first < a->outputs; first += LANES) {
-        const int64_t count = a->outputs - first < LANES ? a->outputs - first : LANES;
-        for (int64_t j = 0; j < a->inputs; j++) vf_store(x + j * LANES, vf_load_part(a->remaining + j * a->outputs + first, count));
+    for (int64_t first = 0; first < a->outputs; first += GPTQ_OUTPUTS) {
+        const int64_t count = a->outputs - first < GPTQ_OUTPUTS ? a->outputs - first : GPTQ_OUTPUTS;
+        memset(x, 0, sizeof x), memset(scales, 0, sizeof scales);
+        for (int64_t o = 0; o < count; o++)
+            for (int64_t j = 0; j < a->inputs; j++) x[j * GPTQ_OUTPUTS + o] = a->remaining[(first + o) * a->stride + j];
         for (int64_t j = 0; j < a->inputs; j++) {
-            const float *root = a->root + j * a->root_stride;
-            const int64_t input = a->order[j];
-            const vf scale = vf_load_part(a->scales + input / a->group * a->outputs + first, count), value = vf_load(x + j * LANES);
-            const vf code = nearest_code(value * inverse_scale(scale), -8, 7), error = (value - code * scale) / root[j];
-            vf_store_part(a->errors + j * a->outputs + first, error, count);
-            float codes[LANES];
-            vf_store(codes, code + 8.0f);
-            for (int64_t lane = 0; lane < count; lane++) a->codes[input * a->outputs + first + lane] = (uint8_t)codes[lane];
-            for (int64_t k = j + 1; k < a->inputs; k++) vf_store(x + k * LANES, vf_load(x + k * LANES) - error * root[k]);
+            const int64_t input = a->order[j], group = input / a->group;
+            for (int64_t o = 0; o < count; o++) scales[o] = a->scales[(first + o) * a->groups + group];
+            round_input(a, j, scales, x, codes);
+            for (int64_t o = 0; o < count; o++) a->codes[(first + o) * a->groups * a->group + input] = (uint8_t)codes[o];
         }
+        for (int64_t o = 0; o < count; o++)
+            for (int64_t j = 0; j < a->inputs; j++) a->errors[(first + o) * a->inputs + j] = x[j * GPTQ_OUTPUTS + o];
     }
 }
 

@@ -22,6 +22,7 @@ from app.kernels.linear.device import DeviceFactory
 from app.kernels.linear.device_int4 import DeviceInt4Factory
 from app.kernels.linear.int_panels import IntPanelFactory
 from app.kernels.linear.layout import LAYOUTS
+from app.kernels.native.memory import allocate_weights
 
 
 class LinearForm(Protocol):
@@ -187,12 +188,26 @@ class ExactLinear:
         rows = unquantised(x).float()
         rows = rows if self.scales is None else rows * self.scales
         if self._weight is None and sum(weight.numel() for weight in self.weights) <= _MOST_COPIED:
-            self._weight = torch.cat([weight.float() for weight in self.weights])
+            self._weight = _copied(self.weights, _fp32((sum(map(len, self.weights)), rows.shape[1])))
         if self._weight is not None:
             return F.linear(rows, self._weight, self.bias)
         step = max(1, _CHUNK_ELEMENTS // rows.shape[1])
-        product = torch.cat([rows @ part.float().T for weight in self.weights for part in torch.split(weight, step)], 1)
+        scratch = _fp32((step, rows.shape[1]))
+        parts = (part for weight in self.weights for part in torch.split(weight, step))
+        product = torch.cat([rows @ _copied((part,), scratch[: len(part)]).T for part in parts], 1)
         return product if self.bias is None else product + self.bias
+
+
+def _fp32(shape: tuple[int, int]) -> Tensor:
+    """Return an empty matrix on huge pages: touching others the first time takes longer than converting to FP32."""
+    return allocate_weights(4 * shape[0] * shape[1]).view(torch.float32).view(shape)
+
+
+def _copied(weights: Sequence[Tensor], out: Tensor) -> Tensor:
+    """Copy the rows of all weights to `out`."""
+    for part, weight in zip(torch.split(out, [*map(len, weights)]), weights, strict=True):
+        part.copy_(weight)
+    return out
 
 
 class OneDnnLinear:

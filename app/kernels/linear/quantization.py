@@ -263,12 +263,14 @@ def activation_aware_scales(mean_squares: Tensor, weight_squares: Tensor) -> Ten
     return exponents.exp()
 
 
-# Added to the diagonal, as a share of its mean: correlations that the text did not show are not relied on.
+# Added to the diagonal, as a share of its mean: correlations that the text did not show are not relied on. With few rows
+# for many inputs most of what they show is chance. Measured on SmolLM2-135M: with 610 rows 0.1 raised perplexity by
+# 4.8%, inputs / rows by 3.9% and twice that by 4.3%; with 5,600 rows all are equal.
 DAMPING = 0.1
 _BLOCK = 64  # inputs whose errors are propagated together, in one product
 
 
-MAX_CORRELATED = 2048  # inputs whose rounding errors compensate for each other: the cost grows with their cube
+MAX_CORRELATED = 1024  # inputs whose rounding errors compensate for each other: the cost grows with their cube
 
 
 @dataclass(frozen=True, slots=True)
@@ -276,11 +278,12 @@ class InputStatistics:
     """What a calibration text shows of a product's inputs x.
 
     `mean_squares` fp32 [in]. `correlations` are the sums of x xᵀ, fp32 [n, n], of consecutive blocks of at most
-    `MAX_CORRELATED` inputs; empty if they were not collected.
+    `MAX_CORRELATED` inputs; empty if they were not collected. `num_rows` is the number of inputs x.
     """
 
     mean_squares: Tensor
     correlations: tuple[Tensor, ...] = ()
+    num_rows: int = 0
 
     def gptq_factors(self, factors: Tensor | None, group: int) -> tuple[GptqFactors, ...]:
         """Return the factors of each block of inputs; empty without correlations.
@@ -292,7 +295,12 @@ class InputStatistics:
         if not self.correlations or (len(self.correlations) > 1 and MAX_CORRELATED % group):
             return ()
         parts = [None] * len(self.correlations) if factors is None else torch.split(factors, MAX_CORRELATED)
-        return tuple(compute_gptq_factors(*pair) for pair in zip(self.correlations, parts, strict=True))
+        pairs = zip(self.correlations, parts, strict=True)
+        return tuple(compute_gptq_factors(sums, own, self.damping(len(sums))) for sums, own in pairs)
+
+    def damping(self, inputs: int) -> float:
+        """Return the damping of the correlation of this many inputs."""
+        return max(DAMPING, inputs / max(1, self.num_rows))
 
 
 @dataclass(frozen=True, slots=True)
@@ -307,7 +315,7 @@ class GptqFactors:
     inverse_root: Tensor
 
 
-def compute_gptq_factors(correlation: Tensor, factors: Tensor | None = None) -> GptqFactors:
+def compute_gptq_factors(correlation: Tensor, factors: Tensor | None = None, damping: float = DAMPING) -> GptqFactors:
     """Compute the rounding order and the error propagation factor from the sum of x xᵀ [in, in] over inputs x.
 
     With `factors` [in], the inputs are x / factors. Inputs with the largest mean square are rounded first, while
@@ -320,7 +328,7 @@ def compute_gptq_factors(correlation: Tensor, factors: Tensor | None = None) -> 
     if not mean > 0:
         return GptqFactors(order, torch.eye(len(scaled)))
     damped = scaled[order][:, order].div_(mean)
-    damped.diagonal().add_(DAMPING)
+    damped.diagonal().add_(damping)
     # C = RRᵀ with R upper triangular is the Cholesky decomposition with rows and columns in reverse; then U = R⁻¹.
     reverse: Tensor = torch.linalg.cholesky(damped.flip(0, 1)).flip(0, 1).contiguous()
     upper: Tensor = torch.linalg.solve_triangular(reverse, torch.eye(len(reverse)), upper=True)
@@ -355,23 +363,24 @@ def _gptq_block(weight: Tensor, group: int, zero_points: bool, gptq_factors: Gpt
     if zero_points or not has_kernel(OpCode.INT4_GPTQ):
         return gptq_block_torch(weight, group, zero_points, gptq_factors)
     root, order = gptq_factors.inverse_root, gptq_factors.rounding_order
-    scales = symmetric_scales(_group_inputs(weight.float(), group)).squeeze(-1)
-    by_group = scales.T.contiguous()  # [groups, out]
-    remaining = weight.T[order].float()
-    codes = torch.full((scales.shape[1] * group, len(weight)), 8, dtype=torch.uint8)  # padding is zero
-    for first in range(0, len(remaining), _BLOCK):
-        block = slice(first, min(first + _BLOCK, len(remaining)))
-        errors = torch.empty_like(remaining[block])
+    values = weight.float()
+    scales = symmetric_scales(_group_inputs(values, group)).squeeze(-1)
+    remaining = values.index_select(1, order)
+    codes = torch.full((len(weight), scales.shape[1] * group), 8, dtype=torch.uint8)  # padding is zero
+    for first in range(0, len(order), _BLOCK):
+        inputs = min(_BLOCK, len(order) - first)
+        errors = torch.empty(len(weight), inputs)
         run_operation(
             Int4GptqArguments(
-                remaining[block].data_ptr(), by_group.data_ptr(), root[first:, first:].data_ptr(),
-                order[block].data_ptr(), errors.data_ptr(), codes.data_ptr(),
-                len(errors), len(weight), group, root.stride(0),
+                remaining[:, first:].data_ptr(), scales.data_ptr(), root[first:, first:].data_ptr(),
+                order[first:].data_ptr(), errors.data_ptr(), codes.data_ptr(),
+                inputs, len(weight), scales.shape[1], group, remaining.stride(0), root.stride(0),
             ),
             OpCode.INT4_GPTQ,
         )  # fmt: skip
-        remaining[block.stop :].addmm_(root[block, block.stop :].T, errors, alpha=-1)
-    return Int4Weight(codes.T.contiguous(), scales.to(torch.bfloat16), None, group, weight.shape[1])
+        after = first + inputs
+        remaining[:, after:].addmm_(errors, root[first:after, after:], alpha=-1)
+    return Int4Weight(codes, scales.to(torch.bfloat16), None, group, weight.shape[1])
 
 
 def gptq_block_torch(weight: Tensor, group: int, zero_points: bool, gptq_factors: GptqFactors) -> Int4Weight:

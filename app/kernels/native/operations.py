@@ -261,7 +261,7 @@ class Int4GptqArguments(ctypes.Structure):
     code = OpCode.INT4_GPTQ
     _fields_ = (
         *((name, _ADDRESS) for name in ("remaining", "scales", "root", "order", "errors", "codes")),
-        *((name, _INT) for name in ("inputs", "outputs", "group", "root_stride")),
+        *((name, _INT) for name in ("inputs", "outputs", "groups", "group", "stride", "root_stride")),
     )
 
 

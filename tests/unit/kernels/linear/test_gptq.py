@@ -7,6 +7,7 @@ import torch
 
 from app.kernels.linear.quantization import (
     DAMPING,
+    InputStatistics,
     Int4Weight,
     compute_gptq_factors,
     gptq_block_torch,
@@ -118,3 +119,14 @@ def test_native_scales_are_those_of_torch(level):
     expected = symmetric_scales_torch(values)
     assert (native != expected).float().mean() < 0.01  # two candidates that fit equally well
     torch.testing.assert_close(native[3:6], expected[3:6], rtol=0.01, atol=0)
+
+
+def test_few_rows_are_relied_on_less():
+    x, weight = inputs_of(96, rows=1000), weight_of(40, 96)
+    shown = InputStatistics(x.square().mean(0), (x[:60].T @ x[:60],), num_rows=60)
+    assert shown.damping(96) == 1.6 and InputStatistics(shown.mean_squares, (), 5000).damping(96) == DAMPING
+    losses = [
+        loss(x[60:], weight, gptq_int4(weight, 32, False, factors))
+        for factors in (shown.gptq_factors(None, 32), [compute_gptq_factors(x[:60].T @ x[:60])])
+    ]
+    assert losses[0] < losses[1]
