@@ -122,11 +122,11 @@ def test_native_scales_are_those_of_torch(level):
 
 
 def test_few_rows_are_relied_on_less():
-    x, weight = inputs_of(96, rows=1000), weight_of(40, 96)
-    shown = InputStatistics(x.square().mean(0), (x[:60].T @ x[:60],), num_rows=60)
+    x, weight = torch.randn(1100, 96, generator=torch.Generator().manual_seed(1)), weight_of(40, 96)
+    shown = InputStatistics(x[:60].square().mean(0), (x[:60].T @ x[:60],), num_rows=60)
     assert shown.damping(96) == 1.6 and InputStatistics(shown.mean_squares, (), 5000).damping(96) == DAMPING
     losses = [
         loss(x[60:], weight, gptq_int4(weight, 32, False, factors))
         for factors in (shown.gptq_factors(None, 32), [compute_gptq_factors(x[:60].T @ x[:60])])
     ]
-    assert losses[0] < losses[1]
+    assert losses[0] < losses[1]  # what the rows show is chance: inputs have nothing to do with each other
