@@ -186,6 +186,8 @@ def format_decision(name: str, value: Any) -> str:
         return format_bytes(value)
     if name == "cpu_ids":
         return format_cpu_ranges(list(value)) or "–"
+    if name == "keep_layers":
+        return ", ".join(f"{pattern}={precision}" for pattern, precision in value) or "–"
     if isinstance(value, Mapping):
         return _table(value) or "–"
     if isinstance(value, bool):
