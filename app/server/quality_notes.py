@@ -41,7 +41,7 @@ class QualityNotes:
         if folder is None or not isinstance(checkpoint, Checkpoint):
             return
         files = sorted({entry.file for entry in checkpoint.tensors.values()} | {checkpoint.directory / "config.json"})
-        key = [VERSION, FORMAT, settings.keep_layers, settings.kv_precision, *(file_identity(file) for file in files)]
+        key = [VERSION, FORMAT, settings.keep_layers, *(file_identity(file) for file in files)]
         digest = hashlib.sha256(json.dumps(key).encode()).hexdigest()
         self._file = folder / FOLDER / f"{digest[:32]}.quality"
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from app.errors import PlanImpossible
 from app.hardware.decision import Decision, Measurements, format_bytes
-from app.hardware.plan.precision import INT4_PRECISIONS
+from app.hardware.plan.precision import INT4_PRECISIONS, needs_batch_invariance
 from app.hardware.plan.trials import TrialTiming, format_rate
 from app.settings import Settings
 
@@ -56,7 +56,7 @@ def decide_int8_copy(settings: Settings, chosen: str, candidate: Int8CopyGain) -
         return Decision(True, f"Asked for: prompts and large batches use 8-bit weights, for {more} of memory.")
     if settings.int8_copy == "off":
         return Decision(False, "Asked for.")
-    if settings.deterministic == "on":
+    if needs_batch_invariance(settings):
         return Decision(
             False, "Deterministic is on, and the weights used for a row would depend on what else is in the batch."
         )

@@ -83,7 +83,7 @@ class PrecisionCandidates:
 
         If none is batch invariant, all are returned, and the setting is refused later.
         """
-        if self.settings.deterministic == "off":
+        if not needs_batch_invariance(self.settings):
             return names
         return [name for name in names if is_batch_invariant(name, self.level)] or names
 
@@ -242,6 +242,11 @@ def list_recipes(recipes: Collection[RecipeKey]) -> str:
     """Return a sentence that lists all recipes."""
     listed = ", ".join(f"{name} on {kind} ({architecture})" for kind, architecture, name in sorted(recipes))
     return f"Supported: {listed}." if listed else "There are no recipes."
+
+
+def needs_batch_invariance(settings: Settings) -> bool:
+    """Return whether a result must not depend on what else is in the batch: `deterministic` is on."""
+    return settings.deterministic == "on"
 
 
 def is_batch_invariant(name: str, level: str) -> bool:
