@@ -28,7 +28,12 @@ MEASURED_SETTINGS = (
     "device", "precision", "quantization", "threads", "compile", "max_batch_tokens", "max_running_seqs", "max_model_len", "kv_precision",
     "int8_copy", "numa_node", "deterministic", "quality_budget",
 )  # fmt: skip
-GENERATION_SETTINGS = ("kv_cache_bytes", "kv_precision", "itl_target_ms")  # refused for models that do not generate
+GENERATION_SETTINGS = (
+    "kv_cache_bytes",
+    "kv_precision",
+    "itl_target_ms",
+    "keep_layers",
+)  # refused for models that do not generate
 _SIZE = re.compile(r"^\s*(\d+(?:\.\d+)?)\s*([kmgt]?)(i?)b?\s*$", re.IGNORECASE)
 _PERCENT = re.compile(r"^\s*(\d+(?:\.\d+)?)\s*%\s*$")
 KEPT_PRECISIONS = ("int4", "int8", "bf16")  # of layers that `keep_layers` names

@@ -89,13 +89,13 @@ def refuse_generation_settings(settings: Settings) -> None:
     """Refuse settings that have no effect for a model that does not generate.
 
     Raises:
-        PlanImpossible: such a setting is not `auto`.
+        PlanImpossible: such a setting does not have its default.
     """
-    asked = next((name for name in GENERATION_SETTINGS if getattr(settings, name) != "auto"), None)
-    if asked is not None:
-        raise PlanImpossible(
-            f"{asked} is {getattr(settings, asked)}, but this model generates no text: leave it at auto."
-        )
+    for name in GENERATION_SETTINGS:
+        value, default = getattr(settings, name), Settings.model_fields[name].default
+        if value != default:
+            remedy = f"leave it at {default}" if default else "leave it out"
+            raise PlanImpossible(f"{name} is {value}, but this model generates no text: {remedy}.")
 
 
 def _max_step_tokens(settings: Settings, needs: Needs, demand: MemoryDemand, left: MemoryBudget) -> int:

@@ -177,6 +177,10 @@ def test_memory_shortens_the_longest_text_and_the_step() -> None:
     ("asked", "words"),
     [
         ({"kv_cache_bytes": 2**30}, "kv_cache_bytes is 1073741824, but this model generates no text"),
+        (
+            {"precision": "int8", "keep_layers": "*=bf16"},
+            r"keep_layers is \*=bf16, but this model generates no text: leave it out",
+        ),
         ({"kv_precision": "int8"}, "kv_precision is int8"),
         ({"itl_target_ms": 20.0}, "itl_target_ms is 20"),
         ({"max_model_len": 513}, "supports at most 512"),
