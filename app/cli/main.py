@@ -13,6 +13,7 @@ import time
 from argparse import Namespace
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -82,7 +83,6 @@ def _probe(arguments: Namespace) -> int:
     from rich.console import Console
 
     from app.cli.tables import explain_plan, render_explanation, render_probe
-    from app.hardware.probe.probe import probe
 
     settings, facts = _settings(arguments), probe()
     fields, shown, failure = {"facts": facts.to_json(), "needs": None, "plan": None}, render_probe(facts, None), None
@@ -198,7 +198,6 @@ def _stage_display() -> Iterator[Callable[[str], None]]:
         yield lambda stage: status.update(stage)
 
 
-MAX_TEXT_TOKENS = 32768  # limit on the text: more tokens change nothing (20,000 are enough for the demo)
 StartProgress = Callable[
     [str], Callable[[int, int], None]
 ]  # takes a stage's name, returns its progress callback (bytes done, total bytes)
@@ -246,9 +245,13 @@ def _pack_weights(
     backend = select_host_backend(prepared.plan)
     backend.configure(prepared.plan)
     checkpoint = require_checkpoint(prepared.checkpoint)
-    calibrator = calibration_for(checkpoint, prepared.plan, backend, text)
     costs: list[float] = []
-    packing = Packing(PackFolder(folder, stage("writing packed weights")), calibrator, costs.append)
+    packing = Packing(
+        PackFolder(folder, stage("writing packed weights")),
+        make_calibrator=partial(calibration_for, checkpoint, prepared.plan, backend, text),
+        replaces_pack=text is not None,
+        report_cost=costs.append,
+    )
     packed = pack_weights(checkpoint, prepared.plan, backend, stage("packing weights"), packing)
     for cost in costs:
         prepared.with_quality_cost(cost)

@@ -18,7 +18,7 @@ from app.engine.worker import Engine
 from app.hardware.plan.plan import ServingPlan
 from app.metrics.step_time_model import StepTimeModel
 from app.weights.checkpoint import Checkpoint
-from app.weights.load import Model, Packing, ReportCost, load_model
+from app.weights.load import Model, PackCalibrator, Packing, ReportCost, load_model
 from app.weights.packs import PackFolder
 from app.weights.program import ProgramCheckpoint
 
@@ -92,12 +92,13 @@ def load_on_device(request: BuildRequest[Checkpoint], select: SelectDevice[Devic
     folder = plan.pack_folder.value
     packs = None if folder is None else PackFolder(Path(folder), percent_reporter(report, "keeping packed weights"))
     progress = percent_reporter(report, "loading weights")
-    calibrator = None
-    if plan.device.value in HOST_BACKENDS and request.checkpoint.kind == "decoder":
+
+    def make_calibrator() -> PackCalibrator | None:
         from app.engine.calibration.streaming import calibration_for
 
-        calibrator = calibration_for(request.checkpoint, plan, cast(HostBackend, backend))
-    packing = Packing(packs, calibrator, request.report_cost)
+        return calibration_for(request.checkpoint, plan, cast(HostBackend, backend))
+
+    packing = Packing(packs, make_calibrator, report_cost=request.report_cost)
     return load_model(request.checkpoint, plan, backend, progress, packing), backend
 
 

@@ -59,11 +59,6 @@ class PackCalibrator(Protocol):
         """Relative error of the residual stream by each packed product, by its sources; known after `stages`."""
         ...
 
-    @property
-    def replaces_pack(self) -> bool:
-        """Return whether weights are packed again although a pack exists: the operator gave the text."""
-        ...
-
     def stages(
         self, model: Decoder, exact: Callable[[Linear], ExactLinear]
     ) -> Iterator[Mapping[Linear, InputStatistics]]:
@@ -90,12 +85,15 @@ class Packing:
     """How weights are packed and kept.
 
     - `folder`: where packed weights are kept; None: they are not kept.
-    - `calibrator`: improves the quantization if a decoder's weights must be packed; None: without a text.
+    - `make_calibrator`: returns what improves the quantization, or None to pack without a text. It is called only if a
+      decoder's weights must be packed, because it reads the text.
+    - `replaces_pack`: weights are packed again although a pack exists.
     - `report_cost`: called with the cost in quality that was measured while packing, now or at an earlier start.
     """
 
     folder: PackFolder | None = None
-    calibrator: PackCalibrator | None = None
+    make_calibrator: Callable[[], PackCalibrator | None] = lambda: None
+    replaces_pack: bool = False
     report_cost: ReportCost = lambda cost: None
 
 
@@ -203,7 +201,8 @@ class _ModelLoader:
         self.choice = form_choice(plan, checkpoint.model_config, backend.device)
         self.model = _build(checkpoint, self.choice.dtype, plan.max_model_len.value, backend.device)
         quantized = plan.precision.value in QUANTIZED and self.choice.device is None
-        self.calibrator = packing.calibrator if quantized and isinstance(self.model, Decoder) else None
+        self.is_calibrated = quantized and isinstance(self.model, Decoder)
+        self.calibrator: PackCalibrator | None = None
         self.torchao = plan.precision.value if is_torchao(plan.precision.value) else ""
         self.streams = TensorReader(checkpoint.tensors)
         self.smooth_scales: dict[tuple[str, ...], Tensor] = {}  # scales of the columns, by a layer's sources
@@ -225,7 +224,9 @@ class _ModelLoader:
         if kept is not None:
             self.choice = replace(self.choice, upgraded=kept.notes.upgraded)
             layers = self._layers(linears, self.choice)
-        if kept is None and self.calibrator is not None:
+        elif self.is_calibrated:
+            self.calibrator = self.packing.make_calibrator()
+        if self.calibrator is not None:
             layers = self._pack_calibrated(self.calibrator, linears)
         else:
             for layer in sorted(layers, key=lambda layer: -layer.linear.in_features * layer.linear.out_features):
@@ -242,7 +243,7 @@ class _ModelLoader:
 
     def _read_pack(self, pack_file: PackFile, linears: Sequence[Linear]) -> PackedWeights | None:
         """Return the kept weights; None if there are none, or if they are to be replaced."""
-        if self.calibrator is not None and self.calibrator.replaces_pack:
+        if self.is_calibrated and self.packing.replaces_pack:
             return None
         return pack_file.read(lambda upgraded: self._blob_bytes(linears, upgraded), self._report_pack_progress)
 

@@ -12,6 +12,7 @@ import json
 import math
 import sys
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -91,8 +92,9 @@ class Trial:
     def perplexity(self, precision: str, calibrated: bool) -> tuple[float, float]:
         """Return the perplexity and the bytes per parameter."""
         plan = self.subject.plan(precision, "auto")
-        calibrator = calibration_for(self.checkpoint, plan, self.backend, self.learn) if calibrated else None
-        model = load_model(self.checkpoint, plan, self.backend, packing=Packing(calibrator=calibrator))
+        make = partial(calibration_for, self.checkpoint, plan, self.backend, self.learn)
+        packing = Packing(make_calibrator=make) if calibrated else Packing()
+        model = load_model(self.checkpoint, plan, self.backend, packing=packing)
         reader = WindowScorer(model, self.checkpoint.decoder, kv_dtype(plan), self.backend)
         nats = sum(reader.score(window)[0] for window in self.windows)
         nbytes = loaded_weight_bytes(model) / self.checkpoint.needs().num_parameters

@@ -15,13 +15,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from app.bench.console import AdvanceProgress, BenchOutcome, Figure, MeasurementFailed, progress
-from app.bench.engine.quality import REFERENCE, QualityJob, host_precisions, loaded_weight_bytes
+from app.bench.engine.quality import REFERENCE, QualityJob, host_precisions, loaded_weight_bytes, plan_pairs
 from app.engine.build import BuildRequest, BuiltEngine
 from app.engine.calibration.perplexity import default_text, read_text
 from app.engine.encoder.build import build_encoder_engine
 from app.engine.encoder.cpu_runner import EncoderRunner
 from app.engine.encoder.engine import EncoderEngine
-from app.errors import NoRecipe, PlanImpossible
 from app.hardware.plan.plan import ServingPlan
 from app.messages import ArraysReady, Encode, Text
 from app.models.encoders.encoder import Encoder
@@ -51,7 +50,7 @@ def measure_encoder_quality(job: QualityJob, text: Path | None, num_texts: int |
     cut = cut_texts(default_text() if text is None else read_text(text), num_texts or DEFAULT_TEXTS)
     config = checkpoint.encoder
     texts = Tokenizer(checkpoint.directory, config.lowercases).encode_texts(cut, config.max_model_len)
-    plans, refused = _plans(job)
+    plans, refused = plan_pairs(job, {name: (name, "auto") for name in host_precisions()})
     vectors: dict[str, list[Tensor]] = {name: [] for name in plans}
     sizes: dict[str, int] = {}
     with progress(len(plans) * len(texts), "loading") as advance, torch.inference_mode():
@@ -75,18 +74,6 @@ def cut_texts(source: str, count: int) -> list[str]:
     lengths = [1 + at * MAX_WORDS // count for at in range(count)]
     starts = [at * (len(words) - length) // count for at, length in enumerate(lengths)]
     return [" ".join(words[start : start + length]) for start, length in zip(starts, lengths, strict=True)]
-
-
-def _plans(job: QualityJob) -> tuple[dict[str, ServingPlan], dict[str, str]]:
-    """Return a plan for each precision that can be served, and the reason for each one that cannot."""
-    plans, refused = {}, {}
-    for precision in host_precisions():
-        if job.settings.precision in ("auto", precision) or precision == REFERENCE:
-            try:
-                plans[precision] = job.plan(precision, "auto")
-            except (NoRecipe, PlanImpossible) as error:
-                refused[precision] = error.message
-    return plans, refused
 
 
 def _read_all(

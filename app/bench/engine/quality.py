@@ -7,9 +7,10 @@ because the int4 weights themselves are to be measured.
 from __future__ import annotations
 
 import math
-from collections.abc import Generator, Iterator
+from collections.abc import Generator, Iterator, Mapping
 from contextlib import closing
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import get_args
 
@@ -26,6 +27,7 @@ from app.engine.decoder.kv_cache import kv_dtype
 from app.errors import NoRecipe, PlanImpossible
 from app.hardware.facts import Facts
 from app.hardware.plan.plan import ServingPlan, make_plan
+from app.hardware.plan.precision import QUANTIZED_PRECISIONS
 from app.kernels.linear.linear import Linear
 from app.settings import Settings
 from app.text.tokenizer import Tokenizer
@@ -101,7 +103,10 @@ class QualityJob:
 
     def plan(self, precision: str, kv_precision: str) -> ServingPlan:
         """Return the plan for this precision of weights and of keys and values."""
-        settings = self.settings.with_weight_format(precision, kv_precision=kv_precision, int8_copy="off")
+        kept = self.settings.keep_layers if precision in QUANTIZED_PRECISIONS else ""
+        settings = self.settings.with_weight_format(
+            precision, kv_precision=kv_precision, int8_copy="off", keep_layers=kept
+        )
         return make_plan(self.facts, None, settings, self.checkpoint.needs(), RECIPES.keys())
 
 
@@ -126,7 +131,7 @@ def measure_quality(
         peer.require(checkpoint)
     max_tokens = DEFAULT_TOKENS if text is None and max_tokens is None else max_tokens
     windows = read_windows(Tokenizer(checkpoint.directory), text, checkpoint.decoder.max_model_len, max_tokens)
-    plans, refused = _plans(subject)
+    plans, refused = plan_pairs(subject, PRECISION_PAIRS)
     scores = {name: PrecisionScore() for name in (*plans, *(FORMATS if peer else ()))}
     with progress(len(scores) * len(windows), "loading") as advance, torch.inference_mode():
         complete = _read_all(checkpoint, windows, plans, scores, advance)
@@ -142,26 +147,21 @@ def measure_quality(
     return BenchOutcome("quality", subject_line, figures, details, complete, value_name="perplexity")
 
 
-def _plans(subject: QualityJob) -> tuple[dict[str, ServingPlan], dict[str, str]]:
-    """Return a plan for each supported precision, and the reason for each one that is not supported.
+def plan_pairs(job: QualityJob, pairs: Mapping[str, tuple[str, str]]) -> tuple[dict[str, ServingPlan], dict[str, str]]:
+    """Return a plan for each supported pair of precisions, and the reason for each one that is not supported.
 
     If a precision or a config of torchao is set, only that one and the reference are measured.
     """
-    plans, refused, wanted = {}, {}, subject.settings.weight_format
-    for name, (precision, kv_precision) in _precision_pairs(subject.settings).items():
-        if wanted not in ("auto", precision) and precision != "fp32":
+    plans, refused, wanted = {}, {}, job.settings.weight_format
+    torchao = {wanted: (wanted, "auto")} if job.settings.quantization else {}
+    for name, (precision, kv_precision) in {**pairs, **torchao}.items():
+        if wanted not in ("auto", precision) and precision != REFERENCE:
             continue
         try:
-            plans[name] = subject.plan(precision, kv_precision)
+            plans[name] = job.plan(precision, kv_precision)
         except (NoRecipe, PlanImpossible) as error:
             refused[name] = error.message
     return plans, refused
-
-
-def _precision_pairs(settings: Settings) -> dict[str, tuple[str, str]]:
-    """Return the pairs that can be measured: a config of torchao too, if one is set."""
-    torchao = {settings.quantization: (settings.quantization, "auto")} if settings.quantization else {}
-    return PRECISION_PAIRS | torchao
 
 
 def _read_all(
@@ -216,7 +216,9 @@ def _read_peer(
 def _load(checkpoint: Checkpoint, plan: ServingPlan, backend: HostBackend) -> nn.Module:
     folder = plan.pack_folder.value
     packs = None if folder is None else PackFolder(Path(folder), lambda done, total: None)
-    return load_model(checkpoint, plan, backend, packing=Packing(packs, calibration_for(checkpoint, plan, backend)))
+    return load_model(
+        checkpoint, plan, backend, packing=Packing(packs, partial(calibration_for, checkpoint, plan, backend))
+    )
 
 
 def loaded_weight_bytes(model: nn.Module) -> int:

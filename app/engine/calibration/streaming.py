@@ -141,7 +141,6 @@ class StreamedCalibration:
         Raises:
             SettingsInvalid: The text cannot be read.
         """
-        self.replaces_pack = text is not None
         config, self._correlate = checkpoint.decoder, plan.precision.value in INT4_PRECISIONS
         size = checkpoint.needs().num_parameters
         is_small, limit = size < SMALL_MODEL, min(config.max_model_len, plan.max_model_len.value)

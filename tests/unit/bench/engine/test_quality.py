@@ -124,6 +124,16 @@ def test_a_config_of_torchao_is_held_against_fp32_alone(subject, text):
     assert figures[name].parts["bytes per weight"] < 3.0  # of this model half are the embedding and the output layer
 
 
+@pytest.mark.skipif(not has_kernel(OpCode.LINEAR_INT), reason="integer forms need the native library")
+def test_kept_layers_leave_the_reference_as_it_is(subject, text):
+    kept = subject.settings.model_copy(update={"precision": "int4-small", "keep_layers": "lm_head=bf16"})
+    figures = {figure.name: figure for figure in measure_quality(replace(subject, settings=kept), text, None).figures}
+    plain = replace_precision(subject, "int4-small")
+    usual = {figure.name: figure for figure in measure_quality(plain, text, None).figures}
+    assert figures["fp32"].value == usual["fp32"].value
+    assert figures["int4-small"].parts["bytes"] > usual["int4-small"].parts["bytes"]
+
+
 def test_ctrl_c_compares_what_both_have_read(subject, text, monkeypatch):
     read, calls = WindowScorer.score, []
 
