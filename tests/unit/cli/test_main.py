@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pytest
 
-import app.hardware.probe.probe
 from app.cli import main
 from app.cli.parser import BENCHES, given_settings, parse_arguments
 from app.errors import CheckpointInvalid, RequestTimeout, StartupError, UnknownArgument
@@ -23,7 +22,7 @@ FACTS = Facts("linux", "x86_64", Cpu("Maker", "Processor"), (Core((0,)), Core((1
 
 @pytest.fixture
 def recorded_machine(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(app.hardware.probe.probe, "probe", lambda: FACTS)
+    monkeypatch.setattr(main, "probe", lambda: FACTS)
 
 
 def test_the_version_is_the_packages(capsys: pytest.CaptureFixture[str]) -> None:
