@@ -1,5 +1,8 @@
 """Compare the servers of two checkouts in turn: `python -m tools.measure.two_checkouts OTHER [--model DIR] [--rounds 60]`.
 
+The figures are the latency of one token, the tokens/s of 1, 8 and 32 clients, and the prompt tokens/s of new prompts of
+about 512 tokens.
+
 Both servers run all the time and one of them is asked at a time, so that a busy machine disturbs both alike. For each
 figure the medians and the quartiles of the paired ratios (this checkout over the other) are printed. A ratio whose
 quartiles lie on both sides of 1 is within the noise. OTHER needs the native library of this checkout in app/kernels.
@@ -25,7 +28,8 @@ import httpx
 
 HERE = Path(__file__).resolve().parents[2]
 LISTENING = re.compile(r"listening on (http://\S+)")
-NUM_CLIENTS = 8
+CLIENTS = (1, 8, 32)
+PROMPT_WORDS = 500  # a word of the prompts is one token in most vocabularies
 
 
 @contextmanager
@@ -62,25 +66,36 @@ def is_ready(url: str) -> bool:
         return False
 
 
-async def generate(client: httpx.AsyncClient, url: str, prompt: str, max_tokens: int) -> int:
+async def generate(client: httpx.AsyncClient, url: str, prompt: str, max_tokens: int) -> dict[str, int]:
+    """Return the usage of one completion."""
     body = {"prompt": prompt, "max_tokens": max_tokens, "temperature": 0, "ignore_eos": True}
     response = await client.post(f"{url}/v1/completions", json=body)
-    return int(response.raise_for_status().json()["usage"]["completion_tokens"])
+    usage: dict[str, int] = response.raise_for_status().json()["usage"]
+    return usage
+
+
+def story(turn: int, words: int) -> str:
+    """Return a prompt that no earlier turn has sent, so that no prefix is cached."""
+    return " ".join([f"Story {turn}", *("word of a story that goes on".split() * words)[:words]])
 
 
 async def measure(urls: list[str], rounds: int, max_tokens: int) -> dict[str, list[list[float]]]:
     """Return the samples of each figure, one list for each server."""
-    names = ("latency of one token, ms", "tokens/s, 1 client", f"tokens/s, {NUM_CLIENTS} clients")
-    samples: dict[str, list[list[float]]] = {name: [[] for _ in urls] for name in names}
+    latency, prefill = "latency of one token, ms", "prompt tokens/s, about 512 tokens"
+    rates = {f"tokens/s, {number} client{'s' * (number > 1)}": number for number in CLIENTS}
+    samples: dict[str, list[list[float]]] = {name: [[] for _ in urls] for name in (latency, *rates, prefill)}
     async with httpx.AsyncClient(timeout=300) as client:
         for turn in range(rounds):
-            for name, clients, tokens in zip(names, (1, 1, NUM_CLIENTS), (1, max_tokens, max_tokens), strict=True):
+            for name, of_servers in samples.items():
                 for index in sorted(range(len(urls)), reverse=bool(turn % 2)):
+                    words, tokens = (PROMPT_WORDS if name == prefill else 0), (max_tokens if name in rates else 1)
+                    prompts = [f"{story(turn, words)} of client {number}" for number in range(rates.get(name, 1))]
                     began = time.perf_counter()
-                    prompts = [f"Story {turn} of client {number}" for number in range(clients)]
-                    counts = await asyncio.gather(*(generate(client, urls[index], each, tokens) for each in prompts))
+                    usages = await asyncio.gather(*(generate(client, urls[index], each, tokens) for each in prompts))
                     seconds = time.perf_counter() - began
-                    samples[name][index].append(1000 * seconds if tokens == 1 else sum(counts) / seconds)
+                    counted = "prompt_tokens" if name == prefill else "completion_tokens"
+                    rate = sum(usage[counted] for usage in usages) / seconds
+                    of_servers[index].append(1000 * seconds if name == latency else rate)
     return samples
 
 
