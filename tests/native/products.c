@@ -3,8 +3,10 @@
 
 static const int64_t INPUTS[] = {576, 896, 1024, 32, 8, 100, 129, 513}, GROUPS[] = {32, 64, 128};
 static const struct {
-    int64_t bits, minimums;
-} FORMS[] = {{4, 0}, {4, 1}, {8, 0}};
+    int64_t bits, header;
+} FORMS[] = {{4, SCALES}, {4, SCALES_AND_MINIMUMS}, {8, SCALES}, {4, DOUBLE_QUANTIZED}};
+
+#define KINDS_OF_WEIGHTS (int64_t)(sizeof FORMS / sizeof *FORMS)
 
 #define PICK_ONE(LIST) LIST[below((int64_t)(sizeof LIST / sizeof *LIST))]
 
@@ -57,7 +59,7 @@ static number_of_size *expected_of(const activations *a, const weights *w) {
 static float *multiplied(const activations *a, const weights *w) {
     float *y = room(a->rows * w->outputs * 4);
     const linear_int_arguments arguments = {
-        w->panels, NULL, a->tiles, a->scales, a->sums, y, w->outputs, a->rows, a->padded, w->outputs, a->group, a->height, w->bits, w->minimums, OUTPUT_FP32,
+        w->panels, NULL, a->tiles, a->scales, a->sums, y, w->outputs, a->rows, a->padded, w->outputs, a->group, a->height, w->bits, w->header, OUTPUT_FP32,
     };
     run(OP_LINEAR_INT, &arguments);
     return y;
@@ -71,9 +73,9 @@ typedef struct {
 static product new_product(int64_t i, int kind, int64_t most_rows) {
     const int64_t inputs = PICK_ONE(INPUTS), group = PICK_ONE(GROUPS), edge = between(1, armature_tiles(0) + 1);
     product p = {.a = new_activations(i % 3 ? between(1, most_rows) : edge < most_rows ? edge : most_rows, inputs, group, kind)};
-    if (kind == POWERS && FORMS[i % 3].bits == 8) /* larger products: one power for all */
+    if (kind == POWERS && FORMS[i % KINDS_OF_WEIGHTS].bits == 8) /* larger products: one power for all */
         free_activations(&p.a), p.a = new_activations(between(1, most_rows), inputs, group, EXTREME);
-    p.w = new_weights(between(1, 100), inputs, group, FORMS[i % 3].bits, FORMS[i % 3].minimums, kind);
+    p.w = new_weights(between(1, 100), inputs, group, FORMS[i % KINDS_OF_WEIGHTS].bits, FORMS[i % KINDS_OF_WEIGHTS].header, kind);
     quantise_activations(&p.a);
     return p;
 }
@@ -82,12 +84,12 @@ static void free_product(product *p) { free_activations(&p->a), free_weights(&p-
 
 int64_t exact_products(void) {
     for (int64_t i = 0; i < 48; i++) {
-        product p = new_product(i, i % 4 == 0 ? EXTREME : POWERS, 40);
+        product p = new_product(i, i / KINDS_OF_WEIGHTS % 4 == 0 ? EXTREME : POWERS, 40);
         float *y = multiplied(&p.a, &p.w);
         number_of_size *expected = expected_of(&p.a, &p.w);
         for (int64_t at = 0; at < p.a.rows * p.w.outputs; at++)
             if (y[at] != expected[at].value)
-                failed("int%d%s, %d inputs in groups of %d, row %d of %d, output %d of %d: %.9g for %.9g", (int)p.w.bits, p.w.minimums ? " with minimums" : "",
+                failed("int%d%s, %d inputs in groups of %d, row %d of %d, output %d of %d: %.9g for %.9g", (int)p.w.bits, p.w.header == SCALES_AND_MINIMUMS ? " with minimums" : p.w.header == DOUBLE_QUANTIZED ? " double quantized" : "",
                        (int)p.a.size, (int)p.a.group, (int)(at / p.w.outputs), (int)p.a.rows, (int)(at % p.w.outputs), (int)p.w.outputs, y[at], expected[at].value);
         free(y), free(expected), free_product(&p);
     }
@@ -101,7 +103,7 @@ static void check_output(const product *p, const float *bias, int64_t output) {
     for (int64_t i = 0; i < count && output == OUTPUT_ADD_FP32; i++) ((float *)y)[i] = number();
     memcpy(before, y, (size_t)(count * bytes));
     const linear_int_arguments arguments = {
-        p->w.panels, bias, p->a.tiles, p->a.scales, p->a.sums, y, stride, rows, p->a.padded, outputs, p->a.group, p->a.height, p->w.bits, p->w.minimums, output,
+        p->w.panels, bias, p->a.tiles, p->a.scales, p->a.sums, y, stride, rows, p->a.padded, outputs, p->a.group, p->a.height, p->w.bits, p->w.header, output,
     };
     run(OP_LINEAR_INT, &arguments);
     number_of_size *products = expected_of(&p->a, &p->w);
@@ -121,14 +123,14 @@ static void check_output(const product *p, const float *bias, int64_t output) {
 }
 
 int64_t near_products(void) {
-    for (int64_t i = 0; i < 27; i++) {
+    for (int64_t i = 0; i < 36; i++) {
         product p = new_product(i, ANY, 20);
-        float *bias = i / 3 % 2 ? room(p.w.outputs * 4) : NULL;
+        float *bias = i / KINDS_OF_WEIGHTS % 2 ? room(p.w.outputs * 4) : NULL;
         for (int64_t o = 0; bias && o < p.w.outputs; o++) bias[o] = number();
-        check_output(&p, bias, i / 9);
+        check_output(&p, bias, i / 12);
         free(bias), free_product(&p);
     }
-    return 27;
+    return 36;
 }
 
 int64_t bad_activations(void) {
@@ -164,12 +166,12 @@ int64_t rows_alone(void) {
 
 int64_t widened_rows(void) {
     for (int64_t i = 0; i < 12; i++) {
-        weights w = new_weights(between(1, 100), PICK_ONE(INPUTS), PICK_ONE(GROUPS), FORMS[i % 3].bits, FORMS[i % 3].minimums, ANY);
+        weights w = new_weights(between(1, 100), PICK_ONE(INPUTS), PICK_ONE(GROUPS), FORMS[i % KINDS_OF_WEIGHTS].bits, FORMS[i % KINDS_OF_WEIGHTS].header, ANY);
         const int64_t count = between(1, 20);
         int64_t *ids = room(count * 8);
         for (int64_t r = 0; r < count; r++) ids[r] = r == 0 ? w.outputs - 1 : below(w.outputs);
         float *out = room(count * w.inputs * 4);
-        const rows_arguments arguments = {w.panels, ids, NULL, out, count, w.outputs, w.inputs, w.padded, w.group, w.bits, w.minimums, 0, i % 2 ? 1.0 : 8.5};
+        const rows_arguments arguments = {w.panels, ids, NULL, out, count, w.outputs, w.inputs, w.padded, w.group, w.bits, w.header, 0, i % 2 ? 1.0 : 8.5};
         run(OP_ROWS, &arguments);
         for (int64_t at = 0; at < count * w.inputs; at++) {
             const int64_t id = ids[at / w.inputs], k = at % w.inputs, g = k / w.group;

@@ -3,10 +3,10 @@
 
 /* As csrc/pack_int.c declares it. */
 typedef struct {
-    const uint8_t *codes;
-    const uint16_t *scales, *minimums;
+    const uint8_t *codes, *scales;
+    const uint16_t *others;
     uint8_t *panels;
-    int64_t outputs, first, padded, group, bits;
+    int64_t outputs, first, padded, group, bits, header;
 } pack_arguments;
 
 void armature_pack_int(const pack_arguments *arguments);
@@ -21,45 +21,54 @@ static void pack(const weights *w) {
     const int64_t ends[] = {0, below(w->outputs + 1), w->outputs};
     for (int i = 0; i < 2; i++) {
         const int64_t first = ends[i], at = first * w->groups;
+        const int doubly = w->header == DOUBLE_QUANTIZED;
         const pack_arguments arguments = {
-            w->codes + first * w->padded, w->scales + at, w->low ? w->low + at : NULL, w->panels, ends[i + 1] - first, first, w->padded, w->group, w->bits,
+            w->codes + first * w->padded, doubly ? (const uint8_t *)w->scale_codes + at : (const uint8_t *)(w->scales + at),
+            doubly ? w->scales + first : w->low ? w->low + at : NULL, w->panels, ends[i + 1] - first, first, w->padded, w->group, w->bits, w->header,
         };
         armature_pack_int(&arguments);
     }
 }
 
-weights new_weights(int64_t outputs, int64_t inputs, int64_t group, int64_t bits, int64_t minimums, int kind) {
-    weights w = {outputs, inputs, 0, group, (inputs + group - 1) / group, bits, minimums, NULL, NULL, NULL, NULL};
+weights new_weights(int64_t outputs, int64_t inputs, int64_t group, int64_t bits, int64_t header, int kind) {
+    weights w = {outputs, inputs, 0, group, (inputs + group - 1) / group, bits, header, NULL, NULL, NULL, NULL, NULL};
     w.padded = w.groups * group;
     w.codes = room(outputs * w.padded);
     w.scales = room(outputs * w.groups * 2);
-    w.low = minimums ? room(outputs * w.groups * 2) : NULL;
+    w.low = header == SCALES_AND_MINIMUMS ? room(outputs * w.groups * 2) : NULL;
+    w.scale_codes = header == DOUBLE_QUANTIZED ? room(outputs * w.groups) : NULL;
     for (int64_t i = 0; i < outputs * w.padded; i++) w.codes[i] = random_code(bits, kind);
     for (int64_t i = 0; i < outputs * w.groups; i++) {
         const float power = bits == 4 ? (float)(1 << below(2)) : 1, scale = kind == ANY ? number() / 16 : power;
         w.scales[i] = bf16_of_float(scale);
-        if (minimums) w.low[i] = bf16_of_float(kind == ANY ? number() / 2 : power * (float)between(-15, 15));
+        if (w.low) w.low[i] = bf16_of_float(kind == ANY ? number() / 2 : power * (float)between(-15, 15));
     }
     const int64_t panels = (outputs + PANEL_OUTPUTS - 1) / PANEL_OUTPUTS;
-    const int64_t bytes = panels * w.groups * (64 + (minimums ? 64 : 0) + group * PANEL_OUTPUTS * bits / 8);
+    for (int64_t i = 0; w.scale_codes && i < outputs * w.groups; i++) w.scale_codes[i] = (int8_t)(kind == ANY ? between(-127, 127) : between(-1, 1) * (int64_t)(below(2) + 1));
+    const int64_t own = w.groups * (header == SCALES_AND_MINIMUMS ? 128 : 64), doubly = 64 + (w.groups * 32 + 63) / 64 * 64;
+    const int64_t bytes = panels * ((header == DOUBLE_QUANTIZED ? doubly : own) + w.groups * group * PANEL_OUTPUTS * bits / 8);
     w.panels = memset(room(bytes), 0, (size_t)bytes);
     pack(&w);
     return w;
 }
 
 void free_weights(weights *w) {
-    free(w->codes), free(w->scales), free(w->low), free(w->panels);
+    free(w->codes), free(w->scales), free(w->low), free(w->scale_codes), free(w->panels);
     *w = (weights){0};
 }
 
 int32_t code_of(const weights *w, int64_t output, int64_t k) {
     const uint8_t code = w->codes[output * w->padded + k];
-    return w->bits == 8 ? (int8_t)code : w->minimums ? code : code - 8;
+    return w->bits == 8 ? (int8_t)code : w->header == SCALES_AND_MINIMUMS ? code : code - 8;
 }
 
-float scale_of(const weights *w, int64_t output, int64_t g) { return float_of_bf16(w->scales[output * w->groups + g]); }
+float scale_of(const weights *w, int64_t output, int64_t g) {
+    if (w->header != DOUBLE_QUANTIZED) return float_of_bf16(w->scales[output * w->groups + g]);
+    const int code = w->scale_codes[output * w->groups + g];
+    return float_of_bf16(w->scales[output]) * (float)(code * abs(code));
+}
 
-float minimum_of(const weights *w, int64_t output, int64_t g) { return w->minimums ? float_of_bf16(w->low[output * w->groups + g]) : 0; }
+float minimum_of(const weights *w, int64_t output, int64_t g) { return w->low ? float_of_bf16(w->low[output * w->groups + g]) : 0; }
 
 /* The error of values [group] rounded with a scale. */
 static double rounding_error(const float *values, int64_t group, double scale) {

@@ -4,7 +4,6 @@ A row's result has the same bits alone as among others.
 
 from __future__ import annotations
 
-import ctypes
 from dataclasses import dataclass
 
 import pytest
@@ -16,7 +15,6 @@ from torch import Tensor
 from app.kernels.linear.activations import quantise, quantise_torch, unpack_tiles
 from app.kernels.linear.int_panels import IntPanelFactory, IntPanelLinear
 from app.kernels.native.library import native_library
-from app.kernels.native.operations import PackIntArguments
 from hypothesis_examples import examples
 from tests.native_levels import at_level, levels
 
@@ -29,6 +27,7 @@ FORMS = st.sampled_from(
         IntPanelFactory(8, None),
         IntPanelFactory(8, 128),
         *(IntPanelFactory(4, group, low) for group in (32, 64, 128) for low in (False, True)),
+        IntPanelFactory(4, 32, double_quantized=True),
     ]
 )
 INPUTS = st.one_of(st.sampled_from([576, 896, 32, 128]), st.integers(1, 300))
@@ -124,16 +123,10 @@ def test_what_is_not_a_number_stays_in_its_row(level: str, data: st.DataObject, 
         assert torch.equal(found[others], good[others])
 
 
-def packed(packing: IntPanelFactory, codes: Tensor, scales: Tensor, minimums: Tensor | None) -> IntPanelLinear:
-    """codes [outputs, groups * group], scales and minimums [outputs, groups] bf16, as they are."""
+def packed(packing: IntPanelFactory, codes: Tensor, scales: Tensor, others: Tensor | None) -> IntPanelLinear:
+    """Codes [outputs, groups * group] and scales [outputs, groups], as they are; others: `IntPanelLinear.fill_codes`."""
     form = packing.empty_form(len(codes), codes.shape[1], None)
-    pack = PackIntArguments(
-        codes.data_ptr(), scales.data_ptr(), None if minimums is None else minimums.data_ptr(), form.panels.data_ptr(),
-        len(codes), 0, codes.shape[1], form.group, packing.bits,
-    )  # fmt: skip
-    library = native_library().library
-    assert library is not None
-    library.armature_pack_int(ctypes.byref(pack))
+    form.fill_codes(0, codes, scales, others)
     return form
 
 
@@ -144,15 +137,18 @@ class Weight:
     packing: IntPanelFactory
     codes: Tensor
     scales: Tensor
-    minimums: Tensor | None
+    others: Tensor | None
 
     @property
     def values(self) -> Tensor:
         """Float64 [outputs, inputs]."""
-        codes = self.codes.double().view(*self.scales.shape, -1)
-        codes = codes - 8 if self.packing.bits == 4 and self.minimums is None else codes
-        low = 0 if self.minimums is None else self.minimums.double()[..., None]
-        return (codes * self.scales.double()[..., None] + low).flatten(1)
+        codes, scales = self.codes.double().view(*self.scales.shape, -1), self.scales.double()
+        codes = codes - 8 if self.packing.bits == 4 and not self.packing.zero_points else codes
+        if self.packing.double_quantized:
+            assert self.others is not None
+            return (codes * (self.others.double() * scales * scales.abs())[..., None]).flatten(1)
+        low = 0 if self.others is None else self.others.double()[..., None]
+        return (codes * scales[..., None] + low).flatten(1)
 
 
 @st.composite
@@ -167,6 +163,9 @@ def weights(draw: st.DrawFn) -> Weight:
         codes = torch.where(codes > (least + most) // 2, most - 1, least)  # nothing but extremes
     signs = torch.randint(0, 2, (outputs, groups), generator=generator) * 2.0 - 1
     lows = torch.randint(-15, 16, (outputs, groups), generator=generator).bfloat16() if packing.zero_points else None
+    if packing.double_quantized:
+        own = 2.0 ** torch.randint(-1, 2, (outputs, 1), generator=generator)
+        return Weight(packing, codes.to(kind), (signs * 2).to(torch.int8), own.bfloat16())
     return Weight(packing, codes.to(kind), signs.bfloat16(), lows)
 
 
@@ -176,7 +175,7 @@ def weights(draw: st.DrawFn) -> Weight:
 def test_what_was_packed_comes_out_again(level: str, data: st.DataObject) -> None:
     with at_level(level):
         weight = data.draw(weights())
-        form = packed(weight.packing, weight.codes, weight.scales, weight.minimums)
+        form = packed(weight.packing, weight.codes, weight.scales, weight.others)
         assert torch.equal(form.dequantised().double(), weight.values)
 
 
@@ -186,7 +185,7 @@ def test_what_was_packed_comes_out_again(level: str, data: st.DataObject) -> Non
 def test_the_integer_part_is_exact_to_the_last_bit(level: str, data: st.DataObject) -> None:
     with at_level(level):
         weight = data.draw(weights())
-        form = packed(weight.packing, weight.codes, weight.scales, weight.minimums)
+        form = packed(weight.packing, weight.codes, weight.scales, weight.others)
         rows, generator = data.draw(st.integers(1, 40)), torch.Generator().manual_seed(data.draw(SEEDS))
         x = torch.randint(-127, 128, (rows, form.inputs), generator=generator)
         if data.draw(st.booleans()):

@@ -49,19 +49,23 @@ class Case:
     zero_points: bool
     inputs: int
     outputs: int
+    double_quantized: bool = False
 
     @property
     def layout(self) -> PanelLayout:
-        return PanelLayout(self.bits, self.group, self.zero_points)
+        return PanelLayout(self.bits, self.group, self.zero_points, self.double_quantized)
 
     def __str__(self) -> str:
         group = self.layout.group_of(self.inputs)
-        return f"int{self.bits}/{group}{' with minimums' if self.zero_points else ''} {self.outputs}x{self.inputs}"
+        kind = " with minimums" if self.zero_points else " double quantized" if self.double_quantized else ""
+        return f"int{self.bits}/{group}{kind} {self.outputs}x{self.inputs}"
 
 
 FORMS = [(8, None, False), *((4, group, points) for group in (32, 64, 128) for points in (False, True))]
+SHAPES = ((576, 100), (896, 32), (1001, 65), (40, 7))
 CASES = [
-    Case(*form, inputs, outputs) for form in FORMS for inputs, outputs in ((576, 100), (896, 32), (1001, 65), (40, 7))
+    *(Case(*form, inputs, outputs) for form in FORMS for inputs, outputs in SHAPES),
+    *(Case(4, 32, False, inputs, outputs, double_quantized=True) for inputs, outputs in SHAPES),
 ]
 
 
@@ -101,10 +105,14 @@ class Packed:
             2.0 ** -(mixed(3, case.outputs, groups) % 2) if exact else (mixed(3, case.outputs, groups) + 1) / 2.0**20
         )
         scales = (signs * sizes).bfloat16()
-        minimums = (-sizes * (mixed(4, case.outputs, groups) % 16)).bfloat16() if case.zero_points else None
+        others = (-sizes * (mixed(4, case.outputs, groups) % 16)).bfloat16() if case.zero_points else None
+        if case.double_quantized:
+            scales = (signs * (mixed(3, case.outputs, groups) % (2 if exact else 127) + 1)).to(torch.int8)
+            others = 2.0 ** -(mixed(4, case.outputs, 1) % 2) if exact else mixed(4, case.outputs, 1) / 2.0**30
+            others = others.bfloat16()
         pack = PackIntArguments(
-            codes.data_ptr(), scales.data_ptr(), None if minimums is None else minimums.data_ptr(), packed.panels.data_ptr(),
-            case.outputs, 0, packed.padded, case.layout.group_of(case.inputs), case.bits,
+            codes.data_ptr(), scales.data_ptr(), None if others is None else others.data_ptr(), packed.panels.data_ptr(),
+            case.outputs, 0, packed.padded, case.layout.group_of(case.inputs), case.bits, case.layout.header,
         )  # fmt: skip
         library = native_library().library
         assert library is not None
@@ -119,7 +127,7 @@ class Packed:
             LinearIntArguments(
                 self.panels.data_ptr(), None, codes.codes.data_ptr(), codes.scales.data_ptr(), codes.sums.data_ptr(), y.data_ptr(),
                 y.stride(0), len(x), self.padded, self.case.outputs, codes.group, codes.height, self.case.bits,
-                self.case.zero_points, ProductOutput.FP32,
+                self.case.layout.header, ProductOutput.FP32,
             ),
             OpCode.LINEAR_INT,
         )  # fmt: skip
@@ -128,8 +136,9 @@ class Packed:
     def widened(self) -> Tensor:
         """All its rows, fp32."""
         case, group = self.case, self.case.layout.group_of(self.case.inputs)
+        header = case.layout.header
         table = EmbeddingTable(
-            self.panels, TableLayout(case.bits), case.outputs, case.inputs, self.padded, group, case.zero_points
+            self.panels, TableLayout(case.bits), case.outputs, case.inputs, self.padded, group, header
         )
         return table.rows(torch.arange(case.outputs))
 

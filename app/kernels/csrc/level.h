@@ -30,6 +30,22 @@ const level *armature_now(void);
 
 EXPORT int armature_has(int64_t code);
 
+/* Where an integer panel has the scales and the codes of its groups, in bytes. `bits` and `header` are constants where a
+ * tile is multiplied. */
+typedef struct {
+    int64_t scales, codes;           /* of the first group */
+    int64_t next_scales, next_codes; /* from one group to the next */
+    int64_t header, group_codes;     /* bytes of one group */
+    int64_t bytes;                   /* of the panel */
+} panel_layout;
+
+static inline __attribute__((always_inline)) panel_layout layout_of(int64_t bits, int64_t header, int64_t group, int64_t groups) {
+    const int64_t codes = group * PANEL_OUTPUTS * bits / 8, own = header == SCALES_AND_MINIMUMS ? 128 : header == SCALES ? 64 : 32;
+    if (header != DOUBLE_QUANTIZED) return (panel_layout){0, own, own + codes, own + codes, own, codes, groups * (own + codes)};
+    const int64_t first = 64 + (groups * own + 63) / 64 * 64;
+    return (panel_layout){64, first, own, codes, own, codes, first + groups * codes};
+}
+
 /* Rows of each tile except the last: tiles are as equal as possible. */
 static inline int64_t tile_height(const level *l, int64_t rows) {
     int64_t tiles = (rows + l->tile_rows - 1) / l->tile_rows, height = tiles ? (rows + tiles - 1) / tiles : 1;

@@ -9,26 +9,32 @@
 #include "division.h"
 #include "level.h"
 
-/* Bytes of a panel's group, including the header. */
-INLINE ptrdiff_t group_bytes(const linear_int_arguments *a) {
-    return 64 + (a->minimums ? 64 : 0) + a->group * PANEL_OUTPUTS / (a->bits == 4 ? 2 : 1);
-}
+INLINE ptrdiff_t panel_bytes_int(const linear_int_arguments *a) { return layout_of(a->bits, a->header, a->group, a->padded / a->group).bytes; }
 
-INLINE ptrdiff_t panel_bytes_int(const linear_int_arguments *a) { return a->padded / a->group * group_bytes(a); }
-
-/* Rows [row, row + count) of the panel's outputs: sums [count, 32], overwritten. `ahead`: the address to prefetch for
- * each byte of the panel. */
+/* Rows [row, row + count) of the panel's outputs: sums [count, 32], overwritten, before the scales of the outputs if the
+ * form has them. `ahead`: the address to prefetch for each byte of the panel. */
 static void multiply_tile(const linear_int_arguments *a, const uint8_t *panel, int64_t row, int count, const uint8_t *ahead, float *sums);
 
 /* For `multiply_tile`: a case for each number of rows as a constant, and the other arguments of the level's
- * `multiply` before bits and minimums. */
+ * `multiply` before bits and header. */
 #define FIRST_OF(COUNT, ...) COUNT
 #define CASE(...)                                                                               \
     case FIRST_OF(__VA_ARGS__, ):                                                               \
-        if (a->bits == 8) multiply(__VA_ARGS__, 8, 0, a, panel, row, ahead, sums);              \
-        else if (a->minimums) multiply(__VA_ARGS__, 4, 1, a, panel, row, ahead, sums);          \
-        else multiply(__VA_ARGS__, 4, 0, a, panel, row, ahead, sums);                           \
+        if (a->bits == 8) multiply(__VA_ARGS__, 8, SCALES, a, panel, row, ahead, sums);         \
+        else if (a->header == SCALES_AND_MINIMUMS) multiply(__VA_ARGS__, 4, SCALES_AND_MINIMUMS, a, panel, row, ahead, sums); \
+        else if (a->header == DOUBLE_QUANTIZED) multiply(__VA_ARGS__, 4, DOUBLE_QUANTIZED, a, panel, row, ahead, sums); \
+        else multiply(__VA_ARGS__, 4, SCALES, a, panel, row, ahead, sums);                      \
         break;
+
+/* As `multiply_tile`, including the scales of the outputs. */
+INLINE void multiply_panel(const linear_int_arguments *a, const uint8_t *panel, int64_t row, int count, const uint8_t *ahead, float *sums) {
+    multiply_tile(a, panel, row, count, ahead, sums);
+    if (a->header != DOUBLE_QUANTIZED) return;
+    for (int i = 0; i < PANEL_OUTPUTS; i += LANES) {
+        const vf scale = bf16_load((const uint16_t *)panel + i);
+        for (int r = 0; r < count; r++) vf_store(sums + r * PANEL_OUTPUTS + i, vf_load(sums + r * PANEL_OUTPUTS + i) * scale);
+    }
+}
 
 INLINE void store_row(int activation, const linear_int_arguments *a, const float *sums, ptrdiff_t row, ptrdiff_t first, ptrdiff_t outputs) {
     for (ptrdiff_t i = 0; i < outputs; i += LANES) {
@@ -71,7 +77,7 @@ INLINE void run_task(const linear_int_arguments *a, const division *d, int64_t t
             const uint8_t *weights = a->panels + panel * bytes;
             const int64_t row = tile * a->height, left = a->rows - row, first = panel * PANEL_OUTPUTS;
             const int count = (int)(left < a->height ? left : a->height);
-            multiply_tile(a, weights, row, count, d->num_tiles == 1 ? weights + AHEAD : tile == tile0 ? weights + d->panels * bytes : NULL, sums);
+            multiply_panel(a, weights, row, count, d->num_tiles == 1 ? weights + AHEAD : tile == tile0 ? weights + d->panels * bytes : NULL, sums);
             const int64_t outputs = a->outputs - first < PANEL_OUTPUTS ? a->outputs - first : PANEL_OUTPUTS;
 #define STORE_ROWS(WHICH) \
     for (int r = 0; r < count; r++) store_row(WHICH, a, sums + r * PANEL_OUTPUTS, row + r, first, outputs)

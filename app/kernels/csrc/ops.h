@@ -17,6 +17,9 @@
  * Packed weights
  *   A *panel* holds 32 outputs, the last one padded with zeros. For each group of inputs: 32 scales (bf16), 32 minimums (bf16, if
  *   the form has them), then the codes. int4: value = scale * (code - 8), or scale * code + minimum; int8: value = scale * code.
+ *   Double quantization (int4): a panel begins with one scale per output (32, bf16), followed by the codes of the groups' scales, 32
+ *   signed bytes for each group, padded to a multiple of 64 bytes, and then by the weights' codes of all groups.
+ *   Scale of a group = output's scale * c * |c|: squares are precise to 1% down to 1/100 of the largest scale of an output.
  *   Dot products (BLOCK 4): for each 8 inputs two lines of 64 bytes, outputs 0 to 15 and 16 to 31. int4: byte 4 * output + i holds
  *   input i in its low half and input 4 + i in its high half. int8: four lines, inputs 0 to 3 of both halves of the outputs, then
  *   inputs 4 to 7.
@@ -133,6 +136,9 @@ typedef struct {
     int64_t inputs, outputs, groups, group, stride, root_stride;
 } int4_gptq_arguments;
 
+/* What precedes the codes of a panel's weights. */
+enum { SCALES, SCALES_AND_MINIMUMS, DOUBLE_QUANTIZED };
+
 enum { OUTPUT_BF16, OUTPUT_FP32, OUTPUT_ADD_FP32 };
 
 /* y [rows, outputs] (row stride in elements; ADD: += into fp32) = act(quantised rows times panels, plus bias
@@ -144,7 +150,7 @@ typedef struct {
     const float *scales;
     const int32_t *sums;
     void *y;
-    int64_t y_stride, rows, padded, outputs, group, height, bits, minimums, output, activation;
+    int64_t y_stride, rows, padded, outputs, group, height, bits, header, output, activation;
 } linear_int_arguments;
 
 /* Each row's `k` best outputs of a product whose logits are not needed otherwise, best first, and the lower id first
@@ -172,7 +178,7 @@ typedef struct {
     const int64_t *ids;
     const float *factors;
     float *out;
-    int64_t count, outputs, inputs, padded, group, form, minimums, add;
+    int64_t count, outputs, inputs, padded, group, form, header, add;
     double factor;
 } rows_arguments;
 

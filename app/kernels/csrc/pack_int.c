@@ -7,13 +7,11 @@
 
 /* The form of a packed weight. Codes are one byte each, [outputs, padded]: int4 as 0 to 15, int8 as signed bytes. */
 typedef struct {
-    const uint8_t *codes;
-    const uint16_t *scales, *minimums; /* bf16 [outputs, groups]; minimums NULL if the form has none */
+    const uint8_t *codes, *scales; /* scales: bf16 [outputs, groups]; codes int8 [outputs, groups] if they are quantized too */
+    const uint16_t *others;        /* bf16: minimums [outputs, groups], or scales of outputs [outputs]; NULL for SCALES */
     uint8_t *panels;
-    int64_t outputs, first, padded, group, bits;
+    int64_t outputs, first, padded, group, bits, header;
 } pack_arguments;
-
-static int64_t bytes_of_group(int64_t group, int64_t bits, int minimums) { return 64 + (minimums ? 64 : 0) + group * PANEL_OUTPUTS * bits / 8; }
 
 /* Position of the code of (output, k) in its group, and the bits by which it is shifted. */
 static int64_t place(int64_t output, int64_t k, int64_t bits, int64_t block, int *shift) {
@@ -30,21 +28,24 @@ static int64_t place(int64_t output, int64_t k, int64_t bits, int64_t block, int
 
 /* Pack outputs [first, first + outputs) of a weight, each once, into panels of zeros. */
 EXPORT void armature_pack_int(const pack_arguments *a) {
-    const int64_t groups = a->padded / a->group, bytes = bytes_of_group(a->group, a->bits, a->minimums != NULL), block = armature_now()->block;
-    const int64_t header = a->minimums ? 128 : 64, last = a->first + a->outputs;
+    const int64_t groups = a->padded / a->group, block = armature_now()->block, last = a->first + a->outputs;
+    const panel_layout layout = layout_of(a->bits, a->header, a->group, groups);
+    const int64_t size = a->header == DOUBLE_QUANTIZED ? 1 : 2; /* bytes of a scale */
 #pragma omp parallel for schedule(dynamic, 1) /* a panel is packed by one thread, since outputs share its bytes */
     for (int64_t panel = a->first / PANEL_OUTPUTS; panel < (last + PANEL_OUTPUTS - 1) / PANEL_OUTPUTS; panel++)
         for (int64_t n = panel * PANEL_OUTPUTS; n < (panel + 1) * PANEL_OUTPUTS; n++) {
             const int64_t row = n - a->first, o = n % PANEL_OUTPUTS;
             if (row < 0 || row >= a->outputs) continue;
+            uint8_t *begin = a->panels + panel * layout.bytes;
+            if (a->header == DOUBLE_QUANTIZED) memcpy(begin + o * 2, a->others + row, 2);
             for (int64_t g = 0; g < groups; g++) {
-                uint8_t *target = a->panels + (panel * groups + g) * bytes;
-                memcpy(target + o * 2, a->scales + row * groups + g, 2);
-                if (a->minimums) memcpy(target + 64 + o * 2, a->minimums + row * groups + g, 2);
+                uint8_t *scales = begin + layout.scales + g * layout.next_scales, *target = begin + layout.codes + g * layout.next_codes;
+                memcpy(scales + o * size, a->scales + (row * groups + g) * size, (size_t)size);
+                if (a->header == SCALES_AND_MINIMUMS) memcpy(scales + 64 + o * 2, a->others + row * groups + g, 2);
                 const uint8_t *codes = a->codes + row * a->padded + g * a->group;
                 for (int64_t k = 0; k < a->group; k++) {
                     int shift;
-                    uint8_t *at = target + header + place(o, k, a->bits, block, &shift);
+                    uint8_t *at = target + place(o, k, a->bits, block, &shift);
                     *at = (uint8_t)(*at | codes[k] << shift);
                 }
             }
@@ -58,15 +59,24 @@ static float widened(const uint8_t *p) {
     return cast.number;
 }
 
+/* The scale of a group of an output; `scales` are the group's. */
+static float scale_of(int64_t header, const uint8_t *panel, const uint8_t *scales, int64_t output) {
+    if (header != DOUBLE_QUANTIZED) return widened(scales + output * 2);
+    const float c = (float)(int8_t)scales[output];
+    return widened(panel + output * 2) * (c * (c < 0 ? -c : c));
+}
+
 /* Dequantize one output of one group. */
 void armature_row_int(const rows_arguments *a, int64_t id, int64_t from, int64_t count, float *out) {
-    const int64_t groups = a->padded / a->group, bytes = bytes_of_group(a->group, a->form, a->minimums != 0), output = id % PANEL_OUTPUTS;
-    const uint8_t *group = a->weight + (id / PANEL_OUTPUTS * groups + from / a->group) * bytes;
-    const float scale = widened(group + output * 2), minimum = a->minimums ? widened(group + 64 + output * 2) : -8 * scale;
-    const int64_t header = a->minimums ? 128 : 64, block = armature_now()->block;
+    const int64_t g = from / a->group, output = id % PANEL_OUTPUTS, block = armature_now()->block;
+    const panel_layout layout = layout_of(a->form, a->header, a->group, a->padded / a->group);
+    const uint8_t *panel = a->weight + id / PANEL_OUTPUTS * layout.bytes, *scales = panel + layout.scales + g * layout.next_scales;
+    const uint8_t *codes = panel + layout.codes + g * layout.next_codes;
+    const float scale = scale_of(a->header, panel, scales, output);
+    const float minimum = a->header == SCALES_AND_MINIMUMS ? widened(scales + 64 + output * 2) : -8 * scale;
     for (int64_t k = 0; k < count; k++) {
         int shift;
-        const uint8_t byte = group[header + place(output, k, a->form, block, &shift)];
+        const uint8_t byte = codes[place(output, k, a->form, block, &shift)];
         out[k] = a->form == FORM_INT8 ? scale * (float)(int8_t)byte : scale * (float)(byte >> shift & 15) + minimum;
     }
 }

@@ -76,7 +76,7 @@ INLINE void pick_task(const pick_arguments *a, int64_t task, int64_t panels, int
             const uint8_t *weights = p->panels + panel * bytes;
             const int64_t left = p->rows - row, first = panel * PANEL_OUTPUTS, outputs = p->outputs - first;
             const int count = (int)(left < p->height ? left : p->height);
-            multiply_tile(p, weights, row, count, p->rows <= p->height ? weights + AHEAD : row == 0 ? weights + bytes : NULL, sums);
+            multiply_panel(p, weights, row, count, p->rows <= p->height ? weights + AHEAD : row == 0 ? weights + bytes : NULL, sums);
             for (int r = 0; r < count; r++)
                 look(a, (seen *)place_of(a, task, row + r), sums + r * PANEL_OUTPUTS, first, outputs < PANEL_OUTPUTS ? outputs : PANEL_OUTPUTS);
         }

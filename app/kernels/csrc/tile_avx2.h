@@ -16,6 +16,13 @@ INLINE __m256 scales8(const uint8_t *p) {
     return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i *)p)), 16));
 }
 
+/* A group's scales of 8 outputs from `output` on. */
+INLINE __m256 group_scales(int header, const uint8_t *scales, int output) {
+    if (header != DOUBLE_QUANTIZED) return scales8(scales + output * 2);
+    const __m256 c = _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i *)(scales + output))));
+    return _mm256_mul_ps(c, _mm256_andnot_ps(_mm256_set1_ps(-0.0f), c));
+}
+
 INLINE __m256i broadcast4(const int8_t *p) {
     int32_t four;
     memcpy(&four, p, 4);
@@ -136,20 +143,20 @@ INLINE void sum_32(int rows, int width, int bits, const uint8_t *at, const int8_
 
 #endif
 
-/* Add one group's exact sums of 8 * width outputs, times both scales, to `sums`. The header begins at the first of
- * these outputs. */
-INLINE void take_group(int rows, int width, const uint8_t *header, const float *scales, const int32_t *negated, int minimums, __m256i (*acc)[MOST_WIDTH], float *sums) {
+/* Add one group's exact sums of 8 * width outputs, times both scales, to `sums`. These outputs begin with
+ * `first`. */
+INLINE void take_group(int rows, int width, int header, int first, const uint8_t *weight_scales, const float *scales, const int32_t *negated, __m256i (*acc)[MOST_WIDTH], float *sums) {
     __m256 scale[MOST_WIDTH];
 #pragma GCC unroll 4
-    for (int v = 0; v < width; v++) scale[v] = scales8(header + v * 16);
+    for (int v = 0; v < width; v++) scale[v] = group_scales(header, weight_scales, first + v * 8);
 #pragma GCC unroll 8
     for (int r = 0; r < rows; r++) {
         const __m256 own = _mm256_set1_ps(scales[r]), total = _mm256_set1_ps(scales[r] * (float)negated[r]);
 #pragma GCC unroll 4
         for (int v = 0; v < width; v++) {
-            float *at = sums + r * PANEL_OUTPUTS + v * 8;
+            float *at = sums + r * PANEL_OUTPUTS + first + v * 8;
             __m256 y = _mm256_fmadd_ps(_mm256_cvtepi32_ps(acc[r][v]), _mm256_mul_ps(scale[v], own), _mm256_load_ps(at));
-            if (minimums) y = _mm256_fnmadd_ps(total, scales8(header + 64 + v * 16), y);
+            if (header == SCALES_AND_MINIMUMS) y = _mm256_fnmadd_ps(total, scales8(weight_scales + 64 + (first + v * 8) * 2), y);
             _mm256_store_ps(at, y);
         }
     }
@@ -157,16 +164,18 @@ INLINE void take_group(int rows, int width, const uint8_t *header, const float *
 
 /* `rows` and `width` are compile-time constants at every call, so that sums stay in registers: few rows use a whole
  * panel at once, more rows its halves one after the other, while the group is in L1. */
-INLINE void multiply(int rows, int width, int bits, int minimums, const linear_int_arguments *a, const uint8_t *panel, int64_t row, const uint8_t *ahead, float *sums) {
+INLINE void multiply(int rows, int width, int bits, int header, const linear_int_arguments *a, const uint8_t *panel, int64_t row, const uint8_t *ahead, float *sums) {
     const int64_t groups = a->padded / a->group;
-    const ptrdiff_t header = minimums ? 128 : 64, bytes = header + a->group * (bits == 4 ? 16 : 32), jump = ahead ? ahead - panel : 0;
-    const int shift = minimums ? -1 : bits == 4 ? 3 : OFFSET8; /* factor of the sum of activations that corrects the weights' zero point */
+    const panel_layout layout = layout_of(bits, header, a->group, groups);
+    const ptrdiff_t jump = ahead ? ahead - panel : 0;
+    const uint8_t *weight_scales = panel + layout.scales, *codes = panel + layout.codes;
+    const int shift = header == SCALES_AND_MINIMUMS ? -1 : bits == 4 ? 3 : OFFSET8; /* factor of the sum of activations that corrects the weights' zero point */
     const int8_t *x = a->tiles + row * a->padded;
     const float *scales = a->scales + row * groups;
     const int32_t *negated = a->sums + row * groups;
     memset(sums, 0, (size_t)rows * PANEL_OUTPUTS * sizeof *sums);
-    for (int64_t g = 0; g < groups; g++, panel += bytes, x += rows * a->group, scales += rows, negated += rows) {
-        if (jump) ask(panel + jump, 64);
+    for (int64_t g = 0; g < groups; g++, x += rows * a->group, scales += rows, negated += rows) {
+        if (jump) ask(weight_scales + jump, layout.header);
         for (int first = 0; first < 4; first += width) {
             __m256i acc[TILE_ROWS][MOST_WIDTH];
 #pragma GCC unroll 8
@@ -174,9 +183,10 @@ INLINE void multiply(int rows, int width, int bits, int minimums, const linear_i
 #pragma GCC unroll 4
                 for (int v = 0; v < width; v++) acc[r][v] = shift < 0 ? _mm256_setzero_si256() : _mm256_slli_epi32(_mm256_set1_epi32(negated[r]), shift);
             for (int64_t k = 0; k < a->group; k += 32)
-                sum_32(rows, width, bits, panel + header + k * (bits == 4 ? 16 : 32) + first * 32, x + k * rows, first ? 0 : jump, acc);
-            take_group(rows, width, panel + first * 16, scales, negated, minimums, acc, sums + first * 8);
+                sum_32(rows, width, bits, codes + k * (bits == 4 ? 16 : 32) + first * 32, x + k * rows, first ? 0 : jump, acc);
+            take_group(rows, width, header, first * 8, weight_scales, scales, negated, acc, sums);
         }
+        weight_scales += layout.next_scales, codes += layout.next_codes;
     }
 }
 

@@ -14,6 +14,13 @@ INLINE __m512 scales16(const uint8_t *p) {
     return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)p)), 16));
 }
 
+/* A group's scales of outputs 16 * half to 16 * half + 15. */
+INLINE __m512 group_scales(int header, const uint8_t *scales, int half) {
+    if (header != DOUBLE_QUANTIZED) return scales16(scales + half * 32);
+    const __m512 c = _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i *)(scales + half * 16))));
+    return _mm512_mul_ps(c, _mm512_abs_ps(c));
+}
+
 INLINE __m512i broadcast4(const int8_t *p) {
     int32_t four;
     memcpy(&four, p, 4);
@@ -49,8 +56,8 @@ INLINE void eight_int8(int rows, const uint8_t *codes, const int8_t *x, __m512i 
 }
 
 /* Add one group's exact sums, times both scales, to `sums` [rows, 32]; `first`: overwrite them. */
-INLINE void take_group(int rows, int first, const uint8_t *header, const float *scales, const int32_t *negated, int minimums, __m512i (*acc)[2], float *sums) {
-    const __m512 scale[2] = {scales16(header), scales16(header + 32)};
+INLINE void take_group(int rows, int header, int first, const uint8_t *weight_scales, const float *scales, const int32_t *negated, __m512i (*acc)[2], float *sums) {
+    const __m512 scale[2] = {group_scales(header, weight_scales, 0), group_scales(header, weight_scales, 1)};
 #pragma GCC unroll 16
     for (int r = 0; r < rows; r++) {
         const __m512 own = _mm512_set1_ps(scales[r]), total = _mm512_set1_ps(scales[r] * (float)negated[r]);
@@ -59,7 +66,7 @@ INLINE void take_group(int rows, int first, const uint8_t *header, const float *
             float *at = sums + r * PANEL_OUTPUTS + v * 16;
             const __m512 before = first ? _mm512_setzero_ps() : _mm512_load_ps(at);
             __m512 y = _mm512_fmadd_ps(_mm512_cvtepi32_ps(acc[r][v]), _mm512_mul_ps(scale[v], own), before);
-            if (minimums) y = _mm512_fnmadd_ps(total, scales16(header + 64 + v * 32), y);
+            if (header == SCALES_AND_MINIMUMS) y = _mm512_fnmadd_ps(total, scales16(weight_scales + 64 + v * 32), y);
             _mm512_store_ps(at, y);
         }
     }
@@ -67,9 +74,11 @@ INLINE void take_group(int rows, int first, const uint8_t *header, const float *
 
 /* `rows` is a compile-time constant at every call, so that all exact sums stay in registers. The sums over groups are
  * in L1. */
-INLINE void multiply(int rows, int bits, int minimums, const linear_int_arguments *a, const uint8_t *panel, int64_t row, const uint8_t *ahead, float *sums) {
+INLINE void multiply(int rows, int bits, int header, const linear_int_arguments *a, const uint8_t *panel, int64_t row, const uint8_t *ahead, float *sums) {
     const int64_t groups = a->padded / a->group;
-    const ptrdiff_t step = bits == 4 ? 128 : 256, header = minimums ? 128 : 64, jump = ahead - panel;
+    const panel_layout layout = layout_of(bits, header, a->group, groups);
+    const ptrdiff_t step = bits == 4 ? 128 : 256, jump = ahead - panel;
+    const uint8_t *weight_scales = panel + layout.scales, *codes = panel + layout.codes;
     const int8_t *x = a->tiles + row * a->padded;
     const float *scales = a->scales + row * groups;
     const int32_t *negated = a->sums + row * groups;
@@ -77,19 +86,19 @@ INLINE void multiply(int rows, int bits, int minimums, const linear_int_argument
         __m512i acc[TILE_ROWS][2];
 #pragma GCC unroll 16
         for (int r = 0; r < rows; r++) {
-            const __m512i start = minimums ? _mm512_setzero_si512() : _mm512_slli_epi32(_mm512_set1_epi32(negated[r]), bits == 4 ? 3 : 7);
+            const __m512i start = header == SCALES_AND_MINIMUMS ? _mm512_setzero_si512() : _mm512_slli_epi32(_mm512_set1_epi32(negated[r]), bits == 4 ? 3 : 7);
             acc[r][0] = acc[r][1] = start;
         }
-        const uint8_t *at = panel + header;
-        if (ahead) _mm_prefetch((const char *)panel + jump, _MM_HINT_T0);
+        const uint8_t *at = codes;
+        if (ahead) _mm_prefetch((const char *)weight_scales + jump, _MM_HINT_T0);
         for (int64_t k = 0; k < a->group; k += 8, at += step, x += rows * 8) {
             if (ahead)
                 for (int line = 0; line < step; line += 64) _mm_prefetch((const char *)at + jump + line, _MM_HINT_T0);
             if (bits == 4) eight_int4(rows, at, x, acc);
             else eight_int8(rows, at, x, acc);
         }
-        take_group(rows, g == 0, panel, scales, negated, minimums, acc, sums);
-        panel = at, scales += rows, negated += rows;
+        take_group(rows, header, g == 0, weight_scales, scales, negated, acc, sums);
+        weight_scales += layout.next_scales, codes += layout.next_codes, scales += rows, negated += rows;
     }
 }
 

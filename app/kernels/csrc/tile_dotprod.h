@@ -38,7 +38,7 @@ INLINE void load_inputs(int rows, const int8_t *x, int8x16_t *words) {
     if (rows % 2) words[rows / 2] = vcombine_s8(vld1_s8(x + rows / 2 * 16), vdup_n_s8(0));
 }
 
-INLINE void multiply_group(int rows, int quads, int bits, int minimums, const group_of *g, int first, float *sums) {
+INLINE void multiply_group(int rows, int quads, int bits, int header, const group_of *g, int first, float *sums) {
     const uint8_t *codes = g->codes + first * 16, *ahead = g->ahead;
     const int8_t *x = g->x;
     const int step = bits == 4 ? 128 : 256;
@@ -46,7 +46,7 @@ INLINE void multiply_group(int rows, int quads, int bits, int minimums, const gr
 #pragma GCC unroll 16
     for (int r = 0; r < rows; r++)
 #pragma GCC unroll 16
-        for (int q = 0; q < quads; q++) acc[r][q] = begin(bits, minimums, g->negated[r]);
+        for (int q = 0; q < quads; q++) acc[r][q] = begin(bits, header, g->negated[r]);
     for (int64_t k = 0; k < g->inputs; k += 8, codes += step, x += rows * 8) {
         int8x16_t words[(TILE_ROWS + 1) / 2];
         if (ahead) ask(ahead, step), ahead += step;
@@ -61,7 +61,7 @@ INLINE void multiply_group(int rows, int quads, int bits, int minimums, const gr
 #pragma GCC unroll 16
     for (int q = 0; q < quads; q++)
 #pragma GCC unroll 16
-        for (int r = 0; r < rows; r++) take_quad(g, r, first + q, minimums, acc[r][q], sums);
+        for (int r = 0; r < rows; r++) take_quad(g, r, first + q, header, acc[r][q], sums);
 }
 
 static void multiply_tile(const linear_int_arguments *a, const uint8_t *panel, int64_t row, int count, const uint8_t *ahead, float *sums) {

@@ -24,6 +24,15 @@ INLINE float32x4_t widen_pair(const uint8_t *p) {
     return vreinterpretq_f32_u32(vshll_n_u16(vreinterpret_u16_u32(vdup_n_u32(two)), 16));
 }
 
+/* A group's scales of two outputs from `output` on, twice. */
+INLINE float32x4_t pair_scales(int header, const uint8_t *scales, int output) {
+    if (header != DOUBLE_QUANTIZED) return widen_pair(scales + output * 2);
+    uint16_t two;
+    memcpy(&two, scales + output, 2);
+    const float32x4_t c = vcvtq_f32_s32(vmovl_s16(vget_low_s16(vmovl_s8(vreinterpret_s8_u16(vdup_n_u16(two))))));
+    return vmulq_f32(c, vabsq_f32(c));
+}
+
 /* One number for each of two rows: first, first, second, second. */
 INLINE float32x4_t spread_pair(const float *p) {
     const float32x2_t two = vld1_f32(p);
@@ -79,7 +88,7 @@ INLINE void eight(int rows, int quads, int bits, const uint8_t *codes, const int
 }
 
 /* Add one group's exact sums, times both scales, to `sums`: [row pair][output pair][4]. */
-INLINE void take_group(int rows, int quads, int bits, int minimums, const group_of *g, int first, int32x4_t (*acc)[PAIRS], float *sums) {
+INLINE void take_group(int rows, int quads, int bits, int header, const group_of *g, int first, int32x4_t (*acc)[PAIRS], float *sums) {
 #pragma GCC unroll 16
     for (int r = 0; r < rows / 2; r++) {
         const float32x4_t own = spread_pair(g->scales + r * 2);
@@ -88,21 +97,21 @@ INLINE void take_group(int rows, int quads, int bits, int minimums, const group_
         for (int i = 0; i < quads * 2; i++) {
             const int pair = pair_of(bits, first, i);
             float *at = sums + (r * PAIRS + pair) * 4;
-            float32x4_t y = vfmaq_f32(vld1q_f32(at), vcvtq_f32_s32(acc[r][i]), vmulq_f32(widen_pair(g->header + pair * 4), own));
-            if (minimums) y = vfmsq_f32(y, total, widen_pair(g->header + 64 + pair * 4));
+            float32x4_t y = vfmaq_f32(vld1q_f32(at), vcvtq_f32_s32(acc[r][i]), vmulq_f32(pair_scales(header, g->weight_scales, pair * 2), own));
+            if (header == SCALES_AND_MINIMUMS) y = vfmsq_f32(y, total, widen_pair(g->weight_scales + 64 + pair * 4));
             vst1q_f32(at, y);
         }
     }
 }
 
-INLINE void multiply_group(int rows, int quads, int bits, int minimums, const group_of *g, int first, float *sums) {
+INLINE void multiply_group(int rows, int quads, int bits, int header, const group_of *g, int first, float *sums) {
     const uint8_t *codes = g->codes + first * (bits == 4 ? 16 : 32), *ahead = g->ahead;
     const int8_t *x = g->x;
     const int step = bits == 4 ? 128 : 256;
     int32x4_t acc[TILE_ROWS / 2][PAIRS];
 #pragma GCC unroll 16
     for (int r = 0; r < rows / 2; r++) {
-        const int32x4_t start = bits == 4 && !minimums ? vshlq_n_s32(spread_pair_int(g->negated + r * 2), 3) : vdupq_n_s32(0);
+        const int32x4_t start = bits == 4 && header != SCALES_AND_MINIMUMS ? vshlq_n_s32(spread_pair_int(g->negated + r * 2), 3) : vdupq_n_s32(0);
 #pragma GCC unroll 16
         for (int i = 0; i < quads * 2; i++) acc[r][i] = start;
     }
@@ -110,7 +119,7 @@ INLINE void multiply_group(int rows, int quads, int bits, int minimums, const gr
         if (ahead) ask(ahead, step), ahead += step;
         eight(rows, quads, bits, codes, x, acc);
     }
-    take_group(rows, quads, bits, minimums, g, first, acc, sums);
+    take_group(rows, quads, bits, header, g, first, acc, sums);
 }
 
 /* [row pair][output pair][4] to rows. */

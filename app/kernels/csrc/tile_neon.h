@@ -99,12 +99,12 @@ INLINE void whole_int8(int rows, int quads, int64_t inputs, const uint8_t *codes
         for (int q = 0; q < quads; q++) acc[r][q] = vpaddq_s32(part[r][q][0], part[r][q][1]);
 }
 
-INLINE void multiply_group(int rows, int quads, int bits, int minimums, const group_of *g, int first, float *sums) {
+INLINE void multiply_group(int rows, int quads, int bits, int header, const group_of *g, int first, float *sums) {
     int32x4_t acc[TILE_ROWS][QUADS];
 #pragma GCC unroll 16
     for (int r = 0; r < rows; r++)
 #pragma GCC unroll 16
-        for (int q = 0; q < quads; q++) acc[r][q] = begin(bits, minimums, g->negated[r]);
+        for (int q = 0; q < quads; q++) acc[r][q] = begin(bits, header, g->negated[r]);
     if (bits == 8) whole_int8(rows, quads, g->inputs, g->codes + first * 16, g->ahead, g->x, acc);
     else
         for (int64_t k = 0; k < g->inputs; k += NARROW) {
@@ -114,7 +114,7 @@ INLINE void multiply_group(int rows, int quads, int bits, int minimums, const gr
 #pragma GCC unroll 16
     for (int q = 0; q < quads; q++)
 #pragma GCC unroll 16
-        for (int r = 0; r < rows; r++) take_quad(g, r, first + q, minimums, acc[r][q], sums);
+        for (int r = 0; r < rows; r++) take_quad(g, r, first + q, header, acc[r][q], sums);
 }
 
 static void multiply_tile(const linear_int_arguments *a, const uint8_t *panel, int64_t row, int count, const uint8_t *ahead, float *sums) {

@@ -46,38 +46,48 @@ INLINE void sum_some(int rows, int bits, int64_t begin, int64_t end, const uint8
         for (int v = 0; v < WIDTH; v++) acc[r][v] += pair_sums(pairs[r][v]);
 }
 
-/* Add one group's exact sums of WIDTH * LANES outputs, times both scales, to `sums`. The header begins at the first
- * of these outputs. */
-INLINE void take_group(int rows, const uint8_t *header, const float *scales, const int32_t *negated, int minimums, vi (*acc)[WIDTH], float *sums) {
+/* A group's scales of LANES outputs from `output` on. */
+INLINE vf group_scales(int header, const uint8_t *scales, int output) {
+    if (header != DOUBLE_QUANTIZED) return bf16_load((const uint16_t *)scales + output);
+    vf c;
+    for (int i = 0; i < LANES; i++) c[i] = (float)(int8_t)scales[output + i];
+    return c * (vf)((vi)c & 0x7fffffff);
+}
+
+/* Add one group's exact sums of WIDTH * LANES outputs, times both scales, to `sums`. These outputs begin
+ * with `first`. */
+INLINE void take_group(int rows, int header, int first, const uint8_t *weight_scales, const float *scales, const int32_t *negated, vi (*acc)[WIDTH], float *sums) {
     for (int v = 0; v < WIDTH; v++) {
-        const vf scale = bf16_load((const uint16_t *)header + v * LANES);
+        const vf scale = group_scales(header, weight_scales, first + v * LANES);
         for (int r = 0; r < rows; r++) {
-            float *at = sums + r * PANEL_OUTPUTS + v * LANES;
+            float *at = sums + r * PANEL_OUTPUTS + first + v * LANES;
             vf y = vf_load(at) + __builtin_convertvector(acc[r][v], vf) * (scale * scales[r]);
-            if (minimums) y -= bf16_load((const uint16_t *)(header + 64) + v * LANES) * (scales[r] * (float)negated[r]);
+            if (header == SCALES_AND_MINIMUMS) y -= bf16_load((const uint16_t *)(weight_scales + 64) + first + v * LANES) * (scales[r] * (float)negated[r]);
             vf_store(at, y);
         }
     }
 }
 
-/* `rows`, `bits` and `minimums` are compile-time constants at every call. */
-INLINE void multiply(int rows, int bits, int minimums, const linear_int_arguments *a, const uint8_t *panel, int64_t row, const uint8_t *ahead, float *sums) {
+/* `rows`, `bits` and `header` are compile-time constants at every call. */
+INLINE void multiply(int rows, int bits, int header, const linear_int_arguments *a, const uint8_t *panel, int64_t row, const uint8_t *ahead, float *sums) {
     const int64_t groups = a->padded / a->group, some = bits == 4 ? 32 : 4;
-    const ptrdiff_t header = minimums ? 128 : 64, bytes = header + a->group * (bits == 4 ? 16 : 32);
+    const panel_layout layout = layout_of(bits, header, a->group, groups);
+    const uint8_t *weight_scales = panel + layout.scales, *codes = panel + layout.codes;
+    const ptrdiff_t jump = ahead - panel;
     for (int i = 0; i < rows * PANEL_OUTPUTS; i++) sums[i] = 0;
-    for (int64_t g = 0; g < groups; g++, panel += bytes) {
+    for (int64_t g = 0; g < groups; g++, weight_scales += layout.next_scales, codes += layout.next_codes) {
         const int8_t *x = a->tiles + row * a->padded + g * a->group * rows;
         const float *scales = a->scales + row * groups + g * rows;
         const int32_t *negated = a->sums + row * groups + g * rows;
         if (ahead)
-            for (ptrdiff_t line = 0; line < bytes; line += 64) __builtin_prefetch(ahead + g * bytes + line);
+            for (const uint8_t *line = header == DOUBLE_QUANTIZED ? codes : weight_scales; line < codes + layout.group_codes; line += 64) __builtin_prefetch(line + jump);
         for (int first = 0; first < PANEL_OUTPUTS; first += WIDTH * LANES) {
             vi acc[TILE_ROWS][WIDTH];
             for (int r = 0; r < rows; r++)
-                for (int v = 0; v < WIDTH; v++) acc[r][v] = vi_all(bits == 4 && !minimums ? negated[r] * 8 : 0);
+                for (int v = 0; v < WIDTH; v++) acc[r][v] = vi_all(bits == 4 && header != SCALES_AND_MINIMUMS ? negated[r] * 8 : 0);
             for (int64_t k = 0; k < a->group; k += some)
-                sum_some(rows, bits, k, k + some < a->group ? k + some : a->group, panel + header + first * 4, x, acc);
-            take_group(rows, panel + first * 2, scales, negated, minimums, acc, sums + first);
+                sum_some(rows, bits, k, k + some < a->group ? k + some : a->group, codes + first * 4, x, acc);
+            take_group(rows, header, first, weight_scales, scales, negated, acc, sums);
         }
     }
 }

@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from app.kernels.linear.layout import PanelHeader
 from app.kernels.native.memory import empty
 from app.kernels.native.operations import EmbeddingArguments, OpCode, has_kernel, run_operation
 from app.kernels.triton.support import triton_usable
@@ -49,7 +50,7 @@ class EmbeddingTable:
     inputs: int
     padded: int = 0
     group: int = 0
-    minimums: bool = False
+    header: PanelHeader = PanelHeader.SCALES
 
     def rows(self, ids: Tensor, factor: RowFactor = 1.0) -> Tensor:
         """Return rows fp32 [n, inputs] for ids [n] int64, times a factor."""
@@ -64,7 +65,7 @@ class EmbeddingTable:
             "out must be contiguous with shape [n, inputs]"
         )
         factors, times = (factor.data_ptr(), 1.0) if isinstance(factor, Tensor) else (None, factor)
-        sizes = (len(ids), self.outputs, self.inputs, self.padded, self.group, self.form, self.minimums, add)
+        sizes = (len(ids), self.outputs, self.inputs, self.padded, self.group, self.form, self.header, add)
         addresses = (self.weight.data_ptr(), ids.data_ptr(), factors, out.data_ptr())
         run_operation(EmbeddingArguments(*addresses, *sizes, times), OpCode.EMBEDDING, len(ids) * self.inputs)
 

@@ -39,17 +39,21 @@ _TOP_LOGITS_TASKS = 64  # csrc/ops.h
 
 @dataclass(frozen=True, slots=True)
 class IntPanelFactory:
-    """Packs weights to `bits` 4 or 8, with `group` inputs per scale (None: all inputs of an output)."""
+    """Packs weights to `bits` 4 or 8, with `group` inputs per scale (None: all inputs of an output).
+
+    `zero_points`: each scale has a minimum. `double_quantized`: scales have eight bits.
+    """
 
     bits: int
     group: int | None
     zero_points: bool = False
+    double_quantized: bool = False
     keeps_weight: ClassVar[bool] = False
 
     @property
     def layout(self) -> PanelLayout:
         """Sizes of the packed panels."""
-        return PanelLayout(self.bits, self.group, self.zero_points)
+        return PanelLayout(self.bits, self.group, self.zero_points, self.double_quantized)
 
     def supports(self, rows: int, columns: int, dtype: torch.dtype) -> bool:
         """Return True if the native library has the integer product."""
@@ -116,18 +120,30 @@ class IntPanelLinear:
         """
         assert first + len(rows) <= self.outputs, "the rows exceed the weight's outputs"
         if self.packing.bits == 4:
-            zero_points = self.packing.zero_points
+            zero_points, double_quantized = self.packing.zero_points, self.packing.double_quantized
             if not gptq_factors:
-                four = quantise_int4(rows, self.group, zero_points)
+                four = quantise_int4(rows, self.group, zero_points, double_quantized=double_quantized)
             else:
-                four = gptq_int4(rows, self.group, zero_points, gptq_factors)
-            codes, scales, minimums = four.codes, four.scales, four.minimums
+                four = gptq_int4(rows, self.group, zero_points, gptq_factors, double_quantized=double_quantized)
+            codes, scales, others = four.codes, four.scales, four.minimums
+            if four.double_scales is not None:
+                scales, others = four.double_scales.codes, four.double_scales.output_scales
         else:
-            codes, scales, minimums = *self._eight_bits(rows), None
-        codes, scales = codes.contiguous(), scales.contiguous()
+            codes, scales, others = *self._eight_bits(rows), None
+        self.fill_codes(first, codes.contiguous(), scales.contiguous(), others)
+
+    def fill_codes(self, first: int, codes: Tensor, scales: Tensor, others: Tensor | None) -> None:
+        """Pack codes [n, padded] as outputs `[first, first + n)`.
+
+        Args:
+            first: The first output.
+            codes: uint8 for four bits, int8 for eight.
+            scales: [n, groups], bf16, or int8 if they are quantized.
+            others: bf16; minimums [n, groups], or the outputs' own scales [n, 1].
+        """
         arguments = PackIntArguments(
-            codes.data_ptr(), scales.data_ptr(), None if minimums is None else minimums.data_ptr(), self.panels.data_ptr(),
-            len(rows), first, self.padded, self.group, self.packing.bits,
+            codes.data_ptr(), scales.data_ptr(), None if others is None else others.data_ptr(), self.panels.data_ptr(),
+            len(codes), first, self.padded, self.group, self.packing.bits, self.packing.layout.header,
         )  # fmt: skip
         library = native_library().library
         assert library is not None, "the form requires the native library"
@@ -203,7 +219,7 @@ class IntPanelLinear:
         bias = None if self.bias is None else self.bias.data_ptr()
         return LinearIntArguments(
             self.panels.data_ptr(), bias, x.codes.data_ptr(), x.scales.data_ptr(), x.sums.data_ptr(), y, stride,
-            x.rows, self.padded, self.outputs, self.group, x.height, self.packing.bits, self.packing.zero_points, output,
+            x.rows, self.padded, self.outputs, self.group, x.height, self.packing.bits, self.packing.layout.header, output,
         )  # fmt: skip
 
     def rows(self, ids: Tensor, factor: RowFactor = 1.0) -> Tensor:
@@ -211,10 +227,9 @@ class IntPanelLinear:
 
         A tied embedding therefore needs no second copy.
         """
-        form, zero_points = TableLayout(self.packing.bits), self.packing.zero_points
-        return EmbeddingTable(self.panels, form, self.outputs, self.inputs, self.padded, self.group, zero_points).rows(
-            ids, factor
-        )
+        form, header = TableLayout(self.packing.bits), self.packing.layout.header
+        table = EmbeddingTable(self.panels, form, self.outputs, self.inputs, self.padded, self.group, header)
+        return table.rows(ids, factor)
 
     def dequantised(self) -> Tensor:
         """Return the dequantised weight, fp32 [out, in]."""

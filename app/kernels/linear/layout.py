@@ -7,21 +7,42 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from enum import IntEnum
 
 PANEL_OUTPUTS = 32
 _MULTIPLE = 32  # inputs that share a scale are padded to a multiple of this, which the kernels read at a time
+
+
+class PanelHeader(IntEnum):
+    """What a panel holds beside the codes of its weights (csrc/ops.h)."""
+
+    SCALES = 0
+    SCALES_AND_MINIMUMS = 1
+    DOUBLE_QUANTIZED = 2
+
+
+_HEADER_BYTES = {PanelHeader.SCALES: 2, PanelHeader.SCALES_AND_MINIMUMS: 4, PanelHeader.DOUBLE_QUANTIZED: 1}
 
 
 @dataclass(frozen=True, slots=True)
 class PanelLayout:
     """Panels of 4-bit or 8-bit codes with `group` inputs per scale (None: all inputs of an output).
 
-    With `zero_points`, each scale has a minimum.
+    With `zero_points`, each scale has a minimum. With `double_quantized`, the scales of groups are quantized to eight
+    bits, with one scale per output (Dettmers et al., "QLoRA", 2023, call it so).
     """
 
     bits: int
     group: int | None
     zero_points: bool = False
+    double_quantized: bool = False
+
+    @property
+    def header(self) -> PanelHeader:
+        """What a panel holds beside the codes of its weights."""
+        if self.double_quantized:
+            return PanelHeader.DOUBLE_QUANTIZED
+        return PanelHeader.SCALES_AND_MINIMUMS if self.zero_points else PanelHeader.SCALES
 
     def group_of(self, inputs: int) -> int:
         """Return the number of inputs that share a scale in a weight with this many inputs."""
@@ -30,8 +51,12 @@ class PanelLayout:
     def panel_bytes(self, inputs: int) -> int:
         """Return the bytes of one panel of `PANEL_OUTPUTS` outputs."""
         group = self.group_of(inputs)
-        header = 2 * PANEL_OUTPUTS * (2 if self.zero_points else 1)
-        return -(-inputs // group) * (header + group * PANEL_OUTPUTS * self.bits // 8)
+        groups = -(-inputs // group)
+        scales, codes = (
+            groups * _HEADER_BYTES[self.header] * PANEL_OUTPUTS,
+            groups * group * PANEL_OUTPUTS * self.bits // 8,
+        )
+        return codes + (64 + -(-scales // 64) * 64 if self.double_quantized else scales)
 
     def nbytes(self, outputs: int, inputs: int) -> int:
         """Return the bytes of a whole weight [outputs, inputs] without its bias."""
@@ -42,6 +67,7 @@ LAYOUTS: Mapping[str, PanelLayout] = {
     "int8": PanelLayout(8, None),
     **{f"int8/{group}": PanelLayout(8, group) for group in (32, 64, 128)},
     **{f"int4/{group}": PanelLayout(4, group) for group in (32, 64, 128)},
+    **{f"int4/{group} double quantized": PanelLayout(4, group, double_quantized=True) for group in (32, 64)},
     **{f"int4/{group} with zero points": PanelLayout(4, group, zero_points=True) for group in (32, 64, 128)},
 }
 

@@ -305,7 +305,10 @@ FORMS: Mapping[str, FormFactory] = {
 # Quantised forms: they multiply by an approximation of the checkpoint's weight. Further ones are the configs of torchao,
 # by their names (torchao_linear.py).
 QUANTISED_FORMS: Mapping[str, FormFactory] = {
-    **{name: IntPanelFactory(layout.bits, layout.group, layout.zero_points) for name, layout in LAYOUTS.items()},
+    **{
+        name: IntPanelFactory(layout.bits, layout.group, layout.zero_points, layout.double_quantized)
+        for name, layout in LAYOUTS.items()
+    },
 }
 # Forms in the memory of a device, by device and dtype of the activations.
 DEVICE_FORMS: Mapping[str, Callable[[torch.device, torch.dtype], DeviceFactory | DeviceInt4Factory]] = {

@@ -127,7 +127,7 @@ class LinearIntArguments(ctypes.Structure):
                 "group",
                 "height",
                 "bits",
-                "minimums",
+                "header",
                 "output",
                 "activation",
             )
@@ -153,7 +153,7 @@ class EmbeddingArguments(ctypes.Structure):
     code = OpCode.EMBEDDING
     _fields_ = (
         *((name, _ADDRESS) for name in ("weight", "ids", "factors", "out")),
-        *((name, _INT) for name in ("count", "outputs", "inputs", "padded", "group", "form", "minimums", "add")),
+        *((name, _INT) for name in ("count", "outputs", "inputs", "padded", "group", "form", "header", "add")),
         ("factor", _FLOAT),
     )
 
@@ -240,8 +240,8 @@ class PackIntArguments(ctypes.Structure):
     """The arguments of `armature_pack_int` (csrc/pack_int.c), which is not an operation."""
 
     _fields_ = (
-        *((name, _ADDRESS) for name in ("codes", "scales", "minimums", "panels")),
-        *((name, _INT) for name in ("outputs", "first", "padded", "group", "bits")),
+        *((name, _ADDRESS) for name in ("codes", "scales", "others", "panels")),
+        *((name, _INT) for name in ("outputs", "first", "padded", "group", "bits", "header")),
     )
 
 

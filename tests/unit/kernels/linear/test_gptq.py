@@ -10,8 +10,8 @@ from app.kernels.linear.quantization import (
     InputStatistics,
     Int4Weight,
     compute_gptq_factors,
-    gptq_block_torch,
     gptq_int4,
+    gptq_int4_torch,
     quantise_int4,
     symmetric_scales,
     symmetric_scales_torch,
@@ -96,13 +96,14 @@ def test_the_root_is_that_of_the_inverse():
 
 @pytest.mark.parametrize("level", levels())
 @pytest.mark.parametrize(("rows", "columns", "group"), ((1, 32, 32), (70, 96, 32), (33, 300, 64), (9, 70, 128)))
-def test_native_codes_are_those_of_torch(level, rows, columns, group):
+@pytest.mark.parametrize("double_quantized", (False, True))
+def test_native_codes_are_those_of_torch(level, rows, columns, group, double_quantized):
     x, weight = inputs_of(columns), weight_of(rows, columns)
     factors = compute_gptq_factors(x.T @ x)
     with at_level(level):
         assert has_kernel(OpCode.INT4_GPTQ)
-        native = gptq_int4(weight, group, False, [factors])
-    expected = gptq_block_torch(weight, group, False, factors)
+        native = gptq_int4(weight, group, False, [factors], double_quantized=double_quantized)
+    expected = gptq_int4_torch(weight, group, False, [factors], double_quantized=double_quantized)
     assert native.codes.shape == expected.codes.shape
     assert bool((native.codes[:, columns:] == 8).all())
     assert loss(x, weight, native) == pytest.approx(loss(x, weight, expected), rel=0.01)
