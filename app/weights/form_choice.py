@@ -58,7 +58,7 @@ class FormChoice:
             split = self._row_split(linear, [QUANTISED_FORMS[each[0]] for each in by_source])
             if split.supports(linear.out_features, linear.in_features, self.dtype):
                 return self._with_copy(split, split.ranges[0][1].group)
-            names = self.recipe.forms(is_output)
+            names = self.recipe.linear
         packings = [self._packing(name, is_output) for name in names]
         return next(one for one in packings if one.supports(linear.out_features, linear.in_features, self.dtype))
 
@@ -67,8 +67,11 @@ class FormChoice:
         kept = kept_precision(self.keep, source)
         if kept is not None:
             return KEPT_FORMS[kept]
-        names = self.recipe.forms(is_output)
-        return (self.recipe.upgrade, *names) if source in self.upgraded and self.recipe.upgrade else names
+        if self.recipe.upgrade is None:
+            return self.recipe.forms(is_output)
+        if source not in self.upgraded:
+            return self.recipe.linear
+        return self.recipe.forms(is_output) if is_output else (self.recipe.upgrade, *self.recipe.linear)
 
     def _row_split(self, linear: Linear, packings: Sequence[FormFactory]) -> RowSplitFactory:
         """Return the packing of a product whose sources have these packings; equal neighbours share a form."""

@@ -27,11 +27,13 @@ OUTPUT_SOURCES = (("lm_head",), ("model.embed_tokens",))
 class Recipe:
     """Forms in order of preference: the first that suits the weight and the machine holds it.
 
-    `linear` is for the linear layers, `output` for the output layer and an embedding tied to it (None: as `linear`).
+    `linear` is for the linear layers, `output` for the output layer and an embedding tied to it (None: as `linear`). With
+    `upgrade`, the output layer has its own forms only if it is upgraded.
     The forms "plain" and "device" suit any weight. `equalise`: channels are equalized before quantization
     (kernels/linear/quantization.py). `int8_copy_from`: if an int8 copy is held in addition to int4 weights, the copy
     multiplies from this number of rows on. `upgrade`: form of the layers that lose most in the first form, see
-    `choose_upgrades`.
+    `choose_upgrades`. `layer_bits`: mean bits of the layers' weights, upgraded ones included, of small models and of
+    others.
     """
 
     linear: tuple[str, ...]
@@ -39,27 +41,34 @@ class Recipe:
     equalise: bool = False
     int8_copy_from: int | None = None
     upgrade: str | None = None
+    layer_bits: tuple[float, float] = (0, 0)
 
     def forms(self, is_output: bool) -> tuple[str, ...]:
         """Return the forms for the output layer or for the other linear layers."""
         return self.linear if self.output is None or not is_output else self.output
 
 
+INT4 = "int4/32 double quantized"
+# Small models lose more by rounding, and their weights are few: there the output layer has eight bits too. llama.cpp's
+# Q4_K_M takes 4.8 bits for 8B weights and 6.3 for 135M, its Q4_0 4.5 and 5.3.
+SMALL_MODEL = 500_000_000
+INT4_BITS, INT4_SMALL_BITS = (5.65, 4.7), (4.4, 4.25)
 EXACT = Recipe(linear=("panels", "onednn", "plain"))
 INT8 = Recipe(linear=("int8/32", INT8_REFERENCE, "plain"), equalise=True)
 
 
-def _int4(*others: str, int8_copy_from: int | None = None) -> Recipe:
-    """Return a recipe with groups of 32: 0.56 bytes per weight, and 1.06 in the output layer and in upgraded layers.
+def _int4(*others: str, int8_copy_from: int | None = None, layer_bits: tuple[float, float] = INT4_BITS) -> Recipe:
+    """Return a recipe with groups of 32: 0.53 bytes per weight, and 1.06 in upgraded layers.
 
     torchao's formats, of which `others` are preferred, serve where the native library has no kernels.
     """
     return Recipe(
-        linear=("int4/32", *others, INT4_REFERENCE, "plain"),
+        linear=(INT4, *others, INT4_REFERENCE, "plain"),
         output=("int8/32", INT8_REFERENCE, "plain"),
         equalise=True,
         int8_copy_from=int8_copy_from,
         upgrade="int8/32",
+        layer_bits=layer_bits,
     )
 
 
@@ -80,12 +89,12 @@ RECIPES: Mapping[RecipeKey, Recipe] = {
     ("cpu", "x86_64", "bf16"): EXACT,
     ("cpu", "x86_64", "int8"): INT8,
     ("cpu", "x86_64", "int4"): _int4(int8_copy_from=64),
-    ("cpu", "x86_64", "int4-small"): replace(_int4(int8_copy_from=64), upgrade=None),
+    ("cpu", "x86_64", "int4-small"): _int4(int8_copy_from=64, layer_bits=INT4_SMALL_BITS),
     ("cpu", "arm64", "fp32"): EXACT,
     ("cpu", "arm64", "bf16"): EXACT,
     ("cpu", "arm64", "int8"): INT8,
     ("cpu", "arm64", "int4"): _int4(KLEIDI_INT4[32], int8_copy_from=32),
-    ("cpu", "arm64", "int4-small"): replace(_int4(KLEIDI_INT4[32], int8_copy_from=32), upgrade=None),
+    ("cpu", "arm64", "int4-small"): _int4(KLEIDI_INT4[32], int8_copy_from=32, layer_bits=INT4_SMALL_BITS),
     **_device("cuda", "x86_64", "fp32", "bf16"),
     **_device("cuda", "arm64", "fp32", "bf16"),
     **_device("mps", "arm64", "fp32", "bf16", "fp16"),
@@ -97,8 +106,8 @@ RECIPES: Mapping[RecipeKey, Recipe] = {
 DETERMINISTIC_RECIPES: Mapping[str, Recipe] = {
     "bf16": Recipe(linear=("panels/fixed",)),
     "int8": replace(INT8, linear=("int8/32",)),
-    "int4": replace(_int4(), linear=("int4/32",), output=("int8/32",)),
-    "int4-small": replace(_int4(), linear=("int4/32",), output=("int8/32",), upgrade=None),
+    "int4": replace(_int4(), linear=(INT4,), output=("int8/32",)),
+    "int4-small": replace(_int4(layer_bits=INT4_SMALL_BITS), linear=(INT4,), output=("int8/32",)),
 }
 
 
@@ -120,16 +129,21 @@ def find_recipe(device: str, architecture: str, precision: str) -> Recipe:
 
 # ---- mixed precision -------------------------------------------------------------------------------------------------
 
-# Mean bits of the layers' weights with int4, upgraded ones included, by the number of these weights: small models lose
-# more by rounding, and their weights are few. llama.cpp's Q4_K_M takes 4.8 bits for 8B weights, and 6.3 for 135M.
-LAYER_BITS = ((500_000_000, 5.65), (float("inf"), 4.85))
+
+def _is_small(config: ModelConfig) -> bool:
+    return sum(rows * columns for (rows, columns), _ in products_of(config)) < SMALL_MODEL
 
 
-def upgrade_budget(config: ModelConfig) -> int:
-    """Return the bytes that upgraded layers may take beyond those of int4."""
+def upgrade_budget(config: ModelConfig, recipe: Recipe) -> int:
+    """Return the bytes that upgraded layers may take beyond those of four bits, without the output layer."""
     weights = sum(rows * columns for (rows, columns), _ in products_of(config))
-    bits = next(bits for most, bits in LAYER_BITS if weights < most)
-    return int(weights * (bits - 8 * LAYOUTS["int4/32"].nbytes(32, 32) / 1024) / 8)
+    bits = recipe.layer_bits[0 if _is_small(config) else 1]
+    return max(0, int(weights * (bits - 8 * LAYOUTS[INT4].nbytes(32, 2**16) / 2**21) / 8))
+
+
+def is_output(source: str) -> bool:
+    """Return whether a source is the output layer, or an embedding tied to it."""
+    return (source,) in OUTPUT_SOURCES
 
 
 def is_value(source: str) -> bool:
@@ -137,23 +151,27 @@ def is_value(source: str) -> bool:
     return source.endswith(".v_proj")
 
 
-def choose_upgrades(config: ModelConfig, losses: Mapping[tuple[str, ...], float] | None = None) -> frozenset[str]:
-    """Return the sources of the layers that int4 holds in eight bits, within `upgrade_budget`.
+def choose_upgrades(
+    config: ModelConfig, recipe: Recipe, losses: Mapping[tuple[str, ...], float] | None = None
+) -> frozenset[str]:
+    """Return the sources of the layers that four-bit models hold in eight bits, within `upgrade_budget`.
 
-    Values come first: they are few, and an error in them reaches every later token. Then follow the products with the
-    largest loss per byte.
+    The output layer of a small model is one of them. Values come first: they are few, and an error in them reaches
+    every later token. Then follow the products with the largest loss per byte.
 
     Args:
         config: The model.
+        recipe: A recipe with upgrades.
         losses: Measured loss of each product in four bits, by its sources. None: not measured; then the down
             projections of evenly spread layers are chosen, which lose most in most models.
     """
-    costs = _upgrade_costs(config)
+    costs, output = _upgrade_costs(config), "model.embed_tokens" if config.tie_embeddings else "lm_head"
+    always = frozenset({output} if _is_small(config) else ())
     values = [sources for sources in costs if is_value(sources[0])]
     others = [sources for sources in costs if sources not in values]
-    left = upgrade_budget(config) - sum(costs[sources] for sources in values)
+    left = upgrade_budget(config, recipe) - sum(costs[sources] for sources in values)
     if left < 0:
-        return frozenset()
+        return always
     if losses is None:
         downs = [sources for sources in others if sources[0].endswith(".down_proj")]
         fit = min(len(downs), left // costs[downs[0]])
@@ -165,7 +183,7 @@ def choose_upgrades(config: ModelConfig, losses: Mapping[tuple[str, ...], float]
         if costs[sources] <= left:
             left -= costs[sources]
             chosen.append(sources)
-    return frozenset(source for sources in chosen for source in sources)
+    return always.union(source for sources in chosen for source in sources)
 
 
 def _upgrade_costs(config: ModelConfig) -> dict[tuple[str, ...], int]:
@@ -182,7 +200,7 @@ def _upgrade_costs(config: ModelConfig) -> dict[tuple[str, ...], int]:
             sizes = [shapes[f"{source}.weight"] for source in sources]
             rows, columns = sum(size[0] for size in sizes), sizes[0][1]
             # Rows that share a panel with other rows are counted as if they saved nothing.
-            saved = LAYOUTS["int4/32"].nbytes(rows // PANEL_OUTPUTS * PANEL_OUTPUTS, columns)
+            saved = LAYOUTS[INT4].nbytes(rows // PANEL_OUTPUTS * PANEL_OUTPUTS, columns)
             costs[sources] = LAYOUTS["int8/32"].nbytes(rows, columns) - saved
     return costs
 
@@ -219,7 +237,9 @@ def kept_layer_bytes(config: ModelConfig, precision: str, kept: KeptLayers) -> i
     for source, (rows, columns) in shapes.items():
         held_in = kept_precision(kept, source)
         if held_in is not None:
-            held = LAYOUTS[recipe.forms((source,) in OUTPUT_SOURCES)[0]].nbytes(rows, columns)
+            held = LAYOUTS[_output_form(config, recipe) if is_output(source) else recipe.linear[0]].nbytes(
+                rows, columns
+            )
             exact = 2 * rows * columns
             added += (exact if held_in == "bf16" else LAYOUTS[KEPT_FORMS[held_in][0]].nbytes(rows, columns)) - held
     return added
@@ -258,11 +278,20 @@ def quantized_bytes(config: ModelConfig, precision: str) -> int:
 
     They are equal on x86 and Arm.
     """
-    output = LAYOUTS[find_recipe("cpu", "x86_64", precision).forms(is_output=True)[0]]
-    norms = 4 * _norm_elements(config)
-    upgrades = upgrade_budget(config) if precision == "int4" and choose_upgrades(config) else 0
-    linear = _quantized_linear_bytes(config, precision) + upgrades
-    return linear + output.nbytes(config.vocab_size, config.hidden_size) + norms
+    recipe, norms = find_recipe("cpu", "x86_64", precision), 4 * _norm_elements(config)
+    output = LAYOUTS[_output_form(config, recipe)].nbytes(config.vocab_size, config.hidden_size)
+    has_upgrades = recipe.upgrade is not None and any(map(is_value, choose_upgrades(config, recipe)))
+    return (
+        _quantized_linear_bytes(config, precision)
+        + (upgrade_budget(config, recipe) if has_upgrades else 0)
+        + output
+        + norms
+    )
+
+
+def _output_form(config: ModelConfig, recipe: Recipe) -> str:
+    """Return the native form of the output layer."""
+    return recipe.forms(is_output=recipe.upgrade is None or _is_small(config))[0]
 
 
 def decoder_device_bytes(config: ModelConfig, tensors: Mapping[str, TensorEntry]) -> dict[str, int]:

@@ -40,7 +40,7 @@ from app.models.encoders.heads import DenseLayer, LayerNorm
 from app.models.registry import build_decoder_model, build_encoder_model
 from app.weights.checkpoint import Checkpoint
 from app.weights.form_choice import CacheableForm, CacheablePacking, FormChoice, LayerPacking
-from app.weights.forms import DETERMINISTIC_RECIPES, QUANTIZED, choose_upgrades, find_recipe, is_value
+from app.weights.forms import DETERMINISTIC_RECIPES, QUANTIZED, choose_upgrades, find_recipe, is_output, is_value
 from app.weights.packs import PackedWeights, PackFile, PackFolder, PackNotes, Progress
 from app.weights.safetensors import TensorEntry
 from app.weights.tensor_reader import TensorReader, check_fp16
@@ -168,7 +168,7 @@ def form_choice(plan: ServingPlan, config: object, device: torch.device | None =
         check_runs(precision, own, DTYPES[plan.dtype.value])
     upgraded: frozenset[str] = frozenset()
     if recipe.upgrade is not None and isinstance(config, ModelConfig):
-        upgraded = choose_upgrades(config)
+        upgraded = choose_upgrades(config, recipe)
     return FormChoice(
         recipe,
         DTYPES[plan.dtype.value],
@@ -200,10 +200,10 @@ class _ModelLoader:
         self.checkpoint, self.progress, self.packing = checkpoint, progress, packing
         self.choice = form_choice(plan, checkpoint.model_config, backend.device)
         self.model = _build(checkpoint, self.choice.dtype, plan.max_model_len.value, backend.device)
-        quantized = plan.precision.value in QUANTIZED and self.choice.device is None
+        self.precision = plan.precision.value
+        quantized = self.precision in QUANTIZED and self.choice.device is None
         self.is_calibrated = quantized and isinstance(self.model, Decoder)
         self.calibrator: PackCalibrator | None = None
-        self.torchao = plan.precision.value if is_torchao(plan.precision.value) else ""
         self.streams = TensorReader(checkpoint.tensors)
         self.smooth_scales: dict[tuple[str, ...], Tensor] = {}  # scales of the columns, by a layer's sources
         self.exact: dict[Linear, ExactLinear] = {}  # layers that the calibrator runs
@@ -279,8 +279,10 @@ class _ModelLoader:
         Raises:
             PlanImpossible: It suits none.
         """
-        if self.torchao and not any(isinstance(layer.packing, TorchaoFactory) for layer in layers):
-            raise PlanImpossible(f"{self.torchao} suits no layer of this model: none has a whole number of its groups.")
+        if is_torchao(self.precision) and not any(isinstance(layer.packing, TorchaoFactory) for layer in layers):
+            raise PlanImpossible(
+                f"{self.precision} suits no layer of this model: none has a whole number of its groups."
+            )
 
     def _blob_bytes(self, linears: Sequence[Linear], upgraded: frozenset[str]) -> dict[str, int]:
         """Return the names and bytes of the blobs of a pack in which these sources are upgraded."""
@@ -290,8 +292,8 @@ class _ModelLoader:
     def _pack_calibrated(self, calibrator: PackCalibrator, linears: Sequence[Linear]) -> list[LayerPacking]:
         """Pack layer by layer while a text runs through the model, then pack again what is upgraded."""
         assert isinstance(self.model, Decoder), "only decoders are calibrated"
-        values = frozenset(filter(is_value, self.choice.upgraded))
-        self.choice = replace(self.choice, upgraded=values)
+        known = frozenset(source for source in self.choice.upgraded if is_value(source) or is_output(source))
+        self.choice = replace(self.choice, upgraded=known)
         layers = {layer.linear: layer for layer in self._layers(linears, self.choice)}
         self._set_weight(self.model.embedding)
         for statistics in calibrator.stages(self.model, self._exact_form):
@@ -299,7 +301,7 @@ class _ModelLoader:
             for linear, shown in statistics.items():
                 self._pack(layers[linear], None, shown)
         if self.choice.recipe.upgrade is not None:
-            upgraded = choose_upgrades(self.checkpoint.decoder, calibrator.losses)
+            upgraded = choose_upgrades(self.checkpoint.decoder, self.choice.recipe, calibrator.losses)
             self.choice = replace(self.choice, upgraded=upgraded)
         final = self._layers(linears, self.choice)
         for layer in final:

@@ -176,7 +176,7 @@ class StreamedCalibration:
                 self._measure_losses(model, index, probe, meters)
             for meter in meters.values():
                 meter.form.release()
-        output = InputMeter.of(exact(model.output), model.output.in_features, correlate=False)
+        output = InputMeter.of(exact(model.output), model.output.in_features, self._correlate)
         model.output.form = output  # the norm then returns plain rows
         for number, rows in enumerate(hidden):
             last = unquantised(model.norm(rows))
