@@ -12,8 +12,15 @@
 INLINE ptrdiff_t panel_bytes_int(const linear_int_arguments *a) { return layout_of(a->bits, a->header, a->group, a->padded / a->group).bytes; }
 
 /* Rows [row, row + count) of the panel's outputs: sums [count, 32], overwritten, before the scales of the outputs if the
- * form has them. `ahead`: the address to prefetch for each byte of the panel. */
+ * form has them. `ahead`: what to prefetch, or NULL: as many bytes as the panel has, in order, whatever is read
+ * meanwhile. */
 static void multiply_tile(const linear_int_arguments *a, const uint8_t *panel, int64_t row, int count, const uint8_t *ahead, float *sums);
+
+/* Bytes of headers to prefetch with group g, in whole cache lines. */
+INLINE int asked_header(int header, int64_t g) {
+    if (header == DOUBLE_QUANTIZED) return g % 2 ? 0 : 64;
+    return header == SCALES_AND_MINIMUMS ? 128 : 64;
+}
 
 /* For `multiply_tile`: a case for each number of rows as a constant, and the other arguments of the level's
  * `multiply` before bits and header. */

@@ -49,12 +49,14 @@ INLINE void ask(const uint8_t *p, int bytes) {
 INLINE void multiply(int rows, int quads, int bits, int header, const linear_int_arguments *a, const uint8_t *panel, int64_t row, const uint8_t *ahead, float *sums) {
     const int64_t groups = a->padded / a->group;
     const panel_layout layout = layout_of(bits, header, a->group, groups);
-    const ptrdiff_t jump = ahead - panel;
     group_of g = {.weight_scales = panel + layout.scales, .codes = panel + layout.codes, .x = a->tiles + row * a->padded, .scales = a->scales + row * groups, .negated = a->sums + row * groups, .inputs = a->group};
     memset(sums, 0, (size_t)rows * PANEL_OUTPUTS * sizeof *sums);
     for (int64_t i = 0; i < groups; i++) {
-        g.ahead = ahead ? g.codes + jump : NULL;
-        if (ahead) ask(g.weight_scales + jump, (int)layout.header);
+        g.ahead = NULL;
+        if (ahead) {
+            ask(ahead, asked_header(header, i));
+            g.ahead = ahead + asked_header(header, i), ahead = g.ahead + layout.group_codes;
+        }
         for (int first = 0; first < QUADS; first += quads, g.ahead = NULL) multiply_group(rows, quads, bits, header, &g, first, sums);
         g.weight_scales += layout.next_scales, g.codes += layout.next_codes, g.x += rows * a->group, g.scales += rows, g.negated += rows;
     }

@@ -167,7 +167,6 @@ INLINE void take_group(int rows, int width, int header, int first, const uint8_t
 INLINE void multiply(int rows, int width, int bits, int header, const linear_int_arguments *a, const uint8_t *panel, int64_t row, const uint8_t *ahead, float *sums) {
     const int64_t groups = a->padded / a->group;
     const panel_layout layout = layout_of(bits, header, a->group, groups);
-    const ptrdiff_t jump = ahead ? ahead - panel : 0;
     const uint8_t *weight_scales = panel + layout.scales, *codes = panel + layout.codes;
     const int shift = header == SCALES_AND_MINIMUMS ? -1 : bits == 4 ? 3 : OFFSET8; /* factor of the sum of activations that corrects the weights' zero point */
     const int8_t *x = a->tiles + row * a->padded;
@@ -175,7 +174,12 @@ INLINE void multiply(int rows, int width, int bits, int header, const linear_int
     const int32_t *negated = a->sums + row * groups;
     memset(sums, 0, (size_t)rows * PANEL_OUTPUTS * sizeof *sums);
     for (int64_t g = 0; g < groups; g++, x += rows * a->group, scales += rows, negated += rows) {
-        if (jump) ask(weight_scales + jump, layout.header);
+        ptrdiff_t jump = 0; /* from codes to what is prefetched meanwhile */
+        if (ahead) {
+            ask(ahead, asked_header(header, g));
+            ahead += asked_header(header, g);
+            jump = ahead - codes, ahead += layout.group_codes;
+        }
         for (int first = 0; first < 4; first += width) {
             __m256i acc[TILE_ROWS][MOST_WIDTH];
 #pragma GCC unroll 8

@@ -55,8 +55,12 @@ INLINE void eight_int8(int rows, const uint8_t *codes, const int8_t *x, __m512i 
     }
 }
 
-/* Add one group's exact sums, times both scales, to `sums` [rows, 32]; `first`: overwrite them. */
-INLINE void take_group(int rows, int header, int first, const uint8_t *weight_scales, const float *scales, const int32_t *negated, __m512i (*acc)[2], float *sums) {
+/* Rows whose sums over groups stay in registers too. Those of more rows are in L1. */
+#define HELD_ROWS 6
+
+/* Add one group's exact sums, times both scales, to `held` or to `sums` [rows, 32]; `first`: overwrite those in memory. */
+INLINE void take_group(int rows, int header, int first, const uint8_t *weight_scales, const float *scales, const int32_t *negated, __m512i (*acc)[2],
+                       __m512 (*held)[2], float *sums) {
     const __m512 scale[2] = {group_scales(header, weight_scales, 0), group_scales(header, weight_scales, 1)};
 #pragma GCC unroll 16
     for (int r = 0; r < rows; r++) {
@@ -64,24 +68,26 @@ INLINE void take_group(int rows, int header, int first, const uint8_t *weight_sc
 #pragma GCC unroll 2
         for (int v = 0; v < 2; v++) {
             float *at = sums + r * PANEL_OUTPUTS + v * 16;
-            const __m512 before = first ? _mm512_setzero_ps() : _mm512_load_ps(at);
+            const __m512 before = rows <= HELD_ROWS ? held[r][v] : first ? _mm512_setzero_ps() : _mm512_load_ps(at);
             __m512 y = _mm512_fmadd_ps(_mm512_cvtepi32_ps(acc[r][v]), _mm512_mul_ps(scale[v], own), before);
             if (header == SCALES_AND_MINIMUMS) y = _mm512_fnmadd_ps(total, scales16(weight_scales + 64 + v * 32), y);
-            _mm512_store_ps(at, y);
+            if (rows <= HELD_ROWS) held[r][v] = y;
+            else _mm512_store_ps(at, y);
         }
     }
 }
 
-/* `rows` is a compile-time constant at every call, so that all exact sums stay in registers. The sums over groups are
- * in L1. */
-INLINE void multiply(int rows, int bits, int header, const linear_int_arguments *a, const uint8_t *panel, int64_t row, const uint8_t *ahead, float *sums) {
+/* `rows` and, if it is 32, `group` are compile-time constants at every call, so that all exact sums stay in registers. */
+INLINE void multiply_groups(int rows, int bits, int header, int64_t group, const linear_int_arguments *a, const uint8_t *panel, int64_t row,
+                            const uint8_t *ahead, float *sums) {
     const int64_t groups = a->padded / a->group;
-    const panel_layout layout = layout_of(bits, header, a->group, groups);
-    const ptrdiff_t step = bits == 4 ? 128 : 256, jump = ahead - panel;
+    const panel_layout layout = layout_of(bits, header, group, groups);
+    const ptrdiff_t step = bits == 4 ? 128 : 256;
     const uint8_t *weight_scales = panel + layout.scales, *codes = panel + layout.codes;
     const int8_t *x = a->tiles + row * a->padded;
     const float *scales = a->scales + row * groups;
     const int32_t *negated = a->sums + row * groups;
+    __m512 held[HELD_ROWS][2] = {{_mm512_setzero_ps()}};
     for (int64_t g = 0; g < groups; g++) {
         __m512i acc[TILE_ROWS][2];
 #pragma GCC unroll 16
@@ -90,16 +96,24 @@ INLINE void multiply(int rows, int bits, int header, const linear_int_arguments 
             acc[r][0] = acc[r][1] = start;
         }
         const uint8_t *at = codes;
-        if (ahead) _mm_prefetch((const char *)weight_scales + jump, _MM_HINT_T0);
-        for (int64_t k = 0; k < a->group; k += 8, at += step, x += rows * 8) {
+        if (ahead)
+            for (const uint8_t *end = ahead + asked_header(header, g); ahead < end; ahead += 64) _mm_prefetch((const char *)ahead, _MM_HINT_T0);
+#pragma GCC unroll 4
+        for (int64_t k = 0; k < group; k += 8, at += step, x += rows * 8) {
             if (ahead)
-                for (int line = 0; line < step; line += 64) _mm_prefetch((const char *)at + jump + line, _MM_HINT_T0);
+                for (const uint8_t *end = ahead + step; ahead < end; ahead += 64) _mm_prefetch((const char *)ahead, _MM_HINT_T0);
             if (bits == 4) eight_int4(rows, at, x, acc);
             else eight_int8(rows, at, x, acc);
         }
-        take_group(rows, header, g == 0, weight_scales, scales, negated, acc, sums);
+        take_group(rows, header, g == 0, weight_scales, scales, negated, acc, held, sums);
         weight_scales += layout.next_scales, codes += layout.next_codes, scales += rows, negated += rows;
     }
+    for (int i = 0; i < 2 * rows && rows <= HELD_ROWS; i++) _mm512_store_ps(sums + i * 16, held[i / 2][i % 2]);
+}
+
+INLINE void multiply(int rows, int bits, int header, const linear_int_arguments *a, const uint8_t *panel, int64_t row, const uint8_t *ahead, float *sums) {
+    if (a->group == 32) multiply_groups(rows, bits, header, 32, a, panel, row, ahead, sums);
+    else multiply_groups(rows, bits, header, a->group, a, panel, row, ahead, sums);
 }
 
 static void multiply_tile(const linear_int_arguments *a, const uint8_t *panel, int64_t row, int count, const uint8_t *ahead, float *sums) {

@@ -73,14 +73,13 @@ INLINE void multiply(int rows, int bits, int header, const linear_int_arguments 
     const int64_t groups = a->padded / a->group, some = bits == 4 ? 32 : 4;
     const panel_layout layout = layout_of(bits, header, a->group, groups);
     const uint8_t *weight_scales = panel + layout.scales, *codes = panel + layout.codes;
-    const ptrdiff_t jump = ahead - panel;
     for (int i = 0; i < rows * PANEL_OUTPUTS; i++) sums[i] = 0;
     for (int64_t g = 0; g < groups; g++, weight_scales += layout.next_scales, codes += layout.next_codes) {
         const int8_t *x = a->tiles + row * a->padded + g * a->group * rows;
         const float *scales = a->scales + row * groups + g * rows;
         const int32_t *negated = a->sums + row * groups + g * rows;
         if (ahead)
-            for (const uint8_t *line = header == DOUBLE_QUANTIZED ? codes : weight_scales; line < codes + layout.group_codes; line += 64) __builtin_prefetch(line + jump);
+            for (const uint8_t *end = ahead + asked_header(header, g) + layout.group_codes; ahead < end; ahead += 64) __builtin_prefetch(ahead);
         for (int first = 0; first < PANEL_OUTPUTS; first += WIDTH * LANES) {
             vi acc[TILE_ROWS][WIDTH];
             for (int r = 0; r < rows; r++)
