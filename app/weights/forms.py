@@ -52,7 +52,7 @@ INT4 = "int4/32 double quantized"
 # Small models lose more by rounding, and their weights are few: there the output layer has eight bits too. llama.cpp's
 # Q4_K_M takes 4.8 bits for 8B weights and 6.3 for 135M, its Q4_0 4.5 and 5.3.
 SMALL_MODEL = 500_000_000
-INT4_BITS, INT4_SMALL_BITS = (5.65, 4.7), (4.4, 4.25)
+INT4_BITS, INT4_SMALL_BITS = (5.65, 4.6), (4.4, 4.25)
 EXACT = Recipe(linear=("panels", "onednn", "plain"))
 INT8 = Recipe(linear=("int8/32", INT8_REFERENCE, "plain"), equalise=True)
 

@@ -18,7 +18,7 @@ static void multiply_tile(const linear_int_arguments *a, const uint8_t *panel, i
 
 /* Bytes of headers to prefetch with group g, in whole cache lines. */
 INLINE int asked_header(int header, int64_t g) {
-    if (header == DOUBLE_QUANTIZED) return g % 2 ? 0 : 64;
+    if (header == DOUBLE_QUANTIZED) return g == 0 ? 128 : g % 2 ? 0 : 64; /* the first are the scales of outputs */
     return header == SCALES_AND_MINIMUMS ? 128 : 64;
 }
 
