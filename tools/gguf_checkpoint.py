@@ -20,7 +20,7 @@ from app.errors import CheckpointInvalid
 from app.weights.checkpoint import Checkpoint, open_checkpoint
 
 NORMAL_TOKEN, CONTROL_TOKEN, USER_TOKEN, UNUSED_TOKEN = 1, 3, 4, 5  # `enum llama_token_type`
-TYPES = {"f16": 1, "q4_0": 2, "q8_0": 7, "bf16": 32}  # `enum llama_ftype`
+TYPES = {"f16": 1, "q4_0": 2, "q8_0": 7, "q4_k_m": 15, "bf16": 32}  # `enum llama_ftype`
 
 
 def main() -> int:

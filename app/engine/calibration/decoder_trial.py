@@ -130,7 +130,7 @@ class DecoderTrial:
     def read_bytes(self) -> int:
         """Bytes of weights that a decode step of the whole model reads."""
         layer, output = self._sizes(self._whole)
-        return self._whole.num_layers * layer + output
+        return round(self._whole.num_layers * layer + output)
 
     @property
     def operations_per_token(self) -> float:
@@ -169,11 +169,11 @@ class DecoderTrial:
 
     # ---- the model -------------------------------------------------------------------------------------------------
 
-    def _sizes(self, config: ModelConfig) -> tuple[int, int]:
-        """Return the bytes that the products of a layer read, and those of the output layer."""
-        return self._forms.read_sizes(
-            build_decoder_model(_truncated_config(config, 1), self._dtype, 1, torch.device("cpu")).modules()
-        )
+    def _sizes(self, config: ModelConfig) -> tuple[float, int]:
+        """Return the bytes that the products of a layer read on average, and those of the output layer."""
+        model = build_decoder_model(config, self._dtype, 1, torch.device("cpu"))
+        layers, output = self._forms.read_sizes(model.modules())
+        return layers / config.num_layers, output
 
     def _runner(self, layers: int) -> RunBatch:
         device = self._device

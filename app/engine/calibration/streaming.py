@@ -16,7 +16,7 @@ tokens.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -187,9 +187,12 @@ class StreamedCalibration:
         yield {model.output: output.statistics()}
 
     def measure_cost(self, model: Decoder, exact: Callable[[Linear], ExactLinear]) -> float | None:
-        """Return the relative increase of perplexity (`PackCalibrator.measure_cost`)."""
+        """Return the relative increase of perplexity (`PackCalibrator.measure_cost`).
+
+        It is unknown for a model that predicts the text no better than chance, for example one with random weights.
+        """
         packed, stored = model.output.form, exact(model.output)
-        nats, count, step = 0.0, 0, max(1, LOGITS_ELEMENTS // model.output.out_features)
+        nats, surprise, count, step = 0.0, 0.0, 0, max(1, LOGITS_ELEMENTS // model.output.out_features)
         for number, rows in self._expected.items():
             window = self._windows[number]
             for start in range(0, len(window), step):
@@ -199,9 +202,12 @@ class StreamedCalibration:
                 model.output.form = packed
                 found = window_logits(model, self._attention, window, start, end)
                 nats += _divergence(expected, found)
+                surprise += _surprise(expected, window[start + 1 : end + 1])
                 count += end - start
         self._expected.clear()
-        return math.expm1(nats / count) if count and math.isfinite(nats) else None
+        if not count or not math.isfinite(nats) or surprise >= count * math.log(model.output.out_features):
+            return None
+        return math.expm1(nats / count)
 
     def _is_shown(self, number: int) -> bool:
         """Return whether a window is part of the statistics; of fewer than four windows all but the last are."""
@@ -246,6 +252,13 @@ def _divergence(expected: Tensor | TopLogits, found: Tensor | TopLogits) -> floa
         wanted, other = expected[rows].float().log_softmax(-1), found[rows].float().log_softmax(-1)
         total += float(torch.nn.functional.kl_div(other, wanted, reduction="sum", log_target=True))
     return total
+
+
+def _surprise(logits: Tensor | TopLogits, following: Sequence[int]) -> float:
+    """Return the sum of -log p of the tokens that follow the first rows, in nats."""
+    assert isinstance(logits, Tensor), "all logits were asked for"
+    rows = logits[: len(following)].float()
+    return float(torch.nn.functional.cross_entropy(rows, torch.tensor(following, dtype=torch.long), reduction="sum"))
 
 
 def calibration_for(

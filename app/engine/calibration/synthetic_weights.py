@@ -64,14 +64,14 @@ class SyntheticForms:
         return linear.out_features * linear.in_features * self.choice.dtype.itemsize
 
 
-def num_trial_layers(num_layers: int, scope: TrialScope, layer_bytes: int, output_bytes: int) -> int:
+def num_trial_layers(num_layers: int, scope: TrialScope, layer_bytes: float, output_bytes: int) -> int:
     """Return the number of layers to build, so that they and the output layer exceed the cache twice.
 
     At least two, so that the cost of one more layer can be measured.
     """
     beyond = math.ceil((2 * scope.cache_bytes - output_bytes) / layer_bytes)
     wanted = max(2, beyond, math.ceil(num_layers / scope.layers_share))
-    return min(num_layers, wanted, max(2, MAX_LAYER_BYTES // layer_bytes))
+    return min(num_layers, wanted, max(2, int(MAX_LAYER_BYTES / layer_bytes)))
 
 
 def synthetic_table(rows: int, size: int, device: torch.device | None = None) -> Tensor:

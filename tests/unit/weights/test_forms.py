@@ -93,7 +93,7 @@ def test_four_bits_on_a_device_leave_the_output_layer_as_it_is() -> None:
 def test_activations_and_weights_have_a_scale_for_32_inputs(architecture: str) -> None:
     four, eight = (find_recipe("cpu", architecture, precision) for precision in ("int4", "int8"))
     assert eight.forms(True)[0] == eight.forms(False)[0] == four.forms(True)[0] == four.upgrade == "int8/32"
-    assert four.forms(False)[0] == "int4/32"
+    assert four.forms(False)[0] == "int4/32 double quantized"
 
 
 def config_of(directory: Path, **changed: Any) -> ModelConfig:
@@ -104,14 +104,29 @@ def config_of(directory: Path, **changed: Any) -> ModelConfig:
 def test_upgrades_are_the_values_and_what_loses_most_within_the_budget(tmp_path: Path) -> None:
     config = config_of(tmp_path)
     values = {f"model.layers.{layer}.self_attn.v_proj" for layer in range(4)}
-    assumed = choose_upgrades(config)
+    recipe = find_recipe("cpu", "x86_64", "int4")
+    assumed = choose_upgrades(config, recipe)
+    assert "lm_head" in assumed, "the output layer of a small model"
+    assumed -= {"lm_head"}
     assert values < assumed and {name.rsplit(".", 1)[1] for name in assumed - values} == {"down_proj"}
     o_proj = ("model.layers.2.self_attn.o_proj",)
-    measured = choose_upgrades(config, {o_proj: 1.0, ("model.layers.0.mlp.down_proj",): 0.1})
+    measured = choose_upgrades(config, recipe, {o_proj: 1.0, ("model.layers.0.mlp.down_proj",): 0.1})
     assert values < measured and o_proj[0] in measured
     spent = sum(cost for sources, cost in forms._upgrade_costs(config).items() if set(sources) <= measured)
-    assert 0 < spent <= forms.upgrade_budget(config)
+    assert 0 < spent <= forms.upgrade_budget(config, recipe)
 
 
 def test_a_model_whose_values_exceed_the_budget_has_no_upgrades(tmp_path: Path) -> None:
-    assert choose_upgrades(config_of(tmp_path, hidden_size=32, intermediate_size=32, head_dim=8)) == frozenset()
+    config = config_of(
+        tmp_path, hidden_size=32, intermediate_size=32, head_dim=8, num_attention_heads=16, num_key_value_heads=16
+    )
+    assert choose_upgrades(config, find_recipe("cpu", "x86_64", "int4-small")) == {"lm_head"}
+
+
+def test_the_output_layer_of_a_large_model_has_four_bits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config, recipe = config_of(tmp_path, tie_word_embeddings=True), find_recipe("cpu", "x86_64", "int4")
+    small = forms.quantized_bytes(config, "int4")
+    assert "model.embed_tokens" in choose_upgrades(config, recipe)
+    monkeypatch.setattr(forms, "SMALL_MODEL", 0)
+    assert "model.embed_tokens" not in choose_upgrades(config, recipe)
+    assert forms.quantized_bytes(config, "int4") < small

@@ -45,10 +45,10 @@ def test_each_pattern_decides_the_form_of_its_layers(tmp_path: Path, precision: 
     assert set(bits_of(model, "layers.0.self_attn.o_proj")) <= ({8} if precision == "int8" else {4, 8})
 
 
-def test_int4_small_has_no_upgraded_layers(tmp_path: Path) -> None:
+def test_int4_small_has_fewer_upgraded_layers(tmp_path: Path) -> None:
     checkpoint = open_checkpoint(write_checkpoint(tmp_path / "tiny", **SHAPE))
     small, usual = (form_choice(plan_of(name, 64), checkpoint.model_config) for name in ("int4-small", "int4"))
-    assert not small.upgraded and usual.upgraded
+    assert small.upgraded < usual.upgraded
     sizes = checkpoint.needs().bytes_by_precision
     assert sizes["int4-small"] < sizes["int4"] < sizes["int8"]
 

@@ -11,11 +11,11 @@ from torch import nn
 
 from app.kernels.linear.bf16_panels import HybridLinear
 from app.kernels.linear.int_panels import IntPanelLinear
-from app.kernels.linear.linear import Linear
+from app.kernels.linear.linear import Linear, host_architecture
 from app.kernels.native.operations import OpCode, has_kernel
 from app.models.decoders.decoder import RMSNorm
 from app.weights.checkpoint import open_checkpoint
-from app.weights.forms import upgrade_budget
+from app.weights.forms import find_recipe, upgrade_budget
 from loaded_models import load
 from reference_attention import PlainAttend, context_of
 from tiny_checkpoints import ARCHITECTURES, write_checkpoint
@@ -61,7 +61,8 @@ def test_the_plan_counts_the_bytes_that_are_held(
     counted = needs.bytes_by_precision[precision] + (needs.int8_copy_bytes if int8_copy else 0)
     held = held_bytes(load(directory, precision, int8_copy=int8_copy))
     # With int4 the budget of upgraded layers is counted, of which a rest may stay, and they need no copy.
-    spare = upgrade_budget(open_checkpoint(directory).decoder) + (needs.int8_copy_bytes if int8_copy else 0)
+    recipe = find_recipe("cpu", host_architecture(), precision)
+    spare = upgrade_budget(open_checkpoint(directory).decoder, recipe) + (needs.int8_copy_bytes if int8_copy else 0)
     assert held == counted if precision == "int8" else held <= counted <= held + spare
 
 
