@@ -24,6 +24,7 @@ from app.cli.parser import given_settings, parse_arguments
 from app.cli.tables import PlanExplanation
 from app.errors import ArmatureError, PlanImpossible, SettingsInvalid, StartupError, UnknownArgument
 from app.hardware.plan.plan import make_plan
+from app.hardware.plan.precision import describe_cost
 from app.hardware.probe.probe import probe
 from app.server.prepare import CALIBRATE_COMMAND_SECONDS, Prepared, calibrate, prepare, with_kept_calibration
 from app.server.termination_log import TerminationMessage
@@ -228,7 +229,7 @@ def pack(settings: Settings, text: Path | None = None) -> str:
             f"Packed weights cannot be written to {packed.file.parent}. Set cache_dir to a writable folder."
         )
     done = "already complete" if packed.found else "written"
-    quality = "" if cost is None else f", perplexity {100 * cost:+.1f}%"
+    quality = "" if cost is None else f"; {describe_cost(prepared.needs.kind, cost)}"
     seconds = time.monotonic() - began
     return f"{packed.file}: {done}, {packed.size:,} bytes in {prepared.plan.precision.value}{quality}, {seconds:.1f} s"
 
@@ -238,6 +239,7 @@ def _pack_weights(
 ) -> tuple[PackFile | None, float | None]:
     """Return the pack, and the measured cost in quality, which is also noted for later starts."""
     from app.backends.selection import select_host_backend
+    from app.engine.calibration.encoder_cost import measure_encoder_cost
     from app.engine.calibration.streaming import calibration_for
     from app.weights.load import Packing, pack_weights
     from app.weights.packs import PackFolder
@@ -250,6 +252,7 @@ def _pack_weights(
         PackFolder(folder, stage("writing packed weights")),
         make_calibrator=partial(calibration_for, checkpoint, prepared.plan, backend, text),
         replaces_pack=text is not None,
+        measure_encoder=partial(measure_encoder_cost, checkpoint, prepared.plan, backend),
         report_cost=costs.append,
     )
     packed = pack_weights(checkpoint, prepared.plan, backend, stage("packing weights"), packing)

@@ -17,6 +17,7 @@ from app.backends.selection import HOST_BACKENDS
 from app.engine.worker import Engine
 from app.hardware.plan.plan import ServingPlan
 from app.metrics.step_time_model import StepTimeModel
+from app.models.encoders.encoder import Encoder
 from app.weights.checkpoint import Checkpoint
 from app.weights.load import Model, PackCalibrator, Packing, ReportCost, load_model
 from app.weights.packs import PackFolder
@@ -98,7 +99,13 @@ def load_on_device(request: BuildRequest[Checkpoint], select: SelectDevice[Devic
 
         return calibration_for(request.checkpoint, plan, cast(HostBackend, backend))
 
-    packing = Packing(packs, make_calibrator, report_cost=request.report_cost)
+    def measure_encoder(model: Encoder) -> float | None:
+        from app.engine.calibration.encoder_cost import measure_encoder_cost
+
+        report("measuring the cost of quantization")
+        return measure_encoder_cost(request.checkpoint, plan, cast(HostBackend, backend), model)
+
+    packing = Packing(packs, make_calibrator, measure_encoder=measure_encoder, report_cost=request.report_cost)
     return load_model(request.checkpoint, plan, backend, progress, packing), backend
 
 

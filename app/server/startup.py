@@ -22,6 +22,7 @@ from app.engine.worker import Callbacks, Worker
 from app.errors import PrecisionTooCostly, ServiceStopping, SettingsInvalid
 from app.hardware.facts import Facts, to_json_value
 from app.hardware.plan.plan import ServingPlan
+from app.hardware.plan.precision import describe_cost
 from app.hardware.probe.cgroup import find_cpu_stat
 from app.hardware.probe.host_files import HostFiles
 from app.messages import Stop
@@ -247,7 +248,8 @@ class ServerRuntime:
         self._prepared = self._prepared.with_quality_cost(cost)
         now = self._prepared.plan.precision
         if now.value != before.value:
-            raise PrecisionTooCostly(f"Weights in {before.value} raise perplexity by {100 * cost:.1f}%. {now.reason}")
+            kind = self._prepared.needs.kind
+            raise PrecisionTooCostly(f"Weights in {before.value}: {describe_cost(kind, cost)}. {now.reason}")
         log.info("plan: precision = %s (%s)", now.value, now.reason)
 
     @contextmanager

@@ -46,7 +46,7 @@ from app.weights.safetensors import TensorEntry
 from app.weights.tensor_reader import TensorReader, check_fp16
 
 Model = Decoder | Encoder
-ReportCost = Callable[[float], None]  # takes the relative increase of perplexity by quantization
+ReportCost = Callable[[float], None]  # takes the cost of quantization in quality, see `Packing`
 _GPTQ_ROWS = 1024  # rows whose codes GPTQ chooses together: what it works on fits a large cache
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -88,12 +88,15 @@ class Packing:
     - `make_calibrator`: returns what improves the quantization, or None to pack without a text. It is called only if a
       decoder's weights must be packed, because it reads the text.
     - `replaces_pack`: weights are packed again although a pack exists.
-    - `report_cost`: called with the cost in quality that was measured while packing, now or at an earlier start.
+    - `measure_encoder`: returns what the packing of an encoder costs in quality; None: unknown.
+    - `report_cost`: called with the cost in quality that was measured while packing, now or at an earlier start: the
+      relative increase of perplexity, or of an encoder 1 minus the lowest cosine of a vector with the exact one.
     """
 
     folder: PackFolder | None = None
     make_calibrator: Callable[[], PackCalibrator | None] = lambda: None
     replaces_pack: bool = False
+    measure_encoder: Callable[[Encoder], float | None] = lambda model: None
     report_cost: ReportCost = lambda cost: None
 
 
@@ -201,8 +204,8 @@ class _ModelLoader:
         self.choice = form_choice(plan, checkpoint.model_config, backend.device)
         self.model = _build(checkpoint, self.choice.dtype, plan.max_model_len.value, backend.device)
         self.precision = plan.precision.value
-        quantized = self.precision in QUANTIZED and self.choice.device is None
-        self.is_calibrated = quantized and isinstance(self.model, Decoder)
+        self.is_quantized = self.precision in QUANTIZED and self.choice.device is None
+        self.is_calibrated = self.is_quantized and isinstance(self.model, Decoder)
         self.calibrator: PackCalibrator | None = None
         self.streams = TensorReader(checkpoint.tensors)
         self.smooth_scales: dict[tuple[str, ...], Tensor] = {}  # scales of the columns, by a layer's sources
@@ -256,7 +259,9 @@ class _ModelLoader:
                 self._set_weight_and_bias(module)
 
     def _measure_cost(self) -> float | None:
-        """Return the cost in quality of the packed model; None without a calibration."""
+        """Return the cost in quality of the packed model; None if it is not quantized, or without a calibration."""
+        if isinstance(self.model, Encoder):
+            return self.packing.measure_encoder(self.model) if self.is_quantized else None
         if self.calibrator is None:
             return None
         assert isinstance(self.model, Decoder), "only decoders are calibrated"

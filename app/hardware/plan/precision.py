@@ -47,6 +47,13 @@ SLOW_TOKENS_PER_SECOND = (
 MIN_INT4_GAIN = 1.3  # least speedup at one sequence; the quality cost of 4 bits is forty times that of 8 bits
 
 
+def describe_cost(kind: str, cost: float) -> str:
+    """Return what a precision costs a model of this kind in quality, as a clause."""
+    if kind == "encoder":
+        return f"vectors have cosines of at least {1 - cost:.4f} with the exact ones"
+    return f"it raises perplexity by {100 * cost:.1f}%"
+
+
 @dataclass(frozen=True, slots=True)
 class PrecisionCandidates:
     """Everything that the choice of a precision depends on."""
@@ -69,7 +76,8 @@ class PrecisionCandidates:
         cost = None if self.needs is None else self.needs.quality_costs.get(name)
         if cost is None:
             return UNKNOWN_COST
-        return f"it raises perplexity by {100 * cost:.1f}% (measured with this model when its weights were packed)"
+        kind = "decoder" if self.needs is None else self.needs.kind
+        return f"{describe_cost(kind, cost)} (measured with this model when its weights were packed)"
 
     def within_budget(self, name: str) -> bool:
         """Return whether `auto` may choose a precision: exact, or not known to cost more than `quality_budget`."""

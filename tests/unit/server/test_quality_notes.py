@@ -55,7 +55,7 @@ def test_auto_leaves_a_precision_that_costs_too_much(tmp_path: Path, cost: float
     if chosen == "int8":
         runtime._take_quality_cost(cost)
     else:
-        with pytest.raises(PrecisionTooCostly, match=r"int8 raise perplexity by 5\.0%"):
+        with pytest.raises(PrecisionTooCostly, match=r"int8: it raises perplexity by 5\.0%"):
             runtime._take_quality_cost(cost)
     assert runtime._prepared.plan.precision.value == chosen
 

@@ -1,0 +1,72 @@
+"""Measures what quantization costs an encoder: cosines of the vectors of a few texts with those of the exact model.
+
+The texts have 1 to 64 words. Short ones lose most, because nothing averages their error.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from app.backends.base import HostBackend
+from app.engine.calibration.streaming import CALIBRATION_TEXT
+from app.engine.encoder.batching import EncodeState
+from app.engine.encoder.cpu_runner import EncoderRunner
+from app.errors import ArmatureError
+from app.hardware.decision import Decision
+from app.hardware.plan.plan import ServingPlan
+from app.hardware.plan.precision import QUANTIZED_PRECISIONS
+from app.messages import Encode, Text
+from app.models.encoders.encoder import Encoder
+from app.text.tokenizer import Tokenizer
+from app.weights.checkpoint import Checkpoint
+from app.weights.load import load_model
+
+WORDS = (1, 2, 4, 8, 16, 32, 64) * 2  # of the texts
+
+
+def measure_encoder_cost(
+    checkpoint: Checkpoint, plan: ServingPlan, backend: HostBackend, model: Encoder
+) -> float | None:
+    """Return 1 minus the lowest cosine of a vector of `model` with that of the exact weights in FP32.
+
+    None: the model has no vectors or no tokenizer, is not quantized, or does not run on the processor.
+    """
+    if plan.precision.value not in QUANTIZED_PRECISIONS or plan.device.value != "cpu":
+        return None
+    if "embedding" not in model.config.outputs:
+        return None
+    try:
+        tokenizer = Tokenizer(checkpoint.directory, model.config.lowercases)
+    except ArmatureError:
+        return None
+    texts = tokenizer.encode_texts(sample_texts(), plan.max_model_len.value)
+    exact_plan = replace(
+        plan,
+        precision=Decision("fp32", "the reference"),
+        dtype=Decision("float32", "the reference"),
+        deterministic=Decision(False, "the reference"),
+    )
+    exact = load_model(checkpoint, exact_plan, backend)
+    assert isinstance(exact, Encoder), "an encoder's checkpoint"
+    expected, found = _vectors(exact, texts), _vectors(model, texts)
+    cosine = float(F.cosine_similarity(found, expected).min())
+    return max(0.0, 1 - cosine) if cosine == cosine else None
+
+
+def sample_texts() -> list[str]:
+    """Return runs of words of the calibration text, evenly spread."""
+    words = CALIBRATION_TEXT.read_text(encoding="utf-8").split()
+    step = (len(words) - max(WORDS)) // len(WORDS)
+    return [" ".join(words[at * step : at * step + count]) for at, count in enumerate(WORDS)]
+
+
+def _vectors(model: Encoder, texts: list[Text]) -> Tensor:
+    """Return the vectors of the texts, FP32 [texts, size]."""
+    runner = EncoderRunner(model, sum(len(text.token_ids) for text in texts), "it runs once")
+    state = EncodeState.from_message(Encode("cost", tuple(texts), ("embedding",), arrived_at=0.0))
+    rows = runner.run(state.spans())
+    return torch.stack([torch.frombuffer(bytearray(row["embedding"]), dtype=torch.float32) for row in rows])

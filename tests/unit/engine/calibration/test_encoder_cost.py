@@ -1,0 +1,77 @@
+"""The cost of a quantized encoder: the lowest cosine of its vectors with the exact ones, measured while it is packed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from app.backends.selection import select_host_backend
+from app.engine.build import BuildRequest
+from app.engine.calibration import encoder_cost
+from app.engine.calibration.encoder_cost import WORDS, measure_encoder_cost, sample_texts
+from app.engine.encoder.build import build_encoder_engine
+from app.hardware.plan.plan import ServingPlan, make_plan
+from app.hardware.plan.precision import describe_cost
+from app.hardware.probe.probe import probe
+from app.kernels.native.operations import OpCode, has_kernel
+from app.models.encoders.encoder import Encoder
+from app.settings import load_settings
+from app.weights.checkpoint import Checkpoint, open_checkpoint
+from app.weights.forms import RECIPES
+from app.weights.load import load_model
+from tiny_encoders import write_encoder
+
+pytestmark = pytest.mark.skipif(not has_kernel(OpCode.LINEAR_INT), reason="integer forms need the native library")
+
+
+def plan_of(checkpoint: Checkpoint, precision: str, cache: Path | None = None) -> ServingPlan:
+    settings = load_settings(precision=precision, threads="1", cache_dir="" if cache is None else str(cache))[0]
+    return make_plan(probe(), None, settings, checkpoint.needs(), RECIPES.keys())
+
+
+def test_a_start_that_packs_measures_and_the_next_one_reads(tmp_path: Path) -> None:
+    checkpoint = open_checkpoint(write_encoder(tmp_path / "tiny"))
+    plan, costs = plan_of(checkpoint, "int8", tmp_path / "cache"), list[float]()
+    for _ in range(2):
+        build_encoder_engine(BuildRequest(checkpoint, plan, report_cost=costs.append))
+    assert len(costs) == 2 and costs[0] == costs[1]
+    assert 1e-6 < costs[0] < 0.05
+
+
+def test_four_bits_cost_more_than_eight_and_exact_weights_are_not_measured(tmp_path: Path) -> None:
+    checkpoint, costs = open_checkpoint(write_encoder(tmp_path / "tiny")), {}
+    for precision in ("int4", "int8", "fp32"):
+        plan = plan_of(checkpoint, precision)
+        backend = select_host_backend(plan)
+        model = load_model(checkpoint, plan, backend)
+        assert isinstance(model, Encoder)
+        costs[precision] = measure_encoder_cost(checkpoint, plan, backend, model)
+    assert costs["fp32"] is None
+    assert costs["int4"] is not None and costs["int8"] is not None and costs["int4"] > 2 * costs["int8"]
+
+
+def test_without_a_tokenizer_or_with_vectors_that_are_no_numbers_nothing_is_known(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checkpoint = open_checkpoint(write_encoder(tmp_path / "tiny"))
+    plan = plan_of(checkpoint, "int8")
+    backend = select_host_backend(plan)
+    model = load_model(checkpoint, plan, backend)
+    assert isinstance(model, Encoder)
+    with monkeypatch.context() as patch:
+        patch.setattr(encoder_cost, "_vectors", lambda model, texts: torch.full((2, 8), torch.nan))
+        assert measure_encoder_cost(checkpoint, plan, backend, model) is None
+    (checkpoint.directory / "tokenizer.json").unlink()
+    assert measure_encoder_cost(checkpoint, plan, backend, model) is None
+
+
+def test_the_texts_are_short_and_long() -> None:
+    assert [len(text.split()) for text in sample_texts()] == list(WORDS)
+    assert len(set(sample_texts())) == len(WORDS)
+
+
+def test_the_cost_is_said_by_kind() -> None:
+    assert describe_cost("encoder", 0.001) == "vectors have cosines of at least 0.9990 with the exact ones"
+    assert describe_cost("decoder", 0.004) == "it raises perplexity by 0.4%"
