@@ -120,7 +120,7 @@ class Settings(BaseSettings):
     )
     quality_budget: Annotated[float, Field(ge=0), BeforeValidator(parse_share)] = Field(
         0.03,
-        description="Largest measured increase of perplexity, as a share or in percent, at which auto quantizes; 0: never.",
+        description="Largest measured increase of perplexity, or of 1 - cosine for vectors, at which auto quantizes; 0: never.",
     )
     keep_layers: Annotated[str, AfterValidator(_check_kept_layers)] = Field(
         "",
