@@ -44,7 +44,7 @@ MIN_INT8_GAIN = 1.2  # least speedup, at one sequence and at eight, that is wort
 SLOW_TOKENS_PER_SECOND = (
     20.0  # at one sequence; below this rate users notice each gain (people read about five tokens a second)
 )
-MIN_INT4_GAIN = 1.3  # least speedup at one sequence; the quality cost of 4 bits is forty times that of 8 bits
+MIN_INT4_GAIN = 1.3  # least speedup at one sequence; 4 bits cost about ten times as much quality as 8
 
 
 def describe_cost(kind: str, cost: float) -> str:
