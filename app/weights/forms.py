@@ -52,7 +52,7 @@ INT4 = "int4/32 double quantized"
 # Small models lose more by rounding, and their weights are few: there the output layer has eight bits too. llama.cpp's
 # Q4_K_M takes 4.8 bits for 8B weights and 6.3 for 135M, its Q4_0 4.5 and 5.3.
 SMALL_MODEL = 500_000_000
-INT4_BITS, INT4_SMALL_BITS = (5.65, 4.6), (4.4, 4.25)
+INT4_BITS, INT4_SMALL_BITS = (5.63, 4.6), (4.4, 4.25)
 EXACT = Recipe(linear=("panels", "onednn", "plain"))
 INT8 = Recipe(linear=("int8/32", INT8_REFERENCE, "plain"), equalise=True)
 
@@ -280,7 +280,7 @@ def quantized_bytes(config: ModelConfig, precision: str) -> int:
     """
     recipe, norms = find_recipe("cpu", "x86_64", precision), 4 * _norm_elements(config)
     output = LAYOUTS[_output_form(config, recipe)].nbytes(config.vocab_size, config.hidden_size)
-    has_upgrades = recipe.upgrade is not None and any(map(is_value, choose_upgrades(config, recipe)))
+    has_upgrades = recipe.upgrade is not None and not all(map(is_output, choose_upgrades(config, recipe)))
     return (
         _quantized_linear_bytes(config, precision)
         + (upgrade_budget(config, recipe) if has_upgrades else 0)
