@@ -252,7 +252,7 @@ def _pack_weights(
         PackFolder(folder, stage("writing packed weights")),
         make_calibrator=partial(calibration_for, checkpoint, prepared.plan, backend, text),
         replaces_pack=text is not None,
-        measure_encoder=partial(measure_encoder_cost, checkpoint, prepared.plan, backend),
+        measure_encoder=partial(measure_encoder_cost, checkpoint, prepared.plan),
         report_cost=costs.append,
     )
     packed = pack_weights(checkpoint, prepared.plan, backend, stage("packing weights"), packing)

@@ -16,6 +16,7 @@ from app.backends.base import BaseBackend, HostBackend
 from app.backends.selection import HOST_BACKENDS
 from app.engine.worker import Engine
 from app.hardware.plan.plan import ServingPlan
+from app.kernels.linear.linear import ExactLinear, Linear
 from app.metrics.step_time_model import StepTimeModel
 from app.models.encoders.encoder import Encoder
 from app.weights.checkpoint import Checkpoint
@@ -99,11 +100,11 @@ def load_on_device(request: BuildRequest[Checkpoint], select: SelectDevice[Devic
 
         return calibration_for(request.checkpoint, plan, cast(HostBackend, backend))
 
-    def measure_encoder(model: Encoder) -> float | None:
+    def measure_encoder(model: Encoder, exact: Callable[[Linear], ExactLinear]) -> float | None:
         from app.engine.calibration.encoder_cost import measure_encoder_cost
 
         report("measuring the cost of quantization")
-        return measure_encoder_cost(request.checkpoint, plan, cast(HostBackend, backend), model)
+        return measure_encoder_cost(request.checkpoint, plan, model, exact)
 
     packing = Packing(packs, make_calibrator, measure_encoder=measure_encoder, report_cost=request.report_cost)
     return load_model(request.checkpoint, plan, backend, progress, packing), backend

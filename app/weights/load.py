@@ -88,7 +88,8 @@ class Packing:
     - `make_calibrator`: returns what improves the quantization, or None to pack without a text. It is called only if a
       decoder's weights must be packed, because it reads the text.
     - `replaces_pack`: weights are packed again although a pack exists.
-    - `measure_encoder`: returns what the packing of an encoder costs in quality; None: unknown.
+    - `measure_encoder`: returns what the packing of an encoder costs in quality; None: unknown. It takes the packed
+      model and a function that returns the exact form of a product.
     - `report_cost`: called with the cost in quality that was measured while packing, now or at an earlier start: the
       relative increase of perplexity, or of an encoder 1 minus the lowest cosine of a vector with the exact one.
     """
@@ -96,7 +97,7 @@ class Packing:
     folder: PackFolder | None = None
     make_calibrator: Callable[[], PackCalibrator | None] = lambda: None
     replaces_pack: bool = False
-    measure_encoder: Callable[[Encoder], float | None] = lambda model: None
+    measure_encoder: Callable[[Encoder, Callable[[Linear], ExactLinear]], float | None] = lambda model, exact: None
     report_cost: ReportCost = lambda cost: None
 
 
@@ -261,7 +262,7 @@ class _ModelLoader:
     def _measure_cost(self) -> float | None:
         """Return the cost in quality of the packed model; None if it is not quantized, or without a calibration."""
         if isinstance(self.model, Encoder):
-            return self.packing.measure_encoder(self.model) if self.is_quantized else None
+            return self.packing.measure_encoder(self.model, self._exact_packed) if self.is_quantized else None
         if self.calibrator is None:
             return None
         assert isinstance(self.model, Decoder), "only decoders are calibrated"
@@ -322,6 +323,12 @@ class _ModelLoader:
         bias = self.streams.bias(linear.sources, self.choice.dtype) if linear.has_bias else None
         self.exact[linear] = ExactLinear(weights, bias)
         return self.exact[linear]
+
+    def _exact_packed(self, linear: Linear) -> ExactLinear:
+        """Return the form that multiplies by the stored weights of a packed layer, whose norm may be divided."""
+        form = self._exact_form(linear)
+        form.scales = self.smooth_scales.get(linear.sources)
+        return form
 
     def _report_pack_progress(self, done: int, total: int) -> None:
         """Report the progress of reading packed weights as the progress of the whole load."""

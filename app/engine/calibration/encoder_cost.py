@@ -5,35 +5,57 @@ The texts have 1 to 64 words. Short ones lose most, because nothing averages the
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from app.backends.base import HostBackend
 from app.engine.calibration.streaming import CALIBRATION_TEXT
 from app.engine.encoder.batching import EncodeState
 from app.engine.encoder.cpu_runner import EncoderRunner
 from app.errors import ArmatureError
-from app.hardware.decision import Decision
 from app.hardware.plan.plan import ServingPlan
 from app.hardware.plan.precision import QUANTIZED_PRECISIONS
+from app.kernels.linear.activations import Activations
+from app.kernels.linear.linear import ExactLinear, Linear
 from app.messages import Encode, Text
 from app.models.encoders.encoder import Encoder
 from app.text.tokenizer import Tokenizer
 from app.weights.checkpoint import Checkpoint
-from app.weights.load import load_model
 
 WORDS = (1, 2, 4, 8, 16, 32, 64) * 2  # of the texts
 
 
-def measure_encoder_cost(
-    checkpoint: Checkpoint, plan: ServingPlan, backend: HostBackend, model: Encoder
-) -> float | None:
-    """Return 1 minus the lowest cosine of a vector of `model` with that of the exact weights in FP32.
+@dataclass(slots=True)
+class _ReleasedForm:
+    """A linear form that multiplies exactly and frees its FP32 copy, so that one layer is in memory at a time."""
 
-    None: the model has no vectors or no tokenizer, is not quantized, or does not run on the processor.
+    form: ExactLinear
+
+    @property
+    def nbytes(self) -> int:
+        return self.form.nbytes
+
+    def activation_group(self, rows: int) -> None: ...
+
+    def multiply(self, x: Activations) -> Tensor:
+        product = self.form.multiply(x)
+        self.form.release()
+        return product
+
+    def add_to(self, hidden: Tensor, x: Activations) -> None:
+        hidden += self.multiply(x)
+
+
+def measure_encoder_cost(
+    checkpoint: Checkpoint, plan: ServingPlan, model: Encoder, exact: Callable[[Linear], ExactLinear]
+) -> float | None:
+    """Return 1 minus the lowest cosine of a vector of `model` with that of the stored weights.
+
+    `exact` returns the exact form of a product. None: the model has no vectors or no tokenizer, is not quantized, or does
+    not run on the processor.
     """
     if plan.precision.value not in QUANTIZED_PRECISIONS or plan.device.value != "cpu":
         return None
@@ -44,15 +66,13 @@ def measure_encoder_cost(
     except ArmatureError:
         return None
     texts = tokenizer.encode_texts(sample_texts(), plan.max_model_len.value)
-    exact_plan = replace(
-        plan,
-        precision=Decision("fp32", "the reference"),
-        dtype=Decision("float32", "the reference"),
-        deterministic=Decision(False, "the reference"),
-    )
-    exact = load_model(checkpoint, exact_plan, backend)
-    assert isinstance(exact, Encoder), "an encoder's checkpoint"
-    expected, found = _vectors(exact, texts), _vectors(model, texts)
+    found = _vectors(model, texts)
+    packed = {linear: linear.form for linear in model.modules() if isinstance(linear, Linear)}
+    for linear in packed:
+        linear.form = _ReleasedForm(exact(linear))
+    expected = _vectors(model, texts)
+    for linear, form in packed.items():
+        linear.form = form
     cosine = float(F.cosine_similarity(found, expected).min())
     return max(0.0, 1 - cosine) if cosine == cosine else None
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -15,12 +17,13 @@ from app.engine.encoder.build import build_encoder_engine
 from app.hardware.plan.plan import ServingPlan, make_plan
 from app.hardware.plan.precision import describe_cost
 from app.hardware.probe.probe import probe
+from app.kernels.linear.linear import ExactLinear, Linear
 from app.kernels.native.operations import OpCode, has_kernel
 from app.models.encoders.encoder import Encoder
 from app.settings import load_settings
 from app.weights.checkpoint import Checkpoint, open_checkpoint
 from app.weights.forms import RECIPES
-from app.weights.load import load_model
+from app.weights.load import Packing, load_model
 from tiny_encoders import write_encoder
 
 pytestmark = pytest.mark.skipif(not has_kernel(OpCode.LINEAR_INT), reason="integer forms need the native library")
@@ -31,8 +34,9 @@ def plan_of(checkpoint: Checkpoint, precision: str, cache: Path | None = None) -
     return make_plan(probe(), None, settings, checkpoint.needs(), RECIPES.keys())
 
 
-def test_a_start_that_packs_measures_and_the_next_one_reads(tmp_path: Path) -> None:
-    checkpoint = open_checkpoint(write_encoder(tmp_path / "tiny"))
+@pytest.mark.parametrize("architecture", ["BertModel", "Gemma3TextModel"])  # LayerNorm; RMSNorm, which is balanced
+def test_a_start_that_packs_measures_and_the_next_one_reads(tmp_path: Path, architecture: str) -> None:
+    checkpoint = open_checkpoint(write_encoder(tmp_path / "tiny", architecture))
     plan, costs = plan_of(checkpoint, "int8", tmp_path / "cache"), list[float]()
     for _ in range(2):
         build_encoder_engine(BuildRequest(checkpoint, plan, report_cost=costs.append))
@@ -40,14 +44,28 @@ def test_a_start_that_packs_measures_and_the_next_one_reads(tmp_path: Path) -> N
     assert 1e-6 < costs[0] < 0.05
 
 
+def measure(
+    checkpoint: Checkpoint,
+    plan: ServingPlan,
+    costs: dict[str, float | None],
+    model: Encoder,
+    exact: Callable[[Linear], ExactLinear],
+) -> float | None:
+    forms = [linear.form for linear in model.modules() if isinstance(linear, Linear)]
+    cost = costs[plan.precision.value] = measure_encoder_cost(checkpoint, plan, model, exact)
+    assert forms == [linear.form for linear in model.modules() if isinstance(linear, Linear)], "they are put back"
+    return cost
+
+
 def test_four_bits_cost_more_than_eight_and_exact_weights_are_not_measured(tmp_path: Path) -> None:
-    checkpoint, costs = open_checkpoint(write_encoder(tmp_path / "tiny")), {}
+    checkpoint, costs = open_checkpoint(write_encoder(tmp_path / "tiny")), dict[str, float | None]()
     for precision in ("int4", "int8", "fp32"):
         plan = plan_of(checkpoint, precision)
         backend = select_host_backend(plan)
-        model = load_model(checkpoint, plan, backend)
-        assert isinstance(model, Encoder)
-        costs[precision] = measure_encoder_cost(checkpoint, plan, backend, model)
+        costs[precision] = None
+        load_model(
+            checkpoint, plan, backend, packing=Packing(measure_encoder=partial(measure, checkpoint, plan, costs))
+        )
     assert costs["fp32"] is None
     assert costs["int4"] is not None and costs["int8"] is not None and costs["int4"] > 2 * costs["int8"]
 
@@ -60,11 +78,15 @@ def test_without_a_tokenizer_or_with_vectors_that_are_no_numbers_nothing_is_know
     backend = select_host_backend(plan)
     model = load_model(checkpoint, plan, backend)
     assert isinstance(model, Encoder)
+
+    def stored(linear: Linear) -> ExactLinear:
+        return ExactLinear([torch.zeros(linear.out_features, linear.in_features)], None)
+
     with monkeypatch.context() as patch:
         patch.setattr(encoder_cost, "_vectors", lambda model, texts: torch.full((2, 8), torch.nan))
-        assert measure_encoder_cost(checkpoint, plan, backend, model) is None
+        assert measure_encoder_cost(checkpoint, plan, model, stored) is None
     (checkpoint.directory / "tokenizer.json").unlink()
-    assert measure_encoder_cost(checkpoint, plan, backend, model) is None
+    assert measure_encoder_cost(checkpoint, plan, model, stored) is None
 
 
 def test_the_texts_are_short_and_long() -> None:
