@@ -35,15 +35,15 @@ EXPORT int armature_has(int64_t code);
 typedef struct {
     int64_t scales, codes;           /* of the first group */
     int64_t next_scales, next_codes; /* from one group to the next */
-    int64_t header, group_codes;     /* bytes of one group */
+    int64_t group_codes;             /* bytes of one group's codes */
     int64_t bytes;                   /* of the panel */
 } panel_layout;
 
 static inline __attribute__((always_inline)) panel_layout layout_of(int64_t bits, int64_t header, int64_t group, int64_t groups) {
     const int64_t codes = group * PANEL_OUTPUTS * bits / 8, own = header == SCALES_AND_MINIMUMS ? 128 : header == SCALES ? 64 : 32;
-    if (header != DOUBLE_QUANTIZED) return (panel_layout){0, own, own + codes, own + codes, own, codes, groups * (own + codes)};
+    if (header != DOUBLE_QUANTIZED) return (panel_layout){0, own, own + codes, own + codes, codes, groups * (own + codes)};
     const int64_t first = 64 + (groups * own + 63) / 64 * 64;
-    return (panel_layout){64, first, own, codes, own, codes, first + groups * codes};
+    return (panel_layout){64, first, own, codes, codes, first + groups * codes};
 }
 
 /* Rows of each tile except the last: tiles are as equal as possible. */

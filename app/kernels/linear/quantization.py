@@ -388,7 +388,7 @@ def gptq_int4(
     scales = symmetric_scales(_group_inputs(weight.float(), group)).squeeze(-1)
     double = DoubleScales.of(scales) if double_quantized else None
     stored = scales.to(torch.bfloat16) if double is None else double.values
-    codes = torch.full((len(weight), scales.shape[1] * group), 8, dtype=torch.uint8)  # padding is zero
+    codes = torch.empty(len(weight), scales.shape[1] * group, dtype=torch.uint8)
     rounded, first = Int4Weight(codes, stored, None, group, weight.shape[1], double), 0
     for block in blocks:
         _gptq_block(weight, rounded, first, block)
@@ -413,7 +413,7 @@ def _gptq_block(weight: Tensor, rounded: Int4Weight, first: int, gptq_factors: G
     at = slice(first // group, first // group + -(-len(order) // group))
     scales = rounded.scales[:, at].float().contiguous()
     remaining = weight[:, first : first + len(order)].float().index_select(1, order)
-    codes = torch.full((len(weight), scales.shape[1] * group), 8, dtype=torch.uint8)
+    codes = torch.full((len(weight), scales.shape[1] * group), 8, dtype=torch.uint8)  # padding is zero
     for begin in range(0, len(order), _BLOCK):
         inputs = min(_BLOCK, len(order) - begin)
         errors = torch.empty(len(weight), inputs)
