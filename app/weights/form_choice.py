@@ -52,7 +52,7 @@ class FormChoice:
         A product whose sources differ is split by rows if all are integers. If one is exact, all of them are.
         """
         is_output = linear.sources in OUTPUT_SOURCES
-        by_source = [self._form_names(source, is_output) for source in linear.sources]
+        by_source = [self._form_names(source) for source in linear.sources]
         names = EXACT.linear if EXACT.linear in by_source else by_source[0]
         if names != EXACT.linear and len(set(by_source)) > 1:
             split = self._row_split(linear, [QUANTISED_FORMS[each[0]] for each in by_source])
@@ -62,16 +62,12 @@ class FormChoice:
         packings = [self._packing(name, is_output) for name in names]
         return next(one for one in packings if one.supports(linear.out_features, linear.in_features, self.dtype))
 
-    def _form_names(self, source: str, is_output: bool) -> tuple[str, ...]:
+    def _form_names(self, source: str) -> tuple[str, ...]:
         """Return the forms for one source, in order of preference."""
         kept = kept_precision(self.keep, source)
         if kept is not None:
             return KEPT_FORMS[kept]
-        if self.recipe.upgrade is None:
-            return self.recipe.forms(is_output)
-        if source not in self.upgraded:
-            return self.recipe.linear
-        return self.recipe.forms(is_output) if is_output else (self.recipe.upgrade, *self.recipe.linear)
+        return self.recipe.source_forms(source, source in self.upgraded)
 
     def _row_split(self, linear: Linear, packings: Sequence[FormFactory]) -> RowSplitFactory:
         """Return the packing of a product whose sources have these packings; equal neighbours share a form."""

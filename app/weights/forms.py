@@ -47,6 +47,12 @@ class Recipe:
         """Return the forms for the output layer or for the other linear layers."""
         return self.linear if self.output is None or not is_output else self.output
 
+    def source_forms(self, source: str, is_upgraded: bool) -> tuple[str, ...]:
+        """Return the forms for one source, which may be upgraded."""
+        if self.upgrade is None or (is_upgraded and is_output(source)):
+            return self.forms(is_output(source))
+        return (self.upgrade, *self.linear) if is_upgraded else self.linear
+
 
 INT4 = "int4/32 double quantized"
 # Small models lose more by rounding, and their weights are few: there the output layer has eight bits too. llama.cpp's
@@ -291,7 +297,7 @@ def quantized_bytes(config: ModelConfig, precision: str) -> int:
 
 def _output_form(config: ModelConfig, recipe: Recipe) -> str:
     """Return the native form of the output layer."""
-    return recipe.forms(is_output=recipe.upgrade is None or _is_small(config))[0]
+    return recipe.source_forms("lm_head", is_upgraded=_is_small(config))[0]
 
 
 def decoder_device_bytes(config: ModelConfig, tensors: Mapping[str, TensorEntry]) -> dict[str, int]:
