@@ -13,6 +13,7 @@ from torch import Tensor
 
 from app.hardware.plan.torchao_config import is_torchao
 from app.kernels.linear.bf16_panels import HybridFactory, HybridLinear
+from app.kernels.linear.bf16_product import WideRows
 from app.kernels.linear.device import DeviceFactory
 from app.kernels.linear.int_panels import IntPanelFactory, IntPanelLinear
 from app.kernels.linear.linear import DEVICE_FORMS, FORMS, QUANTISED_FORMS, FormFactory, Linear
@@ -43,8 +44,8 @@ class FormChoice:
     device: torch.device | None = field(
         default=None, repr=False
     )  # not part of the key either: weights in device memory are not kept
-    # A row is multiplied in the same way whatever the number of rows: `deterministic`.
-    fixed: bool = field(default=False, repr=False)
+    # Not part of it either: how packed integers are multiplied.
+    wide: WideRows = field(default=WideRows.MANY, repr=False)
     # Sources in the recipe's form for upgraded layers. A pack stores them, so they are not part of its key.
     upgraded: frozenset[str] = field(default=frozenset(), repr=False)
 
@@ -100,7 +101,7 @@ class FormChoice:
 
     def _quantised(self, name: str) -> FormFactory:
         packing = QUANTISED_FORMS[name]
-        return replace(packing, fixed=self.fixed) if isinstance(packing, IntPanelFactory) else packing
+        return replace(packing, wide=self.wide) if isinstance(packing, IntPanelFactory) else packing
 
     def _with_copy(self, packing: IntPanelFactory | RowSplitFactory, group: int | None) -> FormFactory:
         """Return the packing with an int8 copy in the same groups, if one is held."""

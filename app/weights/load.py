@@ -21,6 +21,7 @@ from app.errors import PlanImpossible
 from app.hardware.plan.plan import ServingPlan
 from app.hardware.plan.torchao_config import is_torchao
 from app.kernels.linear.bf16_panels import Bf16PanelLinear, HybridLinear
+from app.kernels.linear.bf16_product import WideRows
 from app.kernels.linear.device import DeviceLinear
 from app.kernels.linear.int_panels import IntPanelLinear
 from app.kernels.linear.linear import EmptyForm, ExactLinear, FormFactory, Linear, LinearForm, host_architecture
@@ -150,6 +151,13 @@ def pack_weights(
         return loading.fill()
 
 
+def _wide_rows(plan: ServingPlan, config: object) -> WideRows:
+    """Return when rows are multiplied in bf16: vectors must not depend on other texts, and texts have many rows."""
+    if not isinstance(config, ModelConfig):
+        return WideRows.ALWAYS
+    return WideRows.NEVER if plan.deterministic.value else WideRows.MANY
+
+
 def form_choice(plan: ServingPlan, config: object, device: torch.device | None = None) -> FormChoice:
     """Return how the plan's weights are held, with the upgraded layers of a model that was not calibrated.
 
@@ -180,7 +188,7 @@ def form_choice(plan: ServingPlan, config: object, device: torch.device | None =
         plan.keep_layers.value,
         plan.most_few_rows.value,
         own,
-        plan.deterministic.value,
+        _wide_rows(plan, config),
         upgraded,
     )
 

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from app.kernels.linear.activations import quantise, quantise_torch, unpack_tiles
+from app.kernels.linear.bf16_product import WideRows
 from app.kernels.linear.int_panels import IntPanelFactory, IntPanelLinear
 from app.kernels.native.library import native_library
 from hypothesis_examples import examples
@@ -22,13 +23,13 @@ LEVELS = levels()
 pytestmark = pytest.mark.skipif(not LEVELS, reason=native_library().reason)
 at_every_level = pytest.mark.parametrize("level", LEVELS)
 
-# Fixed: rows of int8, however many there are.
+# Rows of int8, however many there are.
 FORMS = st.sampled_from(
     [
-        IntPanelFactory(8, None, fixed=True),
-        IntPanelFactory(8, 128, fixed=True),
-        *(IntPanelFactory(4, group, low, fixed=True) for group in (32, 64, 128) for low in (False, True)),
-        IntPanelFactory(4, 32, double_quantized=True, fixed=True),
+        IntPanelFactory(8, None, wide=WideRows.NEVER),
+        IntPanelFactory(8, 128, wide=WideRows.NEVER),
+        *(IntPanelFactory(4, group, low, wide=WideRows.NEVER) for group in (32, 64, 128) for low in (False, True)),
+        IntPanelFactory(4, 32, double_quantized=True, wide=WideRows.NEVER),
     ]
 )
 INPUTS = st.one_of(st.sampled_from([576, 896, 32, 128]), st.integers(1, 300))
@@ -138,7 +139,7 @@ def test_many_rows_may_be_multiplied_in_bf16(level: str, data: st.DataObject, mo
             return
         few = data.draw(products())
         x = few.x[torch.arange(native.wide_rows + more) % len(few.x)]
-        packing, shape = replace(few.form.packing, fixed=False), (few.form.outputs, few.form.inputs)
+        packing, shape = replace(few.form.packing, wide=WideRows.MANY), (few.form.outputs, few.form.inputs)
         form = IntPanelLinear(packing, *shape, few.form.bias, few.form.panels)
         assert form.activation_group(len(x)) is None
         assert form.activation_group(native.wide_rows - 1) == form.group

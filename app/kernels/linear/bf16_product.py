@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from enum import Enum, auto
 
 import torch
 from torch import Tensor
@@ -34,9 +35,20 @@ class PackedWeight:
     fixed: bool = False
 
 
-def multiplies_wide(rows: int) -> bool:
-    """Return True if integer weights times this many bf16 rows are faster than times rows of int8."""
-    return 0 < native_library().wide_rows <= rows
+class WideRows(Enum):
+    """When integer weights are multiplied with rows of bf16, on levels that can, and not with rows of int8.
+
+    MANY is fastest, but a row's result then depends on the number of rows. NEVER suits few rows, ALWAYS many.
+    """
+
+    NEVER = auto()
+    MANY = auto()
+    ALWAYS = auto()
+
+    def applies(self, rows: int) -> bool:
+        """Return True if this many rows are multiplied in bf16."""
+        least = native_library().wide_rows
+        return least > 0 and (self is WideRows.ALWAYS or (self is WideRows.MANY and rows >= least))
 
 
 def run_bf16_product(

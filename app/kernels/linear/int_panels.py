@@ -18,7 +18,7 @@ from torch import Tensor
 from app.kernels.elementwise.activations import MAX_TOP_LOGITS, TopLogits, TopLogitsRequest
 from app.kernels.elementwise.embedding import EmbeddingTable, RowFactor, TableLayout
 from app.kernels.linear.activations import QuantisedActivations, quantise, quantise_torch, rows_of
-from app.kernels.linear.bf16_product import PackedWeight, multiplies_wide, run_bf16_product
+from app.kernels.linear.bf16_product import PackedWeight, WideRows, run_bf16_product
 from app.kernels.linear.layout import PanelLayout
 from app.kernels.linear.quantization import GptqFactors, gptq_int4, quantise_int4, quantise_int8
 from app.kernels.native.library import native_library
@@ -42,15 +42,15 @@ _TOP_LOGITS_TASKS = 64  # csrc/ops.h
 class IntPanelFactory:
     """Packs weights to `bits` 4 or 8, with `group` inputs per scale (None: all inputs of an output).
 
-    `zero_points`: each scale has a minimum. `double_quantized`: scales have eight bits. `fixed`: a row is multiplied in
-    the same way whatever the number of rows.
+    `zero_points`: each scale has a minimum. `double_quantized`: scales have eight bits. `wide`: when rows are
+    multiplied in bf16.
     """
 
     bits: int
     group: int | None
     zero_points: bool = False
     double_quantized: bool = False
-    fixed: bool = False
+    wide: WideRows = WideRows.MANY
     keeps_weight: ClassVar[bool] = False
 
     @property
@@ -162,9 +162,9 @@ class IntPanelLinear:
     def activation_group(self, rows: int) -> int | None:
         """Return the number of inputs that share a scale: activations must be quantised in such groups.
 
-        None: many rows are multiplied in bf16, and the weight is widened.
+        None: this many rows are multiplied in bf16, and the weight is widened.
         """
-        return None if not self.packing.fixed and multiplies_wide(rows) else self.group
+        return None if self.packing.wide.applies(rows) else self.group
 
     def multiply(self, x: Tensor | QuantisedActivations) -> Tensor:
         """Multiply x [tokens, in] to [tokens, out] bf16, summed in fp32."""
