@@ -74,9 +74,9 @@ class Measurements:
     `products_per_second` is the best rate of matrix products for each precision, with the largest number of
     threads that may be used; a multiply and an add count as two operations. `most_few_rows` is the largest number
     of rows for which 4-bit weights are faster than 8-bit weights (None: not measured). `single_steps` has, by precision,
-    the seconds of a decode step of one sequence if a precision was dropped after that step, because others are much
-    faster. `fallback` is set if the measurements were rejected and the plan uses facts alone: a clause that follows
-    "since".
+    the seconds of a decode step of one sequence if nothing else of that precision was timed: it cannot be chosen, or
+    there was no time. `fallback` is set if the measurements were rejected and the plan uses facts alone: a clause that
+    follows "since".
     """
 
     read_bytes_per_second: float | None = None

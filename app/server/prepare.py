@@ -24,6 +24,7 @@ from app.errors import NoRecipe, PlanImpossible, StepFailed
 from app.hardware.decision import Measurements, TrialTimes
 from app.hardware.facts import Facts, Needs, to_json_value
 from app.hardware.plan import precision
+from app.hardware.plan.estimates import EstimateInputs, by_expected_speed
 from app.hardware.plan.plan import ServingPlan, make_plan
 from app.hardware.plan.threads import CONTENDED_GAIN
 from app.hardware.plan.trials import TrialTimings
@@ -43,7 +44,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-FORMAT = 3  # version of what is measured and how: raise it when older measurements would mislead
+FORMAT = 4  # version of what is measured and how: raise it when older measurements would mislead
 FOLDER = "calibration"
 MAX_BYTES = 2**20  # limit for one file: a longer one was not written by this program
 
@@ -309,6 +310,8 @@ def calibrate(prepared: Prepared, report: ReportStage, budget_seconds: float | N
         log.warning("calibration: decided from facts alone, because %s (%.1f s)", found.fallback, found.seconds)
     else:
         log.info("calibrated in %.1f s", found.seconds)
+        for name, seconds in found.single_steps.items():
+            log.info("calibration: only one step of %s was timed, which took %.2f s", name, seconds)
     final = prepared.with_calibration(Calibration(found, time.time(), from_cache=False))
     if measured_under_load(prepared, final):
         log.warning(
@@ -343,11 +346,14 @@ def measuring_budget_seconds(checkpoint: OpenedModel) -> float:
 
 
 def measurement_subject(prepared: Prepared) -> CalibrationSubject:
-    """Return what to measure: each precision that may be chosen, and the numbers of threads that may serve."""
+    """Return what to measure: each precision that may be chosen, the fastest first, and the numbers of threads."""
     from app.engine.calibration.measure import CalibrationSubject
 
     facts, settings, checkpoint, plan = prepared.facts, prepared.settings, prepared.checkpoint, prepared.plan
     names = [plan.precision.value, *_other_precisions(prepared)]
+    if checkpoint.needs().generates:  # other models serve the planned precision, whatever the speed of others
+        inputs = EstimateInputs(facts, prepared.needs, plan.kernels.value, plan.device.value)
+        names = by_expected_speed(inputs, names, plan.threads.value)
     plans = [plan_variant for name in names if (plan_variant := _plan_for_precision(prepared, name)) is not None]
     int4 = next((name for name in precision.INT4_PRECISIONS if name in names), None)
     copies = settings.int8_copy != "off" and int4 is not None and checkpoint.needs().generates

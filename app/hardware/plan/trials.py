@@ -123,20 +123,16 @@ NO_TRIALS = TrialTimings()  # nothing was measured
 
 
 def describe_sources(compared: Mapping[str, TrialTiming]) -> str:
-    """Return a sentence that says which precisions were not timed, or not beyond one step; empty if all were.
+    """Return sentences that say which precisions were not timed, or not beyond one step; empty if all were.
 
-    It begins with a space.
+    They begin with a space.
     """
     estimated = [name for name, timing in compared.items() if timing.source == "estimated"]
-    dropped = [name for name, timing in compared.items() if timing.source == "one step"]
-    parts = [
-        f"{' and '.join(estimated)} {'was' if len(estimated) == 1 else 'were'} not timed but estimated from bytes and operations"
-        if estimated
-        else "",
-        f"one step was enough to drop {' and '.join(dropped)}" if dropped else "",
-    ]
-    said = "; ".join(part for part in parts if part)
-    return f" {said[0].upper() if dropped and not estimated else said[0]}{said[1:]}." if said else ""
+    single = [name for name, timing in compared.items() if timing.source == "one step"]
+    verb = "was" if len(estimated) == 1 else "were"
+    return f" {' and '.join(estimated)} {verb} not timed but estimated from bytes and operations." * bool(
+        estimated
+    ) + f" Of {' and '.join(single)} only one step was timed." * bool(single)
 
 
 def format_rate(number: float) -> str:

@@ -16,7 +16,7 @@ import pytest
 from app.cli.main import main
 from app.errors import PlanImpossible
 from app.hardware.decision import Measurements, TrialTimes
-from app.hardware.facts import Facts, TorchBuild
+from app.hardware.facts import Facts, NativeLibrary, TorchBuild
 from app.hardware.plan.torchao_config import INT8_REFERENCE, KLEIDI_INT4
 from app.hardware.step_times import StepTimeTable
 from app.server import prepare
@@ -147,6 +147,8 @@ def test_every_precision_that_may_be_chosen_is_a_way(tmp_path: Path, checkpoint:
         return [way.precision.value for way in made.plans]
 
     assert ways(large=True) == ["bf16", "int8", "int4"]
+    native = machine(2, isa=x86.isa - {"avx512_bf16"} | {"fma"}, native=NativeLibrary(("avx2", "portable")))
+    assert ways(large=True, facts=native)[-1] == "fp32", "the fastest first, as far as that is known"
     assert ways(large=False) == ["bf16"]
     assert ways(large=True, precision="int4") == ["int4"]
     kleidi = [KLEIDI_INT4[32], KLEIDI_INT4[None]]

@@ -151,7 +151,7 @@ def test_one_measured_step_scales_the_estimate(llama_1b: Needs) -> None:
     assert one is not None and one.source == "one step"
     assert one.decode_rate(1) == pytest.approx(2.0)
     decision = plan(llama_1b, found).precision
-    assert decision.value == "int8" and "One step was enough to drop fp32" in decision.reason
+    assert decision.value == "int8" and "Of fp32 only one step was timed." in decision.reason
     quick = Measurements(trials=(trial("int8", 30, 200),), single_steps={"fp32": 1 / 29})
     assert plan(llama_1b, quick).precision.value == "fp32", "a step that is nearly as quick is no reason to quantize"
     rejected = dataclasses.replace(quick, fallback="the machine is too busy")
