@@ -24,7 +24,7 @@ from app.errors import NoRecipe, PlanImpossible, StepFailed
 from app.hardware.decision import Measurements, TrialTimes
 from app.hardware.facts import Facts, Needs, to_json_value
 from app.hardware.plan import precision
-from app.hardware.plan.estimates import EstimateInputs, by_expected_speed
+from app.hardware.plan.estimates import EstimateInputs, by_expected_speed, known_timing
 from app.hardware.plan.plan import ServingPlan, make_plan
 from app.hardware.plan.threads import CONTENDED_GAIN
 from app.hardware.plan.trials import TrialTimings
@@ -230,6 +230,20 @@ class Prepared:
         """Measured step times of the plan, or None if they were not measured."""
         trial = self._trial()
         return None if trial is None else StepTimeTable.from_trial(trial)
+
+    @property
+    def expected_step_times(self) -> StepTimeTable | None:
+        """Measured step times of the plan, or estimated ones; None if there is nothing to estimate them from."""
+        measured = self.step_time_table
+        if measured is not None:
+            return measured
+        estimate = known_timing(self._estimate_inputs, self.plan.precision.value, self.plan.threads.value)
+        return None if estimate is None else estimate.steps
+
+    @property
+    def _estimate_inputs(self) -> EstimateInputs:
+        plan, measurements = self.plan, None if self.calibration is None else self.calibration.measurements
+        return EstimateInputs(self.facts, self.needs, plan.kernels.value, plan.device.value, measurements)
 
     def _trial(self) -> TrialTimes | None:
         if self.calibration is None or self.calibration.measurements.fallback:

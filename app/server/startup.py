@@ -217,7 +217,9 @@ class ServerRuntime:
         from app.engine.build import BuildRequest, build
 
         prepared = self._prepared
-        step_time_model = StepTimeModel(prepared.step_time_table)
+        step_time_model = StepTimeModel(
+            prepared.expected_step_times, is_measured=prepared.plan.speed_source.value == "measured"
+        )
         self._watch_drift(prepared, step_time_model)
         self.service.serve(make_served_model(prepared, tokenizer))
         began = time.monotonic()
@@ -290,11 +292,19 @@ class ServerRuntime:
         )
 
     def _watch_drift(self, prepared: Prepared, model: StepTimeModel) -> None:
-        """Compare step times with the measurements from the first step on, and remove stale measurements."""
+        """Compare step times with the expected ones from the first step on, and remove stale measurements."""
         calibration_file, calibration, plan = prepared.calibration_file, prepared.calibration, prepared.plan
-        if model.table is not None and calibration is not None:
-            expected = ExpectedSpeed(plan.capacity_tokens_per_second.value, plan.roofline_ratio.value)
-            self._step_monitor.watch_drift(SpeedDrift(model, expected, lambda: calibration_file.forget(calibration)))
+        if model.table is None:
+            return
+        expected = ExpectedSpeed(
+            plan.capacity_tokens_per_second.value, plan.roofline_ratio.value, is_estimated=not model.is_measured
+        )
+
+        def forget() -> None:
+            if calibration is not None:
+                calibration_file.forget(calibration)
+
+        self._step_monitor.watch_drift(SpeedDrift(model, expected, forget))
 
     def _slow_step_detector(self, model: StepTimeModel) -> SlowStepDetector:
         garbage = self._step_monitor.gc_control

@@ -29,8 +29,8 @@ _OTHER_READS = {"Cortex-A": (3e9, 12e9), "Apple": (20e9, 60e9)}
 _LEVEL_INTEGERS = {
     "avx512bf16": 200e9,
     "avx512": 200e9,
-    "avxvnni": 100e9,
-    "avx2": 40e9,
+    "avxvnni": 60e9,
+    "avx2": 30e9,
     "portable": 5e9,
     "i8mm": 100e9,
     "dotprod": 50e9,

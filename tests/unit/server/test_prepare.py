@@ -76,7 +76,7 @@ def test_the_second_start_reads_what_the_first_measured(
     assert first.calibration is not None and second.calibration is not None
     assert (first.calibration.from_cache, second.calibration.from_cache) == (False, True)
     assert first.plan == second.plan
-    assert second.step_time_table == StepTimeTable.from_trial(TRIAL)
+    assert second.step_time_table == second.expected_step_times == StepTimeTable.from_trial(TRIAL)
 
 
 def test_on_measures_at_every_start_and_off_never(tmp_path: Path, checkpoint: Checkpoint, asked: list[float]) -> None:
@@ -111,6 +111,8 @@ def test_a_measurement_ends_no_start(
         served = start(tmp_path, checkpoint)
     assert "no address space" in caplog.text
     assert (served.is_final, served.step_time_table) == (True, None)
+    assert served.expected_step_times is not None and served.plan.speed_source.value == "estimated"
+    assert "no address space" in served.plan.speed_source.reason
     assert start(tmp_path, checkpoint).calibration != served.calibration, "nothing was kept of it"
 
 
