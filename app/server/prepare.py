@@ -103,9 +103,9 @@ class CalibrationFile:
     def write(self, calibration: Calibration) -> None:
         """Write the calibration for the next start, or log that it cannot be written.
 
-        Measurements that the plan could not use (`fallback`) are not kept.
+        Measurements that the plan could not use (`fallback`), and those of single steps alone, are not kept.
         """
-        if self.file is None or calibration.measurements.fallback:
+        if self.file is None or calibration.measurements.fallback or not calibration.measurements.trials:
             return
         fields = {
             "key": self.key,

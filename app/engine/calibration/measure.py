@@ -56,6 +56,7 @@ from app.kernels.ceilings import (
     cache_bytes,
 )
 from app.kernels.timing import (
+    NO_TIME,
     Clock,
     TimedBlock,
     TimedPoint,
@@ -197,6 +198,11 @@ class CalibrationTimer:
     report: ReportStage
     clock: Clock = time.perf_counter
 
+    @property
+    def is_over(self) -> bool:
+        """True if no time is left."""
+        return self.clock() >= self.deadline
+
     def share(self, part: float) -> CalibrationTimer:
         """Return a timer for a part of the time that is left."""
         now = self.clock()
@@ -279,7 +285,7 @@ def _measure_trials(subject: CalibrationSubject, timer: CalibrationTimer, found:
     """Try every precision that may be chosen, then every thread count, then measure the full table of the plan."""
     plan, threads, coarse = subject.plans[0], subject.threads[0], list[TrialTimes]()
     if len(subject.plans) > 1:
-        found = _try_precisions(subject, timer.share(PRECISIONS_SHARE), found)
+        found = _try_precisions(subject, timer, found)
         coarse = [*found.trials]
         name = subject.choose(found)[0]
         plan = next((candidate for candidate in subject.plans if candidate.precision.value == name), plan)
@@ -292,8 +298,14 @@ def _measure_trials(subject: CalibrationSubject, timer: CalibrationTimer, found:
     session = TrialSession(subject, plan, timer.share(1 - COPY_SHARE) if try_int8_copy else timer)
     full = session.trials((threads,), FULL_TRIAL)
     if not full and not coarse:
-        return replace(found, fallback=session.noise)
-    found = replace(found, trials=(*full, *_not_remeasured(coarse, full)))
+        has_steps = bool(found.single_steps) and session.noise == NO_TIME
+        return found if has_steps else replace(found, fallback=session.noise)
+    timed = {trial.precision for trial in full}
+    found = replace(
+        found,
+        trials=(*full, *_not_remeasured(coarse, full)),
+        single_steps={name: seconds for name, seconds in found.single_steps.items() if name not in timed},
+    )
     return _with_int8_copy(subject, timer, found, full[0]) if try_int8_copy and full else found
 
 
@@ -301,30 +313,31 @@ def _try_precisions(subject: CalibrationSubject, timer: CalibrationTimer, found:
     """Time every precision briefly, in the order of the plans: the fastest first.
 
     A precision that is so slow in its first step that it cannot be chosen is dropped, and so leaves its time to the
-    others. Each has at least that step.
+    others. Where making the models takes the time, the first steps alone are known.
     """
-    threads = subject.threads[0]
+    threads, precisions_timer = subject.threads[0], timer.share(PRECISIONS_SHARE)
     for index, candidate in enumerate(subject.plans):
+        if timer.is_over:
+            break
         name = candidate.precision.value
-        session = TrialSession(subject, candidate, timer.share(1 / (len(subject.plans) - index)))
-        first = session.first_step_seconds(threads) if found.trials else None
-        if first is not None:
-            single_steps = {**found.single_steps, name: first}
-            if _cannot_be_chosen(subject, found, name, first):
-                found = replace(found, single_steps=single_steps)
-                continue
+        session = TrialSession(subject, candidate, precisions_timer.share(1 / (len(subject.plans) - index)))
+        first = session.first_step_seconds(threads)
+        if first is not None and _cannot_be_chosen(subject, found, name, first):
+            found = replace(found, single_steps={**found.single_steps, name: first})
+            continue
         trials = session.trials((threads,), COARSE_TRIAL)
-        found = replace(found, trials=(*found.trials, *trials))
-        if first is not None and not trials:
-            found = replace(found, single_steps=single_steps)
+        if trials:
+            found = replace(found, trials=(*found.trials, *trials))
+        elif first is not None:
+            found = replace(found, single_steps={**found.single_steps, name: first})
     return found
 
 
 def _cannot_be_chosen(subject: CalibrationSubject, found: Measurements, name: str, seconds: float) -> bool:
     """Return whether a precision whose decode step of one sequence took `seconds` would lose by the plan's rules."""
-    best = min(min(trial.decode_seconds.values()) for trial in found.trials)
+    known = [*found.single_steps.values(), *(min(trial.decode_seconds.values()) for trial in found.trials)]
     optimistic = replace(found, single_steps={**found.single_steps, name: seconds / CLEARLY_SLOWER})
-    return seconds > CLEARLY_SLOWER * best and subject.choose(optimistic)[0] != name
+    return bool(known) and seconds > CLEARLY_SLOWER * min(known) and subject.choose(optimistic)[0] != name
 
 
 def _not_remeasured(older: Iterable[TrialTimes], newer: Sequence[TrialTimes]) -> list[TrialTimes]:
@@ -366,6 +379,9 @@ class TrialSession:
 
     def trials(self, threads: Sequence[int], trial_shape: TrialShape) -> list[TrialTimes]:
         """Return one result for each thread count; the thread counts are sampled in turns."""
+        if self.timer.is_over and not self._is_built(trial_shape):  # making the model would only delay the start
+            self.noise = NO_TIME
+            return []
         self.timer.report(f"calibrating: {self.plan.precision.value}")
         model_trial = self._model_trial(trial_shape)
         blocks = [self._block(model_trial, number, model_trial.trial_steps(trial_shape)) for number in threads]
@@ -404,11 +420,17 @@ class TrialSession:
             times.append(self.timer.clock() - start)
         return min(times)
 
+    def _scope(self, trial_shape: TrialShape) -> TrialScope:
+        return TrialScope(self.subject.cache_bytes, trial_shape.layers_share, trial_shape.most_outputs)
+
+    def _is_built(self, trial_shape: TrialShape) -> bool:
+        return self._built is not None and self._built[0] == self._scope(trial_shape)
+
     def _model_trial(self, trial_shape: TrialShape) -> ModelTrial:
         """Return the model for these steps, built once."""
-        scope = TrialScope(self.subject.cache_bytes, trial_shape.layers_share, trial_shape.most_outputs)
-        if self._built is None or self._built[0] != scope:
+        if self._built is None or not self._is_built(trial_shape):
             self._built = None  # frees the memory of the other one first
+            scope = self._scope(trial_shape)
             self._built = scope, self.model_trial(scope)
         return self._built[1]
 

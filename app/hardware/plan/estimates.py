@@ -137,6 +137,9 @@ def find_ceilings(inputs: EstimateInputs, precision: str, threads: int) -> Ceili
         products *= _REACHED_SHARE
     cores = _usable_cores(inputs.facts, threads)
     shown = [timing.trial.read_bytes / timing.steps.decode(FEW_SEQS) for timing in _decoding_trials(inputs)]
+    for name in () if measured.fallback else measured.single_steps:
+        seconds, nbytes = _single_step(measured, name), _read_bytes(inputs, name)
+        shown += [nbytes / seconds] if seconds and nbytes else []
     return Ceilings(
         read or max([_reads(inputs.facts, cores), *shown]),
         products or cores * per_core,

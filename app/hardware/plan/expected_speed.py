@@ -77,6 +77,8 @@ def _source(measurements: Measurements | None, timing: TrialTiming | None) -> De
     why = "nothing was measured"
     if measurements is not None:
         why = measurements.fallback or "this configuration was not timed"
+    if timing.source == "one step":
+        why = "there was time for one step only, to which the estimate is scaled"
     return Decision(
         "estimated",
         f"Capacity and predicted wait are estimated from bytes and operations, since {why}; recent steps correct them.",

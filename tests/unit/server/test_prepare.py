@@ -133,6 +133,17 @@ def test_what_was_measured_beside_other_work_serves_one_start(
         assert len(budgets) == times, gain
 
 
+def test_single_steps_serve_one_start(tmp_path: Path, checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch) -> None:
+    budgets: list[float] = []
+    found = Measurements(5e10, {"bf16": 8e11}, single_steps={"bf16": 0.5})
+    monkeypatch.setattr("app.engine.calibration.measure.measure_machine", measure_of(found, budgets))
+    for _ in range(2):
+        served = start(tmp_path, checkpoint)
+        assert served.step_time_table is None and served.expected_step_times is not None
+        assert served.expected_step_times.decode(1) == pytest.approx(0.5)
+    assert len(budgets) == 2, "they are not kept for the next start"
+
+
 def test_every_precision_that_may_be_chosen_is_a_way(tmp_path: Path, checkpoint: Checkpoint) -> None:
     x86, torch = machine(), TorchBuild(version="2.13.0", kleidiai=True)
     arm = machine(architecture="arm64", isa=frozenset({"lse", "dotprod", "i8mm", "bf16"}), torch=torch)

@@ -158,6 +158,16 @@ def test_one_measured_step_scales_the_estimate(llama_1b: Needs) -> None:
     assert plan(llama_1b, rejected).precision.value == "int4"
 
 
+def test_single_steps_alone_decide_and_show_how_fast_memory_is(llama_1b: Needs) -> None:
+    found = Measurements(single_steps={"int8": 0.2, "int4": 0.1})
+    decision = plan(llama_1b, found)
+    assert decision.precision.value == "int4"
+    assert "10.0 tokens/s at one sequence" in decision.precision.reason
+    assert decision.speed_source.value == "estimated" and "one step only" in decision.speed_source.reason
+    fast = Measurements(single_steps={"int8": 0.01})
+    assert estimate(llama_1b, "fp32", fast) < estimate(llama_1b, "fp32") / 3
+
+
 # ---- the estimate ----------------------------------------------------------------------------------------------------
 
 
