@@ -62,10 +62,14 @@ class StepTimeModel:
     """
 
     def __init__(self, table: StepTimeTable | None = None, is_measured: bool = True) -> None:
+        self.draft_tokens, self.tokens_per_step = 0.0, 1.0  # running means, for each sequence of a decode step
+        self.use_table(table, is_measured)
+
+    def use_table(self, table: StepTimeTable | None, is_measured: bool = True) -> None:
+        """Use this table from now on, and forget what steps took in proportion to an earlier one."""
         self.table = table
         self.is_measured = is_measured and table is not None
         self.usual_seconds: float | None = None
-        self.draft_tokens, self.tokens_per_step = 0.0, 1.0  # running means, for each sequence of a decode step
         self._recent: dict[StepKind, deque[float]] = {}
         self._factors: dict[StepKind, float] = {}
         self._windows: dict[Phase, deque[float]] = {}

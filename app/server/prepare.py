@@ -21,13 +21,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from app.errors import NoRecipe, PlanImpossible, StepFailed
-from app.hardware.decision import Measurements, TrialTimes
+from app.hardware.decision import Measurements, TrialTimes, decisions_of
 from app.hardware.facts import Facts, Needs, to_json_value
 from app.hardware.plan import precision
 from app.hardware.plan.estimates import EstimateInputs, by_expected_speed, known_timing
+from app.hardware.plan.expected_speed import SpeedEstimate, SpeedInputs, SpeedLimits, estimate_speed
 from app.hardware.plan.plan import ServingPlan, make_plan
 from app.hardware.plan.threads import CONTENDED_GAIN
-from app.hardware.plan.trials import TrialTimings
+from app.hardware.plan.trials import TrialTiming, TrialTimings
 from app.hardware.probe import software
 from app.hardware.probe.probe import probe
 from app.hardware.step_times import StepTimeTable
@@ -44,6 +45,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+NO_TIME = "there was no time to measure"
 FORMAT = 4  # version of what is measured and how: raise it when older measurements would mislead
 FOLDER = "calibration"
 MAX_BYTES = 2**20  # limit for one file: a longer one was not written by this program
@@ -245,6 +247,28 @@ class Prepared:
         plan, measurements = self.plan, None if self.calibration is None else self.calibration.measurements
         return EstimateInputs(self.facts, self.needs, plan.kernels.value, plan.device.value, measurements)
 
+    @property
+    def estimated_trial(self) -> TrialTimes | None:
+        """Estimated step times of the plan; None if they are measured or unknown."""
+        if self.plan.speed_source.value != "estimated":
+            return None
+        estimate = known_timing(self._estimate_inputs, self.plan.precision.value, self.plan.threads.value)
+        return None if estimate is None else replace(estimate.trial, int8_copy=self.plan.int8_copy.value)
+
+    def with_idle_trial(self, trial: TrialTimes) -> Prepared:
+        """Return a copy with the step times that the idle server measured, and keep them for the next start.
+
+        Only the expected speed changes: what is served stays as it was planned.
+        """
+        before = Measurements() if self.calibration is None else self.calibration.measurements
+        measurements = replace(before, trials=(trial, *before.trials), fallback="", is_partial=True)
+        calibration = Calibration(measurements, time.time(), from_cache=False)
+        self.calibration_file.write(calibration)
+        plan, timing = self.plan, TrialTiming(trial, StepTimeTable.from_trial(trial))
+        limits = SpeedLimits(plan.batch_target_tokens.value, plan.max_running_seqs.value, plan.weight_bytes.value)
+        speed = estimate_speed(measurements, SpeedInputs(self.needs, plan.precision.value, limits, timing))
+        return replace(self, plan=replace(plan, **decisions_of(speed, SpeedEstimate)), calibration=calibration)
+
     def _trial(self) -> TrialTimes | None:
         if self.calibration is None or self.calibration.measurements.fallback:
             return None
@@ -295,7 +319,11 @@ def with_kept_calibration(facts: Facts, settings: Settings, checkpoint: OpenedMo
     )
     prepared = Prepared(settings, facts, checkpoint, needs, plan, calibration_file, is_final=not plan.calibrate.value)
     found = calibration_file.read() if plan.calibrate.value and settings.calibrate != "on" else None
-    return prepared if found is None else prepared.with_calibration(found)
+    if found is None:
+        return prepared
+    if found.measurements.is_partial:  # the machine was too busy at the last start: measure again now
+        return replace(prepared, calibration=found)
+    return prepared.with_calibration(found)
 
 
 def calibrate(prepared: Prepared, report: ReportStage, budget_seconds: float | None = None) -> Prepared:
@@ -320,6 +348,11 @@ def calibrate(prepared: Prepared, report: ReportStage, budget_seconds: float | N
         MemoryError,
     ) as error:  # a failed measurement must not end the start
         found = Measurements(fallback=f"measuring failed: {error}", seconds=time.monotonic() - began)
+    if not found.trials and prepared.calibration is not None:
+        log.warning("calibration: %s; what the idle server measured earlier is used", found.fallback or NO_TIME)
+        final = prepared.with_calibration(prepared.calibration)
+        _log_plan(final.plan)
+        return final
     if found.fallback:
         log.warning("calibration: decided from facts alone, because %s (%.1f s)", found.fallback, found.seconds)
     else:

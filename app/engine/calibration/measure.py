@@ -317,7 +317,7 @@ def _try_precisions(subject: CalibrationSubject, timer: CalibrationTimer, found:
     """
     threads, precisions_timer = subject.threads[0], timer.share(PRECISIONS_SHARE)
     for index, candidate in enumerate(subject.plans):
-        if timer.is_over:
+        if index and timer.is_over:
             break
         name = candidate.precision.value
         session = TrialSession(subject, candidate, precisions_timer.share(1 / (len(subject.plans) - index)))

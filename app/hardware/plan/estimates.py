@@ -14,7 +14,7 @@ from app.hardware.decision import Measurements, TrialTimes
 from app.hardware.facts import Facts, Needs
 from app.hardware.plan.memory_budget import kv_bytes_per_token
 from app.hardware.plan.torchao_config import KLEIDI_INT4
-from app.hardware.plan.trials import FEW_SEQS, TrialTiming, TrialTimings
+from app.hardware.plan.trials import FEW_SEQS, TimingSource, TrialTiming, TrialTimings
 from app.hardware.probe.software import TORCH_KERNELS
 from app.hardware.step_times import StepTimeTable
 
@@ -76,17 +76,34 @@ class Ceilings:
 def known_timing(inputs: EstimateInputs, precision: str, threads: int) -> TrialTiming | None:
     """Return the measured timing of a precision, or what one measured step makes of the estimate, or the estimate.
 
-    None: nothing is known, because the model, its bytes in this precision or the machine's products are not.
+    If other precisions were measured slower than their estimates, this one is expected to be slower too: an estimate
+    must not win because the machine was busy while the others were measured. None: nothing is known, because the model,
+    its bytes in this precision or the machine's products are not.
     """
     timing = TrialTimings.from_measurements(inputs.measurements).find(precision, threads)
     if timing is not None:
         return timing
     estimate = estimated_timing(inputs, precision, threads)
+    if estimate is None:
+        return None
     one = _single_step(inputs.measurements, precision)
-    if estimate is None or one is None:
-        return estimate
-    factor = one / estimate.steps.decode(FEW_SEQS)
-    return TrialTiming(_scaled(estimate.trial, factor), estimate.steps.scaled(factor), source="one step")
+    factor = _slowdown(inputs, threads) if one is None else one / estimate.steps.decode(FEW_SEQS)
+    source: TimingSource = "estimated" if one is None else "one step"
+    return TrialTiming(_scaled(estimate.trial, factor), estimate.steps.scaled(factor), source)
+
+
+def _slowdown(inputs: EstimateInputs, threads: int) -> float:
+    """Return the least factor by which measured decode steps of one sequence took longer than estimated, at least 1."""
+    measured = inputs.measurements
+    if measured is None or measured.fallback:
+        return 1.0
+    took = {name: seconds for name in measured.single_steps if (seconds := _single_step(measured, name))}
+    for timing in _decoding_trials(inputs):
+        if timing.trial.threads == threads:
+            took[timing.trial.precision] = timing.steps.decode(FEW_SEQS)
+    estimates = {name: estimated_timing(inputs, name, threads) for name in took}
+    factors = [took[name] / one.steps.decode(FEW_SEQS) for name, one in estimates.items() if one is not None]
+    return max(1.0, min(factors, default=1.0))
 
 
 def estimated_timing(inputs: EstimateInputs, precision: str, threads: int) -> TrialTiming | None:

@@ -73,7 +73,8 @@ def _source(measurements: Measurements | None, timing: TrialTiming | None) -> De
     if timing is None:
         return Decision("unknown", "There are neither measurements nor figures to estimate step times from.")
     if timing.source == "measured":
-        return Decision("measured", "Steps were timed; recent steps correct the figures.")
+        when = " while the server was idle" if measurements is not None and measurements.is_partial else ""
+        return Decision("measured", f"Steps were timed{when}; recent steps correct the figures.")
     why = "nothing was measured"
     if measurements is not None:
         why = measurements.fallback or "this configuration was not timed"

@@ -125,3 +125,14 @@ def test_a_table_that_was_not_measured_is_corrected_further_and_states_no_usual_
 
 def test_without_a_table_nothing_is_measured() -> None:
     assert not StepTimeModel(None).is_measured
+
+
+def test_a_measured_table_takes_the_place_of_an_estimate() -> None:
+    model = StepTimeModel(StepTimeTable(((1, 1.0),), ((32, 1.0),)), is_measured=False)
+    step = StepStats(0.1, decode_tokens=1, num_decode_sequences=1)
+    for _ in range(20):
+        model.observe(step)
+    model.use_table(StepTimeTable(((1, 0.1),), ((32, 0.2),)))
+    times = model.step_times(512)
+    assert model.is_measured and times is not None
+    assert times.seconds(1, 0) == pytest.approx(0.1), "no factor of the old table is left"

@@ -144,6 +144,33 @@ def test_single_steps_serve_one_start(tmp_path: Path, checkpoint: Checkpoint, mo
     assert len(budgets) == 2, "they are not kept for the next start"
 
 
+def test_what_the_idle_server_measured_serves_where_the_next_start_cannot_measure(
+    tmp_path: Path, checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    budgets: list[float] = []
+    found = Measurements(fallback="the machine is too busy")
+
+    def measure(what: Any, budget: float, report: Any) -> Measurements:
+        budgets.append(budget)
+        return found
+
+    monkeypatch.setattr("app.engine.calibration.measure.measure_machine", measure)
+    first = start(tmp_path, checkpoint)
+    assert first.estimated_trial is not None and first.plan.speed_source.value == "estimated"
+    idle = first.with_idle_trial(TRIAL)
+    assert idle.step_time_table == StepTimeTable.from_trial(TRIAL) and idle.estimated_trial is None
+    assert idle.plan.speed_source.value == "measured" and "while the server was idle" in idle.plan.speed_source.reason
+    assert idle.plan.precision == first.plan.precision
+    assert idle.plan.capacity_tokens_per_second.value["decode"][1] == pytest.approx(1 / (0.02 + 512e-7), rel=0.01)
+    second = start(tmp_path, checkpoint)
+    assert second.step_time_table == StepTimeTable.from_trial(TRIAL) and second.plan.speed_source.value == "measured"
+    found = FOUND
+    third = start(tmp_path, checkpoint)
+    assert third.calibration is not None and not third.calibration.measurements.is_partial
+    assert start(tmp_path, checkpoint).calibration is not None
+    assert len(budgets) == 3, "each start measures until one can, and then none"
+
+
 def test_every_precision_that_may_be_chosen_is_a_way(tmp_path: Path, checkpoint: Checkpoint) -> None:
     x86, torch = machine(), TorchBuild(version="2.13.0", kleidiai=True)
     arm = machine(architecture="arm64", isa=frozenset({"lse", "dotprod", "i8mm", "bf16"}), torch=torch)

@@ -168,6 +168,16 @@ def test_single_steps_alone_decide_and_show_how_fast_memory_is(llama_1b: Needs) 
     assert estimate(llama_1b, "fp32", fast) < estimate(llama_1b, "fp32") / 3
 
 
+def test_a_reference_that_nobody_timed_does_not_win_because_the_machine_was_busy(llama_1b: Needs) -> None:
+    """The ceilings were read in a quiet moment, the steps of the others beside other work: all estimates are slower."""
+    ceilings = {"fp32": 8e10, "bf16": 8e11, "int8": 1.4e12, "int4": 1.6e12}
+    busy = Measurements(9e9, ceilings, single_steps={"int4": 0.365, "int8": 0.438})
+    for facts in (cascade_lake(), machine(2, isa=AVX512 | {"avx512_bf16"}, native=X86)):
+        assert plan(llama_1b, busy, facts).precision.value == "int8"
+    slow = Measurements(9e9, ceilings, (trial("int8", 2, 10),))
+    assert plan(llama_1b, slow).precision.value in ("int8", "int4")
+
+
 # ---- the estimate ----------------------------------------------------------------------------------------------------
 
 
