@@ -24,7 +24,8 @@ PROMPT_TOKENS = (32, 128, 512)
 TEXTS = (1, 4)  # of 128 tokens
 TEXT_TOKENS = 128
 MAX_STEP_SECONDS = 0.5  # a longer step would delay a client's request: it is not timed
-SAMPLES = 4  # of each size; the first step of a size records it and is no sample
+SAMPLES = 4  # of each size
+FIRST_STEPS = 4  # at most so many steps of a size prepare its recording and are no samples
 _LEAD_TOKENS = 4  # tokens of the prompts of sequences whose decodes are timed
 _PREFIX = "idle"
 
@@ -88,7 +89,7 @@ class IdleMeasurement:
     def _decode_samples(self, rows: int) -> tuple[int, list[float]]:
         rows = min(rows, self._subject.plan.max_running_seqs.value)
         for _ in range(rows):
-            self._generate(_LEAD_TOKENS, 2 + SAMPLES)
+            self._generate(_LEAD_TOKENS, 1 + FIRST_STEPS + SAMPLES)
         steps = self._steps()
         return rows, [
             step.corrected_seconds
@@ -103,7 +104,9 @@ class IdleMeasurement:
         plan = self._subject.plan
         tokens = min(tokens, plan.max_batch_tokens.value, plan.max_model_len.value - 2)
         found: list[float] = []
-        for _ in range(1 + SAMPLES):
+        for _ in range(FIRST_STEPS + SAMPLES):
+            if len(found) == SAMPLES:
+                break
             self._generate(tokens, 1)
             found += [
                 step.corrected_seconds for step in self._steps() if step.prefill_tokens == tokens and not step.is_first
@@ -115,7 +118,9 @@ class IdleMeasurement:
         each = min(TEXT_TOKENS, plan.max_model_len.value)
         texts = max(1, min(texts, plan.batch_target_tokens.value // each))
         found: list[float] = []
-        for _ in range(1 + SAMPLES):
+        for _ in range(FIRST_STEPS + SAMPLES):
+            if len(found) == SAMPLES:
+                break
             self._number += 1
             made = tuple(Text(self._token_ids(each)) for _ in range(texts))
             self._engine.add(Encode(f"{_PREFIX}-{self._number}", made, self._subject.outputs[:1], arrived_at=0.0))
