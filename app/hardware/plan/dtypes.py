@@ -71,10 +71,9 @@ def decide_weights_and_kv(
     generates = candidates.needs is None or candidates.needs.generates
     if not auto:
         chosen = precision.forced_precision(candidates)
-    elif generates:
-        chosen = precision.choose_precision(candidates, measurements, threads)
     else:
-        chosen = precision.choose_vector_precision(candidates, trials, threads)
+        choose = precision.choose_precision if generates else precision.choose_vector_precision
+        chosen = choose(candidates, measurements, threads)
     chosen = precision.choose_int4_kernels(candidates, chosen, trials, threads)
     kind, node, device = candidates.kind, candidates.numa_node, candidates.device
     dtype = decide_dtype(candidates.facts, chosen.value, kind)

@@ -157,7 +157,9 @@ def _costly_phrase(candidates: PrecisionCandidates, names: Sequence[str]) -> str
     return f"Over the quality_budget of {100 * budget:g}% is {said}."
 
 
-def choose_vector_precision(candidates: PrecisionCandidates, trials: TrialTimings, threads: int) -> Decision[str]:
+def choose_vector_precision(
+    candidates: PrecisionCandidates, measurements: Measurements | None, threads: int
+) -> Decision[str]:
     """Choose a precision for `auto` for a model whose results are vectors or labels.
 
     It is the reference precision if that fits, because new vectors are compared with vectors that an index already
@@ -168,12 +170,14 @@ def choose_vector_precision(candidates: PrecisionCandidates, trials: TrialTiming
         [reference, *(name for name in AUTO_PRECISIONS[:1] if name in candidates.available)]
     )
     start = _reference_or_replacement(candidates, reference, names, _fitting_precisions(candidates, names))
-    now, int8 = trials.find(start.value, threads), trials.find("int8", threads)
+    inputs = candidates.estimate_inputs(measurements)
+    now, int8 = known_timing(inputs, start.value, threads), known_timing(inputs, "int8", threads)
     if start.value == "int8" or now is None or int8 is None:
         return start
+    how = "measured" if now.source == int8.source == "measured" else "estimated"
     return Decision(
         start.value,
-        f"{start.reason} int8 was measured {int8.speedup_over(now):.2f} times as fast. It is not chosen by itself, since vectors must stay "
+        f"{start.reason} int8 was {how} {int8.speedup_over(now):.2f} times as fast. It is not chosen by itself, since vectors must stay "
         "comparable with those in an index: set precision=int8 and compute the whole index with it.",
     )
 

@@ -277,6 +277,7 @@ def test_encoders_and_programs_are_estimated_and_stay_exact(llama_1b: Needs, kin
     needs = dataclasses.replace(llama_1b, kind=kind, max_model_len=512, kv_elements_per_token=0)
     found = plan(needs, facts=cascade_lake(memory=64 * GIB))
     assert found.precision.value == "fp32", "vectors stay comparable with those of an index"
+    assert "int8 was estimated " in found.precision.reason and "not chosen by itself" in found.precision.reason
     assert found.speed_source.value == "estimated"
     assert found.capacity_tokens_per_second.value["encode"]
     assert "stimated" in found.max_waiting_requests.reason
