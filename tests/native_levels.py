@@ -9,7 +9,7 @@ import pytest
 
 from app.kernels.native.library import NativeKernels, native_library
 
-_NAMES = ("avx512bf16", "avx512", "avxvnni", "avx2", "i8mm", "dotprod", "neon", "portable")
+_NAMES = ("amx", "avx512bf16", "avx512", "avxvnni", "avx2", "i8mm", "dotprod", "neon", "portable")
 
 
 def levels() -> tuple[str, ...]:

@@ -27,7 +27,7 @@ from tools.recorded_hosts import HOSTS, read_tree, write_tree
 
 TARGET = Path(__file__).resolve().parent.parent / "docs" / "auto.md"
 LEVELS = {
-    "x86_64": ("avx512bf16", "avx512", "avxvnni", "avx2", "portable"),
+    "x86_64": ("amx", "avx512bf16", "avx512", "avxvnni", "avx2", "portable"),
     "arm64": ("i8mm", "dotprod", "neon"),
 }  # levels of the released wheels (app/kernels/csrc/levels)
 

@@ -143,7 +143,7 @@ def _integer_products(rows: int, outputs: int, inputs: int) -> Iterable[tuple[Mu
         yield packing.pack(torch.randn(outputs, inputs), None).multiply, torch.randn(rows, inputs).bfloat16()
 
 
-_VNNI_LEVELS = ("avx512bf16", "avx512", "avxvnni")
+_VNNI_LEVELS = ("amx", "avx512bf16", "avx512", "avxvnni")
 COPY_BYTES = 2**30  # much larger than any cache
 FREE_MEMORY_FRACTION = 8  # at most this fraction (1 / FREE_MEMORY_FRACTION) of the device's free memory is copied
 DEVICE_REPEATS = 3  # the best counts: a peak is the rate that can be reached

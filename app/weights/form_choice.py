@@ -6,7 +6,7 @@ The form is the first of the recipe that suits the weight on this machine.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -43,6 +43,8 @@ class FormChoice:
     device: torch.device | None = field(
         default=None, repr=False
     )  # not part of the key either: weights in device memory are not kept
+    # A row is multiplied in the same way whatever the number of rows: `deterministic`.
+    fixed: bool = field(default=False, repr=False)
     # Sources in the recipe's form for upgraded layers. A pack stores them, so they are not part of its key.
     upgraded: frozenset[str] = field(default=frozenset(), repr=False)
 
@@ -55,7 +57,7 @@ class FormChoice:
         by_source = [self._form_names(source) for source in linear.sources]
         names = EXACT.linear if EXACT.linear in by_source else by_source[0]
         if names != EXACT.linear and len(set(by_source)) > 1:
-            split = self._row_split(linear, [QUANTISED_FORMS[each[0]] for each in by_source])
+            split = self._row_split(linear, [self._quantised(each[0]) for each in by_source])
             if split.supports(linear.out_features, linear.in_features, self.dtype):
                 return self._with_copy(split, split.ranges[0][1].group)
             names = self.recipe.linear
@@ -91,10 +93,14 @@ class FormChoice:
             return DEVICE_FORMS[name](self.device, self.dtype)
         if is_torchao(name):
             return TorchaoFactory(name, self.device, self.dtype)
-        packing = QUANTISED_FORMS[name]
+        packing = self._quantised(name)
         if is_output or not isinstance(packing, IntPanelFactory) or packing.bits == 8:
             return packing
         return self._with_copy(packing, packing.group)
+
+    def _quantised(self, name: str) -> FormFactory:
+        packing = QUANTISED_FORMS[name]
+        return replace(packing, fixed=self.fixed) if isinstance(packing, IntPanelFactory) else packing
 
     def _with_copy(self, packing: IntPanelFactory | RowSplitFactory, group: int | None) -> FormFactory:
         """Return the packing with an int8 copy in the same groups, if one is held."""

@@ -180,6 +180,7 @@ def form_choice(plan: ServingPlan, config: object, device: torch.device | None =
         plan.keep_layers.value,
         plan.most_few_rows.value,
         own,
+        plan.deterministic.value,
         upgraded,
     )
 

@@ -19,6 +19,9 @@ static uint8_t *packed(const uint16_t *weights, int64_t outputs, int64_t inputs)
     return panels;
 }
 
+/* The buffer of `tiles` in csrc/ops.h. */
+static uint32_t *tiles_of(int64_t rows, int64_t inputs) { return room((rows > 16 ? (rows + 15) / 16 * 16 : rows) * ((inputs + 31) / 32) * 64); }
+
 static void check_product(const linear_bf16_arguments *a, const uint16_t *weights, const float *before) {
     for (int64_t at = 0; at < a->rows * a->outputs; at++) {
         const int64_t row = at / a->outputs, output = at % a->outputs, place = row * a->y_stride + output;
@@ -40,7 +43,7 @@ int64_t bf16_products(void) {
         const int64_t count = (rows - 1) * y_stride + outputs, output = i % 3, bytes = output == OUTPUT_BF16 ? 2 : 4;
         uint16_t *x = halves((rows - 1) * x_stride + inputs), *weights = halves(outputs * inputs);
         uint8_t *panels = packed(weights, outputs, inputs), *y = room(count * bytes);
-        uint32_t *tiles = room(rows * ((inputs + 1) / 2) * 4);
+        uint32_t *tiles = tiles_of(rows, inputs);
         float *bias = i % 2 ? room(outputs * 4) : NULL;
         for (int64_t o = 0; bias && o < outputs; o++) bias[o] = number();
         for (int64_t at = 0; output == OUTPUT_ADD_FP32 && at < count; at++) ((float *)y)[at] = number();
@@ -58,7 +61,7 @@ int64_t bf16_rows_alone(void) {
         const int64_t inputs = INPUTS[i], rows = between(2, 40), outputs = between(1, 100);
         uint16_t *x = halves(rows * inputs), *weights = halves(outputs * inputs);
         uint8_t *panels = packed(weights, outputs, inputs);
-        uint32_t *tiles = room(rows * ((inputs + 1) / 2) * 4);
+        uint32_t *tiles = tiles_of(rows, inputs);
         float *together = room(rows * outputs * 4), *alone = room(outputs * 4);
         linear_bf16_arguments a = {x, panels, NULL, tiles, together, inputs, outputs, rows, inputs, outputs, OUTPUT_FP32, 1};
         run(OP_LINEAR_BF16, &a);

@@ -8,7 +8,7 @@
  * Buffers have exactly the size that the library gets, so that a sanitizer detects each byte too many. */
 #include "proof.h"
 
-static const char *const LEVELS[] = {"avx512bf16", "avx512", "avxvnni", "avx2", "i8mm", "dotprod", "neon", "portable"};
+static const char *const LEVELS[] = {"amx", "avx512bf16", "avx512", "avxvnni", "avx2", "i8mm", "dotprod", "neon", "portable"};
 
 static const struct {
     const char *says;
@@ -33,6 +33,7 @@ static const struct {
     {"the best outputs of a product", picks, OP_PICK},
     {"products in bf16", bf16_products, OP_LINEAR_BF16},
     {"a row of bf16 alone, summed as among others", bf16_rows_alone, OP_LINEAR_BF16},
+    {"rows of bf16 times integer weights", wide_products, OP_LINEAR_BF16},
     {"rows of weights in bf16", bf16_rows, OP_ROWS},
     {"attention", attends, OP_ATTENTION},
     {"positions turned, keys and values cached", turns, OP_TURN},

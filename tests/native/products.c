@@ -184,6 +184,54 @@ int64_t widened_rows(void) {
     return 12;
 }
 
+/* Rows of bf16 times integer weights that are widened to bf16: what a row has to be, and its bits alone. */
+static void check_wide(const activations *a, const weights *w, const float *together, const uint16_t *y, const float *bias) {
+    uint32_t *tiles = room((w->inputs + 31) / 32 * 64);
+    float *alone = room(w->outputs * 4);
+    for (int64_t row = 0; row < a->rows; row++) {
+        const uint16_t *x = a->x + row * a->stride;
+        for (int64_t o = 0; o < w->outputs; o++) {
+            double expected = bias[o], size = fabs(bias[o]), rounding = 0;
+            for (int64_t k = 0; k < w->inputs; k++) {
+                const double own = (double)scale_of(w, o, k / w->group) * code_of(w, o, k) + minimum_of(w, o, k / w->group);
+                expected += own * float_of_bf16(x[k]), size += fabs(own * float_of_bf16(x[k]));
+                rounding += pow(own * float_of_bf16(x[k]) / 512, 2); /* half a unit in the last place of a bf16 */
+            }
+            const float sum = together[row * w->outputs + o];
+            if (!close_to(sum, expected, 6 * sqrt(rounding) + 1e-5 * size))
+                failed("int%d, header %d, %d inputs in groups of %d, row %d of %d, output %d of %d: %.9g for %.9g", (int)w->bits, (int)w->header, (int)w->inputs,
+                       (int)w->group, (int)row, (int)a->rows, (int)o, (int)w->outputs, sum, expected);
+            if (!close_to(float_of_bf16(y[row * w->outputs + o]), sum, fabs(sum) / 200)) failed("row %d, output %d as bf16", (int)row, (int)o);
+        }
+        const linear_bf16_arguments one = {x, w->panels, bias, tiles, alone, a->stride, w->outputs, 1, w->inputs, w->outputs, OUTPUT_FP32, 0, IDENTITY, w->bits, w->group, w->header};
+        run(OP_LINEAR_BF16, &one);
+        if (memcmp(alone, together + row * w->outputs, (size_t)w->outputs * 4) != 0) failed("row %d of %d differs alone", (int)row, (int)a->rows);
+    }
+    free(tiles), free(alone);
+}
+
+int64_t wide_products(void) {
+    static const int64_t rows[] = {1, 33, 16, 7, 300, 17, 48, 64}, groups[] = {32, 64, 128, 0};
+    if (!armature_tiles(3)) return 0;
+    for (int64_t i = 0; i < 24; i++) {
+        const int64_t inputs = PICK_ONE(INPUTS), group = groups[i / KINDS_OF_WEIGHTS % 4] ? groups[i / KINDS_OF_WEIGHTS % 4] : (inputs + 31) / 32 * 32;
+        if (FORMS[i % KINDS_OF_WEIGHTS].header == DOUBLE_QUANTIZED && group > 128) continue;
+        activations a = new_activations(rows[i % 8], inputs, group, ANY);
+        weights w = new_weights(between(1, 100), inputs, group, FORMS[i % KINDS_OF_WEIGHTS].bits, FORMS[i % KINDS_OF_WEIGHTS].header, ANY);
+        uint32_t *tiles = room((a.rows > 16 ? (a.rows + 15) / 16 * 16 : a.rows) * ((inputs + 31) / 32) * 64);
+        float *together = room(a.rows * w.outputs * 4), *bias = room(w.outputs * 4);
+        uint16_t *y = room(a.rows * w.outputs * 2);
+        for (int64_t o = 0; o < w.outputs; o++) bias[o] = number();
+        linear_bf16_arguments all = {a.x, w.panels, bias, tiles, together, a.stride, w.outputs, a.rows, inputs, w.outputs, OUTPUT_FP32, 0, IDENTITY, w.bits, w.group, w.header};
+        run(OP_LINEAR_BF16, &all);
+        all.y = y, all.output = OUTPUT_BF16;
+        run(OP_LINEAR_BF16, &all);
+        check_wide(&a, &w, together, y, bias);
+        free(tiles), free(together), free(bias), free(y), free_activations(&a), free_weights(&w);
+    }
+    return 24;
+}
+
 int64_t odd_calls(void) {
     if (armature_run(NULL, 0, threads) != 0) failed("no operations at all are a failure");
     const operation wrong[] = {{OP_COUNT, NULL}, {-1, NULL}};

@@ -4,7 +4,7 @@ A row's result has the same bits alone as among others.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
@@ -22,12 +22,13 @@ LEVELS = levels()
 pytestmark = pytest.mark.skipif(not LEVELS, reason=native_library().reason)
 at_every_level = pytest.mark.parametrize("level", LEVELS)
 
+# Fixed: rows of int8, however many there are.
 FORMS = st.sampled_from(
     [
-        IntPanelFactory(8, None),
-        IntPanelFactory(8, 128),
-        *(IntPanelFactory(4, group, low) for group in (32, 64, 128) for low in (False, True)),
-        IntPanelFactory(4, 32, double_quantized=True),
+        IntPanelFactory(8, None, fixed=True),
+        IntPanelFactory(8, 128, fixed=True),
+        *(IntPanelFactory(4, group, low, fixed=True) for group in (32, 64, 128) for low in (False, True)),
+        IntPanelFactory(4, 32, double_quantized=True, fixed=True),
     ]
 )
 INPUTS = st.one_of(st.sampled_from([576, 896, 32, 128]), st.integers(1, 300))
@@ -121,6 +122,37 @@ def test_what_is_not_a_number_stays_in_its_row(level: str, data: st.DataObject, 
         assert found[row].isnan().all()
         others = torch.arange(len(spoilt)) != row
         assert torch.equal(found[others], good[others])
+
+
+def rounded(x: Tensor) -> Tensor:
+    """Fp32 rounded to bf16, ties away from zero."""
+    return ((x.view(torch.int32) + 0x8000) & ~0xFFFF).view(torch.float32)
+
+
+@at_every_level
+@settings(max_examples=examples(40))
+@given(data=st.data(), more=st.integers(0, 300))
+def test_many_rows_may_be_multiplied_in_bf16(level: str, data: st.DataObject, more: int) -> None:
+    with at_level(level) as native:
+        if not native.wide_rows:
+            return
+        few = data.draw(products())
+        x = few.x[torch.arange(native.wide_rows + more) % len(few.x)]
+        packing, shape = replace(few.form.packing, fixed=False), (few.form.outputs, few.form.inputs)
+        form = IntPanelLinear(packing, *shape, few.form.bias, few.form.panels)
+        assert form.activation_group(len(x)) is None
+        assert form.activation_group(native.wide_rows - 1) == form.group
+        rows, weight = x.double(), rounded(form.dequantised()).double()
+        bias = torch.zeros(form.outputs) if form.bias is None else form.bias
+        expected, size = rows @ weight.T + bias, rows.abs() @ weight.abs().T + bias.abs()
+        # With scales of more than bf16's bits, a group's zero is off by up to 1/512 of its step.
+        off = packing.double_quantized * rows.abs().sum(1, keepdim=True) * weight.abs().amax(1) / 256
+        found = multiplied(form, x)
+        assert ((found.double() - expected).abs() <= off + 1e-5 * size).all()
+        assert ((form.multiply(x) - found).abs() <= found.abs() / 200 + 1e-5 * size).all()
+        exact = rows @ form.dequantised().double().T + bias
+        assert ((form.multiply_torch(x) - exact).abs() <= size / 256).all()
+        assert all(torch.equal(found[row], found[row % len(few.x)]) for row in range(len(x)))
 
 
 def packed(packing: IntPanelFactory, codes: Tensor, scales: Tensor, others: Tensor | None) -> IntPanelLinear:

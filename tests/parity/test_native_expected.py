@@ -38,7 +38,7 @@ from app.kernels.native.operations import (
 )
 
 EXPECTED = Path(__file__).parent / "native_expected.json"
-LEVELS = ("avx512bf16", "avx512", "avxvnni", "avx2", "i8mm", "dotprod", "neon", "portable")
+LEVELS = ("amx", "avx512bf16", "avx512", "avxvnni", "avx2", "i8mm", "dotprod", "neon", "portable")
 ROWS = 40
 
 

@@ -27,6 +27,7 @@ _OTHER_READS = {"Cortex-A": (3e9, 12e9), "Apple": (20e9, 60e9)}
 # Operations of a core in a second, a multiply and an add counted as two, in products of many rows: less than half of
 # what was measured where a machine with that level was at hand.
 _LEVEL_INTEGERS = {
+    "amx": 200e9,
     "avx512bf16": 200e9,
     "avx512": 200e9,
     "avxvnni": 60e9,

@@ -33,7 +33,7 @@ _BF16_PRODUCTS = {"x86_64": ("amx_bf16", "avx512_bf16"), "arm64": ("bf16",)}
 
 # Precisions whose products can sum in one order for any number of rows, and the kernel levels that do so; empty: all
 # levels.
-_BATCH_INVARIANT_LEVELS = {"bf16": ("avx512bf16",), "int8": (), "int4": (), "int4-small": ()}
+_BATCH_INVARIANT_LEVELS = {"bf16": ("amx", "avx512bf16"), "int8": (), "int4": (), "int4-small": ()}
 
 QUANTIZED_PRECISIONS = ("int8", "int4", "int4-small")  # from the most exact to the smallest
 INT4_PRECISIONS = ("int4", "int4-small")

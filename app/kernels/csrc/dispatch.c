@@ -8,6 +8,12 @@
 
 #if defined(__aarch64__) && defined(__linux__)
 #include <sys/auxv.h>
+#elif defined(__x86_64__)
+#include <cpuid.h>
+#ifdef __linux__
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
 #endif
 
 typedef struct {
@@ -26,6 +32,22 @@ MAYBE static int has_avx512(void) {
 }
 
 MAYBE static int has_avx512bf16(void) { return has_avx512() && __builtin_cpu_supports("avx512bf16"); }
+
+#ifdef ARMATURE_EMULATE_AMX
+MAYBE static int has_amx(void) { return has_avx512bf16(); }
+#elif defined(__linux__)
+/* Linux, arch/x86/include/uapi/asm/prctl.h and Documentation/arch/x86/xstate.rst: a process asks for the registers once. */
+#define ARCH_REQ_XCOMP_PERM 0x1023
+#define XFEATURE_XTILEDATA 18
+/* CPUID leaf 7, EDX bits 22 and 24: products of bf16, and tiles. */
+MAYBE static int has_amx(void) {
+    unsigned eax, ebx, ecx, edx;
+    if (!has_avx512bf16() || !__get_cpuid_count(7, 0, &eax, &ebx, &ecx, &edx) || (edx >> 22 & 5) != 5) return 0;
+    return syscall(SYS_arch_prctl, ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA) == 0;
+}
+#else
+MAYBE static int has_amx(void) { return 0; }
+#endif
 
 MAYBE static int has_avx2(void) { return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma"); }
 
@@ -58,6 +80,9 @@ MAYBE static int has_i8mm(void) { return has_dotprod() && asks("hw.optional.arm.
 
 /* The best first. The build defines which of them it could compile. */
 static const candidate CANDIDATES[] = {
+#ifdef ARMATURE_LEVEL_amx
+    {&level_amx, has_amx},
+#endif
 #ifdef ARMATURE_LEVEL_avx512bf16
     {&level_avx512bf16, has_avx512bf16},
 #endif
@@ -115,10 +140,10 @@ EXPORT int armature_select(const char *name) {
 /* Return whether the level in use has a kernel for this operation. */
 EXPORT int armature_has(int64_t code) { return armature_now() && code >= 0 && code < OP_COUNT && armature_now()->kernels[code] != NULL; }
 
-/* Return the tile shape of the level in use: 0 the most rows, 1 BLOCK, 2 TILE_ALIGN (see ops.h). */
+/* Return the tile shape of the level in use: 0 the most rows, 1 BLOCK, 2 TILE_ALIGN (see ops.h), 3 `wide_rows`. */
 EXPORT int64_t armature_tiles(int64_t what) {
     const level *l = armature_now();
-    return !l ? 0 : what == 0 ? l->tile_rows : what == 1 ? l->block : l->align;
+    return !l ? 0 : what == 0 ? l->tile_rows : what == 1 ? l->block : what == 2 ? l->align : l->wide_rows;
 }
 
 /* Return the bytes of an operation's arguments as this library reads them, or of lanes for OP_COUNT. A caller with

@@ -14,8 +14,14 @@
 #include "texts.h"
 #include "turn.h"
 
-#if ATTENTION_PANELS /* bf16 products */
+#if AMX_TILES
+#include "linear_amx.h"
+#elif ATTENTION_PANELS /* bf16 products */
 #include "linear_bf16.h"
+#endif
+
+#ifndef WIDE_ROWS
+#define WIDE_ROWS 0
 #endif
 
 const level LEVEL = {
@@ -23,6 +29,7 @@ const level LEVEL = {
     .tile_rows = TILE_ROWS,
     .block = BLOCK,
     .align = TILE_ALIGN,
+    .wide_rows = WIDE_ROWS,
     .kernels =
         {
             [OP_QUANTISE] = quantise,
@@ -40,7 +47,9 @@ const level LEVEL = {
             [OP_TEXTS] = texts,
             [OP_INT4_SCALES] = int4_scales,
             [OP_INT4_GPTQ] = int4_gptq,
-#if ATTENTION_PANELS
+#if AMX_TILES
+            [OP_LINEAR_BF16] = linear_amx,
+#elif ATTENTION_PANELS
             [OP_LINEAR_BF16] = linear_bf16,
 #endif
         },

@@ -13,10 +13,11 @@ typedef struct {
     int64_t tile_rows; /* the maximum rows of a tile */
     int64_t block;     /* adjacent inputs: 4 or 8 */
     int64_t align;     /* tiles are rounded up to a multiple of this number of rows */
+    int64_t wide_rows; /* from this number of rows on, integer weights times bf16 rows are faster (0: never, or no kernel) */
     kernel kernels[OP_COUNT];
 } level;
 
-extern const level level_avx512bf16, level_avx512, level_avxvnni, level_avx2, level_i8mm, level_dotprod, level_neon, level_portable;
+extern const level level_amx, level_avx512bf16, level_avx512, level_avxvnni, level_avx2, level_i8mm, level_dotprod, level_neon, level_portable;
 
 /* The same for every level (rows.c). */
 void armature_rows(const void *arguments);

@@ -201,15 +201,16 @@ typedef struct {
 } angles_arguments;
 
 /* y [rows, outputs] (row stride in elements; ADD: += into fp32) = act(x [rows, inputs] bf16 (row stride in elements)
- * times panels of bf16 (linear_bf16.h), plus bias [outputs] fp32 if given). `tiles`: a buffer of rows * ceil(inputs /
- * 2) 32-bit elements. `fixed`: one row is summed in the same order as many. */
+ * times panels, plus bias [outputs] fp32 if given). `bits` 0: panels of bf16 (tile_bf16.h). 4 or 8: packed weights with
+ * `group` and `header`, on levels with `wide_rows`. `tiles`: a buffer of ceil(inputs / 32) * 64 bytes for each row, of
+ * which there are a multiple of 16 if more than 16. `fixed`: one row is summed in the same order as many. */
 typedef struct {
     const uint16_t *x;
     const uint8_t *panels;
     const float *bias;
     uint32_t *tiles;
     void *y;
-    int64_t x_stride, y_stride, rows, inputs, outputs, output, fixed, activation;
+    int64_t x_stride, y_stride, rows, inputs, outputs, output, fixed, activation, bits, group, header;
 } linear_bf16_arguments;
 
 /* Keys and values

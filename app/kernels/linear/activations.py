@@ -51,6 +51,11 @@ Activations = (
 )  # input of a product: rows in the model's dtype, or quantised if the form requires it
 
 
+def rows_of(x: Activations) -> int:
+    """Return the number of rows of x."""
+    return x.rows if isinstance(x, QuantisedActivations) else x.shape[0]
+
+
 def unquantised(x: Activations) -> Tensor:
     """Return x as a tensor, for forms that never read quantised rows."""
     assert isinstance(x, Tensor), "rows are quantised only for a form whose `takes` names a group"

@@ -16,20 +16,14 @@ from torch import Tensor
 
 from app.kernels.elementwise.activations import TopLogits, TopLogitsRequest
 from app.kernels.elementwise.embedding import EmbeddingTable, RowFactor, TableLayout
-from app.kernels.linear.activations import Activations, QuantisedActivations, unquantised
+from app.kernels.linear.activations import Activations, QuantisedActivations, rows_of, unquantised
+from app.kernels.linear.bf16_product import PackedWeight, run_bf16_product
 from app.kernels.linear.int_panels import IntPanelFactory, IntPanelLinear
 from app.kernels.linear.quantization import GptqFactors
 from app.kernels.linear.row_split import RowSplitFactory, RowSplitLinear
 from app.kernels.native.library import native_library
 from app.kernels.native.memory import allocate_weights, empty
-from app.kernels.native.operations import (
-    ACTIVATION_CODES,
-    LinearBf16Arguments,
-    OpCode,
-    ProductOutput,
-    has_kernel,
-    run_operation,
-)
+from app.kernels.native.operations import ACTIVATION_CODES, OpCode, ProductOutput, has_kernel
 
 PANEL_WIDTH = 32  # outputs
 
@@ -112,17 +106,8 @@ class Bf16PanelLinear:
         self._run(unquantised(x), hidden, ProductOutput.ADD_FP32)
 
     def _run(self, x: Tensor, y: Tensor, output: ProductOutput, activation: int = 0) -> None:
-        if x.stride(-1) != 1:
-            x = x.contiguous()
-        rows, bias = x.shape[0], None if self.bias is None else self.bias.data_ptr()
-        tiles = empty((rows * -(-self.inputs // 2),), torch.int32)
-        addresses = (x.data_ptr(), self.panels.data_ptr(), bias, tiles.data_ptr(), y.data_ptr())
-        run_operation(
-            LinearBf16Arguments(
-                *addresses, x.stride(0), y.stride(0), rows, self.inputs, self.outputs, output, self.fixed, activation
-            ),
-            OpCode.LINEAR_BF16,
-        )
+        weight = PackedWeight(self.panels, self.bias, self.outputs, self.inputs, fixed=self.fixed)
+        run_bf16_product(weight, x, y, 0, output, activation)
 
     def rows(self, ids: Tensor, factor: RowFactor = 1.0) -> Tensor:
         """Return rows of the weight, fp32 [n, in], for ids [n] int64, times a factor.
@@ -220,27 +205,27 @@ class HybridLinear:
     def _form(self, rows: int) -> IntPanelLinear | RowSplitLinear:
         return self.few if rows <= self.max_few_rows else self.many
 
-    def activation_group(self, rows: int) -> int:
-        """Return the quantisation group of the activations for this many rows."""
+    def activation_group(self, rows: int) -> int | None:
+        """Return the quantisation group of the activations for this many rows; None for a plain tensor."""
         return self._form(rows).activation_group(rows)
 
     def multiply(self, x: Tensor | QuantisedActivations) -> Tensor:
         """Multiply x [tokens, in] to [tokens, out] bf16."""
-        return self._form(_rows(x)).multiply(x)
+        return self._form(rows_of(x)).multiply(x)
 
     def multiply_activated(self, x: Tensor | QuantisedActivations, activation: str) -> Tensor:
         """Return act(x times the weight) [tokens, out] bf16."""
-        return self._form(_rows(x)).multiply_activated(x, activation)
+        return self._form(rows_of(x)).multiply_activated(x, activation)
 
     def add_to(self, hidden: Tensor, x: Tensor | QuantisedActivations) -> None:
         """Add the product to hidden [tokens, out] fp32 in place."""
-        self._form(_rows(x)).add_to(hidden, x)
+        self._form(rows_of(x)).add_to(hidden, x)
 
     def top_logits(
         self, x: Tensor | QuantisedActivations, request: TopLogitsRequest, softcap: float | None = None
     ) -> TopLogits:
         """Return the top outputs of each row of the product."""
-        form = self._form(_rows(x))
+        form = self._form(rows_of(x))
         assert isinstance(form, IntPanelLinear), "an output layer is not split"
         return form.top_logits(x, request, softcap)
 
@@ -248,7 +233,3 @@ class HybridLinear:
         """Return rows of the dequantised weight, fp32 [n, in], for ids [n] int64, times a factor."""
         assert isinstance(self.few, IntPanelLinear), "an output layer is not split"
         return self.few.rows(ids, factor)
-
-
-def _rows(x: Tensor | QuantisedActivations) -> int:
-    return x.shape[0] if isinstance(x, torch.Tensor) else x.rows

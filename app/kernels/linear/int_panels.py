@@ -17,7 +17,8 @@ from torch import Tensor
 
 from app.kernels.elementwise.activations import MAX_TOP_LOGITS, TopLogits, TopLogitsRequest
 from app.kernels.elementwise.embedding import EmbeddingTable, RowFactor, TableLayout
-from app.kernels.linear.activations import QuantisedActivations, quantise, quantise_torch
+from app.kernels.linear.activations import QuantisedActivations, quantise, quantise_torch, rows_of
+from app.kernels.linear.bf16_product import PackedWeight, multiplies_wide, run_bf16_product
 from app.kernels.linear.layout import PanelLayout
 from app.kernels.linear.quantization import GptqFactors, gptq_int4, quantise_int4, quantise_int8
 from app.kernels.native.library import native_library
@@ -41,13 +42,15 @@ _TOP_LOGITS_TASKS = 64  # csrc/ops.h
 class IntPanelFactory:
     """Packs weights to `bits` 4 or 8, with `group` inputs per scale (None: all inputs of an output).
 
-    `zero_points`: each scale has a minimum. `double_quantized`: scales have eight bits.
+    `zero_points`: each scale has a minimum. `double_quantized`: scales have eight bits. `fixed`: a row is multiplied in
+    the same way whatever the number of rows.
     """
 
     bits: int
     group: int | None
     zero_points: bool = False
     double_quantized: bool = False
+    fixed: bool = False
     keeps_weight: ClassVar[bool] = False
 
     @property
@@ -156,9 +159,12 @@ class IntPanelLinear:
         eight = quantise_int8(rows.reshape(-1, self.group))
         return eight.codes.view(len(rows), self.padded), eight.scales.view(len(rows), -1)
 
-    def activation_group(self, rows: int) -> int:
-        """Return the number of inputs that share a scale: activations must be quantised in such groups."""
-        return self.group
+    def activation_group(self, rows: int) -> int | None:
+        """Return the number of inputs that share a scale: activations must be quantised in such groups.
+
+        None: many rows are multiplied in bf16, and the weight is widened.
+        """
+        return None if not self.packing.fixed and multiplies_wide(rows) else self.group
 
     def multiply(self, x: Tensor | QuantisedActivations) -> Tensor:
         """Multiply x [tokens, in] to [tokens, out] bf16, summed in fp32."""
@@ -166,14 +172,12 @@ class IntPanelLinear:
 
     def multiply_activated(self, x: Tensor | QuantisedActivations, activation: str) -> Tensor:
         """Return act(x times the weight) [tokens, out] bf16; the activation is applied before rounding."""
-        x = x if isinstance(x, QuantisedActivations) else quantise(x, self.group)
-        y = empty((x.rows, self.outputs), torch.bfloat16)
+        y = empty((rows_of(x), self.outputs), torch.bfloat16)
         self.multiply_into(y, 0, x, ProductOutput.BF16, ACTIVATION_CODES[activation])
         return y
 
     def add_to(self, hidden: Tensor, x: Tensor | QuantisedActivations) -> None:
         """Add the product to hidden [tokens, out] fp32 in place."""
-        x = x if isinstance(x, QuantisedActivations) else quantise(x, self.group)
         self.multiply_into(hidden, 0, x, ProductOutput.ADD_FP32)
 
     def top_logits(
@@ -203,13 +207,23 @@ class IntPanelLinear:
         return best
 
     def multiply_into(
-        self, y: Tensor, first: int, x: QuantisedActivations, output: ProductOutput, activation: int = 0
+        self, y: Tensor, first: int, x: Tensor | QuantisedActivations, output: ProductOutput, activation: int = 0
     ) -> None:
         """Write the product to columns `[first, first + out)` of y, whose dtype is that of `output`."""
+        if not isinstance(x, QuantisedActivations):
+            if self.activation_group(len(x)) is None:
+                run_bf16_product(self._packed, x, y, first, output, activation)
+                return
+            x = quantise(x, self.group)
         address = y.data_ptr() + first * y.element_size()
         product = self.product_arguments(x, address, y.stride(0), output)
         product.activation = activation
         run_operation(product, OpCode.LINEAR_INT)
+
+    @property
+    def _packed(self) -> PackedWeight:
+        bits, header = self.packing.bits, self.packing.layout.header
+        return PackedWeight(self.panels, self.bias, self.outputs, self.inputs, bits, self.group, header)
 
     def product_arguments(
         self, x: QuantisedActivations, y: int | None, stride: int, output: ProductOutput
@@ -238,8 +252,11 @@ class IntPanelLinear:
     def multiply_torch(self, x: Tensor) -> Tensor:
         """Multiply in fp32 by torch, with quantised activations and the dequantised weight.
 
-        This is the reference implementation of `multiply`.
+        Many rows may be multiplied in bf16 instead, by the weight rounded to it. This is the reference implementation
+        of `multiply`.
         """
+        if self.activation_group(len(x)) is None:
+            return torch.nn.functional.linear(x.float(), self.dequantised().bfloat16().float(), self.bias)
         codes, scales = quantise_torch(x, self.group)
         rounded = (codes.float() * scales[..., None]).flatten(1)[:, : self.inputs]
         product = rounded @ self.dequantised().T

@@ -13,7 +13,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from app.kernels.linear.activations import QuantisedActivations, quantise
+from app.kernels.linear.activations import QuantisedActivations, quantise, rows_of
 from app.kernels.linear.int_panels import IntPanelFactory, IntPanelLinear
 from app.kernels.linear.quantization import GptqFactors
 from app.kernels.native.memory import empty
@@ -96,9 +96,9 @@ class RowSplitLinear:
                 form.fill(start - begin, rows[start - first : end - first], gptq_factors)
             begin += form.outputs
 
-    def activation_group(self, rows: int) -> int:
-        """Return the quantisation group of the activations, which all forms share."""
-        return self.forms[0].group
+    def activation_group(self, rows: int) -> int | None:
+        """Return the quantisation group of the activations, which all forms share; None for a plain tensor."""
+        return self.forms[0].activation_group(rows)
 
     def multiply(self, x: Tensor | QuantisedActivations) -> Tensor:
         """Multiply x [tokens, in] to [tokens, out] bf16."""
@@ -106,24 +106,22 @@ class RowSplitLinear:
 
     def multiply_activated(self, x: Tensor | QuantisedActivations, activation: str) -> Tensor:
         """Return act(x times the weight) [tokens, out] bf16."""
-        x = self._quantised(x)
-        y = empty((x.rows, self.outputs), torch.bfloat16)
+        y = empty((rows_of(x), self.outputs), torch.bfloat16)
         self._run(x, y, ProductOutput.BF16, ACTIVATION_CODES[activation])
         return y
 
     def add_to(self, hidden: Tensor, x: Tensor | QuantisedActivations) -> None:
         """Add the product to hidden [tokens, out] fp32 in place."""
-        self._run(self._quantised(x), hidden, ProductOutput.ADD_FP32)
+        self._run(x, hidden, ProductOutput.ADD_FP32)
 
     def dequantised(self) -> Tensor:
         """Return the dequantised weight, fp32 [out, in]."""
         return torch.cat([form.dequantised() for form in self.forms])
 
-    def _quantised(self, x: Tensor | QuantisedActivations) -> QuantisedActivations:
-        return x if isinstance(x, QuantisedActivations) else quantise(x, self.forms[0].group)
-
-    def _run(self, x: QuantisedActivations, y: Tensor, output: ProductOutput, activation: int = 0) -> None:
-        first = 0
+    def _run(self, x: Tensor | QuantisedActivations, y: Tensor, output: ProductOutput, activation: int = 0) -> None:
+        group, first = self.activation_group(rows_of(x)), 0
+        if not isinstance(x, QuantisedActivations) and group is not None:
+            x = quantise(x, group)
         for form in self.forms:
             form.multiply_into(y, first, x, output, activation)
             first += form.outputs

@@ -43,7 +43,7 @@ class NativeKernels:
 
     `level` is the selected instruction set level. `operations.has_kernel` reports which operations it supports. A tile
     of quantised rows has at most `tile_rows` rows, in groups of `align` rows, and `block` inputs are contiguous
-    (csrc/ops.h).
+    (csrc/ops.h). From `wide_rows` rows on, integer weights are multiplied with rows of bf16 (0: never).
     """
 
     library: ctypes.CDLL | None
@@ -52,6 +52,7 @@ class NativeKernels:
     tile_rows: int = 1
     block: int = 4
     align: int = 1
+    wide_rows: int = 0
 
 
 @cache
@@ -87,7 +88,7 @@ def _select_level(library: ctypes.CDLL, requested: str | None) -> NativeKernels:
     name = library.armature_level()
     if name is None:
         return NativeKernels(None, None, "the library has no kernels for this processor: torch's own products serve")
-    level, sizes = name.decode(), [int(library.armature_tiles(what)) for what in range(3)]
+    level, sizes = name.decode(), [int(library.armature_tiles(what)) for what in range(4)]
     return NativeKernels(library, level, f"native kernels for {level}", *sizes)
 
 

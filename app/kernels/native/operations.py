@@ -169,14 +169,17 @@ class GatherArguments(ctypes.Structure):
 
 
 class LinearBf16Arguments(ctypes.Structure):
-    """Arguments of the product with a weight in bf16 panels."""
+    """Arguments of the product of bf16 rows with a packed weight; `bits`, `group` and `header` are those of integers."""
 
     code = OpCode.LINEAR_BF16
     _fields_ = (
         *((name, _ADDRESS) for name in ("x", "panels", "bias", "tiles", "y")),
         *(
             (name, _INT)
-            for name in ("x_stride", "y_stride", "rows", "inputs", "outputs", "output", "fixed", "activation")
+            for name in (
+                *("x_stride", "y_stride", "rows", "inputs", "outputs", "output", "fixed", "activation"),
+                *("bits", "group", "header"),
+            )
         ),
     )
 

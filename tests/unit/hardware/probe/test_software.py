@@ -12,7 +12,7 @@ from app.hardware.probe import software
 from app.hardware.probe.probe import probe
 from app.kernels.native.library import native_library
 
-ALL_X86 = ("avx512bf16", "avx512", "avxvnni", "avx2", "portable")
+ALL_X86 = ("amx", "avx512bf16", "avx512", "avxvnni", "avx2", "portable")
 ALL_ARM = ("i8mm", "dotprod", "neon", "portable")
 AVX512 = "avx2 fma avx512f avx512bw avx512dq avx512vl avx512_vnni"
 
@@ -27,8 +27,9 @@ def machine(isa: str, levels: tuple[str, ...] | None, forced: str | None = None)
 @pytest.mark.parametrize(
     ("isa", "levels", "level"),
     [
-        (f"{AVX512} avx512_bf16", ALL_X86, "avx512bf16"),
-        (f"{AVX512} avx512_bf16", ALL_X86[1:], "avx512"),
+        (f"{AVX512} avx512_bf16 amx_tile amx_bf16 amx_int8", ALL_X86, "amx"),
+        (f"{AVX512} avx512_bf16 amx_tile", ALL_X86, "avx512bf16"),
+        (f"{AVX512} avx512_bf16", ALL_X86[2:], "avx512"),
         (AVX512, ALL_X86, "avx512"),
         ("avx2 fma avx_vnni", ALL_X86, "avxvnni"),
         ("avx2 fma avx512f avx512bw avx512dq avx512vl", ALL_X86, "avx2"),

@@ -31,15 +31,18 @@ def run(*command: str | Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, check=False, env=env)
 
 
-@pytest.fixture
-def driver(root: Path, pytestconfig: pytest.Config) -> Path:
+def built_driver(root: Path, folder: Path, *options: str) -> Path:
     """The sanitized driver, in a folder that the next run of the tests finds again: then little is left to compile."""
-    folder = pytestconfig.cache.mkdir("native-sanitized")
-    configured = run("cmake", "-S", root / "app/kernels/csrc", "-B", folder, "-DARMATURE_SANITIZE=ON")
+    configured = run("cmake", "-S", root / "app/kernels/csrc", "-B", folder, "-DARMATURE_SANITIZE=ON", *options)
     assert configured.returncode == 0, configured.stderr
     compiled = run("cmake", "--build", folder, "--target", "driver", "--parallel", "2")
     assert compiled.returncode == 0, compiled.stdout + compiled.stderr
     return folder / "driver"
+
+
+@pytest.fixture
+def driver(root: Path, pytestconfig: pytest.Config) -> Path:
+    return built_driver(root, pytestconfig.cache.mkdir("native-sanitized"))
 
 
 @pytest.mark.full
@@ -51,6 +54,18 @@ def test_every_level_is_proved_under_the_sanitizers(driver: Path) -> None:
     refused = run(driver, "no-such-level")
     assert refused.returncode == 1
     assert "no level no-such-level" in refused.stdout
+
+
+@pytest.mark.full
+@needs_x86
+def test_tile_registers_are_proved_without_them(root: Path, pytestconfig: pytest.Config) -> None:
+    """In plain C, so that also the sanitizers see what a register reads and writes."""
+    emulating = built_driver(root, pytestconfig.cache.mkdir("native-emulated"), "-DARMATURE_EMULATE_AMX=ON")
+    result = run(emulating, "amx")
+    if "has no level amx" in result.stdout + result.stderr:
+        pytest.skip("the rest of the level needs AVX-512 with BF16")
+    assert result.returncode == 0, (result.stdout + result.stderr)[-4000:]
+    assert "amx, 2 threads: rows of bf16 times integer weights: ok (24)" in result.stdout
 
 
 def mnemonics(command: str, folder: Path, target: Path) -> str:

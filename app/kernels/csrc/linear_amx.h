@@ -1,0 +1,115 @@
+/* y = x W^T (+ bias) with AMX: bf16 rows times panels of bf16, int8 or int4, summed in fp32. Integer weights are
+ * widened to bf16, a part of a panel at a time, which pays from some tens of rows on.
+ *
+ * A row's result does not depend on the number of rows: its sum is divided among registers and memory in the same way. */
+#ifndef ARMATURE_LINEAR_AMX_H
+#define ARMATURE_LINEAR_AMX_H
+
+#include "store_bf16.h"
+#include "tile_amx.h"
+
+#define PART_INPUTS 256 /* of a panel: 16 KB of bf16, which stay in L1. 128: 5% slower, 512: 15% (256 rows, Sapphire Rapids) */
+#define BLOCK_ROWS 256  /* rows that are multiplied with a part while it is in L1. 128: 10% slower */
+#define MOST_PANELS 4   /* of a task: sums of all its rows stay in L2 */
+
+INLINE int64_t blocks_of(const linear_bf16_arguments *a) { return (a->inputs + AMX_INPUTS - 1) / AMX_INPUTS; }
+
+/* Rows of a register: 16, or all if there are fewer. */
+INLINE int register_rows(const linear_bf16_arguments *a) { return a->rows < AMX_ROWS ? (int)a->rows : AMX_ROWS; }
+
+/* Copy the rows to blocks [ceil(rows / 16)][inputs / 32][16][32], padded with zeros. */
+static void copy_blocks(const linear_bf16_arguments *a) {
+    const int64_t blocks = blocks_of(a), rows = register_rows(a), whole = a->inputs / AMX_INPUTS;
+#pragma omp for schedule(static)
+    for (int64_t row = 0; row < (a->rows + rows - 1) / rows * rows; row++) {
+        uint8_t *to = (uint8_t *)a->tiles + (row / rows * blocks * rows + row % rows) * 64;
+        const uint16_t *from = a->x + row * a->x_stride;
+        for (int64_t k = 0; k < blocks; k++, to += rows * 64) {
+            if (row < a->rows && k < whole) {
+                memcpy(to, from + k * AMX_INPUTS, 64);
+                continue;
+            }
+            memset(to, 0, 64);
+            if (row < a->rows) memcpy(to, from + k * AMX_INPUTS, (size_t)(a->inputs - k * AMX_INPUTS) * 2);
+        }
+    }
+}
+
+/* What a task multiplies: panels [panel0, panel1), rows [row0, row1). */
+typedef struct {
+    int64_t panel0, panel1, row0, row1;
+} amx_task;
+
+INLINE int64_t amx_panel_bytes(const linear_bf16_arguments *a) {
+    if (!a->bits) return (a->inputs + 1) / 2 * SUM_STRIDE;
+    return layout_of(a->bits, a->header, a->group, (a->inputs + a->group - 1) / a->group).bytes;
+}
+
+/* Inputs [from, from + count) of a panel as bf16, either where they are or in `part`. */
+INLINE const uint8_t *part_of(const linear_bf16_arguments *a, const uint8_t *panel, int64_t from, int64_t count, uint8_t *part) {
+    if (!a->bits) {
+        if (from + count <= a->inputs) return panel + from / 2 * SUM_STRIDE;
+        const int64_t pairs = (a->inputs - from + 1) / 2; /* the last block is padded with zeros */
+        memcpy(part, panel + from / 2 * SUM_STRIDE, (size_t)(pairs * SUM_STRIDE));
+        memset(part + pairs * SUM_STRIDE, 0, (size_t)((count / 2 - pairs) * SUM_STRIDE));
+        return part;
+    }
+    const int64_t groups = (a->inputs + a->group - 1) / a->group;
+    if (a->bits == 8) widen_panel(8, SCALES, panel, a->group, groups, from, count, part);
+    else if (a->header == SCALES_AND_MINIMUMS) widen_panel(4, SCALES_AND_MINIMUMS, panel, a->group, groups, from, count, part);
+    else if (a->header == DOUBLE_QUANTIZED) widen_panel(4, DOUBLE_QUANTIZED, panel, a->group, groups, from, count, part);
+    else widen_panel(4, SCALES, panel, a->group, groups, from, count, part);
+    return part;
+}
+
+/* Multiply a part of a panel with all rows of a task, and prefetch `bytes` from `ahead` meanwhile. */
+INLINE void multiply_part(const linear_bf16_arguments *a, const amx_task *t, const uint8_t *weights, int64_t from, int64_t blocks, float *sums,
+                          const uint8_t *ahead, int64_t bytes) {
+    const int rows = register_rows(a), first = from == 0;
+    const int64_t all = blocks_of(a), turns = (t->row1 - t->row0 + 2 * AMX_ROWS - 1) / (2 * AMX_ROWS);
+    const int lines = (int)((bytes + turns * blocks * 64 - 1) / (turns * blocks * 64));
+    for (int64_t row = t->row0; row < t->row1; row += 2 * AMX_ROWS, ahead += lines * blocks * 64, sums += 2 * AMX_ROWS * PANEL_OUTPUTS) {
+        const uint8_t *x = (const uint8_t *)a->tiles + (row / AMX_ROWS * all + from / AMX_INPUTS) * rows * 64;
+        if (t->row1 - row > AMX_ROWS) multiply_two(x, x + all * AMX_ROWS * 64, weights, blocks, first, sums, ahead, lines);
+        else multiply_one(x, rows, weights, blocks, first, sums, ahead, lines);
+    }
+}
+
+static void run_amx(const linear_bf16_arguments *a, const amx_task *t, float (*sums)[BLOCK_ROWS * PANEL_OUTPUTS], uint8_t *part) {
+    const int64_t bytes = amx_panel_bytes(a), padded = blocks_of(a) * AMX_INPUTS;
+    for (int64_t from = 0; from < padded; from += PART_INPUTS) {
+        const int64_t count = padded - from < PART_INPUTS ? padded - from : PART_INPUTS;
+        for (int64_t panel = t->panel0; panel < t->panel1; panel++) {
+            /* What is read next: this part of the next panel, or the next part of the first. */
+            const uint8_t *begin = a->panels + panel * bytes, *at = begin + from * bytes / padded;
+            const uint8_t *ahead = panel + 1 < t->panel1 ? at + bytes : a->panels + t->panel0 * bytes + (from + count) * bytes / padded;
+            const uint8_t *weights = part_of(a, begin, from, count, part);
+            multiply_part(a, t, weights, from, count / AMX_INPUTS, sums[panel - t->panel0], ahead, count * bytes / padded);
+        }
+    }
+    for (int64_t panel = t->panel0; panel < t->panel1; panel++)
+        store_all(a, sums[panel - t->panel0], t->row0, (int)(t->row1 - t->row0), panel * PANEL_OUTPUTS);
+}
+
+static void linear_amx(const void *arguments) {
+    const linear_bf16_arguments *a = arguments;
+    if (a->rows < 1) return;
+    copy_blocks(a);
+    const int64_t num_panels = (a->outputs + PANEL_OUTPUTS - 1) / PANEL_OUTPUTS, row_blocks = (a->rows + BLOCK_ROWS - 1) / BLOCK_ROWS;
+    int64_t panels = a->rows <= 4 * AMX_ROWS ? 1 : num_panels * row_blocks / (4 * omp_get_num_threads());
+    panels = panels < 1 ? 1 : panels < MOST_PANELS ? panels : MOST_PANELS;
+    const int64_t panel_tasks = (num_panels + panels - 1) / panels;
+    const int chunk = row_blocks > 1 || panels > 1 ? 1 : panels_together(num_panels, (amx_panel_bytes(a) + SUM_STRIDE - 1) / SUM_STRIDE);
+    float sums[MOST_PANELS][BLOCK_ROWS * PANEL_OUTPUTS] __attribute__((aligned(64)));
+    uint8_t part[PART_INPUTS / 2 * SUM_STRIDE] __attribute__((aligned(64)));
+    use_rows(register_rows(a));
+#pragma omp for schedule(dynamic, chunk)
+    for (int64_t task = 0; task < panel_tasks * row_blocks; task++) {
+        const int64_t panel0 = task % panel_tasks * panels, row0 = task / panel_tasks * BLOCK_ROWS;
+        const amx_task t = {panel0, panel0 + panels < num_panels ? panel0 + panels : num_panels, row0, row0 + BLOCK_ROWS < a->rows ? row0 + BLOCK_ROWS : a->rows};
+        run_amx(a, &t, sums, part);
+    }
+    tile_release();
+}
+
+#endif
