@@ -27,6 +27,7 @@ State = Literal["loading", "ready", "failed", "stopped"]
 # Number of consecutive failed steps after which the device is checked. A device that no longer computes is the
 # only reason to end the thread: a client could send requests that fail by themselves indefinitely.
 MAX_FAILED_STEPS = 3
+IDLE_SECONDS = 5.0  # without any command, after which the server counts as idle
 
 
 class Engine(Protocol):
@@ -88,13 +89,16 @@ def _never_fatal(_: Exception) -> bool:
 class Callbacks:
     """The worker's callbacks, all called on the worker thread.
 
-    `on_events` never gets an empty list. `is_fatal` returns True if the device cannot survive the error.
+    `on_events` never gets an empty list. `is_fatal` returns True if the device cannot survive the error. `on_idle` is
+    called when no command has arrived for `IDLE_SECONDS`; it gets the engine and a function that returns True as soon
+    as a command waits, and must return at once then. It returns True to be called again after as long a time.
     """
 
     on_events: Callable[[list[Event]], None]
     on_fatal: Callable[[BaseException], None]
     on_step: Callable[[StepStats, EngineSnapshot], None] = lambda stats, snapshot: None
     is_fatal: Callable[[Exception], bool] = _never_fatal
+    on_idle: Callable[[Engine, Callable[[], bool]], bool] | None = None
 
 
 class StepObserver(Protocol):
@@ -160,6 +164,8 @@ class Worker:
         self._callbacks = Callbacks(_ignore, _ignore)  # until `start`
         self._observer = observer or NullStepObserver()
         self._mailbox: SimpleQueue[Command] = SimpleQueue()
+        self._held: Command | None = None  # a command that ended the wait for idle time
+        self._has_idle_work = True
         self._failed_steps = 0
         self._thread = threading.Thread(target=self._run, name="armature-worker", daemon=True)
 
@@ -227,6 +233,7 @@ class Worker:
         block = not engine.has_work
         if block:
             self._observer.idle()
+            self._use_idle_time(engine)
         while (command := self._next(block, engine if not events else None)) is not None:
             block = False
             if isinstance(command, Stop):
@@ -234,12 +241,27 @@ class Worker:
             events += engine.abort(command) if isinstance(command, Abort) else engine.add(command)
         return events, False
 
+    def _use_idle_time(self, engine: Engine) -> None:
+        """Call `on_idle` whenever no command has arrived for some time, until it has nothing left to do."""
+        on_idle = self._callbacks.on_idle
+        while on_idle is not None and self._has_idle_work and self._held is None:
+            try:
+                self._held = self._mailbox.get(timeout=IDLE_SECONDS)
+            except Empty:
+                again, error = self._attempt(lambda: on_idle(engine, lambda: not self._mailbox.empty()))
+                self._has_idle_work = bool(again)
+                if error is not None:
+                    engine.fail()
+
     def _next(self, block: bool, waiting: Engine | None) -> Command | None:
         """Return the next command; None if there is none.
 
         If `block` is False and the mailbox is empty, this waits as long as the engine allows its next step to be
         delayed.
         """
+        if self._held is not None:
+            held, self._held = self._held, None
+            return held
         try:
             return self._mailbox.get(block=block)
         except Empty:

@@ -73,8 +73,11 @@ class Measurements:
 
     `products_per_second` is the best rate of matrix products for each precision, with the largest number of
     threads that may be used; a multiply and an add count as two operations. `most_few_rows` is the largest number
-    of rows for which 4-bit weights are faster than 8-bit weights (None: not measured). `fallback` is set if the
-    measurements were rejected and the plan uses facts alone: a clause that follows "since".
+    of rows for which 4-bit weights are faster than 8-bit weights (None: not measured). `single_steps` has, by precision,
+    the seconds of a decode step of one sequence if nothing else of that precision was timed: it cannot be chosen, or
+    there was no time. With `is_partial`, an idle server timed its own steps: a start measures again, and uses this if it
+    cannot. `fallback` is set if the measurements were rejected and the plan uses facts alone: a clause that
+    follows "since".
     """
 
     read_bytes_per_second: float | None = None
@@ -83,6 +86,8 @@ class Measurements:
     most_few_rows: int | None = None
     seconds: float = 0.0
     fallback: str = ""
+    single_steps: Mapping[str, float] = field(default_factory=dict)
+    is_partial: bool = False
 
 
 def format_bytes(size: int) -> str:

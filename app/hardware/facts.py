@@ -241,9 +241,11 @@ class Needs:
     are the bytes in memory by precision (`fp32`, `bf16`, …); `device_bytes_by_precision` are those on a device
     with its own memory, where they differ. `int8_copy_bytes` are additional bytes if 4-bit layers also have an
     8-bit copy. `kv_elements_per_token` is 2 · layers · kv_heads · head_dim, or 0 for an encoder. `rows_vary` is
-    true if the cost of a program's row depends on dimensions that each request chooses. `quality_costs` are the
-    relative increases of perplexity by quantized precision, or of an encoder 1 minus the lowest cosine of its vectors
-    with the exact ones, measured while these weights were packed.
+    true if the cost of a program's row depends on dimensions that each request chooses. `operations_per_token` is
+    two times the multiply-adds of one token or row, without an output layer (0: two for each parameter).
+    `table_bytes` are bytes of tables of which a step reads only some rows. `quality_costs` are the relative
+    increases of perplexity by quantized precision, or of an encoder 1 minus the lowest cosine of its vectors with
+    the exact ones, measured while these weights were packed.
     """
 
     kind: Literal["decoder", "encoder", "program"]
@@ -260,6 +262,8 @@ class Needs:
     int8_copy_bytes: int = 0
     num_kv_heads: int = 0
     rows_vary: bool = False
+    operations_per_token: float = 0.0
+    table_bytes: int = 0
     device_bytes_by_precision: Mapping[str, int] = field(default_factory=dict)
     quality_costs: Mapping[str, float] = field(default_factory=dict)
 

@@ -23,6 +23,7 @@ SAMPLING_SECONDS = 0.1  # long runs need few samples to exceed the noise: no mor
 LONG_RUN_SECONDS = 0.03
 MAX_SPREAD = 0.25  # limit of a point's interquartile range over its median; an idle machine shows a tenth of it
 MAX_ADJUSTMENT = 0.25  # largest relative change of a measured point by the monotone fit
+NO_TIME = "there was no time for enough samples"
 # Expected time of a point that has not run yet, as a multiple of the time of the point before it in its block.
 _GROWTH = 2.0
 
@@ -116,7 +117,7 @@ class TimingRounds(Generic[Key]):
         """Return the reason why these samples are not usable, or an empty string if they are."""
         spreads = [relative_spread(found) for found in self.samples.values() if len(found) >= MIN_SAMPLES]
         if not spreads:
-            return "there was no time for enough samples"
+            return NO_TIME
         middle = statistics.median(spreads)
         if middle > MAX_SPREAD:
             return f"the machine is too busy: samples of one and the same step differ by {middle:.0%} ({MAX_SPREAD:.0%} at the most)"

@@ -145,6 +145,11 @@ def speed_gauges(drift: SpeedDrift) -> Iterator[Metric]:
     for phase, ratio in drift.roofline().items():
         roofline.add_metric((phase,), ratio)
     yield from (capacity, roofline)
+    yield gauge_family(
+        "armature_speed_estimated",
+        "1 while capacity and predicted wait are estimated, since the machine was not measured; else 0.",
+        drift.is_estimated,
+    )
 
 
 def throttled_seconds(cpu_stat: Path | None) -> float | None:

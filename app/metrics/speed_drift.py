@@ -26,11 +26,13 @@ class ExpectedSpeed:
     """Speeds that the plan expected before the first request.
 
     `capacity` is tokens per second by phase and number of rows, and `roofline` the part of the hardware ceiling
-    reached, by phase.
+    reached, by phase. With `is_estimated`, no step was timed before: then there is nothing that the machine could
+    drift from.
     """
 
     capacity: Mapping[str, Mapping[int, float]]
     roofline: Mapping[str, float]
+    is_estimated: bool = False
 
 
 class SpeedDrift:
@@ -54,9 +56,14 @@ class SpeedDrift:
         Drift of the machine is judged from the model's part of steps that only decode, or that encode texts.
         """
         self._factors = self._model.window_factors()
-        factor = self._model.window_model_factor()
+        factor = None if self.is_estimated else self._model.window_model_factor()
         if factor is not None:
             self._update_drifted(factor)
+
+    @property
+    def is_estimated(self) -> bool:
+        """True while capacity and predicted wait come from an estimate, which recent steps correct."""
+        return self._expected.is_estimated
 
     def factor(self, phase: str) -> float:
         """Return the current step time over the measured one: 1 until enough steps were seen.
@@ -82,6 +89,7 @@ class SpeedDrift:
         return {
             "steps_over_measured": factors,
             "drifted": self.drifted,
+            "estimated": self.is_estimated,
             "capacity_tokens_per_second": self.capacity(),
             "roofline_ratio": self.roofline(),
         }

@@ -19,6 +19,7 @@ from app.metrics.stats import Phase, StepKind, StepStats
 # median of nine, and a wrong table is corrected within five steps.
 RECENT_STEPS = 9
 FACTOR_LIMITS = 0.25, 4.0  # limits of a correction factor; larger deviations come from something other than the step
+ESTIMATE_LIMITS = 1 / 32, 32.0  # the same if the table was estimated, and may be wrong by more
 # Steps in the median of the speed drift, and the number of them that it needs. It is long, because a drift discards
 # the measurements.
 WINDOW_STEPS, MIN_WINDOW_STEPS = 128, 50
@@ -53,21 +54,27 @@ class StepTimeModel:
     """Step times of one engine.
 
     The worker thread calls `observe` once for each step; only that thread may use the model. Other threads get the
-    immutable `StepTimes`.
+    immutable `StepTimes`. A table that was not measured (`is_measured` is False) has the right proportions at best: then
+    a step's usual time is known only after some steps.
 
     `usual_seconds` is the usual time of the last observed step, as it was known before that step; None if it was
     unknown.
     """
 
-    def __init__(self, table: StepTimeTable | None = None) -> None:
-        self.table = table
-        self.usual_seconds: float | None = None
+    def __init__(self, table: StepTimeTable | None = None, is_measured: bool = True) -> None:
         self.draft_tokens, self.tokens_per_step = 0.0, 1.0  # running means, for each sequence of a decode step
+        self.use_table(table, is_measured)
+
+    def use_table(self, table: StepTimeTable | None, is_measured: bool = True) -> None:
+        """Use this table from now on, and forget what steps took in proportion to an earlier one."""
+        self.table = table
+        self.is_measured = is_measured and table is not None
+        self.usual_seconds: float | None = None
         self._recent: dict[StepKind, deque[float]] = {}
         self._factors: dict[StepKind, float] = {}
         self._windows: dict[Phase, deque[float]] = {}
         self._model_window: deque[float] = deque(maxlen=WINDOW_STEPS)
-        self._usual = _UsualTimes(table is not None)
+        self._usual = _UsualTimes(self.is_measured)
         self._rows = _RowFactors()
         self._learned = _LearnedTimes()
 
@@ -105,7 +112,8 @@ class StepTimeModel:
         recent.append(ratio)
         ordered, middle = sorted(recent), len(recent) // 2  # faster than `statistics.median`
         factor = ordered[middle] if len(recent) % 2 else (ordered[middle - 1] + ordered[middle]) / 2
-        self._factors[kind] = min(max(factor, FACTOR_LIMITS[0]), FACTOR_LIMITS[1])
+        least, most = FACTOR_LIMITS if self.is_measured else ESTIMATE_LIMITS
+        self._factors[kind] = min(max(factor, least), most)
         phase: Phase = "prefill" if kind == "mixed" else kind
         window = self._windows.get(phase)
         if window is None:
@@ -192,8 +200,8 @@ class StepTimeModel:
 class _UsualTimes:
     """Median times of steps, by kind and size. The median moves a little with each step, so it keeps no window.
 
-    With a table, they are multiples of the table's time, and a kind of step that was not seen takes as long as
-    measured. Without one they are seconds, and are unknown until enough steps were seen.
+    With a table, they are multiples of the table's time; if it was measured, a kind of step that was not seen takes as
+    long as measured. Otherwise, and without a table, they are unknown until enough steps were seen.
     """
 
     def __init__(self, is_measured: bool) -> None:
@@ -216,7 +224,7 @@ class _UsualTimes:
         if self._is_measured:
             return self._medians.get(key, _AS_MEASURED)[0] * expected or None
         middle, seen = self._medians.get(key, _UNKNOWN)
-        return middle if seen >= _KNOWN_STEPS else None
+        return middle * expected if seen >= _KNOWN_STEPS else None
 
 
 @dataclass(slots=True)

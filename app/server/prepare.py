@@ -21,12 +21,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from app.errors import NoRecipe, PlanImpossible, StepFailed
-from app.hardware.decision import Measurements, TrialTimes
+from app.hardware.decision import Measurements, TrialTimes, decisions_of
 from app.hardware.facts import Facts, Needs, to_json_value
 from app.hardware.plan import precision
+from app.hardware.plan.estimates import EstimateInputs, by_expected_speed, known_timing
+from app.hardware.plan.expected_speed import SpeedEstimate, SpeedInputs, SpeedLimits, estimate_speed
 from app.hardware.plan.plan import ServingPlan, make_plan
 from app.hardware.plan.threads import CONTENDED_GAIN
-from app.hardware.plan.trials import TrialTimings
+from app.hardware.plan.trials import TrialTiming, TrialTimings
 from app.hardware.probe import software
 from app.hardware.probe.probe import probe
 from app.hardware.step_times import StepTimeTable
@@ -43,7 +45,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-FORMAT = 3  # version of what is measured and how: raise it when older measurements would mislead
+NO_TIME = "there was no time to measure"
+FORMAT = 4  # version of what is measured and how: raise it when older measurements would mislead
 FOLDER = "calibration"
 MAX_BYTES = 2**20  # limit for one file: a longer one was not written by this program
 
@@ -102,9 +105,9 @@ class CalibrationFile:
     def write(self, calibration: Calibration) -> None:
         """Write the calibration for the next start, or log that it cannot be written.
 
-        Measurements that the plan could not use (`fallback`) are not kept.
+        Measurements that the plan could not use (`fallback`), and those of single steps alone, are not kept.
         """
-        if self.file is None or calibration.measurements.fallback:
+        if self.file is None or calibration.measurements.fallback or not calibration.measurements.trials:
             return
         fields = {
             "key": self.key,
@@ -230,6 +233,42 @@ class Prepared:
         trial = self._trial()
         return None if trial is None else StepTimeTable.from_trial(trial)
 
+    @property
+    def expected_step_times(self) -> StepTimeTable | None:
+        """Measured step times of the plan, or estimated ones; None if there is nothing to estimate them from."""
+        measured = self.step_time_table
+        if measured is not None:
+            return measured
+        estimate = known_timing(self._estimate_inputs, self.plan.precision.value, self.plan.threads.value)
+        return None if estimate is None else estimate.steps
+
+    @property
+    def _estimate_inputs(self) -> EstimateInputs:
+        plan, measurements = self.plan, None if self.calibration is None else self.calibration.measurements
+        return EstimateInputs(self.facts, self.needs, plan.kernels.value, plan.device.value, measurements)
+
+    @property
+    def estimated_trial(self) -> TrialTimes | None:
+        """Estimated step times of the plan; None if they are measured or unknown."""
+        if self.plan.speed_source.value != "estimated":
+            return None
+        estimate = known_timing(self._estimate_inputs, self.plan.precision.value, self.plan.threads.value)
+        return None if estimate is None else replace(estimate.trial, int8_copy=self.plan.int8_copy.value)
+
+    def with_idle_trial(self, trial: TrialTimes) -> Prepared:
+        """Return a copy with the step times that the idle server measured, and keep them for the next start.
+
+        Only the expected speed changes: what is served stays as it was planned.
+        """
+        before = Measurements() if self.calibration is None else self.calibration.measurements
+        measurements = replace(before, trials=(trial, *before.trials), fallback="", is_partial=True)
+        calibration = Calibration(measurements, time.time(), from_cache=False)
+        self.calibration_file.write(calibration)
+        plan, timing = self.plan, TrialTiming(trial, StepTimeTable.from_trial(trial))
+        limits = SpeedLimits(plan.batch_target_tokens.value, plan.max_running_seqs.value, plan.weight_bytes.value)
+        speed = estimate_speed(measurements, SpeedInputs(self.needs, plan.precision.value, limits, timing))
+        return replace(self, plan=replace(plan, **decisions_of(speed, SpeedEstimate)), calibration=calibration)
+
     def _trial(self) -> TrialTimes | None:
         if self.calibration is None or self.calibration.measurements.fallback:
             return None
@@ -280,7 +319,11 @@ def with_kept_calibration(facts: Facts, settings: Settings, checkpoint: OpenedMo
     )
     prepared = Prepared(settings, facts, checkpoint, needs, plan, calibration_file, is_final=not plan.calibrate.value)
     found = calibration_file.read() if plan.calibrate.value and settings.calibrate != "on" else None
-    return prepared if found is None else prepared.with_calibration(found)
+    if found is None:
+        return prepared
+    if found.measurements.is_partial:  # the machine was too busy at the last start: measure again now
+        return replace(prepared, calibration=found)
+    return prepared.with_calibration(found)
 
 
 def calibrate(prepared: Prepared, report: ReportStage, budget_seconds: float | None = None) -> Prepared:
@@ -305,10 +348,17 @@ def calibrate(prepared: Prepared, report: ReportStage, budget_seconds: float | N
         MemoryError,
     ) as error:  # a failed measurement must not end the start
         found = Measurements(fallback=f"measuring failed: {error}", seconds=time.monotonic() - began)
+    if not found.trials and prepared.calibration is not None:
+        log.warning("calibration: %s; what the idle server measured earlier is used", found.fallback or NO_TIME)
+        final = prepared.with_calibration(prepared.calibration)
+        _log_plan(final.plan)
+        return final
     if found.fallback:
         log.warning("calibration: decided from facts alone, because %s (%.1f s)", found.fallback, found.seconds)
     else:
         log.info("calibrated in %.1f s", found.seconds)
+        for name, seconds in found.single_steps.items():
+            log.info("calibration: only one step of %s was timed, which took %.2f s", name, seconds)
     final = prepared.with_calibration(Calibration(found, time.time(), from_cache=False))
     if measured_under_load(prepared, final):
         log.warning(
@@ -343,11 +393,14 @@ def measuring_budget_seconds(checkpoint: OpenedModel) -> float:
 
 
 def measurement_subject(prepared: Prepared) -> CalibrationSubject:
-    """Return what to measure: each precision that may be chosen, and the numbers of threads that may serve."""
+    """Return what to measure: each precision that may be chosen, the fastest first, and the numbers of threads."""
     from app.engine.calibration.measure import CalibrationSubject
 
     facts, settings, checkpoint, plan = prepared.facts, prepared.settings, prepared.checkpoint, prepared.plan
     names = [plan.precision.value, *_other_precisions(prepared)]
+    if checkpoint.needs().generates:  # other models serve the planned precision, whatever the speed of others
+        inputs = EstimateInputs(facts, prepared.needs, plan.kernels.value, plan.device.value)
+        names = by_expected_speed(inputs, names, plan.threads.value)
     plans = [plan_variant for name in names if (plan_variant := _plan_for_precision(prepared, name)) is not None]
     int4 = next((name for name in precision.INT4_PRECISIONS if name in names), None)
     copies = settings.int8_copy != "off" and int4 is not None and checkpoint.needs().generates

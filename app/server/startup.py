@@ -58,6 +58,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+MAX_IDLE_ATTEMPTS = 20  # attempts to time steps while idle; on a busy machine or under load each may fail
 STOP_SECONDS = 10.0  # longest wait of a stop for the worker; a step takes less
 STOP_LOADING_SECONDS = (
     1.0  # longest wait while loading: it checks for a stop at each percent, and may be ended anywhere
@@ -153,6 +154,8 @@ class ServerRuntime:
         self._cpu_stat = find_cpu_stat(HostFiles(Path("/")))
         self.metrics = Metrics()
         self._step_monitor = StepMonitor(self.metrics)
+        self._step_time_model = StepTimeModel()
+        self._idle_attempts = 0
         self.worker = Worker(self._build, self._step_monitor)
         self.service = Service(self.worker, self.metrics)
         facts, settings, gpu = prepared.facts, prepared.settings, prepared.plan.gpu(prepared.facts)
@@ -172,7 +175,10 @@ class ServerRuntime:
         asyncio.get_running_loop().set_default_executor(pool)
         await self.service.start()
         self._power_monitor.start()
-        self.worker.start(Callbacks(self.service.on_events, self._worker_failed, self.metrics.on_step))
+        callbacks = Callbacks(
+            self.service.on_events, self._worker_failed, self.metrics.on_step, on_idle=self._use_idle_time
+        )
+        self.worker.start(callbacks)
 
     async def stop(self) -> None:
         """Stop everything after responses were sent or cut off.
@@ -217,7 +223,9 @@ class ServerRuntime:
         from app.engine.build import BuildRequest, build
 
         prepared = self._prepared
-        step_time_model = StepTimeModel(prepared.step_time_table)
+        step_time_model = StepTimeModel(
+            prepared.expected_step_times, is_measured=prepared.plan.speed_source.value == "measured"
+        )
         self._watch_drift(prepared, step_time_model)
         self.service.serve(make_served_model(prepared, tokenizer))
         began = time.monotonic()
@@ -233,6 +241,7 @@ class ServerRuntime:
                     self._take_quality_cost,
                 )
             )
+        self._step_time_model = step_time_model
         self._step_monitor.watch_slow_steps(self._slow_step_detector(step_time_model))
         log.info("weights loaded and warmed up in %.1f s", time.monotonic() - began)
         log.info("ready in %.1f s", time.monotonic() - self._began)
@@ -251,6 +260,27 @@ class ServerRuntime:
             kind = self._prepared.needs.kind
             raise PrecisionTooCostly(f"Weights in {before.value}: {describe_cost(kind, cost)}. {now.reason}")
         log.info("plan: precision = %s (%s)", now.value, now.reason)
+
+    def _use_idle_time(self, engine: Engine, is_wanted: Callable[[], bool]) -> bool:
+        """Time steps of the engine if the start could not; return True to be called again."""
+        prepared = self._prepared
+        expected = prepared.estimated_trial if prepared.plan.calibrate.value else None
+        if expected is None or isinstance(prepared.checkpoint, ProgramCheckpoint):
+            return False
+        from app.engine.calibration.idle import IdleMeasurement, IdleSubject
+
+        config = prepared.checkpoint.model_config
+        outputs = config.outputs if isinstance(config, EncoderConfig) else ()
+        self._idle_attempts += 1
+        subject = IdleSubject(prepared.plan, expected, config.vocab_size, outputs)
+        trial = IdleMeasurement(subject, engine, is_wanted).run()
+        if trial is None:
+            return self._idle_attempts < MAX_IDLE_ATTEMPTS
+        self._prepared = prepared.with_idle_trial(trial)
+        self._step_time_model.use_table(self._prepared.step_time_table)
+        self._watch_drift(self._prepared, self._step_time_model)
+        log.info("measured while idle: %s", self._prepared.plan.capacity_tokens_per_second.reason)
+        return False
 
     @contextmanager
     def _suggest_cpu_on_failure(self) -> Iterator[None]:
@@ -290,11 +320,19 @@ class ServerRuntime:
         )
 
     def _watch_drift(self, prepared: Prepared, model: StepTimeModel) -> None:
-        """Compare step times with the measurements from the first step on, and remove stale measurements."""
+        """Compare step times with the expected ones from the first step on, and remove stale measurements."""
         calibration_file, calibration, plan = prepared.calibration_file, prepared.calibration, prepared.plan
-        if model.table is not None and calibration is not None:
-            expected = ExpectedSpeed(plan.capacity_tokens_per_second.value, plan.roofline_ratio.value)
-            self._step_monitor.watch_drift(SpeedDrift(model, expected, lambda: calibration_file.forget(calibration)))
+        if model.table is None:
+            return
+        expected = ExpectedSpeed(
+            plan.capacity_tokens_per_second.value, plan.roofline_ratio.value, is_estimated=not model.is_measured
+        )
+
+        def forget() -> None:
+            if calibration is not None:
+                calibration_file.forget(calibration)
+
+        self._step_monitor.watch_drift(SpeedDrift(model, expected, forget))
 
     def _slow_step_detector(self, model: StepTimeModel) -> SlowStepDetector:
         garbage = self._step_monitor.gc_control

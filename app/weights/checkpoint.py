@@ -15,8 +15,8 @@ from typing import Any, Literal
 from app.errors import CheckpointInvalid
 from app.hardware.facts import Needs
 from app.models.decoders.config import ModelConfig
-from app.models.decoders.shapes import Shape, tensors_of
-from app.models.encoders.config import EncoderConfig, encoder_tensors_of
+from app.models.decoders.shapes import Shape, products_of, tensors_of
+from app.models.encoders.config import EncoderConfig, encoder_products_of, encoder_tables_of, encoder_tensors_of
 from app.models.encoders.config_reader import is_encoder, read_encoder
 from app.weights.files import check_directory, check_not_lfs_pointer, incomplete_copy_note, read_object, read_optional
 from app.weights.forms import decoder_bytes, decoder_device_bytes, encoder_bytes, encoder_device_bytes, int8_copy_bytes
@@ -85,12 +85,12 @@ class Checkpoint:
         if isinstance(config, ModelConfig):
             host_bytes, device_bytes = decoder_bytes(config, tensors), decoder_device_bytes(config, tensors)
             kv_elements = 2 * config.num_layers * config.num_kv_heads * config.head_dim
+            tables = [] if config.tie_embeddings else ["model.embed_tokens.weight"]
+            products = sum(rows * columns for (rows, columns), _ in products_of(config))
         else:
-            host_bytes, device_bytes, kv_elements = (
-                encoder_bytes(config, tensors),
-                encoder_device_bytes(config, tensors),
-                0,
-            )
+            host_bytes, device_bytes = encoder_bytes(config, tensors), encoder_device_bytes(config, tensors)
+            kv_elements, tables = 0, list(encoder_tables_of(config))
+            products = sum(rows * columns for (rows, columns), _ in encoder_products_of(config))
         return Needs(
             kind=config.kind,
             architecture=config.architecture,
@@ -106,6 +106,8 @@ class Checkpoint:
             num_kv_heads=config.num_kv_heads,
             int8_copy_bytes=int8_copy_bytes(config),
             device_bytes_by_precision=device_bytes,
+            operations_per_token=2.0 * products,
+            table_bytes=sum(tensors[name].nbytes for name in tables),
         )
 
     @property

@@ -134,6 +134,8 @@ class ProgramCheckpoint:
             vocab_size=0,
             stored_dtype="float32",
             rows_vary=any(size < 0 for spec in self.signature.inputs for size in spec.shape[1:]),
+            operations_per_token=operations_per_row(self, 1),
+            table_bytes=max(0, 4 * sum(sizes.values()) - read_bytes(self, "fp32")),
         )
 
 
@@ -330,7 +332,8 @@ def read_bytes(checkpoint: ProgramCheckpoint, precision: str) -> int:
     Embedding tables are left out, since a step reads only some of their rows.
     """
     in_forms = {"fp32": 4, "bf16": 2, "int8": 1}[precision]
-    weights = (node.arguments[1] for node in checkpoint.graph.nodes if node.target in CONVOLUTIONS)
+    nodes = (node for node in checkpoint.graph.nodes if node.target in CONVOLUTIONS and len(node.arguments) > 1)
+    weights = (node.arguments[1] for node in nodes)
     convolved = {each.name for each in weights if isinstance(each, Ref) and each.name in checkpoint.states}
     products = sum(checkpoint.states[name].num_elements for name in checkpoint.linears)
     others = sum(checkpoint.states[name].num_elements for name in convolved)
@@ -372,6 +375,8 @@ def _operations(node: Node, graph: Graph, sizes: DimensionValues) -> float:
         return 0.0
     if node.arguments[_TRANSPOSED_POSITION : _TRANSPOSED_POSITION + 1] == (True,):
         return 0.0  # a transposed convolution sums over other dimensions
+    if len(node.arguments) < 2 or not node.outputs:
+        return 0.0  # damaged; refused when the program is loaded
     weight, result = node.arguments[1], node.outputs[0]
     if not isinstance(weight, Ref) or not {weight.name, result} <= graph.values.keys():
         return 0.0

@@ -55,7 +55,16 @@ from app.kernels.ceilings import (
     ReadBandwidthProbe,
     cache_bytes,
 )
-from app.kernels.timing import Clock, TimedBlock, TimedPoint, TimingRounds, crossover_rows, monotone_table
+from app.kernels.timing import (
+    NO_TIME,
+    Clock,
+    TimedBlock,
+    TimedPoint,
+    TimingRounds,
+    crossover_rows,
+    extrapolate_by_size,
+    monotone_table,
+)
 from app.messages import Encode, Generate, SamplingParams, Text
 from app.models.decoders.config import ModelConfig
 from app.models.decoders.decoder import Decoder
@@ -154,6 +163,10 @@ PRECISIONS_SHARE = 0.4  # share of the budget for a coarse trial of every precis
 THREADS_SHARE = 0.25  # share of the rest for a coarse trial of the thread counts
 COPY_SHARE = 0.25  # share of the rest for prompts in eight bits in addition to four
 RETRY_FACTOR = 3  # times as many samples if they vary too much, and if there is time
+# A precision is dropped after one step only if it would not be chosen even if it were faster by this factor: one step
+# is not a median.
+CLEARLY_SLOWER = 1.25
+FIRST_STEP_SECONDS = 0.1  # a first step that takes less is run twice, and the faster run counts
 
 TrialKey = tuple[int, TrialStep]  # (threads, step)
 
@@ -162,7 +175,7 @@ TrialKey = tuple[int, TrialStep]  # (threads, step)
 class CalibrationSubject:
     """The model and the plans to measure.
 
-    - `plans`: a plan for each precision that may be chosen.
+    - `plans`: a plan for each precision that may be chosen, the fastest first as far as that is known.
     - `threads`: the thread counts that may serve, the largest first.
     - `choose`: returns the precision and the thread count that the plan takes after a coarse trial of all.
     - `copy`: a plan that holds eight bits in addition to four, if that may be chosen.
@@ -184,6 +197,11 @@ class CalibrationTimer:
     deadline: float
     report: ReportStage
     clock: Clock = time.perf_counter
+
+    @property
+    def is_over(self) -> bool:
+        """True if no time is left."""
+        return self.clock() >= self.deadline
 
     def share(self, part: float) -> CalibrationTimer:
         """Return a timer for a part of the time that is left."""
@@ -267,11 +285,9 @@ def _measure_trials(subject: CalibrationSubject, timer: CalibrationTimer, found:
     """Try every precision that may be chosen, then every thread count, then measure the full table of the plan."""
     plan, threads, coarse = subject.plans[0], subject.threads[0], list[TrialTimes]()
     if len(subject.plans) > 1:
-        precisions_timer = timer.share(PRECISIONS_SHARE)
-        for index, candidate in enumerate(subject.plans):
-            session = TrialSession(subject, candidate, precisions_timer.share(1 / (len(subject.plans) - index)))
-            coarse += session.trials((threads,), COARSE_TRIAL)
-        name = subject.choose(replace(found, trials=tuple(coarse)))[0]
+        found = _try_precisions(subject, timer, found)
+        coarse = [*found.trials]
+        name = subject.choose(found)[0]
         plan = next((candidate for candidate in subject.plans if candidate.precision.value == name), plan)
     if len(subject.threads) > 1:
         counts = TrialSession(subject, plan, timer.share(THREADS_SHARE)).trials(subject.threads, COARSE_TRIAL)
@@ -282,9 +298,46 @@ def _measure_trials(subject: CalibrationSubject, timer: CalibrationTimer, found:
     session = TrialSession(subject, plan, timer.share(1 - COPY_SHARE) if try_int8_copy else timer)
     full = session.trials((threads,), FULL_TRIAL)
     if not full and not coarse:
-        return replace(found, fallback=session.noise)
-    found = replace(found, trials=(*full, *_not_remeasured(coarse, full)))
+        has_steps = bool(found.single_steps) and session.noise == NO_TIME
+        return found if has_steps else replace(found, fallback=session.noise)
+    timed = {trial.precision for trial in full}
+    found = replace(
+        found,
+        trials=(*full, *_not_remeasured(coarse, full)),
+        single_steps={name: seconds for name, seconds in found.single_steps.items() if name not in timed},
+    )
     return _with_int8_copy(subject, timer, found, full[0]) if try_int8_copy and full else found
+
+
+def _try_precisions(subject: CalibrationSubject, timer: CalibrationTimer, found: Measurements) -> Measurements:
+    """Time every precision briefly, in the order of the plans: the fastest first.
+
+    A precision that is so slow in its first step that it cannot be chosen is dropped, and so leaves its time to the
+    others. Where making the models takes the time, the first steps alone are known.
+    """
+    threads, precisions_timer = subject.threads[0], timer.share(PRECISIONS_SHARE)
+    for index, candidate in enumerate(subject.plans):
+        if index and timer.is_over:
+            break
+        name = candidate.precision.value
+        session = TrialSession(subject, candidate, precisions_timer.share(1 / (len(subject.plans) - index)))
+        first = session.first_step_seconds(threads)
+        if first is not None and _cannot_be_chosen(subject, found, name, first):
+            found = replace(found, single_steps={**found.single_steps, name: first})
+            continue
+        trials = session.trials((threads,), COARSE_TRIAL)
+        if trials:
+            found = replace(found, trials=(*found.trials, *trials))
+        elif first is not None:
+            found = replace(found, single_steps={**found.single_steps, name: first})
+    return found
+
+
+def _cannot_be_chosen(subject: CalibrationSubject, found: Measurements, name: str, seconds: float) -> bool:
+    """Return whether a precision whose decode step of one sequence took `seconds` would lose by the plan's rules."""
+    known = [*found.single_steps.values(), *(min(trial.decode_seconds.values()) for trial in found.trials)]
+    optimistic = replace(found, single_steps={**found.single_steps, name: seconds / CLEARLY_SLOWER})
+    return bool(known) and seconds > CLEARLY_SLOWER * min(known) and subject.choose(optimistic)[0] != name
 
 
 def _not_remeasured(older: Iterable[TrialTimes], newer: Sequence[TrialTimes]) -> list[TrialTimes]:
@@ -322,12 +375,15 @@ class TrialSession:
     def __init__(self, subject: CalibrationSubject, plan: ServingPlan, timer: CalibrationTimer) -> None:
         self.subject, self.plan, self.timer = subject, plan, timer
         self.noise = ""
+        self._built: tuple[TrialScope, ModelTrial] | None = None
 
     def trials(self, threads: Sequence[int], trial_shape: TrialShape) -> list[TrialTimes]:
         """Return one result for each thread count; the thread counts are sampled in turns."""
+        if self.timer.is_over and not self._is_built(trial_shape):  # making the model would only delay the start
+            self.noise = NO_TIME
+            return []
         self.timer.report(f"calibrating: {self.plan.precision.value}")
-        scope = TrialScope(self.subject.cache_bytes, trial_shape.layers_share, trial_shape.most_outputs)
-        model_trial = self.model_trial(scope)
+        model_trial = self._model_trial(trial_shape)
         blocks = [self._block(model_trial, number, model_trial.trial_steps(trial_shape)) for number in threads]
         rounds: TimingRounds[TrialKey] = TimingRounds(self.timer.deadline, self.timer.clock)
         for rounds.patience in (1, RETRY_FACTOR):
@@ -341,6 +397,42 @@ class TrialSession:
         if not self.noise and not trials:
             self.noise = "steps with more rows or layers were measured shorter than steps with fewer"
         return trials
+
+    def first_step_seconds(self, threads: int) -> float | None:
+        """Return the seconds of one decode step of one sequence with the whole model.
+
+        None if the model does not decode, or if steps with more layers were not slower.
+        """
+        self.timer.report(f"calibrating: {self.plan.precision.value}")
+        model_trial = self._model_trial(COARSE_TRIAL)
+        if not isinstance(model_trial, DecoderTrial):
+            return None
+        torch.set_num_threads(threads)
+        shapes = [shape for shape in model_trial.trial_steps(COARSE_TRIAL) if (shape.kind, shape.size) == ("decode", 1)]
+        parts = [(1, shape.layers, self._shortest_run(model_trial.step(shape))) for shape in shapes]
+        return extrapolate_by_size(parts, model_trial.decode_layers).get(1)
+
+    def _shortest_run(self, run: Callable[[], object]) -> float:
+        times: list[float] = []
+        while not times or (len(times) < 2 and times[0] < FIRST_STEP_SECONDS):
+            start = self.timer.clock()
+            run()
+            times.append(self.timer.clock() - start)
+        return min(times)
+
+    def _scope(self, trial_shape: TrialShape) -> TrialScope:
+        return TrialScope(self.subject.cache_bytes, trial_shape.layers_share, trial_shape.most_outputs)
+
+    def _is_built(self, trial_shape: TrialShape) -> bool:
+        return self._built is not None and self._built[0] == self._scope(trial_shape)
+
+    def _model_trial(self, trial_shape: TrialShape) -> ModelTrial:
+        """Return the model for these steps, built once."""
+        if self._built is None or not self._is_built(trial_shape):
+            self._built = None  # frees the memory of the other one first
+            scope = self._scope(trial_shape)
+            self._built = scope, self.model_trial(scope)
+        return self._built[1]
 
     def model_trial(self, scope: TrialScope) -> ModelTrial:
         """Build the model to time."""

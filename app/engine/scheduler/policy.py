@@ -75,7 +75,7 @@ class PrefillBudget:
     ) -> None:
         self.model = model or StepTimeModel()
         self._max_tokens, self._target_seconds = max_batch_tokens, itl_target_seconds
-        self._probe_every_steps = PROBE_EVERY_STEPS if self.model.table is None else PROBE_EVERY_STEPS_WITH_TABLE
+        self._probe_every_steps = PROBE_EVERY_STEPS if not self.model.is_measured else PROBE_EVERY_STEPS_WITH_TABLE
         self._mixed_in_a_row = 0
 
     @property

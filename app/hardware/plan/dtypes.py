@@ -69,8 +69,11 @@ def decide_weights_and_kv(
     settings, trials = candidates.settings, TrialTimings.from_measurements(measurements)
     auto = settings.weight_format == "auto"
     generates = candidates.needs is None or candidates.needs.generates
-    choose = precision.choose_precision if generates else precision.choose_vector_precision
-    chosen = choose(candidates, trials, threads) if auto else precision.forced_precision(candidates)
+    if not auto:
+        chosen = precision.forced_precision(candidates)
+    else:
+        choose = precision.choose_precision if generates else precision.choose_vector_precision
+        chosen = choose(candidates, measurements, threads)
     chosen = precision.choose_int4_kernels(candidates, chosen, trials, threads)
     kind, node, device = candidates.kind, candidates.numa_node, candidates.device
     dtype = decide_dtype(candidates.facts, chosen.value, kind)

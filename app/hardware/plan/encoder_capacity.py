@@ -50,9 +50,16 @@ _MAX_WAITING_REQUESTS = 4096  # requests at any speed, because each is an open c
 
 
 def decide_encoder_capacity(
-    facts: Facts, settings: Settings, demand: MemoryDemand, timing: TrialTiming | None
+    facts: Facts,
+    settings: Settings,
+    demand: MemoryDemand,
+    timing: TrialTiming | None,
+    expected: TrialTiming | None = None,
 ) -> MemoryCapacity:
     """Decide the capacity of an encoder or an exported program.
+
+    `expected` is the timing, or an estimate if nothing was measured: it decides how many requests may wait, not the
+    steps.
 
     Raises:
         PlanImpossible: the model, or a size that was asked for, does not fit.
@@ -76,7 +83,7 @@ def decide_encoder_capacity(
         max_running_seqs=running,
         max_batch_tokens=batch,
         batch_target_tokens=target,
-        max_waiting_requests=_max_waiting(settings, needs, timing, target.value)
+        max_waiting_requests=_max_waiting(settings, needs, timing or expected, target.value)
         if timing is not None or demand.device is None or settings.max_waiting_requests != "auto"
         else Decision(
             _DEVICE_WAITING_REQUESTS,
@@ -253,7 +260,10 @@ def _max_waiting(settings: Settings, needs: Needs, timing: TrialTiming | None, t
         (1, "rows") if needs.kind == "program" else (TABLE_TEXT_TOKENS, f"texts of {TABLE_TEXT_TOKENS} tokens")
     )
     requests = timing.encode_rate(target) / tokens * _WAITING_SECONDS
+    estimated = ""
+    if timing.source != "measured":  # estimates are low: no request is refused for them
+        estimated, requests = ", estimated from bytes and operations", max(requests, _WAITING_REQUESTS)
     return Decision(
         round(min(max(requests, 64), _MAX_WAITING_REQUESTS)),
-        f"About {_WAITING_SECONDS:.0f} s of {what}, one for each request; further requests are refused with a Retry-After.",
+        f"About {_WAITING_SECONDS:.0f} s of {what}, one for each request{estimated}; further requests are refused with a Retry-After.",
     )

@@ -1,6 +1,7 @@
 """Expected speed before the first request.
 
-Capacity comes from the measured step times, and the ratios compare them with the limits of the machine.
+Capacity comes from the step times, measured or estimated, and the ratios compare measured ones with the limits of the
+machine.
 """
 
 from __future__ import annotations
@@ -23,9 +24,12 @@ INT8_COPY_ROWS = 128  # steps of more rows use the 8-bit copy, if there is one
 class SpeedEstimate:
     """Expected speed.
 
-    Capacity is by phase (`prefill`, `decode`, `encode`) and rows of a step. Ratios to the limit are by phase, with
-    `decode_full` for the most rows and `encode_few` for the fewest tokens. Both are empty if not measured.
+    Capacity is by phase (`prefill`, `decode`, `encode`) and rows of a step; empty if it is not known. Ratios to the
+    limit are by phase, with `decode_full` for the most rows and `encode_few` for the fewest tokens; empty if not
+    measured. `speed_source` is measured, estimated or unknown: where the capacity comes from.
     """
+
+    speed_source: Decision[str] = decided()
 
     decode_tokens_per_second: Decision[float | None] = decided()
     prefill_tokens_per_second: Decision[float | None] = decided()
@@ -56,10 +60,29 @@ def estimate_speed(measurements: Measurements | None, served: SpeedInputs) -> Sp
     """Work out the expected speed; measurements that were rejected are not used."""
     valid = None if measurements is None or measurements.fallback else measurements
     return SpeedEstimate(
+        speed_source=_source(measurements, served.timing),
         decode_tokens_per_second=_decode_ceiling(valid, served),
         prefill_tokens_per_second=_prefill_ceiling(valid, served),
         capacity_tokens_per_second=_capacity(served),
         roofline_ratio=_roofline(valid, served),
+    )
+
+
+def _source(measurements: Measurements | None, timing: TrialTiming | None) -> Decision[str]:
+    """Return where capacity and predicted wait come from."""
+    if timing is None:
+        return Decision("unknown", "There are neither measurements nor figures to estimate step times from.")
+    if timing.source == "measured":
+        when = " while the server was idle" if measurements is not None and measurements.is_partial else ""
+        return Decision("measured", f"Steps were timed{when}; recent steps correct the figures.")
+    why = "nothing was measured"
+    if measurements is not None:
+        why = measurements.fallback or "this configuration was not timed"
+    if timing.source == "one step":
+        why = "there was time for one step only, to which the estimate is scaled"
+    return Decision(
+        "estimated",
+        f"Capacity and predicted wait are estimated from bytes and operations, since {why}; recent steps correct them.",
     )
 
 
@@ -80,7 +103,7 @@ def _capacity(served: SpeedInputs) -> Decision[Mapping[str, Mapping[int, float]]
     last, step = max(decode), max(prefill)
     return Decision(
         {"decode": decode, "prefill": prefill},
-        f"From measured steps: {format_rate(decode[min(decode)])} tokens/s at "
+        f"{_steps_phrase(timing)}: {format_rate(decode[min(decode)])} tokens/s at "
         f"{format_count(min(decode), 'sequence')} and {format_rate(decode[last])} at "
         f"{last}, each {context} tokens long, and {format_rate(prefill[step])} of a prompt in steps of {step}.",
     )
@@ -96,7 +119,11 @@ def _encoder_capacity(timing: TrialTiming, most: int, of_rows: bool) -> Decision
         f"{format_rate(encode[few])} {unit} in steps of {few}, {format_rate(encode[many])} "
         f"in steps of {many}{'' if of_rows else texts}."
     )
-    return Decision({"encode": encode}, f"From measured steps: {rates}")
+    return Decision({"encode": encode}, f"{_steps_phrase(timing)}: {rates}")
+
+
+def _steps_phrase(timing: TrialTiming) -> str:
+    return "From measured steps" if timing.source == "measured" else "Estimated from bytes and operations"
 
 
 def _measured_sizes(table: Mapping[int, float], most: int) -> list[int]:
@@ -115,7 +142,12 @@ def _roofline(measured: Measurements | None, served: SpeedInputs) -> Decision[Ma
     machine.
     """
     timing = served.timing
-    if measured is None or timing is None or not _finite_positive(measured.read_bytes_per_second):
+    if (
+        measured is None
+        or timing is None
+        or timing.source != "measured"
+        or not _finite_positive(measured.read_bytes_per_second)
+    ):
         return Decision({}, _UNKNOWN)
     if timing.trial.encode_seconds:
         found, labels = _encode_ratios(measured, timing, served.limits.batch_tokens)

@@ -20,6 +20,7 @@ from app.hardware.plan import threads as parallel
 from app.hardware.plan.capacity import MemoryCapacity
 from app.hardware.plan.devices import DeviceChoice, DevicePlan
 from app.hardware.plan.dtypes import WeightsAndKv, check_torch_can_run
+from app.hardware.plan.estimates import EstimateInputs, known_timing
 from app.hardware.plan.expected_speed import SpeedEstimate
 from app.hardware.plan.memory_budget import MemoryDemand
 from app.hardware.plan.precision import PrecisionCandidates, available_precisions
@@ -147,15 +148,18 @@ def _plan_on(choice: DeviceChoice, inputs: _PlanInputs) -> ServingPlan:
     threads = _decide_threads(facts, settings, kind, trials, precision)
     timing = trials.find_served(precision, threads.threads.value, int8_copy=has_copy)
     demand = MemoryDemand(needs, precision, weights_and_kv.kv_precision.value, node, has_copy, device)
-    generates = needs is None or needs.generates
-    decide = capacity.decide_capacity if generates else encoder_capacity.decide_encoder_capacity
-    memory = decide(facts, settings, demand, timing)
+    inputs_of_estimate = EstimateInputs(facts, needs, kernels.value, kind, measurements)
+    expected = timing or known_timing(inputs_of_estimate, precision, threads.threads.value)
+    if needs is None or needs.generates:
+        memory = capacity.decide_capacity(facts, settings, demand, timing)
+    else:
+        memory = encoder_capacity.decide_encoder_capacity(facts, settings, demand, timing, expected)
     limits = expected_speed.SpeedLimits(
         memory.batch_target_tokens.value, memory.max_running_seqs.value, memory.weight_bytes.value
     )
     served = step_options.StepOptionInputs(needs, kind, kernels.value, precision, has_copy, timing)
     options = step_options.decide_step_options(settings, measurements, served)
-    speed = expected_speed.estimate_speed(measurements, expected_speed.SpeedInputs(needs, precision, limits, timing))
+    speed = expected_speed.estimate_speed(measurements, expected_speed.SpeedInputs(needs, precision, limits, expected))
     return ServingPlan(
         **decisions_of(choice, DevicePlan),
         **decisions_of(weights_and_kv, WeightsAndKv),

@@ -1,17 +1,18 @@
 """Decisions about the precision of the weights, and of single layers.
 
-The precision depends on the recipes that exist, on the memory, and on the measured speed. A faster precision that
-costs quality must gain enough.
+The precision depends on the recipes that exist, on the memory, and on the speed: measured, or estimated if it was not
+measured. A faster precision that costs quality must gain enough.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from app.errors import NoRecipe, PlanImpossible
-from app.hardware.decision import Decision, RecipeKey, format_bytes
+from app.hardware.decision import Decision, Measurements, RecipeKey, format_bytes
 from app.hardware.facts import Facts, Needs
+from app.hardware.plan.estimates import EstimateInputs, known_timing
 from app.hardware.plan.memory_budget import (
     MIN_CONTEXT_TOKENS,
     USEFUL_SEQS,
@@ -22,7 +23,7 @@ from app.hardware.plan.memory_budget import (
     useful_kv_cache_bytes,
 )
 from app.hardware.plan.torchao_config import KLEIDI_INT4, is_torchao, parse_config
-from app.hardware.plan.trials import FEW_SEQS, SEVERAL_SEQS, TrialTiming, TrialTimings, format_rate
+from app.hardware.plan.trials import FEW_SEQS, SEVERAL_SEQS, TrialTiming, TrialTimings, describe_sources, format_rate
 from app.hardware.probe.software import TORCH_KERNELS
 from app.settings import Settings, parse_kept_layers
 
@@ -95,12 +96,26 @@ class PrecisionCandidates:
             return names
         return [name for name in names if is_batch_invariant(name, self.level)] or names
 
+    def may_follow_speed(self, start: str) -> bool:
+        """Return False if a setting that was made suits only some precisions: then speed does not choose another one.
 
-def choose_precision(candidates: PrecisionCandidates, trials: TrialTimings, threads: int) -> Decision[str]:
+        Otherwise a plan made before the measurement could be served, and the one made after it would be refused, or the
+        reverse.
+        """
+        asked = self.settings
+        suits_only_quantized = asked.int8_copy == "on" or bool(asked.keep_layers)
+        return not (suits_only_quantized or (asked.kv_precision != "auto" and start == "fp32"))
+
+    def estimate_inputs(self, measurements: Measurements | None) -> EstimateInputs:
+        """Return what estimates of speed depend on."""
+        return EstimateInputs(self.facts, self.needs, self.level, self.kind, measurements)
+
+
+def choose_precision(candidates: PrecisionCandidates, measurements: Measurements | None, threads: int) -> Decision[str]:
     """Choose a precision for `auto`.
 
-    This is the reference precision, or a smaller one if that does not fit or if the smaller one was measured to
-    gain enough.
+    This is the reference precision, or a smaller one if that does not fit or if the smaller one gains enough. The speed
+    of a precision that was not timed is estimated.
     """
     reference = _reference_precision(candidates)
     names = candidates.batch_invariant_only(
@@ -109,23 +124,28 @@ def choose_precision(candidates: PrecisionCandidates, trials: TrialTimings, thre
     fitting = _fitting_precisions(candidates, names)
     start = _reference_or_replacement(candidates, reference, names, fitting)
     affordable = [name for name in fitting if name == start.value or candidates.within_budget(name)]
-    timed = {name: timing for name in affordable if (timing := trials.find(name, threads))}
-    chosen = _choose_timed(candidates, start, timed)
+    inputs = candidates.estimate_inputs(measurements)
+    known = {name: timing for name in affordable if (timing := known_timing(inputs, name, threads))}
+    chosen = _choose_known(candidates, start, known)
     costly = [name for name in fitting if name not in affordable]
     return Decision(chosen.value, f"{chosen.reason} {_costly_phrase(candidates, costly)}") if costly else chosen
 
 
-def _choose_timed(
-    candidates: PrecisionCandidates, start: Decision[str], timed: dict[str, TrialTiming]
+def _choose_known(
+    candidates: PrecisionCandidates, start: Decision[str], known: Mapping[str, TrialTiming]
 ) -> Decision[str]:
-    if start.value not in timed:
+    if start.value not in known or len(known) == 1 or not candidates.may_follow_speed(start.value):
         return start
     if candidates.needs and candidates.needs.num_parameters < MIN_PARAMETERS:
         millions = candidates.needs.num_parameters / 1e6
         return Decision(
             start.value, f"{start.reason} With {millions:.0f}M parameters quantization would have no noticeable gain."
         )
-    return _choose_faster(candidates, start, timed)
+    now = known[start.value]
+    if now.source == "measured" and now.decode_rate(FEW_SEQS) >= SLOW_TOKENS_PER_SECOND:
+        # what is known to be fast enough gives way only to what was measured too
+        known = {name: timing for name, timing in known.items() if timing.source != "estimated"}
+    return _choose_faster(candidates, start, known)
 
 
 def _costly_phrase(candidates: PrecisionCandidates, names: Sequence[str]) -> str:
@@ -137,7 +157,9 @@ def _costly_phrase(candidates: PrecisionCandidates, names: Sequence[str]) -> str
     return f"Over the quality_budget of {100 * budget:g}% is {said}."
 
 
-def choose_vector_precision(candidates: PrecisionCandidates, trials: TrialTimings, threads: int) -> Decision[str]:
+def choose_vector_precision(
+    candidates: PrecisionCandidates, measurements: Measurements | None, threads: int
+) -> Decision[str]:
     """Choose a precision for `auto` for a model whose results are vectors or labels.
 
     It is the reference precision if that fits, because new vectors are compared with vectors that an index already
@@ -148,12 +170,14 @@ def choose_vector_precision(candidates: PrecisionCandidates, trials: TrialTiming
         [reference, *(name for name in AUTO_PRECISIONS[:1] if name in candidates.available)]
     )
     start = _reference_or_replacement(candidates, reference, names, _fitting_precisions(candidates, names))
-    now, int8 = trials.find(start.value, threads), trials.find("int8", threads)
+    inputs = candidates.estimate_inputs(measurements)
+    now, int8 = known_timing(inputs, start.value, threads), known_timing(inputs, "int8", threads)
     if start.value == "int8" or now is None or int8 is None:
         return start
+    how = "measured" if now.source == int8.source == "measured" else "estimated"
     return Decision(
         start.value,
-        f"{start.reason} int8 was measured {int8.speedup_over(now):.2f} times as fast. It is not chosen by itself, since vectors must stay "
+        f"{start.reason} int8 was {how} {int8.speedup_over(now):.2f} times as fast. It is not chosen by itself, since vectors must stay "
         "comparable with those in an index: set precision=int8 and compute the whole index with it.",
     )
 
@@ -369,28 +393,29 @@ def _does_not_fit_reason(candidates: PrecisionCandidates, reference: str, chosen
 
 
 def _choose_faster(
-    candidates: PrecisionCandidates, start: Decision[str], timed: dict[str, TrialTiming]
+    candidates: PrecisionCandidates, start: Decision[str], known: Mapping[str, TrialTiming]
 ) -> Decision[str]:
     chosen = start
-    if start.value != "int8" and "int8" in timed and start.value not in QUANTIZED_PRECISIONS:
-        chosen = _consider_int8(start, timed[start.value], timed["int8"], candidates.cost_phrase("int8"))
-    if chosen.value != "int4" and "int4" in timed:
-        chosen = _consider_int4(chosen, timed[chosen.value], timed["int4"], candidates.cost_phrase("int4"))
+    if start.value != "int8" and "int8" in known and start.value not in QUANTIZED_PRECISIONS:
+        chosen = _consider_int8(start, known[start.value], known["int8"], candidates.cost_phrase("int8"))
+    if chosen.value != "int4" and "int4" in known:
+        chosen = _consider_int4(chosen, known[chosen.value], known["int4"], candidates.cost_phrase("int4"))
     return chosen
 
 
 def _consider_int8(start: Decision[str], now: TrialTiming, int8: TrialTiming, cost: str) -> Decision[str]:
     gains = [int8.decode_rate(rows) / now.decode_rate(rows) for rows in (FEW_SEQS, SEVERAL_SEQS)]
-    measured = f"{gains[0]:.2f} and {gains[1]:.2f} times as fast at one sequence and at {SEVERAL_SEQS}"
     if min(gains) < MIN_INT8_GAIN:
+        how = "measured" if now.source == int8.source == "measured" else "estimated"
         return Decision(
             start.value,
-            f"{start.reason} int8 was measured {measured}, under the {MIN_INT8_GAIN:g} that would justify its cost in quality.",
+            f"{start.reason} int8 was {how} {gains[0]:.2f} and {gains[1]:.2f} times as fast at one sequence and at {SEVERAL_SEQS}, "
+            f"under the {MIN_INT8_GAIN:g} that would justify its cost in quality.",
         )
     return Decision(
         "int8",
-        f"Measured {_decode_rates(int8)}, against {_decode_rates(now)} in {start.value} ({gains[0]:.1f} and {gains[1]:.1f} times as fast); "
-        f"{cost}.",
+        f"{_word(int8)} {_decode_rates(int8)}, against {_against(now, int8)}{_decode_rates(now)} in {start.value} "
+        f"({gains[0]:.1f} and {gains[1]:.1f} times as fast); {cost}.{describe_sources({start.value: now, 'int8': int8})}",
     )
 
 
@@ -403,12 +428,23 @@ def _consider_int4(chosen: Decision[str], now: TrialTiming, int4: TrialTiming, c
     if int4_rate < MIN_INT4_GAIN * present_rate:
         return Decision(
             chosen.value,
-            f"{chosen.reason} int4 would gain too little: {format_rate(int4_rate)} tokens/s at one sequence.",
+            f"{chosen.reason} int4 would gain too little: {_against(int4, now)}{format_rate(int4_rate)} tokens/s at one sequence.",
         )
     return Decision(
         "int4",
-        f"Measured {slow}, and {_decode_rates(int4)} in int4 ({int4_rate / present_rate:.1f} times as fast); {cost}.",
+        f"{_word(now)} {slow}, and {_against(int4, now)}{_decode_rates(int4)} in int4 ({int4_rate / present_rate:.1f} times as fast); "
+        f"{cost}.{describe_sources({chosen.value: now, 'int4': int4})}",
     )
+
+
+def _word(timing: TrialTiming) -> str:
+    """Return the first word of a sentence about a rate at one sequence."""
+    return "Estimated" if timing.source == "estimated" else "Measured"
+
+
+def _against(timing: TrialTiming, other: TrialTiming) -> str:
+    """Return the word before a second rate if it does not come from where the first one does."""
+    return "" if _word(timing) == _word(other) else "an estimated " if timing.source == "estimated" else "a measured "
 
 
 def _decode_rates(timing: TrialTiming) -> str:

@@ -141,6 +141,10 @@ def _calibrate(settings: Settings, measurements: Measurements | None, served: St
         )
     if measurements.fallback:
         return Decision(True, f"Measured, but decided from facts alone, since {measurements.fallback}.")
+    if measurements.is_partial:
+        return Decision(
+            True, "Measured while the server was idle, since no start could; the next start measures again."
+        )
     return Decision(True, f"Measured on this machine with this model's shapes, in {measurements.seconds:.1f} s.")
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from typing import Literal
 
 from app.hardware.decision import Measurements, TrialTimes
 from app.hardware.step_times import StepTimeTable
@@ -15,12 +16,19 @@ PROMPT_TOKENS = 512  # tokens of a prompt, or of texts, with which two configura
 FEW_TOKENS = 16  # tokens of one short text
 
 
+TimingSource = Literal["measured", "one step", "estimated"]
+
+
 @dataclass(frozen=True, slots=True)
 class TrialTiming:
-    """Valid trial with its table of step times."""
+    """Valid trial with its table of step times.
+
+    `source` says if it was measured, estimated, or estimated and scaled to one measured decode step of one sequence.
+    """
 
     trial: TrialTimes
     steps: StepTimeTable
+    source: TimingSource = "measured"
 
     def decode_rate(self, rows: int) -> float:
         """Return tokens a second of `rows` sequences that decode together, with hardly any context."""
@@ -112,6 +120,19 @@ class TrialTimings:
 
 
 NO_TRIALS = TrialTimings()  # nothing was measured
+
+
+def describe_sources(compared: Mapping[str, TrialTiming]) -> str:
+    """Return sentences that say which precisions were not timed, or not beyond one step; empty if all were.
+
+    They begin with a space.
+    """
+    estimated = [name for name, timing in compared.items() if timing.source == "estimated"]
+    single = [name for name, timing in compared.items() if timing.source == "one step"]
+    verb = "was" if len(estimated) == 1 else "were"
+    return f" {' and '.join(estimated)} {verb} not timed but estimated from bytes and operations." * bool(
+        estimated
+    ) + f" Of {' and '.join(single)} only one step was timed." * bool(single)
 
 
 def format_rate(number: float) -> str:

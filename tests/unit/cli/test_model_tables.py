@@ -174,7 +174,8 @@ def test_a_copy_is_spoken_of_only_where_it_could_be() -> None:
 
 def test_measurements_that_were_not_believed_are_not_shown() -> None:
     text = printed(explained(dataclasses.replace(MEASURED, fallback="the machine is too busy")))
-    assert "tokens/s" not in text and "▸" not in text
+    assert "▸" not in text and "From measured steps" not in text
+    assert "Estimated from bytes and operations" in text
     assert "not used, since the machine is too busy" in text
 
 

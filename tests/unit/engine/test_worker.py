@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 import threading
 from collections.abc import Callable
 from queue import Empty, SimpleQueue
 
 import pytest
 
+from app.engine import worker as worker_module
 from app.engine.decoder.engine import DecoderEngine
 from app.engine.worker import MAX_FAILED_STEPS, Engine, Worker
 from app.errors import CheckpointInvalid, ServiceStopping
@@ -271,3 +273,50 @@ def test_a_want_of_memory_is_no_failure_of_the_device(bench: Bench) -> None:
         bench.worker.put(request(f"r{number}"))
     assert len(bench.heard_until(2 * MAX_FAILED_STEPS, SequenceFinished)) == 2 * MAX_FAILED_STEPS
     assert bench.worker.alive and bench.steps.qsize() > 2 * MAX_FAILED_STEPS
+
+
+class IdleWork:
+    """What the worker is given to do while it is idle: notes the calls, and waits until a command has come."""
+
+    def __init__(self, again: int = 0, error: Exception | None = None) -> None:
+        self.calls: SimpleQueue[bool] = SimpleQueue()
+        self.begun, self._again, self._error = threading.Event(), again, error
+
+    def __call__(self, engine: Engine, is_wanted: Callable[[], bool]) -> bool:
+        self.calls.put(is_wanted())
+        self.begun.set()
+        self._again -= 1
+        if self._error is not None:
+            raise self._error
+        return self._again >= 0
+
+
+@pytest.fixture
+def _soon_idle(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(worker_module, "IDLE_SECONDS", 0.001)
+
+
+@pytest.mark.usefixtures("_soon_idle")
+@pytest.mark.parametrize("error", [None, RuntimeError("a step failed")])
+def test_idle_time_is_used_until_nothing_is_left_to_do(bench: Bench, error: Exception | None) -> None:
+    work = IdleWork(again=0 if error else 2, error=error)
+    bench.callbacks = dataclasses.replace(bench.callbacks, on_idle=work)
+    bench.start()
+    assert work.begun.wait(PATIENCE_SECONDS)
+    bench.worker.put(request("a"))
+    bench.heard_until(1, SequenceFinished)
+    bench.worker.put(Stop())
+    bench.end()
+    assert 1 <= work.calls.qsize() <= 3
+    assert bench.worker.state == "stopped", "a failure of idle work ends nothing"
+
+
+def test_nothing_is_done_while_commands_come(bench: Bench) -> None:
+    work = IdleWork(again=10)
+    bench.callbacks = dataclasses.replace(bench.callbacks, on_idle=work)
+    for name in "ab":
+        bench.worker.put(request(name))
+    bench.worker.put(Stop())
+    bench.start()
+    bench.end()
+    assert work.calls.empty()

@@ -126,3 +126,26 @@ def test_steps_of_texts_are_held_against_their_own_table() -> None:
     drift.update()
     assert drift.capacity()["encode"][512] == pytest.approx(850.0) and stale == ["told"]
     assert drift.roofline() == pytest.approx({"encode": 0.4, "encode_few": 0.2})
+
+
+def test_an_estimate_is_corrected_and_is_nothing_to_drift_from(caplog: pytest.LogCaptureFixture) -> None:
+    stale: list[bool] = []
+    model = StepTimeModel(STEPS, is_measured=False)
+    drift = SpeedDrift(model, replace(PROMISE, is_estimated=True), lambda: stale.append(True))
+    stats = StepStats(20 * STEPS.decode(8), decode_tokens=8, num_decode_sequences=8, model_seconds=20 * STEPS.decode(8))
+    with caplog.at_level(logging.INFO):
+        for _ in range(WINDOW_STEPS):
+            model.observe(stats)
+        drift.update()
+    assert drift.capacity()["decode"][8] == pytest.approx(266.0 / 20)
+    assert (drift.drifted, stale, caplog.text) == (False, [], "")
+    assert drift.to_json()["estimated"] is True
+
+
+@pytest.mark.parametrize("is_estimated", [True, False])
+def test_the_metrics_say_if_the_speed_is_estimated(is_estimated: bool) -> None:
+    metrics = Metrics()
+    monitor = StepMonitor(metrics)
+    assert b"armature_speed_estimated" not in metrics.render()[0]
+    monitor.watch_drift(SpeedDrift(StepTimeModel(STEPS), replace(PROMISE, is_estimated=is_estimated)))
+    assert f"armature_speed_estimated {float(is_estimated)}".encode() in metrics.render()[0]

@@ -108,3 +108,31 @@ def test_every_engine_observes_each_step_once(monkeypatch: pytest.MonkeyPatch) -
         encoder.step()
         assert encoder.engine.stats is not None
     assert len(seen) == len(encoder.runner.batches) == 2
+
+
+def test_a_table_that_was_not_measured_is_corrected_further_and_states_no_usual_time() -> None:
+    table = StepTimeTable(((1, 0.01), (8, 0.02)), ((32, 0.1),))
+    for is_measured, factor in ((True, 4.0), (False, 10.0)):
+        model = StepTimeModel(table, is_measured=is_measured)
+        step = StepStats(0.1, decode_tokens=1, num_decode_sequences=1)
+        assert (model.predict(step) is None) == (not is_measured)
+        for _ in range(20):
+            model.observe(step)
+        times = model.step_times(512)
+        assert times is not None and times.decode_factor == factor
+        assert is_measured or model.predict(step) == pytest.approx(0.1)
+
+
+def test_without_a_table_nothing_is_measured() -> None:
+    assert not StepTimeModel(None).is_measured
+
+
+def test_a_measured_table_takes_the_place_of_an_estimate() -> None:
+    model = StepTimeModel(StepTimeTable(((1, 1.0),), ((32, 1.0),)), is_measured=False)
+    step = StepStats(0.1, decode_tokens=1, num_decode_sequences=1)
+    for _ in range(20):
+        model.observe(step)
+    model.use_table(StepTimeTable(((1, 0.1),), ((32, 0.2),)))
+    times = model.step_times(512)
+    assert model.is_measured and times is not None
+    assert times.seconds(1, 0) == pytest.approx(0.1), "no factor of the old table is left"

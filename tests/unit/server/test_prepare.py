@@ -16,7 +16,7 @@ import pytest
 from app.cli.main import main
 from app.errors import PlanImpossible
 from app.hardware.decision import Measurements, TrialTimes
-from app.hardware.facts import Facts, TorchBuild
+from app.hardware.facts import Facts, NativeLibrary, TorchBuild
 from app.hardware.plan.torchao_config import INT8_REFERENCE, KLEIDI_INT4
 from app.hardware.step_times import StepTimeTable
 from app.server import prepare
@@ -76,7 +76,7 @@ def test_the_second_start_reads_what_the_first_measured(
     assert first.calibration is not None and second.calibration is not None
     assert (first.calibration.from_cache, second.calibration.from_cache) == (False, True)
     assert first.plan == second.plan
-    assert second.step_time_table == StepTimeTable.from_trial(TRIAL)
+    assert second.step_time_table == second.expected_step_times == StepTimeTable.from_trial(TRIAL)
 
 
 def test_on_measures_at_every_start_and_off_never(tmp_path: Path, checkpoint: Checkpoint, asked: list[float]) -> None:
@@ -111,6 +111,8 @@ def test_a_measurement_ends_no_start(
         served = start(tmp_path, checkpoint)
     assert "no address space" in caplog.text
     assert (served.is_final, served.step_time_table) == (True, None)
+    assert served.expected_step_times is not None and served.plan.speed_source.value == "estimated"
+    assert "no address space" in served.plan.speed_source.reason
     assert start(tmp_path, checkpoint).calibration != served.calibration, "nothing was kept of it"
 
 
@@ -131,6 +133,44 @@ def test_what_was_measured_beside_other_work_serves_one_start(
         assert len(budgets) == times, gain
 
 
+def test_single_steps_serve_one_start(tmp_path: Path, checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch) -> None:
+    budgets: list[float] = []
+    found = Measurements(5e10, {"bf16": 8e11}, single_steps={"bf16": 0.5})
+    monkeypatch.setattr("app.engine.calibration.measure.measure_machine", measure_of(found, budgets))
+    for _ in range(2):
+        served = start(tmp_path, checkpoint)
+        assert served.step_time_table is None and served.expected_step_times is not None
+        assert served.expected_step_times.decode(1) == pytest.approx(0.5)
+    assert len(budgets) == 2, "they are not kept for the next start"
+
+
+def test_what_the_idle_server_measured_serves_where_the_next_start_cannot_measure(
+    tmp_path: Path, checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    budgets: list[float] = []
+    found = Measurements(fallback="the machine is too busy")
+
+    def measure(what: Any, budget: float, report: Any) -> Measurements:
+        budgets.append(budget)
+        return found
+
+    monkeypatch.setattr("app.engine.calibration.measure.measure_machine", measure)
+    first = start(tmp_path, checkpoint)
+    assert first.estimated_trial is not None and first.plan.speed_source.value == "estimated"
+    idle = first.with_idle_trial(TRIAL)
+    assert idle.step_time_table == StepTimeTable.from_trial(TRIAL) and idle.estimated_trial is None
+    assert idle.plan.speed_source.value == "measured" and "while the server was idle" in idle.plan.speed_source.reason
+    assert idle.plan.precision == first.plan.precision
+    assert idle.plan.capacity_tokens_per_second.value["decode"][1] == pytest.approx(1 / (0.02 + 512e-7), rel=0.01)
+    second = start(tmp_path, checkpoint)
+    assert second.step_time_table == StepTimeTable.from_trial(TRIAL) and second.plan.speed_source.value == "measured"
+    found = FOUND
+    third = start(tmp_path, checkpoint)
+    assert third.calibration is not None and not third.calibration.measurements.is_partial
+    assert start(tmp_path, checkpoint).calibration is not None
+    assert len(budgets) == 3, "each start measures until one can, and then none"
+
+
 def test_every_precision_that_may_be_chosen_is_a_way(tmp_path: Path, checkpoint: Checkpoint) -> None:
     x86, torch = machine(), TorchBuild(version="2.13.0", kleidiai=True)
     arm = machine(architecture="arm64", isa=frozenset({"lse", "dotprod", "i8mm", "bf16"}), torch=torch)
@@ -147,6 +187,8 @@ def test_every_precision_that_may_be_chosen_is_a_way(tmp_path: Path, checkpoint:
         return [way.precision.value for way in made.plans]
 
     assert ways(large=True) == ["bf16", "int8", "int4"]
+    native = machine(2, isa=x86.isa - {"avx512_bf16"} | {"fma"}, native=NativeLibrary(("avx2", "portable")))
+    assert ways(large=True, facts=native)[-1] == "fp32", "the fastest first, as far as that is known"
     assert ways(large=False) == ["bf16"]
     assert ways(large=True, precision="int4") == ["int4"]
     kleidi = [KLEIDI_INT4[32], KLEIDI_INT4[None]]

@@ -227,6 +227,79 @@ def test_all_that_may_be_chosen_is_looked_at_and_the_choice_looked_at_closely(
     assert machine.now <= 0.75
 
 
+def quickest_step(found: Measurements) -> tuple[str, int]:
+    """The precision with the shortest step of one sequence, whether it was timed fully or once."""
+    seconds = {trial.precision: trial.decode_seconds[1] for trial in found.trials}
+    return min(((each, name) for name, each in {**found.single_steps, **seconds}.items()))[1], 1
+
+
+@pytest.mark.parametrize(("slower", "dropped"), [(10.0, True), (measuring.CLEARLY_SLOWER - 0.05, False), (0.5, False)])
+def test_one_step_is_enough_to_drop_what_cannot_be_chosen(
+    checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch, slower: float, dropped: bool
+) -> None:
+    steps = {"fp32": 0, "bf16": 0}
+
+    def factor(rehearsal: DecoderTrial, threads: int) -> float:
+        steps[rehearsal.plan.precision.value] += 1
+        return slower if rehearsal.plan.precision.value == "fp32" else 1.0
+
+    subject = subject_of(checkpoint, "bf16", "fp32", choose=quickest_step)
+    found = measured(Machine(monkeypatch, factor), subject)
+    assert found.trials[0].precision == ("bf16" if slower > 1 else "fp32")
+    assert found.single_steps == (
+        {"fp32": pytest.approx(slower * (FIXED + 8 * (LAYER + ROW)), rel=0.05)} if dropped else {}
+    )
+    assert len(found.trials) == (1 if dropped else 2)
+    assert not dropped or steps["fp32"] <= 6, "what prepares each model, and its first steps"
+
+
+def test_nothing_that_may_be_chosen_is_left_without_a_time(
+    checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """There is no time for three samples of a precision, and it is not dropped: its first step is kept."""
+    machine = Machine(monkeypatch, lambda rehearsal, threads: 40.0 if rehearsal.plan.precision.value == "fp32" else 1.0)
+    subject = subject_of(checkpoint, "bf16", "fp32", choose=lambda found: ("fp32", 1))
+    found = measured(machine, subject)
+    assert [trial.precision for trial in found.trials] == ["bf16"]
+    assert found.single_steps == {"fp32": pytest.approx(40 * (FIXED + 8 * (LAYER + ROW)), rel=0.05)}
+
+
+@pytest.mark.parametrize(("making", "timed"), [(0.4, ["bf16", "fp32"]), (1.0, ["bf16"])])
+def test_where_making_the_models_takes_the_time_their_first_steps_count(
+    checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch, making: float, timed: list[str]
+) -> None:
+    """With a cache of hundreds of megabytes the models are large: they are not made again for nothing."""
+    machine, built, make = Machine(monkeypatch, quiet), [], measuring.TrialSession.model_trial
+
+    def slowly(session: measuring.TrialSession, scope: TrialScope) -> Any:
+        built.append(session.plan.precision.value)
+        model = make(session, scope)
+        machine.now += making
+        return model
+
+    monkeypatch.setattr(measuring.TrialSession, "model_trial", slowly)
+    subject = subject_of(checkpoint, "bf16", "fp32", choose=lambda found: ("fp32", 1))
+    found = measured(machine, subject)
+    assert built == timed
+    assert (found.trials, found.fallback, found.single_steps.keys()) == ((), "", set(timed))
+
+
+def test_a_model_is_built_once_for_its_first_step_and_its_trial(
+    checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    built: list[str] = []
+    make = measuring.TrialSession.model_trial
+
+    def counted(session: measuring.TrialSession, scope: TrialScope) -> Any:
+        built.append(session.plan.precision.value)
+        return make(session, scope)
+
+    monkeypatch.setattr(measuring.TrialSession, "model_trial", counted)
+    subject = subject_of(checkpoint, "bf16", "fp32", choose=quickest_step)
+    measured(Machine(monkeypatch, quiet), subject)
+    assert built[:2] == ["bf16", "fp32"] and len(built) == 3, "the third one is the full trial"
+
+
 @INTEGERS
 def test_where_eight_bits_are_quicker_than_four(checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch) -> None:
     machine = Machine(monkeypatch, quiet)

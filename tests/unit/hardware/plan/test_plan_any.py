@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 from hypothesis import given, settings
@@ -11,7 +12,7 @@ from app.errors import NoRecipe, PlanImpossible
 from app.hardware.decision import Measurements, TrialTimes
 from app.hardware.facts import NativeLibrary, Needs
 from app.hardware.plan.plan import ServingPlan, make_plan
-from app.settings import Settings
+from app.settings import GENERATION_SETTINGS, Settings
 from hypothesis_examples import examples
 from planned_machines import GIB, RECIPES, machine
 
@@ -41,20 +42,28 @@ ASKED = st.fixed_dictionaries(
         "max_running_seqs": st.integers(1, 1000),
         "compile": st.sampled_from(["on", "off"]),
         "deterministic": st.sampled_from(["on", "off"]),
+        "quality_budget": st.sampled_from([0, 0.03]),
+        "keep_layers": st.just("lm_head=int8"),
+        "max_model_len": st.sampled_from([512, 8192]),
+        "kv_cache_bytes": st.sampled_from([2**28, 2**30]),
     },
 )
 
 
 @settings(deadline=None, max_examples=examples(150))
-@given(MEASURED, ASKED, st.integers(GIB, 8 * GIB), st.sampled_from(["decoder", "encoder"]))
+@given(MEASURED, ASKED, st.integers(GIB, 8 * GIB), st.sampled_from(["decoder", "encoder"]), st.booleans())
 def test_a_plan_can_be_made_of_anything(
-    measurements: Measurements, asked: dict[str, Any], memory: int, kind: Any
+    measurements: Measurements, asked: dict[str, Any], memory: int, kind: Any, has_bf16: bool
 ) -> None:
     needs = Needs(
         kind, "X", 10**9, 2 * 10**9, {"fp32": 4 * 10**9, "bf16": 2 * 10**9, "int8": 10**9, "int4": 5 * 10**8},
         16384 if kind == "decoder" else 0, 8192 if kind == "decoder" else 100, 16, 2048, 32_000, "bfloat16", 9 * 10**8, 4,
     )  # fmt: skip
-    host = machine(memory=memory, native=NativeLibrary(("portable",), None))
+    host = machine(memory=memory, native=NativeLibrary(("avx2", "portable"), None))
+    if not has_bf16:
+        host = dataclasses.replace(host, isa=frozenset("sse4_2 popcnt avx avx2 fma".split()))
+    if kind == "encoder":
+        asked = {name: value for name, value in asked.items() if name not in GENERATION_SETTINGS}
     provisional: ServingPlan | None
     try:
         provisional = make_plan(host, None, Settings(**asked), needs, RECIPES)

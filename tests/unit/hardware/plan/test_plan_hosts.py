@@ -19,6 +19,15 @@ Recipes = Collection[RecipeKey]
 # host: precision, threads, memory node, how many CPUs the threads are confined to (0: not), wait policy, tokenizer threads
 PLANNED: dict[str, tuple[str, int, int | None, int, str, int]] = {
     "zen5-vm": ("bf16", 2, None, 0, "active", 2),
+    "skylake": ("fp32", 2, None, 2, "active", 2),
+    "cascade-lake": ("fp32", 2, None, 0, "active", 2),
+    "ice-lake": ("fp32", 8, None, 8, "active", 4),
+    "zen2": ("fp32", 8, None, 8, "active", 4),
+    "zen3": ("fp32", 16, None, 16, "active", 4),
+    "zen4": ("bf16", 8, None, 0, "active", 4),
+    "axion": ("bf16", 8, None, 0, "active", 4),
+    "grace": ("bf16", 72, None, 0, "active", 4),
+    "raspberry-pi-5": ("fp32", 4, None, 0, "active", 4),
     "graviton2": ("fp32", 2, None, 0, "active", 2),
     "graviton3": ("bf16", 8, None, 0, "active", 4),
     "graviton3-old-kernel": ("fp32", 8, None, 0, "active", 4),

@@ -17,6 +17,15 @@ NAMES = sorted(path.name for path in HOSTS.iterdir() if path.is_dir())
 # host: architecture, vendor, microarchitecture, product, physical cores, logical CPUs, memory nodes
 SEEN: dict[str, tuple[str, str, str | None, str | None, int, int, int]] = {
     "zen5-vm": ("x86_64", "AMD", "Zen 5", None, 2, 2, 1),
+    "skylake": ("x86_64", "Intel", "Skylake-SP", None, 2, 4, 1),
+    "cascade-lake": ("x86_64", "Intel", "Cascade Lake", None, 2, 2, 1),
+    "ice-lake": ("x86_64", "Intel", "Ice Lake", None, 8, 16, 1),
+    "zen2": ("x86_64", "AMD", "Zen 2", None, 8, 16, 1),
+    "zen3": ("x86_64", "AMD", "Zen 3", None, 16, 32, 1),
+    "zen4": ("x86_64", "AMD", "Zen 4", None, 8, 8, 1),
+    "axion": ("arm64", "Arm", "Neoverse V2", "Axion", 8, 8, 1),
+    "grace": ("arm64", "Arm", "Neoverse V2", "Grace", 72, 72, 1),
+    "raspberry-pi-5": ("arm64", "Arm", "Cortex-A76", None, 4, 4, 1),
     "graviton2": ("arm64", "Arm", "Neoverse N1", "Graviton2", 2, 2, 1),
     "graviton3": ("arm64", "Arm", "Neoverse V1", "Graviton3", 8, 8, 1),
     "graviton3-old-kernel": ("arm64", "Arm", "Neoverse V1", "Graviton3", 8, 8, 1),
@@ -42,6 +51,15 @@ SEEN: dict[str, tuple[str, str, str | None, str | None, int, int, int]] = {
 }
 
 ISA = {
+    "skylake": {"avx2", "avx512f", "avx512bw", "avx512vl"},
+    "cascade-lake": {"avx512f", "avx512_vnni"},
+    "ice-lake": {"avx512f", "avx512_vnni"},
+    "zen2": {"avx2", "fma"},
+    "zen3": {"avx2", "fma"},
+    "zen4": {"avx512f", "avx512_vnni", "avx512_bf16"},
+    "axion": {"neon", "fp16", "fp16fml", "dotprod", "lse", "i8mm", "bf16", "sve", "sve2", "svei8mm", "svebf16"},
+    "grace": {"neon", "fp16", "fp16fml", "dotprod", "lse", "i8mm", "bf16", "sve", "sve2", "svei8mm", "svebf16"},
+    "raspberry-pi-5": {"neon", "fp16", "dotprod", "lse"},
     "zen5-vm": {"avx2", "avx512f", "avx512_vnni", "avx512_bf16", "avx_vnni"},
     "graviton2": {"neon", "fp16", "dotprod", "lse"},
     "graviton3": {"neon", "fp16", "fp16fml", "dotprod", "lse", "i8mm", "bf16", "sve", "svei8mm", "svebf16"},

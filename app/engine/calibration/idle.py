@@ -1,0 +1,158 @@
+"""Times steps of the serving engine while there are no requests, if the start could not measure.
+
+The engine computes requests of our own, whose events nobody gets. Before each step it is asked if a client's request
+has arrived; then ours are ended at once, so a client waits for one short step at most. Finished sequences stay in the
+prefix cache like any other and are the first to give way.
+"""
+
+from __future__ import annotations
+
+import random
+import statistics
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from app.engine.worker import Engine
+from app.hardware.decision import TrialTimes
+from app.hardware.plan.plan import ServingPlan
+from app.kernels.timing import MAX_SPREAD, MIN_SAMPLES, monotone_table, relative_spread
+from app.messages import Abort, Encode, Generate, SamplingParams, Text
+from app.metrics.stats import StepStats
+
+ROWS = (1, 8)  # sequences that decode together
+PROMPT_TOKENS = (32, 128, 512)
+TEXTS = (1, 4)  # of 128 tokens
+TEXT_TOKENS = 128
+MAX_STEP_SECONDS = 0.5  # a longer step would delay a client's request: it is not timed
+SAMPLES = 4  # of each size
+FIRST_STEPS = 4  # at most so many steps of a size prepare its recording and are no samples
+_LEAD_TOKENS = 4  # tokens of the prompts of sequences whose decodes are timed
+_PREFIX = "idle"
+
+
+@dataclass(frozen=True, slots=True)
+class IdleSubject:
+    """The engine's plan and what its requests may contain.
+
+    `expected` are the estimated times of the served configuration, of which measured ones take the place. `outputs` are
+    an encoder's.
+    """
+
+    plan: ServingPlan
+    expected: TrialTimes
+    vocab_size: int
+    outputs: tuple[str, ...] = ()
+
+
+class Interrupted(Exception):
+    """A command waits for the worker."""
+
+
+class IdleMeasurement:
+    """One attempt to time the engine's steps."""
+
+    def __init__(self, subject: IdleSubject, engine: Engine, is_wanted: Callable[[], bool]) -> None:
+        self._subject, self._engine, self._is_wanted = subject, engine, is_wanted
+        self._random = random.Random(0)
+        self._number = 0
+
+    def run(self) -> TrialTimes | None:
+        """Return the measured times; None if a command arrived, or if the samples differ too much."""
+        expected = self._subject.expected
+        try:
+            if expected.encode_seconds:
+                encode = self._table(self._text_samples(texts) for texts in TEXTS)
+                return None if encode is None else replace(expected, encode_seconds=encode)
+            decode = self._table(self._decode_samples(rows) for rows in ROWS)
+            prefill = self._table(self._prompt_samples(tokens) for tokens in PROMPT_TOKENS)
+            return replace(expected, decode_seconds=decode, prefill_seconds=prefill) if decode and prefill else None
+        except Interrupted:
+            return None
+        finally:
+            self._end_own_requests()
+
+    def _table(self, samples: Iterator[tuple[int, Sequence[float]]]) -> dict[int, float] | None:
+        """Return the median seconds by size, up to the first size that is too long; None if they are not usable."""
+        seconds: dict[int, float] = {}
+        for size, found in samples:
+            if len(found) < MIN_SAMPLES:
+                break
+            if relative_spread(found) > MAX_SPREAD:
+                return None
+            seconds[size] = statistics.median(found)
+            if seconds[size] > MAX_STEP_SECONDS / 4:  # the next size takes up to four times as long
+                break
+        return monotone_table(seconds) if seconds else None
+
+    # ---- requests of our own ---------------------------------------------------------------------------------------
+
+    def _decode_samples(self, rows: int) -> tuple[int, list[float]]:
+        rows = min(rows, self._subject.plan.max_running_seqs.value)
+        for _ in range(rows):
+            self._generate(_LEAD_TOKENS, 1 + FIRST_STEPS + SAMPLES)
+        steps = self._steps()
+        return rows, [
+            step.corrected_seconds
+            for step in steps
+            if step.kind == "decode"
+            and step.num_decode_sequences == rows
+            and not step.draft_tokens
+            and not step.is_first
+        ]
+
+    def _prompt_samples(self, tokens: int) -> tuple[int, list[float]]:
+        plan = self._subject.plan
+        tokens = min(tokens, plan.max_batch_tokens.value, plan.max_model_len.value - 2)
+        found: list[float] = []
+        for _ in range(FIRST_STEPS + SAMPLES):
+            if len(found) == SAMPLES:
+                break
+            self._generate(tokens, 1)
+            found += [
+                step.corrected_seconds for step in self._steps() if step.prefill_tokens == tokens and not step.is_first
+            ]
+        return tokens, found
+
+    def _text_samples(self, texts: int) -> tuple[int, list[float]]:
+        plan = self._subject.plan
+        each = min(TEXT_TOKENS, plan.max_model_len.value)
+        texts = max(1, min(texts, plan.batch_target_tokens.value // each))
+        found: list[float] = []
+        for _ in range(FIRST_STEPS + SAMPLES):
+            if len(found) == SAMPLES:
+                break
+            self._number += 1
+            made = tuple(Text(self._token_ids(each)) for _ in range(texts))
+            self._engine.add(Encode(f"{_PREFIX}-{self._number}", made, self._subject.outputs[:1], arrived_at=0.0))
+            wanted = texts * each
+            found += [
+                step.corrected_seconds for step in self._steps() if step.encode_tokens == wanted and not step.is_first
+            ]
+        return texts * each, found
+
+    def _generate(self, tokens: int, max_tokens: int) -> None:
+        self._number += 1
+        params = SamplingParams(max_tokens=max_tokens, ignore_eos=True, seed=self._number)
+        self._engine.add(Generate(f"{_PREFIX}-{self._number}", self._token_ids(tokens), params, arrived_at=0.0))
+
+    def _token_ids(self, number: int) -> tuple[int, ...]:
+        return tuple(self._random.randrange(self._subject.vocab_size) for _ in range(number))
+
+    def _steps(self) -> list[StepStats]:
+        """Compute all our requests, and return the statistics of the steps.
+
+        Raises:
+            Interrupted: A command arrived.
+        """
+        found = []
+        while self._engine.has_work:
+            if self._is_wanted():
+                raise Interrupted
+            self._engine.step()
+            if self._engine.stats is not None:
+                found.append(self._engine.stats)
+        return found
+
+    def _end_own_requests(self) -> None:
+        for number in range(1, self._number + 1):
+            self._engine.abort(Abort(f"{_PREFIX}-{number}"))

@@ -1,0 +1,160 @@
+"""Write docs/auto.md, what `auto` chooses on recorded hosts: `python -m tools.auto_table`; `--check` only compares it."""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from app.errors import ArmatureError
+from app.hardware.decision import format_bytes, format_count
+from app.hardware.facts import Facts, NativeLibrary, Needs
+from app.hardware.plan.plan import ServingPlan, make_plan
+from app.hardware.plan.precision import UNKNOWN_COST
+from app.hardware.plan.trials import FEW_SEQS, SEVERAL_SEQS, format_rate
+from app.hardware.probe.probe import probe
+from app.models.decoders.config import ModelConfig
+from app.models.decoders.shapes import tensors_of
+from app.settings import Settings
+from app.weights.checkpoint import Checkpoint
+from app.weights.forms import RECIPES
+from app.weights.safetensors import TensorEntry
+from tools.recorded_hosts import HOSTS, read_tree, write_tree
+
+TARGET = Path(__file__).resolve().parent.parent / "docs" / "auto.md"
+LEVELS = {
+    "x86_64": ("amx", "avx512bf16", "avx512", "avxvnni", "avx2", "portable"),
+    "arm64": ("i8mm", "dotprod", "neon"),
+}  # levels of the released wheels (app/kernels/csrc/levels)
+
+# Recorded hosts, and the name of each processor.
+SHOWN: Mapping[str, str] = {
+    "xeon-avx2": "Intel Broadwell",
+    "skylake": "Intel Skylake",
+    "cascade-lake": "Intel Cascade Lake",
+    "ice-lake": "Intel Ice Lake",
+    "xeon-amx": "Intel Sapphire Rapids",
+    "zen2": "AMD Zen 2",
+    "zen3": "AMD Zen 3",
+    "zen4": "AMD Zen 4",
+    "zen5-vm": "AMD Zen 5",
+    "graviton2": "AWS Graviton2",
+    "graviton3": "AWS Graviton3",
+    "graviton4": "AWS Graviton4",
+    "altra": "Ampere Altra",
+    "axion": "Google Axion",
+    "grace": "NVIDIA Grace",
+    "raspberry-pi-5": "Raspberry Pi 5",
+}
+
+# The shapes of SmolLM2-135M, Llama-3.2-1B and Llama-3.1-8B: their config.json.
+MODELS: Mapping[str, Mapping[str, Any]] = {
+    "135M": {
+        "hidden_size": 576, "intermediate_size": 1536, "num_hidden_layers": 30, "num_attention_heads": 9,
+        "num_key_value_heads": 3, "vocab_size": 49_152, "max_position_embeddings": 8192, "tie_word_embeddings": True,
+    },
+    "1B": {
+        "hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16, "num_attention_heads": 32,
+        "num_key_value_heads": 8, "head_dim": 64, "vocab_size": 128_256, "max_position_embeddings": 131_072,
+        "tie_word_embeddings": True,
+    },
+    "8B": {
+        "hidden_size": 4096, "intermediate_size": 14_336, "num_hidden_layers": 32, "num_attention_heads": 32,
+        "num_key_value_heads": 8, "vocab_size": 128_256, "max_position_embeddings": 131_072,
+        "tie_word_embeddings": False,
+    },
+}  # fmt: skip
+
+HEAD = """# What `auto` chooses
+
+This page is for people who want to know what `precision=auto` does on a processor before they rent it. `make docs`
+writes it with `python -m tools.auto_table`: the plan for recorded hosts ([their
+sources](../tests/unit/hardware/hosts/README.md)) **from facts alone**, as if nothing could be measured. A start
+measures the machine, and its choice follows from the measured figures ([operations](operations.md#calibration)).
+
+Speeds are **estimates from bytes, operations and conservative ceilings**, in tokens per second: at one sequence and at
+eight of 512 tokens each in the columns, with hardly any context in the reasons. They serve the choice and are no
+benchmarks; [performance](performance.md) has measurements. No precision was timed for this page. The cost of a
+precision in quality is measured when the weights are packed; one over `quality_budget` is then replaced.
+"""
+
+
+def needs_of(config: Mapping[str, Any]) -> Needs:
+    """Return the needs of a Llama with this config.json and BF16 weights."""
+    values = {"architectures": ["LlamaForCausalLM"], "rms_norm_eps": 1e-5, "hidden_act": "silu", **config}
+    model = ModelConfig.from_hf(values)
+    nowhere = Path("model.safetensors")
+    tensors: dict[str, TensorEntry] = {}
+    for name, shape in tensors_of(model).items():
+        entry = TensorEntry(nowhere, "BF16", shape, 0, 0)
+        tensors[name] = replace(entry, end=2 * entry.num_elements)
+    return Checkpoint(nowhere.parent, values, {}, model, tensors).needs()
+
+
+def facts_of(host: str) -> Facts:
+    """Return the facts of a recorded host, with the released native library and without a GPU."""
+    with TemporaryDirectory() as folder:
+        found = probe(Path(folder), write_tree(read_tree(host), Path(folder)))
+    return replace(found, native=NativeLibrary(LEVELS[found.architecture]), torch=None, cuda=(), mps=False)
+
+
+def page() -> str:
+    """Return the whole page."""
+    hosts = {host: facts_of(host) for host in SHOWN}
+    parts = [HEAD, "\n## The hosts\n\n| processor | cores | memory | kernels | source |\n|---|---|---|---|---|\n"]
+    parts += [_host_row(host, facts) for host, facts in hosts.items()]
+    for model, config in MODELS.items():
+        needs = needs_of(config)
+        parts.append(f"\n## A model of {model} parameters\n\n")
+        parts.append("| processor | precision | ×1 | ×8 | why |\n|---|---|---|---|---|\n")
+        parts += [_row(SHOWN[host], facts, needs) for host, facts in hosts.items()]
+    return "".join(parts)
+
+
+def _host_row(host: str, facts: Facts) -> str:
+    plan = make_plan(facts, None, Settings(), None, RECIPES.keys())
+    source = (HOSTS / host / "SOURCE.md").read_text(encoding="utf-8")
+    origin = "public documentation" if "\nComposed from" in source else "recorded"
+    cores = format_count(plan.threads.value, "core")
+    memory = format_bytes(facts.memory_bytes)
+    return f"| {SHOWN[host]} | {cores} | {memory} | {plan.kernels.value} | {origin}, `{host}` |\n"
+
+
+def _row(processor: str, facts: Facts, needs: Needs) -> str:
+    try:
+        plan = make_plan(facts, None, Settings(), needs, RECIPES.keys())
+    except ArmatureError as refusal:
+        return f"| {processor} | refused | | | {refusal.message} |\n"
+    rates = plan.capacity_tokens_per_second.value.get("decode", {})
+    shown = (format_rate(rate) for rate in _rates(rates))
+    return f"| {processor} | {plan.precision.value} | {' | '.join(shown)} | {_why(plan)} |\n"
+
+
+def _rates(rates: Mapping[int, float]) -> Iterator[float]:
+    for rows in (FEW_SEQS, SEVERAL_SEQS):
+        yield rates.get(rows, rates[max(rates)])
+
+
+def _why(plan: ServingPlan) -> str:
+    """Return the reason without the notes that hold for every row."""
+    text = plan.precision.reason.replace(f"; {UNKNOWN_COST}", "")
+    return re.sub(r" [^.]* not timed but estimated from bytes and operations\.", "", text).replace("|", "/")
+
+
+def main(arguments: list[str]) -> int:
+    """Write the page. With `--check`, return 1 if it is out of date."""
+    if arguments == ["--check"]:
+        current = TARGET.exists() and TARGET.read_text(encoding="utf-8") == page()
+        if not current:
+            print("docs/auto.md is out of date: make docs", file=sys.stderr)
+        return 0 if current else 1
+    TARGET.write_text(page(), encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
