@@ -59,7 +59,7 @@ INT4 = "int4/32 double quantized"
 # Q4_K_M takes 4.8 bits for 8B weights and 6.3 for 135M, its Q4_0 4.5 and 5.3.
 SMALL_MODEL = 500_000_000
 INT4_BITS, INT4_SMALL_BITS = (5.63, 4.6), (4.4, 4.25)
-EXACT = Recipe(linear=("panels", "onednn", "plain"))
+EXACT = Recipe(linear=("panels", "panels/widened", "panels/fp32", "onednn", "plain"))
 INT8 = Recipe(linear=("int8/32", INT8_REFERENCE, "plain"), equalise=True)
 
 

@@ -183,7 +183,7 @@ class StepAttention:
 
         Then no layer's operations depend on the sequences in the batch.
         """
-        return len(self._parts) < 2 and self._rows.stays and self._step.is_replayable(self._kv_cache.layers[0])
+        return len(self._parts) < 2 and self._rows.stays and self._step.is_replayable
 
     def __call__(self, layer: int, heads: QkvHeads, spec: AttentionSpec) -> Tensor:
         """Write the layer's keys and values, and return its attention output [tokens, heads * head_dim]."""

@@ -3,15 +3,21 @@
 #ifndef ARMATURE_KERNELS_H
 #define ARMATURE_KERNELS_H
 
+#ifndef ATTENTION_PANELS
+#define ATTENTION_PANELS 0
+#endif
+
 #include "activate.h"
 #include "angles.h"
 #include "layer_norm.h"
+#include "linear_fp32.h"
 #include "pick.h"
 #include "quantise.h"
 #include "round_int4.h"
 #include "rowwise.h"
 #include "attention_team.h"
 #include "texts.h"
+#include "top.h"
 #include "turn.h"
 
 #if ATTENTION_PANELS /* bf16 products */
@@ -23,6 +29,7 @@ const level LEVEL = {
     .tile_rows = TILE_ROWS,
     .block = BLOCK,
     .align = TILE_ALIGN,
+    .attention_panels = ATTENTION_PANELS,
     .kernels =
         {
             [OP_QUANTISE] = quantise,
@@ -40,6 +47,8 @@ const level LEVEL = {
             [OP_TEXTS] = texts,
             [OP_INT4_SCALES] = int4_scales,
             [OP_INT4_GPTQ] = int4_gptq,
+            [OP_LINEAR_FP32] = linear_fp32,
+            [OP_TOP] = top,
 #if ATTENTION_PANELS
             [OP_LINEAR_BF16] = linear_bf16,
 #endif

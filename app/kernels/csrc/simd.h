@@ -231,6 +231,19 @@ INLINE void bf16_store_part(uint16_t *p, vf x, ptrdiff_t count) {
     else memcpy(p, &h, (size_t)count * 2);
 }
 
+/* Part of a row from element i on, of which `left` remain: fp32 if `wide`, else bf16. */
+INLINE vf row_load_part(int64_t wide, const void *row, ptrdiff_t i, ptrdiff_t left) {
+    return wide ? vf_load_part((const float *)row + i, left) : bf16_load_part((const uint16_t *)row + i, left);
+}
+
+INLINE void row_store_part(int64_t wide, void *row, ptrdiff_t i, vf x, ptrdiff_t left) {
+    if (wide) vf_store_part((float *)row + i, x, left);
+    else bf16_store_part((uint16_t *)row + i, x, left);
+}
+
+/* The address of element i of such a row. */
+INLINE void *element_of(int64_t wide, const void *row, ptrdiff_t i) { return (char *)row + i * (wide ? 4 : 2); }
+
 /* ---- bytes ---- */
 
 /* 2 * LANES signed bytes as floats. */
