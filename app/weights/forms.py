@@ -110,7 +110,8 @@ RECIPES: Mapping[RecipeKey, Recipe] = {
 # Recipes of deterministic=on, under which other rows must not affect a result: forms that sum each row in a fixed
 # order on any processor.
 DETERMINISTIC_RECIPES: Mapping[str, Recipe] = {
-    "bf16": Recipe(linear=("panels/fixed",)),
+    "fp32": Recipe(linear=("panels/fp32",)),
+    "bf16": Recipe(linear=("panels/fixed", "panels/widened")),
     "int8": replace(INT8, linear=("int8/32",)),
     "int4": replace(_int4(), linear=(INT4,), output=("int8/32",)),
     "int4-small": replace(_int4(layer_bits=INT4_SMALL_BITS), linear=(INT4,), output=("int8/32",)),

@@ -40,7 +40,7 @@ int64_t bf16_products(void) {
         const int64_t count = (rows - 1) * y_stride + outputs, output = i % 3, bytes = output == OUTPUT_BF16 ? 2 : 4;
         uint16_t *x = halves((rows - 1) * x_stride + inputs), *weights = halves(outputs * inputs);
         uint8_t *panels = packed(weights, outputs, inputs), *y = room(count * bytes);
-        uint32_t *tiles = room(rows * ((inputs + 1) / 2) * 4);
+        uint32_t *tiles = room((rows + rows % 2) * ((inputs + 3) / 4) * 8);
         float *bias = i % 2 ? room(outputs * 4) : NULL;
         for (int64_t o = 0; bias && o < outputs; o++) bias[o] = number();
         for (int64_t at = 0; output == OUTPUT_ADD_FP32 && at < count; at++) ((float *)y)[at] = number();
@@ -58,7 +58,7 @@ int64_t bf16_rows_alone(void) {
         const int64_t inputs = INPUTS[i], rows = between(2, 40), outputs = between(1, 100);
         uint16_t *x = halves(rows * inputs), *weights = halves(outputs * inputs);
         uint8_t *panels = packed(weights, outputs, inputs);
-        uint32_t *tiles = room(rows * ((inputs + 1) / 2) * 4);
+        uint32_t *tiles = room((rows + rows % 2) * ((inputs + 3) / 4) * 8);
         float *together = room(rows * outputs * 4), *alone = room(outputs * 4);
         linear_bf16_arguments a = {x, panels, NULL, tiles, together, inputs, outputs, rows, inputs, outputs, OUTPUT_FP32, 1};
         run(OP_LINEAR_BF16, &a);

@@ -180,8 +180,8 @@ def decide_deterministic(
         )
     if not is_batch_invariant(chosen, level):
         raise PlanImpossible(
-            f"deterministic is on, but precision is {chosen}: set it to int8 or int4 (or, on a processor with AVX512-BF16, bf16), whose "
-            "products sum in one order for any number of rows."
+            f"deterministic is on, but precision is {chosen}: set it to fp32, bf16, int8 or int4, whose products sum in one order "
+            "for any number of rows."
         )
     if copy:
         raise PlanImpossible(

@@ -11,7 +11,7 @@
 #define TASK_ROWS 64 /* query heads (of all queries) of one task */
 #define DISTANCE 2   /* heads of a block between the prefetch of bytes and their use */
 
-#ifdef __AVX512BF16__
+#if BF16_UNITS
 #define KEYS_AS FROM_PAIRS
 #else
 #define KEYS_AS FROM_BF16

@@ -23,7 +23,7 @@
 
 /* A head is processed in steps of STEP elements, as two vectors: for bf16 the even and the odd elements (widened by a
  * shift and a mask), for int8 the first and the second half. Queries have the same layout, and sums of values are
- * reordered at the end. fp32 is read as it is. With VDPBF16PS, keys stay pairs of bf16 in one vector. */
+ * reordered at the end. fp32 is read as it is. With VDPBF16PS or BFDOT, keys stay pairs of bf16 in one vector. */
 enum { FROM_BF16, FROM_INT8, FROM_PAIRS, FROM_FP32 };
 
 #define STEP (2 * LANES)
@@ -102,8 +102,8 @@ INLINE void widen_tail(int kind, const uint8_t *p, int64_t left, vf *x) {
 }
 
 INLINE vf add_product(int kind, vf sum, vf key, vf query) {
-#ifdef __AVX512BF16__
-    if (kind == FROM_PAIRS) return _mm512_dpbf16_ps(sum, (__m512bh)key, (__m512bh)query);
+#if BF16_UNITS
+    if (kind == FROM_PAIRS) return add_pairs(sum, key, query);
 #endif
     return sum + key * query;
 }

@@ -22,6 +22,8 @@
 
 #if ATTENTION_PANELS /* bf16 products */
 #include "linear_bf16.h"
+#elif BF16_UNITS
+#include "linear_bf16_arm.h"
 #endif
 
 const level LEVEL = {
@@ -49,7 +51,7 @@ const level LEVEL = {
             [OP_INT4_GPTQ] = int4_gptq,
             [OP_LINEAR_FP32] = linear_fp32,
             [OP_TOP] = top,
-#if ATTENTION_PANELS
+#if ATTENTION_PANELS || BF16_UNITS
             [OP_LINEAR_BF16] = linear_bf16,
 #endif
         },

@@ -13,7 +13,6 @@
 #define TOGETHER_FP32 4        /* panels per task of many rows: their inputs below are read once for all */
 #define ROWS_FP32 240          /* rows whose sums a task keeps: their inputs below fit half of a 512 KB L2 */
 #define INPUTS_FP32 (3072 / LANES) /* of WIDE_OUTPUTS outputs: 24 KB of fp32, which stay in L1 for all tiles */
-#define INTERLEAVED 256        /* inputs of a tile that a thread interleaves at a time */
 
 INLINE int64_t padded_inputs(const linear_fp32_arguments *a) { return (a->inputs + 1) / 2 * 2; }
 INLINE ptrdiff_t panel_bytes_fp32(const linear_fp32_arguments *a) { return a->narrow_panels ? padded_inputs(a) * 64 : a->inputs * 128; }
@@ -25,7 +24,7 @@ INLINE int64_t first_of_tile(const linear_fp32_arguments *a, int64_t tile) {
     return tile * (a->rows / tiles) + (tile < larger ? tile : larger);
 }
 
-/* Elements [from, to) of `count` rows, interleaved, fp32; those beyond the inputs are zero. */
+/* Inputs [from, to) of `count` rows to a tile, fp32; those beyond the inputs are zero. */
 INLINE void interleave_part(const linear_fp32_arguments *a, int64_t row, int64_t count, int64_t from, int64_t to, float *tile) {
     float four[4][LANES];
     for (int64_t r = 0; r < count; r += 4)
@@ -35,22 +34,32 @@ INLINE void interleave_part(const linear_fp32_arguments *a, int64_t row, int64_t
                 vf_store(four[i], r + i < count && left > 0 ? row_load_part(!a->narrow_x, a->x, (row + r + i) * a->x_stride + k, left) : vf_all(0));
             for (int64_t part = 0; part < LANES && k + part < to; part += 4) {
                 if (r + 4 <= count) {
-                    turn_four(four[0] + part, sizeof four[0], to - k - part, (uint32_t *)tile + (k + part) * count + r, count);
+                    turn_four(four[0] + part, sizeof four[0], to - k - part, (uint32_t *)tile + (k - from + part) * count + r, count);
                     continue;
                 }
                 for (int64_t j = part; j < part + 4 && k + j < to; j++)
-                    for (int64_t i = 0; r + i < count; i++) tile[(k + j) * count + r + i] = four[i][j];
+                    for (int64_t i = 0; r + i < count; i++) tile[(k - from + j) * count + r + i] = four[i][j];
             }
         }
 }
 
+/* The end of the part of inputs that begins at `from`. */
+INLINE int64_t end_of_part(const linear_fp32_arguments *a, int64_t from) {
+    return from + INPUTS_FP32 < padded_inputs(a) ? from + INPUTS_FP32 : padded_inputs(a);
+}
+
+/* Where the tile that begins at `row` has its inputs from `from` on: the same inputs of all tiles are adjacent, since they
+ * are read one after the other. */
+INLINE float *part_of_tile(const linear_fp32_arguments *a, int64_t row, int64_t from) {
+    return a->tiles + from * a->rows + row * (end_of_part(a, from) - from);
+}
+
 static void interleave_fp32(const linear_fp32_arguments *a) {
-    const int64_t padded = padded_inputs(a), parts = (padded + INTERLEAVED - 1) / INTERLEAVED;
+    const int64_t parts = (padded_inputs(a) + INPUTS_FP32 - 1) / INPUTS_FP32;
 #pragma omp for schedule(static)
     for (int64_t i = 0; i < tiles_of(a) * parts; i++) {
-        const int64_t row = first_of_tile(a, i / parts), count = first_of_tile(a, i / parts + 1) - row;
-        const int64_t from = i % parts * INTERLEAVED, to = from + INTERLEAVED < padded ? from + INTERLEAVED : padded;
-        interleave_part(a, row, count, from, to, a->tiles + row * padded);
+        const int64_t row = first_of_tile(a, i / parts), count = first_of_tile(a, i / parts + 1) - row, from = i % parts * INPUTS_FP32;
+        interleave_part(a, row, count, from, end_of_part(a, from), part_of_tile(a, row, from));
     }
 }
 
@@ -101,7 +110,7 @@ static void one_row_fp32(const linear_fp32_arguments *a, int64_t num_panels) {
  * time stays in L1 for all tiles. sums [panels][rows of these tiles][32]. */
 INLINE void multiply_part(int narrow, const linear_fp32_arguments *a, int64_t tile0, int64_t tile1, int64_t panel0, int64_t panel1, int64_t from, int64_t to,
                           int few, float *sums) {
-    const int64_t row0 = first_of_tile(a, tile0), rows = first_of_tile(a, tile1) - row0, padded = padded_inputs(a);
+    const int64_t row0 = first_of_tile(a, tile0), rows = first_of_tile(a, tile1) - row0;
     const ptrdiff_t skipped = from * (narrow ? 64 : 128), bytes = panel_bytes_fp32(a);
     for (int64_t panel = panel0; panel < panel1; panel++)
         for (int64_t output = 0; output < PANEL_OUTPUTS; output += WIDE_OUTPUTS) {
@@ -110,7 +119,7 @@ INLINE void multiply_part(int narrow, const linear_fp32_arguments *a, int64_t ti
             for (int64_t tile = tile0, row = row0, count; tile < tile1; tile++, row += count) {
                 count = first_of_tile(a, tile + 1) - row;
                 const uint8_t *ahead = few && tile == tile0 && output == 0 ? weights + AHEAD_FP32 : NULL;
-                multiply_wide_tile((int)count, narrow, from == 0, a->tiles + row * padded + from * count, weights + output * 4, to - from, ahead,
+                multiply_wide_tile((int)count, narrow, from == 0, part_of_tile(a, row, from), weights + output * 4, to - from, ahead,
                                    own + (row - row0) * PANEL_OUTPUTS);
             }
         }

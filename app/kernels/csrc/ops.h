@@ -204,8 +204,8 @@ typedef struct {
 } angles_arguments;
 
 /* y [rows, outputs] (row stride in elements; ADD: += into fp32) = act(x [rows, inputs] bf16 (row stride in elements)
- * times panels of bf16 (linear_bf16.h), plus bias [outputs] fp32 if given). `tiles`: a buffer of rows * ceil(inputs /
- * 2) 32-bit elements. `fixed`: one row is summed in the same order as many. */
+ * times panels of bf16 (linear_bf16.h), plus bias [outputs] fp32 if given). `tiles`: a buffer of (rows rounded up to 2) *
+ * (inputs rounded up to 4) / 2 32-bit elements. `fixed`: one row is summed in the same order as many. */
 typedef struct {
     const uint16_t *x;
     const uint8_t *panels;

@@ -125,7 +125,7 @@ class Bf16PanelLinear:
         if x.stride(-1) != 1:
             x = x.contiguous()
         rows, bias = x.shape[0], None if self.bias is None else self.bias.data_ptr()
-        tiles = empty((rows * -(-self.inputs // 2),), torch.int32)
+        tiles = empty(((rows + rows % 2) * -(-self.inputs // 4) * 2,), torch.int32)
         addresses = (x.data_ptr(), self.panels.data_ptr(), bias, tiles.data_ptr(), y.data_ptr())
         run_operation(
             LinearBf16Arguments(
