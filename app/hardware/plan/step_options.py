@@ -97,7 +97,8 @@ def _decide_recording(settings: Settings, served: StepOptionInputs) -> Decision[
         asked = "Asked for: a" if settings.compile == "on" else "A"
         return Decision(
             True,
-            f"{asked} step's operations are recorded once and replayed natively, without a compiler and without a longer start.",
+            f"{asked} step's operations, which are all native in {served.precision}, are recorded once and replayed by one native call, "
+            "without a compiler and without a longer start.",
         )
     if settings.compile == "on":
         raise PlanImpossible(
