@@ -9,9 +9,10 @@
 #include "division.h"
 #include "tile_fp32.h"
 
-#define AHEAD_FP32 4096        /* prefetch distance in bytes */
+#define AHEAD_FP32 4096        /* prefetch distance of one row in bytes */
+#define ASKING 8               /* products of tiles that share the prefetch of the next part of a panel */
 #define TOGETHER_FP32 4        /* panels per task of many rows: their inputs below are read once for all */
-#define ROWS_FP32 240          /* rows whose sums a task keeps: their inputs below fit half of a 512 KB L2 */
+#define ROWS_FP32 264          /* rows whose sums a task keeps: their inputs below fit half of a 512 KB L2 */
 #define INPUTS_FP32 (3072 / LANES) /* of WIDE_OUTPUTS outputs: 24 KB of fp32, which stay in L1 for all tiles */
 
 INLINE int64_t padded_inputs(const linear_fp32_arguments *a) { return (a->inputs + 1) / 2 * 2; }
@@ -107,35 +108,40 @@ static void one_row_fp32(const linear_fp32_arguments *a, int64_t num_panels) {
 }
 
 /* Inputs [from, to) of tiles [tile0, tile1) times panels [panel0, panel1): the part of a panel that is multiplied at a
- * time stays in L1 for all tiles. sums [panels][rows of these tiles][32]. */
+ * time stays in L1 for all tiles. Meanwhile the first tiles prefetch the next part, so that memory is busy while they
+ * compute. sums [panels][rows of these tiles][32]. */
 INLINE void multiply_part(int narrow, const linear_fp32_arguments *a, int64_t tile0, int64_t tile1, int64_t panel0, int64_t panel1, int64_t from, int64_t to,
-                          int few, float *sums) {
-    const int64_t row0 = first_of_tile(a, tile0), rows = first_of_tile(a, tile1) - row0;
-    const ptrdiff_t skipped = from * (narrow ? 64 : 128), bytes = panel_bytes_fp32(a);
-    for (int64_t panel = panel0; panel < panel1; panel++)
+                          float *sums) {
+    const int64_t row0 = first_of_tile(a, tile0), rows = first_of_tile(a, tile1) - row0, products = (tile1 - tile0) * (PANEL_OUTPUTS / WIDE_OUTPUTS);
+    const ptrdiff_t line = narrow ? 64 : 128, bytes = panel_bytes_fp32(a), asking = products < ASKING ? products : ASKING, step = (128 + asking - 1) / asking;
+    for (int64_t panel = panel0; panel < panel1; panel++) {
+        const uint8_t *weights = a->panels + panel * bytes + from * line;
+        const uint8_t *next = panel + 1 < panel1 ? weights + bytes : to < a->inputs ? a->panels + panel0 * bytes + to * line : a->panels + panel1 * bytes;
+        int64_t product = 0;
         for (int64_t output = 0; output < PANEL_OUTPUTS; output += WIDE_OUTPUTS) {
-            const uint8_t *weights = a->panels + panel * bytes + skipped;
             float *own = sums + (panel - panel0) * rows * PANEL_OUTPUTS + output;
-            for (int64_t tile = tile0, row = row0, count; tile < tile1; tile++, row += count) {
+            for (int64_t tile = tile0, row = row0, count; tile < tile1; tile++, row += count, product++) {
                 count = first_of_tile(a, tile + 1) - row;
-                const uint8_t *ahead = few && tile == tile0 && output == 0 ? weights + AHEAD_FP32 : NULL;
-                multiply_wide_tile((int)count, narrow, from == 0, part_of_tile(a, row, from), weights + output * 4, to - from, ahead,
+                const uint8_t *ahead = product < asking ? next + product * step * ((to - from) * line / 128) : NULL;
+                multiply_wide_tile((int)count, narrow, from == 0, part_of_tile(a, row, from), weights + output * 4, to - from, ahead, step,
                                    own + (row - row0) * PANEL_OUTPUTS);
             }
         }
+    }
 }
 
-/* Several rows. Few rows are bound by memory: a task is one panel, whose next part is prefetched by the first tile. */
+/* Several rows. */
 static void task_fp32(const linear_fp32_arguments *a, const division *d, int64_t task, float *sums) {
     const int64_t panel0 = task / d->tile_tasks * d->panels, panel1 = panel0 + d->panels < d->num_panels ? panel0 + d->panels : d->num_panels;
     const int64_t first = task % d->tile_tasks * d->tiles, last = first + d->tiles < d->num_tiles ? first + d->tiles : d->num_tiles;
-    const int64_t inputs = a->narrow_panels ? padded_inputs(a) : a->inputs, together = ROWS_FP32 / WIDE_ROWS;
+    const int64_t inputs = a->narrow_panels ? padded_inputs(a) : a->inputs, most = ROWS_FP32 / WIDE_ROWS, groups = (last - first + most - 1) / most;
+    const int64_t together = groups ? (last - first + groups - 1) / groups : 1;
     for (int64_t tile0 = first; tile0 < last; tile0 += together) {
         const int64_t tile1 = tile0 + together < last ? tile0 + together : last, row = first_of_tile(a, tile0), rows = first_of_tile(a, tile1) - row;
         for (int64_t from = 0; from < inputs; from += INPUTS_FP32) {
             const int64_t to = from + INPUTS_FP32 < inputs ? from + INPUTS_FP32 : inputs;
-            if (a->narrow_panels) multiply_part(1, a, tile0, tile1, panel0, panel1, from, to, d->num_tiles <= FEW_TILES, sums);
-            else multiply_part(0, a, tile0, tile1, panel0, panel1, from, to, d->num_tiles <= FEW_TILES, sums);
+            if (a->narrow_panels) multiply_part(1, a, tile0, tile1, panel0, panel1, from, to, sums);
+            else multiply_part(0, a, tile0, tile1, panel0, panel1, from, to, sums);
         }
         for (int64_t panel = panel0; panel < panel1; panel++)
             store_rows_fp32(a, sums + (panel - panel0) * rows * PANEL_OUTPUTS, PANEL_OUTPUTS, row, rows, panel * PANEL_OUTPUTS);

@@ -35,9 +35,9 @@ INLINE void add_input(int rows, vf (*acc)[2], vf low, vf high, const float *x) {
 }
 
 /* sums[r * 32 + i] for `rows` rows and WIDE_OUTPUTS outputs: += tile times `inputs` inputs of a panel, from `panel` on; set
- * if `begins`. With `narrow`, inputs are even. If `ahead` is given, that address and the following are prefetched: all
- * lines of these inputs. `rows` and `narrow` are compile-time constants at every call. */
-INLINE void multiply_wide(int rows, int narrow, int begins, const float *tile, const uint8_t *panel, int64_t inputs, const uint8_t *ahead, float *sums) {
+ * if `begins`. With `narrow`, inputs are even. If `ahead` is given, `step` bytes from there are prefetched to the second
+ * cache with each line of the panel. `rows` and `narrow` are compile-time constants at every call. */
+INLINE void multiply_wide(int rows, int narrow, int begins, const float *tile, const uint8_t *panel, int64_t inputs, const uint8_t *ahead, ptrdiff_t step, float *sums) {
     vf acc[WIDE_ROWS][2];
 #pragma GCC unroll 12
     for (int r = 0; r < rows; r++)
@@ -45,8 +45,8 @@ INLINE void multiply_wide(int rows, int narrow, int begins, const float *tile, c
     for (int64_t k = 0; k < inputs; k += narrow ? 2 : 1, panel += 128, tile += narrow ? 2 * rows : rows) {
         vf low[2], high[2];
         if (ahead) {
-            __builtin_prefetch(ahead), __builtin_prefetch(ahead + 64);
-            ahead += 128;
+            __builtin_prefetch(ahead, 0, 2), __builtin_prefetch(ahead + step / 2, 0, 2);
+            ahead += step;
         }
         if (narrow) widen_pairs(panel, &low[0], &low[1]), widen_pairs(panel + 4 * LANES, &high[0], &high[1]);
         else low[0] = vf_load((const float *)panel), high[0] = vf_load((const float *)panel + LANES);
@@ -58,9 +58,9 @@ INLINE void multiply_wide(int rows, int narrow, int begins, const float *tile, c
         for (int i = 0; i < 2; i++) vf_store(sums + r * 32 + i * LANES, acc[r][i]);
 }
 
-#define WIDE_CASE(ROWS) case ROWS: multiply_wide(ROWS <= WIDE_ROWS ? ROWS : 1, narrow, begins, tile, panel, inputs, ahead, sums); break;
+#define WIDE_CASE(ROWS) case ROWS: multiply_wide(ROWS <= WIDE_ROWS ? ROWS : 1, narrow, begins, tile, panel, inputs, ahead, step, sums); break;
 
-INLINE void multiply_wide_tile(int rows, int narrow, int begins, const float *tile, const uint8_t *panel, int64_t inputs, const uint8_t *ahead, float *sums) {
+INLINE void multiply_wide_tile(int rows, int narrow, int begins, const float *tile, const uint8_t *panel, int64_t inputs, const uint8_t *ahead, ptrdiff_t step, float *sums) {
     switch (rows) {
         WIDE_CASE(1) WIDE_CASE(2) WIDE_CASE(3) WIDE_CASE(4) WIDE_CASE(5) WIDE_CASE(6)
         WIDE_CASE(7) WIDE_CASE(8) WIDE_CASE(9) WIDE_CASE(10) WIDE_CASE(11) WIDE_CASE(12)
