@@ -21,8 +21,8 @@ from app.kernels.native.operations import OpCode, has_kernel
 from app.messages import Array, ArraysReady, Encode, Text
 from app.models.encoders.encoder import Encoder
 from loaded_models import load
-from run_encoder import encoded, random_texts
 from native_levels import at_level, levels
+from run_encoder import encoded, random_texts
 from tiny_encoders import Modules, write_encoder
 
 LENGTHS = ((9,), (3, 30, 1, 12), (25, 25), (2,), (40, 1, 1, 7, 30))  # of the texts of each request

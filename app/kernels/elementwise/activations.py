@@ -18,13 +18,7 @@ from torch import Tensor
 from app.kernels.linear.activations import ROW_DTYPES, Activations, allocate_output, quantise
 from app.kernels.native import operations
 from app.kernels.native.memory import empty
-from app.kernels.native.operations import (
-    ActivateArguments,
-    OpCode,
-    TopElementsArguments,
-    has_kernel,
-    run_operation,
-)
+from app.kernels.native.operations import ActivateArguments, OpCode, TopElementsArguments, has_kernel, run_operation
 from app.kernels.triton.support import triton_usable
 
 Activation = Literal["relu", "gelu", "gelu_tanh", "silu", "tanh"]

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from app.backends import cpu
 from app.backends.cpu import AttentionRow, Segment, reference_attention, torch_attention
-from app.kernels.attention.attention import AttentionSequence, KvRows, KvSegment, token_bytes, view_kv_rows
+from app.kernels.attention.attention import AttentionSequence, KvSegment, token_bytes, view_kv_rows
 from app.kernels.attention.context import AttentionSpec
 from ragged_batches import Batch, Share, attend, make_batch
 

@@ -20,7 +20,14 @@ def kernels_at(level: str) -> Facts:
 
 @pytest.mark.parametrize(
     ("level", "chosen"),
-    [("avx512bf16", "auto"), ("avx512bf16", "int4"), ("avx512", "int8"), ("portable", "int4"), ("avx512", "bf16"), ("neon", "fp32")],
+    [
+        ("avx512bf16", "auto"),
+        ("avx512bf16", "int4"),
+        ("avx512", "int8"),
+        ("portable", "int4"),
+        ("avx512", "bf16"),
+        ("neon", "fp32"),
+    ],
 )
 def test_what_adds_in_one_order_serves(level: str, chosen: str) -> None:
     decision = plan(kernels_at(level), precision=chosen, deterministic="on").deterministic
@@ -31,7 +38,11 @@ def test_what_adds_in_one_order_serves(level: str, chosen: str) -> None:
 @pytest.mark.parametrize(
     ("level", "settings", "words"),
     [
-        ("avx512", {"quantization": "torchao:Int8WeightOnlyConfig()"}, "precision is torchao.*: set it to fp32, bf16, int8 or int4"),
+        (
+            "avx512",
+            {"quantization": "torchao:Int8WeightOnlyConfig()"},
+            "precision is torchao.*: set it to fp32, bf16, int8 or int4",
+        ),
         ("avx512", {"precision": "int4", "int8_copy": "on"}, "deterministic and int8_copy are both on"),
     ],
 )
