@@ -43,7 +43,7 @@ static void check_sink(const activations *a, const double *expected) {
         for (int64_t g = 0; g < a->groups; g++) check_group(a, row, g, expected + row * a->size + g * a->group);
 }
 
-static const int64_t SIZES[] = {576, 896, 1, 33, 64, 1000}, GROUPS[] = {32, 64, 128};
+static const int64_t SIZES[] = {576, 896, 1, 33, 64, 1500}, GROUPS[] = {32, 64, 128};
 
 static activations some_rows(int64_t i) {
     return (activations){.rows = between(1, 20), .size = SIZES[i % 6], .group = GROUPS[below(3)]};
