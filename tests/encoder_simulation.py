@@ -25,6 +25,7 @@ class FakeRunner:
     """
 
     model_seconds = 0.0
+    is_native = False
 
     def __init__(self, overlaps: bool = False, memory: int | None = None) -> None:
         self.broken = False

@@ -12,6 +12,7 @@ class AtOnce:
 
     overlaps = False
     is_first = False
+    is_native = False
 
     def __init__(self, inner: Any) -> None:
         self.inner = inner

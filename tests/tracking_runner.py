@@ -68,6 +68,7 @@ class RememberingRunner:
 
     model_seconds = 0.0
     is_first = False
+    is_native = False
 
     def __init__(self, pool: KvSlots, chance: float = 0.0) -> None:
         self.pool = pool

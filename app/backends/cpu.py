@@ -11,7 +11,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Rows
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import chain
 
 import torch
@@ -21,7 +21,7 @@ from app.errors import PlanImpossible
 from app.hardware.plan.plan import ServingPlan
 from app.hardware.probe.probe import probe
 from app.kernels.attention import attention as native_attention
-from app.kernels.attention.attention import AttentionSequence, AttentionStep, KvRows, KvSegment, clip_segments
+from app.kernels.attention.attention import AttentionSequence, AttentionStep, KvRows, KvSegment
 from app.kernels.attention.context import AttentionSpec
 
 # query, key, value [1, heads or kv_heads, tokens, head_dim] with any strides; nothing is copied. Returns the result
@@ -30,8 +30,6 @@ from app.kernels.attention.context import AttentionSpec
 _flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
 
 _MASKED_QUERIES = 256  # queries per mask; a mask has this number times the context (or the window) elements
-
-_PART_TOKENS = 4096  # tokens of a long context that are processed at a time
 
 _MAX_SCORE_ELEMENTS = 2**22  # elements of a score matrix that is materialised at once: 16 MiB in float32
 
@@ -109,12 +107,7 @@ class CpuBackend:
         """
         if not native_attention.supports_attention(query, kv):
             return torch_attention(query, [attention_row(row, kv) for row in step.rows], spec)
-        result = native_attention.attend(query, kv, step, spec.scale, spec.window, spec.softcap)
-        for row in step.rows:
-            if not native_attention.supports_sequence(row, query, kv):
-                own = slice(row.first, row.first + row.num_tokens)
-                result[own] = _prompt_attention(query[own], row, kv, spec)
-        return result
+        return native_attention.attend(query, kv, step, spec.scale, spec.window, spec.softcap)
 
     def synchronize(self) -> None:
         """Return at once: every call on a processor finishes its work before it returns."""
@@ -123,7 +116,7 @@ class CpuBackend:
 def torch_attention(query: Tensor, rows: Rows[AttentionRow], spec: AttentionSpec) -> Tensor:
     """Compute the attention of `CpuBackend.attention` with PyTorch's kernels.
 
-    Used for FP32, and on processors whose instruction sets the native kernels do not support.
+    Used without the native library, and for heads that its kernels do not support.
     """
     tokens, heads, head_dim = query.shape
     kv_heads = rows[0].segments[0].key.shape[1]
@@ -144,24 +137,6 @@ def torch_attention(query: Tensor, rows: Rows[AttentionRow], spec: AttentionSpec
             results.append(_chunk_attention(queries, _segments_between(row.segments, 0, row.start), own[0], spec.scale))
     result = results[0] if len(results) == 1 else torch.cat(results)
     return result.reshape(tokens, heads, head_dim).to(query.dtype)
-
-
-def _prompt_attention(query: Tensor, row: AttentionSequence, kv: KvRows, spec: AttentionSpec) -> Tensor:
-    """Compute the attention of one sequence's queries [tokens, heads, head_dim] with PyTorch.
-
-    An int8 KV cache is dequantized only for the part that is visible, or one part of `_PART_TOKENS` tokens at a time.
-    """
-    end = row.start + row.num_tokens
-    if spec.window is not None or spec.softcap is not None:
-        low = 0 if spec.window is None else max(0, row.start + 1 - spec.window)
-        seen = replace(row, first=0, runs=clip_segments(row.runs, low, end))
-        return torch_attention(query, [attention_row(seen, kv)], spec)
-    parts = (clip_segments(row.runs, at, min(at + _PART_TOKENS, row.start)) for at in range(0, row.start, _PART_TOKENS))
-    past = (segment for runs in parts for segment in context_segments(runs, kv))
-    (own,) = context_segments(clip_segments(row.runs, row.start, end), kv)
-    return _chunk_attention(
-        query.reshape(len(query), own.key.shape[1], -1, query.shape[2]), past, own, spec.scale
-    ).reshape(query.shape)
 
 
 def _pin(cpu_ids: tuple[int, ...]) -> None:

@@ -113,7 +113,7 @@ def _products(dtype: torch.dtype, rows: int, outputs: int, inputs: int) -> Itera
         yield from _integer_products(rows, outputs, inputs)
         return
     x = torch.randn(rows, inputs).to(dtype)
-    for name in ("plain", "onednn", "panels"):
+    for name in ("plain", "onednn", "panels", "panels/widened", "panels/fp32"):
         packing = FORMS[name]
         if packing.supports(outputs, inputs, dtype):
             yield packing.pack(torch.randn(outputs, inputs).to(dtype), None).multiply, x

@@ -51,6 +51,7 @@ class StepStats:
         1.0  # average time of such a step over `seconds`: not 1 if a CPU quota stops it at times
     )
     is_first: bool = False  # first step of its shape: repeated shapes replay a recording, made now or later
+    is_native: bool = False  # one native call or one graph replayed it, without the interpreter between operations
 
     @property
     def phase(self) -> Phase:

@@ -226,9 +226,15 @@ class GcControl:
 
 
 UPDATE_SECONDS = 1.0
+_STEPS_HELP = (
+    "Engine steps that one native call or graph replayed, and steps whose operations the interpreter called one by one."
+)
 _SLOW_STEPS_HELP = (
     "Slow steps by cause: over 1.5 times the time of similar steps, or of the decodes that waited for a prompt."
 )
+
+
+_PATHS = {True: "native", False: "interpreter"}
 
 
 class StepMonitor:
@@ -247,6 +253,9 @@ class StepMonitor:
         self._step_began: float | None = None  # written by the worker thread, read by any thread
         counter = metrics.counter("step_stalls", _SLOW_STEPS_HELP, "cause")
         self._counters: dict[Cause, Counter] = {cause: counter.labels(cause) for cause in get_args(Cause)}
+        paths = metrics.counter("engine_steps", _STEPS_HELP, "path")
+        self._paths = {is_native: paths.labels(_PATHS[is_native]) for is_native in _PATHS}
+        self._num_steps = dict.fromkeys(_PATHS, 0)
         metrics.gauges(self._gauges)
 
     def watch_drift(self, drift: SpeedDrift) -> None:
@@ -270,6 +279,8 @@ class StepMonitor:
         self._step_began = None
         cause = None if self._slow_steps is None else self._slow_steps.end(step)
         self._log.add(time.time() - step.seconds, step, cause)
+        self._paths[step.is_native].inc()
+        self._num_steps[step.is_native] += 1
         if cause is not None:
             self._counters[cause].inc()
 
@@ -291,6 +302,10 @@ class StepMonitor:
         """
         began = self._step_began
         return 0.0 if began is None else max(0.0, self._clock() - began)
+
+    def steps_json(self) -> dict[str, int]:
+        """Return the `steps` object of `GET /info`: the number of steps on each path, from any thread."""
+        return {name: self._num_steps[is_native] for is_native, name in _PATHS.items()}
 
     def close(self) -> None:
         """Restore Python's automatic garbage collection."""

@@ -430,7 +430,8 @@ def _other_precisions(prepared: Prepared) -> list[str]:
         return ["int8"] if needs.weight_bytes >= SMALL_WEIGHT_BYTES and prepared.plan.precision.value != "int8" else []
     if needs.num_parameters < precision.MIN_PARAMETERS:
         return []
-    exact = precision.unquantized_precision(prepared.facts, prepared.plan.device.value)
+    kind, level = prepared.plan.device.value, prepared.plan.kernels.value
+    exact = precision.exact_precision(prepared.facts, kind, needs, level)
     names = (exact, *precision.AUTO_PRECISIONS, *kleidi)
     return [name for name in names if name != prepared.plan.precision.value]
 

@@ -349,4 +349,5 @@ class ServerRuntime:
             "plan": prepared.plan.to_json(),
             "calibration": None if prepared.calibration is None else prepared.calibration.to_json(),
             "speed": None if drift is None else drift.to_json(),
+            "steps": self._step_monitor.steps_json(),
         }

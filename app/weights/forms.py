@@ -59,7 +59,7 @@ INT4 = "int4/32 double quantized"
 # Q4_K_M takes 4.8 bits for 8B weights and 6.3 for 135M, its Q4_0 4.5 and 5.3.
 SMALL_MODEL = 500_000_000
 INT4_BITS, INT4_SMALL_BITS = (5.63, 4.6), (4.4, 4.25)
-EXACT = Recipe(linear=("panels", "onednn", "plain"))
+EXACT = Recipe(linear=("panels", "panels/widened", "panels/fp32", "onednn", "plain"))
 INT8 = Recipe(linear=("int8/32", INT8_REFERENCE, "plain"), equalise=True)
 
 
@@ -110,7 +110,8 @@ RECIPES: Mapping[RecipeKey, Recipe] = {
 # Recipes of deterministic=on, under which other rows must not affect a result: forms that sum each row in a fixed
 # order on any processor.
 DETERMINISTIC_RECIPES: Mapping[str, Recipe] = {
-    "bf16": Recipe(linear=("panels/fixed",)),
+    "fp32": Recipe(linear=("panels/fp32",)),
+    "bf16": Recipe(linear=("panels/fixed", "panels/widened")),
     "int8": replace(INT8, linear=("int8/32",)),
     "int4": replace(_int4(), linear=(INT4,), output=("int8/32",)),
     "int4-small": replace(_int4(layer_bits=INT4_SMALL_BITS), linear=(INT4,), output=("int8/32",)),

@@ -32,7 +32,7 @@ activations one_row(const activations *a, int64_t row) {
 }
 
 void free_activations(activations *a) {
-    free(a->x), free(a->tiles), free(a->scales), free(a->sums);
+    free(a->x), free(a->tiles), free(a->scales), free(a->sums), free(a->wide);
     *a = (activations){0};
 }
 

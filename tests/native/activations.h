@@ -10,6 +10,7 @@ typedef struct {
     int8_t *tiles;
     float *scales;
     int32_t *sums;
+    float *wide; /* x in fp32 */
 } activations;
 
 /* One group of a row as a plain loop sees it. */

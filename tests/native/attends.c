@@ -1,4 +1,4 @@
-/* Tests of attention over a ragged batch: one or two segments per sequence, windows, soft caps, both kinds of cache;
+/* Tests of attention over a ragged batch: one or two segments per sequence, windows, soft caps, each kind of cache;
  * and of writing the cache. */
 #include "cache.h"
 
@@ -25,22 +25,22 @@ static sequence new_sequence(int64_t first, int64_t tokens, int64_t start, int64
 
 static attended new_attended(int64_t i) {
     const int64_t kv_heads = between(1, 3), group = between(1, 5), head_dim = HEAD_DIMS[i % 6], count = between(1, 4);
-    const int int8 = i % 2;
+    const int kind = (int)(i % 3), wide = kind == CACHE_FP32;
     attended t = {.step = room((int64_t)sizeof(attention_step) + count * (int64_t)sizeof(sequence))};
     int64_t cached_rows = 0;
     for (int64_t n = 0; n < count; n++) {
-        const int many = armature_has(OP_LINEAR_BF16) && n % 2, few = group < 16;
+        const int many = n % 2, few = group < 16;
         const int64_t tokens = many ? between(32, 70) : few && n % 3 == 2 ? between(1, 31 / group) : 1;
-        t.step->sequences[n] = new_sequence(t.rows, tokens, n == 0 && i % 3 == 0 ? between(500, 800) : below(150), &cached_rows);
+        t.step->sequences[n] = new_sequence(t.rows, tokens, n == 0 && i % 4 == 0 ? between(500, 800) : below(150), &cached_rows);
         t.rows += tokens;
     }
-    t.c = new_cache(cached_rows, kv_heads, head_dim, int8, 1);
+    t.c = new_cache(cached_rows, kv_heads, head_dim, kind, 1);
     const int64_t heads = kv_heads * group, query_stride = heads * head_dim + below(3), out_stride = heads * head_dim + below(3);
-    uint16_t *query = room(((t.rows - 1) * query_stride + heads * head_dim) * 2);
-    for (int64_t at = 0; at < (t.rows - 1) * query_stride + heads * head_dim; at++) query[at] = bf16_of_float(2 * number());
+    void *query = room(((t.rows - 1) * query_stride + heads * head_dim) * (wide ? 4 : 2));
+    for (int64_t at = 0; at < (t.rows - 1) * query_stride + heads * head_dim; at++) set_element(query, wide, at, 2 * number());
     t.arguments = (attention_arguments){
-        query, room(((t.rows - 1) * out_stride + heads * head_dim) * 2), t.step, t.c.kv, query_stride, out_stride, heads, kv_heads, head_dim,
-        i % 4 == 1 ? between(1, 100) : 0, 1 / sqrt((double)head_dim), i % 5 == 2 ? 5 : 0,
+        query, room(((t.rows - 1) * out_stride + heads * head_dim) * (wide ? 4 : 2)), t.step, t.c.kv, query_stride, out_stride, heads, kv_heads, head_dim,
+        i % 4 == 1 ? between(1, 100) : 0, wide, 1 / sqrt((double)head_dim), i % 5 == 2 ? 5 : 0,
     };
     t.step->num_sequences = count;
     const int64_t bytes = armature_attention_scratch(&t.arguments);
@@ -66,7 +66,7 @@ static void weigh(const attended *t, const sequence *s, int64_t query, int64_t h
     for (int64_t p = 0; p <= position; p++) {
         double dot = 0;
         for (int64_t i = 0; i < a->head_dim; i++)
-            dot += (double)float_of_bf16(a->query[(s->first + query) * a->query_stride + head * a->head_dim + i]) * cached(&t->c, 0, row_of(s, p), head / (a->heads / a->kv_heads), i);
+            dot += (double)get_element(a->query, a->wide, (s->first + query) * a->query_stride + head * a->head_dim + i) * cached(&t->c, 0, row_of(s, p), head / (a->heads / a->kv_heads), i);
         dot *= a->scale;
         weights[p] = p < first ? -INFINITY : a->softcap > 0 ? a->softcap * tanh(dot / a->softcap) : dot;
         largest = fmax(largest, weights[p]);
@@ -86,8 +86,8 @@ static void check_query(const attended *t, const sequence *s, int64_t query, int
             const double part = weights[p] * cached(&t->c, 1, row_of(s, p), head / (a->heads / a->kv_heads), i);
             expected += part, size += fabs(part);
         }
-        const float found = float_of_bf16(a->out[(s->first + query) * a->out_stride + head * a->head_dim + i]);
-        if (!close_to(found, expected, 0.01 * size + 1e-3))
+        const float found = get_element(a->out, a->wide, (s->first + query) * a->out_stride + head * a->head_dim + i);
+        if (!close_to(found, expected, a->wide ? 2e-5 * size + 1e-5 : 0.01 * size + 1e-3))
             failed("query %d of %d at %d, head %d, element %d of %d: %g for %g", (int)query, (int)s->num_tokens, (int)s->start, (int)head, (int)i, (int)a->head_dim, found, expected);
     }
     free(weights);
@@ -104,18 +104,18 @@ int64_t attends(void) {
                 for (int64_t head = 0; head < a->heads; head++) check_query(&t, s, query, head);
         }
         for (int64_t at = 0; at < (t.rows - 1) * a->out_stride; at++)
-            if (at % a->out_stride >= a->heads * a->head_dim && a->out[at] != 0x7b7b) failed("a word between two rows was written");
+            if (at % a->out_stride >= a->heads * a->head_dim && ((const uint16_t *)a->out)[a->wide ? 2 * at : at] != 0x7b7b) failed("a word between two rows was written");
         free_attended(&t);
     }
     return 18;
 }
 
 /* Reference for a head: normalised if there are weights, then RoPE. */
-static void turned(const turn_arguments *a, const uint16_t *x, int64_t row, int64_t head, double *out) {
+static void turned(const turn_arguments *a, const void *x, int64_t first, int64_t row, int64_t head, double *out) {
     const float *weight = head < a->heads ? a->query_norm : head < a->heads + a->kv_heads ? a->key_norm : NULL;
     const int64_t dim = head < a->heads + a->kv_heads ? a->dim : 0, half = dim / 2;
     double squares = 0, before[256];
-    for (int64_t i = 0; i < a->head_dim; i++) before[i] = float_of_bf16(x[i]), squares += before[i] * before[i];
+    for (int64_t i = 0; i < a->head_dim; i++) before[i] = get_element(x, a->wide, first + i), squares += before[i] * before[i];
     for (int64_t i = 0; weight && i < a->head_dim; i++) before[i] *= weight[i] / sqrt(squares / (double)a->head_dim + a->eps);
     for (int64_t i = 0; i < a->head_dim; i++) {
         const int64_t other = i < half ? i + half : i - half;
@@ -127,8 +127,8 @@ static void check_turned(const turn_arguments *a, const cache *c, int64_t row, i
     const int64_t own = head - a->heads, kv_head = own < a->kv_heads ? own : own - a->kv_heads;
     const int values = own >= a->kv_heads;
     for (int64_t i = 0; i < a->head_dim; i++) {
-        const float found = own < 0 ? float_of_bf16(a->x[row * a->stride + head * a->head_dim + i]) : cached(c, values, a->written[row], kv_head, i);
-        const double step = own >= 0 && c->int8 ? 0.51 * cached_scale(c, values, a->written[row], kv_head) : fabs(expected[i]) / 200;
+        const float found = own < 0 ? get_element(a->x, a->wide, row * a->stride + head * a->head_dim + i) : cached(c, values, a->written[row], kv_head, i);
+        const double step = own >= 0 && c->int8 ? 0.51 * cached_scale(c, values, a->written[row], kv_head) : a->wide ? 0 : fabs(expected[i]) / 200;
         if (!close_to(found, expected[i], step + 1e-5)) failed("row %d, head %d, element %d: %g for %g", (int)row, (int)head, (int)i, found, expected[i]);
     }
 }
@@ -143,18 +143,19 @@ int64_t turns(void) {
     for (int64_t i = 0; i < 12; i++) {
         const int64_t rows = between(1, 9), kv_heads = between(1, 3), heads = kv_heads * between(1, 3), all = heads + 2 * kv_heads, size = HEAD_DIMS[i % 6];
         const int64_t dim = i % 4 == 3 ? 0 : i % 4 == 2 ? size / 2 : size, stride = all * size + below(3), count = (rows - 1) * stride + all * size;
-        cache c = new_cache(rows * 2, kv_heads, size, (int)(i % 2), 0);
-        uint16_t *x = room(count * 2);
+        const int kind = (int)(i % 3), wide = kind == CACHE_FP32, bytes = wide ? 4 : 2;
+        cache c = new_cache(rows * 2, kv_heads, size, kind, 0);
+        void *x = room(count * bytes);
         int64_t *written = room(rows * 8);
-        for (int64_t at = 0; at < count; at++) x[at] = bf16_of_float(3 * number());
+        for (int64_t at = 0; at < count; at++) set_element(x, wide, at, 3 * number());
         for (int64_t row = 0; row < rows; row++) written[row] = 2 * row + 1;
-        float *norms[2] = {i % 3 ? floats(size) : NULL, i % 3 ? floats(size) : NULL}, *waves[2] = {floats(rows * dim), floats(rows * dim)};
-        uint16_t *before = memcpy(room(count * 2), x, (size_t)count * 2);
-        const turn_arguments a = {x, norms[0], norms[1], waves[0], waves[1], written, c.kv, stride, rows, heads, kv_heads, size, dim, 1e-6};
+        float *norms[2] = {i % 5 ? floats(size) : NULL, i % 5 ? floats(size) : NULL}, *waves[2] = {floats(rows * dim), floats(rows * dim)};
+        void *before = memcpy(room(count * bytes), x, (size_t)(count * bytes));
+        const turn_arguments a = {x, norms[0], norms[1], waves[0], waves[1], written, c.kv, stride, rows, heads, kv_heads, size, dim, wide, 1e-6};
         run(OP_TURN, &a);
         for (int64_t at = 0; at < rows * all; at++) {
             double expected[256];
-            turned(&a, before + at / all * stride + at % all * size, at / all, at % all, expected);
+            turned(&a, before, at / all * stride + at % all * size, at / all, at % all, expected);
             check_turned(&a, &c, at / all, at % all, expected);
         }
         for (int64_t row = 0; row < rows; row++)

@@ -20,7 +20,7 @@ static uint8_t *packed(const uint16_t *weights, int64_t outputs, int64_t inputs)
 }
 
 /* The buffer of `tiles` in csrc/ops.h. */
-static uint32_t *tiles_of(int64_t rows, int64_t inputs) { return room((rows > 16 ? (rows + 15) / 16 * 16 : rows) * ((inputs + 31) / 32) * 64); }
+static uint32_t *tiles_of(int64_t rows, int64_t inputs) { return room((rows > 16 ? (rows + 15) / 16 * 16 : (rows + 1) / 2 * 2) * ((inputs + 31) / 32) * 64); }
 
 static void check_product(const linear_bf16_arguments *a, const uint16_t *weights, const float *before) {
     for (int64_t at = 0; at < a->rows * a->outputs; at++) {

@@ -37,6 +37,13 @@ float float_of_bf16(uint16_t x) {
     return result;
 }
 
+void set_element(void *rows, int64_t wide, int64_t at, float x) {
+    if (wide) ((float *)rows)[at] = x;
+    else ((uint16_t *)rows)[at] = bf16_of_float(x);
+}
+
+float get_element(const void *rows, int64_t wide, int64_t at) { return wide ? ((const float *)rows)[at] : float_of_bf16(((const uint16_t *)rows)[at]); }
+
 void run(int64_t code, const void *arguments) {
     const operation asked = {code, arguments};
     if (armature_run(&asked, 1, threads) != 0) failed("operation %d has no kernel", (int)code);

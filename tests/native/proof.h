@@ -32,6 +32,10 @@ void *room(int64_t bytes);
 uint16_t bf16_of_float(float x); /* to nearest, ties to even */
 float float_of_bf16(uint16_t x);
 
+/* Element `at` of rows of fp32 or, if not `wide`, bf16. */
+void set_element(void *rows, int64_t wide, int64_t at, float x);
+float get_element(const void *rows, int64_t wide, int64_t at);
+
 void run(int64_t code, const void *arguments);
 /* Print one line for a failed check. */
 void failed(const char *format, ...) __attribute__((format(printf, 1, 2)));
@@ -41,6 +45,6 @@ int close_to(double value, double expected, double tolerance);
 
 /* The tests: each checks many shapes at the level in use and returns how many. */
 typedef int64_t check(void);
-check quantised_rows, exact_products, near_products, bad_activations, rows_alone, widened_rows, norms, layer_norms, activated_rows, whole_texts, texts_in_lanes, gates, gathers, stored_rows, turning_angles, picks, bf16_products, bf16_rows_alone, bf16_rows, attends, turns, int4_scales, gptq_codes, wide_products, odd_calls;
+check quantised_rows, exact_products, near_products, bad_activations, rows_alone, widened_rows, norms, layer_norms, activated_rows, whole_texts, texts_in_lanes, gates, gathers, stored_rows, turning_angles, picks, bf16_products, bf16_rows_alone, bf16_rows, fp32_products, fp32_rows_alone, fp32_rows, top_elements, attends, turns, int4_scales, gptq_codes, wide_products, odd_calls;
 
 #endif

@@ -2,14 +2,15 @@
  * of the start of a step. */
 #include "activations.h"
 
-/* A sink for `size` inputs with its buffers; the tiles as in `activations`. */
-static sink new_sink(activations *a, int64_t tiles) {
+/* A sink for `size` inputs with its buffers: bf16 (kind 0), fp32 (1), or tiles as in `activations`. */
+static sink new_sink(activations *a, int64_t kind) {
     const int64_t align = armature_tiles(2), count = (a->rows + armature_tiles(0) - 1) / armature_tiles(0), most = (a->rows + align - 1) / align * align;
     a->height = ((a->rows + count - 1) / count + align - 1) / align * align;
     a->groups = (a->size + a->group - 1) / a->group, a->padded = a->groups * a->group;
-    if (!tiles) a->x = room(a->rows * a->size * 2);
+    if (kind == 0) a->x = room(a->rows * a->size * 2);
+    else if (kind == 1) a->wide = room(a->rows * a->size * 4);
     else a->tiles = room(most * a->padded), a->scales = room(most * a->groups * 4), a->sums = room(most * a->groups * 4);
-    return (sink){a->x, a->tiles, a->scales, a->sums, a->group, a->height};
+    return (sink){a->x, a->tiles, a->scales, a->sums, a->group, a->height, a->wide};
 }
 
 /* A scale below 1e-14 belongs to values that are almost zero: there an approximated GELU has no correct digit. */
@@ -36,11 +37,13 @@ static void check_group(const activations *a, int64_t row, int64_t g, const doub
 static void check_sink(const activations *a, const double *expected) {
     for (int64_t at = 0; a->x && at < a->rows * a->size; at++)
         if (!close_to(float_of_bf16(a->x[at]), expected[at], fabs(expected[at]) / 200 + 1e-5)) failed("value %d: %g for %g", (int)at, float_of_bf16(a->x[at]), expected[at]);
+    for (int64_t at = 0; a->wide && at < a->rows * a->size; at++)
+        if (!close_to(a->wide[at], expected[at], fabs(expected[at]) * 1e-4 + 2e-5)) failed("value %d: %g for %g", (int)at, a->wide[at], expected[at]);
     for (int64_t row = 0; a->tiles && row < a->rows; row++)
         for (int64_t g = 0; g < a->groups; g++) check_group(a, row, g, expected + row * a->size + g * a->group);
 }
 
-static const int64_t SIZES[] = {576, 896, 1, 33, 64, 1000}, GROUPS[] = {32, 64, 128};
+static const int64_t SIZES[] = {576, 896, 1, 33, 64, 1500}, GROUPS[] = {32, 64, 128};
 
 static activations some_rows(int64_t i) {
     return (activations){.rows = between(1, 20), .size = SIZES[i % 6], .group = GROUPS[below(3)]};
@@ -49,20 +52,20 @@ static activations some_rows(int64_t i) {
 int64_t norms(void) {
     for (int64_t i = 0; i < 18; i++) {
         activations a = some_rows(i);
-        const sink out = new_sink(&a, i % 3);
-        const int64_t stride = a.size + below(3), count = (a.rows - 1) * stride + a.size;
+        const sink out = new_sink(&a, i / 2 % 4);
+        const int64_t stride = a.size + below(3), count = (a.rows - 1) * stride + a.size, wide = i % 4 == 3;
         float *hidden = room(count * 4), *weight = room(a.size * 4);
-        uint16_t *branch = i % 2 ? room(a.rows * a.size * 2) : NULL;
+        void *branch = i % 2 ? room(a.rows * a.size * (wide ? 4 : 2)) : NULL;
         double *expected = room(a.rows * a.size * 8);
         for (int64_t at = 0; at < count; at++) hidden[at] = 4 * number();
         for (int64_t at = 0; at < a.size; at++) weight[at] = number();
-        for (int64_t at = 0; branch && at < a.rows * a.size; at++) branch[at] = bf16_of_float(number());
+        for (int64_t at = 0; branch && at < a.rows * a.size; at++) set_element(branch, wide, at, number());
         if (i % 5 == 4) hidden[below(a.rows) * stride] = NAN;
         float *sums = memcpy(room(count * 4), hidden, (size_t)count * 4);
         for (int64_t row = 0; row < a.rows; row++) {
             double squares = 0;
             for (int64_t k = 0; k < a.size; k++) {
-                const double x = branch ? float_of_bf16(branch[row * a.size + k]) : hidden[row * stride + k];
+                const double x = branch ? get_element(branch, wide, row * a.size + k) : hidden[row * stride + k];
                 expected[row * a.size + k] = x, squares += x * x;
             }
             for (int64_t k = 0; k < a.size; k++) {
@@ -71,7 +74,7 @@ int64_t norms(void) {
                 if (branch) *x += hidden[row * stride + k], sums[row * stride + k] = (float)*x;
             }
         }
-        const norm_arguments arguments = {hidden, branch, weight, stride, a.rows, a.size, 1e-5, out};
+        const norm_arguments arguments = {hidden, branch, weight, stride, a.rows, a.size, wide, 1e-5, out};
         run(OP_NORM, &arguments);
         for (int64_t at = 0; at < count; at++)
             if (branch ? !close_to(hidden[at], sums[at], fabs(sums[at]) * 1e-5 + 1e-5) : !same(hidden[at], sums[at]))
@@ -85,7 +88,7 @@ int64_t norms(void) {
 int64_t layer_norms(void) {
     for (int64_t i = 0; i < 18; i++) {
         activations a = some_rows(i);
-        const sink out = new_sink(&a, i % 3);
+        const sink out = new_sink(&a, i % 4);
         const int64_t stride = a.size + below(3), count = (a.rows - 1) * stride + a.size, in_place = i % 2;
         float *hidden = room(count * 4), *weight = room(a.size * 4), *bias = i % 4 ? room(a.size * 4) : NULL;
         double *expected = room(a.rows * a.size * 8);
@@ -125,13 +128,13 @@ int64_t activated_rows(void) {
     for (int64_t i = 0; i < 20; i++) {
         activations a = some_rows(i);
         const sink out = new_sink(&a, i % 4);
-        const int64_t stride = a.size + below(3), count = (a.rows - 1) * stride + a.size, activation = SILU + i % 5;
-        uint16_t *x = room(count * 2);
+        const int64_t stride = a.size + below(3), count = (a.rows - 1) * stride + a.size, activation = SILU + i % 5, wide = i / 2 % 2;
+        void *x = room(count * (wide ? 4 : 2));
         double *expected = room(a.rows * a.size * 8);
-        for (int64_t at = 0; at < count; at++) x[at] = bf16_of_float((below(20) ? 5 : 90) * number());
-        if (i % 5 == 4) x[below(a.rows) * stride] = bf16_of_float(NAN);
-        for (int64_t at = 0; at < a.rows * a.size; at++) expected[at] = gated(activation, float_of_bf16(x[at / a.size * stride + at % a.size]));
-        const activate_arguments arguments = {x, stride, a.rows, a.size, activation, out};
+        for (int64_t at = 0; at < count; at++) set_element(x, wide, at, (below(20) ? 5 : 90) * number());
+        if (i % 5 == 4) set_element(x, wide, below(a.rows) * stride, NAN);
+        for (int64_t at = 0; at < a.rows * a.size; at++) expected[at] = gated(activation, get_element(x, wide, at / a.size * stride + at % a.size));
+        const activate_arguments arguments = {x, stride, a.rows, a.size, activation, wide, out};
         run(OP_ACTIVATE, &arguments);
         check_sink(&a, expected);
         free(x), free(expected), free_activations(&a);
@@ -143,15 +146,16 @@ int64_t gates(void) {
     for (int64_t i = 0; i < 18; i++) {
         activations a = some_rows(i);
         const sink out = new_sink(&a, i % 4);
-        uint16_t *gate_up = room(a.rows * 2 * a.size * 2);
+        const int64_t wide = i / 2 % 2;
+        void *gate_up = room(a.rows * 2 * a.size * (wide ? 4 : 2));
         double *expected = room(a.rows * a.size * 8);
-        for (int64_t at = 0; at < a.rows * 2 * a.size; at++) gate_up[at] = bf16_of_float((below(20) ? 5 : 90) * number());
-        if (i % 5 == 4) gate_up[below(a.rows) * 2 * a.size] = bf16_of_float(NAN);
+        for (int64_t at = 0; at < a.rows * 2 * a.size; at++) set_element(gate_up, wide, at, (below(20) ? 5 : 90) * number());
+        if (i % 5 == 4) set_element(gate_up, wide, below(a.rows) * 2 * a.size, NAN);
         for (int64_t at = 0; at < a.rows * a.size; at++) {
-            const uint16_t *x = gate_up + at / a.size * 2 * a.size + at % a.size;
-            expected[at] = gated(SILU + i % 3, float_of_bf16(*x)) * float_of_bf16(x[a.size]);
+            const int64_t first = at / a.size * 2 * a.size + at % a.size;
+            expected[at] = gated(SILU + i % 3, get_element(gate_up, wide, first)) * get_element(gate_up, wide, first + a.size);
         }
-        const gate_arguments arguments = {gate_up, a.rows, a.size, SILU + i % 3, out};
+        const gate_arguments arguments = {gate_up, a.rows, a.size, SILU + i % 3, wide, out};
         run(OP_GATE, &arguments);
         check_sink(&a, expected);
         free(gate_up), free(expected), free_activations(&a);

@@ -32,12 +32,13 @@ CASES = [
     ("LlamaForCausalLM", "int4"),
     ("Qwen3ForCausalLM", "int8"),
     ("LlamaForCausalLM", "bfloat16"),
+    ("LlamaForCausalLM", "float32"),
     ("MistralForCausalLM", "int4"),
     ("Gemma2ForCausalLM", "int4"),
     ("Gemma3ForCausalLM", "int8"),
 ]
 OVER = [
-    *((*case, torch.bfloat16) for case in CASES),
+    *((*case, torch.float32 if case[1] == "float32" else torch.bfloat16) for case in CASES),
     ("LlamaForCausalLM", "int4", torch.int8),
     ("Gemma2ForCausalLM", "int4", torch.int8),
 ]
@@ -83,7 +84,8 @@ def served(
     cache = KvCache(KvShape(config.num_layers, SLOTS, MAX_LEN, config.num_kv_heads, config.head_dim), kv)
     few = max_decode_queries(config.num_heads, config.num_kv_heads) if fixed else None
     replay = DecoderReplay(cast(Decoder, model), disabled_reason="" if seed % 2 == 0 else "for this test")
-    runner = CpuDecoderRunner(replay, cache, CpuBackend(torch.bfloat16), Sampler(config.vocab_size), few)
+    backend = CpuBackend(torch.float32 if kv == torch.float32 else torch.bfloat16)
+    runner = CpuDecoderRunner(replay, cache, backend, Sampler(config.vocab_size), few)
     limits = EngineLimits(MAX_LEN, SLOTS // 2, budget)
     engine = DecoderEngine(Scheduler(KvSlots(SLOTS, capacity), PrefillBudget(budget), limits, {1}), runner)
     said: Said = {}
@@ -107,8 +109,6 @@ def told(events: list[TokensReady | SequenceFinished]) -> list[Any]:
 
 
 def model_of(directory: Path, architecture: str, precision: str, deterministic: bool = True) -> torch.nn.Module:
-    if precision == "bfloat16" and not has_kernel(OpCode.LINEAR_BF16):
-        pytest.skip("no products of bf16 here")
     return load(
         write_checkpoint(directory, architecture, seed=11),
         precision,

@@ -21,6 +21,7 @@ from app.kernels.native.operations import OpCode, has_kernel
 from app.messages import Array, ArraysReady, Encode, Text
 from app.models.encoders.encoder import Encoder
 from loaded_models import load
+from native_levels import at_level, levels
 from run_encoder import encoded, random_texts
 from tiny_encoders import Modules, write_encoder
 
@@ -86,12 +87,14 @@ def test_every_request_gets_what_its_texts_are_alone(architecture: str, tmp_path
             torch.testing.assert_close(tensor_of(answer.arrays[name]), wanted, atol=2e-5, rtol=0.0)
 
 
-def test_fp32_stays_eager_and_says_why(tmp_path: Path) -> None:
-    model = cast(Encoder, load(write_encoder(tmp_path / "model")))
-    runner = EncoderRunner(model, 64)
-    answered(runner, asked(model, ("embedding",)))
-    assert runner.replay.num_runs == 0 and runner.replay.most_tokens == 0
-    assert runner.replay.reason.endswith("cannot be recorded")
+@pytest.mark.parametrize("level", levels())
+@pytest.mark.parametrize("precision", ["float32", "bfloat16", "int8"])
+def test_every_step_is_native(level: str, precision: str, tmp_path: Path) -> None:
+    with at_level(level):
+        model = cast(Encoder, load(write_encoder(tmp_path / "model"), precision))
+        runner = EncoderRunner(model, 64)
+        answered(runner, asked(model, ("embedding",)))
+    assert runner.replay.reason == "" and runner.replay.num_runs > 3 and runner.is_native
 
 
 def test_types_that_a_model_has_no_rows_for_are_left_out(tmp_path: Path) -> None:
@@ -125,9 +128,9 @@ RECORDABLE = ["BertModel", CLASSIFIER, "ModernBertModel", "NomicBertModel", "MPN
 
 
 @pytest.mark.parametrize("architecture", RECORDABLE)
-@pytest.mark.parametrize("precision", ["int8", "bfloat16"])
+@pytest.mark.parametrize("precision", ["int8", "bfloat16", "float32"])
 def test_steps_run_again_say_the_same(architecture: str, precision: str, tmp_path: Path) -> None:
-    if not has_kernel(OpCode.LINEAR_INT) or (precision == "bfloat16" and not has_kernel(OpCode.LINEAR_BF16)):
+    if not has_kernel(OpCode.LINEAR_INT):
         pytest.skip("torch's own products serve here")
     model = cast(Encoder, load(write_encoder(tmp_path / "model", architecture), precision))
     for outputs in (model.config.outputs[:1], model.config.outputs):
@@ -143,13 +146,13 @@ def test_steps_run_again_say_the_same(architecture: str, precision: str, tmp_pat
 
 
 @pytest.mark.parametrize("architecture", RECORDABLE)
-@pytest.mark.parametrize("precision", ["int8", "bfloat16"])
+@pytest.mark.parametrize("precision", ["int8", "bfloat16", "float32"])
 @pytest.mark.parametrize("threads", [2, 3])
 def test_lanes_say_what_all_threads_together_say(
     architecture: str, precision: str, threads: int, tmp_path: Path
 ) -> None:
     """To the bit where a product's sums do not depend on how many rows there are: a single one of bf16 has an order of its own."""
-    if not has_kernel(OpCode.LINEAR_INT) or (precision == "bfloat16" and not has_kernel(OpCode.LINEAR_BF16)):
+    if not has_kernel(OpCode.LINEAR_INT):
         pytest.skip("torch's own products serve here")
     model = cast(
         Encoder, load(write_encoder(tmp_path / "model", architecture), precision, deterministic=precision == "bfloat16")

@@ -21,6 +21,7 @@ from app.kernels.native.operations import OpCode, has_kernel
 from app.messages import Abort, Generate, RequestFailed, SamplingParams, SequenceFinished, TokensReady
 from app.models.decoders.decoder import Decoder
 from loaded_models import load
+from native_levels import at_level, levels
 from tiny_checkpoints import write_checkpoint
 
 MAX_LEN, SLOTS = 160, 12
@@ -62,7 +63,8 @@ def served(
     config: Any = model.config
     cache = KvCache(KvShape(config.num_layers, SLOTS, MAX_LEN, config.num_kv_heads, config.head_dim), kv)
     replay = DecoderReplay(cast(Decoder, model), "" if enabled else "for this test", record_after=0)
-    runner = CpuDecoderRunner(replay, cache, CpuBackend(torch.bfloat16), Sampler(config.vocab_size))
+    backend = CpuBackend(torch.float32 if kv == torch.float32 else torch.bfloat16)
+    runner = CpuDecoderRunner(replay, cache, backend, Sampler(config.vocab_size))
     engine = DecoderEngine(
         Scheduler(KvSlots(SLOTS, SLOTS * MAX_LEN), PrefillBudget(24), EngineLimits(MAX_LEN, SLOTS // 2, 24), {1}),
         runner,
@@ -92,15 +94,18 @@ def served(
 
 @pytest.mark.parametrize(
     ("architecture", "precision"),
-    [*((name, "int4") for name in RECORDABLE), (RECORDABLE[0], "int8"), (RECORDABLE[0], "bfloat16")],
+    [
+        *((name, "int4") for name in RECORDABLE),
+        (RECORDABLE[0], "int8"),
+        *((name, precision) for name in PICKING for precision in ("bfloat16", "float32")),
+    ],
 )
 def test_steps_run_again_say_the_same(architecture: str, precision: str, tmp_path: Path) -> None:
-    if precision == "bfloat16" and not has_kernel(OpCode.LINEAR_BF16):
-        pytest.skip("torch's own products serve here")
     model = load(write_checkpoint(tmp_path, architecture, seed=11), precision, max_model_len=MAX_LEN)
     for kinds in (WHOLE_LOGITS, BEST) if architecture in PICKING else (WHOLE_LOGITS,):
-        eager, _ = served(model, False, kinds)
-        replayed, replay = served(model, True, kinds)
+        kv = torch.float32 if precision == "float32" else torch.bfloat16
+        eager, _ = served(model, False, kinds, kv)
+        replayed, replay = served(model, True, kinds, kv)
         assert replay.reason == ""
         assert replay.num_replays > 20
         assert {tokens == rows for tokens, rows, _ in replay.recorded} == {
@@ -132,10 +137,18 @@ def test_tables_as_they_are_stored_are_read_the_same(architecture: str, dtype: t
     assert replayed == eager
 
 
-def test_fp32_stays_eager(tmp_path: Path) -> None:
-    model = load(write_checkpoint(tmp_path, "LlamaForCausalLM", seed=11), "float32", max_model_len=MAX_LEN)
-    _, replay = served(model, enabled=True)
-    assert replay.num_replays == 0 and not replay.recorded
+@pytest.mark.parametrize("level", levels())
+@pytest.mark.parametrize("precision", ["float32", "bfloat16", "int8", "int4"])
+def test_every_step_is_native_once_its_shape_was_seen(level: str, precision: str, tmp_path: Path) -> None:
+    with at_level(level):
+        model = load(write_checkpoint(tmp_path, "LlamaForCausalLM", seed=11), precision, max_model_len=MAX_LEN)
+        kv = torch.float32 if precision == "float32" else torch.bfloat16
+        eager, _ = served(model, False, BEST, kv)
+        replayed, replay = served(model, True, BEST, kv)
+    assert replay.reason == "" and replayed == eager
+    # Others are only the steps that are recorded, and the very first, which allocates scratch memory.
+    assert replay.num_steps - replay.num_replays == len(replay.recorded) + 1
+    assert replay.num_replays > 20
 
 
 def test_what_was_not_run_for_long_makes_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

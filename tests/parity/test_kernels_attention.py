@@ -33,6 +33,8 @@ a_level = st.sampled_from(LEVELS or ("none",))
 CLOSE = {"rtol": 1.6e-2, "atol": 6e-3}
 # The formula reads int8 as bf16: half a unit of a value of 4 is 2^-7, and scores move too.
 CLOSE_INT8 = {"rtol": 1.6e-2, "atol": 1.6e-2}
+CLOSE_FP32 = {"rtol": 2e-5, "atol": 2e-5}
+DTYPES = [torch.bfloat16, torch.int8, torch.float32]
 few = st.builds(Share, st.integers(0, 300), st.integers(0, 600), st.integers(1, 3))
 many = st.builds(Share, st.integers(0, 40), st.integers(0, 200), st.integers(1, 40))
 
@@ -47,7 +49,7 @@ many = st.builds(Share, st.integers(0, 40), st.integers(0, 200), st.integers(1, 
     head_dim=st.sampled_from([8, 16, 24, 64, 72, 80, 96, 128, 256]),
     window=st.none() | st.integers(1, 700),
     softcap=st.none() | st.floats(1.0, 50.0),
-    dtype=st.sampled_from([torch.bfloat16, torch.int8]),
+    dtype=st.sampled_from(DTYPES),
 )
 def test_any_batch_is_what_the_formula_says(
     level: str,
@@ -64,7 +66,7 @@ def test_any_batch_is_what_the_formula_says(
     with at_level(level):
         assert has_kernel(OpCode.ATTENTION)
         result = attend(batch, spec)
-    close = CLOSE_INT8 if dtype == torch.int8 else CLOSE
+    close = {torch.int8: CLOSE_INT8, torch.float32: CLOSE_FP32}.get(dtype, CLOSE)
     torch.testing.assert_close(result.float(), reference_attention(batch.query, batch.segments, spec), **close)
 
 
@@ -81,7 +83,7 @@ LONG = [
 
 @needs_levels
 @pytest.mark.parametrize("level", LEVELS)
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.int8], ids=str)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("spec", [AttentionSpec(0.125), AttentionSpec(0.125, 400, 20.0)], ids=str)
 def test_a_row_is_bit_for_bit_the_same_whatever_is_beside_it(
     level: str, dtype: torch.dtype, spec: AttentionSpec
@@ -125,7 +127,7 @@ def test_a_shared_prefix_changes_no_bit(level: str) -> None:
 
 @needs_levels
 @pytest.mark.parametrize("level", LEVELS)
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.int8], ids=str)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf])
 def test_bad_values_stay_with_those_who_see_them(level: str, dtype: torch.dtype, bad: float) -> None:
     """Position 40 of the first sequence is bad in head 1: other sequences, head 0 and who has it outside the window stay as they were."""

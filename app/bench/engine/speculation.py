@@ -98,6 +98,11 @@ class ForcedTextRunner:
         """True if the wrapped runner's last step had a new shape."""
         return self._runner.is_first
 
+    @property
+    def is_native(self) -> bool:
+        """True if the wrapped runner's last step was replayed."""
+        return self._runner.is_native
+
     def launch(self, batch: Batch, after: InFlightStep | None = None) -> InFlightStep:
         """Launch a batch on the wrapped runner."""
         return self._runner.launch(batch, after)

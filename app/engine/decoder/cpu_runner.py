@@ -69,6 +69,11 @@ class CpuDecoderRunner:
         """True if the last step had a shape that is not replayed yet. A model that is called directly has none."""
         return isinstance(self.model, DecoderReplay) and self.model.is_first
 
+    @property
+    def is_native(self) -> bool:
+        """True if the last step was replayed."""
+        return isinstance(self.model, DecoderReplay) and self.model.is_native
+
     def launch(self, batch: Batch, after: InFlightStep | None = None) -> InFlightStep:
         """Compute the step at once: on the CPU, the caller has nothing else to do meanwhile."""
         assert after is None, "the CPU runner launches no step ahead"
@@ -183,7 +188,7 @@ class StepAttention:
 
         Then no layer's operations depend on the sequences in the batch.
         """
-        return len(self._parts) < 2 and self._rows.stays and self._step.is_replayable(self._kv_cache.layers[0])
+        return len(self._parts) < 2 and self._rows.stays and self._step.is_replayable
 
     def __call__(self, layer: int, heads: QkvHeads, spec: AttentionSpec) -> Tensor:
         """Write the layer's keys and values, and return its attention output [tokens, heads * head_dim]."""
@@ -214,8 +219,10 @@ class DecoderReplay:
     def __init__(self, model: Decoder, disabled_reason: str = "", record_after: int = RECORD_AFTER_STEPS) -> None:
         self.model = model
         self.reason = disabled_reason  # reason why every step is eager; empty if steps are recorded
-        self.num_replays = 0  # number of replayed steps
+        self.num_steps = 0  # number of steps
+        self.num_replays = 0  # number of them that were replayed
         self.is_first = False  # the last step had a shape that is not replayed yet, so it took longer
+        self.is_native = False  # the last step was replayed
         self._pool = ResultPool()
         self._num_seen: Counter[RecordedShape] = Counter()
         self._record_after = record_after
@@ -223,7 +230,8 @@ class DecoderReplay:
 
     def __call__(self, context: StepContext) -> Tensor | TopLogits:
         """Compute a step as the model's `forward` does."""
-        self.is_first = False
+        self.is_first = self.is_native = False
+        self.num_steps += 1
         if self.reason or context.shape is None or context.shape[0] > MAX_RECORDED_TOKENS:
             return self.model.forward(context)
         shape = (*context.shape, context.top_logits)
@@ -232,6 +240,7 @@ class DecoderReplay:
             return self._eager(shape, context)
         self.recorded.move_to_end(shape)
         self.num_replays += 1
+        self.is_native = True
         return self._outputs(recorded.run(), context)
 
     def _eager(self, shape: RecordedShape, context: StepContext) -> Tensor | TopLogits:

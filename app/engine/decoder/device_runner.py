@@ -157,6 +157,7 @@ class DeviceDecoderRunner:
         # duration of the last step waited for, measured from its launch or from the end of the previous step
         self.model_seconds = 0.0
         self.is_first = False  # the last step's shape had to be captured first, so the step took longer
+        self.is_native = False  # the last step was the replay of a graph
         max_rows = max(limits.max_running_seqs, self.buckets[-1])
         self._max_sizes = StepSizes(max(limits.max_batch_tokens, max_rows), max_rows, max_rows)
         block_length = block_size(self._max_sizes) + table_update_size(MAX_TABLE_UPDATES)
@@ -192,6 +193,7 @@ class DeviceDecoderRunner:
             self._copies_done = True
             task = self._task(batch) if before is None or not batch.ahead else self._task_ahead(batch, before)
             self._table_updates.update(zip(*self.kv_cache.take_updates(), strict=True))
+            self.is_native = task.shape is not None
             self.is_first = task.shape is not None and self.graphs.should_capture(task.shape)
             if task.shape is not None and self.is_first:
                 self.capture(task.shape)

@@ -50,6 +50,11 @@ class DecoderRunner(Protocol):
         """True if the last step had a shape that is not replayed from a recording yet, so it took longer."""
         ...
 
+    @property
+    def is_native(self) -> bool:
+        """True if the last step was replayed from a recording."""
+        ...
+
     def launch(self, batch: Batch, after: InFlightStep | None = None) -> InFlightStep:
         """Start a step.
 
@@ -239,7 +244,11 @@ class DecoderEngine:
     def _record_stats(self, batch: Batch, samples: Items[SampledTokens]) -> None:
         seconds = self._clock() - self._started_at
         timing = StepTiming(
-            seconds, self.runner.model_seconds, self.throttle_correction.of(seconds), self.runner.is_first
+            seconds,
+            self.runner.model_seconds,
+            self.throttle_correction.of(seconds),
+            self.runner.is_first,
+            self.runner.is_native,
         )
         self.stats = decoder_step_stats(batch, samples, timing)
         self.scheduler.observe(self.stats)
@@ -255,6 +264,7 @@ class StepTiming:
     model_seconds: float = 0.0
     throttle_correction: float = 1.0
     is_first: bool = False
+    is_native: bool = False
 
 
 def decoder_step_stats(batch: Batch, samples: Items[SampledTokens], timing: StepTiming) -> StepStats:
@@ -287,6 +297,7 @@ def decoder_step_stats(batch: Batch, samples: Items[SampledTokens], timing: Step
         recomputed_tokens=sum(span.num_tokens for span in prompts if span.sequence.num_admitted > 1),
         throttle_correction=timing.throttle_correction,
         is_first=timing.is_first,
+        is_native=timing.is_native,
     )
 
 
@@ -302,4 +313,5 @@ def _decode_step_stats(batch: Batch, timing: StepTiming) -> StepStats:
         context_tokens=sum([span.start for span in batch.spans]) + count,
         throttle_correction=timing.throttle_correction,
         is_first=timing.is_first,
+        is_native=timing.is_native,
     )

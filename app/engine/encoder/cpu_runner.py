@@ -253,6 +253,7 @@ class EncoderRunner:
             model.hidden, self._batch, max_tokens if replayed_tokens is None else replayed_tokens, off_reason, planner
         )
         self.model_seconds = 0.0  # seconds of the last batch in the model's forward pass
+        self.is_native = False  # the last batch was replayed
 
     def run(self, spans: Sequence[TextSpan]) -> list[dict[str, bytes]]:
         """Return the rows of each text by output name, as little-endian FP32 bytes."""
@@ -263,8 +264,9 @@ class EncoderRunner:
             self._batch.fill(spans)
             starts = self._batch.starts
             rows = self._batch.select_rows(self.model.rows(starts, names))
-            started = time.perf_counter()
+            started, before = time.perf_counter(), self.replay.num_runs
             hidden = self.replay(plan)
+            self.is_native = self.replay.num_runs > before
             self.model_seconds = time.perf_counter() - started
             outputs = self.model.outputs(hidden, starts, names, rows, self._skipped(spans))
             return in_arrival_order(output_bytes(outputs, spans, self.model.config.pooling.normalizes), plan.order)

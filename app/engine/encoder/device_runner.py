@@ -125,6 +125,7 @@ class DeviceEncoderRunner:
         """
         self.model, self.backend = model, backend
         self.model_seconds = 0.0  # seconds of the last batch, until its results were on the host
+        self.is_native = False  # the last batch was the replay of a graph
         self._results_at = 0.0  # time at which the results of the last batch were on the host
         self._default_output = model.config.outputs[0]
         self._texts = DeviceTextBatch(backend, max_tokens, model.config)
@@ -138,11 +139,12 @@ class DeviceEncoderRunner:
     @torch.inference_mode()
     def launch(self, spans: Sequence[TextSpan]) -> InFlightTexts:
         """Submit this batch to the device and return at once. At most one other batch may be in flight."""
-        launched = time.perf_counter()
+        launched, before = time.perf_counter(), self.replay.num_runs
         wanted = {name for span in spans for name in span.request.message.outputs}
         names = [name for name in self.model.config.outputs if name in wanted]
         try:
             outputs = self._results.fetch(self._submit(spans, names))
+            self.is_native = self.replay.num_runs > before
         except RuntimeError:
             self.backend.synchronize()  # submitted work still reads the buffer that the next attempt overwrites
             raise

@@ -31,6 +31,11 @@ class TextRunner(Protocol):
         """True if a batch may be launched while another is in flight."""
         ...
 
+    @property
+    def is_native(self) -> bool:
+        """True if the last batch was replayed from a recording."""
+        ...
+
     def launch(self, spans: Items[TextSpan]) -> Any:
         """Start a batch and return what `wait` takes; wait in the order of launching."""
         ...
@@ -148,7 +153,8 @@ class EncoderEngine:
         self._spans = () if self._launched_ahead is None else self._launched_ahead.spans
         stats = encode_step_stats(now.spans, ended - max(now.launched_at, self._ended), self.runner.model_seconds)
         self._ended = ended
-        self.stats = replace(stats, throttle_correction=self.throttle_correction.of(stats.seconds))
+        correction = self.throttle_correction.of(stats.seconds)
+        self.stats = replace(stats, throttle_correction=correction, is_native=self.runner.is_native)
         self._delay.observe(self.stats)
         self._budget.succeeded(self._delay.target_tokens)
         if events:

@@ -27,13 +27,11 @@ from app.hardware.plan.trials import FEW_SEQS, SEVERAL_SEQS, TrialTiming, TrialT
 from app.hardware.probe.software import TORCH_KERNELS
 from app.settings import Settings, parse_kept_layers
 
-# Instruction sets with BF16 products that accumulate in FP32. AVX-512 without BF16 would have to convert, which is
-# slower than FP32.
+# Instruction sets with BF16 products that accumulate in FP32.
 _BF16_PRODUCTS = {"x86_64": ("amx_bf16", "avx512_bf16"), "arm64": ("bf16",)}
 
-# Precisions whose products can sum in one order for any number of rows, and the kernel levels that do so; empty: all
-# levels.
-_BATCH_INVARIANT_LEVELS = {"bf16": ("amx", "avx512bf16"), "int8": (), "int4": (), "int4-small": ()}
+# Precisions whose native products can sum in one order for any number of rows.
+_BATCH_INVARIANT = frozenset({"fp32", "bf16", "int8", "int4", "int4-small"})
 
 QUANTIZED_PRECISIONS = ("int8", "int4", "int4-small")  # from the most exact to the smallest
 INT4_PRECISIONS = ("int4", "int4-small")
@@ -46,6 +44,12 @@ SLOW_TOKENS_PER_SECOND = (
     20.0  # at one sequence; below this rate users notice each gain (people read about five tokens a second)
 )
 MIN_INT4_GAIN = 1.3  # least speedup at one sequence; 4 bits cost about ten times as much quality as 8
+
+
+_WIDENED = (
+    "this processor has no BF16 products, so weights are widened while they are read: half the bytes of FP32, and at one "
+    "sequence nearly twice its speed"
+)
 
 
 def describe_cost(kind: str, cost: float) -> str:
@@ -200,6 +204,8 @@ def forced_precision(candidates: PrecisionCandidates) -> Decision[str]:
     if chosen in QUANTIZED_PRECISIONS and candidates.kind == "cpu":
         return Decision(chosen, f"Asked for; {candidates.cost_phrase(chosen)}.")
     if chosen == "bf16" and unquantized_precision(candidates.facts, candidates.kind) != "bf16":
+        if candidates.kind == "cpu" and candidates.level != TORCH_KERNELS:
+            return Decision(chosen, f"Asked for; {_WIDENED}.")
         whose = "processor" if candidates.kind == "cpu" else "chip"
         return Decision(chosen, f"Asked for; slow, since this {whose} has no BF16 products.")
     return Decision(chosen, "Asked for.")
@@ -283,8 +289,7 @@ def needs_batch_invariance(settings: Settings) -> bool:
 
 def is_batch_invariant(name: str, level: str) -> bool:
     """Return true if a row's product is the same in any batch; `level` is the level of the native kernels."""
-    levels = _BATCH_INVARIANT_LEVELS.get(name)
-    return level != TORCH_KERNELS and levels is not None and (not levels or level in levels)
+    return level != TORCH_KERNELS and name in _BATCH_INVARIANT
 
 
 def bf16_products(facts: Facts) -> str | None:
@@ -304,8 +309,19 @@ def unquantized_precision(facts: Facts, kind: str) -> str:
     return "bf16" if bf16_products(facts) else "fp32"
 
 
+def exact_precision(facts: Facts, kind: str, needs: Needs | None, level: str) -> str:
+    """Return the precision of weights that are not quantized, for this checkpoint.
+
+    A decoder that is stored in BF16 stays so on a processor without BF16 products too, if the native kernels run:
+    they read half the bytes of FP32 and widen them.
+    """
+    name = unquantized_precision(facts, kind)
+    stored = needs is not None and needs.generates and needs.stored_dtype == "bfloat16"
+    return "bf16" if name == "fp32" and kind == "cpu" and stored and level != TORCH_KERNELS else name
+
+
 def _reference_precision(candidates: PrecisionCandidates) -> str:
-    name = unquantized_precision(candidates.facts, candidates.kind)
+    name = exact_precision(candidates.facts, candidates.kind, candidates.needs, candidates.level)
     return name if name in candidates.available else "fp32"
 
 
@@ -333,6 +349,8 @@ def _reference_reason(candidates: PrecisionCandidates, reference: str) -> str:
             else "The GPU has BF16 products"
         )
         return f"{least}: half the bytes of FP32 and several times its speed."
+    if reference == "bf16" and not multiplier:
+        return f"The checkpoint is in BF16; {_WIDENED}."
     if reference == "bf16":
         return f"This processor has BF16 products ({multiplier}): half the bytes of FP32 and several times its speed."
     return "This processor has no BF16 products." if not multiplier else "BF16 is not supported on this device yet."

@@ -97,7 +97,8 @@ def _decide_recording(settings: Settings, served: StepOptionInputs) -> Decision[
         asked = "Asked for: a" if settings.compile == "on" else "A"
         return Decision(
             True,
-            f"{asked} step's operations are recorded once and replayed natively, without a compiler and without a longer start.",
+            f"{asked} step's operations, which are all native in {served.precision}, are recorded once and replayed by one native call, "
+            "without a compiler and without a longer start.",
         )
     if settings.compile == "on":
         raise PlanImpossible(
@@ -184,8 +185,8 @@ def decide_deterministic(
         )
     if not is_batch_invariant(chosen, level):
         raise PlanImpossible(
-            f"deterministic is on, but precision is {chosen}: set it to int8 or int4 (or, on a processor with AVX512-BF16, bf16), whose "
-            "products sum in one order for any number of rows."
+            f"deterministic is on, but precision is {chosen}: set it to fp32, bf16, int8 or int4, whose products sum in one order "
+            "for any number of rows."
         )
     if copy:
         raise PlanImpossible(

@@ -1,11 +1,11 @@
 """Attention of a ragged batch, from a layer's QKV product to the native kernels.
 
 - `QkvHeads` holds a QKV product with its head layout and the norms and RoPE angles that its heads need; `elementwise/rope.py` applies them.
-- `KvRows` are the keys and values of one layer as rows, one per token, in bf16 or int8. `csrc/ops.h`, "Keys and
+- `KvRows` are the keys and values of one layer as rows, one per token, in bf16, fp32 or int8. `csrc/ops.h`, "Keys and
   values", describes the rows. The KV cache decides which row belongs to which sequence.
 - `attend` runs the native kernels. A sequence's context has one or two segments. Sliding windows and logit soft caps
-  are supported. `backends/cpu.py` has the reference implementation. The backend uses torch's attention where these
-  kernels do not apply, and for prompts on instruction set levels without bf16 products.
+  are supported. `backends/cpu.py` has the reference implementation, and torch's attention where these kernels do not
+  apply.
 """
 
 from __future__ import annotations
@@ -199,23 +199,21 @@ class AttentionStep:
         if self._heads is not None:
             self._reserve(self._heads)
 
-    def is_replayable(self, kv: KvRows) -> bool:
+    @property
+    def is_replayable(self) -> bool:
         """Return True if the next step can replay this step's recorded operations.
 
-        This requires that the buffer stays at the same address and that only the native kernel computes attention.
+        This requires that the native kernel computed attention and that the buffer stays at the same address.
         """
-        heads = self._heads
-        if heads is None or not self._buffer.stays:  # the first step allocates the scratch memory
-            return False
-        return max([row.num_tokens for row in self.rows]) <= max_decode_queries(
-            heads.heads, heads.kv_heads
-        ) or supports_prompts(kv)
+        # The first step allocates the scratch memory.
+        return self._heads is not None and self._buffer.stays
 
-    def set_heads(self, heads: int, kv_heads: int, head_dim: int) -> None:
-        """Set the numbers of heads; scratch memory is allocated for them now and for every later step."""
+    def set_heads(self, heads: int, kv_heads: int, head_dim: int, wide: bool) -> None:
+        """Set the numbers of heads, which are fp32 if `wide`; scratch memory is allocated now and for later steps."""
         asked = self._heads
-        if asked is None or (asked.heads, asked.kv_heads, asked.head_dim) != (heads, kv_heads, head_dim):
-            self._heads = AttentionArguments(heads=heads, kv_heads=kv_heads, head_dim=head_dim)
+        sizes = (heads, kv_heads, head_dim, wide)
+        if asked is None or (asked.heads, asked.kv_heads, asked.head_dim, asked.wide) != sizes:
+            self._heads = AttentionArguments(heads=heads, kv_heads=kv_heads, head_dim=head_dim, wide=wide)
             self._reserve(self._heads)
 
     def _reserve(self, asked: AttentionArguments) -> None:
@@ -230,13 +228,17 @@ class AttentionStep:
 
 
 def supports_attention(query: Tensor, kv: KvRows) -> bool:
-    """Return True if the native kernels support this query with these keys and values, at least for decode.
-
-    The query is [tokens, heads, head_dim].
-    """
+    """Return True if the native kernels support this query [tokens, heads, head_dim] with these keys and values."""
     _, heads, head_dim = query.shape
-    plain = query.dtype == torch.bfloat16 and query.stride(2) == 1 and query.stride(1) == head_dim
-    return plain and kv.keys.dtype in (torch.bfloat16, torch.int8) and supports_heads(heads, kv.keys.shape[1], head_dim)
+    plain = query.stride(2) == 1 and query.stride(1) == head_dim
+    return plain and supports_kv(query.dtype, kv) and supports_heads(heads, kv.keys.shape[1], head_dim)
+
+
+def supports_kv(dtype: torch.dtype, kv: KvRows) -> bool:
+    """Return True if the native kernels support these keys and values with queries of this dtype."""
+    if dtype == torch.float32:
+        return kv.keys.dtype == torch.float32
+    return dtype == torch.bfloat16 and kv.keys.dtype in (torch.bfloat16, torch.int8)
 
 
 def supports_heads(heads: int, kv_heads: int, head_dim: int) -> bool:
@@ -247,16 +249,6 @@ def supports_heads(heads: int, kv_heads: int, head_dim: int) -> bool:
         and head_dim <= _MAX_HEAD_DIM
         and has_kernel(OpCode.ATTENTION)
     )
-
-
-def supports_sequence(row: AttentionSequence, query: Tensor, kv: KvRows) -> bool:
-    """Return True if the native kernels support this sequence."""
-    return row.num_tokens <= max_decode_queries(query.shape[1], kv.keys.shape[1]) or supports_prompts(kv)
-
-
-def supports_prompts(kv: KvRows) -> bool:
-    """Return True if the native kernels support prompts, which need bf16 products even for an int8 KV cache."""
-    return kv.keys.dtype in (torch.bfloat16, torch.int8) and has_kernel(OpCode.LINEAR_BF16)
 
 
 def max_decode_queries(heads: int, kv_heads: int) -> int:
@@ -304,15 +296,16 @@ def clip_segments(runs: Sequence[KvSegment], start: int, end: int) -> tuple[KvSe
 def attend(
     query: Tensor, kv: KvRows, step: AttentionStep, scale: float, window: int | None, softcap: float | None
 ) -> Tensor:
-    """Compute causal attention of query [tokens, heads, head_dim]; the result is a new contiguous bf16 tensor.
+    """Compute causal attention of query [tokens, heads, head_dim]; the result is a new contiguous tensor.
 
-    It has the query's shape. Rows that belong to no sequence of the step are not initialised.
+    It has the query's shape and dtype. Rows that belong to no sequence of the step are not initialised.
     """
     tokens, heads, head_dim = query.shape
     kv_heads = kv.keys.shape[1]
-    step.set_heads(heads, kv_heads, head_dim)
-    out = empty((tokens, heads, head_dim), torch.bfloat16)
-    sizes = (query.stride(0), heads * head_dim, heads, kv_heads, head_dim, window or 0)
+    wide = query.dtype == torch.float32
+    step.set_heads(heads, kv_heads, head_dim, wide)
+    out = empty((tokens, heads, head_dim), query.dtype)
+    sizes = (query.stride(0), heads * head_dim, heads, kv_heads, head_dim, window or 0, wide)
     run_operation(
         AttentionArguments(
             query.data_ptr(), out.data_ptr(), step.address, kv.addresses(), *sizes, scale, softcap or 0.0

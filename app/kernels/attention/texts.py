@@ -105,10 +105,6 @@ def _apply_rope_in_place(heads: QkvHeads, texts: TextStarts) -> None:
         return
     queries, keys = (number * heads.head_dim for number in (heads.num_heads, heads.num_kv_heads))
     product, tokens = heads.product, len(heads.product)
-    if product.dtype != torch.bfloat16:
-        query, key, _ = apply_rope_to_qkv_torch(heads)
-        product[:, :queries], product[:, queries : queries + keys] = query.flatten(1), key.flatten(1)
-        return
     key, value = (
         product[:, at : at + keys].view(tokens, heads.num_kv_heads, heads.head_dim) for at in (queries, queries + keys)
     )

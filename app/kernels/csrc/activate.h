@@ -58,8 +58,8 @@ INLINE vf activated(int activation, vf x) {
         default: CALL(IDENTITY); break;           \
     }
 
-INLINE void activate_values(int activation, const uint16_t *x, int64_t count, float *values) {
-    for (int64_t i = 0; i < count; i += LANES) vf_store(values + i, activated(activation, bf16_load_part(x + i, count - i)));
+INLINE void activate_values(int activation, int64_t wide, const void *x, int64_t count, float *values) {
+    for (int64_t i = 0; i < count; i += LANES) vf_store(values + i, activated(activation, row_load_part(wide, x, i, count - i)));
 }
 
 static void activate(const void *arguments) {
@@ -68,17 +68,17 @@ static void activate(const void *arguments) {
 #pragma omp for schedule(static)
     for (int64_t index = 0; index < a->rows * parts_of(&a->out, a->size); index++) {
         const part p = nth_part(&a->out, a->size, index);
-        const uint16_t *x = a->x + p.row * a->stride + p.from;
-#define ACTIVATE(WHICH) activate_values(WHICH, x, p.count, values)
+        const void *x = element_of(a->wide, a->x, p.row * a->stride + p.from);
+#define ACTIVATE(WHICH) activate_values(WHICH, a->wide, x, p.count, values)
         FOR_ACTIVATION(a->activation, ACTIVATE)
         emit(&a->out, a->rows, a->size, p, values);
     }
 }
 
 /* Write `count` values of act(gate) * up. */
-INLINE void gate_values(int activation, const uint16_t *gate, const uint16_t *up, int64_t count, float *values) {
+INLINE void gate_values(int activation, int64_t wide, const void *gate, const void *up, int64_t count, float *values) {
     for (int64_t i = 0; i < count; i += LANES)
-        vf_store(values + i, activated(activation, bf16_load_part(gate + i, count - i)) * bf16_load_part(up + i, count - i));
+        vf_store(values + i, activated(activation, row_load_part(wide, gate, i, count - i)) * row_load_part(wide, up, i, count - i));
 }
 
 static void gate(const void *arguments) {
@@ -87,8 +87,8 @@ static void gate(const void *arguments) {
 #pragma omp for schedule(static)
     for (int64_t index = 0; index < a->rows * parts_of(&a->out, a->size); index++) {
         const part p = nth_part(&a->out, a->size, index);
-        const uint16_t *first = a->gate_up + p.row * 2 * a->size + p.from, *second = first + a->size;
-#define GATE_WITH(WHICH) gate_values(WHICH, first, second, p.count, values)
+        const void *first = element_of(a->wide, a->gate_up, p.row * 2 * a->size + p.from), *second = element_of(a->wide, first, a->size);
+#define GATE_WITH(WHICH) gate_values(WHICH, a->wide, first, second, p.count, values)
         FOR_ACTIVATION(a->activation, GATE_WITH)
         emit(&a->out, a->rows, a->size, p, values);
     }

@@ -11,7 +11,7 @@
 #define TASK_ROWS 64 /* query heads (of all queries) of one task */
 #define DISTANCE 2   /* heads of a block between the prefetch of bytes and their use */
 
-#ifdef __AVX512BF16__
+#if BF16_UNITS
 #define KEYS_AS FROM_PAIRS
 #else
 #define KEYS_AS FROM_BF16
@@ -33,8 +33,13 @@ typedef struct {
 } decoding;
 
 /* Lay out a query head for its dot products, padded with zeros (decode_lanes.h). */
-INLINE void load_query(int kind, const uint16_t *source, int64_t size, float *target) {
+INLINE void load_query(int kind, const void *source, int64_t size, float *target) {
     uint16_t padded[MAX_HEAD_DIM] = {0};
+    if (kind == FROM_FP32) {
+        memcpy(target, source, (size_t)size * 4);
+        memset(target + size, 0, (size_t)(padded32(size) - size) * 4);
+        return;
+    }
     memcpy(padded, source, (size_t)size * 2);
     for (int64_t i = 0; i < size; i += STEP) {
         if (kind == FROM_PAIRS) memcpy(target + i / 2, padded + i, STEP * 2);
@@ -54,7 +59,7 @@ static void begin_decoding(decoding *d, int kind) {
     d->rows = d->s->num_tokens * group;
     for (int64_t row = 0; row < d->kv_heads * d->rows; row++) {
         const int64_t head = (d->first_head + row / d->rows) * group + row % group, query = row % d->rows / group;
-        load_query(kind, a->query + (d->s->first + query) * a->query_stride + head * a->head_dim, a->head_dim, d->queries[row]);
+        load_query(kind, element_of(a->wide, a->query, (d->s->first + query) * a->query_stride + head * a->head_dim), a->head_dim, d->queries[row]);
         d->maximum[row] = -INFINITY;
         vf_store(d->totals[row], vf_all(0));
         memset(d->sums[row], 0, (size_t)padded32(a->head_dim) * 4);
@@ -140,7 +145,7 @@ INLINE void add_all(int kind, decoding *d, int64_t row, int64_t count, int first
     for (int64_t r = 0; r < count; r += SHARING) {
         int64_t i = 0;
 #define ADD(ROWS, STEPS, TAIL) \
-    add_values(kind == FROM_INT8 ? FROM_INT8 : FROM_BF16, ROWS < SHARING ? ROWS : SHARING, STEPS, TAIL, first && r == 0, values, i, weights + r, from, to, d->sums + row + r)
+    add_values(kind == FROM_PAIRS ? FROM_BF16 : kind, ROWS < SHARING ? ROWS : SHARING, STEPS, TAIL, first && r == 0, values, i, weights + r, from, to, d->sums + row + r)
 #define ADD_TWO(ROWS) ADD(ROWS, 2, 0)
 #define ADD_ONE(ROWS) ADD(ROWS, 1, 0)
 #define ADD_TAIL(ROWS) ADD(ROWS, 1, 1)
@@ -155,7 +160,7 @@ INLINE void add_all(int kind, decoding *d, int64_t row, int64_t count, int first
 INLINE void take_block(decoding *d, int kind, int64_t h, int64_t position) {
     const attention_arguments *a = d->a;
     const int64_t distance = DISTANCE < d->kv_heads ? DISTANCE : d->kv_heads, wraps = h + distance >= d->kv_heads;
-    const int64_t group = group_size(a), bytes = a->head_dim * (kind == FROM_INT8 ? 1 : 2), head = d->first_head + h;
+    const int64_t group = group_size(a), bytes = a->head_dim * bytes_of(kind), head = d->first_head + h;
     const int64_t asked = head + distance - (wraps ? d->kv_heads : 0), *ahead_at = d->at + (wraps ? DECODE_BLOCK : 0);
     const block_rows keys = {a->kv.keys + head * bytes, a->kv.keys + asked * bytes, d->at, ahead_at, a->head_dim, bytes};
     const block_rows values = {a->kv.values + head * bytes, a->kv.values + asked * bytes, d->at, ahead_at, a->head_dim, bytes};
@@ -179,18 +184,18 @@ INLINE void take_block(decoding *d, int kind, int64_t h, int64_t position) {
 }
 
 /* Reorder the sums of values and divide them by their total. */
-INLINE void store_output(const attention_arguments *a, const float *sums, float total, uint16_t *out) {
+INLINE void store_output(const attention_arguments *a, const float *sums, float total, void *out) {
     float ordered[MAX_HEAD_DIM] __attribute__((aligned(64)));
     const int64_t size = padded32(a->head_dim);
-    if (a->kv.key_scales) memcpy(ordered, sums, (size_t)size * 4);
+    if (a->kv.key_scales || a->wide) memcpy(ordered, sums, (size_t)size * 4);
     else
         for (int64_t i = 0; i < size; i++) ordered[i] = sums[i / STEP * STEP + i % 2 * LANES + i % STEP / 2];
-    for (int64_t i = 0; i < a->head_dim; i += LANES) bf16_store_part(out + i, vf_load(ordered + i) / total, a->head_dim - i);
+    for (int64_t i = 0; i < a->head_dim; i += LANES) row_store_part(a->wide, out, i, vf_load(ordered + i) / total, a->head_dim - i);
 }
 
-INLINE uint16_t *output_of(const attention_arguments *a, const sequence *s, int64_t row) {
+INLINE void *output_of(const attention_arguments *a, const sequence *s, int64_t row) {
     const int64_t group = group_size(a), rows = s->num_tokens * group; /* row: (KV head, query, query head) */
-    return a->out + (s->first + row % rows / group) * a->out_stride + (row / rows * group + row % group) * a->head_dim;
+    return element_of(a->wide, a->out, (s->first + row % rows / group) * a->out_stride + (row / rows * group + row % group) * a->head_dim);
 }
 
 static void finish_decoding(const decoding *d) {
@@ -227,7 +232,8 @@ static void decode(const attention_arguments *a, const sequence *s, int64_t spli
     const int64_t begins = (first_split(a, s) + split) * DECODE_SPLIT, ends = begins + DECODE_SPLIT, lowest = first_seen(a, s->start), context = s->start + s->num_tokens;
     d.a = a, d.s = s, d.first_head = first_head, d.kv_heads = kv_heads, d.split = split, d.partials = partials;
     d.from = begins > lowest ? begins : lowest, d.to = ends < context ? ends : context;
-    if (a->kv.key_scales) decode_as(&d, FROM_INT8);
+    if (a->wide) decode_as(&d, FROM_FP32);
+    else if (a->kv.key_scales) decode_as(&d, FROM_INT8);
     else decode_as(&d, KEYS_AS);
 }
 

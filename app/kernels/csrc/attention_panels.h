@@ -107,7 +107,7 @@ static void load_tile(query_tile *tile, const attention_arguments *a, const sequ
     memset(tile->sums, 0, sizeof tile->sums);
     for (int r = 0; r < tile->count; r++) {
         int64_t query = first_query + (row + r) / group, head = kv_head * group + (row + r) % group;
-        const uint16_t *source = a->query + (s->first + query) * a->query_stride + head * a->head_dim;
+        const uint16_t *source = (const uint16_t *)a->query + (s->first + query) * a->query_stride + head * a->head_dim;
         for (int64_t p = 0; p < a->head_dim / 2; p++) memcpy(&tile->queries[p * tile->count + r], source + 2 * p, 4);
         tile->maximum[r] = -INFINITY, tile->total[r] = 0, tile->position[r] = s->start + query;
     }
@@ -176,7 +176,7 @@ static void attend_prompt(const attention_arguments *a, const sequence *s, int64
     for (int i = 0, row = 0; i < num_tiles; row += tiles[i++].count)
         for (int r = 0; r < tiles[i].count; r++) {
             int64_t query = first_query + (row + r) / group, head = kv_head * group + (row + r) % group;
-            uint16_t *out = a->out + (s->first + query) * a->out_stride + head * a->head_dim;
+            uint16_t *out = (uint16_t *)a->out + (s->first + query) * a->out_stride + head * a->head_dim;
             for (int64_t d = 0; d < a->head_dim; d += 16)
                 narrow(out + d, _mm512_div_ps(_mm512_loadu_ps(&tiles[i].sums[r][d]), _mm512_set1_ps(tiles[i].total[r])), first_lanes(a->head_dim - d));
         }

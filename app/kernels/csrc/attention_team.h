@@ -6,14 +6,17 @@
 #include <omp.h>
 
 #include "attention_decode.h"
+#include "attention_units.h"
 
 #if ATTENTION_PANELS
 #include "attention_panels.h"
 #else
-#define ATTENTION_PANELS 0
 static int64_t prompt_tasks(const attention_arguments *a, const sequence *s) { return 0; }
 static void attend_prompt(const attention_arguments *a, const sequence *s, int64_t task, const uint8_t *panels) {}
 #endif
+
+/* Whether prompts use panels that all threads share; else each task packs its own. */
+static int in_panels(const attention_arguments *a) { return ATTENTION_PANELS && !a->wide; }
 
 /* A position in the list: sequence i, whose tasks begin at `first` and whose scratch begins at `offset`. */
 typedef struct {
@@ -36,13 +39,14 @@ static int64_t heads_together(const attention_arguments *a) {
 }
 
 static int64_t tasks_of(const attention_arguments *a, const sequence *s, int64_t together) {
-    if (!is_decode(a, s)) return prompt_tasks(a, s);
+    if (!is_decode(a, s)) return in_panels(a) ? prompt_tasks(a, s) : prompt_unit_tasks(a, s);
     return num_splits(a, s) * ((a->kv_heads + together - 1) / together);
 }
 
 static void attention_task(const attention_arguments *a, const sequence *s, int64_t task, int64_t together, uint8_t *scratch) {
     if (!is_decode(a, s)) {
-        attend_prompt(a, s, task, scratch);
+        if (in_panels(a)) attend_prompt(a, s, task, scratch);
+        else attend_prompt_units(a, s, task);
         return;
     }
     const int64_t parts = (a->kv_heads + together - 1) / together, head = task % parts * together, left = a->kv_heads - head;
@@ -53,7 +57,7 @@ INLINE cursor end_of_list(const attention_arguments *a, int64_t together) {
     cursor at = {a->step->num_sequences, 0, 0};
     for (int64_t i = 0; i < at.i; i++) {
         at.first += tasks_of(a, &a->step->sequences[i], together);
-        at.offset += scratch_of(a, &a->step->sequences[i], ATTENTION_PANELS);
+        at.offset += scratch_of(a, &a->step->sequences[i], in_panels(a));
     }
     return at;
 }
@@ -64,7 +68,7 @@ INLINE void move_back(cursor *at, const attention_arguments *a, int64_t task, in
     while (task < at->first) {
         const sequence *s = &a->step->sequences[--at->i];
         at->first -= tasks_of(a, s, together);
-        at->offset -= scratch_of(a, s, ATTENTION_PANELS);
+        at->offset -= scratch_of(a, s, in_panels(a));
     }
 }
 
@@ -77,7 +81,7 @@ static void join_all(const attention_arguments *a) {
 #pragma omp for schedule(static) nowait
             for (int64_t row = 0; row < s->num_tokens * a->heads; row++) join(a, s, row, (const float *)scratch);
         }
-        scratch += scratch_of(a, s, ATTENTION_PANELS);
+        scratch += scratch_of(a, s, in_panels(a));
     }
 #pragma omp barrier
 }
@@ -90,7 +94,7 @@ static void attention(const void *arguments) {
     int joins = 0;
     for (int64_t i = 0; i < a->step->num_sequences; i++) joins |= is_decode(a, &a->step->sequences[i]) && num_splits(a, &a->step->sequences[i]) > 1;
 #if ATTENTION_PANELS
-    pack_panels(a);
+    if (in_panels(a)) pack_panels(a);
 #endif
 #pragma omp for schedule(monotonic : dynamic, 1)
     for (int64_t claimed = 0; claimed < tasks; claimed++) {

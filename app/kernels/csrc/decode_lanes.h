@@ -23,12 +23,12 @@
 
 /* A head is processed in steps of STEP elements, as two vectors: for bf16 the even and the odd elements (widened by a
  * shift and a mask), for int8 the first and the second half. Queries have the same layout, and sums of values are
- * reordered at the end. With VDPBF16PS, keys stay pairs of bf16 in one vector. */
-enum { FROM_BF16, FROM_INT8, FROM_PAIRS };
+ * reordered at the end. fp32 is read as it is. With VDPBF16PS or BFDOT, keys stay pairs of bf16 in one vector. */
+enum { FROM_BF16, FROM_INT8, FROM_PAIRS, FROM_FP32 };
 
 #define STEP (2 * LANES)
 
-INLINE int64_t bytes_of(int kind) { return kind == FROM_INT8 ? 1 : 2; }
+INLINE int64_t bytes_of(int kind) { return kind == FROM_INT8 ? 1 : kind == FROM_FP32 ? 4 : 2; }
 INLINE int vectors_of(int kind) { return kind == FROM_PAIRS ? 1 : 2; }
 
 /* ---- sums across lanes, four or LANES at once ---- */
@@ -81,6 +81,10 @@ INLINE void widen(int kind, const uint8_t *p, vf *x) {
         bytes_load(p, x);
         return;
     }
+    if (kind == FROM_FP32) {
+        memcpy(x, p, 2 * sizeof *x);
+        return;
+    }
     vu both;
     memcpy(&both, p, sizeof both);
     if (kind == FROM_PAIRS) {
@@ -92,14 +96,14 @@ INLINE void widen(int kind, const uint8_t *p, vf *x) {
 
 /* Load the last `left` elements of a head, a multiple of eight, followed by zeros. */
 INLINE void widen_tail(int kind, const uint8_t *p, int64_t left, vf *x) {
-    uint8_t part[2 * STEP < 16 ? 16 : 2 * STEP] = {0};
+    uint8_t part[4 * STEP] = {0};
     for (int64_t i = 0; i < left * bytes_of(kind); i += 8) memcpy(part + i, p + i, 8);
     widen(kind, part, x);
 }
 
 INLINE vf add_product(int kind, vf sum, vf key, vf query) {
-#ifdef __AVX512BF16__
-    if (kind == FROM_PAIRS) return _mm512_dpbf16_ps(sum, (__m512bh)key, (__m512bh)query);
+#if BF16_UNITS
+    if (kind == FROM_PAIRS) return add_pairs(sum, key, query);
 #endif
     return sum + key * query;
 }

@@ -3,25 +3,33 @@
 #ifndef ARMATURE_KERNELS_H
 #define ARMATURE_KERNELS_H
 
+#ifndef ATTENTION_PANELS
+#define ATTENTION_PANELS 0
+#endif
+
 #include "activate.h"
 #include "angles.h"
 #include "layer_norm.h"
+#include "linear_fp32.h"
 #include "pick.h"
 #include "quantise.h"
 #include "round_int4.h"
 #include "rowwise.h"
 #include "attention_team.h"
 #include "texts.h"
+#include "top.h"
 #include "turn.h"
 
 #if AMX_TILES
 #include "linear_amx.h"
 #elif ATTENTION_PANELS /* bf16 products */
 #include "linear_bf16.h"
+#elif BF16_UNITS
+#include "linear_bf16_arm.h"
 #endif
 
-#ifndef WIDE_ROWS
-#define WIDE_ROWS 0
+#ifndef MIN_WIDE_ROWS
+#define MIN_WIDE_ROWS 0
 #endif
 
 const level LEVEL = {
@@ -29,7 +37,8 @@ const level LEVEL = {
     .tile_rows = TILE_ROWS,
     .block = BLOCK,
     .align = TILE_ALIGN,
-    .wide_rows = WIDE_ROWS,
+    .wide_rows = MIN_WIDE_ROWS,
+    .attention_panels = ATTENTION_PANELS,
     .kernels =
         {
             [OP_QUANTISE] = quantise,
@@ -47,9 +56,11 @@ const level LEVEL = {
             [OP_TEXTS] = texts,
             [OP_INT4_SCALES] = int4_scales,
             [OP_INT4_GPTQ] = int4_gptq,
+            [OP_LINEAR_FP32] = linear_fp32,
+            [OP_TOP] = top,
 #if AMX_TILES
             [OP_LINEAR_BF16] = linear_amx,
-#elif ATTENTION_PANELS
+#elif ATTENTION_PANELS || BF16_UNITS
             [OP_LINEAR_BF16] = linear_bf16,
 #endif
         },

@@ -14,6 +14,7 @@ typedef struct {
     int64_t block;     /* adjacent inputs: 4 or 8 */
     int64_t align;     /* tiles are rounded up to a multiple of this number of rows */
     int64_t wide_rows; /* from this number of rows on, integer weights times bf16 rows are faster (0: never, or no kernel) */
+    int64_t attention_panels; /* prompts share panels of keys and values in scratch */
     kernel kernels[OP_COUNT];
 } level;
 
@@ -22,9 +23,10 @@ extern const level level_amx, level_avx512bf16, level_avx512, level_avxvnni, lev
 /* The same for every level (rows.c). */
 void armature_rows(const void *arguments);
 
-/* Inputs [from, from + count) of row `id` from panels (pack_int.c: all of one group; pack_bf16.c). */
+/* Inputs [from, from + count) of row `id` from panels (pack_int.c: all of one group; pack_bf16.c; pack_fp32.c). */
 void armature_row_int(const rows_arguments *a, int64_t id, int64_t from, int64_t count, float *out);
 void armature_row_bf16(const rows_arguments *a, int64_t id, int64_t from, int64_t count, float *out);
+void armature_row_fp32(const rows_arguments *a, int64_t id, int64_t from, int64_t count, float *out);
 
 /* The level in use. */
 const level *armature_now(void);

@@ -63,7 +63,7 @@ INLINE const uint8_t *part_of(const linear_bf16_arguments *a, const uint8_t *pan
 }
 
 /* Multiply a part of a panel with all rows of a task, and prefetch `bytes` from `ahead` meanwhile. */
-INLINE void multiply_part(const linear_bf16_arguments *a, const amx_task *t, const uint8_t *weights, int64_t from, int64_t blocks, float *sums,
+INLINE void multiply_rows_amx(const linear_bf16_arguments *a, const amx_task *t, const uint8_t *weights, int64_t from, int64_t blocks, float *sums,
                           const uint8_t *ahead, int64_t bytes) {
     const int rows = register_rows(a), first = from == 0;
     const int64_t all = blocks_of(a), turns = (t->row1 - t->row0 + 2 * AMX_ROWS - 1) / (2 * AMX_ROWS);
@@ -84,7 +84,7 @@ static void run_amx(const linear_bf16_arguments *a, const amx_task *t, float (*s
             const uint8_t *begin = a->panels + panel * bytes, *at = begin + from * bytes / padded;
             const uint8_t *ahead = panel + 1 < t->panel1 ? at + bytes : a->panels + t->panel0 * bytes + (from + count) * bytes / padded;
             const uint8_t *weights = part_of(a, begin, from, count, part);
-            multiply_part(a, t, weights, from, count / AMX_INPUTS, sums[panel - t->panel0], ahead, count * bytes / padded);
+            multiply_rows_amx(a, t, weights, from, count / AMX_INPUTS, sums[panel - t->panel0], ahead, count * bytes / padded);
         }
     }
     for (int64_t panel = t->panel0; panel < t->panel1; panel++)

@@ -54,16 +54,19 @@ enum {
     OP_TEXTS,      /* attention of whole texts, without a cache */
     OP_INT4_SCALES, /* the scale of each group of weights, while weights are packed */
     OP_INT4_GPTQ,   /* codes of some inputs of a weight by GPTQ */
+    OP_LINEAR_FP32, /* rows times fp32 panels, or bf16 panels that are widened while they are read */
+    OP_TOP,         /* each row's top elements of an fp32 matrix */
     OP_COUNT
 };
 
-/* Destination of rows of activations: quantised if `tiles` is given, else bf16 [rows, size]. */
+/* Destination of rows of activations: quantised if `tiles` is given, else `rows` bf16 or `wide` fp32, [rows, size]. */
 typedef struct {
     uint16_t *rows;
     int8_t *tiles;
     float *scales;
     int32_t *sums;
     int64_t group, height;
+    float *wide;
 } sink;
 
 /* x [rows, size] bf16, row stride in elements. */
@@ -74,13 +77,13 @@ typedef struct {
 } quantise_arguments;
 
 /* out = hidden / rms(hidden) * weight, hidden [rows, size] fp32 (row stride in elements), weight [size] fp32. If
- * `branch` [rows, size] bf16 is given, its norm is added to hidden instead, and `out` is not used: hidden += branch /
- * rms(branch) * weight. */
+ * `branch` [rows, size] is given, bf16 or, if `wide`, fp32, its norm is added to hidden instead, and `out` is not used:
+ * hidden += branch / rms(branch) * weight. */
 typedef struct {
     float *hidden;
-    const uint16_t *branch;
+    const void *branch;
     const float *weight;
-    int64_t stride, rows, size;
+    int64_t stride, rows, size, wide;
     double eps;
     sink out;
 } norm_arguments;
@@ -97,17 +100,17 @@ typedef struct {
 
 enum { IDENTITY, SILU, GELU_TANH, GELU_ERF, RELU, TANH };
 
-/* x [rows, size] bf16 (row stride in elements) to act(x). */
+/* x [rows, size] bf16 or, if `wide`, fp32 (row stride in elements) to act(x). */
 typedef struct {
-    const uint16_t *x;
-    int64_t stride, rows, size, activation;
+    const void *x;
+    int64_t stride, rows, size, activation, wide;
     sink out;
 } activate_arguments;
 
-/* gate_up [rows, 2 * size] bf16 to act(gate) * up. */
+/* gate_up [rows, 2 * size] bf16 or, if `wide`, fp32 to act(gate) * up. */
 typedef struct {
-    const uint16_t *gate_up;
-    int64_t rows, size, activation;
+    const void *gate_up;
+    int64_t rows, size, activation, wide;
     sink out;
 } gate_arguments;
 
@@ -169,7 +172,7 @@ typedef struct {
 } pick_arguments;
 
 /* Layout of the weight of OP_ROWS: packed (4 and 8 with groups), or rows as a checkpoint stores them. */
-enum { FORM_INT4 = 4, FORM_INT8 = 8, FORM_BF16_PANELS = 16, FORM_STORED_BF16, FORM_STORED_FP16, FORM_STORED_FP32 };
+enum { FORM_INT4 = 4, FORM_INT8 = 8, FORM_BF16_PANELS = 16, FORM_STORED_BF16, FORM_STORED_FP16, FORM_STORED_FP32, FORM_FP32_PANELS };
 
 /* Rows ids[i] of a weight [outputs, inputs], out [count, inputs] fp32, times `factor` and, if given, `factors`
  * [inputs]; `add`: += into out. An id without a row reads nothing and gives NaN. */
@@ -202,8 +205,8 @@ typedef struct {
 
 /* y [rows, outputs] (row stride in elements; ADD: += into fp32) = act(x [rows, inputs] bf16 (row stride in elements)
  * times panels, plus bias [outputs] fp32 if given). `bits` 0: panels of bf16 (tile_bf16.h). 4 or 8: packed weights with
- * `group` and `header`, on levels with `wide_rows`. `tiles`: a buffer of ceil(inputs / 32) * 64 bytes for each row, of
- * which there are a multiple of 16 if more than 16. `fixed`: one row is summed in the same order as many. */
+ * `group` and `header`, on levels with `wide_rows`. `tiles`: a buffer of ceil(inputs / 32) * 64 bytes for each row, whose
+ * number is rounded up to a multiple of 2, or of 16 beyond 16. `fixed`: one row is summed in the same order as many. */
 typedef struct {
     const uint16_t *x;
     const uint8_t *panels;
@@ -213,11 +216,36 @@ typedef struct {
     int64_t x_stride, y_stride, rows, inputs, outputs, output, fixed, activation, bits, group, header;
 } linear_bf16_arguments;
 
+/* y [rows, outputs] (row stride in elements; ADD: += into fp32) = act(x [rows, inputs] (row stride in elements) times
+ * panels, plus bias [outputs] fp32 if given), in fp32 and in the order of inputs for any number of rows. x is fp32, or
+ * bf16 if `narrow_x`. Panels are fp32, for each input the 32 outputs, or bf16 (tile_bf16.h) if `narrow_panels`. `tiles`:
+ * a buffer of rows * (inputs rounded up to a multiple of 2) fp32, not used for a single row unless inputs are odd. */
+typedef struct {
+    const void *x;
+    const uint8_t *panels;
+    const float *bias;
+    float *tiles;
+    void *y;
+    int64_t x_stride, y_stride, rows, inputs, outputs, output, activation, narrow_x, narrow_panels;
+} linear_fp32_arguments;
+
+/* As `pick_arguments`, from logits [rows, outputs] fp32 (row stride in elements). */
+typedef struct {
+    const float *logits;
+    float *values;
+    int64_t *ids;
+    float *logsumexp;
+    void *scratch;
+    int64_t stride, rows, outputs, k;
+    double softcap;
+} top_arguments;
+
 /* Keys and values
- *   A layer's cache is rows of `token_bytes`, one per token: the keys of all heads, then their values, bf16. Or int8 codes for
+ *   A layer's cache is rows of `token_bytes`, one per token: the keys of all heads, then their values, bf16, or fp32 where an
+ *   operation is `wide`. Or int8 codes for
  *   both, then a scale (fp32) for each head's key, then for each head's value: key = scale * code, code in [-127, 127], and a key
  *   that is not finite has the scale NaN. `keys`, `values`, `key_scales` and `value_scales` are the addresses in row 0; both
- *   scales are NULL for bf16. A row of int8 is padded to a multiple of 64 bytes. */
+ *   scales are NULL for bf16 and fp32. A row of int8 is padded to a multiple of 64 bytes. */
 typedef struct {
     uint8_t *keys, *values, *key_scales, *value_scales;
     int64_t token_bytes;
@@ -242,15 +270,14 @@ typedef struct {
     sequence sequences[];
 } attention_step;
 
-/* Causal attention: query, out [tokens, heads, head_dim] bf16, strides between tokens in elements. window <= 0 and
- * softcap <= 0 mean none. Rows of sequences for which the level has no kernel (many queries without bf16 products)
- * are not written. */
+/* Causal attention: query, out [tokens, heads, head_dim], strides between tokens in elements. They are bf16 or, if
+ * `wide`, fp32 as keys and values are then. window <= 0 and softcap <= 0 mean none. */
 typedef struct {
-    const uint16_t *query;
-    uint16_t *out;
+    const void *query;
+    void *out;
     const attention_step *step;
     kv_rows kv;
-    int64_t query_stride, out_stride, heads, kv_heads, head_dim, window;
+    int64_t query_stride, out_stride, heads, kv_heads, head_dim, window, wide;
     double scale, softcap;
 } attention_arguments;
 
@@ -273,16 +300,17 @@ typedef struct {
     double scale, softcap;
 } texts_arguments;
 
-/* heads [rows, heads + 2 * kv_heads, head_dim] bf16 (stride between rows in elements): queries, keys, values. Queries
+/* heads [rows, heads + 2 * kv_heads, head_dim] (stride between rows in elements): queries, keys, values, bf16 or, if
+ * `wide`, fp32 as the cache is then. Queries
  * and keys are normalised (weights [head_dim] fp32, if given), and RoPE is applied to the first `dim` elements of
  * each: (a, b) to (a cos - b sin, b cos + a sin), cos and sin [rows, dim] fp32, the sign of sin in the angle (dim 0:
  * none). Queries stay in place; keys and values go to rows written[i] of the cache. */
 typedef struct {
-    uint16_t *x;
+    void *x;
     const float *query_norm, *key_norm, *cos, *sin;
     const int64_t *written;
     kv_rows kv;
-    int64_t stride, rows, heads, kv_heads, head_dim, dim;
+    int64_t stride, rows, heads, kv_heads, head_dim, dim, wide;
     double eps;
 } turn_arguments;
 

@@ -41,6 +41,7 @@ static void widen(const rows_arguments *a, int64_t id, int64_t from, int64_t cou
         for (int64_t k = 0; k < count; k++) out[k] = NAN;
     else if (a->form == FORM_INT4 || a->form == FORM_INT8) armature_row_int(a, id, from, count, out);
     else if (a->form == FORM_BF16_PANELS) armature_row_bf16(a, id, from, count, out);
+    else if (a->form == FORM_FP32_PANELS) armature_row_fp32(a, id, from, count, out);
     else stored(a, id, from, count, out);
 }
 

@@ -36,11 +36,11 @@ static void add_norms(const norm_arguments *a) {
 #pragma omp for schedule(static)
     for (int64_t row = 0; row < a->rows; row++) {
         float *hidden = a->hidden + row * a->stride;
-        const uint16_t *x = a->branch + row * a->size;
-        const float scale = inverse_rms((norm_row){NULL, x}, a->size, a->eps);
+        const void *x = element_of(a->wide, a->branch, row * a->size);
+        const float scale = inverse_rms(a->wide ? (norm_row){x, NULL} : (norm_row){NULL, x}, a->size, a->eps);
         for (int64_t i = 0; i < a->size; i += LANES) {
             const int64_t left = a->size - i;
-            const vf normed = bf16_load_part(x + i, left) * scale * vf_load_part(a->weight + i, left);
+            const vf normed = row_load_part(a->wide, x, i, left) * scale * vf_load_part(a->weight + i, left);
             vf_store_part(hidden + i, vf_load_part(hidden + i, left) + normed, left);
         }
     }

@@ -18,6 +18,13 @@
 #include <arm_neon.h>
 #endif
 
+/* Whether the level multiplies pairs of bf16 and adds both products to an fp32. */
+#if defined(__AVX512BF16__) || (defined(NEON_LANES) && defined(__ARM_FEATURE_BF16_VECTOR_ARITHMETIC))
+#define BF16_UNITS 1
+#else
+#define BF16_UNITS 0
+#endif
+
 #define INLINE static inline __attribute__((always_inline))
 
 typedef float vf __attribute__((vector_size(LANES * 4)));
@@ -230,6 +237,30 @@ INLINE void bf16_store_part(uint16_t *p, vf x, ptrdiff_t count) {
     if (count >= LANES) memcpy(p, &h, sizeof h);
     else memcpy(p, &h, (size_t)count * 2);
 }
+
+/* Part of a row from element i on, of which `left` remain: fp32 if `wide`, else bf16. */
+INLINE vf row_load_part(int64_t wide, const void *row, ptrdiff_t i, ptrdiff_t left) {
+    return wide ? vf_load_part((const float *)row + i, left) : bf16_load_part((const uint16_t *)row + i, left);
+}
+
+INLINE void row_store_part(int64_t wide, void *row, ptrdiff_t i, vf x, ptrdiff_t left) {
+    if (wide) vf_store_part((float *)row + i, x, left);
+    else bf16_store_part((uint16_t *)row + i, x, left);
+}
+
+/* The address of element i of such a row. */
+INLINE void *element_of(int64_t wide, const void *row, ptrdiff_t i) { return (char *)row + i * (wide ? 4 : 2); }
+
+#if BF16_UNITS
+/* sum + the two products of each pair */
+INLINE vf add_pairs(vf sum, vf a, vf b) {
+#ifdef __AVX512BF16__
+    return (vf)_mm512_dpbf16_ps((__m512)sum, (__m512bh)a, (__m512bh)b);
+#else
+    return (vf)vbfdotq_f32((float32x4_t)sum, vreinterpretq_bf16_f32((float32x4_t)a), vreinterpretq_bf16_f32((float32x4_t)b));
+#endif
+}
+#endif
 
 /* ---- bytes ---- */
 

@@ -1,4 +1,4 @@
-/* Rows of activations as output of a kernel: bf16, or quantised into tiles. A kernel passes finished floats, a part
+/* Rows of activations as output of a kernel: bf16, fp32, or quantised into tiles. A kernel passes finished floats, a part
  * of a row at a time. A part is whole groups, so that any thread can write it, and small enough to stay in L1 if
  * groups are small. */
 #ifndef ARMATURE_SINK_H
@@ -114,6 +114,7 @@ INLINE void emit(const sink *out, int64_t rows, int64_t size, part p, float *x) 
     if (out->tiles) emit_groups(out, rows, size, p, x);
     else if (out->rows)
         for (int64_t i = 0; i < p.count; i += LANES) bf16_store_part(out->rows + p.row * size + p.from + i, vf_load(x + i), p.count - i);
+    else if (out->wide) memcpy(out->wide + p.row * size + p.from, x, (size_t)p.count * sizeof *x);
 }
 
 #endif

@@ -264,7 +264,7 @@ static void texts(const void *arguments) {
         t.kv_head = (task - first) % a->kv_heads, t.first_query = (task - first) / a->kv_heads * size;
         const int64_t left = length - t.first_query;
         if (left < 1) continue;
-#if ATTENTION_PANELS
+#if BF16_UNITS
         if (!a->wide) {
             attend_text(UNIT_PAIRS, &t, left < size ? left : size);
             continue;

@@ -11,8 +11,8 @@
 enum { UNIT_FP32, UNIT_PAIRS };
 
 INLINE vf multiply_add(int kind, vf sum, vf weights, uint32_t x) {
-#if ATTENTION_PANELS
-    if (kind == UNIT_PAIRS) return (vf)_mm512_dpbf16_ps((__m512)sum, (__m512bh)weights, (__m512bh)_mm512_set1_epi32((int)x));
+#if BF16_UNITS
+    if (kind == UNIT_PAIRS) return add_pairs(sum, weights, (vf)vi_all((int32_t)x));
 #endif
     float number;
     memcpy(&number, &x, 4);
@@ -61,9 +61,13 @@ INLINE void join_pairs(const uint16_t *even, const uint16_t *odd, int64_t left, 
 
 /* Weights of LANES positions from p on as units. */
 INLINE void store_weights(int kind, uint32_t *weights, int64_t p, vf x) {
-#if ATTENTION_PANELS
+#if BF16_UNITS
     if (kind == UNIT_PAIRS) {
+#ifdef __AVX512BF16__
         _mm256_storeu_si256((__m256i *)((uint16_t *)weights + p), (__m256i)_mm512_cvtneps_pbh((__m512)x));
+#else
+        bf16_store((uint16_t *)weights + p, x);
+#endif
         return;
     }
 #endif

@@ -25,8 +25,8 @@ INLINE void turn_head(const float *x, ptrdiff_t dim, const float *cosine, const 
     }
 }
 
-INLINE void store_bf16_head(uint16_t *target, const float *x, ptrdiff_t size) {
-    for (ptrdiff_t i = 0; i < size; i += LANES) bf16_store_part(target + i, vf_load(x + i), size - i);
+INLINE void store_plain_head(int64_t wide, void *target, const float *x, ptrdiff_t size) {
+    for (ptrdiff_t i = 0; i < size; i += LANES) row_store_part(wide, target, i, vf_load(x + i), size - i);
 }
 
 /* As sink.h quantises a group: a head with NaN or infinity in it has the scale NaN, one that is nearly zero the scale
@@ -44,16 +44,16 @@ INLINE void store_int8_head(uint8_t *target, uint8_t *scale, const float *x, ptr
     memcpy(scale, &own, 4);
 }
 
-INLINE void store_head(const turn_arguments *a, int64_t row, int64_t head, const float *x, uint16_t *query) {
+INLINE void store_head(const turn_arguments *a, int64_t row, int64_t head, const float *x, void *query) {
     const int64_t size = a->head_dim, own = head - a->heads, kv_head = own < a->kv_heads ? own : own - a->kv_heads;
     if (own < 0) {
-        store_bf16_head(query, x, size);
+        store_plain_head(a->wide, query, x, size);
         return;
     }
     const int64_t at = a->written[row] * a->kv.token_bytes;
     uint8_t *rows = (own < a->kv_heads ? a->kv.keys : a->kv.values) + at, *scales = own < a->kv_heads ? a->kv.key_scales : a->kv.value_scales;
     if (scales) store_int8_head(rows + kv_head * size, scales + at + kv_head * 4, x, size);
-    else store_bf16_head((uint16_t *)(rows + kv_head * size * 2), x, size);
+    else store_plain_head(a->wide, element_of(a->wide, rows, kv_head * size), x, size);
 }
 
 static void turn(const void *arguments) {
@@ -63,9 +63,9 @@ static void turn(const void *arguments) {
     for (int64_t i = 0; i < a->rows * heads; i++) {
         const int64_t row = i / heads, head = i % heads;
         const float *weight = head < a->heads ? a->query_norm : head < turning ? a->key_norm : NULL;
-        uint16_t *source = a->x + row * a->stride + head * size;
+        void *source = element_of(a->wide, a->x, row * a->stride + head * size);
         float x[MOST_HEAD + LANES], turned[MOST_HEAD + LANES];
-        for (int64_t k = 0; k < size; k += LANES) vf_store(x + k, bf16_load_part(source + k, size - k));
+        for (int64_t k = 0; k < size; k += LANES) vf_store(x + k, row_load_part(a->wide, source, k, size - k));
         if (weight) normalise(x, size, weight, (float)a->eps);
         const int64_t dim = head < turning ? a->dim : 0;
         if (dim) {

@@ -15,9 +15,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from app.kernels.linear.activations import Activations, allocate_output, quantise
+from app.kernels.linear.activations import ROW_DTYPES, Activations, allocate_output, quantise
 from app.kernels.native import operations
-from app.kernels.native.operations import ActivateArguments, OpCode, has_kernel, run_operation
+from app.kernels.native.memory import empty
+from app.kernels.native.operations import ActivateArguments, OpCode, TopElementsArguments, has_kernel, run_operation
 from app.kernels.triton.support import triton_usable
 
 Activation = Literal["relu", "gelu", "gelu_tanh", "silu", "tanh"]
@@ -35,16 +36,13 @@ def activate(x: Tensor, activation: str, group: int | None = None) -> Activation
 
     `group` is the number of inputs that share one scale. x may be overwritten.
     """
-    if x.dtype != torch.bfloat16 or x.stride(1) != 1 or x.device.type != "cpu" or not has_kernel(OpCode.ACTIVATE):
+    if x.dtype not in ROW_DTYPES or x.stride(1) != 1 or x.device.type != "cpu" or not has_kernel(OpCode.ACTIVATE):
         result = _activate_elsewhere(x, activation)
         return result if group is None else quantise(result, group)
     rows, size = x.shape
-    out, sink = allocate_output(rows, size, group)
-    run_operation(
-        ActivateArguments(x.data_ptr(), x.stride(0), rows, size, operations.ACTIVATION_CODES[activation], sink),
-        OpCode.ACTIVATE,
-        rows * size,
-    )
+    out, sink = allocate_output(rows, size, group, x.dtype)
+    sizes = (x.stride(0), rows, size, operations.ACTIVATION_CODES[activation], x.dtype == torch.float32)
+    run_operation(ActivateArguments(x.data_ptr(), *sizes, sink), OpCode.ACTIVATE, rows * size)
     return out
 
 
@@ -62,6 +60,7 @@ def activate_torch(x: Tensor, activation: str) -> Tensor:
 
 
 MAX_TOP_LOGITS = 64  # most outputs per row that a kernel can keep
+_TOP_LOGITS_TASKS = 64  # csrc/ops.h
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,6 +91,40 @@ class TopLogitsForm(Protocol):
     def top_logits(self, x: Activations, request: TopLogitsRequest, softcap: float | None = None) -> TopLogits:
         """Return the top outputs of x times the weight; `softcap` is applied to the logits first."""
         ...
+
+
+def empty_top_logits(rows: int, request: TopLogitsRequest) -> TopLogits:
+    """Allocate the result of a kernel for `rows` rows."""
+    return TopLogits(
+        empty((rows, request.k), torch.float32),
+        empty((rows, request.k), torch.int64),
+        empty((rows,), torch.float32) if request.with_logsumexp else None,
+    )
+
+
+def top_logits_scratch(rows: int, request: TopLogitsRequest) -> Tensor:
+    """Allocate the scratch memory of a kernel that selects top outputs (csrc/ops.h)."""
+    return empty((_TOP_LOGITS_TASKS * rows * (8 * request.k + 16),), torch.uint8)
+
+
+def top_logits_of(
+    logits: Tensor, request: TopLogitsRequest, softcap: float | None = None, out: TopLogits | None = None
+) -> TopLogits:
+    """Return the top outputs of logits [rows, vocab] fp32, which are first bounded if `softcap` is given.
+
+    At most `MAX_TOP_LOGITS` outputs are supported. The result is written to `out` if that is given.
+    """
+    rows, outputs = logits.shape
+    assert 1 <= request.k <= min(MAX_TOP_LOGITS, outputs), "k must be between 1 and what the kernel keeps"
+    best, scratch = out or empty_top_logits(rows, request), top_logits_scratch(rows, request)
+    logsumexp = None if best.logsumexp is None else best.logsumexp.data_ptr()
+    addresses = (logits.data_ptr(), best.values.data_ptr(), best.ids.data_ptr(), logsumexp, scratch.data_ptr())
+    run_operation(
+        TopElementsArguments(*addresses, logits.stride(0), rows, outputs, request.k, softcap or 0.0),
+        OpCode.TOP_ELEMENTS,
+        rows * outputs,
+    )
+    return best
 
 
 def top_logits_torch(logits: Tensor, request: TopLogitsRequest) -> TopLogits:

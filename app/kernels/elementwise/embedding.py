@@ -31,6 +31,7 @@ class TableLayout(IntEnum):
     STORED_BF16 = 17
     STORED_FP16 = 18
     STORED_FP32 = 19
+    FP32_PANELS = 20
 
 
 _STORED: Mapping[torch.dtype, TableLayout] = {

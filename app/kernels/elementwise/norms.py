@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from app.kernels.elementwise.activations import ACTIVATIONS
-from app.kernels.linear.activations import Activations, allocate_output, quantise
+from app.kernels.linear.activations import ROW_DTYPES, Activations, allocate_output, quantise
 from app.kernels.native import operations
 from app.kernels.native.memory import empty
 from app.kernels.native.operations import (
@@ -30,12 +30,12 @@ from app.kernels.triton.support import triton_usable
 
 def rms_norm(hidden: Tensor, weight: Tensor, eps: float, dtype: torch.dtype, group: int | None = None) -> Activations:
     """Compute hidden / rms(hidden) * weight in `dtype`, or quantised; hidden [tokens, size], weight [size] fp32."""
-    if dtype != torch.bfloat16 or not _supports_norm(hidden):
+    if dtype not in ROW_DTYPES or not _supports_norm(hidden):
         return _quantise_if(_rms_norm_elsewhere(hidden, weight, eps, dtype), group)
     rows, size = hidden.shape
-    out, sink = allocate_output(rows, size, group)
+    out, sink = allocate_output(rows, size, group, dtype)
     run_operation(
-        NormArguments(hidden.data_ptr(), None, weight.data_ptr(), hidden.stride(0), rows, size, eps, sink),
+        NormArguments(hidden.data_ptr(), None, weight.data_ptr(), hidden.stride(0), rows, size, False, eps, sink),
         OpCode.NORM,
         rows * size,
     )
@@ -58,11 +58,11 @@ def rms_norm_torch(hidden: Tensor, weight: Tensor, eps: float, dtype: torch.dtyp
 
 def add_rms_norm(hidden: Tensor, branch: Tensor, weight: Tensor, eps: float) -> None:
     """Add branch / rms(branch) * weight to hidden [tokens, size] fp32 in place; branch [tokens, size]."""
-    if branch.dtype != torch.bfloat16 or not branch.is_contiguous() or not _supports_norm(hidden):
+    if branch.dtype not in ROW_DTYPES or not branch.is_contiguous() or not _supports_norm(hidden):
         _add_rms_norm_elsewhere(hidden, branch, weight, eps)
         return
     rows, size = hidden.shape
-    sizes = (hidden.stride(0), rows, size)
+    sizes = (hidden.stride(0), rows, size, branch.dtype == torch.float32)
     run_operation(
         NormArguments(hidden.data_ptr(), branch.data_ptr(), weight.data_ptr(), *sizes, eps, RowSink()),
         OpCode.NORM,
@@ -93,19 +93,16 @@ def _supports_norm(hidden: Tensor) -> bool:
 def gate(gate_up: Tensor, activation: str, group: int | None = None) -> Activations:
     """Compute act(gate) * up [tokens, size] from gate_up [tokens, 2 * size], in its dtype or quantised."""
     if (
-        gate_up.dtype != torch.bfloat16
+        gate_up.dtype not in ROW_DTYPES
         or not gate_up.is_contiguous()
         or gate_up.device.type != "cpu"
         or not has_kernel(OpCode.GATE)
     ):
         return _quantise_if(_gate_elsewhere(gate_up, activation), group)
     rows, size = gate_up.shape[0], gate_up.shape[1] // 2
-    out, sink = allocate_output(rows, size, group)
-    run_operation(
-        GateArguments(gate_up.data_ptr(), rows, size, operations.ACTIVATION_CODES[activation], sink),
-        OpCode.GATE,
-        rows * size,
-    )
+    out, sink = allocate_output(rows, size, group, gate_up.dtype)
+    sizes = (rows, size, operations.ACTIVATION_CODES[activation], gate_up.dtype == torch.float32)
+    run_operation(GateArguments(gate_up.data_ptr(), *sizes, sink), OpCode.GATE, rows * size)
     return out
 
 
@@ -157,11 +154,11 @@ def layer_norm(
     The result is in `dtype`, or quantised if `group` is given. If `in_place` is True, hidden is overwritten by its
     norm as well.
     """
-    if dtype != torch.bfloat16 or not _supports(hidden):
+    if dtype not in ROW_DTYPES or not _supports(hidden):
         normed = _layer_norm_elsewhere(hidden, norm, dtype, in_place)
         return normed if group is None else quantise(normed, group)
     rows, size = hidden.shape
-    out, sink = allocate_output(rows, size, group)
+    out, sink = allocate_output(rows, size, group, dtype)
     _run(hidden, norm, in_place, sink)
     return out
 

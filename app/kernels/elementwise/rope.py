@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from app.kernels.attention.attention import KvRows, QkvHeads, RopeAngles
+from app.kernels.attention.attention import KvRows, QkvHeads, RopeAngles, supports_kv
 from app.kernels.native.memory import empty
 from app.kernels.native.operations import OpCode, RopeAnglesArguments, RopeArguments, has_kernel, run_operation
 from app.kernels.triton.support import triton_usable
@@ -58,8 +58,8 @@ def apply_rope_and_write_kv(heads: QkvHeads, kv: KvRows, written: Tensor) -> Ten
     `written` is int64 [tokens]. The product may be overwritten, and the queries may be a view of it.
     """
     product = heads.product
-    plain = product.dtype == torch.bfloat16 and product.stride(1) == 1 and heads.head_dim <= _MAX_HEAD_DIM
-    plain = plain and product.device.type == "cpu" and kv.keys.dtype in (torch.bfloat16, torch.int8)
+    plain = supports_kv(product.dtype, kv) and product.stride(1) == 1 and heads.head_dim <= _MAX_HEAD_DIM
+    plain = plain and product.device.type == "cpu"
     if not (plain and has_kernel(OpCode.ROPE)):
         return _apply_rope_elsewhere(heads, kv, written)
     cos, sin = heads.angles if heads.angles is not None else (None, None)
@@ -67,7 +67,8 @@ def apply_rope_and_write_kv(heads: QkvHeads, kv: KvRows, written: Tensor) -> Ten
     assert all(tensor is None or tensor.stride(-1) == 1 for tensor in tensors), "rows must be contiguous"
     addresses = [None if tensor is None else tensor.data_ptr() for tensor in tensors]
     tokens, dim = len(product), 0 if cos is None else cos.shape[-1]
-    sizes = (product.stride(0), tokens, heads.num_heads, heads.num_kv_heads, heads.head_dim, dim)
+    wide = product.dtype == torch.float32
+    sizes = (product.stride(0), tokens, heads.num_heads, heads.num_kv_heads, heads.head_dim, dim, wide)
     run_operation(RopeArguments(*addresses, kv.addresses(), *sizes, heads.eps), OpCode.ROPE)
     return product[:, : heads.num_heads * heads.head_dim].view(tokens, heads.num_heads, heads.head_dim)
 

@@ -42,7 +42,7 @@ class QuantisedActivations:
     def as_sink(self) -> RowSink:
         """Return the C structure that makes a kernel write its rows into this object."""
         return RowSink(
-            None, self.codes.data_ptr(), self.scales.data_ptr(), self.sums.data_ptr(), self.group, self.height
+            None, self.codes.data_ptr(), self.scales.data_ptr(), self.sums.data_ptr(), self.group, self.height, None
         )
 
 
@@ -75,11 +75,20 @@ def empty_quantised(rows: int, size: int, group: int) -> QuantisedActivations:
     )  # fmt: skip
 
 
-def allocate_output(rows: int, size: int, group: int | None) -> tuple[Activations, RowSink]:
-    """Allocate the output of a kernel, bf16 or quantised, and return it with the C structure that describes it."""
+ROW_DTYPES = (torch.bfloat16, torch.float32)  # dtypes of rows that the kernels between products read and write
+
+
+def allocate_output(
+    rows: int, size: int, group: int | None, dtype: torch.dtype = torch.bfloat16
+) -> tuple[Activations, RowSink]:
+    """Allocate the output of a kernel and return it with the C structure that describes it.
+
+    It is quantised if `group` is given, else of `dtype`, one of `ROW_DTYPES`.
+    """
     if group is None:
-        out = empty((rows, size), torch.bfloat16)
-        return out, RowSink(out.data_ptr(), None, None, None, 0, 0)
+        out = empty((rows, size), dtype)
+        narrow, wide = (out.data_ptr() if dtype == one else None for one in ROW_DTYPES)
+        return out, RowSink(narrow, None, None, None, 0, 0, wide)
     quantised = empty_quantised(rows, size, group)
     return quantised, quantised.as_sink()
 

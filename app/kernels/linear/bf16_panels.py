@@ -18,6 +18,7 @@ from app.kernels.elementwise.activations import TopLogits, TopLogitsRequest
 from app.kernels.elementwise.embedding import EmbeddingTable, RowFactor, TableLayout
 from app.kernels.linear.activations import Activations, QuantisedActivations, rows_of, unquantised
 from app.kernels.linear.bf16_product import PackedWeight, run_bf16_product
+from app.kernels.linear.fp32_panels import top_logits_by_parts
 from app.kernels.linear.int_panels import IntPanelFactory, IntPanelLinear
 from app.kernels.linear.quantization import GptqFactors
 from app.kernels.linear.row_split import RowSplitFactory, RowSplitLinear
@@ -104,6 +105,15 @@ class Bf16PanelLinear:
     def add_to(self, hidden: Tensor, x: Activations) -> None:
         """Add the product to hidden [tokens, out] fp32 in place."""
         self._run(unquantised(x), hidden, ProductOutput.ADD_FP32)
+
+    def top_logits(self, x: Activations, request: TopLogitsRequest, softcap: float | None = None) -> TopLogits:
+        """Return each row's top outputs; the logits of some rows at a time are in memory."""
+        return top_logits_by_parts(self._logits, unquantised(x), request, softcap)
+
+    def _logits(self, x: Tensor) -> Tensor:
+        y = empty((x.shape[0], self.outputs), torch.float32)
+        self._run(x, y, ProductOutput.FP32)
+        return y
 
     def _run(self, x: Tensor, y: Tensor, output: ProductOutput, activation: int = 0) -> None:
         weight = PackedWeight(self.panels, self.bias, self.outputs, self.inputs, fixed=self.fixed)

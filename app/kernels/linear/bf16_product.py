@@ -67,7 +67,8 @@ def run_bf16_product(
     if x.stride(-1) != 1 or x.dtype != torch.bfloat16:
         x = x.to(torch.bfloat16).contiguous()
     rows, bias = x.shape[0], None if weight.bias is None else weight.bias.data_ptr()
-    padded = rows if rows <= _BLOCK_ROWS else -(-rows // _BLOCK_ROWS) * _BLOCK_ROWS
+    step = _BLOCK_ROWS if rows > _BLOCK_ROWS else 2
+    padded = -(-rows // step) * step
     tiles = empty((padded * -(-weight.inputs // _BLOCK_INPUTS) * _BLOCK_BYTES,), torch.uint8)
     run_operation(
         LinearBf16Arguments(

@@ -15,7 +15,13 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from app.kernels.elementwise.activations import MAX_TOP_LOGITS, TopLogits, TopLogitsRequest
+from app.kernels.elementwise.activations import (
+    MAX_TOP_LOGITS,
+    TopLogits,
+    TopLogitsRequest,
+    empty_top_logits,
+    top_logits_scratch,
+)
 from app.kernels.elementwise.embedding import EmbeddingTable, RowFactor, TableLayout
 from app.kernels.linear.activations import QuantisedActivations, quantise, quantise_torch, rows_of
 from app.kernels.linear.bf16_product import PackedWeight, WideRows, run_bf16_product
@@ -35,7 +41,6 @@ from app.kernels.native.operations import (
 )
 
 _STREAM_ROWS = 2048  # outputs quantised at a time
-_TOP_LOGITS_TASKS = 64  # csrc/ops.h
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,12 +195,7 @@ class IntPanelLinear:
         k = request.k
         assert 1 <= k <= min(MAX_TOP_LOGITS, self.outputs), "k must be between 1 and what the kernel keeps"
         x = x if isinstance(x, QuantisedActivations) else quantise(x, self.group)
-        best = TopLogits(
-            empty((x.rows, k), torch.float32),
-            empty((x.rows, k), torch.int64),
-            empty((x.rows,), torch.float32) if request.with_logsumexp else None,
-        )
-        scratch = empty((_TOP_LOGITS_TASKS * x.rows * (8 * k + 16),), torch.uint8)
+        best, scratch = empty_top_logits(x.rows, request), top_logits_scratch(x.rows, request)
         logsumexp = None if best.logsumexp is None else best.logsumexp.data_ptr()
         product = self.product_arguments(x, None, 0, ProductOutput.FP32)
         run_operation(

@@ -20,6 +20,7 @@ from app.kernels.linear.activations import Activations, quantise, unquantised
 from app.kernels.linear.bf16_panels import Bf16PanelLinear, FixedOrderFactory
 from app.kernels.linear.device import DeviceFactory
 from app.kernels.linear.device_int4 import DeviceInt4Factory
+from app.kernels.linear.fp32_panels import Fp32PanelFactory
 from app.kernels.linear.int_panels import IntPanelFactory
 from app.kernels.linear.layout import LAYOUTS
 from app.kernels.native.memory import allocate_weights
@@ -301,6 +302,8 @@ FORMS: Mapping[str, FormFactory] = {
     "onednn": OneDnnLinear,
     "panels": Bf16PanelLinear,
     "panels/fixed": FixedOrderFactory(),
+    "panels/widened": Fp32PanelFactory(torch.bfloat16),
+    "panels/fp32": Fp32PanelFactory(torch.float32),
 }
 # Quantised forms: they multiply by an approximation of the checkpoint's weight. Further ones are the configs of torchao,
 # by their names (torchao_linear.py).

@@ -33,6 +33,7 @@ _SIGNATURES: dict[str, tuple[type, tuple[type, ...]]] = {
     "armature_run_lanes": (type(None), (_POINTER,)),
     "armature_pack_int": (type(None), (_POINTER,)),
     "armature_pack_bf16": (type(None), (_POINTER, _POINTER, _SIZE, _SIZE, _SIZE)),
+    "armature_pack_fp32": (type(None), (_POINTER, _POINTER, _SIZE, _SIZE, _SIZE)),
     "armature_attention_scratch": (ctypes.c_int64, (_POINTER,)),
 }
 

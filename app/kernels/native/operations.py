@@ -43,6 +43,8 @@ class OpCode(IntEnum):
     TEXT_ATTENTION = 13
     INT4_SCALES = 14
     INT4_GPTQ = 15
+    LINEAR_FP32 = 16
+    TOP_ELEMENTS = 17
 
 
 class ProductOutput(IntEnum):
@@ -54,11 +56,12 @@ class ProductOutput(IntEnum):
 
 
 class RowSink(ctypes.Structure):
-    """The output of a kernel that writes rows: bf16 rows, or quantised tiles with scales and sums."""
+    """The output of a kernel that writes rows: bf16 or fp32 rows, or quantised tiles with scales and sums."""
 
     _fields_ = (
         *((name, _ADDRESS) for name in ("rows", "tiles", "scales", "sums")),
         *((name, _INT) for name in ("group", "height")),
+        ("wide", _ADDRESS),
     )
 
 
@@ -75,7 +78,7 @@ class NormArguments(ctypes.Structure):
     code = OpCode.NORM
     _fields_ = (
         *((name, _ADDRESS) for name in ("hidden", "branch", "weight")),
-        *((name, _INT) for name in ("stride", "rows", "size")),
+        *((name, _INT) for name in ("stride", "rows", "size", "wide")),
         ("eps", _FLOAT),
         ("out", RowSink),
     )
@@ -101,14 +104,22 @@ class ActivateArguments(ctypes.Structure):
     """Arguments of an elementwise activation."""
 
     code = OpCode.ACTIVATE
-    _fields_ = (("x", _ADDRESS), *((name, _INT) for name in ("stride", "rows", "size", "activation")), ("out", RowSink))
+    _fields_ = (
+        ("x", _ADDRESS),
+        *((name, _INT) for name in ("stride", "rows", "size", "activation", "wide")),
+        ("out", RowSink),
+    )
 
 
 class GateArguments(ctypes.Structure):
     """Arguments of a gated activation, act(gate) * up."""
 
     code = OpCode.GATE
-    _fields_ = (("gate_up", _ADDRESS), *((name, _INT) for name in ("rows", "size", "activation")), ("out", RowSink))
+    _fields_ = (
+        ("gate_up", _ADDRESS),
+        *((name, _INT) for name in ("rows", "size", "activation", "wide")),
+        ("out", RowSink),
+    )
 
 
 class LinearIntArguments(ctypes.Structure):
@@ -208,7 +219,7 @@ class AttentionArguments(ctypes.Structure):
     _fields_ = (
         *((name, _ADDRESS) for name in ("query", "out", "step")),
         ("kv", KvAddresses),
-        *((name, _INT) for name in ("query_stride", "out_stride", "heads", "kv_heads", "head_dim", "window")),
+        *((name, _INT) for name in ("query_stride", "out_stride", "heads", "kv_heads", "head_dim", "window", "wide")),
         *((name, _FLOAT) for name in ("scale", "softcap")),
     )
 
@@ -234,7 +245,7 @@ class RopeArguments(ctypes.Structure):
     _fields_ = (
         *((name, _ADDRESS) for name in ("x", "query_norm", "key_norm", "cos", "sin", "written")),
         ("kv", KvAddresses),
-        *((name, _INT) for name in ("stride", "rows", "heads", "kv_heads", "head_dim", "dim")),
+        *((name, _INT) for name in ("stride", "rows", "heads", "kv_heads", "head_dim", "dim", "wide")),
         ("eps", _FLOAT),
     )
 
@@ -265,6 +276,28 @@ class Int4GptqArguments(ctypes.Structure):
     _fields_ = (
         *((name, _ADDRESS) for name in ("remaining", "scales", "root", "order", "errors", "codes")),
         *((name, _INT) for name in ("inputs", "outputs", "groups", "group", "stride", "root_stride")),
+    )
+
+
+class LinearFp32Arguments(ctypes.Structure):
+    """Arguments of the product with a weight in fp32 panels, or in bf16 panels that are widened."""
+
+    code = OpCode.LINEAR_FP32
+    _fields_ = (
+        *((name, _ADDRESS) for name in ("x", "panels", "bias", "tiles", "y")),
+        *((name, _INT) for name in ("x_stride", "y_stride", "rows", "inputs", "outputs", "output", "activation")),
+        *((name, _INT) for name in ("narrow_x", "narrow_panels")),
+    )
+
+
+class TopElementsArguments(ctypes.Structure):
+    """Arguments of the selection of each row's top elements."""
+
+    code = OpCode.TOP_ELEMENTS
+    _fields_ = (
+        *((name, _ADDRESS) for name in ("logits", "values", "ids", "logsumexp", "scratch")),
+        *((name, _INT) for name in ("stride", "rows", "outputs", "k")),
+        ("softcap", _FLOAT),
     )
 
 
@@ -396,6 +429,8 @@ def _version_matches() -> bool:
         TextAttentionArguments,
         Int4ScalesArguments,
         Int4GptqArguments,
+        LinearFp32Arguments,
+        TopElementsArguments,
     )
     expected = {arguments.__name__: (int(arguments.code), ctypes.sizeof(arguments)) for arguments in structures}
     expected["Lanes"] = (len(OpCode), sum(map(ctypes.sizeof, (LanesArguments, LaneOperations, RowCountAddress))))

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from app.backends import cpu
 from app.backends.cpu import AttentionRow, Segment, reference_attention, torch_attention
-from app.kernels.attention.attention import AttentionSequence, KvRows, KvSegment, token_bytes, view_kv_rows
+from app.kernels.attention.attention import AttentionSequence, KvSegment, token_bytes, view_kv_rows
 from app.kernels.attention.context import AttentionSpec
 from ragged_batches import Batch, Share, attend, make_batch
 
@@ -182,24 +182,3 @@ def test_keys_and_values_are_not_copied_on_the_quick_paths(monkeypatch: pytest.M
         tensor[5:].data_ptr() for segment in batch.segments[1].segments for tensor in (segment.key, segment.value)
     }
     assert set(seen) == memory | inside
-
-
-@pytest.mark.parametrize(
-    "spec", [AttentionSpec(0.125), AttentionSpec(0.125, window=60), AttentionSpec(0.125, softcap=4.0)], ids=str
-)
-@pytest.mark.parametrize("share", [Share(0, 230, 40), Share(90, 75, 33), Share(0, 0, 50)], ids=str)
-def test_codes_become_numbers_a_part_at_a_time(
-    monkeypatch: pytest.MonkeyPatch, share: Share, spec: AttentionSpec
-) -> None:
-    """Where our kernels have no products of bf16: no more of a context is held as numbers than a part, or than is seen."""
-    batch, read = make_batch([share], 4, 2, 64, torch.int8), []
-    expected = reference_attention(batch.query, batch.segments, spec)
-    plain = KvRows.read
-    monkeypatch.setattr(cpu, "_PART_TOKENS", 50)
-    monkeypatch.setattr(cpu.native_attention, "supports_sequence", lambda *_: False)
-    monkeypatch.setattr(cpu.native_attention, "supports_attention", lambda *_: True)
-    monkeypatch.setattr(cpu.native_attention, "attend", lambda query, *_: torch.full_like(query, torch.nan))
-    monkeypatch.setattr(KvRows, "read", lambda rows, first, count: read.append(count) or plain(rows, first, count))
-    torch.testing.assert_close(attend(batch, spec).float(), expected, rtol=1.6e-2, atol=1.6e-2)
-    most = 50 if spec == AttentionSpec(0.125) else share.new + 59 if spec.window else 10**6
-    assert max(read) <= most

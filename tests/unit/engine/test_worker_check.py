@@ -20,6 +20,7 @@ class Poisonable:
 
     model_seconds = 0.0
     is_first = False
+    is_native = False
 
     def __init__(self, sim: Simulation) -> None:
         self.runner = sim.runner

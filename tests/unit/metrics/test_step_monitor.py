@@ -116,6 +116,20 @@ def watched() -> Iterator[Watched]:
     assert gc.isenabled()
 
 
+def test_steps_are_counted_by_path() -> None:
+    metrics = Metrics()
+    monitor = StepMonitor(metrics)
+    try:
+        for is_native in (False, True, True):
+            monitor.begin()
+            monitor.end(StepStats(0.01, decode_tokens=1, is_native=is_native))
+    finally:
+        monitor.idle()
+    (family,) = [one for one in parse_text(metrics.render()[0].decode()) if one.name == "armature_engine_steps"]
+    counted = {sample.labels["path"]: sample.value for sample in family.samples if sample.name.endswith("_total")}
+    assert counted == monitor.steps_json() == {"native": 2, "interpreter": 1}
+
+
 def touch() -> None:
     with mmap.mmap(-1, PAGES * mmap.PAGESIZE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS) as memory:
         if (small_pages := getattr(mmap, "MADV_NOHUGEPAGE", None)) is not None:

@@ -15,6 +15,9 @@ from app.engine.calibration.measure import CalibrationSubject, measure_machine
 from app.engine.calibration.stages import COARSE_TRIAL, FULL_TRIAL, TrialScope, TrialStep
 from app.hardware.plan.plan import ServingPlan, make_plan
 from app.hardware.probe.probe import probe
+from app.kernels.linear.layout import PANEL_OUTPUTS
+from app.kernels.linear.linear import Linear
+from app.kernels.native.operations import OpCode, has_kernel
 from app.settings import Settings
 from app.weights.checkpoint import Checkpoint, open_checkpoint
 from app.weights.forms import RECIPES
@@ -70,12 +73,10 @@ def test_every_family_can_be_tried(tmp_path: Path, architecture: str) -> None:
 def test_weights_that_a_step_reads_are_counted_as_they_are_loaded(checkpoint: Checkpoint) -> None:
     plan = plan_of(checkpoint)
     model = load_model(checkpoint, plan, select_backend(plan))
-    held = sum(
-        module.form.nbytes for module in model.modules() if hasattr(module, "form") and hasattr(module, "sources")
-    )
-    biases = sum(
-        module.out_features * 4 for module in model.modules() if hasattr(module, "sources") and module.has_bias
-    )
+    layers = [module for module in model.modules() if isinstance(module, Linear)]
+    padding = sum(-layer.out_features % PANEL_OUTPUTS * layer.in_features * 4 for layer in layers)
+    held = sum(layer.form.nbytes for layer in layers) - (padding if has_kernel(OpCode.LINEAR_FP32) else 0)
+    biases = sum(layer.out_features * 4 for layer in layers if layer.has_bias)
     assert rehearsal_of(checkpoint).read_bytes in (held, held - biases)
 
 

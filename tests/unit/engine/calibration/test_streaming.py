@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from app.engine.decoder.kv_cache import kv_dtype
 from app.errors import SettingsInvalid
 from app.hardware.plan.plan import ServingPlan, make_plan
 from app.hardware.probe.probe import probe
+from app.kernels.linear.fp32_panels import Fp32PanelLinear
 from app.kernels.linear.linear import ExactLinear, Linear
 from app.kernels.linear.quantization import activation_aware_scales, compute_gptq_factors
 from app.kernels.native.operations import OpCode, has_kernel
@@ -44,6 +46,12 @@ def text(tmp_path: Path) -> Path:
     return file
 
 
+def exact_form(linear: Linear, form: Any) -> ExactLinear:
+    """The weight that the form was packed from."""
+    weight = form.rows(torch.arange(linear.out_features)) if isinstance(form, Fp32PanelLinear) else form.weight
+    return ExactLinear([weight], form.bias)
+
+
 @pytest.mark.parametrize("architecture", ["LlamaForCausalLM", "Gemma2ForCausalLM", "Phi3ForCausalLM"])
 @torch.inference_mode()
 def test_the_statistics_are_those_of_the_inputs(tmp_path: Path, text: Path, architecture: str) -> None:
@@ -54,7 +62,7 @@ def test_the_statistics_are_those_of_the_inputs(tmp_path: Path, text: Path, arch
     seen = StreamedCalibration(checkpoint, plan, backend, text)
     forms = {linear: linear.form for linear in model.modules() if isinstance(linear, Linear)}
     stages = []
-    for stage in seen.stages(model, lambda linear: ExactLinear([forms[linear].weight], forms[linear].bias)):
+    for stage in seen.stages(model, lambda linear: exact_form(linear, forms[linear])):
         stages.append(stage)
         for linear in stage:
             linear.form = forms[linear]

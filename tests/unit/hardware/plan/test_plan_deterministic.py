@@ -8,6 +8,7 @@ import pytest
 
 from app.errors import PlanImpossible
 from app.hardware.facts import Facts, NativeLibrary
+from app.hardware.plan import precision
 from planned_machines import machine, plan
 
 AVX512 = frozenset("sse4_2 popcnt avx avx2 fma avx512f avx512bw avx512dq avx512vl avx512_vnni".split())
@@ -18,10 +19,18 @@ def kernels_at(level: str) -> Facts:
 
 
 @pytest.mark.parametrize(
-    ("level", "precision"), [("avx512bf16", "auto"), ("avx512bf16", "int4"), ("avx512", "int8"), ("portable", "int4")]
+    ("level", "chosen"),
+    [
+        ("avx512bf16", "auto"),
+        ("avx512bf16", "int4"),
+        ("avx512", "int8"),
+        ("portable", "int4"),
+        ("avx512", "bf16"),
+        ("neon", "fp32"),
+    ],
 )
-def test_what_adds_in_one_order_serves(level: str, precision: str) -> None:
-    decision = plan(kernels_at(level), precision=precision, deterministic="on").deterministic
+def test_what_adds_in_one_order_serves(level: str, chosen: str) -> None:
+    decision = plan(kernels_at(level), precision=chosen, deterministic="on").deterministic
     assert decision.value
     assert "attention of prompts is slower" in decision.reason
 
@@ -29,8 +38,11 @@ def test_what_adds_in_one_order_serves(level: str, precision: str) -> None:
 @pytest.mark.parametrize(
     ("level", "settings", "words"),
     [
-        ("avx512bf16", {"precision": "fp32"}, "precision is fp32: set it to int8 or int4"),
-        ("avx512", {"precision": "bf16"}, "precision is bf16: set it to int8 or int4"),
+        (
+            "avx512",
+            {"quantization": "torchao:Int8WeightOnlyConfig()"},
+            "precision is torchao.*: set it to fp32, bf16, int8 or int4",
+        ),
         ("avx512", {"precision": "int4", "int8_copy": "on"}, "deterministic and int8_copy are both on"),
     ],
 )
@@ -39,7 +51,8 @@ def test_what_does_not_is_refused(level: str, settings: dict[str, Any], words: s
         plan(kernels_at(level), deterministic="on", **settings)
 
 
-def test_unasked_the_most_exact_precision_that_does_is_chosen() -> None:
+def test_unasked_the_most_exact_precision_that_does_is_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(precision._BATCH_INVARIANT_LEVELS, "bf16", ("avx512bf16",))
     chosen = plan(kernels_at("avx512"), deterministic="on").precision
     assert (
         chosen.value == "int8"

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
+from dataclasses import replace
 
 import pytest
 
 from app.errors import PlanImpossible
 from app.hardware.decision import RecipeKey
-from app.hardware.facts import Facts, Needs
+from app.hardware.facts import Facts, NativeLibrary, Needs
 from app.hardware.plan.dtypes import check_torch_can_run
 from app.hardware.plan.plan import ServingPlan, make_plan
 from app.settings import Settings
+from planned_machines import machine
 
 Recorded = Callable[[str], Facts]
 Recipes = Collection[RecipeKey]
@@ -157,3 +159,27 @@ def test_torch_is_not_even_imported_where_it_would_crash(
 @pytest.mark.parametrize("name", PLANNED)
 def test_torch_is_imported_everywhere_else(recorded: Recorded, name: str) -> None:
     check_torch_can_run(recorded(name))
+
+
+AVX2 = frozenset("sse4_2 popcnt avx avx2 fma".split())
+AVX2_LEVEL = NativeLibrary(("avx2", "portable"), None)
+
+
+def test_a_decoder_stored_in_bf16_stays_so_without_bf16_products(recipes: Recipes, llama_1b: Needs) -> None:
+    """Where our kernels widen weights; what is stored in FP32, and vectors, keep FP32."""
+    host = machine(isa=AVX2, native=AVX2_LEVEL)
+    plan = planned(host, recipes, llama_1b)
+    assert (plan.precision.value, plan.dtype.value, plan.kv_precision.value) == ("bf16", "bfloat16", "bf16")
+    assert "checkpoint is in BF16" in plan.precision.reason and "widened while they are read" in plan.precision.reason
+    assert planned(machine(isa=AVX2), recipes, llama_1b).precision.value == "fp32"
+    assert planned(host, recipes, replace(llama_1b, stored_dtype="float32")).precision.value == "fp32"
+    encoder = replace(llama_1b, kind="encoder", kv_elements_per_token=0)
+    assert planned(host, recipes, encoder).precision.value == "fp32"
+
+
+def test_bf16_that_was_asked_for_is_slow_only_without_our_kernels(recipes: Recipes) -> None:
+    reasons = [
+        make_plan(host, None, Settings(precision="bf16"), None, recipes).precision.reason
+        for host in (machine(isa=AVX2, native=AVX2_LEVEL), machine(isa=AVX2))
+    ]
+    assert "widened while they are read" in reasons[0] and "slow" in reasons[1]

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from app.kernels.elementwise import norms
 from app.kernels.elementwise.activations import ACTIVATIONS
-from app.kernels.linear.activations import quantise, quantise_torch, unpack_tiles, unquantised
+from app.kernels.linear.activations import ROW_DTYPES, quantise, quantise_torch, unpack_tiles, unquantised
 from app.kernels.native.operations import OpCode, has_kernel
 from hypothesis_examples import examples
 from native_levels import at_level
@@ -31,6 +31,7 @@ from row_checks import (
 
 EPS = 1e-5
 often = settings(max_examples=examples(60), deadline=None)
+dtypes = st.sampled_from(ROW_DTYPES)
 
 
 @needs_levels
@@ -59,9 +60,9 @@ def test_quantising_equals_its_reference_to_the_bit(
 
 @needs_levels
 @often
-@given(level=a_level, rows=num_rows, size=sizes, group=groups, spread=spreads, bad=bad_values)
+@given(level=a_level, rows=num_rows, size=sizes, group=groups, spread=spreads, bad=bad_values, dtype=dtypes)
 def test_the_norm_equals_its_reference(
-    level: str, rows: int, size: int, group: int | None, spread: float, bad: float | None
+    level: str, rows: int, size: int, group: int | None, spread: float, bad: float | None, dtype: torch.dtype
 ) -> None:
     hidden, weight, group = rows_of(rows, size, spread, bad), rows_of(1, size, seed=1)[0], group_of(group, size)
     wide = torch.zeros(rows, size + 8)
@@ -69,7 +70,7 @@ def test_the_norm_equals_its_reference(
     with at_level(level):
         assume(has_kernel(OpCode.NORM))
         check(
-            norms.rms_norm(wide[:, :size], weight, EPS, torch.bfloat16, group),
+            norms.rms_norm(wide[:, :size], weight, EPS, dtype, group),
             norms.rms_norm_torch(hidden, weight, EPS, torch.float32),
             group,
         )
@@ -78,11 +79,11 @@ def test_the_norm_equals_its_reference(
 
 @needs_levels
 @often
-@given(level=a_level, rows=num_rows, size=sizes, spread=spreads, bad=bad_values)
+@given(level=a_level, rows=num_rows, size=sizes, spread=spreads, bad=bad_values, dtype=dtypes)
 def test_a_norm_that_is_added_equals_its_reference(
-    level: str, rows: int, size: int, spread: float, bad: float | None
+    level: str, rows: int, size: int, spread: float, bad: float | None, dtype: torch.dtype
 ) -> None:
-    branch, weight = rows_of(rows, size, spread, bad).bfloat16(), rows_of(1, size, seed=1)[0]
+    branch, weight = rows_of(rows, size, spread, bad).to(dtype), rows_of(1, size, seed=1)[0]
     wide, twin = rows_of(rows, size + 8, seed=2), rows_of(rows, size + 8, seed=2)
     with at_level(level):
         assume(has_kernel(OpCode.NORM))
@@ -96,12 +97,13 @@ def test_a_norm_that_is_added_equals_its_reference(
 @often
 @given(
     level=a_level, rows=num_rows, size=sizes, group=groups, spread=spreads, bad=bad_values,
-    activation=st.sampled_from(sorted(ACTIVATIONS)),
+    activation=st.sampled_from(sorted(ACTIVATIONS)), dtype=dtypes,
 )  # fmt: skip
 def test_the_gate_equals_its_reference(
-    level: str, rows: int, size: int, group: int | None, spread: float, bad: float | None, activation: str
-) -> None:
-    gate_up, group = rows_of(rows, 2 * size, spread, bad).bfloat16(), group_of(group, size)
+    level: str, rows: int, size: int, group: int | None, spread: float, bad: float | None, activation: str,
+    dtype: torch.dtype,
+) -> None:  # fmt: skip
+    gate_up, group = rows_of(rows, 2 * size, spread, bad).to(dtype), group_of(group, size)
     with at_level(level):
         assume(has_kernel(OpCode.GATE))
         found = norms.gate(gate_up, activation, group)
