@@ -3,6 +3,7 @@
 # on x86-64.
 #   tools/arm64.sh                       the parity tests, as a Neoverse V1 (SVE 256 bits, bf16, i8mm)
 #   CPU=neoverse-n1 tools/arm64.sh ...   as an older one (dotprod only); other arguments go to pytest
+#   tools/arm64.sh python -m MODULE ...  a program instead of pytest
 #   tools/arm64.sh driver                the native library's test in C, also as a Cortex-A53 (NEON only), which torch does not support
 # The first run installs an emulator, Debian's Python for arm64 and the pinned packages in .arm64 (or ARM64_DIR), about
 # 1.3 GB. Nothing is emulated during the installation. Outside that folder, apt installs mmdebstrap and a cross
@@ -35,11 +36,12 @@ main() {
   [ "${1:-}" != driver ] || { run_driver; exit; }
   make_packages
   [ $# -gt 0 ] || set -- "${DEFAULT_TESTS[@]}"
-  say "${CPU:-neoverse-v1} runs pytest $*"
+  if [ "$1" = python ]; then shift; else set -- -m pytest -p no:cacheprovider "$@"; fi
+  say "${CPU:-neoverse-v1} runs python $*"
   # No cache folder and no bytecode: the x86 runs of the same checkout would share them.
   exec env OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}" ARMATURE_NATIVE_LIBRARY="$PWD/build/aarch64/libarmature.so" \
     PYTHONHOME="$dir/root/usr" PYTHONPATH="$dir/site" PYTHONDONTWRITEBYTECODE=1 \
-    "$dir/qemu-aarch64" -cpu "${CPU:-neoverse-v1}" -L "$dir/root" "$dir/root/usr/bin/python$PYTHON" -m pytest -p no:cacheprovider "$@"
+    "$dir/qemu-aarch64" -cpu "${CPU:-neoverse-v1}" -L "$dir/root" "$dir/root/usr/bin/python$PYTHON" "$@"
 }
 
 debian_mirror() {

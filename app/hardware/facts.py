@@ -239,8 +239,8 @@ class Needs:
 
     The steps of a program have rows instead of tokens. `weight_bytes` is the size on disk. `bytes_by_precision`
     are the bytes in memory by precision (`fp32`, `bf16`, …); `device_bytes_by_precision` are those on a device
-    with its own memory, where they differ. `int8_copy_bytes` are additional bytes if 4-bit layers also have an
-    8-bit copy. `kv_elements_per_token` is 2 · layers · kv_heads · head_dim, or 0 for an encoder. `rows_vary` is
+    with its own memory, where they differ. `layer_weights` are the weights of the linear layers, without the output
+    layer, by the number of inputs. `int8_copy_bytes` are additional bytes if 4-bit layers also have an 8-bit copy. `kv_elements_per_token` is 2 · layers · kv_heads · head_dim, or 0 for an encoder. `rows_vary` is
     true if the cost of a program's row depends on dimensions that each request chooses. `quality_costs` are the
     relative increases of perplexity by quantized precision, or of an encoder 1 minus the lowest cosine of its vectors
     with the exact ones, measured while these weights were packed.
@@ -261,6 +261,7 @@ class Needs:
     num_kv_heads: int = 0
     rows_vary: bool = False
     device_bytes_by_precision: Mapping[str, int] = field(default_factory=dict)
+    layer_weights: Mapping[int, int] = field(default_factory=dict)
     quality_costs: Mapping[str, float] = field(default_factory=dict)
 
     @property

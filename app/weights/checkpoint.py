@@ -19,7 +19,14 @@ from app.models.decoders.shapes import Shape, tensors_of
 from app.models.encoders.config import EncoderConfig, encoder_tensors_of
 from app.models.encoders.config_reader import is_encoder, read_encoder
 from app.weights.files import check_directory, check_not_lfs_pointer, incomplete_copy_note, read_object, read_optional
-from app.weights.forms import decoder_bytes, decoder_device_bytes, encoder_bytes, encoder_device_bytes, int8_copy_bytes
+from app.weights.forms import (
+    decoder_bytes,
+    decoder_device_bytes,
+    encoder_bytes,
+    encoder_device_bytes,
+    int8_copy_bytes,
+    layer_weights,
+)
 from app.weights.safetensors import TensorEntry, join_quantized, read_header
 from app.weights.sentence_transformers import read_sentence_config
 from app.weights.tensor_names import RenamedTensors, rename_tensors
@@ -106,6 +113,7 @@ class Checkpoint:
             num_kv_heads=config.num_kv_heads,
             int8_copy_bytes=int8_copy_bytes(config),
             device_bytes_by_precision=device_bytes,
+            layer_weights=layer_weights(config),
         )
 
     @property
