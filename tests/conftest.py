@@ -32,7 +32,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, settings
+from hypothesis import settings
 
 import pairwise
 from hypothesis_examples import examples
@@ -44,15 +44,7 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # Examples are found by search, never by the clock, and a failing run can be repeated. With CI=true there are four times as many.
-settings.register_profile(
-    "armature",
-    deadline=None,
-    derandomize=True,
-    max_examples=examples(100),
-    database=None,
-    # Hypothesis reads the sources of all imported modules at some draw, which takes minutes under emulation.
-    suppress_health_check=[HealthCheck.too_slow],
-)
+settings.register_profile("armature", deadline=None, derandomize=True, max_examples=examples(100), database=None)
 settings.load_profile("armature")
 
 
