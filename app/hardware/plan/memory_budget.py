@@ -110,7 +110,7 @@ class MemoryDemand:
 
 
 def torchao_bytes(needs: Needs, held: Mapping[str, int], quantization: str, exact_bytes: int) -> int:
-    """Return the most bytes of weights in a format of torchao.
+    """Return the bytes of weights in a format of torchao, up to some percent too many.
 
     The layers have codes and scales; the output layer, and layers without whole groups, are exact. What no product
     multiplies is held as in every other precision.
