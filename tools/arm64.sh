@@ -3,6 +3,7 @@
 # on x86-64.
 #   tools/arm64.sh                       the parity tests, as a Neoverse V1 (SVE 256 bits, bf16, i8mm)
 #   CPU=neoverse-n1 tools/arm64.sh ...   as an older one (dotprod only); other arguments go to pytest
+#   tools/arm64.sh python -m MODULE ...  a program instead of pytest
 #   tools/arm64.sh driver                the native library's test in C, also as a Cortex-A53 (NEON only), which torch does not support
 # The first run installs an emulator, Debian's Python for arm64 and the pinned packages in .arm64 (or ARM64_DIR), about
 # 1.3 GB. Nothing is emulated during the installation. Outside that folder, apt installs mmdebstrap and a cross
@@ -35,11 +36,12 @@ main() {
   [ "${1:-}" != driver ] || { run_driver; exit; }
   make_packages
   [ $# -gt 0 ] || set -- "${DEFAULT_TESTS[@]}"
-  say "${CPU:-neoverse-v1} runs pytest $*"
+  if [ "$1" = python ]; then shift; else set -- -m pytest -p no:cacheprovider "$@"; fi
+  say "${CPU:-neoverse-v1} runs python $*"
   # No cache folder and no bytecode: the x86 runs of the same checkout would share them.
   exec env OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}" ARMATURE_NATIVE_LIBRARY="$PWD/build/aarch64/libarmature.so" \
-    PYTHONHOME="$dir/root/usr" PYTHONPATH="$dir/site" PYTHONDONTWRITEBYTECODE=1 \
-    "$dir/qemu-aarch64" -cpu "${CPU:-neoverse-v1}" -L "$dir/root" "$dir/root/usr/bin/python$PYTHON" -m pytest -p no:cacheprovider "$@"
+    PYTHONHOME="$dir/root/usr" PYTHONPATH="$dir/site-packages" PYTHONDONTWRITEBYTECODE=1 \
+    "$dir/qemu-aarch64" -cpu "${CPU:-neoverse-v1}" -L "$dir/root" "$dir/root/usr/bin/python$PYTHON" "$@"
 }
 
 debian_mirror() {
@@ -128,20 +130,21 @@ make_root() {
 }
 
 make_packages() {
-  local stamp="$dir/site/.pins" pins
+  # Hypothesis reads the sources of all modules that are in no folder of this name, which takes minutes here.
+  local site="$dir/site-packages" pins
   pins=$(grep -hE '^[a-z]' requirements/runtime.txt requirements/dev.txt | grep -vE '^(ruff|mypy|pre-commit|uvloop|scikit-build-core|wheel)=='; echo "$TORCH")
-  [ -f "$stamp" ] && [ "$(cat "$stamp")" = "$pins" ] && return
+  [ -f "$site/.pins" ] && [ "$(cat "$site/.pins")" = "$pins" ] && return
   say "installing the pinned packages and $TORCH for arm64"
-  rm -rf "$dir/site"
+  rm -rf "$site" "$dir/site"
   # The pins are complete, so pip must not resolve: it would add the CUDA packages of this machine's architecture.
   printf '%s\n' "$pins" >"$dir/pins.txt"
   local platforms=()
   for version in 2_28 2_27 2_24 2_17; do platforms+=(--platform "manylinux_${version}_aarch64"); done
   local python=.venv/bin/python
   [ -x "$python" ] || python=python3
-  PIP_ROOT_USER_ACTION=ignore "$python" -m pip install -q --no-deps --target "$dir/site" --python-version "$PYTHON" --implementation cp --only-binary=:all: \
+  PIP_ROOT_USER_ACTION=ignore "$python" -m pip install -q --no-deps --target "$site" --python-version "$PYTHON" --implementation cp --only-binary=:all: \
     "${platforms[@]}" --platform manylinux2014_aarch64 -r "$dir/pins.txt"
-  printf '%s' "$pins" >"$stamp"
+  printf '%s' "$pins" >"$site/.pins"
 }
 
 main "$@"

@@ -19,7 +19,14 @@ from app.models.decoders.shapes import Shape, products_of, tensors_of
 from app.models.encoders.config import EncoderConfig, encoder_products_of, encoder_tables_of, encoder_tensors_of
 from app.models.encoders.config_reader import is_encoder, read_encoder
 from app.weights.files import check_directory, check_not_lfs_pointer, incomplete_copy_note, read_object, read_optional
-from app.weights.forms import decoder_bytes, decoder_device_bytes, encoder_bytes, encoder_device_bytes, int8_copy_bytes
+from app.weights.forms import (
+    decoder_bytes,
+    decoder_device_bytes,
+    encoder_bytes,
+    encoder_device_bytes,
+    int8_copy_bytes,
+    layer_weights,
+)
 from app.weights.safetensors import TensorEntry, join_quantized, read_header
 from app.weights.sentence_transformers import read_sentence_config
 from app.weights.tensor_names import RenamedTensors, rename_tensors
@@ -108,6 +115,7 @@ class Checkpoint:
             device_bytes_by_precision=device_bytes,
             operations_per_token=2.0 * products,
             table_bytes=sum(tensors[name].nbytes for name in tables),
+            layer_weights=layer_weights(config),
         )
 
     @property

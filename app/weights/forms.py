@@ -336,6 +336,15 @@ def _norm_elements(config: ModelConfig) -> int:
     return config.num_layers * (len(norms_of(config)) * config.hidden_size + heads) + config.hidden_size
 
 
+def layer_weights(config: ModelConfig | EncoderConfig) -> dict[int, int]:
+    """Return the weights of all linear layers except the output layer by their number of inputs."""
+    products = products_of(config) if isinstance(config, ModelConfig) else encoder_products_of(config)
+    weights: dict[int, int] = {}
+    for (outputs, inputs), _ in products:
+        weights[inputs] = weights.get(inputs, 0) + outputs * inputs
+    return weights
+
+
 def int8_copy_bytes(config: ModelConfig | EncoderConfig) -> int:
     """Return the bytes of an int8 copy of all linear layers except the output layer."""
     return _form_bytes(config, "int8/32")

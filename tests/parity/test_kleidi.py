@@ -44,7 +44,9 @@ def test_products_are_those_of_the_codes(group: int | None, with_bias: bool) -> 
 
 
 def _unpacked(group: int | None) -> TorchaoFactory:
-    return TorchaoFactory(KLEIDI_INT4[group].replace("opaque_aten_kleidiai", "unpacked_to_int8"))
+    """The same codes as a tensor that can be dequantized, with FP32 scales as KleidiAI has them."""
+    name = KLEIDI_INT4[group].replace("opaque_aten_kleidiai", "unpacked_to_int8")
+    return TorchaoFactory(name, dtype=torch.float32)
 
 
 def _near(product: torch.Tensor, exact: torch.Tensor) -> bool:

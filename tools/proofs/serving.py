@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
+from app.hardware.plan.torchao_config import EXAMPLE, INT8_REFERENCE, KLEIDI_INT4
 from tools.proofs.containers import Container, Image, docker
 from tools.proofs.findings import Findings
 
@@ -25,6 +26,9 @@ DRAIN_SECONDS = 60.0  # the setting drain_seconds is 30
 STREAM_SECONDS = 6.0  # an open stream must last long enough for SIGTERM to arrive in its middle
 SHORTEST_DRAIN = 0.2  # less could be data that was already on its way
 LEAST_COSINE = 0.9999
+QUANTIZED_TOKENS = 8
+# Formats of torchao, which the image must contain.
+TORCHAO = {"amd64": (INT8_REFERENCE, EXAMPLE), "arm64": (INT8_REFERENCE, EXAMPLE, KLEIDI_INT4[32])}
 SAME = "the first architecture's, letter by letter"
 # The server needs neither: without them the image must start, answer and stop.
 SHELLS = ("/usr/bin/dash", "/usr/bin/bash")
@@ -58,8 +62,24 @@ def run(findings: Findings, images: Sequence[Image], limits: Sequence[str]) -> N
                 ready = encoder.wait_until_ready()
                 vectors[image.architecture] = _embeds(findings, encoder)
                 rows.append((image.architecture, "bert", f"{ready:.1f}", *_plan(encoder.get("/info"))))
+            for quantization in TORCHAO[image.architecture]:
+                _serves_torchao(findings, image, quantization, options)
     findings.table("Ready", ("architecture", "model", "seconds", "processor", "kernels", "threads", "precision"), rows)
     _alike(findings, texts, vectors)
+
+
+def _serves_torchao(findings: Findings, image: Image, quantization: str, options: Sequence[str]) -> None:
+    """Check that a config of torchao serves, and that the plan says so."""
+    with Container(image, options, ("--quantization", quantization)) as server:
+        server.wait_until_ready()
+        planned = server.get("/info")["plan"]["precision"]["value"]
+        body = {"prompt": PROMPT, "max_tokens": QUANTIZED_TOKENS, "temperature": 0, "ignore_eos": True}
+        answer = server.post("/generate", body)
+    served = planned == quantization and answer["usage"]["completion_tokens"] == QUANTIZED_TOKENS
+    found = f"{planned}: “{answer['text']}”"
+    findings.check(
+        f"{image.architecture}: serves a format of torchao", served, found, f"{QUANTIZED_TOKENS} tokens in it"
+    )
 
 
 def without_shells(folder: Path) -> tuple[str, ...]:

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from math import ceil
 
 from app.errors import PlanImpossible
 from app.hardware.decision import format_bytes
 from app.hardware.facts import CudaDevice, Facts, Needs
-from app.hardware.plan.torchao_config import is_torchao
+from app.hardware.plan.torchao_config import is_torchao, stored_bytes_per_weight
 from app.settings import Settings
 
 GIB, MIB = 2**30, 2**20
@@ -81,7 +82,7 @@ class MemoryDemand:
             held |= {"fp16": held["bf16"]} if "bf16" in held else {}
             held |= self.needs.device_bytes_by_precision
         if is_torchao(self.precision):
-            return torchao_bytes(self.needs, held)
+            return torchao_bytes(self.needs, held, self.precision, 4 if self.kv_precision == "fp32" else 2)
         return held.get(self.precision, self.needs.weight_bytes) + copy
 
     @property
@@ -108,16 +109,27 @@ class MemoryDemand:
         return (seqs * -(-length // KV_PAGE_TOKENS) + 1) * KV_PAGE_TOKENS * self.kv_bytes_per_token
 
 
-def torchao_bytes(needs: Needs, held: Mapping[str, int]) -> int:
-    """Return the most bytes of weights in a format of torchao: a code has at most a byte, and the output layer is exact.
+def torchao_bytes(needs: Needs, held: Mapping[str, int], quantization: str, exact_bytes: int) -> int:
+    """Return the bytes of weights in a format of torchao, up to some percent too many.
+
+    The layers have codes and scales; the output layer, and layers without whole groups, are exact. What no product
+    multiplies is held as in every other precision.
 
     Args:
         needs: The model.
         held: Bytes of its weights by precision.
+        quantization: The config of torchao.
+        exact_bytes: Bytes of an exact weight.
     """
-    output = 4 * needs.vocab_size * needs.hidden_size if needs.generates else 0
-    layers = needs.num_parameters * 5 // 4  # codes, and a scale with a zero point for each group of 32
-    return min(max(held.values(), default=layers + output), layers + output)
+    if not needs.layer_weights or "bf16" not in held:
+        return max(held.values(), default=needs.weight_bytes)
+    output = needs.vocab_size * needs.hidden_size if needs.generates else 0
+    layers = 0.0
+    for inputs, weights in needs.layer_weights.items():
+        each = stored_bytes_per_weight(quantization, inputs)
+        layers += weights * (exact_bytes if each is None else each)
+    fixed = held["bf16"] - 2 * (sum(needs.layer_weights.values()) + output)
+    return fixed + ceil(layers) + exact_bytes * output
 
 
 def kv_bytes_per_token(needs: Needs, kv_precision: str) -> int:

@@ -49,6 +49,24 @@ KLEIDI_INT4 = {
     for group, granularity in ((32, "PerGroup(32)"), (None, "PerAxis(0)"))
 }
 
+# How the weights are stored, for an estimate of their bytes: those of four bits take half a byte only in these configs
+# and in KleidiAI's packing, a byte in the others. A group is the number of inputs that share a scale by default.
+_HALF_BYTE = (
+    "Int4WeightOnlyConfig", "PrototypeInt4WeightOnlyConfig", "Float8DynamicActivationInt4WeightConfig",
+    "Int8DynamicActivationInt4WeightConfig", "NVFP4DynamicActivationNVFP4WeightConfig", "NVFP4WeightOnlyConfig",
+)  # fmt: skip
+_GROUPS: Mapping[str, int] = {
+    "Int8DynamicActivationIntxWeightConfig": 32,
+    "Int4WeightOnlyConfig": 128,
+    "PrototypeInt4WeightOnlyConfig": 128,
+    "Int8DynamicActivationInt4WeightConfig": 32,
+    "UIntxWeightOnlyConfig": 128,
+    "Int8DynamicActivationUIntxWeightConfig": 128,
+    "MXDynamicActivationMXWeightConfig": 32,
+}
+_NVFP4_BYTES = 0.5 + 1 / 16  # an FP8 scale for each 16 inputs
+_SCALE_BYTES = 5  # an FP32 scale and a zero point of eight bits; less in BF16
+
 Constant = bool | int | float | str | None
 
 
@@ -97,6 +115,38 @@ def parse_config(text: str) -> ConfigCall:
             f"{call.name[:80]} is no config of torchao that can serve. Known are: {', '.join(CONFIGS)}."
         )
     return call
+
+
+def stored_bytes_per_weight(text: str, inputs: int) -> float | None:
+    """Return the most bytes per weight of a layer with this number of inputs, scales included.
+
+    None: the inputs are no whole groups, so that the layer stays exact.
+
+    Args:
+        text: A value of the setting `quantization`.
+        inputs: Inputs of the layer.
+    """
+    call = parse_config(text)
+    if call.name.startswith("NVFP4"):
+        return _NVFP4_BYTES
+    group = _group_of(call)
+    if group is not None and inputs % group:
+        return None
+    keywords = dict(call.keywords)
+    is_half = call.name in _HALF_BYTE or str(keywords.get("intx_packing_format")).lower().endswith("kleidiai")
+    return (0.5 if is_half else 1) + _SCALE_BYTES / (group or inputs)
+
+
+def _group_of(call: ConfigCall) -> int | None:
+    """Return the inputs that share a scale; None: all of an output."""
+    for name, value in call.keywords:
+        if name == "group_size":
+            return value if isinstance(value, int) else None
+        if name in ("granularity", "weight_granularity"):
+            sizes = (*value.positional, *dict(value.keywords).values()) if isinstance(value, ConfigCall) else ()
+            is_group = isinstance(value, ConfigCall) and value.name == "PerGroup"
+            return next((size for size in sizes if is_group and isinstance(size, int)), None)
+    return _GROUPS.get(call.name)
 
 
 def _call(node: ast.expr | None) -> ConfigCall:

@@ -37,6 +37,12 @@ _REFUSALS = (
 _BF16_CONFIGS = ("PrototypeInt4WeightOnlyConfig", "MXDynamicActivationMXWeightConfig")
 _PACKED_OUTPUTS = {"PrototypeInt4WeightOnlyConfig": 16}
 _TRIAL_OUTPUTS, _TRIAL_INPUTS = 64, 256  # smallest sizes that suit every packing
+# Up to this number of rows torch's product of int8 codes is used, which reads the codes directly. torchao converts the
+# whole weight to BF16 for each product.
+_FEW_ROWS = 16
+_INT8_MULTIPLE = (
+    32  # of inputs; torch's product reads 16 at a time without a check, beyond the weight if they are fewer
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,15 +108,17 @@ class TorchaoFactory:
 class TorchaoLinear:
     """A weight [out, in] as a tensor subclass of torchao, and a bias [out], in a linear module of torch."""
 
-    __slots__ = ("_dtype", "module")
+    __slots__ = ("_dtype", "_int8", "module")
 
     def __init__(self, module: nn.Linear) -> None:
         self.module, self._dtype = module, module.weight.dtype
+        self._int8 = _plain_int8(module.weight)
 
     @property
     def nbytes(self) -> int:
         """Bytes of the tensors that the quantized weight consists of, and of the bias."""
-        return _tensor_bytes(self.module.weight) + (0 if self.module.bias is None else self.module.bias.nbytes)
+        others = (self.module.bias, None if self._int8 is None else self._int8[1])
+        return _tensor_bytes(self.module.weight) + sum(tensor.nbytes for tensor in others if tensor is not None)
 
     def activation_group(self, rows: int) -> None:
         """Return None: torchao quantizes activations inside the product, if its config says so."""
@@ -127,8 +135,31 @@ class TorchaoLinear:
     def _multiplied(self, rows: Tensor) -> Tensor:
         if len(rows) == 0:  # some of torchao's products reduce over the rows, or return the input
             return rows.new_empty(0, self.module.out_features)
+        if self._int8 is not None and len(rows) <= _FEW_ROWS and rows.dtype == torch.bfloat16:
+            return self._few_multiplied(rows, *self._int8)
         product: Tensor = self.module(rows.to(self._dtype).contiguous())
         return product
+
+    def _few_multiplied(self, rows: Tensor, codes: Tensor, scales: Tensor) -> Tensor:
+        """Multiply few BF16 rows by int8 codes; `self.module` is the reference."""
+        product: Tensor = torch.ops.aten._weight_int8pack_mm(rows.contiguous(), codes, scales)
+        return product if self.module.bias is None else product + self.module.bias
+
+
+def _plain_int8(weight: Any) -> tuple[Tensor, Tensor] | None:
+    """Return codes [out, in] and BF16 scales [out] of a weight that torch's product of int8 codes can multiply.
+
+    None: it cannot, since the weight has other codes, several scales for an output, zero points, quantized activations
+    or a number of inputs that the product does not support, or is in device memory.
+    """
+    if weight.device.type != "cpu" or not isinstance(weight, torchao_module("torchao.quantization").Int8Tensor):
+        return None
+    outputs, inputs = weight.qdata.shape
+    is_exact_activation = weight.act_quant_kwargs is None and weight.act_pre_scale is None
+    is_symmetric = weight.zero_point is None or not weight.zero_point.any()
+    if not (is_exact_activation and is_symmetric and weight.scale.numel() == outputs) or inputs % _INT8_MULTIPLE:
+        return None
+    return weight.qdata, weight.scale.flatten().to(torch.bfloat16)
 
 
 def check_runs(quantization: str, device: torch.device | None, dtype: torch.dtype) -> None:

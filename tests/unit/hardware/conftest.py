@@ -50,6 +50,7 @@ def llama_1b() -> Needs:
         stored_dtype="bfloat16",
         int8_copy_bytes=980_000_000,
         num_kv_heads=8,
+        layer_weights={2048: 16 * (3072 + 2048 + 2 * 8192) * 2048, 8192: 16 * 2048 * 8192},
     )
 
 

@@ -9,12 +9,15 @@ from pathlib import Path
 import pytest
 import torch
 
+from app.bench.engine.quality import loaded_weight_bytes
 from app.errors import PlanImpossible
-from app.hardware.plan.torchao_config import EXAMPLE, INT8_REFERENCE
+from app.hardware.plan.memory_budget import MemoryDemand
+from app.hardware.plan.torchao_config import EXAMPLE, INT4_REFERENCE, INT8_REFERENCE
 from app.kernels.linear import int_panels, torchao_linear
 from app.kernels.linear.device import DeviceLinear
 from app.kernels.linear.linear import Linear, PlainLinear
 from app.kernels.linear.torchao_linear import TorchaoLinear, torchao_module
+from app.weights.checkpoint import open_checkpoint
 from app.weights.form_choice import OUTPUT_SOURCES
 from loaded_models import load, load_on
 from reference_attention import PlainAttend, context_of
@@ -76,6 +79,20 @@ def test_a_format_that_suits_no_layer_is_refused(checkpoint: Path) -> None:
         load(checkpoint, "torchao:Int8WeightOnlyConfig(granularity=PerGroup(128))")
     with pytest.raises(PlanImpossible, match=r"Int4WeightOnlyConfig cannot serve on cpu here.*mslk"):
         load(checkpoint, "torchao:Int4WeightOnlyConfig")
+
+
+@pytest.mark.parametrize("architecture", ["LlamaForCausalLM", "Qwen2ForCausalLM"])
+@pytest.mark.parametrize(
+    "quantization",
+    [EXAMPLE, INT8_REFERENCE, INT4_REFERENCE, "torchao:Int8WeightOnlyConfig(granularity=PerGroup(128))"],
+)
+def test_the_plan_counts_hardly_more_than_what_is_held(tmp_path: Path, quantization: str, architecture: str) -> None:
+    """With 320 inputs, half of the layers have no whole groups of 128."""
+    sizes = {"hidden_size": 256, "intermediate_size": 320, "head_dim": 64}
+    directory = write_checkpoint(tmp_path / "wide", architecture, dtype=torch.bfloat16, **sizes)
+    held = loaded_weight_bytes(load(directory, quantization))
+    planned = MemoryDemand(open_checkpoint(directory).needs(), quantization, "bf16").weight_bytes
+    assert 0.98 * held <= planned <= 1.1 * held
 
 
 @torch.inference_mode()

@@ -10,8 +10,16 @@ import pytest
 from app.errors import PlanImpossible
 from app.hardware.facts import CudaDevice, NativeLibrary, Needs
 from app.hardware.plan import torchao_config
-from app.hardware.plan.torchao_config import CONFIGS, EXAMPLE, ConfigCall, parse_config
-from app.kernels.linear.torchao_linear import torchao_module
+from app.hardware.plan.torchao_config import (
+    CONFIGS,
+    EXAMPLE,
+    INT4_REFERENCE,
+    KLEIDI_INT4,
+    ConfigCall,
+    parse_config,
+    stored_bytes_per_weight,
+)
+from app.kernels.linear.torchao_linear import _group_size, build_config, torchao_module
 from planned_machines import GIB, ON_GPUS, machine, plan
 
 
@@ -79,10 +87,47 @@ def test_the_plan_names_the_format_and_why(llama_1b: Needs) -> None:
     assert (old.dtype.value, old.kv_precision.value) == ("float32", "fp32")
 
 
-def test_the_plan_counts_a_byte_and_a_quarter_for_a_weight_and_the_exact_output_layer(llama_1b: Needs) -> None:
-    weight_bytes = plan(machine(), llama_1b, quantization=EXAMPLE).weight_bytes.value
-    assert weight_bytes == llama_1b.num_parameters * 5 // 4 + 4 * llama_1b.vocab_size * llama_1b.hidden_size
-    assert weight_bytes < llama_1b.bytes_by_precision["fp32"]
+@pytest.mark.parametrize(
+    ("quantization", "bytes_per_weight"),
+    [
+        ("torchao:Int8WeightOnlyConfig", 1 + 5 / 2048),
+        (EXAMPLE, 1 + 5 / 32),
+        (INT4_REFERENCE, 0.5 + 5 / 32),
+        ("torchao:PrototypeInt4WeightOnlyConfig", 0.5 + 5 / 128),
+        (KLEIDI_INT4[32], 0.5 + 5 / 32),
+        (KLEIDI_INT4[None], 0.5 + 5 / 2048),
+        ("torchao:IntxWeightOnlyConfig(granularity=PerGroup(group_size=64))", 1 + 5 / 64),
+        ("torchao:NVFP4WeightOnlyConfig", 0.5625),
+        ("torchao:IntxWeightOnlyConfig(granularity=PerGroup(96))", None),
+    ],
+)
+def test_bytes_of_a_weight_follow_from_the_config(quantization: str, bytes_per_weight: float | None) -> None:
+    assert stored_bytes_per_weight(quantization, 2048) == bytes_per_weight
+
+
+def test_the_plan_counts_codes_scales_and_the_exact_output_layer(llama_1b: Needs) -> None:
+    layers, output = sum(llama_1b.layer_weights.values()), llama_1b.vocab_size * llama_1b.hidden_size
+    norms = llama_1b.num_parameters - layers - output
+    planned = plan(machine(), llama_1b, quantization=EXAMPLE)
+    assert planned.weight_bytes.value == layers * 37 // 32 + 2 * (output + norms)
+    old = plan(machine(isa=frozenset({"avx", "avx2", "sse4_2", "popcnt"})), llama_1b, quantization=EXAMPLE)
+    assert old.weight_bytes.value == layers * 37 // 32 + 4 * output + 2 * norms
+    of_96 = plan(machine(), llama_1b, quantization="torchao:IntxWeightOnlyConfig(granularity=PerGroup(96))")
+    assert of_96.weight_bytes.value == llama_1b.bytes_by_precision["bf16"]  # no layer has whole groups
+
+
+def test_the_most_bytes_are_counted_for_a_model_of_unknown_layers(llama_1b: Needs) -> None:
+    unknown = dataclasses.replace(llama_1b, layer_weights={})
+    planned = plan(machine(), unknown, quantization=EXAMPLE)
+    assert planned.weight_bytes.value == max(llama_1b.bytes_by_precision.values())
+
+
+def test_the_default_groups_are_those_of_torchao() -> None:
+    for name in CONFIGS:
+        if name.startswith(("MX", "NVFP4")):  # their blocks are part of the format
+            continue
+        size = _group_size(build_config(f"torchao:{name}"))
+        assert torchao_config._GROUPS.get(name, 1) == size, name
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "int8", "int4"])

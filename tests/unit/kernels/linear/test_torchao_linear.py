@@ -6,10 +6,13 @@ import logging
 import subprocess
 import sys
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
 import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from app.errors import PlanImpossible
 from app.hardware.plan.torchao_config import EXAMPLE, INT4_REFERENCE, INT8_REFERENCE
@@ -17,6 +20,7 @@ from app.kernels.linear import int_panels
 from app.kernels.linear.linear import Linear, PlainLinear
 from app.kernels.linear.torchao_linear import TorchaoFactory, TorchaoLinear, build_config, check_runs, torchao_module
 from external_tools import ROOT
+from hypothesis_examples import examples
 from loaded_models import load
 from reference_attention import PlainAttend, context_of
 from tiny_checkpoints import write_checkpoint
@@ -54,6 +58,60 @@ def test_products_are_those_of_what_the_codes_mean(name: str, rows: int, with_bi
     for result in (product.float(), hidden - 1):
         assert (result - expected).norm() <= 0.02 * expected.norm()
     assert form.nbytes <= FORMATS[name] * weight.numel() + 4 * 48
+
+
+@given(
+    outputs=st.integers(1, 80),
+    inputs=st.integers(1, 8).map(lambda count: 32 * count),
+    rows=st.integers(1, 16),
+    with_bias=st.booleans(),
+    extreme=st.sampled_from([1.0, 0.0, 1e30, 1e-30]),
+)
+@settings(max_examples=examples(60), deadline=None)
+@torch.inference_mode()
+def test_few_rows_of_int8_are_multiplied_as_torchao_does(
+    outputs: int, inputs: int, rows: int, with_bias: bool, extreme: float
+) -> None:
+    """torch's product of codes, against torchao's, which converts the whole weight; both round to BF16."""
+    generator = torch.Generator().manual_seed(outputs)
+    weight, x = torch.randn(outputs, inputs, generator=generator), torch.randn(rows, 2 * inputs, generator=generator)
+    x = (x * extreme).bfloat16()[:, :inputs]  # rows that lie apart
+    bias = torch.randn(outputs, generator=generator) if with_bias else None
+    form = TorchaoFactory(INT8_REFERENCE).pack(weight, bias)
+    with mock.patch.object(form.module, "forward", side_effect=AssertionError):
+        product = form.multiply(x)
+    expected = form.module(x.to(form.module.weight.dtype).contiguous()).float()
+    size = (x.float().abs() @ form.module.weight.dequantize().float().abs().T) + 2
+    assert product.dtype == torch.bfloat16 and product.shape == (rows, outputs)
+    assert bool(((product.float() - expected).abs() <= 2**-6 * size).all())
+
+
+@torch.inference_mode()
+def test_few_rows_of_int8_with_nan_give_nan_in_that_row_alone() -> None:
+    x = torch.ones(3, 64).bfloat16()
+    x[1, 5] = torch.nan
+    product = TorchaoFactory(INT8_REFERENCE).pack(torch.randn(48, 64), None).multiply(x)
+    assert bool(product[1].isnan().all()) and not product[::2].isnan().any()
+
+
+@pytest.mark.parametrize(
+    ("name", "rows", "inputs", "dtype"),
+    [
+        (INT8_REFERENCE, 17, 64, torch.bfloat16),
+        (INT8_REFERENCE, 1, 64, torch.float32),
+        (INT8_REFERENCE, 1, 40, torch.bfloat16),
+        ("torchao:Int8WeightOnlyConfig(granularity=PerGroup(32))", 1, 64, torch.bfloat16),
+        ("torchao:Int8DynamicActivationInt8WeightConfig", 1, 64, torch.bfloat16),
+        ("torchao:IntxWeightOnlyConfig", 1, 64, torch.bfloat16),
+    ],
+)
+@torch.inference_mode()
+def test_torchao_multiplies_the_rest(name: str, rows: int, inputs: int, dtype: torch.dtype) -> None:
+    form = TorchaoFactory(name).pack(torch.randn(48, inputs), None)
+    x = torch.randn(rows, inputs).to(dtype)
+    assert torch.equal(form.multiply(x), form.module(x.to(form.module.weight.dtype)).to(dtype))
+    with mock.patch.object(form.module, "forward", side_effect=AssertionError), pytest.raises(AssertionError):
+        form.multiply(x)
 
 
 def test_a_weight_that_is_reused_does_not_change_the_form() -> None:
