@@ -10,6 +10,10 @@
 
 #include "linear_int.h"
 
+#ifndef PREFETCH_TO
+#define PREFETCH_TO _MM_HINT_T0
+#endif
+
 INLINE __m512 scales16(const uint8_t *p) {
     return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)p)), 16));
 }
@@ -97,11 +101,11 @@ INLINE void multiply_groups(int rows, int bits, int header, int64_t group, const
         }
         const uint8_t *at = codes;
         if (ahead)
-            for (const uint8_t *end = ahead + asked_header(header, g); ahead < end; ahead += 64) _mm_prefetch((const char *)ahead, _MM_HINT_T0);
+            for (const uint8_t *end = ahead + asked_header(header, g); ahead < end; ahead += 64) _mm_prefetch((const char *)ahead, PREFETCH_TO);
 #pragma GCC unroll 4
         for (int64_t k = 0; k < group; k += 8, at += step, x += rows * 8) {
             if (ahead)
-                for (const uint8_t *end = ahead + step; ahead < end; ahead += 64) _mm_prefetch((const char *)ahead, _MM_HINT_T0);
+                for (const uint8_t *end = ahead + step; ahead < end; ahead += 64) _mm_prefetch((const char *)ahead, PREFETCH_TO);
             if (bits == 4) eight_int4(rows, at, x, acc);
             else eight_int8(rows, at, x, acc);
         }
