@@ -95,7 +95,9 @@ class FormChoice:
         if is_torchao(name):
             return TorchaoFactory(name, self.device, self.dtype)
         packing = self._quantised(name)
-        if is_output or not isinstance(packing, IntPanelFactory) or packing.bits == 8:
+        if is_output and isinstance(packing, IntPanelFactory):
+            return replace(packing, wide=WideRows.NEVER)  # whole logits must have the bits of the top ones
+        if not isinstance(packing, IntPanelFactory) or packing.bits == 8:
             return packing
         return self._with_copy(packing, packing.group)
 

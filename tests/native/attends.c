@@ -87,7 +87,8 @@ static void check_query(const attended *t, const sequence *s, int64_t query, int
             expected += part, size += fabs(part);
         }
         const float found = get_element(a->out, a->wide, (s->first + query) * a->out_stride + head * a->head_dim + i);
-        if (!close_to(found, expected, a->wide ? 2e-5 * size + 1e-5 : 0.01 * size + 1e-3))
+        /* Keys of int8 may be rounded to bf16, which moves a score of many elements by up to a hundredth. */
+        if (!close_to(found, expected, a->wide ? 2e-5 * size + 1e-5 : 0.016 * size + 1e-3))
             failed("query %d of %d at %d, head %d, element %d of %d: %g for %g", (int)query, (int)s->num_tokens, (int)s->start, (int)head, (int)i, (int)a->head_dim, found, expected);
     }
     free(weights);

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from app.kernels.elementwise.activations import TopLogits, TopLogitsRequest
+from app.kernels.linear.bf16_product import WideRows
 from app.kernels.linear.int_panels import IntPanelFactory, IntPanelLinear
 from app.kernels.native.operations import OpCode, has_kernel
 from hypothesis_examples import examples
@@ -29,7 +30,7 @@ def _best_of(logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
 
 def _form(outputs: int, inputs: int, seed: int, bits: int = 4) -> IntPanelLinear:
     torch.manual_seed(seed)
-    return IntPanelFactory(bits, 32 if bits == 4 else None).pack(
+    return IntPanelFactory(bits, 32 if bits == 4 else None, wide=WideRows.NEVER).pack(
         torch.randn(outputs, inputs) / inputs**0.5, torch.randn(outputs)
     )
 

@@ -27,7 +27,7 @@ _OTHER_READS = {"Cortex-A": (3e9, 12e9), "Apple": (20e9, 60e9)}
 # Operations of a core in a second, a multiply and an add counted as two, in products of many rows: less than half of
 # what was measured where a machine with that level was at hand.
 _LEVEL_INTEGERS = {
-    "amx": 200e9,
+    "amx": 500e9,
     "avx512bf16": 200e9,
     "avx512": 200e9,
     "avxvnni": 60e9,
@@ -40,7 +40,8 @@ _LEVEL_INTEGERS = {
 _NEWER_LEVEL_INTEGERS = 200e9  # a level that is not in the table was added for a newer processor
 _FP32 = (("avx512f", 35e9), ("avx2", 20e9), ("neon", 15e9))
 _OTHER_FP32 = 8e9
-_BF16 = (("amx_bf16", 300e9), ("avx512_bf16", 100e9), ("bf16", 40e9))
+_BF16 = (("amx_bf16", 500e9), ("avx512_bf16", 100e9), ("bf16", 40e9))
+_WIDENED_SHARE = 0.9  # of FP32's rate, where bf16 weights are widened
 _INT4_SHARE = 0.8  # four-bit codes are unpacked before they are multiplied
 _REACHED_SHARE = 0.5  # of a measured rate of integer products: steps also scale rows and unpack codes
 
@@ -187,8 +188,9 @@ def _products_per_core(inputs: EstimateInputs, precision: str) -> float | None:
     plain = next((rate for name, rate in _FP32 if name in isa), _OTHER_FP32)
     if precision == "fp32":
         return plain
-    if precision in ("bf16", "fp16"):  # without such products, weights are converted for each use
-        return next((rate for name, rate in _BF16 if name in isa), plain / 2)
+    if precision in ("bf16", "fp16"):  # without such products our kernels widen weights in registers, torch's in memory
+        widened = plain / 2 if inputs.level == TORCH_KERNELS else _WIDENED_SHARE * plain
+        return next((rate for name, rate in _BF16 if name in isa), widened)
     if inputs.level == TORCH_KERNELS:
         return None
     integers = _LEVEL_INTEGERS.get(inputs.level, _NEWER_LEVEL_INTEGERS)

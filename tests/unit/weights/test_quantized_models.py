@@ -85,10 +85,9 @@ def test_a_copy_multiplies_many_rows_only(tmp_path: Path) -> None:
         if isinstance(module, Linear) and isinstance(module.form, HybridLinear)
     ]
     for form in hybrids:
-        assert (
-            form.activation_group(form.max_few_rows) == form.many.group
-            and form.activation_group(form.max_few_rows + 1) == form.many.group
-        )
+        assert form.activation_group(form.max_few_rows) == form.few.activation_group(
+            form.max_few_rows
+        ) and form.activation_group(form.max_few_rows + 1) == form.many.activation_group(form.max_few_rows + 1)
     assert torch.equal(logits(lean), logits(fast))  # twenty rows
     for form in hybrids:
         form.max_few_rows = 19

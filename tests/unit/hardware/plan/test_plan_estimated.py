@@ -26,6 +26,12 @@ ARM = NativeLibrary(("i8mm", "dotprod", "neon"))
 SIZES = (32, 128, 512)
 
 
+@pytest.fixture
+def llama_1b(llama_1b: Needs) -> Needs:
+    """Stored in FP32: its reference precision is FP32 where BF16 is not multiplied."""
+    return dataclasses.replace(llama_1b, stored_dtype="float32")
+
+
 def cascade_lake(cores: int = 2, **changes: Any) -> Facts:
     return machine(cores, **{"cpu": Cpu("Intel", "Xeon", "Cascade Lake"), "isa": AVX512, "native": X86, **changes})
 

@@ -9,6 +9,7 @@ from torch import Tensor
 from app.kernels.elementwise.embedding import embedding_rows
 from app.kernels.elementwise.norms import gate, gather, rms_norm
 from app.kernels.elementwise.rope import rope_angles
+from app.kernels.linear.bf16_product import WideRows
 from app.kernels.linear.int_panels import IntPanelFactory
 from app.kernels.linear.linear import Linear
 from app.kernels.native.memory import Int64Buffer
@@ -22,14 +23,14 @@ pytestmark = pytest.mark.skipif(not has_kernel(OpCode.LINEAR_INT), reason="no na
 class Net:
     """Every kind of operation that has rows, on token ids that are refreshed in place; the last product is of some rows alone."""
 
-    def __init__(self) -> None:
+    def __init__(self, wide: WideRows = WideRows.NEVER) -> None:
         generator = torch.Generator().manual_seed(7)
         self.table = torch.randn((50, SIZE), generator=generator)
         self.norm, self.frequencies = torch.rand(SIZE, generator=generator), torch.rand(8, generator=generator)
         self.up, self.down = Linear(("up",), SIZE, 2 * INNER), Linear(("down",), INNER, SIZE)
         for linear in (self.up, self.down):
             weight = torch.randn((linear.out_features, linear.in_features), generator=generator)
-            linear.form = IntPanelFactory(8, 128, False).pack(weight, None)
+            linear.form = IntPanelFactory(8, 128, wide=wide).pack(weight, None)
         self.ids, self.wanted = Int64Buffer(MOST), Int64Buffer(MOST)
 
     def fill(self, tokens: int, wanted: int, seed: int) -> None:
@@ -50,8 +51,9 @@ class Net:
         return hidden, cos, sin
 
 
-def test_fewer_rows_come_out_as_if_they_had_been_all() -> None:
-    net = Net()
+@pytest.mark.parametrize("wide", [WideRows.NEVER, WideRows.ALWAYS])
+def test_fewer_rows_come_out_as_if_they_had_been_all(wide: WideRows) -> None:
+    net = Net(wide)
     net.fill(MOST, MOST - 1, seed=0)
     recorded = record_operations(ResultPool(), lambda: net(MOST, MOST - 1))
     resizing = RecordedRowCounts(recorded.operations, (MOST, MOST - 1))
