@@ -29,7 +29,7 @@ _LEVELS = re.compile(rb"armature levels: ([a-z0-9 ]*);")  # csrc/dispatch.c
 # of its architecture.
 _AVX512 = frozenset({"avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512_vnni", "fma"})
 _REQUIRED_ISA = {
-    "amx": _AVX512 | {"avx512_bf16", "amx_tile", "amx_bf16", "amx_int8"},
+    "amx": _AVX512 | {"avx512_bf16", "amx_tile", "amx_bf16"},
     "avx512bf16": _AVX512 | {"avx512_bf16"},
     "avx512": _AVX512,
     "avxvnni": frozenset({"avx2", "fma", "avx_vnni"}),

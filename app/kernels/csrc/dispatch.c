@@ -34,15 +34,15 @@ MAYBE static int has_avx512(void) {
 MAYBE static int has_avx512bf16(void) { return has_avx512() && __builtin_cpu_supports("avx512bf16"); }
 
 #ifdef ARMATURE_EMULATE_AMX
-MAYBE static int has_amx(void) { return has_avx512bf16() && __builtin_cpu_supports("gfni"); }
+MAYBE static int has_amx(void) { return has_avx512bf16(); }
 #elif defined(__linux__)
 /* Linux, arch/x86/include/uapi/asm/prctl.h and Documentation/arch/x86/xstate.rst: a process asks for the registers once. */
 #define ARCH_REQ_XCOMP_PERM 0x1023
 #define XFEATURE_XTILEDATA 18
-/* CPUID leaf 7, EDX bits 22, 24 and 25: products of bf16, tiles, products of bytes. */
+/* CPUID leaf 7, EDX bits 22 and 24: products of bf16, and tiles. */
 MAYBE static int has_amx(void) {
     unsigned eax, ebx, ecx, edx;
-    if (!has_avx512bf16() || !__get_cpuid_count(7, 0, &eax, &ebx, &ecx, &edx) || (edx >> 22 & 13) != 13 || !__builtin_cpu_supports("gfni")) return 0;
+    if (!has_avx512bf16() || !__get_cpuid_count(7, 0, &eax, &ebx, &ecx, &edx) || (edx >> 22 & 5) != 5) return 0;
     return syscall(SYS_arch_prctl, ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA) == 0;
 }
 #else

@@ -16,15 +16,6 @@ INLINE ptrdiff_t panel_bytes_int(const linear_int_arguments *a) { return layout_
  * meanwhile. */
 static void multiply_tile(const linear_int_arguments *a, const uint8_t *panel, int64_t row, int count, const uint8_t *ahead, float *sums);
 
-/* What a level does with all rows before its tiles, and after them. Every thread calls both. */
-#ifdef PREPARE_ROWS
-static void PREPARE_ROWS(const linear_int_arguments *a);
-static void RELEASE_ROWS(const linear_int_arguments *a);
-#else
-#define PREPARE_ROWS(A) ((void)0)
-#define RELEASE_ROWS(A) ((void)0)
-#endif
-
 /* Bytes of headers to prefetch with group g, in whole cache lines. */
 INLINE int asked_header(int header, int64_t g) {
     if (header == DOUBLE_QUANTIZED) return g == 0 ? 128 : g % 2 ? 0 : 64; /* the first are the scales of outputs */
@@ -110,10 +101,8 @@ static void linear_int(const void *arguments) {
     const division d = divide(num_panels, num_tiles, FIT_INT / panel_bytes_int(a));
     const int chunk = claim(a, &d);
     float sums[TILE_ROWS * PANEL_OUTPUTS] __attribute__((aligned(64)));
-    PREPARE_ROWS(a);
 #pragma omp for schedule(dynamic, chunk)
     for (int64_t task = 0; task < d.panel_tasks * d.tile_tasks; task++) run_task(a, &d, task, sums);
-    RELEASE_ROWS(a);
 }
 
 #endif

@@ -107,10 +107,8 @@ static void pick(const void *arguments) {
     const int64_t num_panels = (a->product.outputs + PANEL_OUTPUTS - 1) / PANEL_OUTPUTS, panels = (num_panels + PICK_TASKS - 1) / PICK_TASKS;
     const int64_t tasks = (num_panels + panels - 1) / panels;
     float sums[TILE_ROWS * PANEL_OUTPUTS] __attribute__((aligned(64)));
-    PREPARE_ROWS(&a->product);
 #pragma omp for schedule(dynamic, 1)
     for (int64_t task = 0; task < tasks; task++) pick_task(a, task, panels, num_panels, sums);
-    RELEASE_ROWS(&a->product);
 #pragma omp for schedule(static)
     for (int64_t row = 0; row < a->product.rows; row++) merge(a, row, tasks);
 }

@@ -1,6 +1,6 @@
 /* Tile registers of AMX (Intel, "Architecture Instruction Set Extensions Programming Reference", chapter 3): eight
  * registers of up to 16 rows of 64 bytes. TDPBF16PS multiplies 16 rows of 32 bf16 with 16 columns of 32 and adds to 16
- * x 16 fp32 in 16 cycles, seven times the rate of VDPBF16PS on a Sapphire Rapids. TDPBSSD does the same with 64 bytes.
+ * x 16 fp32 in 16 cycles, seven times the rate of VDPBF16PS on a Sapphire Rapids.
  *
  * With ARMATURE_EMULATE_AMX the same operations are plain C, so that a processor without AMX can test what is built
  * on them. */
@@ -55,16 +55,6 @@ INLINE void tile_multiply_bf16(int sum, int x, int weights) {
             memcpy(amx.bytes[sum][r] + n * 4, &total, 4);
         }
 }
-/* Signed bytes: 64 inputs of 16 rows, and lines of four inputs of 16 columns. */
-INLINE void tile_multiply_int8(int sum, int x, int weights) {
-    for (int r = 0; r < amx.shapes.rows[sum]; r++)
-        for (int n = 0; n < 16; n++) {
-            int32_t total;
-            memcpy(&total, amx.bytes[sum][r] + n * 4, 4);
-            for (int k = 0; k < 64; k++) total += (int8_t)amx.bytes[x][r][k] * (int8_t)amx.bytes[weights][k / 4][n * 4 + k % 4];
-            memcpy(amx.bytes[sum][r] + n * 4, &total, 4);
-        }
-}
 #else
 /* Assembly, because GCC 12's intrinsic claims to read eight bytes of the operand, and the others may not be written. */
 INLINE void use_shapes(const tile_shapes *shapes) { __asm__ volatile("ldtilecfg %0" ::"m"(*shapes)); }
@@ -73,7 +63,6 @@ INLINE void use_shapes(const tile_shapes *shapes) { __asm__ volatile("ldtilecfg 
 #define tile_load(TO, P, STRIDE) _tile_loadd(TO, P, STRIDE)
 #define tile_store(FROM, P, STRIDE) _tile_stored(FROM, P, STRIDE)
 #define tile_multiply_bf16(SUM, X, WEIGHTS) _tile_dpbf16ps(SUM, X, WEIGHTS)
-#define tile_multiply_int8(SUM, X, WEIGHTS) _tile_dpbssd(SUM, X, WEIGHTS)
 #endif
 
 /* Registers 0 to 3 hold sums, 4 and 5 `rows` rows of activations, 6 and 7 weights: 16 pairs of inputs of 16 outputs. */

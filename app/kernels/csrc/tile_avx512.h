@@ -120,15 +120,7 @@ INLINE void multiply(int rows, int bits, int header, const linear_int_arguments 
     else multiply_groups(rows, bits, header, a->group, a, panel, row, ahead, sums);
 }
 
-#if AMX_TILES
-/* Return 0 if this tile is not for AMX (tile_amx_int.h). */
-static int multiply_tile_amx(const linear_int_arguments *a, const uint8_t *panel, int64_t row, int count, const uint8_t *ahead, float *sums);
-#endif
-
 static void multiply_tile(const linear_int_arguments *a, const uint8_t *panel, int64_t row, int count, const uint8_t *ahead, float *sums) {
-#if AMX_TILES
-    if (multiply_tile_amx(a, panel, row, count, ahead, sums)) return;
-#endif
     switch (count) {
         CASE(1) CASE(2) CASE(3) CASE(4) CASE(5) CASE(6) CASE(7) CASE(8)
 #if TILE_ROWS > 8
