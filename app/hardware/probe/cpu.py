@@ -85,15 +85,21 @@ _AMD: tuple[tuple[int, int, int, str], ...] = (
 )
 
 
+_WITH_AMX = ("Sapphire Rapids", "Emerald Rapids", "Granite Rapids", "Diamond Rapids")
+
+
 def x86_cpu(fields: Mapping[str, str]) -> Cpu:
     """Return the processor described by the first block of /proc/cpuinfo."""
     stated = fields.get("vendor_id", "")
+    core = microarchitecture(
+        stated, _number(fields, "cpu family"), _number(fields, "model"), _number(fields, "stepping")
+    )
+    if "amx_tile" in fields.get("flags", "").split() and core not in _WITH_AMX:
+        core = None  # a hypervisor shows the model of another processor
     return Cpu(
         vendor=_VENDORS.get(stated, stated or "unknown"),
         name=fields.get("model name", "x86-64"),
-        microarchitecture=microarchitecture(
-            stated, _number(fields, "cpu family"), _number(fields, "model"), _number(fields, "stepping")
-        ),
+        microarchitecture=core,
     )
 
 

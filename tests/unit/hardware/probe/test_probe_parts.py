@@ -52,6 +52,14 @@ def test_x86_cores(vendor: str, family: int, model: int, stepping: int, name: st
     assert cpu_x86.microarchitecture(vendor, family, model, stepping) == name
 
 
+def test_a_model_number_that_contradicts_the_flags_names_no_core() -> None:
+    """Some hypervisors show the model of a processor without AMX, and its flags."""
+    fields = {"vendor_id": "GenuineIntel", "cpu family": "6", "model": "167", "stepping": "1", "flags": "avx2 amx_tile"}
+    assert cpu_x86.x86_cpu(fields).microarchitecture is None
+    assert cpu_x86.x86_cpu({**fields, "flags": "avx2"}).microarchitecture == "Rocket Lake"
+    assert cpu_x86.x86_cpu({**fields, "model": "143"}).microarchitecture == "Sapphire Rapids"
+
+
 @pytest.mark.parametrize(
     ("implementer", "part", "sold_by", "core", "product"),
     [
