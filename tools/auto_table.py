@@ -23,6 +23,7 @@ from app.settings import Settings
 from app.weights.checkpoint import Checkpoint
 from app.weights.forms import RECIPES
 from app.weights.safetensors import TensorEntry
+from tools.generated_page import write_or_check
 from tools.recorded_hosts import HOSTS, read_tree, write_tree
 
 TARGET = Path(__file__).resolve().parent.parent / "docs" / "auto.md"
@@ -147,13 +148,7 @@ def _why(plan: ServingPlan) -> str:
 
 def main(arguments: list[str]) -> int:
     """Write the page. With `--check`, return 1 if it is out of date."""
-    if arguments == ["--check"]:
-        current = TARGET.exists() and TARGET.read_text(encoding="utf-8") == page()
-        if not current:
-            print("docs/auto.md is out of date: make docs", file=sys.stderr)
-        return 0 if current else 1
-    TARGET.write_text(page(), encoding="utf-8")
-    return 0
+    return write_or_check(arguments, TARGET, page())
 
 
 if __name__ == "__main__":

@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 from app.settings import setting_rows
+from tools.generated_page import write_or_check
 
 TARGET = Path(__file__).resolve().parent.parent / "docs" / "settings.md"
 HEAD = """# Settings
@@ -30,13 +31,7 @@ def page() -> str:
 
 def main(arguments: list[str]) -> int:
     """Write the page. With `--check`, return 1 if it is out of date."""
-    if arguments == ["--check"]:
-        current = TARGET.exists() and TARGET.read_text(encoding="utf-8") == page()
-        if not current:
-            print("docs/settings.md is out of date: make docs", file=sys.stderr)
-        return 0 if current else 1
-    TARGET.write_text(page(), encoding="utf-8")
-    return 0
+    return write_or_check(arguments, TARGET, page())
 
 
 if __name__ == "__main__":

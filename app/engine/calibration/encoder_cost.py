@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from app.engine.calibration.streaming import CALIBRATION_TEXT
+from app.engine.calibration.streaming import CALIBRATION_TEXT, WatchedForm
 from app.engine.encoder.batching import EncodeState
 from app.engine.encoder.cpu_runner import EncoderRunner
 from app.errors import ArmatureError
@@ -29,24 +29,13 @@ WORDS = (1, 2, 4, 8, 16, 32, 64) * 2  # of the texts
 
 
 @dataclass(slots=True)
-class _ReleasedForm:
-    """A linear form that multiplies exactly and frees its FP32 copy, so that one layer is in memory at a time."""
-
-    form: ExactLinear
-
-    @property
-    def nbytes(self) -> int:
-        return self.form.nbytes
-
-    def activation_group(self, rows: int) -> None: ...
+class _ReleasedForm(WatchedForm):
+    """Frees its FP32 copy after each product, so that one layer is in memory at a time."""
 
     def multiply(self, x: Activations) -> Tensor:
         product = self.form.multiply(x)
         self.form.release()
         return product
-
-    def add_to(self, hidden: Tensor, x: Activations) -> None:
-        hidden += self.multiply(x)
 
 
 def measure_encoder_cost(

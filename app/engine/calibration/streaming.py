@@ -54,13 +54,35 @@ SCALES_SHARE = 4  # int8 needs only mean squares, for which a fourth of the toke
 
 
 @dataclass(slots=True)
-class InputMeter:
-    """A linear form that multiplies exactly and collects the statistics of its inputs, as long as `counts`.
+class WatchedForm:
+    """A linear form that multiplies exactly; a subclass watches its products."""
+
+    form: ExactLinear
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the exact form."""
+        return self.form.nbytes
+
+    def activation_group(self, rows: int) -> None:
+        """Return None: activations are not quantised."""
+
+    def multiply(self, x: Activations) -> Tensor:
+        """Multiply x [tokens, in] to [tokens, out]."""
+        return self.form.multiply(x)
+
+    def add_to(self, hidden: Tensor, x: Activations) -> None:
+        """Add the product to hidden [tokens, out] in place."""
+        hidden += self.multiply(x)
+
+
+@dataclass(slots=True)
+class InputMeter(WatchedForm):
+    """Collects the statistics of its inputs, as long as `counts`.
 
     `product`: the result to return for any input, instead of multiplying again.
     """
 
-    form: ExactLinear
     squares: Tensor
     correlations: list[Tensor]
     num_rows: int = 0
@@ -73,24 +95,12 @@ class InputMeter:
         sizes = [min(MAX_CORRELATED, size - first) for first in range(0, size, MAX_CORRELATED)] if correlate else []
         return cls(form, torch.zeros(size), [torch.zeros(part, part) for part in sizes])
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the exact form."""
-        return self.form.nbytes
-
-    def activation_group(self, rows: int) -> None:
-        """Return None: activations are not quantised."""
-
     def multiply(self, x: Activations) -> Tensor:
         """Multiply x and collect its statistics."""
         if self.product is not None:
             return self.product.clone()
         self.observe(unquantised(x))
         return self.form.multiply(x)
-
-    def add_to(self, hidden: Tensor, x: Activations) -> None:
-        """Add the product to `hidden` and collect the statistics of x."""
-        hidden += self.multiply(x)
 
     def observe(self, x: Tensor) -> None:
         """Add rows [tokens, in] to the statistics."""
@@ -108,26 +118,16 @@ class InputMeter:
 
 
 @dataclass(slots=True)
-class _RecordingForm:
-    """A linear form that multiplies exactly and records its product."""
+class _RecordingForm(WatchedForm):
+    """Records its product."""
 
-    form: ExactLinear
     linear: Linear
     products: dict[Linear, Tensor]
-
-    @property
-    def nbytes(self) -> int:
-        return self.form.nbytes
-
-    def activation_group(self, rows: int) -> None: ...
 
     def multiply(self, x: Activations) -> Tensor:
         product = self.form.multiply(x)
         self.products[self.linear] = product.clone()
         return product
-
-    def add_to(self, hidden: Tensor, x: Activations) -> None:
-        hidden += self.multiply(x)
 
 
 class StreamedCalibration:

@@ -70,8 +70,8 @@ INLINE void multiply_rows_amx(const linear_bf16_arguments *a, const amx_task *t,
     const int lines = (int)((bytes + turns * blocks * 64 - 1) / (turns * blocks * 64));
     for (int64_t row = t->row0; row < t->row1; row += 2 * AMX_ROWS, ahead += lines * blocks * 64, sums += 2 * AMX_ROWS * PANEL_OUTPUTS) {
         const uint8_t *x = (const uint8_t *)a->tiles + (row / AMX_ROWS * all + from / AMX_INPUTS) * rows * 64;
-        if (t->row1 - row > AMX_ROWS) multiply_two(x, x + all * AMX_ROWS * 64, weights, blocks, first, sums, ahead, lines);
-        else multiply_one(x, rows, weights, blocks, first, sums, ahead, lines);
+        if (t->row1 - row > AMX_ROWS) multiply_blocks(1, AMX_ROWS, x, x + all * AMX_ROWS * 64, weights, blocks, first, sums, ahead, lines);
+        else multiply_blocks(0, rows, x, x, weights, blocks, first, sums, ahead, lines);
     }
 }
 

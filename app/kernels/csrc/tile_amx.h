@@ -74,57 +74,46 @@ INLINE void use_rows(int rows) {
 
 #define SUM_STRIDE (PANEL_OUTPUTS * 4)
 
-/* sums [32 or 16 rows, 32 outputs] (+)= x times weights. x0, and x1 for the second 16 rows, are blocks of `rows` rows
- * of AMX_INPUTS inputs, one after the other, and `weights` is part of a bf16 panel (tile_bf16.h). `ahead`: prefetch
- * `lines` cache lines from it for each block of inputs. */
-INLINE void multiply_two(const uint8_t *x0, const uint8_t *x1, const uint8_t *weights, int64_t blocks, int first, float *sums, const uint8_t *ahead, int lines) {
-    float *low = sums, *high = sums + AMX_ROWS * PANEL_OUTPUTS;
+/* sums [32 rows if `two`, else `rows`; 32 outputs] (+)= x times weights. x0, and x1 for the second 16 rows, are blocks of
+ * `rows` rows of AMX_INPUTS inputs, one after the other, and `weights` is part of a bf16 panel (tile_bf16.h). `ahead`:
+ * prefetch `lines` cache lines from it for each block of inputs. `two` is a compile-time constant at every call. */
+INLINE void multiply_blocks(int two, int rows, const uint8_t *x0, const uint8_t *x1, const uint8_t *weights, int64_t blocks, int first, float *sums,
+                            const uint8_t *ahead, int lines) {
+    float *high = sums + AMX_ROWS * PANEL_OUTPUTS;
     if (first) {
         tile_zero(0);
         tile_zero(1);
-        tile_zero(2);
-        tile_zero(3);
+        if (two) {
+            tile_zero(2);
+            tile_zero(3);
+        }
     } else {
-        tile_load(0, low, SUM_STRIDE);
-        tile_load(1, low + 16, SUM_STRIDE);
-        tile_load(2, high, SUM_STRIDE);
-        tile_load(3, high + 16, SUM_STRIDE);
+        tile_load(0, sums, SUM_STRIDE);
+        tile_load(1, sums + 16, SUM_STRIDE);
+        if (two) {
+            tile_load(2, high, SUM_STRIDE);
+            tile_load(3, high + 16, SUM_STRIDE);
+        }
     }
-    for (int64_t k = 0; k < blocks; k++, x0 += AMX_ROWS * 64, x1 += AMX_ROWS * 64, weights += AMX_INPUTS / 2 * SUM_STRIDE) {
+    for (int64_t k = 0; k < blocks; k++, x0 += rows * 64, x1 += rows * 64, weights += AMX_INPUTS / 2 * SUM_STRIDE) {
         for (int i = 0; i < lines; i++, ahead += 64) _mm_prefetch((const char *)ahead, _MM_HINT_T1);
         tile_load(4, x0, 64);
         tile_load(6, weights, SUM_STRIDE);
         tile_multiply_bf16(0, 4, 6);
         tile_load(7, weights + 64, SUM_STRIDE);
         tile_multiply_bf16(1, 4, 7);
-        tile_load(5, x1, 64);
-        tile_multiply_bf16(2, 5, 6);
-        tile_multiply_bf16(3, 5, 7);
-    }
-    tile_store(0, low, SUM_STRIDE);
-    tile_store(1, low + 16, SUM_STRIDE);
-    tile_store(2, high, SUM_STRIDE);
-    tile_store(3, high + 16, SUM_STRIDE);
-}
-
-INLINE void multiply_one(const uint8_t *x, int rows, const uint8_t *weights, int64_t blocks, int first, float *sums, const uint8_t *ahead, int lines) {
-    if (first) {
-        tile_zero(0);
-        tile_zero(1);
-    } else {
-        tile_load(0, sums, SUM_STRIDE);
-        tile_load(1, sums + 16, SUM_STRIDE);
-    }
-    for (int64_t k = 0; k < blocks; k++, x += rows * 64, weights += AMX_INPUTS / 2 * SUM_STRIDE) {
-        for (int i = 0; i < lines; i++, ahead += 64) _mm_prefetch((const char *)ahead, _MM_HINT_T1);
-        tile_load(4, x, 64);
-        tile_load(6, weights, SUM_STRIDE);
-        tile_multiply_bf16(0, 4, 6);
-        tile_load(7, weights + 64, SUM_STRIDE);
-        tile_multiply_bf16(1, 4, 7);
+        if (two) {
+            tile_load(5, x1, 64);
+            tile_multiply_bf16(2, 5, 6);
+            tile_multiply_bf16(3, 5, 7);
+        }
     }
     tile_store(0, sums, SUM_STRIDE);
     tile_store(1, sums + 16, SUM_STRIDE);
+    if (two) {
+        tile_store(2, high, SUM_STRIDE);
+        tile_store(3, high + 16, SUM_STRIDE);
+    }
 }
 
 /* ---- integer weights to bf16 ---- */

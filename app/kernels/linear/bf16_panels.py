@@ -15,43 +15,34 @@ import torch
 from torch import Tensor
 
 from app.kernels.elementwise.activations import TopLogits, TopLogitsRequest
-from app.kernels.elementwise.embedding import EmbeddingTable, RowFactor, TableLayout
-from app.kernels.linear.activations import Activations, QuantisedActivations, rows_of, unquantised
+from app.kernels.elementwise.embedding import RowFactor
+from app.kernels.linear.activations import QuantisedActivations, rows_of
 from app.kernels.linear.bf16_product import PackedWeight, run_bf16_product
-from app.kernels.linear.fp32_panels import top_logits_by_parts
+from app.kernels.linear.fp32_panels import FloatPanelLinear
 from app.kernels.linear.int_panels import IntPanelFactory, IntPanelLinear
 from app.kernels.linear.quantization import GptqFactors
 from app.kernels.linear.row_split import RowSplitFactory, RowSplitLinear
-from app.kernels.native.library import native_library
-from app.kernels.native.memory import allocate_weights, empty
-from app.kernels.native.operations import ACTIVATION_CODES, OpCode, ProductOutput, has_kernel
+from app.kernels.native.operations import OpCode, ProductOutput, has_kernel
 
 PANEL_WIDTH = 32  # outputs
 
 
-class Bf16PanelLinear:
+class Bf16PanelLinear(FloatPanelLinear):
     """A bf16 weight [out, in] in panels of `PANEL_WIDTH` outputs.
 
     At one row it reads at memory speed (0.98 of a plain read loop). Compared with oneDNN's packed bf16 it is
     faster up to 32 rows, and within a tenth of it at 512 (8192 x 2048, two Zen 5 cores).
     """
 
-    keeps_weight: ClassVar[bool] = False
-
-    __slots__ = ("bias", "fixed", "inputs", "outputs", "panels")
+    __slots__ = ("fixed",)
 
     def __init__(self, outputs: int, inputs: int, bias: Tensor | None, fixed: bool = False) -> None:
         """Allocate panels for a weight [outputs, inputs] that `fill` completes.
 
         With `fixed`, the summation order of a row does not depend on the number of other rows.
         """
+        super().__init__(torch.bfloat16, outputs, inputs, bias)
         self.fixed = fixed
-        num_panels = -(-outputs // PANEL_WIDTH)
-        self.outputs, self.inputs = outputs, inputs
-        self.bias = None if bias is None else bias.to(torch.float32, copy=True)
-        self.panels = allocate_weights(num_panels * PANEL_WIDTH * -(-inputs // 2) * 4)
-        if outputs % PANEL_WIDTH:  # the last panel is padded with zeros
-            self.panels[-self.panels.numel() // num_panels :].zero_()
 
     @classmethod
     def supports(cls, rows: int, columns: int, dtype: torch.dtype) -> bool:
@@ -70,61 +61,9 @@ class Bf16PanelLinear:
         form.fill(0, weight)
         return form
 
-    def fill(self, first: int, rows: Tensor) -> None:
-        """Pack contiguous rows [n, in] of any float dtype as outputs `[first, first + n)`.
-
-        `rows` may be reused afterwards.
-        """
-        assert rows.is_contiguous() and first + len(rows) <= self.outputs, (
-            "rows must be contiguous and within the weight's outputs"
-        )
-        rows = rows.to(torch.bfloat16)
-        library = native_library().library
-        assert library is not None, "the form requires the native library"
-        library.armature_pack_bf16(rows.data_ptr(), self.panels.data_ptr(), len(rows), self.inputs, first)
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of panels and bias."""
-        return self.panels.nbytes + (self.bias.nbytes if self.bias is not None else 0)
-
-    def activation_group(self, rows: int) -> int | None:
-        """Return None: activations are not quantised."""
-        return None
-
-    def multiply(self, x: Activations) -> Tensor:
-        """Multiply x [tokens, in] bf16 to [tokens, out] bf16, summed in fp32."""
-        return self.multiply_activated(x, "identity")
-
-    def multiply_activated(self, x: Activations, activation: str) -> Tensor:
-        """Return act(x times the weight) [tokens, out] bf16; the activation is applied before rounding."""
-        y = empty((unquantised(x).shape[0], self.outputs), torch.bfloat16)
-        self._run(unquantised(x), y, ProductOutput.BF16, ACTIVATION_CODES[activation])
-        return y
-
-    def add_to(self, hidden: Tensor, x: Activations) -> None:
-        """Add the product to hidden [tokens, out] fp32 in place."""
-        self._run(unquantised(x), hidden, ProductOutput.ADD_FP32)
-
-    def top_logits(self, x: Activations, request: TopLogitsRequest, softcap: float | None = None) -> TopLogits:
-        """Return each row's top outputs; the logits of some rows at a time are in memory."""
-        return top_logits_by_parts(self._logits, unquantised(x), request, softcap)
-
-    def _logits(self, x: Tensor) -> Tensor:
-        y = empty((x.shape[0], self.outputs), torch.float32)
-        self._run(x, y, ProductOutput.FP32)
-        return y
-
     def _run(self, x: Tensor, y: Tensor, output: ProductOutput, activation: int = 0) -> None:
         weight = PackedWeight(self.panels, self.bias, self.outputs, self.inputs, fixed=self.fixed)
         run_bf16_product(weight, x, y, 0, output, activation)
-
-    def rows(self, ids: Tensor, factor: RowFactor = 1.0) -> Tensor:
-        """Return rows of the weight, fp32 [n, in], for ids [n] int64, times a factor.
-
-        A tied embedding therefore needs neither a second copy nor the file.
-        """
-        return EmbeddingTable(self.panels, TableLayout.BF16_PANELS, self.outputs, self.inputs).rows(ids, factor)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,7 +1,8 @@
-"""Native linear forms whose products are in fp32: fp32 weights, and bf16 weights that are widened while they are read.
+"""Native linear forms in panels of `PANEL_OUTPUTS` outputs of floats, and those of them whose products are in fp32.
 
-Both are panels of `PANEL_OUTPUTS` outputs (`csrc/tile_fp32.h`), and torch's `F.linear` is the reference implementation.
-They serve on every instruction set level. A row is summed in the order of inputs, whatever the number of rows.
+The latter have fp32 weights, or bf16 weights that are widened while they are read (`csrc/tile_fp32.h`); torch's
+`F.linear` is the reference implementation. They serve on every instruction set level. A row is summed in the order of
+inputs, whatever the number of rows.
 """
 
 from __future__ import annotations
@@ -53,8 +54,13 @@ class Fp32PanelFactory:
         return form
 
 
-class Fp32PanelLinear:
-    """A weight [out, in] in panels of fp32 or bf16, for activations of the same dtype, with products in fp32."""
+class FloatPanelLinear:
+    """A weight [out, in] in panels of fp32 or bf16, for activations of the same dtype, with sums in fp32.
+
+    A subclass multiplies by `_run`.
+    """
+
+    keeps_weight: ClassVar[bool] = False
 
     __slots__ = ("bias", "dtype", "inputs", "outputs", "panels")
 
@@ -115,12 +121,29 @@ class Fp32PanelLinear:
 
     def top_logits(self, x: Activations, request: TopLogitsRequest, softcap: float | None = None) -> TopLogits:
         """Return each row's top outputs; the logits of some rows at a time are in memory."""
-        return top_logits_by_parts(self._logits, unquantised(x), request, softcap)
+        return _top_logits_by_parts(self._logits, unquantised(x), request, softcap)
 
     def _logits(self, x: Tensor) -> Tensor:
         y = empty((x.shape[0], self.outputs), torch.float32)
         self._run(x, y, ProductOutput.FP32)
         return y
+
+    def _run(self, x: Tensor, y: Tensor, output: ProductOutput, activation: int = 0) -> None:
+        raise NotImplementedError
+
+    def rows(self, ids: Tensor, factor: RowFactor = 1.0) -> Tensor:
+        """Return rows of the weight, fp32 [n, in], for ids [n] int64, times a factor.
+
+        A tied embedding therefore needs neither a second copy nor the file.
+        """
+        layout = TableLayout.BF16_PANELS if self.is_narrow else TableLayout.FP32_PANELS
+        return EmbeddingTable(self.panels, layout, self.outputs, self.inputs).rows(ids, factor)
+
+
+class Fp32PanelLinear(FloatPanelLinear):
+    """A weight [out, in] in panels of fp32 or bf16 with products in fp32."""
+
+    __slots__ = ()
 
     def _run(self, x: Tensor, y: Tensor, output: ProductOutput, activation: int = 0) -> None:
         if x.stride(-1) != 1:
@@ -133,16 +156,8 @@ class Fp32PanelLinear:
             LinearFp32Arguments(*addresses, *sizes, x.dtype == torch.bfloat16, self.is_narrow), OpCode.LINEAR_FP32
         )
 
-    def rows(self, ids: Tensor, factor: RowFactor = 1.0) -> Tensor:
-        """Return rows of the weight, fp32 [n, in], for ids [n] int64, times a factor.
 
-        A tied embedding therefore needs neither a second copy nor the file.
-        """
-        layout = TableLayout.BF16_PANELS if self.is_narrow else TableLayout.FP32_PANELS
-        return EmbeddingTable(self.panels, layout, self.outputs, self.inputs).rows(ids, factor)
-
-
-def top_logits_by_parts(
+def _top_logits_by_parts(
     logits: Callable[[Tensor], Tensor], x: Tensor, request: TopLogitsRequest, softcap: float | None
 ) -> TopLogits:
     """Return each row's top outputs of logits(x) fp32, whose rows are computed `_LOGIT_ROWS` at a time.
