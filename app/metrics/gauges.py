@@ -107,15 +107,21 @@ class DeploymentGauges:
             yield gauge_family("armature_cost_per_million_vectors", help_text, dollars_per_second / vectors * 1e6)
 
 
-def engine_gauges(now: EngineSnapshot, ready: bool, predicted_wait_seconds: float | None) -> Iterator[Metric]:
-    """Yield the gauges of the engine's state. A predicted wait of None is not known."""
+def engine_gauges(
+    now: EngineSnapshot, ready: bool, predicted_wait_seconds: float | None, num_reading: int = 0
+) -> Iterator[Metric]:
+    """Yield the gauges of the engine's state. A predicted wait of None is not known.
+
+    `num_reading` requests are being tokenized, or wait for that. They count as waiting.
+    """
+    num_waiting = now.num_waiting + num_reading
     yield gauge_family(
         "armature_ready",
         "1 while requests are served; 0 while loading and after the signal to stop.",
         ready,
     )
     yield gauge_family("armature_requests_running", "Requests being computed.", now.num_running)
-    yield gauge_family("armature_requests_waiting", "Requests in the queue.", now.num_waiting)
+    yield gauge_family("armature_requests_waiting", "Requests being tokenized or in the queue.", num_waiting)
     yield gauge_family("armature_kv_cache_usage_ratio", "Used KV memory over its capacity.", now.kv_usage_ratio)
     if predicted_wait_seconds is not None:
         yield gauge_family(
@@ -125,7 +131,7 @@ def engine_gauges(now: EngineSnapshot, ready: bool, predicted_wait_seconds: floa
         )
     # Names and meanings that inference gateways expect (Gateway API Inference Extension, model server protocol).
     yield gauge_family("vllm:num_requests_running", "Same as armature_requests_running.", now.num_running)
-    yield gauge_family("vllm:num_requests_waiting", "Same as armature_requests_waiting.", now.num_waiting)
+    yield gauge_family("vllm:num_requests_waiting", "Same as armature_requests_waiting.", num_waiting)
     yield gauge_family("vllm:kv_cache_usage_perc", "Same as armature_kv_cache_usage_ratio, 0 to 1.", now.kv_usage_ratio)
     if now.kv_capacity_tokens:
         labels = {"block_size": str(BLOCK_TOKENS), "num_gpu_blocks": str(now.kv_capacity_tokens // BLOCK_TOKENS)}

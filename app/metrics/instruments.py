@@ -123,9 +123,17 @@ class RecentRate:
 
 
 Clock = Callable[[], float]
-Api = Literal["chat", "completions", "embeddings", "rerank", "classify", "native", "oip"]
+Api = Literal[
+    "chat", "completions", "responses", "messages", "ollama", "llama_cpp",
+    "embeddings", "rerank", "classify", "native", "oip",
+]  # fmt: skip
 Outcome = FinishReason | Literal["refused", "failed"]
-OUTCOMES: tuple[Outcome, ...] = (*get_args(FinishReason), "refused", "failed")
+# Choices end with calls of tools; their request has stopped.
+OUTCOMES: tuple[Outcome, ...] = (
+    *(reason for reason in get_args(FinishReason) if reason != "tool_calls"),
+    "refused",
+    "failed",
+)
 
 QUANTILES = (0.5, 0.9, 0.99)
 # Each bound is 1.6 times the last, and one is half a millisecond. They reach from a small encoder's step to over ten

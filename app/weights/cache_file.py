@@ -12,6 +12,7 @@ import hashlib
 import json
 import logging
 import os
+import secrets
 import stat
 import tempfile
 import time
@@ -44,17 +45,38 @@ def atomic_write(target: Path) -> Iterator[FileIO]:
     """
     target.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
     _remove_abandoned(target.parent)
-    descriptor, name = tempfile.mkstemp(dir=target.parent, prefix=PARTIAL)
-    partial = Path(name)
+    descriptor, partial = _open_partial(target.parent)
     with ExitStack() as undo:
         undo.callback(partial.unlink, missing_ok=True)
         with FileIO(descriptor, "wb") as stream:
             yield stream
             os.fchmod(stream.fileno(), 0o644)  # others may read it; the directory's mode decides who may replace it
             os.fsync(stream.fileno())
+            if not partial.exists():
+                _give_name(stream.fileno(), partial)
         partial.replace(target)
         undo.pop_all()
     _sync_folder(target.parent)
+
+
+def _open_partial(folder: Path) -> tuple[int, Path]:
+    """Return a new file in the folder, and its name until it is complete.
+
+    It has that name only at the end if the file system supports that: then a process that is killed leaves nothing.
+    """
+    if hasattr(os, "O_TMPFILE") and Path("/proc/self/fd").is_dir():
+        with suppress(OSError):  # not all file systems support it
+            return os.open(folder, os.O_TMPFILE | os.O_RDWR, 0o600), folder / f"{PARTIAL}{secrets.token_hex(8)}"
+    descriptor, name = tempfile.mkstemp(dir=folder, prefix=PARTIAL)
+    return descriptor, Path(name)
+
+
+def _give_name(descriptor: int, name: Path) -> None:
+    folder = os.open(name.parent, os.O_RDONLY)
+    try:  # with a folder's descriptor Python calls linkat, which follows the link to the file
+        os.link(f"/proc/self/fd/{descriptor}", name.name, dst_dir_fd=folder, follow_symlinks=True)
+    finally:
+        os.close(folder)
 
 
 def open_trusted(file: Path) -> int:

@@ -18,7 +18,16 @@ from app.models.decoders.config import ModelConfig
 from app.models.decoders.shapes import Shape, products_of, tensors_of
 from app.models.encoders.config import EncoderConfig, encoder_products_of, encoder_tables_of, encoder_tensors_of
 from app.models.encoders.config_reader import is_encoder, read_encoder
-from app.weights.files import check_directory, check_not_lfs_pointer, incomplete_copy_note, read_object, read_optional
+from app.weights.files import (
+    check_directory,
+    check_not_lfs_pointer,
+    file_in,
+    files_in,
+    folder_in,
+    incomplete_copy_note,
+    read_object,
+    read_optional,
+)
 from app.weights.forms import (
     decoder_bytes,
     decoder_device_bytes,
@@ -136,7 +145,7 @@ def open_checkpoint(directory: Path) -> Checkpoint:
     """
     check_directory(directory)
     sentence_config = read_sentence_config(directory)
-    config = read_object(directory / "config.json")
+    config = read_object(file_in(directory, "config.json"))
     quantized = _quantized_by_torchao(config)
     model_config = (
         read_encoder(config, sentence_config) if is_encoder(config, sentence_config) else ModelConfig.from_hf(config)
@@ -154,7 +163,9 @@ def open_checkpoint(directory: Path) -> Checkpoint:
         else _decoder_tensors(model_config, found)
     )
     _check_tokenizer(directory)
-    return Checkpoint(directory, config, read_optional(directory / "generation_config.json"), model_config, tensors)
+    return Checkpoint(
+        directory, config, read_optional(file_in(directory, "generation_config.json")), model_config, tensors
+    )
 
 
 def _quantized_by_torchao(config: Mapping[str, Any]) -> bool:
@@ -179,9 +190,9 @@ def _quantized_by_torchao(config: Mapping[str, Any]) -> bool:
 
 
 def _find_tensors(directory: Path) -> dict[str, TensorEntry]:
-    if (directory / INDEX).is_file():
+    if file_in(directory, INDEX).is_file():
         return _read_shards(directory)
-    files = sorted(directory.glob("*.safetensors"))
+    files = files_in(directory, "*.safetensors")
     single = directory / "model.safetensors"
     if single in files or len(files) == 1:
         return read_header(single if single in files else files[0])
@@ -199,13 +210,13 @@ def _find_tensors(directory: Path) -> dict[str, TensorEntry]:
 
 
 def _read_shards(directory: Path) -> dict[str, TensorEntry]:
-    places = read_object(directory / INDEX).get("weight_map")
+    places = read_object(file_in(directory, INDEX)).get("weight_map")
     if not isinstance(places, dict) or not all(
         isinstance(file, str) and Path(file).name == file for file in places.values()
     ):
         raise CheckpointInvalid(f"{INDEX}: weight_map must map tensor names to names of files in the same directory.")
     files = sorted(set(places.values()))
-    missing = [file for file in files if not (directory / file).is_file()]
+    missing = [file for file in files if not file_in(directory, file).is_file()]
     if missing:
         raise CheckpointInvalid(
             f"{directory} lacks {len(missing)} of {len(files)} shards: {_names(missing)}. Copy "
@@ -219,8 +230,9 @@ def _read_shards(directory: Path) -> dict[str, TensorEntry]:
 
 
 def _check_tokenizer(directory: Path) -> None:
-    if (directory / "tokenizer.json").is_file():
-        return check_not_lfs_pointer(directory / "tokenizer.json")
+    tokenizer = file_in(directory, "tokenizer.json")
+    if tokenizer.is_file():
+        return check_not_lfs_pointer(tokenizer)
     old = next((name for name in ("tokenizer.model", "vocab.json", "vocab.txt") if (directory / name).is_file()), None)
     hint = (
         f"; {old} alone is not enough: AutoTokenizer.from_pretrained(DIR).save_pretrained(DIR) writes it" if old else ""
@@ -246,7 +258,7 @@ def _encoder_tensors(
 ) -> dict[str, TensorEntry]:
     renamed_tensors = rename_tensors(found, config)
     for place, dense in enumerate(config.pooling.dense):
-        own = _find_tensors(directory / dense.folder)
+        own = _find_tensors(folder_in(directory, dense.folder))
         renamed_tensors.tensors.update(
             (f"dense.{place}.{name.removeprefix('linear.')}", entry) for name, entry in own.items()
         )

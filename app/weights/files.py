@@ -1,5 +1,6 @@
 """Reading JSON files of a checkpoint, and messages about a missing volume, missing permissions or an incomplete copy.
 
+A checkpoint is untrusted: `file_in` follows its links only within the checkpoint and the hub cache that it is part of.
 `read_object` and `read_optional` name the file in their errors; errors of the operating system are left to the caller.
 """
 
@@ -7,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import stat
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -30,6 +32,11 @@ _INCOMPLETE_PATTERNS = (
 _LFS_POINTER_PREFIX = b"version https://git-lfs.github.com/spec/"  # start of a Git LFS pointer, a file not fetched
 _FILE_SYSTEM_FOLDER = "lost+found"  # a folder in newly created volumes
 _MAX_NAMES = 4  # names in one message
+_MAX_NAME_BYTES = 255  # of a file's name, in all file systems in use
+_SHOWN_NAME = 80  # characters of a name in a message
+MAX_JSON_BYTES = 64 * 2**20  # of a file with JSON: an index of a million tensors is shorter
+# A hub cache has models--NAME/snapshots/REVISION/FILE, a link to models--NAME/blobs/HASH.
+_SNAPSHOTS, _BLOBS, _MODELS = "snapshots", "blobs", "models--"
 
 
 @contextmanager
@@ -56,6 +63,59 @@ def check_directory(directory: Path) -> None:
         raise CheckpointInvalid(
             f"Checkpoint {directory} is empty: is a volume mounted there, and the model in it? {LAYOUT_HINT}"
         )
+
+
+def file_in(directory: Path, name: str) -> Path:
+    """Return the path of a checkpoint's file, which may be missing.
+
+    Links are followed if they end within the checkpoint (as Kubernetes mounts volumes), or in the blobs of the hub cache
+    that the checkpoint is a snapshot of. Everything else could be any file of the machine.
+
+    Raises:
+        CheckpointInvalid: No file can have the name, a link leads elsewhere, or it is not a regular file. Opening a pipe
+            would wait for ever, and a device has no end.
+        OSError: A folder cannot be read.
+    """
+    path, real = _resolve_in(directory, name)
+    if real is not None and not stat.S_ISREG(real.stat().st_mode):
+        raise CheckpointInvalid(f"{path} is not a regular file.")
+    return path
+
+
+def folder_in(directory: Path, name: str) -> Path:
+    """Return the path of a checkpoint's folder, which may be missing. Raises as `file_in`."""
+    return _resolve_in(directory, name)[0]
+
+
+def _resolve_in(directory: Path, name: str) -> tuple[Path, Path | None]:
+    """Return the path of a name, and the path where its links lead; None if there is nothing."""
+    if "\0" in name or any(len(part.encode(errors="replace")) > _MAX_NAME_BYTES for part in name.split("/")):
+        raise CheckpointInvalid(f"{directory} refers to a file that cannot exist: {name[:_SHOWN_NAME]!r}.")
+    path = directory / name
+    try:
+        real = path.resolve(strict=True)
+    except (FileNotFoundError, UnicodeEncodeError):
+        return path, None
+    except RuntimeError as error:  # Python before 3.13, for a link to itself
+        raise CheckpointInvalid(f"{path} is a link that leads to itself.") from error
+    if not any(real.is_relative_to(folder) for folder in _checkpoint_folders(directory.resolve())):
+        raise CheckpointInvalid(
+            f"{path} leads out of the checkpoint, to {str(real)[:_SHOWN_NAME]}. Copy files, not links to them (cp -rL)."
+        )
+    return path, real
+
+
+def _checkpoint_folders(directory: Path) -> Iterator[Path]:
+    """Yield the folders to which links of a checkpoint may lead."""
+    yield directory
+    for folder in (directory, *directory.parents):
+        if folder.parent.name == _SNAPSHOTS and folder.parent.parent.name.startswith(_MODELS):
+            yield folder.parent.parent / _BLOBS
+
+
+def files_in(directory: Path, pattern: str) -> list[Path]:
+    """Return the checkpoint's files that match a pattern, sorted. Raises as `file_in`."""
+    return sorted(file_in(directory, file.name) for file in directory.glob(pattern))
 
 
 def check_not_lfs_pointer(file: Path) -> None:
@@ -158,6 +218,23 @@ def read_optional(file: Path) -> Mapping[str, Any]:
     return read_object(file) if file.exists() else {}
 
 
+def read_text(file: Path, max_bytes: int) -> str:
+    """Return the text of a file in UTF-8.
+
+    Raises:
+        CheckpointInvalid: It is longer than `max_bytes`, or not UTF-8.
+        OSError: It cannot be read.
+    """
+    with file.open("rb") as stream:
+        content = stream.read(max_bytes + 1)
+    if len(content) > max_bytes:
+        raise CheckpointInvalid(f"{file} is longer than {max_bytes} bytes.")
+    try:
+        return content.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise CheckpointInvalid(f"{file} cannot be read: {error}. {remedy(file)}") from error
+
+
 def read_json(file: Path) -> Any:
     """Return the JSON value in a file.
 
@@ -170,6 +247,6 @@ def read_json(file: Path) -> Any:
             f"transformers saves it.{incomplete_copy_note(file.parent)}"
         )
     try:
-        return json.loads(file.read_text(encoding="utf-8"))
+        return json.loads(read_text(file, MAX_JSON_BYTES))
     except (ValueError, RecursionError) as error:
         raise CheckpointInvalid(f"{file.name} in {file.parent} is not JSON: {error}. {remedy(file)}") from error

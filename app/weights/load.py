@@ -20,16 +20,19 @@ from app.backends.base import BaseBackend
 from app.errors import PlanImpossible
 from app.hardware.plan.plan import ServingPlan
 from app.hardware.plan.torchao_config import is_torchao
+from app.kernels.compute_threads import ComputeThreads
 from app.kernels.linear.bf16_panels import Bf16PanelLinear, HybridLinear
 from app.kernels.linear.bf16_product import WideRows
 from app.kernels.linear.device import DeviceLinear
 from app.kernels.linear.int_panels import IntPanelLinear
+from app.kernels.linear.layout import PANEL_OUTPUTS
 from app.kernels.linear.linear import EmptyForm, ExactLinear, FormFactory, Linear, LinearForm, host_architecture
 from app.kernels.linear.quantization import (
     InputStatistics,
     activation_aware_scales,
     column_maxima,
-    column_mean_squares,
+    column_squares,
+    mean_of_squares,
     smooth_scales,
 )
 from app.kernels.linear.row_split import RowSplitLinear
@@ -44,11 +47,11 @@ from app.weights.form_choice import CacheableForm, CacheablePacking, FormChoice,
 from app.weights.forms import DETERMINISTIC_RECIPES, QUANTIZED, choose_upgrades, find_recipe, is_output, is_value
 from app.weights.packs import PackedWeights, PackFile, PackFolder, PackNotes, Progress
 from app.weights.safetensors import TensorEntry
-from app.weights.tensor_reader import TensorReader, check_fp16
+from app.weights.tensor_reader import TensorReader, check_fp16, row_ranges
 
 Model = Decoder | Encoder
 ReportCost = Callable[[float], None]  # takes the cost of quantization in quality, see `Packing`
-_GPTQ_ROWS = 1024  # rows whose codes GPTQ chooses together: what it works on fits a large cache
+_Block = tuple[str, TensorEntry, range, int]  # source, tensor, rows of it, and the first of the layer's outputs
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -91,6 +94,7 @@ class Packing:
     - `replaces_pack`: weights are packed again although a pack exists.
     - `measure_encoder`: returns what the packing of an encoder costs in quality; None: unknown. It takes the packed
       model and a function that returns the exact form of a product.
+    - `report_layers`: called with the phase (`packing weights`, ...) and the number of linear layers done, of how many.
     - `report_cost`: called with the cost in quality that was measured while packing, now or at an earlier start: the
       relative increase of perplexity, or of an encoder 1 minus the lowest cosine of a vector with the exact one.
     """
@@ -100,6 +104,7 @@ class Packing:
     replaces_pack: bool = False
     measure_encoder: Callable[[Encoder, Callable[[Linear], ExactLinear]], float | None] = lambda model, exact: None
     report_cost: ReportCost = lambda cost: None
+    report_layers: Callable[[str, int, int], None] = lambda phase, done, total: None
 
 
 NOT_KEPT = Packing()
@@ -122,7 +127,7 @@ def load_model(
         packing: How weights are packed and kept.
     """
     loading = _ModelLoader(checkpoint, plan, backend, progress or (lambda done, total: None), packing)
-    with closing(loading.streams):
+    with closing(loading.streams), loading.threads:
         loading.fill()
     return loading.model
 
@@ -147,7 +152,7 @@ def pack_weights(
         The pack file, or None if this form is not kept.
     """
     loading = _ModelLoader(checkpoint, plan, backend, progress, packing)
-    with closing(loading.streams):
+    with closing(loading.streams), loading.threads:
         return loading.fill()
 
 
@@ -217,16 +222,18 @@ class _ModelLoader:
         self.is_quantized = self.precision in QUANTIZED and self.choice.device is None
         self.is_calibrated = self.is_quantized and isinstance(self.model, Decoder)
         self.calibrator: PackCalibrator | None = None
-        self.streams = TensorReader(checkpoint.tensors)
+        self.streams, self.threads = TensorReader(checkpoint.tensors), ComputeThreads()
         self.smooth_scales: dict[tuple[str, ...], Tensor] = {}  # scales of the columns, by a layer's sources
         self.exact: dict[Linear, ExactLinear] = {}  # layers that the calibrator runs
         self.done, self.total = 0, sum(entry.nbytes for entry in checkpoint.tensors.values())
+        self.phase, self.done_layers, self.num_layers = "loading weights", 0, 0
 
     @torch.inference_mode()
     def fill(self) -> PackFile | None:
         """Fill the model, and return the file of its packed weights if they are kept."""
         linears = [module for module in self.model.modules() if isinstance(module, Linear)]
         norms = [module for module in self.model.modules() if isinstance(module, RMSNorm)]
+        self.num_layers = len(linears)
         for norm in norms:
             self._set_weight(norm)
         self.feeding = {norm.feeds: norm for norm in norms if norm.feeds is not None}
@@ -237,8 +244,9 @@ class _ModelLoader:
         if kept is not None:
             self.choice = replace(self.choice, upgraded=kept.notes.upgraded)
             layers = self._layers(linears, self.choice)
-        elif self.is_calibrated:
-            self.calibrator = self.packing.make_calibrator()
+        else:
+            self._begin("packing weights" if self.is_quantized else self.phase)
+            self.calibrator = self.packing.make_calibrator() if self.is_calibrated else None
         if self.calibrator is not None:
             layers = self._pack_calibrated(self.calibrator, linears)
         else:
@@ -270,6 +278,8 @@ class _ModelLoader:
 
     def _measure_cost(self) -> float | None:
         """Return the cost in quality of the packed model; None if it is not quantized, or without a calibration."""
+        if self.is_quantized:
+            self._begin("measuring the cost of quantization")
         if isinstance(self.model, Encoder):
             return self.packing.measure_encoder(self.model, self._exact_packed) if self.is_quantized else None
         if self.calibrator is None:
@@ -330,7 +340,9 @@ class _ModelLoader:
         """Return the form that multiplies by the stored weights of a layer that is not packed yet."""
         weights = [self.streams.stored(entry) for entry in self.streams.entries(linear.sources)]
         bias = self.streams.bias(linear.sources, self.choice.dtype) if linear.has_bias else None
-        self.exact[linear] = ExactLinear(weights, bias)
+        self.exact[linear] = ExactLinear(
+            weights, bias, partial(self.streams.drop, self.streams.entries(linear.sources))
+        )
         return self.exact[linear]
 
     def _exact_packed(self, linear: Linear) -> ExactLinear:
@@ -382,6 +394,8 @@ class _ModelLoader:
             )
         else:
             linear.form = self._form(linear, layer.packing, entries, factors, statistics)
+        self.done_layers += 1
+        self._begin(self.phase)
         self._advance(entries)
 
     def _smooth_scales(
@@ -391,26 +405,21 @@ class _ModelLoader:
         entries: Sequence[TensorEntry],
         statistics: InputStatistics | None,
     ) -> Tensor:
-        parts = (rows for _, rows in self._blocks(entries))
         if statistics is not None:
-            weight_squares = column_mean_squares(parts, layer.linear.in_features)
+            blocks = [(entry, rows) for entry in entries for rows in row_ranges(entry)]
+            sums = self.threads.run([partial(self._column_squares, *block) for block in blocks])
+            weight_squares = mean_of_squares(sums, layer.linear.in_features, layer.linear.out_features)
             return activation_aware_scales(statistics.mean_squares, weight_squares)
+        parts = (rows for _, rows in self._blocks(entries))
         return smooth_scales(norm.weight, column_maxima(parts, layer.linear.in_features, self.choice.device))
+
+    def _column_squares(self, entry: TensorEntry, rows: range) -> Tensor:
+        return column_squares(self.streams.block(entry, rows))
 
     def _blocks(self, entries: Sequence[TensorEntry]) -> Iterator[tuple[int, Tensor]]:
         """Yield the stacked rows of the entries on the model's device; each is valid until the next."""
         for first, rows in self.streams.row_blocks(entries):
             yield first, rows if self.choice.device is None else rows.to(self.choice.device)
-
-    def _fill_blocks(self, entry: TensorEntry, statistics: InputStatistics | None) -> Iterator[tuple[int, Tensor]]:
-        """Yield blocks of rows; with correlations large ones, because GPTQ goes through all inputs for each block."""
-        if statistics is None or not statistics.correlations:
-            yield from self._blocks((entry,))
-            return
-        weight = self.streams.stored(entry)
-        for first in range(0, len(weight), _GPTQ_ROWS):
-            yield first, weight[first : first + _GPTQ_ROWS]
-        self.streams.drop((entry,))
 
     def _bias(self, linear: Linear) -> Tensor | None:
         if not linear.has_bias:
@@ -431,18 +440,42 @@ class _ModelLoader:
         bias = self._bias(linear)
         empty = packing.empty_form(linear.out_features, linear.in_features, bias)
         if empty is not None:
-            fill, first = _fill_function(empty, factors, statistics), 0
-            for source, entry in zip(linear.sources, entries, strict=True):
-                for row, rows in self._fill_blocks(entry, statistics):
-                    check_fp16(f"{source}.weight", rows, self.choice.dtype)
-                    fill(first + row, rows if factors is None else rows * factors)
-                first += entry.shape[0]
+            fill = self._fill_function(empty, factors, statistics)
+            jobs = [partial(self._fill_blocks, fill, factors, blocks) for blocks in _fill_blocks(linear, entries)]
+            self.threads.run_all(jobs, alone=self.choice.device is not None)
             return empty
         weight, mapped = self.streams.whole(entries, self.choice.dtype, packing.keeps_weight)
         form = packing.pack(weight if factors is None else weight * factors, bias)
         if not (mapped and packing.keeps_weight):
             self.streams.drop(entries)
         return form
+
+    def _fill_function(
+        self, empty: EmptyForm, factors: Tensor | None, statistics: InputStatistics | None
+    ) -> Callable[[int, Tensor], None]:
+        """Return the function that fills a form with rows; integer forms also use the statistics of the inputs."""
+        if statistics is None or not isinstance(empty, CacheableForm):
+            return empty.fill
+        first = empty.few if isinstance(empty, HybridLinear) else empty
+        if isinstance(first, RowSplitLinear):
+            first = min(first.forms, key=lambda form: form.packing.bits)
+        jobs = statistics.gptq_jobs(factors, first.group) if first.packing.bits == 4 else []
+        return partial(empty.fill, gptq_factors=tuple(self.threads.run(jobs)))
+
+    def _fill_blocks(
+        self, fill: Callable[[int, Tensor], None], factors: Tensor | None, blocks: Sequence[_Block]
+    ) -> None:
+        """Read blocks of rows, scale their columns, and fill a form with them."""
+        for source, entry, rows, first in blocks:
+            block = self.streams.block(entry, rows)
+            block = block if self.choice.device is None else block.to(self.choice.device)
+            check_fp16(f"{source}.weight", block, self.choice.dtype)
+            fill(first, block if factors is None else block * factors)
+
+    def _begin(self, phase: str) -> None:
+        """Report the phase, and the linear layers that are done."""
+        self.phase = phase
+        self.packing.report_layers(phase, self.done_layers, self.num_layers)
 
     def _advance(self, entries: Sequence[TensorEntry]) -> None:
         self.done = min(
@@ -451,14 +484,16 @@ class _ModelLoader:
         self.progress(self.done, self.total)
 
 
-def _fill_function(
-    empty: EmptyForm, factors: Tensor | None, statistics: InputStatistics | None
-) -> Callable[[int, Tensor], None]:
-    """Return the function that fills a form with rows; integer forms also use the statistics of the inputs."""
-    if statistics is None or not isinstance(empty, CacheableForm):
-        return empty.fill
-    first = empty.few if isinstance(empty, HybridLinear) else empty
-    if isinstance(first, RowSplitLinear):
-        first = min(first.forms, key=lambda form: form.packing.bits)
-    blocks = statistics.gptq_factors(factors, first.group) if first.packing.bits == 4 else ()
-    return partial(empty.fill, gptq_factors=blocks)
+def _fill_blocks(linear: Linear, entries: Sequence[TensorEntry]) -> list[list[_Block]]:
+    """Return the blocks of rows of a layer; those that share a panel of outputs are together, for one thread."""
+    jobs: list[list[_Block]] = []
+    first = 0
+    for source, entry in zip(linear.sources, entries, strict=True):
+        for rows in row_ranges(entry):
+            block = (source, entry, rows, first + rows.start)
+            if jobs and block[-1] % PANEL_OUTPUTS:
+                jobs[-1].append(block)
+            else:
+                jobs.append([block])
+        first += entry.shape[0]
+    return jobs

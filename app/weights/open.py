@@ -14,7 +14,7 @@ from pathlib import Path
 from app.errors import CheckpointInvalid
 from app.settings import DEMO_DIRECTORY
 from app.weights.checkpoint import Checkpoint, open_checkpoint
-from app.weights.files import readable_or_invalid
+from app.weights.files import files_in, readable_or_invalid
 from app.weights.program import ProgramCheckpoint, open_program
 
 OpenedModel = Checkpoint | ProgramCheckpoint
@@ -68,5 +68,5 @@ def package_directory(name: str) -> Path:
 def _only_program(path: Path) -> Path | None:
     if not path.is_dir() or (path / "config.json").exists():
         return None
-    programs = list(path.glob("*.pt2"))
+    programs = files_in(path, "*.pt2")
     return programs[0] if len(programs) == 1 else None

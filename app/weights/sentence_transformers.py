@@ -16,7 +16,7 @@ from app.models.config_reader import ConfigReader
 from app.models.encoders.config import DenseConfig, PoolingConfig, PoolingMode
 from app.models.encoders.config_reader import SentenceConfig
 from app.models.encoders.head_config import TORCH_ACTIVATIONS, score_function
-from app.weights.files import read_json, read_object, read_optional
+from app.weights.files import file_in, files_in, read_json, read_object, read_optional
 
 MODULES = "modules.json"
 _POOLING: Mapping[str, PoolingMode] = {
@@ -58,7 +58,7 @@ def read_sentence_config(directory: Path) -> SentenceConfig:
         return SentenceConfig(max_tokens=longest)
     modules = [one for one in _modules(directory) if one.kind != "Dropout"]
     config = ConfigReader(
-        read_optional(directory / "config_sentence_transformers.json"), "config_sentence_transformers.json"
+        read_optional(file_in(directory, "config_sentence_transformers.json")), "config_sentence_transformers.json"
     )
     kind = config.text("model_type", "SentenceTransformer")
     lowercases = _transformer_config(directory).boolean("do_lower_case", False)
@@ -78,18 +78,18 @@ def _max_tokens(directory: Path) -> int | None:
     config = _transformer_config(directory)
     if config.has("max_seq_length"):
         return config.integer("max_seq_length")
-    longest = read_optional(directory / "tokenizer_config.json").get("model_max_length")
+    longest = read_optional(file_in(directory, "tokenizer_config.json")).get("model_max_length")
     return int(longest) if isinstance(longest, int) and 0 < longest <= _MAX_MODEL_LENGTH else None
 
 
 def _transformer_config(directory: Path) -> ConfigReader:
     """Read sentence_bert_config.json or one of its older names, such as sentence_roberta_config.json."""
-    found = sorted(directory.glob("sentence_*_config.json"))
+    found = files_in(directory, "sentence_*_config.json")
     return ConfigReader(read_object(found[0]), found[0].name) if found else ConfigReader({})
 
 
 def _modules(directory: Path) -> list[_Module]:
-    listed = read_json(directory / MODULES)
+    listed = read_json(file_in(directory, MODULES))
     if not isinstance(listed, list) or not all(isinstance(one, dict) for one in listed):
         raise CheckpointInvalid(f"{MODULES} must hold a list of objects.")
     modules = [_Module(str(one.get("type", "")).rpartition(".")[2], str(one.get("path", ""))) for one in listed]
@@ -117,7 +117,7 @@ def _pooling(directory: Path, modules: Sequence[_Module], config: ConfigReader) 
     _check_module_kinds(
         [one.kind for one in modules], ["Transformer", "Pooling", *["Dense"] * len(dense), *["Normalize"] * normalizes]
     )
-    file = directory / modules[1].folder / "config.json"
+    file = file_in(directory, f"{modules[1].folder}/config.json")
     pooling = ConfigReader(read_object(file), f"{modules[1].folder}/config.json")
     prompts = config.section("prompts").values
     if not all(isinstance(text, str) for text in prompts.values()):
@@ -155,7 +155,7 @@ def _pooling_modes(pooling: ConfigReader) -> tuple[PoolingMode, ...]:
 
 
 def _dense(directory: Path, folder: str) -> DenseConfig:
-    config = ConfigReader(read_object(directory / folder / "config.json"), f"{folder}/config.json")
+    config = ConfigReader(read_object(file_in(directory, f"{folder}/config.json")), f"{folder}/config.json")
     path = config.text("activation_function", "torch.nn.modules.activation.Tanh")
     activation = TORCH_ACTIVATIONS.get(path.rpartition(".")[2])
     if activation is None or not path.startswith("torch."):

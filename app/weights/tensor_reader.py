@@ -10,6 +10,7 @@ import ctypes
 import math
 import mmap
 import os
+import threading
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import pairwise
@@ -20,6 +21,7 @@ import torch
 from torch import Tensor
 
 from app.errors import CheckpointInvalid, PlanImpossible
+from app.kernels.linear.layout import PANEL_OUTPUTS
 from app.kernels.linear.torchao_linear import dequantize_rows
 from app.weights.safetensors import QuantizedEntry, TensorEntry
 
@@ -38,6 +40,7 @@ class MappedFiles:
     def __init__(self) -> None:
         self._maps: dict[Path, mmap.mmap] = {}
         self._streams: dict[Path, BinaryIO] = {}
+        self._opening = threading.Lock()
 
     def tensor(self, entry: TensorEntry) -> Tensor:
         """Return the tensor as stored: a view of the file; a quantized one is dequantized."""
@@ -119,29 +122,32 @@ class MappedFiles:
         self._streams.clear()
 
     def _descriptor(self, file: Path) -> int:
-        if file not in self._streams:
-            self._streams[file] = file.open("rb", buffering=0)
-        return self._streams[file].fileno()
+        with self._opening:
+            if file not in self._streams:
+                self._streams[file] = file.open("rb", buffering=0)
+            return self._streams[file].fileno()
 
     def _map(self, file: Path) -> mmap.mmap:
-        mapped = self._maps.get(file)
-        if mapped is None:
-            with file.open("rb") as stream:
-                mapped = mmap.mmap(stream.fileno(), 0, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ)
-            self._maps[file] = mapped
-        return mapped
+        with self._opening:
+            mapped = self._maps.get(file)
+            if mapped is None:
+                with file.open("rb") as stream:
+                    mapped = mmap.mmap(stream.fileno(), 0, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ)
+                self._maps[file] = mapped
+            return mapped
 
 
 _COPY_BYTES = 8 * 2**20  # bytes of source pages held while a tensor is converted
-_BLOCK_BYTES = 4 * 2**20  # bytes read at a time: less than a server's last-level cache, even once converted to FP32
+# Bytes read at a time: less than a server's last-level cache, even once converted to FP32. Each thread holds one block.
+_BLOCK_BYTES = 4 * 2**20
 
 
 class TensorReader:
-    """The mapped files, and one buffer that is used for all fused and converted tensors."""
+    """The mapped files, and one buffer per thread that is used for all fused and converted tensors."""
 
     def __init__(self, tensors: Mapping[str, TensorEntry]) -> None:
         self.tensors, self.files = tensors, MappedFiles()
-        self._buffer = torch.empty(0, dtype=torch.uint8)
+        self._local = threading.local()
 
     def entries(self, sources: Sequence[str], kind: str = "weight") -> list[TensorEntry]:
         """Return the entries of a layer's source tensors."""
@@ -170,14 +176,15 @@ class TensorReader:
         """
         first = 0
         for entry in entries:
-            rows, columns = entry.shape
-            dtype = TORCH_DTYPES[entry.dtype]
-            step = max(1, _BLOCK_BYTES // (columns * dtype.itemsize))
-            for row in range(0, rows, step):
-                block = self._buffer_view((min(step, rows - row), columns), dtype)
-                self.files.read(entry, row, block)
-                yield first + row, block
-            first += rows
+            for rows in row_ranges(entry):
+                yield first + rows.start, self.block(entry, rows)
+            first += entry.shape[0]
+
+    def block(self, entry: TensorEntry, rows: range) -> Tensor:
+        """Return these rows as stored, valid until this thread reads its next block."""
+        block = self._buffer_view((len(rows), entry.shape[1]), TORCH_DTYPES[entry.dtype])
+        self.files.read(entry, rows.start, block)
+        return block
 
     def whole(self, entries: Sequence[TensorEntry], dtype: torch.dtype, keep: bool) -> tuple[Tensor, bool]:
         """Return the stacked entries in `dtype`, and True if they are a view of the mapped file.
@@ -211,11 +218,12 @@ class TensorReader:
         self.files.close()
 
     def _buffer_view(self, shape: tuple[int, int], dtype: torch.dtype) -> Tensor:
-        nbytes = math.prod(shape) * dtype.itemsize
-        if self._buffer.numel() < nbytes:
-            self._buffer = torch.empty(0, dtype=torch.uint8)  # free the old buffer before allocating the new one
-            self._buffer = torch.empty(nbytes, dtype=torch.uint8)
-        return self._buffer[:nbytes].view(dtype).view(shape)
+        nbytes, local = math.prod(shape) * dtype.itemsize, self._local
+        if getattr(local, "buffer", None) is None or local.buffer.numel() < nbytes:
+            local.buffer = None  # free the old buffer before allocating the new one
+            local.buffer = torch.empty(nbytes, dtype=torch.uint8)
+        view: Tensor = local.buffer[:nbytes].view(dtype).view(shape)
+        return view
 
     def _copy(self, entry: TensorEntry, target: Tensor) -> None:
         if isinstance(entry, QuantizedEntry):
@@ -231,6 +239,13 @@ class TensorReader:
             self.files.drop(
                 entry.file, entry.start + row * row_bytes, entry.start + min(row + step, entry.shape[0]) * row_bytes
             )
+
+
+def row_ranges(entry: TensorEntry) -> list[range]:
+    """Return the blocks of a 2-D tensor's rows that are read at a time; all but the last are multiples of a panel."""
+    rows, columns = entry.shape
+    step = _BLOCK_BYTES // (columns * TORCH_DTYPES[entry.dtype].itemsize) // PANEL_OUTPUTS * PANEL_OUTPUTS
+    return [range(row, min(row + max(step, PANEL_OUTPUTS), rows)) for row in range(0, rows, max(step, PANEL_OUTPUTS))]
 
 
 def _are_contiguous(entries: Sequence[TensorEntry]) -> bool:

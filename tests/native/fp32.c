@@ -135,7 +135,7 @@ int64_t top_elements(void) {
         void *scratch = room(PICK_TASKS * rows * (8 * k + 16));
         for (int64_t at = 0; at < (rows - 1) * stride + outputs; at++) logits[at] = i % 5 ? 4 * number() : (float)below(3);
         if (bad >= 0) logits[bad * stride + below(outputs)] = NAN;
-        const top_arguments a = {logits, values, ids, sums, scratch, stride, rows, outputs, k, 0};
+        const top_arguments a = {logits, values, ids, sums, scratch, NULL, stride, rows, outputs, k, 0, 0};
         run(OP_TOP, &a);
         for (int64_t row = 0; row < rows; row++)
             if (row != bad) check_top(&a, row);

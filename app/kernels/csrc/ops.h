@@ -125,18 +125,16 @@ typedef struct {
     int64_t groups, group, candidates;
 } int4_scales_arguments;
 
-#define MOST_GPTQ_INPUTS 64
+#define MOST_GPTQ_INPUTS 512
 
-/* Round `inputs` columns of remaining [outputs, inputs] (row stride in elements) in order. `order` [inputs] are their
- * places in the weight; scales [outputs, groups]; root [inputs, inputs] (row stride in elements) is the upper triangular
- * factor of the inverse Hessian. Writes codes [outputs, groups * group], 0 to 15, and errors [outputs, inputs], divided
- * by root's diagonal. */
+/* Round a weight [outputs, inputs] (row stride in elements) by GPTQ, input by input. `order` [inputs] lists the inputs in
+ * the order of rounding; scales [outputs, groups]; root [inputs, inputs] (row stride in elements) is the upper triangular
+ * factor of the inverse Hessian in that order. Writes codes [outputs, inputs] (row stride in bytes), 0 to 15. */
 typedef struct {
-    const float *remaining, *scales, *root;
+    const float *weight, *scales, *root;
     const int64_t *order;
-    float *errors;
     uint8_t *codes;
-    int64_t inputs, outputs, groups, group, stride, root_stride;
+    int64_t inputs, outputs, groups, group, stride, root_stride, code_stride;
 } int4_gptq_arguments;
 
 /* What precedes the codes of a panel's weights. */
@@ -158,8 +156,10 @@ typedef struct {
 
 /* Each row's `k` best outputs of a product whose logits are not needed otherwise, best first, and the lower id first
  * among equals: values [rows, k] fp32, ids [rows, k]. A row with a NaN has NaN as its best value. With `softcap` > 0
- * a logit is softcap * tanh(logit / softcap). `logsumexp` [rows] if given. `product.y` and its stride are not used.
- * scratch: PICK_TASKS * rows * (8 * k + 16) bytes. */
+ * a logit is softcap * tanh(logit / softcap). `logsumexp` [rows] if given, over all outputs. `product.y` and its stride
+ * are not used. `allowed` if given: a bit per output, rows of `allowed_stride` words of 32 bits; only outputs whose bit
+ * is set are selected, and panels without any are not multiplied unless `logsumexp` needs them. Places without an
+ * output have the value -inf. scratch: PICK_TASKS * rows * (8 * k + 16) bytes. */
 #define PICK_TASKS 64
 typedef struct {
     linear_int_arguments product;
@@ -167,7 +167,8 @@ typedef struct {
     int64_t *ids;
     float *logsumexp;
     void *scratch;
-    int64_t k;
+    const uint32_t *allowed;
+    int64_t k, allowed_stride;
     double softcap;
 } pick_arguments;
 
@@ -236,7 +237,8 @@ typedef struct {
     int64_t *ids;
     float *logsumexp;
     void *scratch;
-    int64_t stride, rows, outputs, k;
+    const uint32_t *allowed;
+    int64_t stride, rows, outputs, k, allowed_stride;
     double softcap;
 } top_arguments;
 

@@ -42,8 +42,21 @@ INLINE void add_exponentials(seen *s, const float *x, int64_t outputs) {
     s->largest = largest;
 }
 
-/* Logits of one row and panel, up to the number of outputs. */
-INLINE void look(const pick_arguments *a, seen *s, float *x, int64_t first, int64_t outputs) {
+/* The outputs of a panel that a row may take, one bit each. */
+_Static_assert(PANEL_OUTPUTS == 32, "a panel's outputs have one word of bits");
+INLINE uint32_t allowed_outputs(const pick_arguments *a, int64_t row, int64_t panel) { return a->allowed ? a->allowed[row * a->allowed_stride + panel] : UINT32_MAX; }
+
+/* True if a row of this tile needs the panel's logits. */
+INLINE int panel_is_needed(const pick_arguments *a, int64_t row, int64_t count, int64_t panel) {
+    if (!a->allowed || a->logsumexp) return 1;
+    for (int64_t r = 0; r < count; r++)
+        if (allowed_outputs(a, row + r, panel)) return 1;
+    return 0;
+}
+
+/* Logits of one row and panel, up to the number of outputs; `allowed` has a bit for each that may be selected. */
+INLINE void look(const pick_arguments *a, seen *s, float *x, int64_t first, int64_t outputs, uint32_t allowed) {
+    if (!allowed && !a->logsumexp) return;
     const linear_int_arguments *p = &a->product;
     vi better = vi_all(0), nan = vi_all(0);
     for (int64_t i = 0; i < PANEL_OUTPUTS; i += LANES) {
@@ -57,7 +70,8 @@ INLINE void look(const pick_arguments *a, seen *s, float *x, int64_t first, int6
     if (a->logsumexp) add_exponentials(s, x, outputs);
     if (any_lane(nan)) s->broken = 1;
     if (!any_lane(better)) return;
-    for (int64_t i = 0; i < outputs; i++) insert(a, s, x[i], first + i);
+    for (int64_t i = 0; i < outputs; i++)
+        if (allowed >> i & 1) insert(a, s, x[i], first + i);
 }
 
 INLINE void start_row(const pick_arguments *a, seen *s) {
@@ -76,9 +90,11 @@ INLINE void pick_task(const pick_arguments *a, int64_t task, int64_t panels, int
             const uint8_t *weights = p->panels + panel * bytes;
             const int64_t left = p->rows - row, first = panel * PANEL_OUTPUTS, outputs = p->outputs - first;
             const int count = (int)(left < p->height ? left : p->height);
+            if (!panel_is_needed(a, row, count, panel)) continue;
             multiply_panel(p, weights, row, count, p->rows <= p->height ? weights + AHEAD : row == 0 ? weights + bytes : NULL, sums);
             for (int r = 0; r < count; r++)
-                look(a, (seen *)place_of(a, task, row + r), sums + r * PANEL_OUTPUTS, first, outputs < PANEL_OUTPUTS ? outputs : PANEL_OUTPUTS);
+                look(a, (seen *)place_of(a, task, row + r), sums + r * PANEL_OUTPUTS, first, outputs < PANEL_OUTPUTS ? outputs : PANEL_OUTPUTS,
+                     allowed_outputs(a, row + r, panel));
         }
 }
 

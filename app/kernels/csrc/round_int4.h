@@ -52,45 +52,91 @@ static void int4_scales(const void *arguments) {
     }
 }
 
-#define GPTQ_OUTPUTS 64 /* outputs at a time, with a block of inputs: 16 KiB */
+#define GPTQ_OUTPUTS 32 /* outputs at a time: with all inputs 64 KiB */
+#define GPTQ_STEP 16    /* inputs whose errors the inputs after them absorb together */
 
-/* Round input `j` of x [inputs, GPTQ_OUTPUTS], and let the inputs after it absorb the errors. */
-INLINE void round_input(const int4_gptq_arguments *a, int64_t j, const float *scales, float *x, float *codes) {
-    const float *root = a->root + j * a->root_stride;
-    float *own = x + j * GPTQ_OUTPUTS;
+/* What one thread works on; inputs are in the order of rounding, except in `codes`. */
+typedef struct {
+    float x[MOST_GPTQ_INPUTS * GPTQ_OUTPUTS], scales[MOST_GPTQ_INPUTS * GPTQ_OUTPUTS]; /* [inputs or groups, outputs] */
+    uint8_t codes[GPTQ_OUTPUTS * MOST_GPTQ_INPUTS];                                    /* [outputs, inputs] */
+} gptq_tile;
+
+/* Read `count` outputs from `first` on, with their scales; the others are zero. */
+static void read_gptq_tile(const int4_gptq_arguments *a, int64_t first, int64_t count, gptq_tile *t) {
+    int64_t rank[MOST_GPTQ_INPUTS];
+    for (int64_t j = 0; j < a->inputs; j++) rank[a->order[j]] = j;
+    if (count < GPTQ_OUTPUTS) memset(t, 0, sizeof *t);
+    for (int64_t o = 0; o < count; o += 4) {
+        const float *rows = a->weight + (first + o) * a->stride;
+        const int64_t whole = o + 4 <= count ? a->inputs / 4 * 4 : 0, several = count - o < 4 ? count - o : 4;
+        for (int64_t k = 0; k < whole; k += 4) {
+            uint32_t four[16];
+            turn_four(rows + k, a->stride * 4, 4, four, 4);
+            for (int u = 0; u < 4; u++) memcpy(t->x + rank[k + u] * GPTQ_OUTPUTS + o, four + u * 4, 16);
+        }
+        for (int64_t k = whole; k < a->inputs; k++)
+            for (int64_t r = 0; r < several; r++) t->x[rank[k] * GPTQ_OUTPUTS + o + r] = rows[r * a->stride + k];
+    }
+    for (int64_t o = 0; o < count; o++)
+        for (int64_t g = 0; g < a->groups; g++) t->scales[g * GPTQ_OUTPUTS + o] = a->scales[(first + o) * a->groups + g];
+}
+
+/* Round input `j`, and let the inputs after it up to `end` absorb the errors. */
+INLINE void round_input(const int4_gptq_arguments *a, int64_t j, int64_t end, gptq_tile *t) {
+    const float *root = a->root + j * a->root_stride, *scales = t->scales + a->order[j] / a->group * GPTQ_OUTPUTS;
+    float *own = t->x + j * GPTQ_OUTPUTS;
+    int32_t codes[GPTQ_OUTPUTS];
     vf errors[GPTQ_OUTPUTS / LANES];
     for (int i = 0; i < GPTQ_OUTPUTS / LANES; i++) {
         const vf scale = vf_load(scales + i * LANES), value = vf_load(own + i * LANES);
         const vf code = nearest_code(value * inverse_scale(scale), -8, 7);
         errors[i] = (value - code * scale) / root[j];
-        vf_store(codes + i * LANES, code + 8.0f);
+        const vi above = __builtin_convertvector(code + 8.0f, vi);
+        memcpy(codes + i * LANES, &above, sizeof above);
         vf_store(own + i * LANES, errors[i]);
     }
-    for (int64_t k = j + 1; k < a->inputs; k++)
+    for (int o = 0; o < GPTQ_OUTPUTS; o++) t->codes[o * MOST_GPTQ_INPUTS + a->order[j]] = (uint8_t)codes[o];
+    for (int64_t k = j + 1; k < end; k++)
         for (int i = 0; i < GPTQ_OUTPUTS / LANES; i++) {
-            float *later = x + k * GPTQ_OUTPUTS + i * LANES;
+            float *later = t->x + k * GPTQ_OUTPUTS + i * LANES;
             vf_store(later, vf_load(later) - errors[i] * root[k]);
         }
 }
 
-/* Lanes are outputs. The inputs of a block are rounded one after the other. */
+/* Let `count` inputs from `k` on absorb the errors of the inputs [begin, end), for 2 * LANES outputs at `x`. */
+INLINE void absorb_errors(const int4_gptq_arguments *a, int64_t begin, int64_t end, int64_t k, const int count, float *x) {
+    vf sums[4][2];
+    for (int q = 0; q < count; q++)
+        for (int i = 0; i < 2; i++) sums[q][i] = vf_load(x + (k + q) * GPTQ_OUTPUTS + i * LANES);
+    for (int64_t j = begin; j < end; j++) {
+        const vf errors[2] = {vf_load(x + j * GPTQ_OUTPUTS), vf_load(x + j * GPTQ_OUTPUTS + LANES)};
+        const float *root = a->root + j * a->root_stride + k;
+        for (int q = 0; q < count; q++)
+            for (int i = 0; i < 2; i++) sums[q][i] -= errors[i] * root[q];
+    }
+    for (int q = 0; q < count; q++)
+        for (int i = 0; i < 2; i++) vf_store(x + (k + q) * GPTQ_OUTPUTS + i * LANES, sums[q][i]);
+}
+
+/* Lanes are outputs. The inputs are rounded one after the other. */
 static void int4_gptq(const void *arguments) {
     const int4_gptq_arguments *a = arguments;
-    float x[MOST_GPTQ_INPUTS * GPTQ_OUTPUTS] __attribute__((aligned(64))), scales[GPTQ_OUTPUTS], codes[GPTQ_OUTPUTS];
+    gptq_tile tile __attribute__((aligned(64)));
 #pragma omp for schedule(static)
     for (int64_t first = 0; first < a->outputs; first += GPTQ_OUTPUTS) {
         const int64_t count = a->outputs - first < GPTQ_OUTPUTS ? a->outputs - first : GPTQ_OUTPUTS;
-        memset(x, 0, sizeof x), memset(scales, 0, sizeof scales);
-        for (int64_t o = 0; o < count; o++)
-            for (int64_t j = 0; j < a->inputs; j++) x[j * GPTQ_OUTPUTS + o] = a->remaining[(first + o) * a->stride + j];
-        for (int64_t j = 0; j < a->inputs; j++) {
-            const int64_t input = a->order[j], group = input / a->group;
-            for (int64_t o = 0; o < count; o++) scales[o] = a->scales[(first + o) * a->groups + group];
-            round_input(a, j, scales, x, codes);
-            for (int64_t o = 0; o < count; o++) a->codes[(first + o) * a->groups * a->group + input] = (uint8_t)codes[o];
+        read_gptq_tile(a, first, count, &tile);
+        for (int64_t begin = 0; begin < a->inputs; begin += GPTQ_STEP) {
+            const int64_t end = begin + GPTQ_STEP < a->inputs ? begin + GPTQ_STEP : a->inputs;
+            for (int64_t j = begin; j < end; j++) round_input(a, j, end, &tile);
+            for (int64_t pair = 0; pair < GPTQ_OUTPUTS; pair += 2 * LANES) {
+                int64_t k = end;
+                for (; k + 4 <= a->inputs; k += 4) absorb_errors(a, begin, end, k, 4, tile.x + pair);
+                for (; k < a->inputs; k++) absorb_errors(a, begin, end, k, 1, tile.x + pair);
+            }
         }
         for (int64_t o = 0; o < count; o++)
-            for (int64_t j = 0; j < a->inputs; j++) a->errors[(first + o) * a->inputs + j] = x[j * GPTQ_OUTPUTS + o];
+            memcpy(a->codes + (first + o) * a->code_stride, tile.codes + o * MOST_GPTQ_INPUTS, (size_t)a->inputs);
     }
 }
 

@@ -12,16 +12,17 @@ INLINE void top_part(const top_arguments *a, const pick_arguments *p, seen *s, i
     start_row(p, s);
     for (int64_t at = first * PANEL_OUTPUTS; at < last * PANEL_OUTPUTS && at < a->outputs; at += PANEL_OUTPUTS) {
         const int64_t left = a->outputs - at, count = left < PANEL_OUTPUTS ? left : PANEL_OUTPUTS;
+        if (!panel_is_needed(p, row, 1, at / PANEL_OUTPUTS)) continue;
         for (int64_t i = 0; i < PANEL_OUTPUTS; i += LANES) vf_store(x + i, i < count ? vf_load_part(a->logits + row * a->stride + at + i, count - i) : vf_all(0));
-        look(p, s, x, at, count);
+        look(p, s, x, at, count, allowed_outputs(p, row, at / PANEL_OUTPUTS));
     }
 }
 
 static void top(const void *arguments) {
     const top_arguments *a = arguments;
     const pick_arguments p = {
-        .product = {.rows = a->rows, .outputs = a->outputs}, .values = a->values, .ids = a->ids, .logsumexp = a->logsumexp, .scratch = a->scratch, .k = a->k,
-        .softcap = a->softcap,
+        .product = {.rows = a->rows, .outputs = a->outputs}, .values = a->values, .ids = a->ids, .logsumexp = a->logsumexp, .scratch = a->scratch, .allowed = a->allowed, .k = a->k,
+        .allowed_stride = a->allowed_stride, .softcap = a->softcap,
     };
     const int64_t num_panels = (a->outputs + PANEL_OUTPUTS - 1) / PANEL_OUTPUTS, panels = (num_panels + PICK_TASKS - 1) / PICK_TASKS;
     const int64_t tasks = (num_panels + panels - 1) / panels;

@@ -63,12 +63,39 @@ MAX_TOP_LOGITS = 64  # most outputs per row that a kernel can keep
 _TOP_LOGITS_TASKS = 64  # csrc/ops.h
 
 
+class RowMasks(Protocol):
+    """Masks of the outputs that each row may take. Two are equal if they are the same object.
+
+    `words` int32 [rows, ceil(outputs / 32)]: bit o % 32 of word o // 32 is output o. A kernel reads them when it runs.
+    """
+
+    @property
+    def words(self) -> Tensor:
+        """The masks."""
+        ...
+
+    def allowed(self, num_rows: int) -> Tensor:
+        """Return the masks of the first rows as a tensor of booleans [num_rows, outputs]."""
+        ...
+
+
 @dataclass(frozen=True, slots=True)
 class TopLogitsRequest:
-    """A request for each row's k largest outputs, optionally with the log-sum-exp over all outputs."""
+    """A request for each row's k largest outputs, optionally with the log-sum-exp over all outputs.
+
+    Only outputs that `masks` allow are selected; places without an output have the value -inf.
+    """
 
     k: int
     with_logsumexp: bool = False
+    masks: RowMasks | None = None
+
+    def mask_place(self, first_row: int = 0) -> tuple[int | None, int]:
+        """Return the address of a row's mask and the words from one row to the next; (None, 0) without masks."""
+        if self.masks is None:
+            return None, 0
+        words = self.masks.words
+        return words.data_ptr() + 4 * first_row * words.stride(0), words.stride(0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,19 +135,25 @@ def top_logits_scratch(rows: int, request: TopLogitsRequest) -> Tensor:
 
 
 def top_logits_of(
-    logits: Tensor, request: TopLogitsRequest, softcap: float | None = None, out: TopLogits | None = None
+    logits: Tensor,
+    request: TopLogitsRequest,
+    softcap: float | None = None,
+    out: TopLogits | None = None,
+    first_row: int = 0,
 ) -> TopLogits:
     """Return the top outputs of logits [rows, vocab] fp32, which are first bounded if `softcap` is given.
 
-    At most `MAX_TOP_LOGITS` outputs are supported. The result is written to `out` if that is given.
+    At most `MAX_TOP_LOGITS` outputs are supported. The result is written to `out` if that is given. The first row
+    has the mask `first_row` of the request.
     """
     rows, outputs = logits.shape
     assert 1 <= request.k <= min(MAX_TOP_LOGITS, outputs), "k must be between 1 and what the kernel keeps"
     best, scratch = out or empty_top_logits(rows, request), top_logits_scratch(rows, request)
     logsumexp = None if best.logsumexp is None else best.logsumexp.data_ptr()
-    addresses = (logits.data_ptr(), best.values.data_ptr(), best.ids.data_ptr(), logsumexp, scratch.data_ptr())
+    mask, mask_stride = request.mask_place(first_row)
+    addresses = (logits.data_ptr(), best.values.data_ptr(), best.ids.data_ptr(), logsumexp, scratch.data_ptr(), mask)
     run_operation(
-        TopElementsArguments(*addresses, logits.stride(0), rows, outputs, request.k, softcap or 0.0),
+        TopElementsArguments(*addresses, logits.stride(0), rows, outputs, request.k, mask_stride, softcap or 0.0),
         OpCode.TOP_ELEMENTS,
         rows * outputs,
     )
@@ -129,8 +162,14 @@ def top_logits_of(
 
 def top_logits_torch(logits: Tensor, request: TopLogitsRequest) -> TopLogits:
     """Return the top outputs of logits [rows, vocab]; this is the reference implementation."""
-    scores = logits.float()
+    logits = logits.float()
+    scores = logits if request.masks is None else mask_logits(logits, request.masks)
     values, ids = scores.sort(dim=-1, descending=True, stable=True)  # NaN sorts first and is kept
     return TopLogits(
-        values[:, : request.k], ids[:, : request.k], scores.logsumexp(-1) if request.with_logsumexp else None
+        values[:, : request.k], ids[:, : request.k], logits.logsumexp(-1) if request.with_logsumexp else None
     )
+
+
+def mask_logits(logits: Tensor, masks: RowMasks) -> Tensor:
+    """Return logits [rows, vocab] with -inf for the tokens that a row may not take."""
+    return logits.masked_fill(masks.allowed(len(logits)).logical_not_().to(logits.device), -torch.inf)

@@ -145,6 +145,10 @@ class Fp32PanelLinear(FloatPanelLinear):
 
     __slots__ = ()
 
+    def multiply_wide(self, x: Tensor) -> Tensor:
+        """Multiply x [tokens, in] fp32 to [tokens, out] fp32, also by a weight in bf16."""
+        return self._logits(x)
+
     def _run(self, x: Tensor, y: Tensor, output: ProductOutput, activation: int = 0) -> None:
         if x.stride(-1) != 1:
             x = x.contiguous()
@@ -171,5 +175,5 @@ def _top_logits_by_parts(
     for first in range(0, count, _LOGIT_ROWS):
         part = slice(first, min(first + _LOGIT_ROWS, count))
         sums = None if best.logsumexp is None else best.logsumexp[part]
-        top_logits_of(logits(x[part]), request, softcap, TopLogits(best.values[part], best.ids[part], sums))
+        top_logits_of(logits(x[part]), request, softcap, TopLogits(best.values[part], best.ids[part], sums), first)
     return best

@@ -198,9 +198,12 @@ class IntPanelLinear:
         best, scratch = empty_top_logits(x.rows, request), top_logits_scratch(x.rows, request)
         logsumexp = None if best.logsumexp is None else best.logsumexp.data_ptr()
         product = self.product_arguments(x, None, 0, ProductOutput.FP32)
+        mask, mask_stride = request.mask_place()
         run_operation(
             TopLogitsArguments(
-                product, best.values.data_ptr(), best.ids.data_ptr(), logsumexp, scratch.data_ptr(), k, softcap or 0.0
+                product,
+                *(best.values.data_ptr(), best.ids.data_ptr(), logsumexp, scratch.data_ptr(), mask),
+                *(k, mask_stride, softcap or 0.0),
             ),
             OpCode.TOP_LOGITS,
         )

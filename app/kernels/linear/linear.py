@@ -20,7 +20,7 @@ from app.kernels.linear.activations import Activations, quantise, unquantised
 from app.kernels.linear.bf16_panels import Bf16PanelLinear, FixedOrderFactory
 from app.kernels.linear.device import DeviceFactory
 from app.kernels.linear.device_int4 import DeviceInt4Factory
-from app.kernels.linear.fp32_panels import Fp32PanelFactory
+from app.kernels.linear.fp32_panels import Fp32PanelFactory, Fp32PanelLinear
 from app.kernels.linear.int_panels import IntPanelFactory
 from app.kernels.linear.layout import LAYOUTS
 from app.kernels.native.memory import allocate_weights
@@ -154,16 +154,21 @@ _CHUNK_ELEMENTS = 2**24  # weights converted to FP32 at a time without a copy: 6
 class ExactLinear:
     """A linear form that multiplies in FP32 by the checkpoint's stored tensors, whatever their dtype.
 
-    The FP32 copy is made by the first product and lasts until `release`; large weights are converted in every product.
+    The copy that multiplies is made by the first product and lasts until `release`: panels of BF16 if the weights are
+    stored so and the native library has the product, else FP32. Large weights are converted in every product. `unmap` is
+    called whenever the stored weights were read: their pages are not needed soon.
     `scales` [in]: the inputs are x / scales, because the norm before the layer was already divided by them.
     """
 
-    __slots__ = ("_weight", "bias", "scales", "weights")
+    __slots__ = ("_panels", "_unmap", "_weight", "bias", "scales", "weights")
 
-    def __init__(self, weights: Sequence[Tensor], bias: Tensor | None) -> None:
-        self.weights, self.bias = tuple(weights), None if bias is None else bias.float()
+    def __init__(
+        self, weights: Sequence[Tensor], bias: Tensor | None, unmap: Callable[[], None] = lambda: None
+    ) -> None:
+        self.weights, self.bias, self._unmap = tuple(weights), None if bias is None else bias.float(), unmap
         self.scales: Tensor | None = None
         self._weight: Tensor | None = None
+        self._panels: Fp32PanelLinear | None = None
 
     @property
     def nbytes(self) -> int:
@@ -171,8 +176,8 @@ class ExactLinear:
         return sum(weight.nbytes for weight in self.weights)
 
     def release(self) -> None:
-        """Free the FP32 copy."""
-        self._weight = None
+        """Free the copy."""
+        self._weight = self._panels = None
 
     def activation_group(self, rows: int) -> None:
         """Return None: activations are not quantised."""
@@ -188,15 +193,33 @@ class ExactLinear:
     def _multiplied(self, x: Activations) -> Tensor:
         rows = unquantised(x).float()
         rows = rows if self.scales is None else rows * self.scales
-        if self._weight is None and sum(weight.numel() for weight in self.weights) <= _MOST_COPIED:
-            self._weight = _copied(self.weights, _fp32((sum(map(len, self.weights)), rows.shape[1])))
+        if self._panels is None and self._weight is None and sum(map(Tensor.numel, self.weights)) <= _MOST_COPIED:
+            self._copy(rows.shape[1])
+        if self._panels is not None:
+            return self._panels.multiply_wide(rows)
         if self._weight is not None:
             return F.linear(rows, self._weight, self.bias)
         step = max(1, _CHUNK_ELEMENTS // rows.shape[1])
         scratch = _fp32((step, rows.shape[1]))
-        parts = (part for weight in self.weights for part in torch.split(weight, step))
-        product = torch.cat([rows @ _copied((part,), scratch[: len(part)]).T for part in parts], 1)
+        product, first = rows.new_empty(len(rows), sum(map(len, self.weights))), 0
+        for part in (part for weight in self.weights for part in torch.split(weight, step)):
+            product[:, first : first + len(part)] = rows @ _copied((part,), scratch[: len(part)]).T
+            first += len(part)
+            self._unmap()
         return product if self.bias is None else product + self.bias
+
+    def _copy(self, inputs: int) -> None:
+        """Make the copy that multiplies."""
+        outputs, narrow = sum(map(len, self.weights)), Fp32PanelFactory(torch.bfloat16)
+        is_narrow = all(weight.dtype == torch.bfloat16 for weight in self.weights)
+        if is_narrow and narrow.supports(outputs, inputs, torch.bfloat16):
+            self._panels, first = narrow.empty_form(outputs, inputs, self.bias), 0
+            for part in self.weights:
+                self._panels.fill(first, part)
+                first += len(part)
+        else:
+            self._weight = _copied(self.weights, _fp32((outputs, inputs)))
+        self._unmap()
 
 
 def _fp32(shape: tuple[int, int]) -> Tensor:

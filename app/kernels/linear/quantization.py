@@ -18,8 +18,9 @@ weights, would then have to cover those channels alone; `t` balances both sides,
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -272,10 +273,20 @@ def column_maxima(parts: Iterable[Tensor], columns: int, device: torch.device | 
 
 def column_mean_squares(parts: Iterable[Tensor], columns: int) -> Tensor:
     """Return the mean square of each input, fp32 [in], over the rows [n, in] of all parts."""
-    total, count = torch.zeros(columns), 0
-    for rows in parts:
-        total += rows.float().square_().sum(0)
-        count += len(rows)
+    sums = [(column_squares(rows), len(rows)) for rows in parts]
+    return mean_of_squares([squares for squares, _ in sums], columns, sum(count for _, count in sums))
+
+
+def column_squares(rows: Tensor) -> Tensor:
+    """Return the sum of squares of each input, fp32 [in], over rows [n, in]."""
+    return rows.float().square_().sum(0)
+
+
+def mean_of_squares(sums: Iterable[Tensor], columns: int, count: int) -> Tensor:
+    """Return the mean square of each input, fp32 [in], from the sums of parts [in], added in their order."""
+    total = torch.zeros(columns)
+    for squares in sums:
+        total += squares
     return total / max(1, count)
 
 
@@ -310,6 +321,7 @@ DAMPING = 0.1
 _BLOCK = 64  # inputs whose errors are propagated together, in one product
 
 
+# csrc/ops.h has the same limit.
 MAX_CORRELATED = 512  # inputs whose rounding errors compensate for each other: 1024 were no better on SmolLM2-135M
 
 
@@ -332,11 +344,15 @@ class InputStatistics:
             factors: [in], by which the weight's columns were multiplied.
             group: Inputs that share a scale; blocks that do not begin at a group are not used.
         """
+        return tuple(job() for job in self.gptq_jobs(factors, group))
+
+    def gptq_jobs(self, factors: Tensor | None, group: int) -> list[Callable[[], GptqFactors]]:
+        """Return a function for each block of inputs, which computes its result of `gptq_factors`."""
         if not self.correlations or (len(self.correlations) > 1 and MAX_CORRELATED % group):
-            return ()
+            return []
         parts = [None] * len(self.correlations) if factors is None else torch.split(factors, MAX_CORRELATED)
         pairs = zip(self.correlations, parts, strict=True)
-        return tuple(compute_gptq_factors(sums, own, self.damping(len(sums))) for sums, own in pairs)
+        return [partial(compute_gptq_factors, sums, own, self.damping(len(sums))) for sums, own in pairs]
 
     def damping(self, inputs: int) -> float:
         """Return the damping of the correlation of this many inputs."""
@@ -383,15 +399,17 @@ def gptq_int4(
     `blocks` are the factors of consecutive blocks of inputs, which are rounded independently. The scales are those of
     `quantise_int4`. All values must be finite.
     """
-    if zero_points or not has_kernel(OpCode.INT4_GPTQ):
+    longest = max((len(block.rounding_order) for block in blocks), default=0)
+    if zero_points or longest > MAX_CORRELATED or not has_kernel(OpCode.INT4_GPTQ):
         return gptq_int4_torch(weight, group, zero_points, blocks, double_quantized=double_quantized)
-    scales = symmetric_scales(_group_inputs(weight.float(), group)).squeeze(-1)
+    values = weight.float().contiguous()
+    scales = symmetric_scales(_group_inputs(values, group)).squeeze(-1)
     double = DoubleScales.of(scales) if double_quantized else None
     stored = scales.to(torch.bfloat16) if double is None else double.values
-    codes = torch.empty(len(weight), scales.shape[1] * group, dtype=torch.uint8)
+    codes = torch.full((len(weight), scales.shape[1] * group), 8, dtype=torch.uint8)  # padding is zero
     rounded, first = Int4Weight(codes, stored, None, group, weight.shape[1], double), 0
     for block in blocks:
-        _gptq_block(weight, rounded, first, block)
+        _gptq_block(values, rounded, first, block)
         first += len(block.rounding_order)
     return rounded
 
@@ -408,26 +426,20 @@ def gptq_int4_torch(
 
 
 def _gptq_block(weight: Tensor, rounded: Int4Weight, first: int, gptq_factors: GptqFactors) -> None:
-    """Choose the codes of the inputs of one block, which begins at input `first`, by the native kernel."""
+    """Choose the codes of the inputs of one block, which begins at input `first`, by the native kernel.
+
+    `weight` is contiguous fp32.
+    """
     root, order, group = gptq_factors.inverse_root, gptq_factors.rounding_order, rounded.group
-    at = slice(first // group, first // group + -(-len(order) // group))
-    scales = rounded.scales[:, at].float().contiguous()
-    remaining = weight[:, first : first + len(order)].float().index_select(1, order)
-    codes = torch.full((len(weight), scales.shape[1] * group), 8, dtype=torch.uint8)  # padding is zero
-    for begin in range(0, len(order), _BLOCK):
-        inputs = min(_BLOCK, len(order) - begin)
-        errors = torch.empty(len(weight), inputs)
-        run_operation(
-            Int4GptqArguments(
-                remaining[:, begin:].data_ptr(), scales.data_ptr(), root[begin:, begin:].data_ptr(),
-                order[begin:].data_ptr(), errors.data_ptr(), codes.data_ptr(),
-                inputs, len(weight), scales.shape[1], group, remaining.stride(0), root.stride(0),
-            ),
-            OpCode.INT4_GPTQ,
-        )  # fmt: skip
-        after = begin + inputs
-        remaining[:, after:].addmm_(errors, root[begin:after, after:], alpha=-1)
-    rounded.codes[:, first : first + codes.shape[1]] = codes
+    scales = rounded.scales[:, first // group : first // group + -(-len(order) // group)].float().contiguous()
+    run_operation(
+        Int4GptqArguments(
+            weight[:, first:].data_ptr(), scales.data_ptr(), root.data_ptr(), order.data_ptr(),
+            rounded.codes[:, first:].data_ptr(),
+            len(order), len(weight), scales.shape[1], group, weight.stride(0), root.stride(0), rounded.codes.stride(0),
+        ),
+        OpCode.INT4_GPTQ,
+    )  # fmt: skip
 
 
 def _gptq_block_torch(weight: Tensor, rounded: Int4Weight, first: int, gptq_factors: GptqFactors) -> None:

@@ -152,8 +152,9 @@ class TopLogitsArguments(ctypes.Structure):
     code = OpCode.TOP_LOGITS
     _fields_ = (
         ("product", LinearIntArguments),
-        *((name, _ADDRESS) for name in ("values", "ids", "logsumexp", "scratch")),
+        *((name, _ADDRESS) for name in ("values", "ids", "logsumexp", "scratch", "allowed")),
         ("k", _INT),
+        ("allowed_stride", _INT),
         ("softcap", _FLOAT),
     )
 
@@ -270,12 +271,12 @@ class Int4ScalesArguments(ctypes.Structure):
 
 
 class Int4GptqArguments(ctypes.Structure):
-    """Arguments of rounding some inputs of a four-bit weight by GPTQ."""
+    """Arguments of rounding a block of inputs of a four-bit weight by GPTQ."""
 
     code = OpCode.INT4_GPTQ
     _fields_ = (
-        *((name, _ADDRESS) for name in ("remaining", "scales", "root", "order", "errors", "codes")),
-        *((name, _INT) for name in ("inputs", "outputs", "groups", "group", "stride", "root_stride")),
+        *((name, _ADDRESS) for name in ("weight", "scales", "root", "order", "codes")),
+        *((name, _INT) for name in ("inputs", "outputs", "groups", "group", "stride", "root_stride", "code_stride")),
     )
 
 
@@ -295,8 +296,8 @@ class TopElementsArguments(ctypes.Structure):
 
     code = OpCode.TOP_ELEMENTS
     _fields_ = (
-        *((name, _ADDRESS) for name in ("logits", "values", "ids", "logsumexp", "scratch")),
-        *((name, _INT) for name in ("stride", "rows", "outputs", "k")),
+        *((name, _ADDRESS) for name in ("logits", "values", "ids", "logsumexp", "scratch", "allowed")),
+        *((name, _INT) for name in ("stride", "rows", "outputs", "k", "allowed_stride")),
         ("softcap", _FLOAT),
     )
 

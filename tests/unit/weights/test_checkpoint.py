@@ -89,7 +89,7 @@ NORM, HEAD = "model.norm.weight", "lm_head.weight"
 REFUSALS: dict[str, tuple[Callable[[Path], object], str]] = {
     "no config": (lambda d: (d / "config.json").unlink(), "has no config.json"),
     "config not json": (lambda d: (d / "config.json").write_text("{,"), "config.json in"),
-    "config not utf-8": (lambda d: (d / "config.json").write_bytes(b"\xff\xff"), "is not JSON"),
+    "config not utf-8": (lambda d: (d / "config.json").write_bytes(b"\xff\xff"), "config.json cannot be read"),
     "config a list": (lambda d: (d / "config.json").write_text("[]"), "is not a JSON object"),
     "generation config": (lambda d: (d / "generation_config.json").write_text("x"), "generation_config.json in"),
     "unknown architecture": (
