@@ -6,6 +6,7 @@ modules of the kind that is served are imported.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from importlib import import_module
@@ -17,6 +18,7 @@ from app.backends.selection import HOST_BACKENDS
 from app.engine.worker import Engine
 from app.hardware.plan.plan import ServingPlan
 from app.kernels.linear.linear import ExactLinear, Linear
+from app.metrics.load_progress import LoadProgress
 from app.metrics.step_time_model import StepTimeModel
 from app.models.encoders.encoder import Encoder
 from app.weights.checkpoint import Checkpoint
@@ -24,7 +26,7 @@ from app.weights.load import Model, PackCalibrator, Packing, ReportCost, load_mo
 from app.weights.packs import PackFolder
 from app.weights.program import ProgramCheckpoint
 
-ReportStage = Callable[[str], None]  # called with the stage of loading, as text for people
+ReportStage = Callable[[str | LoadProgress], None]  # called with the stage of loading: a name, or how far it is
 CheckpointT = TypeVar("CheckpointT", bound=Checkpoint | ProgramCheckpoint)
 EngineT = TypeVar("EngineT", bound=Engine)
 RunnerT = TypeVar("RunnerT")
@@ -33,7 +35,7 @@ DeviceT = TypeVar("DeviceT", bound=BaseBackend)
 SelectDevice = Callable[[ServingPlan], DeviceT]  # a function of backends/selection.py that selects the kind of device
 
 
-def ignore_stage(stage: str) -> None:
+def ignore_stage(stage: str | LoadProgress) -> None:
     """Report nothing: the default of `BuildRequest.report`."""
 
 
@@ -93,7 +95,7 @@ def load_on_device(request: BuildRequest[Checkpoint], select: SelectDevice[Devic
     backend = prepare_device(request, select)
     folder = plan.pack_folder.value
     packs = None if folder is None else PackFolder(Path(folder), percent_reporter(report, "keeping packed weights"))
-    progress = percent_reporter(report, "loading weights")
+    progress = LoadReporter(report)
 
     def make_calibrator() -> PackCalibrator | None:
         from app.engine.calibration.streaming import calibration_for
@@ -103,11 +105,16 @@ def load_on_device(request: BuildRequest[Checkpoint], select: SelectDevice[Devic
     def measure_encoder(model: Encoder, exact: Callable[[Linear], ExactLinear]) -> float | None:
         from app.engine.calibration.encoder_cost import measure_encoder_cost
 
-        report("measuring the cost of quantization")
         return measure_encoder_cost(request.checkpoint, plan, model, exact)
 
-    packing = Packing(packs, make_calibrator, measure_encoder=measure_encoder, report_cost=request.report_cost)
-    return load_model(request.checkpoint, plan, backend, progress, packing), backend
+    packing = Packing(
+        packs,
+        make_calibrator,
+        measure_encoder=measure_encoder,
+        report_cost=request.report_cost,
+        report_layers=progress.show_layers,
+    )
+    return load_model(request.checkpoint, plan, backend, progress.show_bytes, packing), backend
 
 
 def prepare_device(request: BuildRequest[Any], select: SelectDevice[DeviceT]) -> DeviceT:
@@ -117,6 +124,32 @@ def prepare_device(request: BuildRequest[Any], select: SelectDevice[DeviceT]) ->
     backend.configure(request.plan)
     request.report("loading weights")
     return backend
+
+
+class LoadReporter:
+    """Reports the phases of loading weights, each new percentage of one, and how many linear layers are done."""
+
+    def __init__(self, report: ReportStage) -> None:
+        self._report = report
+        self._phase, self._began, self._percent = "loading weights", time.monotonic(), -1
+        self._bytes, self._layers = (0, 1), (0, 0)
+
+    def show_layers(self, phase: str, done: int, total: int) -> None:
+        """Note the phase, and how many of its linear layers are done; a new phase is reported at once."""
+        self._layers = (done, total)
+        if phase != self._phase:
+            self._phase, self._began = phase, time.monotonic()
+            self._show()
+
+    def show_bytes(self, done: int, total: int) -> None:
+        """Report a new percentage of the bytes."""
+        self._bytes, percent = (done, total), 100 * done // max(total, 1)
+        if percent != self._percent:
+            self._percent = percent
+            self._show()
+
+    def _show(self) -> None:
+        self._report(LoadProgress(self._phase, *self._bytes, *self._layers, time.monotonic() - self._began))
 
 
 def percent_reporter(report: ReportStage, stage: str) -> Callable[[int, int], None]:

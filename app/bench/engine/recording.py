@@ -1,8 +1,8 @@
 """Two comparisons: decode with eager and recorded steps, and the cost of recording each step's duration and cause.
 
-Decode runs in the plan's precision and in FP32, alternating in one run. FP32 uses torch's own products, which cannot
-be recorded, so FP32 has only an eager row. The second comparison runs no model: the steps are described, and
-everything that serving does with such a description is timed.
+Decode runs in the plan's precision and in FP32, alternating in one run. torch.compile runs beside them, on steps of
+PyTorch's own operations (`compiled.py`); encoders and exported programs have only these rows. The second comparison
+runs no model: the steps are described, and everything that serving does with such a description is timed.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from pathlib import Path
 import torch
 
 from app.bench.console import AdvanceProgress, BenchOutcome, Figure, compute_spread, percentile, progress
+from app.bench.engine.compiled import measure_compiled, missing_compiler, torch_steps
 from app.bench.engine.driver import DecoderDriver
 from app.bench.http.workload import TokenPrompts
 from app.engine.build import BuildRequest
@@ -37,6 +38,7 @@ from app.metrics.step_time_model import StepTimeModel
 from app.settings import Settings
 from app.weights.checkpoint import Checkpoint
 from app.weights.forms import RECIPES
+from app.weights.open import OpenedModel
 
 ROWS = (1, 8)
 STEPS_PER_ROUND = 40
@@ -66,11 +68,33 @@ class ReplayMode:
 
 
 def measure_replay(
-    checkpoint: Checkpoint, plan: ServingPlan, facts: Facts, settings: Settings, rounds: int
+    checkpoint: OpenedModel, plan: ServingPlan, facts: Facts, settings: Settings, rounds: int
 ) -> BenchOutcome:
-    """Build both engines as for serving and measure them. Ctrl-C keeps the measurements so far."""
+    """Measure the engines of a decoder, built as for serving, and torch.compile. Ctrl-C keeps the measurements so far."""
+    figures, complete = list[Figure](), True
+    if isinstance(checkpoint, Checkpoint) and checkpoint.kind == "decoder":
+        figures, complete = _measure_engines(checkpoint, plan, facts, settings, rounds)
+    reason = missing_compiler()
+    with torch.inference_mode():
+        torch.set_num_threads(plan.threads.value)
+        try:
+            for figure in (
+                measure_compiled(torch_steps(checkpoint, ROWS), rounds) if complete and reason is None else ()
+            ):
+                figures.append(figure)
+        except KeyboardInterrupt:
+            complete = False
+    details = {"machine": facts.to_json(), "plan": plan.to_json(), "torch": torch.__version__}
+    subject, notes = f"{checkpoint.name}, {plan.threads.value} threads", () if reason is None else (reason,)
+    return BenchOutcome("eager", subject, tuple(figures), details, complete, notes)
+
+
+def _measure_engines(
+    checkpoint: Checkpoint, plan: ServingPlan, facts: Facts, settings: Settings, rounds: int
+) -> tuple[list[Figure], bool]:
+    """Return the figures of the plan's precision and of FP32, and whether the measurement is complete."""
     plans = {plan.precision.value: plan, **_in_fp32(checkpoint, facts, settings)}
-    complete, modes = True, []
+    complete, modes = True, list[ReplayMode]()
     with progress(rounds * len(ROWS), "loading") as advance, torch.inference_mode():
         for precision, own in plans.items():
             modes += _replay_modes(precision, checkpoint, own)
@@ -78,9 +102,7 @@ def measure_replay(
             _run_rounds(rounds, modes, advance)
         except KeyboardInterrupt:
             complete = False
-    details = {"machine": facts.to_json(), "plan": plan.to_json(), "torch": torch.__version__}
-    subject = f"{checkpoint.name}, {plan.threads.value} threads"
-    return BenchOutcome("eager", subject, tuple(_figures(modes)), details, complete)
+    return list(_figures(modes)), complete
 
 
 def _in_fp32(checkpoint: Checkpoint, facts: Facts, settings: Settings) -> dict[str, ServingPlan]:
@@ -100,7 +122,7 @@ def _replay_modes(precision: str, checkpoint: Checkpoint, plan: ServingPlan) -> 
     driver = DecoderDriver(
         built.engine, TokenPrompts(range(2, checkpoint.decoder.vocab_size)), plan.max_model_len.value
     )
-    kinds = (EAGER,) if precision == "fp32" or replay.reason else (EAGER, RECORDED)
+    kinds = (EAGER,) if replay.reason else (EAGER, RECORDED)
     return [ReplayMode(precision, how, driver, replay) for how in kinds]
 
 

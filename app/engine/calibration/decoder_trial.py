@@ -12,7 +12,13 @@ from dataclasses import replace
 import torch
 
 from app.engine.calibration.stages import RunBatch, TrialScope, TrialShape, TrialStage, TrialStep, doubling_sizes
-from app.engine.calibration.synthetic_weights import MAX_TOKEN_IDS, SyntheticForms, num_trial_layers, synthetic_table
+from app.engine.calibration.synthetic_weights import (
+    MAX_TOKEN_IDS,
+    SyntheticForms,
+    SyntheticMemory,
+    num_trial_layers,
+    synthetic_table,
+)
 from app.engine.decoder.cuda_graphs import LARGEST_BUCKET
 from app.engine.decoder.kv_cache import KvShape
 from app.engine.scheduler.batch import Batch, ScheduledSpan, make_sequence
@@ -46,13 +52,19 @@ class DecoderTrial:
     """
 
     def __init__(
-        self, config: ModelConfig, plan: ServingPlan, device: torch.device, make_stage: StageFactory, scope: TrialScope
+        self,
+        config: ModelConfig,
+        plan: ServingPlan,
+        device: torch.device,
+        make_stage: StageFactory,
+        scope: TrialScope,
+        memory: SyntheticMemory | None = None,
     ) -> None:
         self._whole = config
         self.config = replace(config, vocab_size=min(config.vocab_size, scope.most_outputs or config.vocab_size))
         self.plan = plan
         self._device = device
-        self._forms = SyntheticForms(replace(form_choice(plan, config, device=device), most_few=0))
+        self._forms = SyntheticForms(replace(form_choice(plan, config, device=device), most_few=0), memory)
         self.few_layers = num_trial_layers(self.config.num_layers, scope, *self._sizes(self.config))
         whole = self.few_layers == self.decode_layers  # then nothing has to be extrapolated
         self.layer_counts = [self.few_layers] if whole else sorted({1, 2, self.few_layers})
@@ -63,8 +75,7 @@ class DecoderTrial:
         shape = KvShape(self.few_layers, rows, self.max_len, config.num_kv_heads, config.head_dim)
         self._stage = make_stage(config, plan, shape)
         self._runners = {layers: self._runner(layers) for layers in self.layer_counts}
-        for slot in range(CONTEXT_ROWS if self.context else 0):
-            self._stage.fill_context(slot, self.context)
+        self._has_context = False
         # attention learns here how much scratch memory it needs; no step is recorded before that
         for layers in self.layer_counts:
             self.step(TrialStep("decode", 1, layers))()
@@ -93,10 +104,18 @@ class DecoderTrial:
 
     def step(self, shape: TrialStep) -> Callable[[], object]:
         """Return a function that runs that step; it may be called any number of times."""
+        if shape.context and not self._has_context:
+            self._fill_context()
         run = self._runners[shape.layers]
         count, tokens = (shape.size, 1) if shape.kind == "decode" else (1, shape.size)
         batch = Batch(tuple(self._span(slot, shape.context, tokens) for slot in range(count)))
         return lambda: run(batch)
+
+    def _fill_context(self) -> None:
+        """Fill the slots of sequences that have context, which takes as long as some steps, so only where it is read."""
+        for slot in range(CONTEXT_ROWS):
+            self._stage.fill_context(slot, self.context)
+        self._has_context = True
 
     def _span(self, slot: int, start: int, num_tokens: int) -> ScheduledSpan:
         token_ids = tuple(index % self._num_ids for index in range(start + num_tokens))

@@ -11,7 +11,13 @@ from dataclasses import replace
 import torch
 
 from app.engine.calibration.stages import TrialScope, TrialShape, TrialStep, doubling_sizes
-from app.engine.calibration.synthetic_weights import MAX_TOKEN_IDS, SyntheticForms, num_trial_layers, synthetic_table
+from app.engine.calibration.synthetic_weights import (
+    MAX_TOKEN_IDS,
+    SyntheticForms,
+    SyntheticMemory,
+    num_trial_layers,
+    synthetic_table,
+)
 from app.engine.encoder.batching import EncodeState, TextSpan
 from app.engine.encoder.cpu_runner import EncoderRunner
 from app.hardware.decision import TrialTimes
@@ -60,12 +66,13 @@ class EncoderTrial:
         scope: TrialScope,
         device: torch.device | None = None,
         make_runner: TextRunnerFactory | None = None,
+        memory: SyntheticMemory | None = None,
     ) -> None:
         """Build the layers. `device` holds the model, `make_runner` runs its batches; None for both: the CPU."""
         self.config, self.plan = config, plan
         self._device = device or torch.device("cpu")
         self._make_runner = make_runner or cpu_text_runner(plan, max(self.step_sizes()))
-        self._forms = SyntheticForms(form_choice(plan, None, device=self._device))
+        self._forms = SyntheticForms(form_choice(plan, None, device=self._device), memory)
         layer = (self._product_bytes(2) - self._product_bytes(1)) if config.num_layers > 1 else self._product_bytes(1)
         self.few_layers = num_trial_layers(config.num_layers, scope, layer, 0)
         whole = self.few_layers == config.num_layers  # then nothing has to be extrapolated

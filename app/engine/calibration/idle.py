@@ -12,17 +12,20 @@ import statistics
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
+from app.engine.program import max_step_rows, synthetic_inputs, to_array
 from app.engine.worker import Engine
 from app.hardware.decision import TrialTimes
 from app.hardware.plan.plan import ServingPlan
 from app.kernels.timing import MAX_SPREAD, MIN_SAMPLES, monotone_table, relative_spread
-from app.messages import Abort, Encode, Generate, SamplingParams, Text
+from app.messages import Abort, Encode, Generate, Infer, SamplingParams, Text
 from app.metrics.stats import StepStats
+from app.weights.program import ProgramCheckpoint
 
 ROWS = (1, 8)  # sequences that decode together
 PROMPT_TOKENS = (32, 128, 512)
 TEXTS = (1, 4)  # of 128 tokens
 TEXT_TOKENS = 128
+PROGRAM_ROWS = (1, 4, 16)  # rows of an exported program's inputs
 MAX_STEP_SECONDS = 0.5  # a longer step would delay a client's request: it is not timed
 SAMPLES = 4  # of each size
 FIRST_STEPS = 4  # at most so many steps of a size prepare its recording and are no samples
@@ -35,13 +38,14 @@ class IdleSubject:
     """The engine's plan and what its requests may contain.
 
     `expected` are the estimated times of the served configuration, of which measured ones take the place. `outputs` are
-    an encoder's.
+    an encoder's. `program` is set for an exported program, which has no vocabulary.
     """
 
     plan: ServingPlan
     expected: TrialTimes
-    vocab_size: int
+    vocab_size: int = 0
     outputs: tuple[str, ...] = ()
+    program: ProgramCheckpoint | None = None
 
 
 class Interrupted(Exception):
@@ -61,7 +65,12 @@ class IdleMeasurement:
         expected = self._subject.expected
         try:
             if expected.encode_seconds:
-                encode = self._table(self._text_samples(texts) for texts in TEXTS)
+                program = self._subject.program
+                encode = self._table(
+                    (self._text_samples(texts) for texts in TEXTS)
+                    if program is None
+                    else (self._row_samples(program, rows) for rows in PROGRAM_ROWS)
+                )
                 return None if encode is None else replace(expected, encode_seconds=encode)
             decode = self._table(self._decode_samples(rows) for rows in ROWS)
             prefill = self._table(self._prompt_samples(tokens) for tokens in PROMPT_TOKENS)
@@ -129,6 +138,21 @@ class IdleMeasurement:
                 step.corrected_seconds for step in self._steps() if step.encode_tokens == wanted and not step.is_first
             ]
         return texts * each, found
+
+    def _row_samples(self, program: ProgramCheckpoint, rows: int) -> tuple[int, list[float]]:
+        most = max_step_rows(program, self._subject.plan.batch_target_tokens.value)
+        rows = max(program.min_rows, min(rows, most))
+        inputs = synthetic_inputs(program.signature, rows)
+        arrays = {spec.name: to_array(inputs[spec.name], spec.datatype) for spec in program.signature.inputs}
+        outputs = tuple(spec.name for spec in program.signature.outputs)
+        found: list[float] = []
+        for _ in range(FIRST_STEPS + SAMPLES):
+            if len(found) == SAMPLES:
+                break
+            self._number += 1
+            self._engine.add(Infer(f"{_PREFIX}-{self._number}", arrays, outputs, arrived_at=0.0))
+            found += [step.corrected_seconds for step in self._steps() if step.encode_tokens == rows]
+        return rows, found
 
     def _generate(self, tokens: int, max_tokens: int) -> None:
         self._number += 1

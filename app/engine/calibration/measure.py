@@ -11,7 +11,7 @@ import gc
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import closing
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 import torch
@@ -34,6 +34,7 @@ from app.engine.calibration.stages import (
     TrialStep,
     random_heads,
 )
+from app.engine.calibration.synthetic_weights import SyntheticMemory
 from app.engine.decoder.device_runner import DeviceDecoderRunner
 from app.engine.decoder.kv_cache import KvShape, kv_dtype
 from app.engine.decoder.paged_kv_cache import PagedKvCache
@@ -180,6 +181,7 @@ class CalibrationSubject:
     - `choose`: returns the precision and the thread count that the plan takes after a coarse trial of all.
     - `copy`: a plan that holds eight bits in addition to four, if that may be chosen.
     - `cache_bytes`: size of the machine's largest cache.
+    - `memory`: what the weights of all trials are in.
     """
 
     config: ModelConfig | EncoderConfig | ProgramCheckpoint
@@ -188,6 +190,7 @@ class CalibrationSubject:
     choose: Callable[[Measurements], tuple[str, int]]
     copy: ServingPlan | None = None
     cache_bytes: int = 0
+    memory: SyntheticMemory = field(default_factory=SyntheticMemory)
 
 
 @dataclass(frozen=True, slots=True)
@@ -442,9 +445,10 @@ class TrialSession:
         if plan.device.value != "cpu":
             return _device_trial(config, plan, scope)
         if isinstance(config, EncoderConfig):
-            return EncoderTrial(config, plan, scope)
+            return EncoderTrial(config, plan, scope, memory=self.subject.memory)
         backend = select_host_backend(plan)
-        return DecoderTrial(config, plan, backend.device, partial(CpuTrialStage, backend), scope)
+        stage = partial(CpuTrialStage, backend)
+        return DecoderTrial(config, plan, backend.device, stage, scope, self.subject.memory)
 
     def _block(self, model_trial: ModelTrial, threads: int, shapes: Iterable[TrialStep]) -> TimedBlock[TrialKey]:
         def begin() -> None:

@@ -6,15 +6,16 @@ Codes and scales are finite and small, so computing with them takes as long as w
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 import torch
 from torch import Tensor, nn
 
 from app.engine.calibration.stages import TrialScope
-from app.kernels.linear.bf16_panels import Bf16PanelLinear, HybridFactory
+from app.kernels.linear.bf16_panels import HybridFactory
 from app.kernels.linear.device import DeviceFactory
 from app.kernels.linear.device_int4 import DeviceInt4Factory
+from app.kernels.linear.fp32_panels import FloatPanelLinear
 from app.kernels.linear.linear import FormFactory, Linear, LinearForm
 from app.kernels.linear.torchao_linear import TorchaoFactory
 from app.kernels.native.memory import allocate_weights
@@ -28,23 +29,62 @@ MAX_LAYER_BYTES = 768 * 2**20
 MAX_TOKEN_IDS = 4096  # number of different token ids in steps
 NOISE_ELEMENTS = 2**23  # elements of a weight that are generated on a device at a time
 DevicePackings = DeviceFactory | DeviceInt4Factory
+# Address space of a region: enough for `MAX_LAYER_BYTES` and an output layer. Only what trials use takes memory.
+REGION_BYTES = 2**30
+ALIGNMENT = 4096
+
+
+class SyntheticMemory:
+    """Memory that trials of different precisions use one after another, filled once with the pattern.
+
+    A first write to memory costs several times as much as a step that reads it: without this, a short trial would
+    spend its time on that. Nothing writes to it afterwards.
+    """
+
+    def __init__(self) -> None:
+        self._region: Tensor | None = None
+        self._filled = 0
+
+    def filled(self, first: int, nbytes: int) -> Tensor | None:
+        """Return bytes `[first, first + nbytes)`, filled with the pattern; None if they exceed the region."""
+        end = first + nbytes
+        if end > REGION_BYTES:
+            return None
+        if self._region is None:
+            try:
+                self._region = allocate_weights(REGION_BYTES)
+            except (OSError, MemoryError):  # the address space is limited
+                return None
+        if end > self._filled:
+            self._region[self._filled : end].fill_(FILL_BYTE)
+            self._filled = end
+        return self._region[first:end]
 
 
 class SyntheticForms:
     """The linear forms, one for each product of a layer, shared by all models of a trial."""
 
-    def __init__(self, choice: FormChoice) -> None:
+    def __init__(self, choice: FormChoice, memory: SyntheticMemory | None = None) -> None:
         self.choice = choice
         self.by_sources: dict[tuple[str, ...], LinearForm] = {}
+        self._memory, self._used = memory or SyntheticMemory(), 0
 
     def form(self, linear: Linear) -> LinearForm:
         """Return the form of this product, made on first use."""
         if linear.sources not in self.by_sources:
             bias = torch.zeros(linear.out_features, dtype=self.choice.dtype) if linear.has_bias else None
             self.by_sources[linear.sources] = synthetic_form(
-                self.choice.packing(linear), linear, bias, self.choice.dtype
+                self.choice.packing(linear), linear, bias, self.choice.dtype, self._take
             )
         return self.by_sources[linear.sources]
+
+    def _take(self, nbytes: int) -> Tensor:
+        """Return bytes filled with the pattern that no other form of these has."""
+        found = self._memory.filled(self._used, nbytes)
+        if found is None:
+            return _filled_bytes(nbytes)
+        self._used += -(-nbytes // ALIGNMENT) * ALIGNMENT
+        return found
 
     def read_sizes(self, modules: Iterable[nn.Module]) -> tuple[int, int]:
         """Return the bytes that products of few rows read: those of the layers, and those of the output layer."""
@@ -79,18 +119,26 @@ def synthetic_table(rows: int, size: int, device: torch.device | None = None) ->
     return torch.full((rows, size), FILL_WEIGHT, dtype=torch.bfloat16, device=device)
 
 
-def synthetic_form(packing: FormFactory, linear: Linear, bias: Tensor | None, dtype: torch.dtype) -> LinearForm:
-    """Return a form as `packing` makes it from a weight of the layer's size."""
-    outputs, inputs = linear.out_features, linear.in_features
+def synthetic_form(
+    packing: FormFactory,
+    linear: Linear,
+    bias: Tensor | None,
+    dtype: torch.dtype,
+    filled_bytes: Callable[[int], Tensor] | None = None,
+) -> LinearForm:
+    """Return a form as `packing` makes it from a weight of the layer's size.
+
+    `filled_bytes` returns that many bytes filled with the pattern; None: newly allocated ones.
+    """
+    outputs, inputs, filled_bytes = linear.out_features, linear.in_features, filled_bytes or _filled_bytes
     if isinstance(packing, CacheablePacking):
-        return packing.from_parts(
-            outputs, inputs, bias, [_filled_bytes(nbytes) for nbytes in packing.part_bytes(outputs, inputs)]
-        )
+        parts = [filled_bytes(nbytes) for nbytes in packing.part_bytes(outputs, inputs)]
+        return packing.from_parts(outputs, inputs, bias, parts)
     if isinstance(packing, DevicePackings):
         return _noise_form(packing, outputs, inputs, bias)
     empty = packing.empty_form(outputs, inputs, bias)
-    if isinstance(empty, Bf16PanelLinear):
-        empty.panels.fill_(FILL_BYTE)
+    if isinstance(empty, FloatPanelLinear):
+        empty.panels = filled_bytes(empty.panels.nbytes)
         return empty
     return packing.pack(torch.full((outputs, inputs), FILL_WEIGHT, dtype=dtype), bias)
 

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from app.backends.base import HostBackend
 from app.engine.decoder.kv_cache import KvCache
+from app.engine.sampling.masks import TokenMasks
 from app.engine.sampling.sampler import Sampler, sample_top_logits, top_logits_request
 from app.engine.scheduler.batch import Batch, CompletedStep, InFlightStep, SampledTokens, ScheduledSpan, logit_rows_of
 from app.kernels.attention.attention import AttentionSequence, AttentionStep, QkvHeads, split_into_decodes
@@ -62,6 +63,7 @@ class CpuDecoderRunner:
         )
         self._attention = StepAttention(kv_cache, backend, max_queries_together)
         self._whole_logits = max_queries_together is not None
+        self._masks = TokenMasks(sampler.vocab_size)
         self.model_seconds = 0.0  # seconds in the model's forward pass, for the last batch
 
     @property
@@ -105,7 +107,9 @@ class CpuDecoderRunner:
             for slot, start, end in batch.released:
                 self.kv_cache.release(slot, start, end)
             rows = logit_rows_of(batch.spans)
-            context = self._context(batch.spans, None if self._whole_logits else top_logits_request(rows))
+            masks = self._masks.for_step(batch.spans, len(rows))
+            self._masks = masks or self._masks
+            context = self._context(batch.spans, None if self._whole_logits else top_logits_request(rows, masks))
             started = time.perf_counter()
             outputs = self.model(context)
             self.backend.synchronize()
@@ -115,7 +119,7 @@ class CpuDecoderRunner:
             return (
                 sample_top_logits(outputs, rows)
                 if isinstance(outputs, TopLogits)
-                else self.sampler.sample(outputs, rows)
+                else self.sampler.sample(outputs, rows, masks)
             )
 
     def _context(self, spans: tuple[ScheduledSpan, ...], top_logits: TopLogitsRequest | None) -> StepContext:
@@ -204,9 +208,9 @@ class StepAttention:
 
 
 RECORD_AFTER_STEPS = 2  # number of steps of a shape before one is recorded
-MAX_RECORDED_TOKENS = (
-    256  # per step; above this the interpreter's time is negligible, and results would need much memory
-)
+# Per step: more than any plan for a CPU allows unasked. A recording keeps the results of its step: at 512 tokens about
+# 50 MB for a model of 1B parameters, shared by all recordings.
+MAX_RECORDED_TOKENS = 1024
 MAX_RECORDINGS = 128  # the least recently used recording is dropped
 _MAX_COUNTED_SHAPES = 4096  # number of shapes that are counted
 

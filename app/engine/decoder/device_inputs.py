@@ -38,7 +38,9 @@ def sampling_mode(rows: Items[LogitRow], samples_randomly: bool) -> SamplingMode
     `samples_randomly` is True if the device can sample randomly.
     """
     params = [row.sequence.params for row in rows]
-    if any(one.has_penalties or one.beam_width > 1 or one.logprobs is not None for one in params):
+    if any(one.changes_scores or one.beam_width > 1 or one.logprobs is not None for one in params):
+        return SamplingMode.LOGITS
+    if any(row.sequence.restricts_tokens for row in rows):
         return SamplingMode.LOGITS
     if not samples_randomly and not all(one.greedy for one in params):
         return SamplingMode.LOGITS

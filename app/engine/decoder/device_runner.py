@@ -33,6 +33,7 @@ from app.engine.decoder.device_inputs import (
     table_update_views,
 )
 from app.engine.decoder.paged_kv_cache import PagedKvCache
+from app.engine.sampling.masks import TokenMasks
 from app.engine.sampling.rows import scratch_rows
 from app.engine.sampling.sampler import Sampler
 from app.engine.scheduler.batch import Batch, InFlightStep, LogitRow, SampledTokens, logit_rows_of
@@ -169,6 +170,7 @@ class DeviceDecoderRunner:
         self._layout = DeviceLayout(max_rows, kv_cache.shape.num_slots)
         self._forward = DeviceForward(model, kv_cache, backend, buffer)
         self._sampler = Sampler(model.config.vocab_size)
+        self._masks = TokenMasks(model.config.vocab_size)
         self.graphs = DecodeGraphs(
             backend, self._compute_shape, captured_row_bytes(model.config.vocab_size, scratch_rows(buffer)), eager
         )
@@ -218,7 +220,9 @@ class DeviceDecoderRunner:
         if in_flight.logits is not None:
             with torch.inference_mode():
                 logits = in_flight.logits if self.backend.can_sample else in_flight.logits.cpu()
-                return self._sampler.sample(logits, logit_rows_of(in_flight.batch.spans))
+                spans = in_flight.batch.spans
+                rows = logit_rows_of(spans)
+                return self._sampler.sample(logits, rows, self._masks.for_step(spans, len(rows)))
         if ids and min(ids) < 0:
             ids = _replace_invalid_ids(ids, in_flight.batch)
         return [SampledTokens((token_id,)) for token_id in ids]

@@ -36,6 +36,7 @@ from app.hardware.plan.precision import (
 )
 from app.hardware.plan.torchao_config import is_torchao
 from app.hardware.plan.trials import TrialTimings
+from app.hardware.probe.software import WIDENING_LEVELS
 from app.settings import Settings
 
 
@@ -76,7 +77,7 @@ def decide_weights_and_kv(
         chosen = choose(candidates, measurements, threads)
     chosen = precision.choose_int4_kernels(candidates, chosen, trials, threads)
     kind, node, device = candidates.kind, candidates.numa_node, candidates.device
-    dtype = decide_dtype(candidates.facts, chosen.value, kind)
+    dtype = decide_dtype(candidates, chosen.value)
     activation_demand = MemoryDemand(candidates.needs, chosen.value, _kv_precision_of(dtype.value), node, device=device)
     kv_precision = decide_kv_precision(
         settings, dtype.value, _insufficient_budget(candidates, activation_demand) if generates else None, kind
@@ -178,8 +179,9 @@ def check_torch_can_run(facts: Facts) -> None:
         )
 
 
-def decide_dtype(facts: Facts, chosen: str, kind: str = "cpu") -> Decision[Dtype]:
-    """Decide the dtype of activations on that kind of device."""
+def decide_dtype(candidates: PrecisionCandidates, chosen: str) -> Decision[Dtype]:
+    """Decide the dtype of activations."""
+    facts, kind = candidates.facts, candidates.kind
     if chosen == "fp32":
         return Decision("float32", "The dtype of the weights.")
     if chosen == "fp16":
@@ -192,9 +194,12 @@ def decide_dtype(facts: Facts, chosen: str, kind: str = "cpu") -> Decision[Dtype
         return Decision(name, "Weights are dequantized to it for products; sums are accumulated in FP32.")
     if chosen in QUANTIZED_PRECISIONS:
         needless = "" if bf16_products(facts) else ", which needs no BF16 instructions"
-        return Decision(
-            "bfloat16", f"Rows are quantized to int8 before each product; between products they are BF16{needless}."
-        )
+        products = "Rows are quantized to int8 before each product"
+        if candidates.level in WIDENING_LEVELS:
+            products = (
+                "Few rows are quantized to int8 before each product, and for many rows weights are widened to BF16"
+            )
+        return Decision("bfloat16", f"{products}; between products rows are BF16{needless}.")
     return Decision("bfloat16", "The dtype of the weights; sums are accumulated in FP32.")
 
 

@@ -46,6 +46,9 @@ _INT4_SHARE = 0.8  # four-bit codes are unpacked before they are multiplied
 _REACHED_SHARE = 0.5  # of a measured rate of integer products: steps also scale rows and unpack codes
 
 _STEP_SECONDS = 0.0003  # work of a step besides its products
+# Least measured time of single steps over their estimates from which they count as disturbed: a step that shares its
+# cores with another process waits at each product for a slice of the scheduler, and takes ten times as long.
+_DISTURBED = 4.0
 _DECODE_ROWS = (1, 2, 4, 8, 16, 32, 64)
 _PROMPT_TOKENS = (32, 64, 128, 256, 512)
 _TEXT_TOKENS = (16, 32, 64, 128, 256, 512, 1024, 2048)
@@ -78,8 +81,10 @@ class Ceilings:
 def known_timing(inputs: EstimateInputs, precision: str, threads: int) -> TrialTiming | None:
     """Return the measured timing of a precision, or what one measured step makes of the estimate, or the estimate.
 
-    If other precisions were measured slower than their estimates, this one is expected to be slower too: an estimate
-    must not win because the machine was busy while the others were measured. None: nothing is known, because the model,
+    If other precisions were measured slower or faster than their estimates, this one is expected to be so too: an
+    estimate must neither win because the machine was busy while the others were measured, nor lose because it was busy
+    while the ceilings were. Single steps that all took several times as long as estimated say only that other work
+    used the cores: they are ignored. None: nothing is known, because the model,
     its bytes in this precision or the machine's products are not.
     """
     timing = TrialTimings.from_measurements(inputs.measurements).find(precision, threads)
@@ -88,14 +93,16 @@ def known_timing(inputs: EstimateInputs, precision: str, threads: int) -> TrialT
     estimate = estimated_timing(inputs, precision, threads)
     if estimate is None:
         return None
-    one = _single_step(inputs.measurements, precision)
-    factor = _slowdown(inputs, threads) if one is None else one / estimate.steps.decode(FEW_SEQS)
+    one, correction = _single_step(inputs.measurements, precision), _correction(inputs, threads)
+    if correction > _DISTURBED and not _decoding_trials(inputs):
+        one, correction = None, 1.0
+    factor = correction if one is None else one / estimate.steps.decode(FEW_SEQS)
     source: TimingSource = "estimated" if one is None else "one step"
     return TrialTiming(_scaled(estimate.trial, factor), estimate.steps.scaled(factor), source)
 
 
-def _slowdown(inputs: EstimateInputs, threads: int) -> float:
-    """Return the least factor by which measured decode steps of one sequence took longer than estimated, at least 1."""
+def _correction(inputs: EstimateInputs, threads: int) -> float:
+    """Return the least measured time of a decode step of one sequence over its estimate; 1 if nothing was measured."""
     measured = inputs.measurements
     if measured is None or measured.fallback:
         return 1.0
@@ -105,7 +112,7 @@ def _slowdown(inputs: EstimateInputs, threads: int) -> float:
             took[timing.trial.precision] = timing.steps.decode(FEW_SEQS)
     estimates = {name: estimated_timing(inputs, name, threads) for name in took}
     factors = [took[name] / one.steps.decode(FEW_SEQS) for name, one in estimates.items() if one is not None]
-    return max(1.0, min(factors, default=1.0))
+    return min(factors, default=1.0)
 
 
 def estimated_timing(inputs: EstimateInputs, precision: str, threads: int) -> TrialTiming | None:

@@ -66,7 +66,9 @@ def decide_int8_copy(settings: Settings, chosen: str, candidate: Int8CopyGain) -
 def _measured_decision(candidate: Int8CopyGain, more: str) -> Decision[bool]:
     intro = "The 4-bit weights serve every number of rows."
     if candidate.without_copy is None or candidate.with_copy is None:
-        return Decision(False, f"{intro} An 8-bit copy would take {more} and make prompts faster.")
+        return Decision(
+            False, f"{intro} An 8-bit copy would take {more}; whether it makes prompts faster was not measured."
+        )
     tokens = candidate.with_copy.compared_tokens(candidate.without_copy, candidate.tokens)
     rate_without, rate_with = candidate.without_copy.prefill_rate(tokens), candidate.with_copy.prefill_rate(tokens)
     gain = (

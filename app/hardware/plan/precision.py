@@ -6,6 +6,7 @@ measured. A faster precision that costs quality must gain enough.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -40,10 +41,10 @@ AUTO_PRECISIONS = ("int8", "int4")  # quantized precisions that `auto` considers
 UNKNOWN_COST = "its cost in quality is not measured for this model (it is, when the weights are packed)"
 MIN_PARAMETERS = 100_000_000  # smaller models are fast in any precision, and quantization costs them most
 MIN_INT8_GAIN = 1.2  # least speedup, at one sequence and at eight, that is worth a small cost in quality
-SLOW_TOKENS_PER_SECOND = (
-    20.0  # at one sequence; below this rate users notice each gain (people read about five tokens a second)
-)
+# Rate at one sequence below which an answer of 500 tokens takes more than ten seconds, so that users notice each gain.
+SLOW_TOKENS_PER_SECOND = 50.0
 MIN_INT4_GAIN = 1.3  # least speedup at one sequence; 4 bits cost about ten times as much quality as 8
+MIN_INT4_MEAN_GAIN = 1.1  # least geometric mean of the speedups at one sequence and at eight
 
 
 _WIDENED = (
@@ -447,6 +448,12 @@ def _consider_int4(chosen: Decision[str], now: TrialTiming, int4: TrialTiming, c
         return Decision(
             chosen.value,
             f"{chosen.reason} int4 would gain too little: {_against(int4, now)}{format_rate(int4_rate)} tokens/s at one sequence.",
+        )
+    several = int4.decode_rate(SEVERAL_SEQS) / now.decode_rate(SEVERAL_SEQS)
+    if math.sqrt(several * int4_rate / present_rate) < MIN_INT4_MEAN_GAIN:
+        return Decision(
+            chosen.value,
+            f"{chosen.reason} int4 would be slower at {SEVERAL_SEQS} sequences: {_against(int4, now)}{_decode_rates(int4)}.",
         )
     return Decision(
         "int4",

@@ -8,10 +8,10 @@ from app.errors import PlanImpossible
 from app.hardware.decision import ALL_KINDS, Decision, Measurements, decided
 from app.hardware.facts import Needs
 from app.hardware.plan.devices import DEVICE_KERNELS
-from app.hardware.plan.precision import is_batch_invariant
+from app.hardware.plan.precision import QUANTIZED_PRECISIONS, is_batch_invariant
 from app.hardware.plan.torchao_config import is_torchao
 from app.hardware.plan.trials import SEVERAL_SEQS, TYPICAL_CONTEXT, TrialTiming
-from app.hardware.probe.software import TORCH_KERNELS
+from app.hardware.probe.software import TORCH_KERNELS, WIDENING_LEVELS
 from app.hardware.step_times import MIN_TARGET_SECONDS, MIXED_TO_DECODE_RATIO
 from app.settings import Settings
 
@@ -160,6 +160,11 @@ def _speculation(settings: Settings, served: StepOptionInputs) -> Decision[bool]
     )
 
 
+def _widens(chosen: str, level: str) -> bool:
+    """Return whether many rows are multiplied in another precision than few."""
+    return chosen in QUANTIZED_PRECISIONS and level in WIDENING_LEVELS
+
+
 def decide_deterministic(
     settings: Settings, chosen: str, copy: bool, level: str, generates: bool = True
 ) -> Decision[bool]:
@@ -172,7 +177,8 @@ def decide_deterministic(
     """
     if settings.deterministic == "off":
         what = ", and so occasionally a token" if generates else ""
-        return Decision(False, f"Not asked for: what else is in the batch may change the last bits{what}.")
+        widened = " (with many rows it is multiplied in BF16)" if _widens(chosen, level) else ""
+        return Decision(False, f"Not asked for: what else is in the batch may change a result slightly{what}{widened}.")
     if level in DEVICE_KERNELS.values():
         raise PlanImpossible(
             "deterministic is on, but on a GPU the order of sums depends on what else is in the batch: leave it off, or "

@@ -20,6 +20,8 @@ from app.hardware.facts import Facts, NativeLibrary, TorchBuild
 from app.hardware.probe.host_files import HostFiles
 
 TORCH_KERNELS = "torch"
+# Levels that multiply many rows of int8 and int4 weights in BF16: there the products of BF16 are the fastest.
+WIDENING_LEVELS = frozenset({"amx"})
 _DEFAULT_PATH = (
     Path(__file__).parents[2] / "kernels" / ("libarmature.dylib" if sys.platform == "darwin" else "libarmature.so")
 )

@@ -86,8 +86,10 @@ def test_one_install_for_torch_and_pins_then_the_project_and_its_stamps(
     monkeypatch.setattr(install, "cpu_index_answers", lambda: False)
     monkeypatch.setattr(install, "pip", lambda python, *arguments: calls.append(arguments))
     assert install.main([str(tmp_path), kind]) == 0
-    assert any(str(argument).endswith(f"requirements/{kind}.txt") for argument in calls[0])
-    assert calls[1][-2:] == ("-e", str(install.ROOT))
+    assert "--require-hashes" in calls[0]
+    assert calls[0][-1].endswith("requirements/runtime-hashes.txt")
+    assert any(str(argument).endswith(f"requirements/{kind}.txt") for argument in calls[1])
+    assert calls[2][-2:] == ("-e", str(install.ROOT))
     assert {path.stem for path in tmp_path.iterdir()} == set(("runtime", "bench", "dev")[:stamps])
 
 
@@ -134,6 +136,16 @@ def test_what_fetches_cmake_and_what_wants_it_agree(root: Path) -> None:
 def pins(root: Path, name: str) -> dict[str, str]:
     lines = (root / "requirements" / name).read_text().splitlines()
     return dict(line.partition(";")[0].split("==") for line in lines if re.match(r"[a-z]", line))
+
+
+def test_what_serving_installs_has_hashes_for_every_python_and_platform(root: Path) -> None:
+    lines = (root / "requirements/runtime-hashes.txt").read_text().splitlines()
+    hashed = {line.split()[0]: line.split()[1:] for line in lines if re.match(r"[a-z]", line)}
+    found = {name.partition("==")[0].replace("_", "-"): name.partition("==")[2] for name in hashed}
+    assert found == pins(root, "runtime.txt")
+    assert all(re.fullmatch("--hash=sha256:[0-9a-f]{64}", each) for hashes in hashed.values() for each in hashes)
+    compiled = next(hashes for name, hashes in hashed.items() if name.startswith("numpy=="))
+    assert len(compiled) >= 12, "four Pythons on three platforms"
 
 
 def test_the_pins_lie_within_the_ranges(root: Path) -> None:

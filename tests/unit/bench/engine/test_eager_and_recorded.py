@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
+import pytest
+import torch
+
+import app
+from app.bench.engine import compiled
+from app.bench.engine.compiled import torch_steps
 from app.bench.engine.driver import DecoderDriver
 from app.bench.engine.recording import EAGER, RECORDED, ReplayMode, _figures
 from app.engine.decoder.cpu_runner import DecoderReplay
+from app.weights.checkpoint import Checkpoint
+from app.weights.open import open_model
 
 
 class Paced:
@@ -38,3 +47,34 @@ def test_ways_take_turns_on_one_engine() -> None:
     ]
     assert [figure.ratio for figure in found] == [1.0, 4.0, 1.0]
     assert [round(figure.parts["tok/s"]) for figure in found] == [250, 1000, 250]
+
+
+def test_a_missing_compiler_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("CXX", raising=False)
+    monkeypatch.setattr(compiled.shutil, "which", lambda name: None)
+    assert "needs a C++ compiler at run time, and none of g++, clang++" in (compiled.missing_compiler() or "")
+    monkeypatch.setenv("CXX", "my-compiler")
+    assert "CXX=my-compiler is not found" in (compiled.missing_compiler() or "")
+    monkeypatch.setattr(compiled.shutil, "which", lambda name: f"/usr/bin/{name}")
+    assert compiled.missing_compiler() is None
+
+
+@pytest.mark.parametrize("kind", ["llama", "bert"])
+def test_torch_steps_have_the_shapes_of_the_checkpoint(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch.compile is replaced by its backend that runs the graph as it is: no compiler is needed."""
+    checkpoint = open_model(Path(app.__file__).parent / "demo" / kind)
+    real = torch.compile
+    monkeypatch.setattr(torch, "compile", lambda module, **options: real(module, backend="eager", **options))
+    steps = list(torch_steps(checkpoint, (1, 2)))
+    assert [(step.name, step.rows) for step in steps] == [("fp32", 1), ("fp32", 2), ("bf16", 1), ("bf16", 2)]
+    assert isinstance(checkpoint, Checkpoint)
+    config = checkpoint.decoder if kind == "llama" else checkpoint.encoder
+    with torch.inference_mode():
+        result = steps[1].module(*steps[1].inputs)
+        assert isinstance(result, torch.Tensor)
+        assert result.shape[0] == 2 and result.shape[-1] == (
+            config.vocab_size if kind == "llama" else config.hidden_size
+        )
+        figures = list(compiled.measure_compiled(iter(steps[:1]), rounds=1))
+    assert [figure.name for figure in figures] == ["step ×1, fp32, torch eager", "step ×1, fp32, torch.compile"]
+    assert figures[1].parts["seconds to compile"] > 0

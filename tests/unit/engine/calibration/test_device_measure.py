@@ -95,6 +95,7 @@ def test_contexts_are_there_when_a_step_attends_to_them(decoder: Checkpoint) -> 
         rehearsal = rehearsal_of(decoder)
         stage: Any = rehearsal._stage
         assert rehearsal.context > 0
+        rehearsal.step(next(shape for shape in rehearsal.trial_steps(FULL_TRIAL) if shape.context))
         for slot in range(CONTEXT_ROWS):
             rows = torch.tensor([stage._kv_cache.row(slot, position) for position in range(rehearsal.context)])
             for layer in stage._kv_cache.layers:

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Sequence
 from typing import cast
 
 import pytest
 import torch
 
 from app.engine.calibration import synthetic_weights
-from app.engine.calibration.synthetic_weights import SyntheticForms, synthetic_table
+from app.engine.calibration.synthetic_weights import SyntheticForms, SyntheticMemory, synthetic_table
 from app.hardware.plan.torchao_config import INT8_REFERENCE
 from app.kernels.linear.device import DeviceLinear
 from app.kernels.linear.device_int4 import DeviceInt4Linear
-from app.kernels.linear.linear import Linear
+from app.kernels.linear.fp32_panels import FloatPanelLinear
+from app.kernels.linear.linear import Linear, LinearForm
 from app.kernels.linear.torchao_linear import TorchaoLinear
-from app.weights.form_choice import FormChoice
+from app.weights.form_choice import CacheableForm, FormChoice
 from app.weights.forms import DEVICE_INT4, find_recipe
 
 CPU = torch.device("cpu")
@@ -50,6 +53,35 @@ def test_what_torchao_holds_is_timed_and_counted() -> None:
     layers, output = forms.read_sizes(linears())
     assert isinstance(forms.form(linears()[0]), TorchaoLinear) and output == 2 * 40 * 128
     assert 64 * 128 + 24 * 100 < layers < 1.1 * (64 * 128 + 24 * 100) + 4 * 64
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("precision", ["int4", "bf16", "fp32"])
+def test_trials_use_the_same_memory_one_after_another(precision: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    choice = FormChoice(
+        find_recipe("cpu", "x86_64", precision), torch.float32 if precision == "fp32" else torch.bfloat16, True
+    )
+
+    def spans(memory: SyntheticMemory) -> list[tuple[int, int]]:
+        forms = SyntheticForms(choice, memory)
+        parts = [part for linear in linears() for part in weight_parts(forms.form(linear))]
+        assert all(bool((part.view(torch.uint8) == synthetic_weights.FILL_BYTE).all()) for part in parts)
+        return sorted((part.data_ptr(), part.data_ptr() + part.nbytes) for part in parts)
+
+    memory = SyntheticMemory()
+    first = spans(memory)
+    assert spans(memory) == first
+    assert all(end <= begin for (_, end), (begin, _) in itertools.pairwise(first)), "products share no bytes"
+    monkeypatch.setattr(synthetic_weights, "REGION_BYTES", 5000)
+    assert spans(memory) != first, "what does not fit is allocated on its own"
+
+
+def weight_parts(form: LinearForm) -> Sequence[torch.Tensor]:
+    """Return the tensors of a form's weight."""
+    if isinstance(form, FloatPanelLinear):
+        return [form.panels]
+    assert isinstance(form, CacheableForm)
+    return form.parts
 
 
 def test_a_table_is_made_where_it_is_looked_up() -> None:

@@ -67,6 +67,7 @@ def changed(planned: ServingPlan, **values: object) -> ServingPlan:
 def test_loading_is_reported_stage_by_stage(checkpoint: Checkpoint, planned: ServingPlan) -> None:
     told: list[str] = []
     built_of(checkpoint, planned, told)
+    told = [str(stage) for stage in told]
     kinds = list(dict.fromkeys(stage.partition(",")[0] for stage in told))
     assert kinds == ["preparing the device", "loading weights", "reserving KV memory", "capturing steps", "warming up"]
     assert "capturing steps, 100%" in told

@@ -38,7 +38,9 @@ class Watched(nn.Module):
 class Echo:
     """Picks the first logit, which the model above makes the last token's id."""
 
-    def sample(self, logits: Tensor, rows: list[LogitRow]) -> list[SampledTokens]:
+    vocab_size = 320
+
+    def sample(self, logits: Tensor, rows: list[LogitRow], masks: object = None) -> list[SampledTokens]:
         assert len(logits) == len(rows)
         return [SampledTokens((int(row[0]),)) for row in logits]
 

@@ -150,15 +150,24 @@ def test_an_estimate_does_not_displace_what_was_measured_fast_enough(llama_1b: N
     assert plan(llama_1b, Measurements(trials=(trial("fp32", slow, 20),))).precision.value != "fp32"
 
 
+def test_single_steps_of_a_busy_machine_decide_nothing(llama_1b: Needs) -> None:
+    steps = {"fp32": 2.0, "int8": 3.5, "int4": 4.5}  # estimated: 0.35, 0.09, 0.05
+    found = Measurements(40e9, {"fp32": 1e11, "int8": 6e11, "int4": 6e11}, single_steps=steps)
+    decision = plan(llama_1b, found).precision
+    assert decision.value == "int4" and "not timed but estimated" in decision.reason
+    quiet = Measurements(40e9, {"fp32": 1e11, "int8": 6e11, "int4": 6e11}, single_steps={"fp32": 0.3, "int8": 0.35})
+    assert plan(llama_1b, quiet).precision.value != "int8", "int8 was timed slower"
+
+
 def test_one_measured_step_scales_the_estimate(llama_1b: Needs) -> None:
-    found = Measurements(trials=(trial("int8", 30, 200),), single_steps={"fp32": 0.5})
+    found = Measurements(trials=(trial("int8", 60, 400),), single_steps={"fp32": 0.5})
     inputs = EstimateInputs(cascade_lake(), llama_1b, "avx512", measurements=found)
     one = known_timing(inputs, "fp32", 2)
     assert one is not None and one.source == "one step"
     assert one.decode_rate(1) == pytest.approx(2.0)
     decision = plan(llama_1b, found).precision
     assert decision.value == "int8" and "Of fp32 only one step was timed." in decision.reason
-    quick = Measurements(trials=(trial("int8", 30, 200),), single_steps={"fp32": 1 / 29})
+    quick = Measurements(trials=(trial("int8", 60, 400),), single_steps={"fp32": 1 / 58})
     assert plan(llama_1b, quick).precision.value == "fp32", "a step that is nearly as quick is no reason to quantize"
     rejected = dataclasses.replace(quick, fallback="the machine is too busy")
     assert plan(llama_1b, rejected).precision.value == "int4"

@@ -39,7 +39,10 @@ def test_the_plan_says_what_an_int8_copy_costs(llama_1b: Needs) -> None:
     lean, fast = (
         plan(machine(), llama_1b, precision="int4", int8_copy=choice).int8_copy.reason for choice in ("auto", "on")
     )
-    assert "935 MiB more and make prompts faster" in lean and "for 935 MiB more of memory" in fast
+    assert (
+        "935 MiB more; whether it makes prompts faster was not measured" in lean
+        and "for 935 MiB more of memory" in fast
+    )
 
 
 def test_a_missing_precision_lists_what_exists(llama_1b: Needs) -> None:
