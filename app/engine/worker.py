@@ -17,6 +17,7 @@ from typing import Any, Literal, Protocol, TypeVar
 
 from app.errors import ArmatureError, RequestError, ServiceStopping, StepFailed
 from app.messages import Abort, Command, EngineRequest, Event, RequestFailed, Stop
+from app.metrics.load_progress import LoadProgress
 from app.metrics.stats import EngineSnapshot, StepStats
 
 log = logging.getLogger(__name__)
@@ -147,17 +148,18 @@ class NullStepObserver:
 class Worker:
     """The worker thread and its mailbox.
 
-    `state`, `stage`, `snapshot`, `error` and `alive` may be read from any thread, and `put` may be called from any
-    thread.
+    `state`, `stage`, `load_progress`, `snapshot`, `error` and `alive` may be read from any thread, and `put` may be
+    called from any thread. `load_progress` is None in stages that are only named, and after loading.
     """
 
     def __init__(
         self,
-        build: Callable[[Callable[[str], None]], Engine],
+        build: Callable[[Callable[[str | LoadProgress], None]], Engine],
         observer: StepObserver | None = None,
     ) -> None:
         self.state: State = "loading"
         self.stage = "starting"
+        self.load_progress: LoadProgress | None = None
         self.snapshot = EngineSnapshot()
         self.error: BaseException | None = None
         self._build = build
@@ -201,7 +203,8 @@ class Worker:
             if engine is None:
                 self.error = error
                 return
-            self.state, self.stage, self.snapshot = "ready", "ready", engine.snapshot()
+            self._report("ready")
+            self.state, self.snapshot = "ready", engine.snapshot()
             self._serve(engine)
         finally:
             self._finish()
@@ -336,5 +339,6 @@ class Worker:
         if events:
             self._callbacks.on_events(events)
 
-    def _report(self, stage: str) -> None:
-        self.stage = stage
+    def _report(self, stage: str | LoadProgress) -> None:
+        self.stage = str(stage)
+        self.load_progress = stage if isinstance(stage, LoadProgress) else None

@@ -77,10 +77,14 @@ class Admission:
     """
 
     def __init__(
-        self, read_snapshot: Callable[[], EngineSnapshot], clock: Callable[[], float] = time.monotonic
+        self,
+        read_snapshot: Callable[[], EngineSnapshot],
+        clock: Callable[[], float] = time.monotonic,
+        reading_seconds: Callable[[], float] = lambda: 0.0,
     ) -> None:
         self._read_snapshot = read_snapshot
         self._clock = clock
+        self._reading_seconds = reading_seconds  # time until the texts of open requests are tokenized
         self.max_running = 1
         self.max_waiting = 0
         self.num_open = 0
@@ -147,12 +151,13 @@ class Admission:
 
         Returns None before step times are known.
         """
-        return self._predict(round(self._prompt_tokens))
+        predicted = self._predict(round(self._prompt_tokens))
+        return None if predicted is None else predicted + self._reading_seconds()
 
     def retry_after_seconds(self) -> float:
         """Return the time after which a refused client should retry: when the requests now open are served."""
-        wait = self.predicted_wait_seconds()
-        return min(max(wait or 0.0, _MIN_RETRY_SECONDS), _MAX_RETRY_SECONDS)
+        wait = self.predicted_wait_seconds() or self._reading_seconds()
+        return min(max(wait, _MIN_RETRY_SECONDS), _MAX_RETRY_SECONDS)
 
     def _predict(self, num_prompt_tokens: int) -> float | None:
         snapshot, now = self._read_snapshot(), self._clock()

@@ -10,7 +10,7 @@ from app.errors import RequestTimeout
 from app.messages import Abort, ArraysReady, Encode, Infer, RequestFailed, Signature
 from app.service.admission import Permit
 from app.service.engine_client import RequestPipeline, RequestRecord, TimedEvent
-from app.service.inputs import check_texts, is_short, tokenize_texts
+from app.service.inputs import check_texts, is_short, texts_size, tokenize_texts
 from app.service.requests import Encoded, EncodingRequest, InferenceRequest, Inferred
 from app.service.served_model import ServedEncoder, ServedProgram
 
@@ -29,9 +29,12 @@ async def encode(
     check_texts(model, request)
     with pipeline.admission.permit() as permit:
         texts = (
-            tokenize_texts(model, request) if is_short(request) else await pipeline.read(tokenize_texts, model, request)
+            tokenize_texts(model, request)
+            if is_short(request)
+            else await pipeline.read(texts_size(request), tokenize_texts, model, request)
         )
         lengths = tuple(len(text.token_ids) for text in texts)
+        record.count_tokens = lambda: sum(lengths)
         name = pipeline.client.name(request.request_id)
         command = Encode(name, texts, request.outputs, record.arrived_at, request.normalize, request.dimensions)
         permit.hold(_text_request_bytes(model, request.outputs, lengths))

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import count
@@ -21,9 +20,12 @@ from typing import Any, Protocol, TypeVar
 from app.errors import InvalidRequest, NotReady, RequestError, RequestTimeout, ServiceStopping, StepFailed
 from app.messages import Abort, Command, Event, RequestFailed
 from app.metrics.instruments import Api, Metrics, Outcome
+from app.metrics.load_progress import LoadProgress
 from app.metrics.stats import EngineSnapshot
 from app.service.admission import Admission, Permit
+from app.service.rate_limit import ACCOUNT
 from app.service.served_model import ServingLimits
+from app.service.text_pool import TextPool
 
 T = TypeVar("T")
 # An event of the worker with its arrival time; None when the request has timed out.
@@ -45,6 +47,10 @@ class WorkerInterface(Protocol):
     @property
     def stage(self) -> str:
         """Loading stage in words for people."""
+
+    @property
+    def load_progress(self) -> LoadProgress | None:
+        """How far the present phase of loading is, if that is known."""
 
     @property
     def snapshot(self) -> EngineSnapshot:
@@ -132,9 +138,13 @@ class EngineClient:
 
 @dataclass(slots=True)
 class RequestRecord:
-    """Progress of one request. `accepted` is true once it was found valid and the worker has it."""
+    """Progress of one request.
+
+    `accepted` is true once it was found valid and the worker has it. `count_tokens` returns the tokens that it has used.
+    """
 
     arrived_at: float
+    count_tokens: Callable[[], int] = lambda: 0
     accepted: bool = False
     outcome: Outcome = "failed"
 
@@ -145,21 +155,20 @@ class RequestPipeline:
     def __init__(self, worker: WorkerInterface, metrics: Metrics, clock: Callable[[], float]) -> None:
         self.worker, self.metrics, self.clock = worker, metrics, clock
         self.client = EngineClient(worker, clock)
-        self.admission = Admission(lambda: worker.snapshot, clock)
+        self.texts = TextPool()
+        self.admission = Admission(lambda: worker.snapshot, clock, self.texts.wait_seconds)
         self._timeout_seconds = 0.0
-        self._pool: ThreadPoolExecutor | None = None
 
     def open(self, limits: ServingLimits) -> None:
         """Apply the limits and start the thread pool. Call it once, before the first request, from any thread."""
         self.admission.open(limits.max_running_seqs, limits.max_waiting_requests, limits.max_held_bytes)
         self._timeout_seconds = limits.request_timeout_seconds
-        self._pool = ThreadPoolExecutor(limits.tokenizer_threads, thread_name_prefix="armature-text")
+        self.texts.open(limits.tokenizer_threads)
 
     def close(self) -> None:
         """Fail all open requests and shut down the thread pool."""
         self.client.stop()
-        if self._pool is not None:
-            self._pool.shutdown(wait=False, cancel_futures=True)
+        self.texts.close()
 
     def deadline(self, record: RequestRecord) -> float:
         """Return the time on `clock` at which the request times out."""
@@ -167,8 +176,8 @@ class RequestPipeline:
 
     @contextmanager
     def track(self, api: Api) -> Iterator[RequestRecord]:
-        """Report the request's outcome to the metrics exactly once, however the block ends."""
-        record = RequestRecord(self.clock())
+        """Report the request's outcome to the metrics, and its tokens to its client's account, however the block ends."""
+        record, account = RequestRecord(self.clock()), ACCOUNT.get()
         try:
             yield record
         except (GeneratorExit, asyncio.CancelledError):
@@ -178,25 +187,22 @@ class RequestPipeline:
             record.outcome = _failure_outcome(error, record.accepted)
             raise
         finally:
+            if account is not None:
+                account.charge(record.count_tokens())
             if record.outcome == "refused":
                 self.metrics.refused(api)
             else:
                 self.metrics.request_ended(api, record.outcome, self.clock() - record.arrived_at)
 
-    async def run(self, function: Callable[..., T], *arguments: Any) -> T:
-        """Run `function` in the thread pool, so that a long text does not block other requests."""
-        assert self._pool is not None, "open() starts the pool before the first request"
-        return await asyncio.get_running_loop().run_in_executor(self._pool, function, *arguments)
-
-    async def read(self, function: Callable[..., T], *arguments: Any) -> T:
-        """Run `function` in the thread pool within the request timeout.
+    async def read(self, num_bytes: int, function: Callable[..., T], *arguments: Any) -> T:
+        """Run `function` on a text of `num_bytes` in the thread pool, within the request timeout.
 
         Raises:
             RequestTimeout: it took longer.
         """
         try:
             async with asyncio.timeout(self._timeout_seconds):
-                return await self.run(function, *arguments)
+                return await self.texts.run(num_bytes, function, *arguments)
         except TimeoutError as error:
             raise RequestTimeout("Reading the prompt took longer than the request timeout.") from error
 

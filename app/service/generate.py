@@ -8,9 +8,10 @@ worker.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Iterator
+from collections.abc import AsyncGenerator, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from types import MappingProxyType
 
 from app.errors import RequestTimeout
 from app.messages import (
@@ -27,10 +28,13 @@ from app.messages import (
 from app.metrics.instruments import Metrics
 from app.service.admission import Permit
 from app.service.engine_client import RequestPipeline, RequestRecord, TimedEvent
-from app.service.inputs import tokenize_prompt
+from app.service.inputs import prompt_size
+from app.service.output import OutputParser
+from app.service.prompt import read_prompt
 from app.service.requests import Accepted, ChoiceFinished, GenerationRequest, ScoredToken, StreamEvent, TextDelta, Usage
 from app.service.served_model import ServedDecoder
-from app.text.tokenizer import IncrementalDetokenizer, Tokenizer
+from app.text.detokenizer import IncrementalDetokenizer
+from app.text.tokenizer import Tokenizer
 
 # If the choices of a request have different finish reasons, the first of these that occurs is the request's.
 _WORST_FIRST: tuple[FinishReason, ...] = ("timeout", "aborted", "length", "stop")
@@ -60,12 +64,22 @@ class CompletionBuilder:
     """Builder of one request's completion from the worker's events.
 
     `continues_prompt` is true for a completion, whose text continues the prompt's. A chat reply starts a new
-    text.
+    text. `literals` are the special tokens that are part of the text, by id.
     """
 
-    def __init__(self, request: Generate, tokenizer: Tokenizer, metrics: Metrics, continues_prompt: bool) -> None:
-        context = request.token_ids if continues_prompt else ()
-        texts = [IncrementalDetokenizer(tokenizer, request.params.stop, context) for _ in range(request.params.n)]
+    def __init__(
+        self,
+        request: Generate,
+        tokenizer: Tokenizer,
+        metrics: Metrics,
+        continues_prompt: bool,
+        literals: Mapping[int, str] = MappingProxyType({}),
+    ) -> None:
+        context, params = request.token_ids if continues_prompt else (), request.params
+        texts = [
+            IncrementalDetokenizer(tokenizer, params.stop, context, literals, params.include_stop)
+            for _ in range(params.n)
+        ]
         self._choices = [ChoiceState(index, text) for index, text in enumerate(texts)]
         self._request, self._tokenizer, self._metrics = request, tokenizer, metrics
         self.num_cached_tokens = 0
@@ -208,11 +222,13 @@ async def generate(
 ) -> AsyncGenerator[StreamEvent, None]:
     """Yield all stream events of one request; `Service.generate` documents them."""
     with pipeline.admission.permit() as permit:
-        token_ids = await pipeline.read(tokenize_prompt, model, request)
-        command = Generate(pipeline.client.name(request.request_id), token_ids, request.params, record.arrived_at)
+        prompt = await pipeline.read(prompt_size(request), read_prompt, model, request)
+        command = prompt.command(pipeline.client.name(request.request_id), request.params, record.arrived_at)
         completion = CompletionBuilder(
-            command, model.tokenizer, pipeline.metrics, continues_prompt=request.messages is None
+            command, model.tokenizer, pipeline.metrics, request.messages is None, prompt.literals
         )
+        record.count_tokens = lambda: completion.num_prompt_tokens + completion.num_completion_tokens
+        parser = OutputParser(request, model, prompt)
         with _submitted(pipeline, completion, command, permit, pipeline.deadline(record)) as event_queue:
             record.accepted = True
             yield Accepted(command.token_ids)
@@ -220,7 +236,8 @@ async def generate(
                 yield echo
             while not completion.finished:
                 for event in _stream_events(pipeline, completion, command, await event_queue.get()):
-                    yield event
+                    for parsed in parser.parse(event):
+                        yield parsed
         pipeline.admission.observe(
             completion.num_prompt_tokens, completion.num_cached_tokens, completion.num_completion_tokens
         )

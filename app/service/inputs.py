@@ -14,6 +14,9 @@ from app.errors import ContextLengthExceeded, InvalidRequest, UnsupportedParamet
 from app.messages import Text
 from app.service.requests import EncodingRequest, GenerationRequest, TextInput
 from app.service.served_model import ServedDecoder, ServedEncoder
+from app.text.bounds import CHUNK_CHARACTERS, EncodingLimits
+from app.text.chat import ChatOptions
+from app.text.tool_prompt import fit_template
 
 
 def tokenize_prompt(model: ServedDecoder, request: GenerationRequest) -> tuple[int, ...]:
@@ -23,25 +26,91 @@ def tokenize_prompt(model: ServedDecoder, request: GenerationRequest) -> tuple[i
             "echo with logprobs is not supported: the prompt's own log-probabilities are not computed.", field="echo"
         )
     field, ids = _prompt_ids(model, request)
+    if request.truncate_prompt_tokens is not None:
+        ids = _last_tokens(ids, request.truncate_prompt_tokens, model.limits.max_model_len)
     if not ids:
         raise InvalidRequest(f"{field} has no tokens: there is nothing to continue.", field=field)
     _check_context_length(model.limits.max_model_len, len(ids), request, field)
-    check_ids(request.params.stop_token_ids, model.limits.vocab_size, "stop_token_ids")
+    params, vocab_size = request.params, model.limits.vocab_size
+    check_ids(params.stop_token_ids, vocab_size, "stop_token_ids")
+    check_ids(params.allowed_token_ids or (), vocab_size, "allowed_token_ids")
+    check_ids([token_id for token_id, _ in params.logit_bias], vocab_size, "logit_bias")
     return tuple(ids)
 
 
+def prompt_size(request: GenerationRequest) -> int:
+    """Return the length of the prompt in characters or token ids, as a measure of the time to read it."""
+    if request.messages is not None:
+        return messages_size(request.messages)
+    return len(request.token_ids or ()) if request.prompt is None else len(request.prompt)
+
+
+def messages_size(messages: Sequence[Mapping[str, Any]]) -> int:
+    """Return the length of the messages in characters."""
+    contents = (message.get("content") for message in messages)
+    return sum(
+        len(content) if isinstance(content, str) else sum(len(str(part.get("text", ""))) for part in content or ())
+        for content in contents
+    )
+
+
 def chat_token_ids(
-    model: ServedDecoder, messages: Sequence[Mapping[str, Any]], arguments: Mapping[str, Any]
+    model: ServedDecoder,
+    messages: Sequence[Mapping[str, Any]],
+    arguments: Mapping[str, Any],
+    max_tokens: int | None = None,
+    options: ChatOptions | None = None,
 ) -> list[int]:
     """Return a conversation's token ids.
 
-    The template writes all special tokens, so none are added, as in transformers.
+    The template writes all special tokens, so none are added, as in transformers. With `max_tokens` a longer
+    conversation is refused, or returned incomplete with more tokens.
     """
+    text = render_chat(model, messages, arguments, options)
+    return _text_ids(model, text, False, max_tokens, "messages")
+
+
+def render_chat(
+    model: ServedDecoder,
+    messages: Sequence[Mapping[str, Any]],
+    arguments: Mapping[str, Any],
+    options: ChatOptions | None = None,
+) -> str:
+    """Return a conversation as the text that the chat template makes of it."""
     if model.chat is None:
         raise InvalidRequest(
             "This model has no chat template: send a prompt to the completions route instead.", field="messages"
         )
-    return model.tokenizer.encode(model.chat.render(messages, arguments), add_special_tokens=False)
+    options = options or ChatOptions()
+    if options.tools or any(message["role"] == "tool" or message.get("tool_calls") for message in messages):
+        messages, options = fit_template(messages, options, model.chat.source, model.tool_format)
+    return model.chat.render(messages, arguments, options)
+
+
+def _text_ids(
+    model: ServedDecoder, text: str, add_special_tokens: bool, max_tokens: int | None, field: str
+) -> list[int]:
+    """Return a text's token ids.
+
+    With `max_tokens`, a text that is certainly longer is refused before it is tokenized, and the tokenization of a
+    long one ends soon after.
+    """
+    limits = EncodingLimits(model.limits.max_text_bytes)
+    if max_tokens is not None and len(text) > CHUNK_CHARACTERS:
+        least = model.tokenizer.least_tokens(text, max_tokens)
+        if least > max_tokens:
+            raise _prompt_too_long(model.limits.max_model_len, f"at least {least}", field)
+        limits = replace(limits, enough_tokens=max_tokens + 1)
+    return model.tokenizer.encode(text, add_special_tokens, limits)
+
+
+def _prompt_too_long(context: int, number: str, field: str) -> ContextLengthExceeded:
+    """Return the error of a prompt that has `number` tokens. A long prompt is not counted to its end."""
+    return ContextLengthExceeded(
+        f"This model's maximum context length is {context} tokens. However, the {field} have {number} tokens, and the "
+        f"answer needs one at least. Please shorten the {field}.",
+        field=field,
+    )
 
 
 def check_ids(ids: Sequence[int], vocab_size: int, field: str) -> None:
@@ -54,23 +123,34 @@ def check_ids(ids: Sequence[int], vocab_size: int, field: str) -> None:
 
 
 def _prompt_ids(model: ServedDecoder, request: GenerationRequest) -> tuple[str, Sequence[int]]:
+    longest = model.limits.max_model_len - 1  # the answer needs one token
     if request.messages is not None:
-        return "messages", chat_token_ids(model, request.messages, request.template_arguments)
+        options = request.chat_options
+        return "messages", chat_token_ids(model, request.messages, request.template_arguments, longest, options)
     if request.prompt is not None:
-        return "prompt", model.tokenizer.encode(request.prompt, request.add_special_tokens)
+        return "prompt", _text_ids(model, request.prompt, request.add_special_tokens, longest, "prompt")
     ids = request.token_ids or ()
     check_ids(ids, model.limits.vocab_size, "token_ids")
     return "token_ids", ids
+
+
+def _last_tokens(ids: Sequence[int], count: int, context: int) -> Sequence[int]:
+    """Return the last tokens of a prompt; -1: as many as the context holds with one token of completion."""
+    limit = context - 1 if count == -1 else count
+    if limit < 1:
+        raise InvalidRequest(
+            f"truncate_prompt_tokens must be -1 or at least 1, not {count}.", field="truncate_prompt_tokens"
+        )
+    return ids[-limit:]
 
 
 def _check_context_length(context: int, num_prompt: int, request: GenerationRequest, field: str) -> None:
     """Check the context length. The message has the wording that OpenAI clients look for."""
     limit = f"This model's maximum context length is {context} tokens."
     if num_prompt >= context:
-        detail = f"However, the {field} have {num_prompt} tokens, and the answer needs one at least."
-        raise ContextLengthExceeded(f"{limit} {detail} Please shorten the {field}.", field=field)
+        raise _prompt_too_long(context, str(num_prompt), field)
     max_tokens = request.params.max_tokens
-    if max_tokens is not None and num_prompt + max_tokens > context:
+    if max_tokens is not None and num_prompt + max_tokens > context and not request.clips_max_tokens:
         detail = f"However, you requested {num_prompt + max_tokens} tokens ({num_prompt} in the {field}, {max_tokens} in the completion)."
         raise ContextLengthExceeded(
             f"{limit} {detail} Please reduce max_tokens or shorten the {field}.", field="max_tokens"
@@ -108,7 +188,12 @@ def check_texts(model: ServedEncoder, request: EncodingRequest) -> None:
 
 def is_short(request: EncodingRequest) -> bool:
     """Return True if the texts are too short to be worth another thread."""
-    return sum(_num_characters(given) for given in request.inputs) <= SHORT_CHARACTERS
+    return texts_size(request) <= SHORT_CHARACTERS
+
+
+def texts_size(request: EncodingRequest) -> int:
+    """Return the length of all texts in characters or token ids."""
+    return sum(_num_characters(given) for given in request.inputs)
 
 
 def tokenize_texts(model: ServedEncoder, request: EncodingRequest) -> tuple[Text, ...]:
@@ -119,10 +204,16 @@ def tokenize_texts(model: ServedEncoder, request: EncodingRequest) -> tuple[Text
         if not isinstance(given, Text)
     }
     full_texts = [prompt + given if isinstance(given, str) else given for prompt, given in prompted.values()]
-    max_length = model.limits.max_model_len if request.truncate else None
-    texts = dict(
-        zip(prompted, model.tokenizer.encode_texts(full_texts, max_length, request.truncate_left), strict=True)
-    )
+    longest = model.limits.max_model_len
+    limits = EncodingLimits(model.limits.max_text_bytes)
+    if not request.truncate:
+        for index, text in zip(prompted, full_texts, strict=True):
+            if _num_characters(text) > CHUNK_CHARACTERS:
+                _check_least_tokens(model, request, index, text)
+        limits = replace(limits, enough_tokens=longest + 1)
+    max_length = longest if request.truncate else None
+    tokenized = model.tokenizer.encode_texts(full_texts, max_length, request.truncate_left, limits)
+    texts = dict(zip(prompted, tokenized, strict=True))
     for index, given in enumerate(request.inputs):
         if isinstance(given, Text):
             texts[index] = _checked_ids(model, request, index, given)
@@ -210,15 +301,30 @@ def _checked_ids(model: ServedEncoder, request: EncodingRequest, index: int, tex
     return Text(text.token_ids[window], text.type_ids[window])
 
 
+def _check_least_tokens(model: ServedEncoder, request: EncodingRequest, index: int, given: TextInput) -> None:
+    """Refuse a text or a pair that is certainly too long, before it is tokenized."""
+    limit, parts = model.limits.max_model_len, given if isinstance(given, tuple) else (given,)
+    least = sum(model.tokenizer.least_tokens(part, limit) for part in parts if isinstance(part, str))
+    if least > limit:
+        raise _text_too_long(model, request, index, f"at least {least}")
+
+
 def _check_text_length(model: ServedEncoder, request: EncodingRequest, index: int, text: Text) -> None:
-    """Check the length of a text. The message has the wording that OpenAI clients look for."""
-    limit, number = model.limits.max_model_len, len(text.token_ids)
-    if number > limit:
-        name = _field_name(request, index)
-        sentence = f"This model's maximum context length is {limit} tokens. However, {name} has {number} tokens. Please shorten it"
-        raise ContextLengthExceeded(
-            f"{sentence}, or ask for it to be truncated where the route offers that.", field=name
-        )
+    """Check the length of a text, which was not counted to its end if it is long."""
+    number = len(text.token_ids)
+    if number > model.limits.max_model_len:
+        given = request.inputs[index]
+        counted = isinstance(given, Text) or _num_characters(given) <= CHUNK_CHARACTERS
+        raise _text_too_long(model, request, index, str(number) if counted else f"at least {number}")
+
+
+def _text_too_long(model: ServedEncoder, request: EncodingRequest, index: int, number: str) -> ContextLengthExceeded:
+    """Return the error of a text that is too long. The message has the wording that OpenAI clients look for."""
+    limit, name = model.limits.max_model_len, _field_name(request, index)
+    sentence = (
+        f"This model's maximum context length is {limit} tokens. However, {name} has {number} tokens. Please shorten it"
+    )
+    return ContextLengthExceeded(f"{sentence}, or ask for it to be truncated where the route offers that.", field=name)
 
 
 def _check_hidden(model: ServedEncoder, request: EncodingRequest, texts: Sequence[Text]) -> None:

@@ -12,6 +12,29 @@ from typing import Any
 
 from app.messages import Array, FinishReason, SamplingParams, Text, Timings
 from app.metrics.instruments import Api
+from app.text.chat import ChatOptions
+from app.text.grammar import GrammarSource
+from app.text.tool_calls import ToolCallDelta
+
+
+@dataclass(frozen=True, slots=True)
+class Tool:
+    """A function that a model may call. `parameters` is the JSON schema of its arguments."""
+
+    name: str
+    parameters: Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class ToolUse:
+    """The tools of a request. `forced` are those of which one must be called; empty if the model decides.
+
+    `parallel` allows more than one call.
+    """
+
+    tools: tuple[Tool, ...]
+    forced: tuple[Tool, ...] = ()
+    parallel: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,7 +44,10 @@ class GenerationRequest:
     `messages` are rendered with the checkpoint's chat template. `request_id` is what the client sees
     (`x-request-id`); it need not be unique, because the service appends a number. `add_special_tokens` applies
     to `prompt` only: token ids are used unchanged, and a template writes its own special tokens. `echo` puts the
-    prompt's text before each completion.
+    prompt's text before each completion. `truncate_prompt_tokens` keeps the last tokens of the prompt; -1 means as
+    many as fit. With `clips_max_tokens`, `max_tokens` may reach past the end of the context, where the completion ends
+    with the reason `length`. The completion follows `grammar`. Calls of `tools` are separated from the text, and so is reasoning if
+    `separates_reasoning` is set.
     """
 
     params: SamplingParams
@@ -33,6 +59,12 @@ class GenerationRequest:
     template_arguments: Mapping[str, Any] = field(default_factory=dict)
     add_special_tokens: bool = True
     echo: bool = False
+    chat_options: ChatOptions | None = None
+    truncate_prompt_tokens: int | None = None
+    grammar: GrammarSource | None = None
+    tools: ToolUse | None = None
+    separates_reasoning: bool = False
+    clips_max_tokens: bool = False
 
     def __post_init__(self) -> None:
         given = sum(source is not None for source in (self.prompt, self.token_ids, self.messages))
@@ -76,8 +108,9 @@ class Accepted:
 class TextDelta:
     """More text of one choice, with the tokens it came from.
 
-    Joining the deltas of a choice gives its text, and joining `token_ids` its tokens. `text` is empty only if
-    tokens without text end a choice. `logprobs` is as long as `token_ids` if requested, else empty. `timings`
+    Joining the deltas of a choice gives its text, and joining `token_ids` its tokens. `text` is empty if tokens
+    without text end a choice, and where the tokens are `reasoning` or `tool_calls` instead, or not decided yet.
+    `logprobs` is as long as `token_ids` if requested, else empty. `timings`
     comes with a choice's first tokens, so that a streaming response can report queue and prefill time before the
     rest is known.
     """
@@ -87,6 +120,8 @@ class TextDelta:
     token_ids: tuple[int, ...] = ()
     logprobs: tuple[ScoredToken, ...] = ()
     timings: Timings | None = None
+    reasoning: str = ""
+    tool_calls: tuple[ToolCallDelta, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

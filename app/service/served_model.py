@@ -6,7 +6,7 @@ An encoder's vectors and logits are converted to scores in FP32.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 import numpy
@@ -16,12 +16,19 @@ from app.errors import WrongModelKind
 from app.messages import Array, Signature
 from app.models.encoders.config import EncoderConfig
 from app.text.chat import ChatTemplate
+from app.text.grammar import GrammarCompiler
+from app.text.reasoning import ReasoningFormat
 from app.text.tokenizer import Tokenizer
+from app.text.tool_calls import TOOL_FORMATS, ToolFormat
 
 ModelKind = Literal["decoder", "encoder", "program"]
 
 MIN_HELD_BYTES = 2**28  # about a hundred images, or what a small machine leaves to its allocator
 
+# Memory that the tokenizers library takes for a byte of text: 130 to 155 bytes were measured, by vocabulary and text.
+TOKENIZER_BYTES = 160
+# Bytes of a text for each token of the context that are tokenized on every machine: English has 4 to 5.
+MIN_BYTES_PER_TOKEN = 8
 HELD_BYTES_DIVISOR = 32  # 1/32 of memory: half of what the plan leaves in addition to weights and activations
 
 
@@ -41,15 +48,32 @@ class ServingLimits:
     tokenizer_threads: int = 2
     max_held_bytes: int = MIN_HELD_BYTES
 
+    @property
+    def max_text_bytes(self) -> int:
+        """Bytes that one call of the tokenizer may take.
+
+        All threads together then take at most `max_held_bytes`, or what the longest context needs.
+        """
+        share = self.max_held_bytes // (self.tokenizer_threads * TOKENIZER_BYTES)
+        return max(MIN_BYTES_PER_TOKEN * self.max_model_len, share)
+
 
 @dataclass(frozen=True, slots=True)
 class ServedDecoder:
-    """A model that generates text. `chat` is None if it has no chat template."""
+    """A model that generates text. `chat` is None if it has no chat template.
+
+    `sampling_defaults` are the parameters of `SamplingParams` that the checkpoint prefers. `reasoning_format` is None
+    if the model writes no reasoning.
+    """
 
     name: str
     limits: ServingLimits
     tokenizer: Tokenizer
     chat: ChatTemplate | None
+    sampling_defaults: Mapping[str, float] = field(default_factory=dict)
+    grammars: GrammarCompiler | None = None
+    tool_format: ToolFormat = TOOL_FORMATS["hermes"]
+    reasoning_format: ReasoningFormat | None = None
 
     @property
     def kind(self) -> ModelKind:

@@ -8,19 +8,24 @@ from __future__ import annotations
 import time
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import aclosing
-from typing import Any
+from typing import Any, TypeVar
 
 from app.errors import NotReady, ServiceStopping
 from app.messages import Event
 from app.metrics.gauges import engine_gauges
 from app.metrics.instruments import Metrics
+from app.metrics.load_progress import LoadProgress
 from app.metrics.stats import EngineSnapshot
 from app.service import encode, generate
 from app.service.engine_client import RequestPipeline, WorkerInterface
-from app.service.inputs import chat_token_ids, check_ids
+from app.service.inputs import chat_token_ids, check_ids, messages_size, render_chat
 from app.service.requests import Encoded, EncodingRequest, GenerationRequest, InferenceRequest, Inferred, StreamEvent
 from app.service.served_model import ServedDecoder, ServedEncoder, ServedModel, ServedProgram, wrong_kind_error
+from app.text.bounds import EncodingLimits
+from app.text.chat import ChatOptions
 from app.text.tokenizer import Tokenizer
+
+T = TypeVar("T")
 
 
 class Service:
@@ -35,7 +40,8 @@ class Service:
         self._model: ServedModel | None = None
         self._stopping = False
         wait = self._pipeline.admission.predicted_wait_seconds
-        metrics.gauges(lambda: engine_gauges(self.snapshot, self.ready, wait()))
+        texts = self._pipeline.texts
+        metrics.gauges(lambda: engine_gauges(self.snapshot, self.ready, wait(), texts.num_requests))
 
     # ---- life ------------------------------------------------------------------------------------------------------
 
@@ -56,6 +62,8 @@ class Service:
         """Refuse new requests and end open ones with `ServiceStopping`. The worker is not stopped."""
         self.drain()
         self._pipeline.close()
+        if isinstance(self._model, ServedDecoder) and self._model.chat is not None:
+            self._model.chat.close()
 
     # ---- callbacks of the worker, called on its thread --------------------------------------------------------------
 
@@ -83,6 +91,11 @@ class Service:
     def stage(self) -> str:
         """Loading stage in words for people: the worker's own text, or `stopping`."""
         return "stopping" if self._stopping else self._worker.stage
+
+    @property
+    def load_progress(self) -> LoadProgress | None:
+        """How far the present phase of loading is; None in stages that are only named, and after loading."""
+        return None if self._stopping else self._worker.load_progress
 
     @property
     def snapshot(self) -> EngineSnapshot:
@@ -169,17 +182,38 @@ class Service:
             return await encode.infer(self._pipeline, self.program, request, record)
 
     async def tokenize(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """Return the token ids of a text."""
-        return await self._pipeline.run(self._tokenizer.encode, text, add_special_tokens)
+        """Return the token ids of a text, of any length that the tokenizer's memory allows."""
+        limits = EncodingLimits(self.model.limits.max_text_bytes)
+        return await self._read(len(text), self._tokenizer.encode, text, add_special_tokens, limits)
 
-    async def tokenize_chat(self, messages: Sequence[Mapping[str, Any]], arguments: Mapping[str, Any]) -> list[int]:
+    async def tokenize_chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        arguments: Mapping[str, Any],
+        options: ChatOptions | None = None,
+    ) -> list[int]:
         """Return the token ids of a conversation after the chat template was applied."""
-        return await self._pipeline.run(chat_token_ids, self.decoder, messages, arguments)
+        size = messages_size(messages)
+        return await self._read(size, chat_token_ids, self.decoder, messages, arguments, None, options)
+
+    async def render_chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        arguments: Mapping[str, Any],
+        options: ChatOptions | None = None,
+    ) -> str:
+        """Return the text that the chat template makes of a conversation."""
+        return await self._read(messages_size(messages), render_chat, self.decoder, messages, arguments, options)
 
     async def detokenize(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """Return the text of token ids. Raises `InvalidRequest` for an id outside the vocabulary."""
         check_ids(token_ids, self.model.limits.vocab_size, "token_ids")
-        return await self._pipeline.run(self._tokenizer.decode, token_ids, skip_special_tokens)
+        return await self._read(len(token_ids), self._tokenizer.decode, token_ids, skip_special_tokens)
+
+    async def _read(self, num_bytes: int, function: Callable[..., T], *arguments: Any) -> T:
+        """Run `function` in the thread pool, with a place among the open requests."""
+        with self._pipeline.admission.permit():
+            return await self._pipeline.read(num_bytes, function, *arguments)
 
     @property
     def _tokenizer(self) -> Tokenizer:

@@ -1,52 +1,41 @@
 """Chat templates of checkpoints: convert a conversation to the text that the model was trained on.
 
-A template is untrusted code that came with the checkpoint. It runs in a jinja2 sandbox with the environment of Hugging
-Face chat templates and with bounds on loops, numbers and output; repeated string concatenation is not bounded. Faults
-of a template are errors of the request that used it.
+A template is untrusted code that came with the checkpoint. It is compiled and rendered in a process of its own, in
+jinja2's sandbox, within limits of CPU time and memory (`text/template_process.py`). Faults of a template are errors of
+the request that used it.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from datetime import datetime
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NoReturn
-
-from jinja2 import nodes
-from jinja2.exceptions import SecurityError, TemplateError, TemplateSyntaxError
-from jinja2.ext import Extension
-from jinja2.parser import Parser
-from jinja2.sandbox import ImmutableSandboxedEnvironment
-from jinja2.utils import Namespace
+from typing import Any
 
 from app.errors import CheckpointInvalid, InvalidRequest, UnsupportedParameter
-
-# More than any context: 1 Mi tokens of four characters. It ends a template that writes without end.
-MAX_RENDERED_CHARACTERS = 4 * 2**20
-
-# Elements of all ranges of one rendering, summed. jinja2's limit of 100,000 is per range, and loops nest.
-MAX_RANGE_ELEMENTS = 200_000
-
-_MAX_LENGTH = 10**6  # characters or elements of a text or list made by `*`
-
-_MAX_BITS = 4096  # bits of a number made by `*` or `**`
-
-_MAX_EXPONENT = 64
+from app.text.template_messages import ReplyStatus
+from app.text.template_process import TemplateLimits, TemplateProcess
+from app.weights.files import file_in, read_text
 
 _RESERVED = frozenset({"messages", "add_generation_prompt", "tools", "documents", "range"})
 
-# Exceptions that faulty template code raises: jinja's, and Python's for arithmetic, look-ups and calls.
-_TEMPLATE_FAULTS = (
-    TemplateError,
-    ArithmeticError,
-    LookupError,
-    TypeError,
-    ValueError,
-    AttributeError,
-    RecursionError,
-    MemoryError,
-)
+MAX_TEMPLATE_BYTES = 2**20  # the longest in use have about 20 kB
+
+
+@dataclass(frozen=True, slots=True)
+class ChatOptions:
+    """What a template gets besides the messages.
+
+    `tools` and `documents` are in the form of OpenAI's API and of transformers. With `continue_final_message`, the
+    text ends with the content of the last message, which the model continues.
+    """
+
+    tools: tuple[Mapping[str, Any], ...] = ()
+    documents: tuple[Mapping[str, Any], ...] = ()
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
+
 
 _JSON_FAULTS = (TypeError, ValueError, RecursionError)
 
@@ -58,21 +47,45 @@ class ChatTemplate:
     tokens that it needs: it is encoded without adding any, as transformers does.
     """
 
-    def __init__(self, source: str, named_tokens: Mapping[str, str]) -> None:
-        self._named_tokens = dict(named_tokens)
-        try:
-            self._template = Sandbox().from_string(source)
-        except TemplateSyntaxError as error:
-            raise CheckpointInvalid(
-                f"the checkpoint's chat template has an error in line {error.lineno}: {error.message}"
-            ) from error
+    def __init__(
+        self, source: str, named_tokens: Mapping[str, str], limits: TemplateLimits | None = None, name: str = ""
+    ) -> None:
+        """Start the template's process and wait until it has compiled the template.
 
-    def render(self, messages: Sequence[Mapping[str, Any]], arguments: Mapping[str, Any] | None = None) -> str:
+        Args:
+            source: The template.
+            named_tokens: Variables of the template.
+            limits: CPU time and memory of one rendering.
+            name: Where the template comes from, for messages.
+
+        Raises:
+            CheckpointInvalid: The template has an error, or exceeds its limits already when it is compiled.
+        """
+        self._named_tokens = dict(named_tokens)
+        self.source = source
+        self._process = TemplateProcess(source, limits or TemplateLimits())
+        status, message = self._process.check()
+        if status is not ReplyStatus.TEXT:
+            self.close()
+            where = f" ({name})" if name else ""
+            raise CheckpointInvalid(f"the checkpoint's chat template{where} cannot be used: {message.rstrip('.')}.")
+
+    def close(self) -> None:
+        """End the template's process. A rendering in another thread ends with `ServiceStopping`."""
+        self._process.close()
+
+    def render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        arguments: Mapping[str, Any] | None = None,
+        options: ChatOptions | None = None,
+    ) -> str:
         """Return the prompt's text, up to where the assistant's answer begins.
 
         Args:
             messages: The conversation.
             arguments: Further variables of the template.
+            options: Tools, documents, and where the text ends.
 
         Raises:
             InvalidRequest: The messages do not fit the template, or the template fails on them.
@@ -89,48 +102,70 @@ class ChatTemplate:
             _with_joined_text(_plain_json_copy(dict(message), f"messages[{place}]"), place)
             for place, message in enumerate(messages)
         ]
-        fixed = {"messages": plain, "add_generation_prompt": True, "tools": None, "documents": None}
-        return self._render(self._named_tokens | extra | fixed)
+        options = options or ChatOptions()
+        lists = _plain_json_copy({"tools": options.tools, "documents": options.documents}, "tools")
+        fixed = {
+            "messages": plain,
+            "add_generation_prompt": options.add_generation_prompt and not options.continue_final_message,
+            "tools": lists["tools"] or None,
+            "documents": lists["documents"] or None,
+        }
+        text = self._render(self._named_tokens | extra | fixed)
+        return _end_with_last_message(text, plain[-1]) if options.continue_final_message else text
 
     def _render(self, variables: Mapping[str, Any]) -> str:
-        try:
-            return render_bounded(self._template, variables)
-        except ConversationRefused as error:
-            raise InvalidRequest(
-                f"the chat template refuses these messages: {error.message}", field="messages"
-            ) from error
-        except SecurityError as error:
-            raise InvalidRequest(
-                f"the sandbox stopped the checkpoint's chat template: {error}", field="messages"
-            ) from error
-        except _TEMPLATE_FAULTS as error:
-            reason = f"{type(error).__name__}: {error}"
-            raise InvalidRequest(
-                f"the checkpoint's chat template fails on these messages: {reason}", field="messages"
-            ) from error
+        status, text = self._process.render(variables)
+        if status is ReplyStatus.TEXT:
+            return text
+        raise InvalidRequest(f"{_FAILURES[status]}: {text.rstrip('.')}.", field="messages")
+
+
+_FAILURES: Mapping[ReplyStatus, str] = {
+    ReplyStatus.REFUSED: "the chat template refuses these messages",
+    ReplyStatus.STOPPED: "the checkpoint's chat template was stopped",
+    ReplyStatus.MEMORY: "the checkpoint's chat template was stopped",
+    ReplyStatus.FAILED: "the checkpoint's chat template fails on these messages",
+}
+
+
+def _end_with_last_message(text: str, message: Mapping[str, Any]) -> str:
+    """Return a rendered text up to the end of the last message's content, as transformers does."""
+    content = str(message.get("content") or "").strip()
+    place = text.rfind(content) if content else -1
+    if place < 0:
+        raise InvalidRequest(
+            "continue_final_message needs a last message whose content the chat template writes unchanged.",
+            field="continue_final_message",
+        )
+    return text[: place + len(content)]
 
 
 def open_chat_template(
-    directory: Path, config: Mapping[str, Any], named_tokens: Mapping[str, str]
+    directory: Path,
+    config: Mapping[str, Any],
+    named_tokens: Mapping[str, str],
+    limits: TemplateLimits | None = None,
 ) -> ChatTemplate | None:
     """Return the checkpoint's chat template, or None if it has none.
 
     It is chat_template.jinja, or else `chat_template` in tokenizer_config.json.
+
+    Raises:
+        CheckpointInvalid: The template cannot be read or used; the message names its file.
     """
-    path = directory / "chat_template.jinja"
-    try:
-        source: object = path.read_text(encoding="utf-8")
-    except FileNotFoundError:
-        source = _default_of(config.get("chat_template"))
-    except (OSError, UnicodeDecodeError) as error:
-        raise CheckpointInvalid(f"{path} cannot be read: {error}") from error
+    path = file_in(directory, "chat_template.jinja")
+    source: object
+    if path.exists():
+        source = read_text(path, MAX_TEMPLATE_BYTES)
+    else:
+        path, source = directory / "tokenizer_config.json", _default_of(config.get("chat_template"))
     if source is None:
         return None
     if not isinstance(source, str):
         raise CheckpointInvalid(
             "chat_template in tokenizer_config.json must be a string or a list of objects with name and template."
         )
-    return ChatTemplate(source, named_tokens)
+    return ChatTemplate(source, named_tokens, limits, name=str(path))
 
 
 def _default_of(source: object) -> object:
@@ -174,106 +209,3 @@ def _text_of(part: object, place: int) -> str:
             f"messages[{place}].content has a part of type {kind!r}; this model reads text only.", field="messages"
         )
     raise InvalidRequest(f'messages[{place}].content parts must be {{"type": "text", "text": "…"}}.', field="messages")
-
-
-class ConversationRefused(TemplateError):
-    """Raised when the template calls `raise_exception`: its author considers the conversation invalid."""
-
-
-class Sandbox(ImmutableSandboxedEnvironment):
-    """jinja2's sandbox with the white-space rules, tags and functions that transformers gives to chat templates."""
-
-    intercepted_binops = frozenset({"*", "**"})
-
-    def __init__(self) -> None:
-        super().__init__(trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, "jinja2.ext.loopcontrols"])
-        self.filters["tojson"] = _tojson
-        self.globals |= {"raise_exception": _raise_exception, "strftime_now": _strftime_now, "namespace": _namespace}
-        del self.globals["lipsum"]  # generates text of any length
-
-    def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
-        """Compute `*` and `**`, within bounds on the operands and the result."""
-        numbers = isinstance(left, int | float) and isinstance(right, int | float)
-        if operator == "**" and not (numbers and abs(right) <= _MAX_EXPONENT):
-            raise SecurityError("it uses a power that is too large")
-        if operator == "*" and not numbers and _length(left) * _length(right) > _MAX_LENGTH:
-            raise SecurityError("it multiplies a text or list to a length that is too large")
-        result = super().call_binop(context, operator, left, right)
-        if isinstance(result, int) and result.bit_length() > _MAX_BITS:
-            raise SecurityError("it computes a number that is too large")
-        return result
-
-
-def render_bounded(template: Any, variables: Mapping[str, Any]) -> str:
-    """Render a template of this sandbox.
-
-    Raises:
-        SecurityError: The template exceeds the bounds.
-    """
-    written: list[str] = []
-    size = 0
-    for chunk in template.generate({**variables, "range": _RangeBudget().range}):
-        size += len(chunk)
-        if size > MAX_RENDERED_CHARACTERS:
-            raise SecurityError(f"it writes more than {MAX_RENDERED_CHARACTERS} characters")
-        written.append(chunk)
-    return "".join(written)
-
-
-class _RangeBudget:
-    """`range` for one rendering, with a limit on the sum over all its calls."""
-
-    def __init__(self) -> None:
-        self._remaining = MAX_RANGE_ELEMENTS
-
-    def range(self, *bounds: int) -> range:
-        elements = range(*bounds)
-        self._remaining -= len(elements)
-        if self._remaining < 0:
-            raise SecurityError(f"its loops count more than {MAX_RANGE_ELEMENTS} elements")
-        return elements
-
-
-class _Names(Namespace):
-    """jinja's `namespace()`, which alone would also accept names such as `__class__`."""
-
-    def __setitem__(self, name: str, value: Any) -> None:
-        if name.startswith("_"):
-            raise SecurityError(f"a namespace cannot have the attribute {name!r}")
-        super().__setitem__(name, value)
-
-
-def _namespace(*args: Any, **kwargs: Any) -> _Names:
-    names = _Names()
-    for name, value in dict(*args, **kwargs).items():
-        names[name] = value
-    return names
-
-
-class _Generation(Extension):
-    """The tag `{% generation %}`, which marks the assistant's text for training; here it renders its body."""
-
-    tags = {"generation"}  # noqa: RUF012 (jinja's interface)
-
-    def parse(self, parser: Parser) -> list[nodes.Node]:
-        next(parser.stream)
-        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
-
-
-def _length(value: Any) -> int:
-    return abs(value) if isinstance(value, int) else len(value)
-
-
-def _raise_exception(message: str) -> NoReturn:
-    raise ConversationRefused(message)
-
-
-def _strftime_now(pattern: str) -> str:
-    return datetime.now().strftime(pattern)
-
-
-def _tojson(
-    value: Any, ensure_ascii: bool = False, indent: int | None = None, separators: Any = None, sort_keys: bool = False
-) -> str:
-    """Return JSON without the HTML escapes of jinja's filter."""
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)

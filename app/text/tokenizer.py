@@ -1,8 +1,7 @@
-"""The checkpoint's tokenizer: text to ids and back, incremental detokenization, and stop strings.
+"""The checkpoint's tokenizer: text to ids and back.
 
-It is read from `tokenizer.json` and `tokenizer_config.json`; conversations are in `chat.py`. Any thread may use a
-tokenizer: it does not change after loading. Incremental text never has incomplete characters or anything past a stop
-string, and the whole text is never decoded again.
+It is read from `tokenizer.json` and `tokenizer_config.json`; conversations are in `chat.py`, streams of text in
+`detokenizer.py`. Any thread may use a tokenizer: it does not change after loading.
 """
 
 from __future__ import annotations
@@ -10,6 +9,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from types import MappingProxyType, TracebackType
@@ -19,6 +19,11 @@ import tokenizers
 
 from app.errors import ArmatureError, CheckpointInvalid, InvalidRequest
 from app.messages import Text
+from app.text.bounds import CHUNK_CHARACTERS, UNBOUNDED, EncodingLimits, TextBounds, batches, num_characters
+from app.text.cancellation import stop_if_cancelled
+from app.weights.files import MAX_JSON_BYTES, file_in, read_text
+
+MAX_TOKENIZER_BYTES = 512 * 2**20  # tokenizer.json with 250,000 tokens has 35 MB
 
 # The named special tokens that chat templates may use, with transformers' names.
 _NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
@@ -50,11 +55,11 @@ class Tokenizer:
     """
 
     def __init__(self, directory: Path, lowercases: bool = False) -> None:
-        self._inner = _load(directory / "tokenizer.json")
+        self._inner = _load(file_in(directory, "tokenizer.json"))
         if lowercases:
             before = [] if self._inner.normalizer is None else [self._inner.normalizer]
             self._inner.normalizer = tokenizers.normalizers.Sequence([tokenizers.normalizers.Lowercase(), *before])
-        self.config: Mapping[str, Any] = _read_object(directory / "tokenizer_config.json")
+        self.config: Mapping[str, Any] = _read_object(file_in(directory, "tokenizer_config.json"))
         inputs = self.config.get("model_input_names")
         self._returns_segments = not isinstance(inputs, list) or "token_type_ids" in inputs
         self.named_tokens: Mapping[str, str] = MappingProxyType(_named_tokens(self.config))
@@ -70,53 +75,144 @@ class Tokenizer:
         """Return the id of a token, or None if the vocabulary does not have it."""
         return None if token is None else self._inner.token_to_id(token)
 
-    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+    def token_text(self, token_id: int) -> str:
+        """Return a token as the vocabulary has it; empty for an id outside of it."""
+        return self._inner.id_to_token(token_id) or ""
+
+    def least_tokens(self, text: str, limit: int) -> int:
+        """Return a number of tokens that the text has at least, without special tokens, before it is tokenized.
+
+        The count ends soon after `limit`; see `app/text/bounds.py`. 0: nothing is known.
+        """
+        return self._bounds.least_tokens(text, limit)
+
+    @cached_property
+    def _bounds(self) -> TextBounds:
+        return TextBounds(self._inner, _BYTE_OF_CHARACTER)
+
+    def encode(self, text: str, add_special_tokens: bool = True, limits: EncodingLimits = UNBOUNDED) -> list[int]:
         """Return the token ids of a text.
 
         The post-processor of tokenizer.json decides which special tokens are added, as in transformers. The batch
         call of the library is used because it lets other threads run meanwhile, unlike the single call.
+
+        Args:
+            text: The text.
+            add_special_tokens: Add the tokens of the post-processor.
+            limits: Bounds on the work. A text that has more tokens than they allow may be returned incomplete.
+
+        Raises:
+            InvalidRequest: The text is not valid Unicode, or exceeds the limits.
         """
         _check_unicode(text)
+        if len(text) > CHUNK_CHARACTERS:
+            encoding = self._encode_long(text, limits)
+            return self._inner.post_process(encoding, None, add_special_tokens).ids
         with _ConvertBareException(InvalidRequest, _CANNOT_ENCODE):
             return self._inner.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
 
     def encode_texts(
-        self, inputs: Sequence[str | tuple[str, str]], max_tokens: int | None = None, truncate_left: bool = False
+        self,
+        inputs: Sequence[str | tuple[str, str]],
+        max_tokens: int | None = None,
+        truncate_left: bool = False,
+        limits: EncodingLimits = UNBOUNDED,
     ) -> list[Text]:
-        """Tokenize an encoder's texts or pairs of texts in one library call, with special tokens and segments.
+        """Tokenize an encoder's texts or pairs of texts, with special tokens and segments.
+
+        Short texts share a call of the library. A long one is tokenized in chunks.
 
         Args:
             inputs: Texts, or pairs of texts.
             max_tokens: Longer texts are truncated between their special tokens; of a pair, the longer text first.
                 None: no truncation.
             truncate_left: Truncate at the beginning instead of the end.
+            limits: Bounds on the work. A text that has more tokens than they allow may be returned incomplete.
 
         Returns:
             One `Text` per input. Segments are empty if all are 0, or if `model_input_names` in
             tokenizer_config.json leaves them out.
+
+        Raises:
+            InvalidRequest: A text is not valid Unicode, or exceeds the limits.
         """
         for one in inputs:
             for text in (one,) if isinstance(one, str) else one:
                 _check_unicode(text)
-        with _ConvertBareException(InvalidRequest, _CANNOT_ENCODE):
-            encodings = self._inner.encode_batch_fast(list(inputs))
-            if max_tokens is not None:
-                side = "left" if truncate_left else "right"
-                for place, one in enumerate(inputs):
-                    if len(encodings[place]) > max_tokens:
-                        encodings[place] = self._truncate(one, max_tokens, side)
-        segments = [tuple(one.type_ids) if self._returns_segments and any(one.type_ids) else () for one in encodings]
-        return [Text(tuple(one.ids), type_ids) for one, type_ids in zip(encodings, segments, strict=True)]
+        side = "left" if truncate_left else "right"
+        found: list[Text] = []
+        for batch in batches(inputs):
+            stop_if_cancelled()
+            if len(batch) == 1 and num_characters(batch[0]) > CHUNK_CHARACTERS:
+                encodings = [self._encode_long_input(batch[0], max_tokens, side, limits)]
+            else:
+                with _ConvertBareException(InvalidRequest, _CANNOT_ENCODE):
+                    encodings = self._inner.encode_batch_fast(batch)
+                    if max_tokens is not None:
+                        for place, one in enumerate(batch):
+                            if len(encodings[place]) > max_tokens:
+                                encodings[place] = self._truncate(one, max_tokens, side)
+            found += map(self._to_text, encodings)
+        return found
+
+    def _to_text(self, encoding: tokenizers.Encoding) -> Text:
+        type_ids = encoding.type_ids
+        return Text(tuple(encoding.ids), tuple(type_ids) if self._returns_segments and any(type_ids) else ())
 
     def _truncate(self, one: str | tuple[str, str], max_tokens: int, side: str) -> tokenizers.Encoding:
         segments = [one] if isinstance(one, str) else list(one)
-        encodings = self._inner.encode_batch_fast(segments, add_special_tokens=False)
-        max_tokens_of_text = max(0, max_tokens - self._inner.num_special_tokens_to_add(len(segments) == 2))
-        for encoding, length in zip(
-            encodings, truncated_lengths([len(encoding) for encoding in encodings], max_tokens_of_text), strict=True
-        ):
-            encoding.truncate(length, direction=side)
+        return self._join(self._inner.encode_batch_fast(segments, add_special_tokens=False), max_tokens, side)
+
+    def _encode_long_input(
+        self, one: str | tuple[str, str], max_tokens: int | None, side: str, limits: EncodingLimits
+    ) -> tokenizers.Encoding:
+        """Return the encoding of a text or a pair, each part tokenized in chunks.
+
+        Of a single text that is truncated, only the chunks that matter are tokenized. Of a pair all are: the lengths
+        of both parts decide what is kept.
+        """
+        if isinstance(one, str):
+            enough = limits.enough_tokens if max_tokens is None else max_tokens
+            parts = [self._encode_long(one, replace(limits, enough_tokens=enough), side)]
+        else:
+            parts = [self._encode_long(text, limits, side) for text in one]
+        return self._join(parts, max_tokens, side)
+
+    def _join(self, encodings: list[tokenizers.Encoding], max_tokens: int | None, side: str) -> tokenizers.Encoding:
+        """Return one encoding of one or two, truncated, with special tokens."""
+        if max_tokens is not None:
+            room = max(0, max_tokens - self._inner.num_special_tokens_to_add(len(encodings) == 2))
+            lengths = truncated_lengths([len(encoding) for encoding in encodings], room)
+            for encoding, length in zip(encodings, lengths, strict=True):
+                encoding.truncate(length, direction=side)
         return self._inner.post_process(encodings[0], encodings[1] if len(encodings) == 2 else None)
+
+    def _encode_long(self, text: str, limits: EncodingLimits, side: str = "right") -> tokenizers.Encoding:
+        """Return the encoding of a text without special tokens, made chunk by chunk, from the side that is kept.
+
+        It ends with the chunk that reaches `limits.enough_tokens`.
+        """
+        text = self._bounds.shorten(text)
+        ranges, from_end = list(self._bounds.chunks(text)), side == "left"
+        encodings, num_tokens = [], 0
+        for start, end in reversed(ranges) if from_end else ranges:
+            stop_if_cancelled()
+            limits.check(text[start:end])
+            with _ConvertBareException(InvalidRequest, _CANNOT_ENCODE):
+                encodings += self._inner.encode_batch_fast([text[start:end]], add_special_tokens=False)
+            num_tokens += len(encodings[-1])
+            if limits.enough_tokens is not None and num_tokens >= limits.enough_tokens:
+                break
+        return tokenizers.Encoding.merge(encodings[::-1] if from_end else encodings)
+
+    def as_json(self) -> str:
+        """Return the tokenizer as the text of a tokenizer.json."""
+        return self._inner.to_str()
+
+    @property
+    def special_tokens(self) -> Mapping[int, str]:
+        """Texts of the special tokens by id."""
+        return {token_id: self._added[token_id] for token_id in self._special}
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """Return the text of ids in [0, 2^32); ids outside the vocabulary have no text."""
@@ -156,7 +252,9 @@ class Tokenizer:
 
         They are those of `generation_config.json`, or else of `config.json`, and the tokenizer's `eos_token`.
         """
-        ids = _read_eos_ids(directory / "generation_config.json") or _read_eos_ids(directory / "config.json")
+        ids = _read_eos_ids(file_in(directory, "generation_config.json")) or _read_eos_ids(
+            file_in(directory, "config.json")
+        )
         own = self.token_id(self.named_tokens.get("eos_token"))
         return ids if own is None else ids | {own}
 
@@ -176,6 +274,8 @@ def truncated_lengths(lengths: Sequence[int], max_tokens: int) -> list[int]:
 
 
 def _check_unicode(text: str) -> None:
+    if text.isascii():
+        return
     try:
         text.encode()
     except UnicodeEncodeError as error:
@@ -186,11 +286,11 @@ def _check_unicode(text: str) -> None:
 
 def _load(path: Path) -> tokenizers.Tokenizer:
     try:
-        text = path.read_text(encoding="utf-8")
+        text = read_text(path, MAX_TOKENIZER_BYTES)
     except FileNotFoundError as error:
         hint = "Save the tokenizer in its fast form: transformers' AutoTokenizer.from_pretrained(DIR).save_pretrained(DIR)."
         raise CheckpointInvalid(f"{path} is missing. {hint}") from error
-    except (OSError, UnicodeDecodeError) as error:
+    except OSError as error:
         raise CheckpointInvalid(f"{path} cannot be read: {error}") from error
     with _ConvertBareException(
         CheckpointInvalid, f"{path} is not a tokenizer that the tokenizers library {tokenizers.__version__} can read"
@@ -204,10 +304,10 @@ def _load(path: Path) -> tokenizers.Tokenizer:
 def _read_object(path: Path) -> dict[str, Any]:
     """Read a JSON object from a file; empty if the file does not exist."""
     try:
-        value = json.loads(path.read_bytes())
+        value = json.loads(read_text(path, MAX_JSON_BYTES))
     except FileNotFoundError:
         return {}
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise CheckpointInvalid(f"{path} cannot be read: {error}") from error
     if not isinstance(value, dict):
         raise CheckpointInvalid(f"{path} must hold a JSON object, not a {type(value).__name__}.")
@@ -241,157 +341,3 @@ def _bytes_of_characters() -> dict[str, int]:
 
 
 _BYTE_OF_CHARACTER = _bytes_of_characters()
-
-
-_REPLACEMENT = "\ufffd"  # a decoder writes it for bytes that are not a character, or not yet
-
-_NARROWED_TOKENS = (
-    8,
-    7,
-    6,
-    5,
-)  # tokens to keep; at least 5: an incomplete character has at most 3 tokens, which must not be the window's first
-
-_WIDE_TOKENS = 12  # tokens in the window at which it is narrowed
-
-_MAX_WINDOW_TOKENS = 24  # tokens in the window at which bytes that never became a character are shown as U+FFFD
-
-_MAX_PENDING_BYTES = 3  # bytes: at most three of a UTF-8 character's four can be pending
-
-
-class IncrementalDetokenizer:
-    """The text of a growing list of tokens, cut at the first stop string.
-
-    The joined results of `push` and `flush` equal decoding all tokens at once. Each push decodes a window of the
-    last tokens, so a token costs the same at any length. `context` are the tokens before the first one: the end of
-    the prompt in a completion, so that a sentencepiece decoder keeps the space before the first word; empty in a
-    chat, where the answer starts a text.
-    """
-
-    def __init__(self, tokenizer: Tokenizer, stops: Sequence[str] = (), context: Sequence[int] = ()) -> None:
-        self._tokenizer = tokenizer
-        self._stops = StopStrings(stops)
-        self._window = self._context_window(context)
-        self._shown = self._context_length()  # characters of the window's text that were already returned
-
-    @property
-    def matched_stop(self) -> str | None:
-        """The stop string that ended the text; no text follows it."""
-        return self._stops.matched
-
-    def push(self, token_id: int) -> str:
-        """Add a token and return the text that is certain now; often empty."""
-        if not self._tokenizer.has_text(token_id):
-            return ""
-        self._window.append(token_id)
-        text = self._decoded()
-        certain = len(text.rstrip(_REPLACEMENT))
-        if certain < len(text) and len(self._window) >= _MAX_WINDOW_TOKENS:
-            certain = max(certain, len(text) - _MAX_PENDING_BYTES)
-        new_text = text[self._shown : certain]
-        self._shown = max(self._shown, certain)
-        if len(self._window) >= (_WIDE_TOKENS if certain == len(text) else _MAX_WINDOW_TOKENS):
-            self._narrow(text)
-        return self._stops.push(new_text)
-
-    def flush(self) -> str:
-        """End the tokens and return the text that was held back, with incomplete characters as U+FFFD."""
-        rest = self._decoded()[self._shown :]
-        self._shown += len(rest)
-        shown = self._stops.push(rest)
-        return shown + self._stops.flush()
-
-    def _decoded(self) -> str:
-        return self._tokenizer.decode(self._window)
-
-    def _narrow(self, text: str) -> None:
-        """Drop the window's first tokens where the rest decodes to the end of the same text."""
-        waiting = len(text) - self._shown
-        last_resort = _NARROWED_TOKENS[:1] if len(self._window) >= _MAX_WINDOW_TOKENS else ()
-        for place, count in enumerate((*_NARROWED_TOKENS, *last_resort)):
-            tail = self._tokenizer.decode(self._window[-count:])
-            if place >= len(_NARROWED_TOKENS) or (len(tail) > waiting and text.endswith(tail)):
-                self._window = self._window[-count:]
-                self._shown = max(len(tail) - waiting, 0)
-                return
-
-    def _context_length(self) -> int:
-        """Return the number of complete characters in the context.
-
-        The context may end within a character that the next tokens complete.
-        """
-        text = self._decoded()
-        meant = b"".join(map(self._tokenizer.token_bytes, self._window)).endswith(_REPLACEMENT.encode())
-        return len(text) if meant else len(text.rstrip(_REPLACEMENT))
-
-    def _context_window(self, context: Sequence[int]) -> list[int]:
-        """Return the last tokens of a context that have text, starting at a character boundary if one is found."""
-        visible: list[int] = []
-        for token_id in reversed(context):
-            if len(visible) == _NARROWED_TOKENS[0]:
-                break
-            if self._tokenizer.has_text(token_id):
-                visible.insert(0, token_id)
-        ends = (visible[-count:] for count in _NARROWED_TOKENS)
-        return next((end for end in ends if _REPLACEMENT not in self._tokenizer.decode(end)), visible)
-
-
-class StopStrings:
-    """A filter that lets text through up to the first complete stop string; the text ends before it.
-
-    If two stop strings end at the same character, the longer one counts. The boundaries between the parts make no
-    difference. Each stop string is matched with the Knuth-Morris-Pratt automaton, so a character costs one step per
-    stop string, however much text is held back.
-    """
-
-    def __init__(self, stops: Sequence[str]) -> None:
-        self.matched: str | None = None
-        self._held_back = ""  # not shown yet: the longest suffix of the text that is a prefix of a stop string
-        self._stops = [(stop, _prefix_function(stop)) for stop in stops]
-        self._progress = [0] * len(stops)  # characters of each stop string that the end of the text matches
-
-    def push(self, text: str) -> str:
-        """Add text and return what can be shown now."""
-        if not self._stops or self.matched is not None:
-            return "" if self.matched is not None else text
-        for place, character in enumerate(text):
-            stop = self._advance(character)
-            if stop is not None:
-                self.matched = stop
-                shown = self._held_back + text[: place + 1]
-                self._held_back = ""
-                return shown[: -len(stop)]
-        joined = self._held_back + text
-        first_held = len(joined) - max(self._progress)
-        self._held_back = joined[first_held:]
-        return joined[:first_held]
-
-    def flush(self) -> str:
-        """End the text and return what was held back, since it is not a stop string."""
-        held, self._held_back = self._held_back, ""
-        return held
-
-    def _advance(self, character: str) -> str | None:
-        """Advance every automaton by one character; return the longest stop string that this completes."""
-        found: str | None = None
-        for index, (stop, borders) in enumerate(self._stops):
-            matched = self._progress[index]
-            while matched and stop[matched] != character:
-                matched = borders[matched - 1]
-            matched += stop[matched] == character
-            self._progress[index] = matched
-            if matched == len(stop) and (found is None or matched > len(found)):
-                found = stop
-        return found
-
-
-def _prefix_function(stop: str) -> list[int]:
-    """Return for each prefix of `stop` the length of its longest proper prefix that is also its suffix."""
-    borders = [0] * len(stop)
-    length = 0
-    for place in range(1, len(stop)):
-        while length and stop[place] != stop[length]:
-            length = borders[length - 1]
-        length += stop[place] == stop[length]
-        borders[place] = length
-    return borders

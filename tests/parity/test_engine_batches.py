@@ -27,10 +27,12 @@ MAX_LEN = 128
 class KeepLogits:
     """A sampler's face that keeps what it would have picked from."""
 
+    vocab_size = 320
+
     def __init__(self) -> None:
         self.logits: list[Tensor] = []
 
-    def sample(self, logits: Tensor, rows: list[LogitRow]) -> list[SampledTokens]:
+    def sample(self, logits: Tensor, rows: list[LogitRow], masks: object = None) -> list[SampledTokens]:
         self.logits.append(logits.float().clone())
         return [SampledTokens((0,))] * len(rows)
 

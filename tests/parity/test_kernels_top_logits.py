@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from typing import Any
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -10,6 +13,7 @@ from torch import Tensor
 
 from app.kernels.elementwise.activations import TopLogits, TopLogitsRequest
 from app.kernels.linear.bf16_product import WideRows
+from app.kernels.linear.fp32_panels import Fp32PanelFactory
 from app.kernels.linear.int_panels import IntPanelFactory, IntPanelLinear
 from app.kernels.native.operations import OpCode, has_kernel
 from hypothesis_examples import examples
@@ -92,3 +96,46 @@ def test_logits_are_what_the_product_writes() -> None:
     form, x = _form(100, 64, 6), torch.randn(2, 64).bfloat16()
     assert (form.multiply(x).dtype, _logits(form, x).dtype) == (torch.bfloat16, torch.float32)
     torch.testing.assert_close(form.multiply(x).float(), _logits(form, x), atol=0.05, rtol=0.01)
+
+
+@dataclass(eq=False)
+class Masks:
+    """Random masks, of which some rows allow few outputs and some panels none."""
+
+    words: Tensor
+    outputs: int
+
+    def allowed(self, num_rows: int) -> Tensor:
+        bits = (self.words[:num_rows].unsqueeze(-1) >> torch.arange(32)) & 1
+        return bits.flatten(1)[:, : self.outputs].bool()
+
+
+def masks_of(rows: int, outputs: int, seed: int) -> Masks:
+    generator = torch.Generator().manual_seed(seed)
+    words = torch.randint(-(2**31), 2**31 - 1, (rows, -(-outputs // 32)), generator=generator, dtype=torch.int32)
+    return Masks(words * (torch.rand(words.shape, generator=generator) < 0.4), outputs)
+
+
+@settings(deadline=None, max_examples=examples(30))
+@given(st.integers(1, 30), st.integers(1, 5000), st.integers(1, 64), st.booleans(), st.booleans(), st.integers(0, 99))
+def test_only_allowed_outputs_are_selected(
+    rows: int, outputs: int, k: int, is_float: bool, with_sums: bool, seed: int
+) -> None:
+    k = min(k, outputs)
+    x, masks = torch.randn(rows, 96).bfloat16(), masks_of(rows, outputs, seed)
+    form: Any = _form(outputs, 96, seed)
+    if is_float:
+        torch.manual_seed(seed)
+        form = Fp32PanelFactory(torch.float32).pack(torch.randn(outputs, 96) / 10, None)
+    best = form.top_logits(x, TopLogitsRequest(k, with_sums, masks))
+    if is_float:
+        plain = form._logits(x)
+    else:
+        plain = _logits(form, x)
+    masked = plain.masked_fill(~masks.allowed(rows), -torch.inf)
+    values, ids = _best_of(masked, k)
+    assert torch.equal(best.values, values)
+    possible = values > -torch.inf
+    assert torch.equal(best.ids[possible], ids[possible])
+    if with_sums:
+        torch.testing.assert_close(best.logsumexp, plain.logsumexp(-1), atol=1e-5, rtol=1e-5)

@@ -135,7 +135,7 @@ def require_finite(best: Tensor) -> None:
 
 
 def apply_penalties(logits: Tensor, sequences: abc.Sequence[Sequence]) -> Tensor:
-    """Return a float32 copy of logits [rows, vocab] with each sequence's penalties applied.
+    """Return a float32 copy of logits [rows, vocab] with each sequence's penalties and biases applied.
 
     The repetition penalty counts prompt and completion, as in transformers. Presence and frequency penalties count
     the completion alone, as in the OpenAI API. Tokens are counted again at each step, for rows with penalties
@@ -143,7 +143,7 @@ def apply_penalties(logits: Tensor, sequences: abc.Sequence[Sequence]) -> Tensor
     """
     scores = logits.to(torch.float32, copy=True)
     for row, sequence in enumerate(sequences):
-        if sequence.params.has_penalties:
+        if sequence.params.changes_scores:
             _apply_penalties_to_row(scores[row], sequence)
     return scores
 
@@ -158,6 +158,8 @@ def _apply_penalties_to_row(scores: Tensor, sequence: Sequence) -> None:
         counts = Counter(sequence.token_ids[num_prompt:])
         completion_ids, occurrences = torch.tensor([list(counts.keys()), list(counts.values())], device=scores.device)
         scores[completion_ids] -= occurrences * params.frequency_penalty + params.presence_penalty
+    for token_id, bias in params.logit_bias:
+        scores[token_id] += bias
 
 
 Threshold = Callable[[Tensor, Tensor], Tensor]  # (scores or probabilities [rows, vocab], column [rows]) -> [rows, 1]

@@ -24,7 +24,7 @@ from app.engine.sampling.rows import (
     uniform_number,
 )
 from app.engine.scheduler.batch import LogitRow, SampledTokens, Sequence
-from app.kernels.elementwise.activations import MAX_TOP_LOGITS, TopLogits, TopLogitsRequest
+from app.kernels.elementwise.activations import MAX_TOP_LOGITS, RowMasks, TopLogits, TopLogitsRequest, mask_logits
 
 SampleRows = Callable[[Tensor, Rows[LogitRow]], list[SampledTokens]]
 
@@ -38,8 +38,8 @@ class Sampler:
     def __init__(self, vocab_size: int) -> None:
         self.vocab_size = vocab_size
 
-    def sample(self, logits: Tensor, rows: Rows[LogitRow]) -> list[SampledTokens]:
-        """Return one `SampledTokens` per row of logits [rows, vocab].
+    def sample(self, logits: Tensor, rows: Rows[LogitRow], masks: RowMasks | None = None) -> list[SampledTokens]:
+        """Return one `SampledTokens` per row of logits [rows, vocab], of the tokens that `masks` allow.
 
         Raises:
             StepFailed: The logits are not finite.
@@ -52,8 +52,12 @@ class Sampler:
         for index, row in enumerate(rows):
             groups.setdefault(_sampling_function(row.sequence), []).append(index)
         samples: list[SampledTokens] = [SampledTokens(())] * len(rows)
+        scores = logits
+        if masks is not None:
+            require_finite(logits.amax(-1))
+            scores = mask_logits(logits, masks)
         for sample_rows, indices in groups.items():
-            chosen = sample_rows(select_rows(logits, indices), [rows[index] for index in indices])
+            chosen = sample_rows(select_rows(scores, indices), [rows[index] for index in indices])
             for index, one in zip(indices, chosen, strict=True):
                 samples[index] = one
         return _with_logprobs(samples, logits, rows)
@@ -64,7 +68,7 @@ def _sampling_function(sequence: Sequence) -> SampleRows:
         return _beam_candidates
     if not sequence.params.greedy:
         return _sample_random
-    return _sample_greedy_penalised if sequence.params.has_penalties else _sample_greedy
+    return _sample_greedy_penalised if sequence.params.changes_scores else _sample_greedy
 
 
 def _sample_greedy(logits: Tensor, rows: Rows[LogitRow]) -> list[SampledTokens]:
@@ -142,20 +146,25 @@ def _top_tokens(logprobs: Tensor, count: int) -> list[list[tuple[int, float]]]:
     return [sorted(row, key=lambda pair: (-pair[1], pair[0])) for row in pairs]
 
 
-def top_logits_request(rows: Rows[LogitRow]) -> TopLogitsRequest | None:
-    """Return the number of top logits that is sufficient for all of these rows; None if a row needs full logits."""
+def top_logits_request(rows: Rows[LogitRow], masks: RowMasks | None = None) -> TopLogitsRequest | None:
+    """Return the number of top logits that is sufficient for all of these rows; None if a row needs full logits.
+
+    `masks` are those of the rows.
+    """
     max_count, logsumexp = 0, False
     for row in rows:
         enough = _sufficient_count(row.sequence)
         if enough is None:
             return None
         max_count, logsumexp = max(max_count, enough), logsumexp or row.sequence.params.logprobs is not None
-    return TopLogitsRequest(max_count, logsumexp) if max_count else None
+    return TopLogitsRequest(max_count, logsumexp, masks) if max_count else None
 
 
 def _sufficient_count(sequence: Sequence) -> int | None:
     params = sequence.params
-    if sequence.is_beam or params.has_penalties:
+    if sequence.is_beam or params.changes_scores:
+        return None
+    if params.logprobs is not None and sequence.restricts_tokens:  # also tokens that are not allowed have ones
         return None
     num_candidates = 1 if params.greedy else params.top_k
     count = max(num_candidates, params.logprobs or 0)

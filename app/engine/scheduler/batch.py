@@ -12,7 +12,7 @@ from collections.abc import Sequence as Items
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
-from app.messages import Generate, SamplingParams, TokenLogprob
+from app.messages import Generate, GrammarState, SamplingParams, TokenLogprob
 
 _SEED_MASK = 2**63 - 1
 # increment of SplitMix64: Steele et al., "Fast splittable pseudorandom number generators", 2014
@@ -49,6 +49,8 @@ class Sequence:
     first_token_at: float | None = None
     beam_logprob: float = 0.0  # cumulative log-probability of a beam's completion
     beam_token_logprobs: tuple[TokenLogprob, ...] = ()  # one per token of a beam's completion, if requested
+    grammar: GrammarState | None = None  # after the tokens of `token_ids`
+    bad_word_ids: tuple[tuple[int, ...], ...] = ()
 
     @property
     def num_completion_tokens(self) -> int:
@@ -71,6 +73,27 @@ class Sequence:
         return self.params.beam_width > 1
 
     @property
+    def restricts_tokens(self) -> bool:
+        """True if not every token may be sampled next."""
+        return (
+            self.grammar is not None
+            or bool(self.bad_word_ids)
+            or self.params.allowed_token_ids is not None
+            or self.num_completion_tokens < self.params.min_tokens
+        )
+
+    @property
+    def order(self) -> tuple[int, int]:
+        """The place among all sequences: the first is admitted first and preempted last."""
+        return self.params.priority, self.arrival_order
+
+    def append(self, token_id: int) -> None:
+        """Append a sampled token."""
+        self.token_ids.append(token_id)
+        if self.grammar is not None:
+            self.grammar.advance(token_id)
+
+    @property
     def num_candidates(self) -> int:
         """Number of most likely tokens that the sampler returns; 1 if this is not a beam.
 
@@ -90,8 +113,12 @@ def make_sequence(request: Generate, choice: int = 0, eos_token_ids: frozenset[i
         token_ids=list(request.token_ids),
         num_prompt_tokens=len(request.token_ids),
         seed=resolve_seed(params.seed, choice),
-        stop_ids=frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else eos_token_ids),
+        # a grammar allows an end token where the text may end, so it must end the sequence there
+        stop_ids=frozenset(params.stop_token_ids)
+        | (frozenset() if params.ignore_eos and request.grammar is None else eos_token_ids),
         arrived_at=request.arrived_at,
+        grammar=None if request.grammar is None else request.grammar.start(),
+        bad_word_ids=request.bad_word_ids,
     )
 
 

@@ -47,14 +47,14 @@ class RequestQueues:
         self._allocator = allocator
 
     def add(self, choices: list[Sequence]) -> None:
-        """Add a new request, the youngest of all. Its first choice waits for a slot."""
+        """Add a new request, the youngest of its priority. Its first choice waits for a slot."""
         group = BeamGroup(choices[0]) if choices[0].is_beam else None
         self.requests[choices[0].request_id] = ActiveRequest(choices, choices[1:], group)
-        self.waiting.append(choices[0])
+        insort(self.waiting, choices[0], key=_order)
 
     def start(self, sequence: Sequence) -> None:
         """Add a sequence that has a slot to the running list."""
-        insort(self.running, sequence, key=_arrival_order)
+        insort(self.running, sequence, key=_order)
 
     def admit(self) -> Sequence | None:
         """Move the oldest waiting sequence to the running list; None if there is no capacity for it."""
@@ -85,7 +85,7 @@ class RequestQueues:
         group = self.requests[victim.request_id].group
         for sequence in list(group.beams) if group else [victim]:
             self.release_slot(sequence)
-        insort(self.waiting, group.restart() if group else victim, key=_arrival_order)
+        insort(self.waiting, group.restart() if group else victim, key=_order)
 
     def release_slot(self, sequence: Sequence, keep_tokens: bool = True) -> None:
         """Take a sequence out of its slot.
@@ -102,7 +102,7 @@ class RequestQueues:
         """Move the held choices of a request to the waiting list, once its prompt is computed and can be shared."""
         request = self.requests[sequence.request_id]
         for choice in request.held:
-            insort(self.waiting, choice, key=_arrival_order)
+            insort(self.waiting, choice, key=_order)
         request.held.clear()
 
     def remove(self, sequence: Sequence, keep_tokens: bool = True) -> None:
@@ -117,13 +117,13 @@ class RequestQueues:
         elif sequence in self.waiting:
             self.waiting.remove(sequence)
         if request.held and not was_held:
-            insort(self.waiting, request.held.pop(0), key=_arrival_order)
+            insort(self.waiting, request.held.pop(0), key=_order)
         if not request.active:
             del self.requests[sequence.request_id]
 
 
-def _arrival_order(sequence: Sequence) -> int:
-    return sequence.arrival_order
+def _order(sequence: Sequence) -> tuple[int, int]:
+    return sequence.order
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,6 +165,8 @@ def request_error(request: Generate, limits: EngineLimits, pool: KvSlots) -> Req
         return InvalidRequest(
             f"beam_width is at most {max(widest, 1)} on this server, not {width}.", field="beam_width"
         )
+    if width > 1 and request.grammar is not None:
+        return InvalidRequest("beam_width cannot be combined with structured output.", field="beam_width")
     if max_sequence_tokens(request, limits, pool) <= num_prompt:
         return ContextLengthExceeded(
             f"A prompt of {num_prompt} tokens with beam_width {width} does not fit the KV cache of {pool.capacity_tokens} tokens.",
@@ -210,6 +212,8 @@ def token_events(sequence: Sequence, samples: abc.Sequence[SampledTokens], now: 
         events.append(ready)
     if stops:
         events.append(sequence_finished(sequence, "stop", now, last_id))
+    elif sequence.grammar is not None and sequence.grammar.finished:
+        events.append(sequence_finished(sequence, "stop", now))
     elif count >= sequence.max_length:
         events.append(sequence_finished(sequence, "length", now))
     return events

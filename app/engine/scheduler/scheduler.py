@@ -37,7 +37,7 @@ from app.engine.scheduler.queues import (
     token_events,
 )
 from app.engine.scheduler.speculation import Speculation
-from app.errors import RequestError
+from app.errors import InvalidRequest, RequestError
 from app.messages import Abort, Event, Generate, RequestFailed, SequenceFinished
 from app.metrics.stats import EngineSnapshot, StepStats
 
@@ -166,6 +166,7 @@ class Scheduler:
         now = self._clock()
         events: list[Event] = []
         searches: dict[str, list[tuple[Sequence, SampledTokens]]] = {}
+        failed: dict[str, str] = {}
         for span, accepted in accepted_by_span(batch, sampled):
             sequence = span.sequence
             self._allocator.set_computed(sequence, span.known_end + len(accepted) - 1 if span.draft_ids else span.end)
@@ -178,6 +179,11 @@ class Scheduler:
                 searches.setdefault(sequence.request_id, []).append((sequence, accepted[0]))
             else:
                 events += self._append(span, accepted, now)
+                if sequence.grammar is not None and sequence.grammar.error:
+                    failed[sequence.request_id] = sequence.grammar.error
+        for request_id, reason in failed.items():
+            message = f"The structured output could not be followed to its end: {reason}"
+            events += self._fail([request_id], InvalidRequest(message, field="response_format"))
         for request_id, results_of_beams in searches.items():
             events += self._advance_search(request_id, results_of_beams, now)
         return events
@@ -265,7 +271,7 @@ class Scheduler:
     def _append(self, span: ScheduledSpan, accepted: Items[SampledTokens], now: float) -> list[Event]:
         sequence = span.sequence
         for one in accepted:
-            sequence.token_ids.append(one.token_ids[0])
+            sequence.append(one.token_ids[0])
         if self.speculation is not None and span.draft_ids:
             self._allocator.trim(sequence)
             self.speculation.observe_acceptance(sequence, len(span.draft_ids), len(accepted) - 1)

@@ -87,6 +87,8 @@ MIN_SPEEDUP = (
 MIN_PAUSE_STEPS, MAX_PAUSE_STEPS = 4, 32  # steps
 _DECAY = 0.9  # decay of earlier observations at each new one: about the last ten count
 _SHARED_DECAY = 0.99
+MAX_FORCED_TOKENS = 32  # per sequence and step: draft tokens that a grammar forces
+_FORCED_ACCEPTED = 19.0  # initial observations of forced tokens; only another split of the same text is rejected
 _PRIOR_WEIGHT = 2.0  # number of observations that the rate of all sequences counts for in a sequence's estimate
 
 
@@ -129,6 +131,7 @@ class DraftState:
     next_pause: int = MIN_PAUSE_STEPS
     has_paused: bool = False
     is_probe: bool = False  # the current draft is a single trial token
+    is_forced: bool = False  # a grammar forces the text of the current draft
 
 
 # reserves capacity for draft tokens in a sequence's slot; returns False if there is none
@@ -148,6 +151,7 @@ class Speculation:
     ) -> None:
         self._drafter, self._costs, self._max_draft_tokens = drafter, costs, max_draft_tokens
         self._rate = AcceptanceRate(_SHARED_DECAY)
+        self._forced_rate = AcceptanceRate(_SHARED_DECAY, _FORCED_ACCEPTED)
         self._states: dict[Sequence, DraftState] = {}
 
     def with_drafter(self, drafter: Callable[[Sequence], Drafter]) -> Speculation:
@@ -174,6 +178,9 @@ class Speculation:
     def observe_acceptance(self, sequence: Sequence, drafted: int, accepted: int) -> None:
         """Record how many of a sequence's draft tokens were accepted in a step."""
         state = self._states[sequence]
+        if state.is_forced:
+            self._forced_rate.observe(drafted, accepted)
+            return
         state.rate.observe(drafted, accepted)
         self._rate.observe(drafted, accepted)
         if accepted:
@@ -219,14 +226,30 @@ class Speculation:
             state = self._states.get(sequence)
             if state is None:
                 state = self._states[sequence] = DraftState(self._drafter(sequence))
-            if state.pause > 0:
-                state.pause -= 1
-                continue
-            max_tokens = min(self._max_draft_tokens, sequence.max_length - len(sequence.token_ids) - 1)
-            ids = state.drafter.propose(sequence.token_ids, max_tokens) if max_tokens > 0 else ()
+            ids = self._draft(sequence, state)
             if ids:
                 proposals.append((span, ids))
         return proposals
+
+    def _draft(self, sequence: Sequence, state: DraftState) -> tuple[int, ...]:
+        """Return the draft tokens of a sequence: those that its grammar forces, else those that its drafter proposes.
+
+        Draft tokens that the grammar does not allow are cut off.
+        """
+        left, grammar = sequence.max_length - len(sequence.token_ids) - 1, sequence.grammar
+        state.is_forced = False
+        if grammar is not None and left > 0:
+            forced = grammar.forced_tokens()[: min(left, MAX_FORCED_TOKENS)]
+            ids = tuple(forced[: grammar.count_valid(forced)]) if forced else ()
+            state.is_forced = bool(ids)
+            if ids:
+                return ids
+        if state.pause > 0:
+            state.pause -= 1
+            return ()
+        most = min(self._max_draft_tokens, left)
+        ids = state.drafter.propose(sequence.token_ids, most) if most > 0 else ()
+        return ids if grammar is None or not ids else ids[: grammar.count_valid(ids)]
 
     def _draft_counts(self, spans: list[ScheduledSpan], proposals: list[DraftProposal], left: int) -> list[int]:
         """Return the number of draft tokens to use from each proposal.
@@ -254,6 +277,8 @@ class Speculation:
         return [_with_pause_rule(number, state, may_probe) for number, state in zip(counts, known, strict=True)]
 
     def _acceptance(self, state: DraftState) -> float:
+        if state.is_forced:
+            return self._forced_rate.value()
         return state.rate.value(self._rate.value(), _PRIOR_WEIGHT)
 
 
@@ -263,6 +288,8 @@ def _with_pause_rule(count: int, state: DraftState, may_probe: bool) -> int:
     If none pays off, the sequence pauses. After the pause it gets a single trial token, if that would pay off when
     accepted.
     """
+    if state.is_forced:
+        return count
     state.is_probe = count == 0 and state.has_paused and may_probe
     state.has_paused = count == 0 and not state.is_probe
     if state.has_paused:

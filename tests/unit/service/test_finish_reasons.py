@@ -119,7 +119,7 @@ async def test_out_of_time_while_the_prompt_is_read() -> None:
     release = threading.Event()
 
     class Slow:
-        def encode(self, text: str, add_special_tokens: bool) -> list[int]:
+        def encode(self, text: str, add_special_tokens: bool, limits: object) -> list[int]:
             release.wait(10)
             return [1]
 

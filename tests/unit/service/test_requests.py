@@ -212,6 +212,13 @@ async def test_the_longest_request_that_fits_is_served() -> None:
     assert isinstance(pieces[-1], ChoiceFinished)
 
 
+async def test_a_clipped_limit_may_reach_past_the_context() -> None:
+    """Clients of Anthropic, Ollama and llama.cpp send limits without knowing the context."""
+    asked = replace(request(token_ids=(9,) * 60, params={"max_tokens": 500}), clips_max_tokens=True)
+    pieces, _ = await answer_of(lambda name: [finished(name)], asked)
+    assert isinstance(pieces[-1], ChoiceFinished)
+
+
 async def test_without_a_template_a_chat_is_refused_with_the_way_out() -> None:
     async with serving(template=None) as (service, _, _clock):
         with pytest.raises(InvalidRequest, match="no chat template: send a prompt"):

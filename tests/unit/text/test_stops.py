@@ -8,7 +8,7 @@ from itertools import product
 from hypothesis import given
 from hypothesis import strategies as st
 
-from app.text.tokenizer import StopStrings
+from app.text.detokenizer import StopStrings
 
 letters = st.text("ab🙂\n", max_size=40)
 

@@ -11,7 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from app.text.tokenizer import IncrementalDetokenizer, Tokenizer
+from app.text.detokenizer import IncrementalDetokenizer
+from app.text.tokenizer import Tokenizer
 from small_tokenizers import FORMS, write_tokenizer
 
 WHOLE = ["byte_level", "sentence_piece"]  # forms that can spell any character

@@ -1,0 +1,173 @@
+"""Incremental detokenization: the text of a growing list of tokens, up to a stop string.
+
+The text never has incomplete characters or anything past a stop string, and the whole text is never decoded again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
+
+from app.text.tokenizer import Tokenizer
+
+_REPLACEMENT = "\ufffd"  # a decoder writes it for bytes that are not a character, or not yet
+
+_NARROWED_TOKENS = (
+    8,
+    7,
+    6,
+    5,
+)  # tokens to keep; at least 5: an incomplete character has at most 3 tokens, which must not be the window's first
+
+_WIDE_TOKENS = 12  # tokens in the window at which it is narrowed
+
+_MAX_WINDOW_TOKENS = 24  # tokens in the window at which bytes that never became a character are shown as U+FFFD
+
+_MAX_PENDING_BYTES = 3  # bytes: at most three of a UTF-8 character's four can be pending
+
+
+class IncrementalDetokenizer:
+    """The text of a growing list of tokens, cut at the first stop string.
+
+    The joined results of `push` and `flush` equal decoding all tokens at once. Each push decodes a window of the
+    last tokens, so a token costs the same at any length. `context` are the tokens before the first one: the end of
+    the prompt in a completion, so that a sentencepiece decoder keeps the space before the first word; empty in a
+    chat, where the answer starts a text. `literals` are the special tokens that are part of the text, by id.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        stops: Sequence[str] = (),
+        context: Sequence[int] = (),
+        literals: Mapping[int, str] = MappingProxyType({}),
+        include_stop: bool = False,
+    ) -> None:
+        self._tokenizer = tokenizer
+        self._literals = literals
+        self._stops = StopStrings(stops, include_stop)
+        self._window = self._context_window(context)
+        self._shown = self._context_length()  # characters of the window's text that were already returned
+
+    @property
+    def matched_stop(self) -> str | None:
+        """The stop string that ended the text; no text follows it."""
+        return self._stops.matched
+
+    def push(self, token_id: int) -> str:
+        """Add a token and return the text that is certain now; often empty."""
+        if not self._tokenizer.has_text(token_id):
+            return self._stops.push(self._literals.get(token_id, ""))
+        self._window.append(token_id)
+        text = self._decoded()
+        certain = len(text.rstrip(_REPLACEMENT))
+        if certain < len(text) and len(self._window) >= _MAX_WINDOW_TOKENS:
+            certain = max(certain, len(text) - _MAX_PENDING_BYTES)
+        new_text = text[self._shown : certain]
+        self._shown = max(self._shown, certain)
+        if len(self._window) >= (_WIDE_TOKENS if certain == len(text) else _MAX_WINDOW_TOKENS):
+            self._narrow(text)
+        return self._stops.push(new_text)
+
+    def flush(self) -> str:
+        """End the tokens and return the text that was held back, with incomplete characters as U+FFFD."""
+        rest = self._decoded()[self._shown :]
+        self._shown += len(rest)
+        shown = self._stops.push(rest)
+        return shown + self._stops.flush()
+
+    def _decoded(self) -> str:
+        return self._tokenizer.decode(self._window)
+
+    def _narrow(self, text: str) -> None:
+        """Drop the window's first tokens where the rest decodes to the end of the same text."""
+        waiting = len(text) - self._shown
+        last_resort = _NARROWED_TOKENS[:1] if len(self._window) >= _MAX_WINDOW_TOKENS else ()
+        for place, count in enumerate((*_NARROWED_TOKENS, *last_resort)):
+            tail = self._tokenizer.decode(self._window[-count:])
+            if place >= len(_NARROWED_TOKENS) or (len(tail) > waiting and text.endswith(tail)):
+                self._window = self._window[-count:]
+                self._shown = max(len(tail) - waiting, 0)
+                return
+
+    def _context_length(self) -> int:
+        """Return the number of complete characters in the context.
+
+        The context may end within a character that the next tokens complete.
+        """
+        text = self._decoded()
+        meant = b"".join(map(self._tokenizer.token_bytes, self._window)).endswith(_REPLACEMENT.encode())
+        return len(text) if meant else len(text.rstrip(_REPLACEMENT))
+
+    def _context_window(self, context: Sequence[int]) -> list[int]:
+        """Return the last tokens of a context that have text, starting at a character boundary if one is found."""
+        visible: list[int] = []
+        for token_id in reversed(context):
+            if len(visible) == _NARROWED_TOKENS[0]:
+                break
+            if self._tokenizer.has_text(token_id):
+                visible.insert(0, token_id)
+        ends = (visible[-count:] for count in _NARROWED_TOKENS)
+        return next((end for end in ends if _REPLACEMENT not in self._tokenizer.decode(end)), visible)
+
+
+class StopStrings:
+    """A filter that lets text through up to the first complete stop string; the text ends before it.
+
+    If two stop strings end at the same character, the longer one counts. The boundaries between the parts make no
+    difference. Each stop string is matched with the Knuth-Morris-Pratt automaton, so a character costs one step per
+    stop string, however much text is held back.
+    """
+
+    def __init__(self, stops: Sequence[str], include: bool = False) -> None:
+        self.matched: str | None = None
+        self._include = include  # the text ends after the stop string, not before it
+        self._held_back = ""  # not shown yet: the longest suffix of the text that is a prefix of a stop string
+        self._stops = [(stop, _prefix_function(stop)) for stop in stops]
+        self._progress = [0] * len(stops)  # characters of each stop string that the end of the text matches
+
+    def push(self, text: str) -> str:
+        """Add text and return what can be shown now."""
+        if not self._stops or self.matched is not None:
+            return "" if self.matched is not None else text
+        for place, character in enumerate(text):
+            stop = self._advance(character)
+            if stop is not None:
+                self.matched = stop
+                shown = self._held_back + text[: place + 1]
+                self._held_back = ""
+                return shown if self._include else shown[: -len(stop)]
+        joined = self._held_back + text
+        first_held = len(joined) - max(self._progress)
+        self._held_back = joined[first_held:]
+        return joined[:first_held]
+
+    def flush(self) -> str:
+        """End the text and return what was held back, since it is not a stop string."""
+        held, self._held_back = self._held_back, ""
+        return held
+
+    def _advance(self, character: str) -> str | None:
+        """Advance every automaton by one character; return the longest stop string that this completes."""
+        found: str | None = None
+        for index, (stop, borders) in enumerate(self._stops):
+            matched = self._progress[index]
+            while matched and stop[matched] != character:
+                matched = borders[matched - 1]
+            matched += stop[matched] == character
+            self._progress[index] = matched
+            if matched == len(stop) and (found is None or matched > len(found)):
+                found = stop
+        return found
+
+
+def _prefix_function(stop: str) -> list[int]:
+    """Return for each prefix of `stop` the length of its longest proper prefix that is also its suffix."""
+    borders = [0] * len(stop)
+    length = 0
+    for place in range(1, len(stop)):
+        while length and stop[place] != stop[length]:
+            length = borders[length - 1]
+        length += stop[place] == stop[length]
+        borders[place] = length
+    return borders

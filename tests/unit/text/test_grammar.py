@@ -1,0 +1,200 @@
+"""Grammars: what they allow, what they force, and what is refused by name."""
+
+from __future__ import annotations
+
+import json
+import threading
+from pathlib import Path
+
+import numpy
+import pytest
+
+from app.errors import InvalidRequest
+from app.text.grammar import (
+    MAX_GRAMMAR_CHARACTERS,
+    MAX_KEPT_GRAMMARS,
+    MAX_PROPERTIES,
+    MAX_REFERENCES,
+    MAX_RULES,
+    GrammarCompiler,
+    GrammarSource,
+    MatcherState,
+)
+from app.text.tokenizer import Tokenizer
+from small_tokenizers import byte_level, write_tokenizer
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
+    directory: Path = tmp_path_factory.mktemp("tokenizer")
+    return Tokenizer(write_tokenizer(directory, byte_level()))
+
+
+@pytest.fixture(scope="module")
+def compiler(tokenizer: Tokenizer) -> GrammarCompiler:
+    return GrammarCompiler(tokenizer.as_json, tokenizer.vocab_size + 20, tokenizer.eos_token_ids)
+
+
+def chain_of_objects(length: int) -> str:
+    """A schema whose objects refer to one another, as deeply as there are references."""
+    definitions: dict[str, object] = {
+        f"a{n}": {"type": "object", "properties": {"x": {"$ref": f"#/$defs/a{n + 1}"}}, "required": ["x"]}
+        for n in range(length - 1)
+    }
+    return json.dumps({"$ref": "#/$defs/a0", "$defs": definitions | {f"a{length - 1}": {"type": "null"}}})
+
+
+def chain_of_rules(length: int) -> str:
+    return "root ::= r1\n" + "".join(f'r{n} ::= "x" r{n + 1}\n' for n in range(1, length)) + f'r{length} ::= "y"\n'
+
+
+def source(kind: str, text: str, **more: str) -> GrammarSource:
+    return GrammarSource(kind, text, "the_field", **more)  # type: ignore[arg-type]
+
+
+def follow(state: MatcherState, tokenizer: Tokenizer, text: str) -> str:
+    """Follows a text and returns the part that was allowed."""
+    ids = tokenizer.encode(text, add_special_tokens=False)
+    count = 0
+    for token_id in ids:
+        if token_id not in allowed(state, tokenizer):
+            break
+        state.advance(token_id)
+        count += 1
+    return tokenizer.decode(ids[:count])
+
+
+def allowed(state: MatcherState, tokenizer: Tokenizer) -> set[int]:
+    words = numpy.zeros(-(-(tokenizer.vocab_size + 20) // 32), numpy.uint32)
+    state.fill_masks(words.ctypes.data, words.nbytes, ())
+    return set(numpy.flatnonzero(numpy.unpackbits(words.view(numpy.uint8), bitorder="little")).tolist())
+
+
+@pytest.mark.parametrize(
+    ("given", "complete", "longest"),
+    [
+        (source("json_schema", '{"type": "object"}'), '{"a": [1, 2], "b": null}', '{"a": [1, 2]'),
+        (source("regex", "[0-9]{2}x?"), "12x", "12"),
+        (source("choice", '["the fox", "the hen"]'), "the fox", "the "),
+        (source("grammar", 'root ::= "a" | "b" root'), "bba", "bb"),
+        (source("grammar", 'start: "a" | "b" start'), "bba", "bb"),
+    ],
+)
+def test_each_kind(
+    compiler: GrammarCompiler, tokenizer: Tokenizer, given: GrammarSource, complete: str, longest: str
+) -> None:
+    state = compiler.compile(given).start()
+    assert follow(state, tokenizer, complete) == complete
+    assert state.finished and not state.error
+    other = compiler.compile(given).start()
+    assert follow(other, tokenizer, longest + "?!").startswith(longest.rstrip())
+    assert not other.finished
+
+
+def test_an_end_token_ends_what_may_end(compiler: GrammarCompiler, tokenizer: Tokenizer) -> None:
+    state = compiler.compile(source("regex", "[0-9]+")).start()
+    (eos,) = tokenizer.eos_token_ids
+    assert eos not in allowed(state, tokenizer)
+    follow(state, tokenizer, "12")
+    assert not state.finished and eos in allowed(state, tokenizer)
+    state.advance(eos)
+    assert state.finished and not state.error
+    early = compiler.compile(source("regex", "[0-9]+")).start()
+    early.advance(eos)
+    assert early.error
+
+
+def test_forced_text_is_known_and_drafts_are_checked(compiler: GrammarCompiler, tokenizer: Tokenizer) -> None:
+    schema = {"type": "object", "properties": {"world": {"const": "x"}}, "required": ["world"]}
+    state = compiler.compile(source("json_schema", json.dumps(schema))).start()
+    forced = state.forced_tokens()
+    assert tokenizer.decode(forced).startswith('{"world": "')
+    assert state.count_valid(forced) == len(forced)
+    assert state.count_valid([*forced[:3], 70, 71]) == 3
+    assert state.count_valid(list(tokenizer.eos_token_ids)) == 0
+    before = allowed(state, tokenizer)
+    rows = numpy.zeros((3, -(-(tokenizer.vocab_size + 20) // 32)), numpy.uint32)
+    state.fill_masks(rows.ctypes.data, rows.strides[0], forced[:2])
+    assert allowed(state, tokenizer) == before, "drafts do not advance the state"
+    state.advance(forced[0])
+    second = set(numpy.flatnonzero(numpy.unpackbits(rows[1].view(numpy.uint8), bitorder="little")).tolist())
+    assert second == allowed(state, tokenizer)
+
+
+def test_text_before_the_grammar_and_another_grammar(compiler: GrammarCompiler, tokenizer: Tokenizer) -> None:
+    given = source("choice", '["the fox"]', after="</think>", alternative='start: "the hen"\n')
+    for text in ("said hello</think>the fox", "</think>the hen"):
+        state = compiler.compile(given).start()
+        assert follow(state, tokenizer, text) == text
+        assert state.finished
+
+
+def test_an_impossible_token_is_an_error_of_this_text_alone(compiler: GrammarCompiler, tokenizer: Tokenizer) -> None:
+    grammar = compiler.compile(source("regex", "[0-9]+"))
+    state, other = grammar.start(), grammar.start()
+    state.advance(tokenizer.encode("a", False)[0])
+    assert state.error and not other.error
+    allowed(state, tokenizer)
+    assert follow(other, tokenizer, "12") == "12"
+
+
+@pytest.mark.parametrize(
+    ("given", "named"),
+    [
+        (source("json_schema", '{"type": "object", "properties": {"a": {"not": {}}}}'), '"not"'),
+        (source("json_schema", '{"type": "string", "format": "nope"}'), "nope"),
+        (source("json_schema", '{"$ref": "http://example.com/x"}'), "http://example.com/x"),
+        (source("json_schema", "[1"), "EOF"),
+        (source("json_schema", "[" * 100_000), "recursion"),
+        (source("regex", "(a"), "unclosed group"),
+        (source("regex", "(?=a)b"), "look-around"),
+        (source("grammar", "root ::= ("), "Expected"),
+        (source("grammar", "("), "the_field"),
+        (source("grammar", 'a ::= "b"'), "No 'root' rule"),
+        (source("regex", "a" * (MAX_GRAMMAR_CHARACTERS + 1)), str(MAX_GRAMMAR_CHARACTERS)),
+        (source("grammar", 'start: %json {"type": "object"}'), "%json"),
+        (source("json_schema", json.dumps({"properties": {f"p{n}": {} for n in range(MAX_PROPERTIES + 1)}})), "1001"),
+        (source("json_schema", chain_of_objects(MAX_REFERENCES + 1)), str(MAX_REFERENCES)),
+        (source("grammar", chain_of_rules(MAX_RULES + 1)), str(MAX_RULES)),
+    ],
+    ids=lambda value: str(getattr(value, "text", value))[:40],
+)
+def test_what_cannot_be_followed_is_refused_by_name(
+    compiler: GrammarCompiler, given: GrammarSource, named: str
+) -> None:
+    with pytest.raises(InvalidRequest) as refused:
+        compiler.compile(given)
+    assert refused.value.field == "the_field"
+    assert named in refused.value.message
+    assert len(refused.value.message) < 700
+
+
+def test_a_grammar_is_compiled_once_and_few_are_kept(compiler: GrammarCompiler) -> None:
+    first = compiler.compile(source("regex", "first"))
+    assert compiler.compile(source("regex", "first")) is first
+    for number in range(MAX_KEPT_GRAMMARS):
+        compiler.compile(source("regex", f"other{number}"))
+    assert compiler.compile(source("regex", "first")) is not first
+
+
+@pytest.mark.parametrize("text", [chain_of_objects(MAX_REFERENCES), chain_of_rules(MAX_RULES - 2)])
+def test_the_deepest_grammars_fit_the_stack(compiler: GrammarCompiler, tokenizer: Tokenizer, text: str) -> None:
+    given = source("json_schema" if text.startswith("{") else "grammar", text)
+    results: list[int] = []
+
+    def run() -> None:
+        state = compiler.compile(given).start()
+        for _ in range(20):
+            token_id = min(allowed(state, tokenizer))
+            state.forced_tokens()
+            state.advance(token_id)
+        results.append(len(state.error))
+
+    before = threading.stack_size(2**19)  # of a thread of macOS, the smallest that is served on
+    try:
+        thread = threading.Thread(target=run)
+        thread.start()
+    finally:
+        threading.stack_size(before)
+    thread.join()
+    assert results == [0]

@@ -1,0 +1,50 @@
+"""Reasoning between tags: separated from the answer, however the text is divided."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from app.text.reasoning import REASONING_FORMATS, ReasoningParser, choose_reasoning_format, opens_reasoning
+
+TEXTS = [
+    ("qwen3", "<think>\na < b, </b\n</think>\n\nHi <think>", False, "a < b, </b", "Hi <think>"),
+    ("qwen3", "a b</think>c", True, "a b", "c"),
+    ("qwen3", "\n<think>a</think>c", True, "a", "c"),
+    ("qwen3", "no tags", False, "", "no tags"),
+    ("qwen3", "<thin", False, "", "<thin"),
+    ("deepseek_r1", "cut off ", True, "cut off", ""),
+    ("granite", "Here is my thought process: x Here is my response: y", False, "x", "y"),
+    ("mistral", "[THINK]x[/THINK]y", False, "x", "y"),
+]
+
+
+def parse(form: str, pieces: list[str], is_open: bool) -> tuple[str, str]:
+    parser = ReasoningParser(REASONING_FORMATS[form], is_open)
+    parts = [*map(parser.push, pieces), parser.flush()]
+    return "".join(part[0] for part in parts), "".join(part[1] for part in parts)
+
+
+@given(st.sampled_from(TEXTS), st.lists(st.integers(0, 60), max_size=8))
+def test_any_division_gives_the_same_parts(example: tuple[str, str, bool, str, str], cuts: list[int]) -> None:
+    form, text, is_open, reasoning, content = example
+    places = sorted(cut for cut in cuts if cut < len(text))
+    pieces = [text[start:end] for start, end in itertools.pairwise([0, *places, len(text)])]
+    assert parse(form, pieces, is_open) == (reasoning, content)
+
+
+@pytest.mark.parametrize(
+    ("template", "name"), [("<think>", "qwen3"), ("[THINK]", "mistral"), ("{{ messages }}", None), (None, None)]
+)
+def test_the_template_decides(template: str | None, name: str | None) -> None:
+    form = choose_reasoning_format(template)
+    assert (None if form is None else form.name) == name
+
+
+def test_a_prompt_may_open_the_reasoning() -> None:
+    assert opens_reasoning(REASONING_FORMATS["qwen3"], "<|assistant|><think>\n")
+    assert not opens_reasoning(REASONING_FORMATS["qwen3"], "<think>\n\n</think>\n\n")
+    assert opens_reasoning(REASONING_FORMATS["deepseek_r1"], "")

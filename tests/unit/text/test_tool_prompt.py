@@ -1,0 +1,60 @@
+"""Messages with tools: as they are for templates that know tools, as text for others."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from app.text.chat import ChatOptions, ChatTemplate
+from app.text.tool_calls import TOOL_FORMATS, ToolCallParser
+from app.text.tool_prompt import fit_template
+
+HERMES = TOOL_FORMATS["hermes"]
+PLAIN = "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}{% if add_generation_prompt %}[assistant]{% endif %}"
+KNOWING = (
+    "{% if tools %}{{ tools | tojson }}{% endif %}{% for m in messages %}{{ m.tool_calls | default('') }}{% endfor %}"
+)
+TOOL = {"type": "function", "function": {"name": "f", "description": "does it", "parameters": {"type": "object"}}}
+CALL = {"id": "c", "type": "function", "function": {"name": "f", "arguments": '{"a": 1}'}}
+HISTORY: list[dict[str, Any]] = [
+    {"role": "user", "content": "do it"},
+    {"role": "assistant", "content": "", "tool_calls": [CALL]},
+    {"role": "tool", "content": "done", "tool_call_id": "c"},
+]
+
+
+def render(template: str, messages: list[dict[str, Any]], **options: Any) -> str:
+    fitted, chosen = fit_template(messages, ChatOptions(**options), template, HERMES)
+    return ChatTemplate(template, {}).render(fitted, {}, chosen)
+
+
+def test_a_template_that_knows_tools_gets_them_with_decoded_arguments() -> None:
+    text = render(KNOWING, HISTORY, tools=(TOOL,))
+    assert '"name": "f"' in text and "{'a': 1}" in text
+
+
+def test_another_template_gets_text_that_the_parser_reads() -> None:
+    text = render(PLAIN, HISTORY, tools=(TOOL,))
+    assert text.startswith("[system]") and '"description": "does it"' in text
+    assert text.endswith("[user]<tool_response>\ndone\n</tool_response>[assistant]")
+    written = text.partition("[assistant]")[2].partition("[user]")[0]
+    parsed = ToolCallParser(HERMES, ["f"], lambda: "id").push(written)
+    assert [(call.name, call.arguments) for call in parsed.tool_calls] == [("f", '{"a": 1}')]
+
+
+def test_the_system_message_stays_the_first() -> None:
+    text = render(PLAIN, [{"role": "system", "content": "Be kind."}, *HISTORY], tools=(TOOL,))
+    assert text.startswith("[system]Be kind.\n\nYou can call")
+    assert text.count("[system]") == 1
+
+
+def test_arguments_that_are_no_json_stay_text() -> None:
+    call = {**CALL, "function": {"name": "f", "arguments": "{broken"}}
+    assert "{broken" in render(KNOWING, [HISTORY[0], {**HISTORY[1], "tool_calls": [call]}])
+
+
+def test_the_last_message_is_continued() -> None:
+    messages = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "The end "}]
+    options = ChatOptions(continue_final_message=True)
+    assert ChatTemplate(PLAIN, {}).render(messages, {}, options) == "[user]hi[assistant]The end"
+    bare = ChatOptions(add_generation_prompt=False)
+    assert ChatTemplate(PLAIN, {}).render(messages[:1], {}, bare) == "[user]hi"
