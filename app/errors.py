@@ -12,6 +12,7 @@ ArmatureError
 │   ├── BodyTooLarge
 │   ├── Unauthorized
 │   ├── Overloaded               carries `retry_after_seconds`
+│   │   └── RateLimited
 │   ├── NotReady
 │   ├── ServiceStopping
 │   ├── RequestTimeout
@@ -100,6 +101,12 @@ class Overloaded(RequestError):
     def __init__(self, message: str, retry_after_seconds: float) -> None:
         super().__init__(message)
         self.retry_after_seconds = retry_after_seconds
+
+
+class RateLimited(Overloaded):
+    """The client has used up its requests or tokens of this minute."""
+
+    code = "rate_limit_exceeded"
 
 
 class NotReady(RequestError):

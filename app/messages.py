@@ -8,19 +8,21 @@ The mailbox takes `Generate`, `Encode`, `Infer`, `Abort` and `Stop`. Events come
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, Protocol
 
 from app.errors import InvalidRequest, RequestError
 
-FinishReason = Literal["stop", "length", "aborted", "timeout"]
+FinishReason = Literal["stop", "length", "aborted", "timeout", "tool_calls"]
 
 MAX_STOP_STRINGS = 16
 MAX_STOP_CHARACTERS = 256
 MAX_LOGPROBS = 20
 MAX_CHOICES = 16
 MAX_BEAMS = 8
+MAX_LOGIT_BIASES = 1024  # OpenAI's limit is 300
+MAX_BAD_WORDS = 256
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +31,10 @@ class SamplingParams:
 
     `max_tokens` None means up to the end of the context. `top_k` 0, `top_p` 1 and `min_p` 0 are off; temperature
     0 is greedy. `logprobs` None means none; k means those of the sampled token and of the k most likely ones.
-    Random numbers depend on `seed` and position only.
+    Random numbers depend on `seed` and position only. `logit_bias` has token ids with what is added to their
+    logits. No end token is sampled before `min_tokens`. `bad_words` are texts that are not sampled, and
+    `allowed_token_ids`, if not None, are the only tokens that are. A sequence with a lower `priority` is computed
+    first. `include_stop` keeps the matched stop string in the text.
     """
 
     max_tokens: int | None = None
@@ -47,6 +52,13 @@ class SamplingParams:
     logprobs: int | None = None
     ignore_eos: bool = False
     beam_width: int = 1
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    min_tokens: int = 0
+    bad_words: tuple[str, ...] = ()
+    allowed_token_ids: tuple[int, ...] | None = None
+    priority: int = 0
+    include_stop: bool = False
+    skip_special_tokens: bool = True
 
     def __post_init__(self) -> None:
         for name, low, high in _RANGES:
@@ -59,8 +71,24 @@ class SamplingParams:
             raise InvalidRequest(f"stop takes at most {MAX_STOP_STRINGS} strings, not {len(self.stop)}.", field="stop")
         if any(not text or len(text) > MAX_STOP_CHARACTERS for text in self.stop):
             raise InvalidRequest(f"each stop string has 1 to {MAX_STOP_CHARACTERS} characters.", field="stop")
+        self._check_token_rules()
         if self.beam_width > 1 and self.n > 1:
             raise InvalidRequest("beam_width and n cannot both be greater than 1.", field="beam_width")
+
+    def _check_token_rules(self) -> None:
+        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
+            raise InvalidRequest("min_tokens must not be greater than max_tokens.", field="min_tokens")
+        if len(self.logit_bias) > MAX_LOGIT_BIASES:
+            raise InvalidRequest(f"logit_bias takes at most {MAX_LOGIT_BIASES} tokens.", field="logit_bias")
+        if any(not -100 <= bias <= 100 for _, bias in self.logit_bias):
+            raise InvalidRequest("each logit_bias must be in [-100, 100].", field="logit_bias")
+        if len(self.bad_words) > MAX_BAD_WORDS or any(
+            not text or len(text) > MAX_STOP_CHARACTERS for text in self.bad_words
+        ):
+            limits = f"at most {MAX_BAD_WORDS} texts of 1 to {MAX_STOP_CHARACTERS} characters"
+            raise InvalidRequest(f"bad_words takes {limits}.", field="bad_words")
+        if self.allowed_token_ids is not None and not self.allowed_token_ids:
+            raise InvalidRequest("allowed_token_ids must not be empty.", field="allowed_token_ids")
 
     @property
     def greedy(self) -> bool:
@@ -71,6 +99,11 @@ class SamplingParams:
     def has_penalties(self) -> bool:
         """True if earlier tokens change the scores of later ones."""
         return self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
+
+    @property
+    def changes_scores(self) -> bool:
+        """True if logits are changed before a token is sampled, so that all of them are needed."""
+        return self.has_penalties or bool(self.logit_bias)
 
 
 # Name, lowest and highest value. OpenAI's documented range for parameters of its API.
@@ -87,6 +120,8 @@ _RANGES: tuple[tuple[str, float, float], ...] = (
     ("n", 1, MAX_CHOICES),
     ("logprobs", 0, MAX_LOGPROBS),
     ("beam_width", 1, MAX_BEAMS),
+    ("min_tokens", 0, math.inf),
+    ("priority", -(2**31), 2**31 - 1),
 )
 
 
@@ -94,17 +129,60 @@ def _interval(low: float, high: float) -> str:
     return f"[{low:g}, {high:g}]" if math.isfinite(high) else f"[{low:g}, ∞)"
 
 
+# ---- grammars ------------------------------------------------------------------------------------------------------
+
+
+class GrammarState(Protocol):
+    """The place in a grammar that one sequence has reached. It is used on the worker thread only."""
+
+    @property
+    def finished(self) -> bool:
+        """True if the text is complete and no token but an end token may follow."""
+
+    @property
+    def error(self) -> str:
+        """The reason why the grammar cannot be followed further; empty if it can."""
+
+    def fill_masks(self, address: int, row_bytes: int, draft_ids: Sequence[int]) -> None:
+        """Write one row of `row_bytes` bytes for the next token, and one for the token after each draft token.
+
+        Bit t % 32 of the little-endian 32-bit word t // 32 says whether token t is allowed. The draft tokens must be
+        valid (`count_valid`); they do not advance the state.
+        """
+
+    def advance(self, token_id: int) -> None:
+        """Take a sampled token. After an invalid one `error` is set."""
+
+    def count_valid(self, token_ids: Sequence[int]) -> int:
+        """Return how many of these tokens may follow in order and leave the text unfinished."""
+
+    def forced_tokens(self) -> Sequence[int]:
+        """Return the tokens of the text that must follow; empty if several texts are possible."""
+
+
+class Grammar(Protocol):
+    """A compiled grammar. Any thread may use it."""
+
+    def start(self) -> GrammarState:
+        """Return the state before the first token of a sequence."""
+
+
 # ---- to the worker -------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
 class Generate:
-    """One tokenized generation request. `arrived_at` is `time.monotonic()` when the HTTP request was admitted."""
+    """One tokenized generation request. `arrived_at` is `time.monotonic()` when the HTTP request was admitted.
+
+    `bad_word_ids` are the token sequences of `params.bad_words`. The completion follows `grammar`, if it is given.
+    """
 
     request_id: str
     token_ids: tuple[int, ...]
     params: SamplingParams
     arrived_at: float
+    bad_word_ids: tuple[tuple[int, ...], ...] = ()
+    grammar: Grammar | None = None
 
 
 @dataclass(frozen=True, slots=True)

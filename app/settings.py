@@ -6,6 +6,7 @@ default to `auto`; the plan decides what `auto` becomes and prints the value wit
 
 from __future__ import annotations
 
+import json
 import os
 import re
 from dataclasses import dataclass
@@ -14,7 +15,7 @@ from types import UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from pydantic import AfterValidator, BeforeValidator, Field, ValidationError
-from pydantic_settings import BaseSettings, SettingsConfigDict, SettingsError
+from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict, SettingsError
 
 from app.errors import SettingsInvalid
 
@@ -79,10 +80,78 @@ def parse_bytes(value: Any) -> Any:
     return int(float(number) * base ** _POWERS[unit.lower()])
 
 
+def parse_names(value: Any) -> Any:
+    """Split `a,b` at its commas; any other value is returned unchanged for the field's own validation."""
+    if not isinstance(value, str):
+        return value
+    names = tuple(name.strip() for name in value.split(","))
+    if not all(names):
+        raise ValueError("names must not be empty")
+    return names
+
+
 Auto = Literal["auto"]
 PositiveInt = Annotated[int, Field(ge=1)]
 PositiveFloat = Annotated[float, Field(gt=0)]
 Bytes = Annotated[int, Field(ge=1)]
+
+
+def parse_list(value: Any) -> Any:
+    """Convert `a,b` or the JSON list `["a", "b"]` to a tuple of texts. Other values are returned unchanged."""
+    if not isinstance(value, str):
+        return tuple(value) if isinstance(value, list) else value
+    if value.lstrip().startswith("["):
+        try:
+            parsed = json.loads(value)
+        except ValueError as error:
+            raise ValueError("is neither a JSON list nor texts separated by commas") from error
+        return tuple(parsed)
+    texts = tuple(text.strip() for text in value.split(","))
+    if not all(texts):
+        raise ValueError("has an empty text in a list separated by commas")
+    return texts
+
+
+def parse_rate_limit(text: str) -> tuple[int | None, int | None]:
+    """Return the requests and the tokens per minute of `rate_limit`; None: unlimited.
+
+    Raises:
+        ValueError: The text is not requests=N,tokens=N or one of both.
+    """
+    limits: dict[str, int] = {}
+    for item in filter(None, (part.strip() for part in text.split(","))):
+        name, _, number = (word.strip() for word in item.partition("="))
+        if (
+            name not in ("requests", "tokens")
+            or name in limits
+            or not number.isdecimal()
+            or not 0 < int(number) < 10**12
+        ):
+            raise ValueError(f"{item!r} is not requests=N or tokens=N with a number of at least 1, each at most once")
+        limits[name] = int(number)
+    return limits.get("requests"), limits.get("tokens")
+
+
+def _check_rate_limit(text: str) -> str:
+    parse_rate_limit(text)
+    return text
+
+
+def _check_keys(keys: tuple[str, ...]) -> tuple[str, ...]:
+    if not all(keys):
+        raise ValueError("has an empty key")
+    return keys
+
+
+def _check_origins(origins: tuple[str, ...]) -> tuple[str, ...]:
+    for origin in origins:
+        if origin != "*" and not re.fullmatch(r"[a-z][a-z0-9+.-]*://[^/?#\s]+", origin):
+            raise ValueError(f"{origin!r} is neither * nor an origin such as https://app.example.com, without a path")
+    return origins
+
+
+# NoDecode: a variable too may be separated by commas, which pydantic-settings would refuse as no JSON.
+TextList = Annotated[tuple[str, ...], NoDecode, BeforeValidator(parse_list)]
 
 
 class Settings(BaseSettings):
@@ -100,8 +169,26 @@ class Settings(BaseSettings):
         description="Checkpoint directory (Hugging Face or sentence-transformers layout), exported program (.pt2), or a name: bert, minilm;"
         " the embedded demo if not given.",
     )
-    served_model_name: str | None = Field(
-        None, description="Name clients use for the model; the directory's name if not given."
+    served_model_name: Annotated[tuple[str, ...], NoDecode, BeforeValidator(parse_names)] = Field(
+        (),
+        description="Names clients use for the model; answers have the first. In the variable they are separated by commas."
+        " The directory's name if not given.",
+    )
+    any_model_name: Literal["off", "on"] = Field(
+        "off", description="Accept every model name, for clients that send a fixed one such as gpt-4o."
+    )
+    tool_call_parser: Literal["auto", "hermes", "llama3_json", "mistral", "phi4_mini_json", "granite", "json"] = Field(
+        "auto", description="Format of the model's tool calls; auto: as its chat template and type say."
+    )
+    reasoning_parser: Literal["auto", "off", "deepseek_r1", "qwen3", "granite", "mistral"] = Field(
+        "auto",
+        description="Tags of the model's reasoning, which is returned as reasoning_content; auto: as its chat template says;"
+        " off: it stays in the text.",
+    )
+    generation_config: Literal["auto", "off"] = Field(
+        "auto",
+        description="Sampling parameters that a request does not give: auto: those of the checkpoint's generation_config.json;"
+        " off: neutral ones.",
     )
     host: str = Field("127.0.0.1", description="Address to listen on.")
     port: int = Field(8000, ge=0, le=65535, description="TCP port to listen on; 0 picks a free one.")
@@ -157,10 +244,41 @@ class Settings(BaseSettings):
     cache_dir: Path | None = Field(
         None, description="Directory for packed weights and calibration; ~/.cache/armature if not given."
     )
-    api_keys: tuple[str, ...] = Field(
-        (), description="API keys accepted as Bearer tokens, as a JSON list; none: no key is needed."
+    chat_template_cpu_seconds: PositiveFloat = Field(
+        0.2, description="CPU time that the checkpoint's chat template may take for one conversation."
+    )
+    chat_template_memory_bytes: Annotated[Bytes, BeforeValidator(parse_bytes)] = Field(
+        64 * 2**20, description="Memory that rendering a conversation may take, such as 64MiB."
+    )
+    api_keys: Annotated[TextList, AfterValidator(_check_keys)] = Field(
+        (),
+        description="API keys accepted as Bearer tokens, separated by commas or as a JSON list; none: no key is needed.",
     )
     api_key_file: Path | None = Field(None, description="File with one API key per line.")
+    rate_limit: Annotated[str, AfterValidator(_check_rate_limit)] = Field(
+        "",
+        description="Most that each API key, or each address without one, may use per minute, as requests=N, tokens=N or both,"
+        " separated by a comma; none: no limit.",
+    )
+    allowed_hosts: TextList = Field(
+        (),
+        description="Host names that requests may name, such as api.example.com or *.example.com; none: any."
+        " Health and metrics are exempt.",
+    )
+    cors_allow_origins: Annotated[TextList, AfterValidator(_check_origins)] = Field(
+        (),
+        description="Origins whose web pages may use the API, such as https://app.example.com, or *; none: no other.",
+    )
+    tls_cert: Path | None = Field(
+        None, description="File with the certificate chain for TLS, in PEM; without it the server speaks plain HTTP."
+    )
+    tls_key: Path | None = Field(None, description="File with the private key of the certificate, in PEM.")
+    max_connections: PositiveInt | Auto = Field(
+        "auto", description="Connections that may be open at once; auto: 4,096, or what the limit of open files allows."
+    )
+    write_timeout_seconds: PositiveFloat = Field(
+        30.0, description="Time in which a client must take 16 KiB of a response that waits for it, or else is cut off."
+    )
     log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="Least severe message to log.")
     hourly_price: PositiveFloat | None = Field(
         None, description="Price of this machine in dollars per hour, for cost metrics."
@@ -276,7 +394,10 @@ def _error_messages(error: ValidationError) -> list[str]:
 
 @dataclass(frozen=True, slots=True)
 class SettingRow:
-    """One setting as text. `values` is the accepted form; `default` is empty if there is none."""
+    """One setting as text. `values` is the accepted form; `default` is empty if there is none.
+
+    `is_list`: the flag takes several values, and the environment variable has them separated by commas.
+    """
 
     name: str
     flag: str
@@ -284,6 +405,7 @@ class SettingRow:
     values: str
     default: str
     description: str
+    is_list: bool = False
 
 
 def setting_rows() -> list[SettingRow]:
@@ -296,9 +418,10 @@ def setting_rows() -> list[SettingRow]:
             name=name,
             flag=f"--{name.replace('_', '-')}",
             variable=PREFIX + name.upper(),
-            values="|".join(dict.fromkeys(_accepted_forms(field.annotation))),
+            values="LIST" if NoDecode in field.metadata else "|".join(dict.fromkeys(_accepted_forms(field.annotation))),
             default="" if field.default in (None, ()) else str(field.default),
             description=field.description or "",
+            is_list=NoDecode in field.metadata,
         )
         for name, field in Settings.model_fields.items()
     ]
@@ -317,5 +440,5 @@ def _accepted_forms(annotation: Any) -> list[str]:
         parts = [part for part in get_args(annotation) if part is not type(None)]
         return sorted((word for part in parts for word in _accepted_forms(part)), key=str.isupper)
     if get_origin(annotation) is tuple:
-        return ["JSON LIST"]
+        return ["LIST"]
     return [_TYPE_NAMES[annotation]]

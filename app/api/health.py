@@ -11,7 +11,8 @@ from typing_extensions import TypedDict
 
 from app.api.errors import LOADING_RETRY_SECONDS
 from app.api.routing import DialectRouter, runtime_of
-from app.errors import InvalidRequest
+from app.errors import InvalidRequest, NotReady
+from app.service.service import Service
 from app.version import VERSION
 
 MAX_STEP_DIGITS = 18  # digits of a step number: more steps than any process reaches
@@ -27,19 +28,34 @@ class LivenessStatus(TypedDict):
     status: str
 
 
+class LoadProgressStatus(TypedDict):
+    """A phase of loading: its name, linear layers done and in total, percent of the bytes, estimated seconds left."""
+
+    phase: str
+    layers_done: int
+    layers_total: int
+    percent: int
+    remaining_seconds: float | None
+
+
 class ReadinessStatus(TypedDict):
-    """Response of `/readyz`: `ready`, `loading` or `stopping`; until it is ready, also the stage of loading."""
+    """Response of `/readyz`: `ready`, `loading` or `stopping`; until it is ready, also the stage of loading.
+
+    `progress` is there while weights are loaded or packed.
+    """
 
     status: str
     stage: NotRequired[str]
+    progress: NotRequired[LoadProgressStatus]
 
 
 class InfoResponse(TypedDict):
-    """Response of `/info`. While the server is loading, less is known."""
+    """Response of `/info`. While the server is loading, less is known; without a key, `stage` and `model` alone."""
 
-    version: str
     stage: str
-    capacity: dict[str, Any]
+    model: NotRequired[dict[str, Any]]
+    version: NotRequired[str]
+    capacity: NotRequired[dict[str, Any]]
 
 
 class StepLogColumns(TypedDict):
@@ -65,7 +81,7 @@ AFTER = {
     "name": "after",
     "in": "query",
     "description": "Number of the first step: the `next` of the previous response.",
-    "schema": {"type": "integer", "minimum": 0, "default": 0},
+    "schema": {"type": "integer", "minimum": 0, "maximum": 10**MAX_STEP_DIGITS - 1, "default": 0},
 }
 METRICS_TYPES = {name: {"schema": {"type": "string"}} for name in ("text/plain", "application/openmetrics-text")}
 
@@ -94,16 +110,32 @@ async def readyz(request: Request) -> Response:
     if service.ready:
         return JSONResponse({"status": "ready"})
     status = "stopping" if service.stage == "stopping" else "loading"
-    body = {"status": status, "stage": service.stage}
+    body: dict[str, Any] = {"status": status, "stage": service.stage}
+    if (progress := service.load_progress) is not None:
+        body["progress"] = progress.to_json()
     return JSONResponse(body, 503, headers={"retry-after": str(LOADING_RETRY_SECONDS)})
 
 
 @router.get("/info", summary="Version, model, facts, plan with reasons, and capacity", response_model=InfoResponse)
 async def info(request: Request) -> Response:
-    """Return the version, the stage, the runtime's information and the capacity; less is known while loading."""
+    """Return the version, the stage, the runtime's information and the capacity; less is known while loading.
+
+    Where keys are set, a request without one is told what a client needs, and nothing about the machine.
+    """
     runtime = runtime_of(request)
+    if not request.state.has_key:
+        return JSONResponse(_client_info(runtime.service))
     capacity = runtime.service.snapshot.to_json()
     return JSONResponse({"version": VERSION, "stage": runtime.service.stage, **runtime.info(), "capacity": capacity})
+
+
+def _client_info(service: Service) -> dict[str, Any]:
+    try:
+        served = service.model
+    except NotReady:
+        return {"stage": service.stage}
+    model = {"name": served.name, "kind": served.kind, "max_model_len": served.limits.max_model_len}
+    return {"stage": service.stage, "model": model}
 
 
 @router.get(

@@ -1,77 +1,29 @@
-"""Everything between uvicorn and the endpoints: the request gate, limits on head and body, and disconnects.
+"""Everything between the connection and the endpoints: the request gate, limits on the body, and disconnects.
 
-`RequestGate` is the entry point of every request. It assigns the request id, checks the API key, limits the body's
+`RequestGate` is the entry point of every request. It assigns the request id, checks host, API key and rate, limits the body's
 size (also decompressed), detects disconnects and has the last exception handler. It is plain ASGI, since a middleware
 that runs requests in its own tasks hides disconnects. Nothing else cancels a handler whose client has left, unless it
 is streaming, and then only at its next event.
-
-`BoundedHeadProtocol` is uvicorn's HTTP protocol with a size limit and a time limit on the request head, including
-trailers: the parser collects headers of any length, and uvicorn waits for them without a timeout.
 """
 
 from __future__ import annotations
 
 import asyncio
-import hashlib
-import hmac
 import logging
 import re
+import time
 import uuid
 import zlib
-from asyncio import TimerHandle
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Iterator
 
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
+from app.api.access import NO_RULES, AccessControl, header
 from app.api.errors import NATIVE_ERRORS, ErrorFormat, to_http_error
 from app.api.streaming import format_sse
-from app.errors import BodyTooLarge, InvalidRequest, Overloaded, RequestError, ServiceStopping, Unauthorized
-
-MAX_HEAD_BYTES = 64 * 1024  # the limit of h11, uvicorn's other parser
-HEAD_TIMEOUT_SECONDS = 60.0
-
-
-class BoundedHeadProtocol(HttpToolsProtocol):
-    """Protocol that limits the bytes since the last complete head or body chunk, and the time until the first head."""
-
-    _unfinished_bytes = 0
-    _deadline: TimerHandle | None = None
-
-    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """Start the deadline of the first head."""
-        super().connection_made(transport)
-        self._deadline = self.loop.call_later(HEAD_TIMEOUT_SECONDS, transport.abort)
-
-    def connection_lost(self, exc: Exception | None) -> None:
-        """Cancel the deadline."""
-        self._cancel_deadline()
-        super().connection_lost(exc)
-
-    def data_received(self, data: bytes) -> None:
-        """Parse the data; respond with 400 if the head is too large."""
-        self._unfinished_bytes += len(data)
-        super().data_received(data)
-        if self._unfinished_bytes > MAX_HEAD_BYTES and not self.transport.is_closing():
-            self.send_400_response("The head of the request is too large.")
-
-    def on_headers_complete(self) -> None:
-        """Reset the count of bytes and cancel the deadline."""
-        self._cancel_deadline()
-        self._unfinished_bytes = 0
-        super().on_headers_complete()
-
-    def on_body(self, body: bytes) -> None:
-        """Reset the count of bytes."""
-        self._unfinished_bytes = 0
-        super().on_body(body)
-
-    def _cancel_deadline(self) -> None:
-        if self._deadline is not None:
-            self._deadline.cancel()
-            self._deadline = None
-
+from app.errors import BodyTooLarge, InvalidRequest, Overloaded, RequestError, ServiceStopping
+from app.service.rate_limit import ACCOUNT
 
 DISCARD_SECONDS = 2.0  # time for discarding a refused body, so that the client can read the response
 
@@ -129,6 +81,7 @@ async def discard_body(receive: Receive) -> None:
         pass
 
 
+INFLATE_BYTES = 256 * 1024  # decompressed in about a millisecond
 GZIP_OR_ZLIB = 32 + zlib.MAX_WBITS  # zlib looks at the first bytes; HTTP's `deflate` is zlib's format
 
 
@@ -146,17 +99,21 @@ class BodyDecoder:
             )
         self._decompressor = zlib.decompressobj(GZIP_OR_ZLIB) if known not in ("", "identity") else None
 
-    def __call__(self, chunk: bytes, max_bytes: int) -> bytes:
-        """Return the decompressed chunk, at most its first `max_bytes`."""
+    def __call__(self, chunk: bytes) -> Iterator[bytes]:
+        """Yield the decompressed chunk in parts of at most `INFLATE_BYTES`."""
         if self._decompressor is None:
-            return chunk
-        try:
-            plain = self._decompressor.decompress(chunk, max_bytes)
-        except zlib.error as error:
-            raise InvalidRequest("The body does not match its content-encoding header.") from error
-        if self._decompressor.unused_data:
-            raise InvalidRequest("The compressed body has data after its end.")
-        return plain
+            yield chunk
+            return
+        plain = b""
+        while chunk or len(plain) == INFLATE_BYTES:  # zlib may have taken all of the input and have more output
+            try:
+                plain = self._decompressor.decompress(chunk, INFLATE_BYTES)
+            except zlib.error as error:
+                raise InvalidRequest("The body does not match its content-encoding header.") from error
+            if self._decompressor.unused_data:
+                raise InvalidRequest("The compressed body has data after its end.")
+            yield plain
+            chunk = self._decompressor.unconsumed_tail
 
     def finish(self) -> None:
         """Raise `InvalidRequest` if the compressed data is incomplete."""
@@ -171,7 +128,11 @@ MAX_TENSOR_BODY_BYTES = 4 * MAX_BODY_BYTES  # 100 images of 224 × 224 in FP32; 
 TENSOR_HEADER = b"inference-header-content-length"
 MAX_HELD_BODIES = 8  # bodies of full size in memory at the same time; once parsed, a body takes several times its size
 BODY_TIMEOUT_SECONDS = 60.0  # time limit for receiving a body
+SLOW_SECONDS = 0.001  # a message takes microseconds unless the client must read first
 _VALID_ID = re.compile(rb"[\x21-\x7e]{1,128}")
+
+
+OPEN_ACCESS = AccessControl(NO_RULES, (), ())  # no keys and no limits
 
 
 class RequestGate:
@@ -179,20 +140,17 @@ class RequestGate:
 
     Args:
         app: The application.
-        api_keys: Keys that clients may send; if empty, no key is needed.
-        public_paths: Paths that never need a key.
+        access: Check of host names, keys and rates.
         error_format: The error format of a path.
     """
 
     def __init__(
         self,
         app: ASGIApp,
-        api_keys: Collection[str] = (),
-        public_paths: Collection[str] = (),
+        access: AccessControl = OPEN_ACCESS,
         error_format: Callable[[str], ErrorFormat] = lambda path: NATIVE_ERRORS,
     ) -> None:
-        self._app, self._public_paths, self._error_format = app, public_paths, error_format
-        self._key_hashes = tuple(_hash(key.encode()) for key in api_keys)
+        self._app, self._access, self._error_format = app, access, error_format
         self._held_bytes = 0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -202,7 +160,8 @@ class RequestGate:
             return
         sender = ResponseSender(scope, send, self._error_format)
         try:
-            self._check_key(scope)
+            if (account := self._access.check(scope)) is not None:
+                ACCOUNT.set(account)
             await self._forward(scope, receive, sender)
         except ClientDisconnected:
             log.debug("request %s: the client left", sender.request_id)
@@ -218,32 +177,24 @@ class RequestGate:
             await sender.send_error(error)
         await sender.end()
 
-    def _check_key(self, scope: Scope) -> None:
-        if not self._key_hashes or scope["path"] in self._public_paths:
-            return
-        scheme, _, key = _header(scope, b"authorization").partition(b" ")
-        offered = _hash(key.strip())
-        # Every key is compared, in constant time, so that the duration reveals nothing about the keys.
-        known = sum(hmac.compare_digest(offered, expected) for expected in self._key_hashes)
-        if scheme.lower() != b"bearer" or not known:
-            raise Unauthorized("This server needs an API key: send it as `Authorization: Bearer KEY`.")
-
     async def _forward(self, scope: Scope, receive: Receive, sender: ResponseSender) -> None:
         if scope["method"] in ("GET", "HEAD"):
             await self._app(scope, receive, sender.send)
             return
-        body = bytearray()
+        body, content = bytearray(), b""
         try:
             await self._read_body(scope, receive, body)
-            await run_until_disconnect(self._app, scope, bytes(body), receive, sender.send)
+            content = bytes(body)
+            body.clear()
+            await run_until_disconnect(self._app, scope, content, receive, sender.send)
         finally:
-            self._held_bytes -= len(body)
+            self._held_bytes -= len(body) + len(content)
 
     async def _read_body(self, scope: Scope, receive: Receive, body: bytearray) -> None:
-        declared, limit = _header(scope, b"content-length"), _body_limit(scope)
+        declared, limit = header(scope, b"content-length"), _body_limit(scope)
         if declared.isdigit() and int(declared[:20]) > limit:
             raise _too_large(limit)
-        inflate = BodyDecoder(_header(scope, b"content-encoding").decode("latin-1"))
+        inflate = BodyDecoder(header(scope, b"content-encoding").decode("latin-1"))
         try:
             async with asyncio.timeout(BODY_TIMEOUT_SECONDS):
                 while await self._read_chunk(receive, body, inflate, limit):
@@ -257,13 +208,15 @@ class RequestGate:
         message = await receive()
         if message["type"] == "http.disconnect":
             raise ClientDisconnected
-        chunk = inflate(message.get("body", b""), limit + 1 - len(body))
-        if len(body) + len(chunk) > limit:
-            raise _too_large(limit)
-        if self._held_bytes + len(chunk) > MAX_HELD_BODIES * MAX_BODY_BYTES:
-            raise Overloaded("The server holds too many large bodies already.", retry_after_seconds=1.0)
-        body += chunk
-        self._held_bytes += len(chunk)
+        for chunk in inflate(message.get("body", b"")):
+            if len(body) + len(chunk) > limit:
+                raise _too_large(limit)
+            if self._held_bytes + len(chunk) > MAX_HELD_BODIES * MAX_BODY_BYTES:
+                raise Overloaded("The server holds too many large bodies already.", retry_after_seconds=1.0)
+            body += chunk
+            self._held_bytes += len(chunk)
+            if len(chunk) == INFLATE_BYTES:
+                await asyncio.sleep(0)  # a small compressed chunk may be many megabytes
         return bool(message.get("more_body", False))
 
 
@@ -271,7 +224,7 @@ class ResponseSender:
     """Sender of the response to one client. It adds the request id and tracks how far the response is."""
 
     def __init__(self, scope: Scope, send: Send, error_format: Callable[[str], ErrorFormat]) -> None:
-        offered = _header(scope, b"x-request-id")
+        offered = header(scope, b"x-request-id")
         self.request_id = offered.decode() if _VALID_ID.fullmatch(offered) else uuid.uuid4().hex
         scope.setdefault("state", {})["request_id"] = self.request_id
         self._path, self._send, self._error_format = scope["path"], send, error_format
@@ -287,7 +240,16 @@ class ResponseSender:
             )
         elif not message.get("more_body", False):
             self._ended = True
+        if not self._is_event_stream:
+            await self._send(message)
+            return
+        began = time.monotonic()
         await self._send(message)
+        if time.monotonic() - began > SLOW_SECONDS:
+            # The client was slow, or has left. Two turns of the loop let its departure end this request before the
+            # events that were collected meanwhile are written for nobody.
+            await asyncio.sleep(0)
+            await asyncio.sleep(0)
 
     async def send_error(self, error: Exception) -> None:
         """Send an error to the client if that is still possible: as a response, or as the last event of a stream.
@@ -320,17 +282,9 @@ class ResponseSender:
 
 def _body_limit(scope: Scope) -> int:
     """Return the body size limit. Bodies with a header that says where their tensors begin may be larger."""
-    has_tensors = scope["path"].startswith("/v2/") and _header(scope, TENSOR_HEADER)
+    has_tensors = scope["path"].startswith("/v2/") and header(scope, TENSOR_HEADER)
     return MAX_TENSOR_BODY_BYTES if has_tensors else MAX_BODY_BYTES
 
 
 def _too_large(limit: int) -> BodyTooLarge:
     return BodyTooLarge(f"The body may have at most {limit} bytes.")
-
-
-def _header(scope: Scope, name: bytes) -> bytes:
-    return next((value for key, value in scope["headers"] if key == name), b"")
-
-
-def _hash(key: bytes) -> bytes:
-    return hashlib.sha256(key).digest()

@@ -1,20 +1,25 @@
-"""Native dialect: generation from text or token ids to text and token ids, and the tokenizer."""
+"""Native dialect: generation from text or token ids to text and token ids."""
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
-from typing import Annotated, Any, NotRequired
+from collections.abc import AsyncIterator, Mapping
+from typing import Any, NotRequired
 
-from pydantic import Field
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from typing_extensions import TypedDict
 
 from app.api.errors import NATIVE_ERRORS
-from app.api.openai.routes import template_message
-from app.api.openai.schemas import Message
-from app.api.routing import BODY_ERRORS, DialectRouter, RequestBody, count_refusals, request_id, runtime_of
-from app.api.schemas import MAX_MESSAGES, Body, Int64, SamplingFields, TokenIds
+from app.api.routing import (
+    BODY_ERRORS,
+    DialectRouter,
+    RequestBody,
+    count_refusals,
+    request_id,
+    runtime_of,
+    sampling_defaults,
+)
+from app.api.schemas import Int64, SamplingFields, TokenIds
 from app.api.streaming import (
     CollectedChoice,
     CollectedCompletion,
@@ -44,21 +49,6 @@ class GenerateBody(SamplingFields):
     beam_width: Int64 | None = None
     add_special_tokens: bool | None = None
     stream: bool | None = None
-
-
-class TokenizeBody(Body):
-    """Body of `POST /tokenize`, with `prompt`, or with `messages` that are rendered with the chat template."""
-
-    prompt: str | None = None
-    messages: Annotated[tuple[Message, ...], Field(fail_fast=True, min_length=1, max_length=MAX_MESSAGES)] | None = None
-    add_special_tokens: bool | None = None
-
-
-class DetokenizeBody(Body):
-    """Body of `POST /detokenize`."""
-
-    token_ids: TokenIds
-    skip_special_tokens: bool | None = None
 
 
 class GenerateUsage(TypedDict):
@@ -116,19 +106,6 @@ class GenerateEvent(TypedDict):
     usage: NotRequired[GenerateUsage]
 
 
-class TokenizeResponse(TypedDict):
-    """Response of `POST /tokenize`."""
-
-    token_ids: list[int]
-    num_tokens: int
-
-
-class DetokenizeResponse(TypedDict):
-    """Response of `POST /detokenize`."""
-
-    text: str
-
-
 Json = dict[str, Any]
 router = DialectRouter("Native")
 
@@ -145,7 +122,7 @@ async def generate(request: Request, unread: RequestBody[GenerateBody]) -> Respo
     runtime = runtime_of(request)
     with count_refusals(runtime.metrics, "native"):
         body = await unread.parse()
-        generation = _generation_request(body, request_id(request))
+        generation = _generation_request(body, request_id(request), sampling_defaults(runtime))
     stream = runtime.service.generate(generation)
     if not body.stream:
         completion = await collect(stream)
@@ -156,43 +133,11 @@ async def generate(request: Request, unread: RequestBody[GenerateBody]) -> Respo
     )
 
 
-@router.post(
-    "/tokenize",
-    summary="Token ids of a text or a chat",
-    response_model=TokenizeResponse,
-    responses=router.failures(*BODY_ERRORS),
-)
-async def tokenize(request: Request, unread: RequestBody[TokenizeBody]) -> Response:
-    """Serve `POST /tokenize`."""
-    body = await unread.parse()
-    service = runtime_of(request).service
-    if (body.prompt is None) == (body.messages is None):
-        raise InvalidRequest("Send either prompt or messages.", field="prompt")
-    if body.prompt is not None:
-        token_ids = await service.tokenize(body.prompt, body.add_special_tokens is not False)
-    else:
-        token_ids = await service.tokenize_chat([template_message(message) for message in body.messages or ()], {})
-    return JSONResponse({"token_ids": token_ids, "num_tokens": len(token_ids)})
-
-
-@router.post(
-    "/detokenize",
-    summary="Text of token ids",
-    response_model=DetokenizeResponse,
-    responses=router.failures(*BODY_ERRORS),
-)
-async def detokenize(request: Request, unread: RequestBody[DetokenizeBody]) -> Response:
-    """Serve `POST /detokenize`."""
-    body = await unread.parse()
-    text = await runtime_of(request).service.detokenize(body.token_ids, body.skip_special_tokens is not False)
-    return JSONResponse({"text": text})
-
-
-def _generation_request(body: GenerateBody, identity: str) -> GenerationRequest:
+def _generation_request(body: GenerateBody, identity: str, defaults: Mapping[str, float]) -> GenerationRequest:
     if (body.prompt is None) == (body.token_ids is None):
         raise InvalidRequest("Send either prompt or token_ids.", field="prompt")
     return GenerationRequest(
-        params=body.params(max_tokens=body.max_tokens, logprobs=body.logprobs, beam_width=body.beam_width),
+        params=body.params(defaults, max_tokens=body.max_tokens, logprobs=body.logprobs, beam_width=body.beam_width),
         api="native",
         request_id=identity,
         prompt=body.prompt,

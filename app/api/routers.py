@@ -11,20 +11,41 @@ from fastapi.openapi.utils import get_openapi
 from fastapi.security import HTTPBearer
 from pydantic import TypeAdapter
 
-from app.api import health, native, tei
+from app.api import health, native, tei, tokenizer
+from app.api.anthropic import routes as anthropic
 from app.api.encoders import routes as encoders
 from app.api.errors import NATIVE_ERRORS, ErrorFormat
+from app.api.llama_cpp import completion as llama_cpp
+from app.api.llama_cpp import server as llama_cpp_server
 from app.api.oip import generate
 from app.api.oip import routes as oip
+from app.api.ollama import routes as ollama
 from app.api.openai import routes as openai
+from app.api.openai_responses import routes as openai_responses
 from app.api.routing import SCHEMA_REF, DialectRoute, DialectRouter
 
+# Clients of servers that have OpenAI's routes without a prefix send the same bodies there.
+_WITHOUT_PREFIX = {
+    f"/v1/{path}": f"/{path}"
+    for path in ("chat/completions", "responses", "embeddings", "models", "models/{name:path}")
+}
 ROUTERS: tuple[DialectRouter, ...] = (
     health.probes,
     health.router,
     openai.router,
+    openai.router.copy(_WITHOUT_PREFIX),
+    openai_responses.router,
+    openai_responses.router.copy(_WITHOUT_PREFIX),
+    anthropic.router,
+    ollama.router,
+    llama_cpp_server.probes,
+    llama_cpp_server.router,
+    llama_cpp.router,
+    llama_cpp.router.copy({"/completion": "/completions"}),
     native.router,
+    tokenizer.router,
     encoders.openai_router,
+    encoders.openai_router.copy(_WITHOUT_PREFIX),
     encoders.native_router,
     tei.router,
     oip.probes,
@@ -42,13 +63,22 @@ def public_paths() -> frozenset[str]:
 
 
 def error_format(path: str) -> ErrorFormat:
-    """Return the error format of the dialect that has the path's first part; the native one for unknown paths."""
-    return _error_formats().get(_first_part(path), NATIVE_ERRORS)
+    """Return the error format of the path's dialect.
+
+    Of an unknown path, it is the format of the first router that has the path's first part, or else the native one.
+    """
+    formats = _error_formats()
+    return formats.get(path) or formats.get(_first_part(path), NATIVE_ERRORS)
 
 
 @cache
 def _error_formats() -> Mapping[str, ErrorFormat]:
-    return {_first_part(route.path): router.errors for router in ROUTERS for route in router.operations}
+    formats: dict[str, ErrorFormat] = {}
+    for router in ROUTERS:
+        for route in router.operations:
+            formats.setdefault(_first_part(route.path), router.errors)
+            formats.setdefault(route.path, router.errors)
+    return formats
 
 
 def _first_part(path: str) -> str:

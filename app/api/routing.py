@@ -7,11 +7,12 @@ own error sentences. `RouteTable` finds operations without FastAPI's router. `Ru
 
 from __future__ import annotations
 
+import asyncio
 import re
-from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Annotated, Any, Generic, Protocol, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Generic, Protocol, TypeVar, get_args, get_origin, get_type_hints
 
 from fastapi import APIRouter
 from fastapi import Body as BodyField
@@ -23,11 +24,17 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from app.api.access import NO_RULES, AccessRules
 from app.api.errors import NATIVE_ERRORS, ErrorFormat
+from app.api.json_size import LOOP_BYTES
 from app.api.schemas import BodyT, parse_body
 from app.errors import InvalidRequest, ModelNotFound, RequestError
 from app.metrics.instruments import Api, Metrics
+from app.service.served_model import ServedDecoder
 from app.service.service import Service
+
+T = TypeVar("T")
+_SPACE_BYTES = 64  # looked at first: stripping a whole body takes milliseconds
 
 
 class Lifespan(Protocol):
@@ -38,6 +45,14 @@ class Lifespan(Protocol):
 
     async def stop(self) -> None:
         """Stop; called once at shutdown."""
+
+
+@dataclass(frozen=True, slots=True)
+class ModelNames:
+    """Names of the served model besides its first. `accepts_any`: clients may send any name."""
+
+    aliases: tuple[str, ...] = ()
+    accepts_any: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +68,8 @@ class ApiRuntime:
     info: Callable[[], dict[str, Any]]
     created: int  # start of the process, Unix seconds; OpenAI's model list has this field
     api_keys: tuple[str, ...] = ()
+    access_rules: AccessRules = NO_RULES
+    names: ModelNames = ModelNames()
 
 
 def runtime_of(request: Request) -> ApiRuntime:
@@ -80,11 +97,36 @@ def count_refusals(metrics: Metrics, api: Api) -> Iterator[None]:
         raise
 
 
-def check_model(service: Service, name: str | None) -> None:
-    """Check that `name` is the served model; None always passes. Raises `ModelNotFound`."""
-    served = service.model.name
-    if name is not None and name != served:
+@contextmanager
+def renamed_fields(names: Mapping[str, str]) -> Iterator[None]:
+    """Let a `RequestError` raised in the block name the fields as the dialect does: `names` maps ours to its own."""
+    try:
+        yield
+    except RequestError as error:
+        if error.field is not None and error.field in names:
+            error.message = error.message.replace(error.field, names[error.field])
+            error.field = names[error.field]
+        raise
+
+
+def check_model(runtime: ApiRuntime, name: str | None) -> None:
+    """Check that `name` is one of the served model; None always passes. Raises `ModelNotFound`."""
+    served, names = runtime.service.model.name, runtime.names
+    if name is not None and name != served and name not in names.aliases and not names.accepts_any:
         raise ModelNotFound(f"The model {name[:100]!r} is not served here; {served!r} is.", field="model")
+
+
+async def run_beside_loop(num_bytes: int, function: Callable[..., T], *arguments: Any) -> T:
+    """Call a function of a body or of its tensors; in a thread if they have so many bytes that it may take long."""
+    if num_bytes <= LOOP_BYTES:
+        return function(*arguments)
+    return await asyncio.get_running_loop().run_in_executor(None, function, *arguments)
+
+
+def sampling_defaults(runtime: ApiRuntime) -> Mapping[str, float]:
+    """Return the sampling parameters that the served checkpoint prefers."""
+    model = runtime.service.model
+    return model.sampling_defaults if isinstance(model, ServedDecoder) else {}
 
 
 Responses = dict[int | str, dict[str, Any]]
@@ -117,20 +159,28 @@ class UnreadBody(Generic[BodyT]):
         """Return the body's bytes."""
         return await self._request.body()
 
-    async def parse(self) -> BodyT:
+    async def parse(self, needs_type: bool = True) -> BodyT:
         """Parse the body as JSON.
 
         The content type must be JSON: a browser lets any web page post other types to this server without a CORS
-        preflight.
+        preflight. With `needs_type` False, only a browser's request must say so, which has an `Origin`.
 
         Raises:
             InvalidRequest: The content type is not JSON, the body is empty or does not match.
         """
         kind = self._request.headers.get("content-type", "").partition(";")[0].strip().lower()
-        if kind != "application/json" and not kind.endswith("+json"):
+        is_checked = needs_type or "origin" in self._request.headers
+        if is_checked and kind != "application/json" and not kind.endswith("+json"):
             raise InvalidRequest("Send the body as JSON with the header `content-type: application/json`.")
+        return await self.translate(self._parse)
+
+    async def translate(self, function: Callable[[bytes], T]) -> T:
+        """Return the function's result for the body. A large body is translated in a thread, beside the event loop."""
         body = await self.read()
-        if not body.strip():
+        return function(body) if len(body) <= LOOP_BYTES else await run_beside_loop(len(body), function, body)
+
+    def _parse(self, body: bytes) -> BodyT:
+        if not body[:_SPACE_BYTES].strip() and not body.strip():
             raise InvalidRequest("The body is empty: send a JSON object.")
         return parse_body(self._model, body)
 
@@ -214,10 +264,23 @@ class DialectRouter(APIRouter):
         content = {"application/json": {"schema": _reference(self.errors.model)}}
         return {status: {**_ERRORS[status], "content": content} for status in statuses}
 
-    def event_stream(self, event: type) -> Responses:
+    def event_stream(self, event: type, media_type: str = "text/event-stream") -> Responses:
         """Return the description of a successful response that is a stream of server-sent events with such `data`."""
         self.event_models.append(event)
-        return {200: {"content": {"text/event-stream": {"schema": _reference(event)}}}}
+        return {200: {"content": {media_type: {"schema": _reference(event)}}}}
+
+    def copy(self, aliases: Mapping[str, str]) -> DialectRouter:
+        """Return a router with the operations of some paths at other paths.
+
+        Args:
+            aliases: Other path of each path. Operations of other paths are left out.
+        """
+        router = DialectRouter(str(self.tags[0]), self.errors, self.public)
+        router.event_models = self.event_models
+        for route in self.operations:
+            if route.path in aliases:
+                router.routes.append(DialectRoute(aliases[route.path], route.operation, **route.options))
+        return router
 
 
 def _reference(model: type) -> dict[str, str]:
@@ -227,6 +290,11 @@ def _reference(model: type) -> dict[str, str]:
 def _operation_id(route: APIRoute) -> str:
     method = next(iter(route.methods or ()))
     return method.lower() + re.sub(r"\W+", "_", route.path_format.replace("}", ""))
+
+
+def _methods(route: DialectRoute) -> tuple[str, ...]:
+    """Return the methods that a route answers: HEAD wherever GET is, and uvicorn leaves the body out."""
+    return ("GET", "HEAD") if route.method == "GET" else (route.method,)
 
 
 class RouteTable:
@@ -240,8 +308,9 @@ class RouteTable:
 
     def __init__(self, app: ASGIApp, routes: Sequence[DialectRoute]) -> None:
         self._app = app
-        self._exact = {(each.method, each.path): each.handler for each in routes if not each.param_convertors}
-        self._patterns = [(each.method, each.path_regex, each.handler) for each in routes if each.param_convertors]
+        methods = [(method, each) for each in routes for method in _methods(each)]
+        self._exact = {(method, each.path): each.handler for method, each in methods if not each.param_convertors}
+        self._patterns = [(method, each.path_regex, each.handler) for method, each in methods if each.param_convertors]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Call the operation of the path, or the wrapped application."""

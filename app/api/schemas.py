@@ -3,19 +3,26 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from types import MappingProxyType
 from typing import Annotated, Any, ClassVar, TypeVar
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, WithJsonSchema
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, GetJsonSchemaHandler, ValidationError, WithJsonSchema
+from pydantic.json_schema import JsonSchemaValue
+from pydantic_core import CoreSchema
 
 from app.api.errors import invalid_body
-from app.errors import UnsupportedParameter
-from app.messages import SamplingParams
+from app.api.json_size import LOOP_BYTES, check_num_values
+from app.errors import InvalidRequest, UnsupportedParameter
+from app.messages import MAX_BAD_WORDS, MAX_LOGIT_BIASES, SamplingParams
 
 MAX_PROMPTS = 64  # prompts in one body; each becomes a separate request to the engine
 MAX_MESSAGES = 4_096
 MAX_PARTS = 128  # parts of one message
 MAX_STOP_TOKEN_IDS = 256
+MAX_ALLOWED_TOKEN_IDS = 2**18
+
+_MAX_ID_DIGITS = 10
 
 # Python's integers have no bound; no valid value needs more than 64 bits.
 Int64 = Annotated[int, Field(ge=-(2**63), le=2**63 - 1)]
@@ -31,12 +38,22 @@ class Body(BaseModel):
     """A JSON object from a client. Unknown fields are refused by name, unless one of two tables lists them.
 
     Fields in IGNORED have no effect that a client could notice. Fields in NEUTRAL are accepted only with a value
-    that requests nothing.
+    that requests nothing. Null requests nothing in any field.
     """
 
     model_config = ConfigDict(strict=True, extra="allow", frozen=True)
     IGNORED: ClassVar[frozenset[str]] = frozenset()
     NEUTRAL: ClassVar[Mapping[str, tuple[Any, ...]]] = {}
+
+    @classmethod
+    def __get_pydantic_json_schema__(cls, core_schema: CoreSchema, handler: GetJsonSchemaHandler) -> JsonSchemaValue:
+        """Return the schema for the OpenAPI document: with the fields of both tables, and without any other."""
+        schema = handler.resolve_ref_schema(handler(core_schema))
+        ignored: dict[str, Any] = {name: {} for name in sorted(cls.IGNORED)}
+        neutral = {name: {"enum": list(values)} for name, values in cls.NEUTRAL.items()}
+        schema["properties"] = ignored | neutral | schema.get("properties", {})
+        schema["additionalProperties"] = False
+        return schema
 
     def refuse_unknown(self, path: str = "") -> None:
         """Raise `UnsupportedParameter` for unknown fields and drop the ignored ones.
@@ -45,7 +62,7 @@ class Body(BaseModel):
         """
         extra = self.model_extra or {}
         for name, value in extra.items():
-            if name in self.IGNORED or value in self.NEUTRAL.get(name, ()):
+            if value is None or name in self.IGNORED or value in self.NEUTRAL.get(name, ()):
                 continue
             field = path + name
             if name not in self.NEUTRAL:
@@ -61,9 +78,10 @@ class Body(BaseModel):
 def _refuse_unknown_below(value: Any, path: str) -> None:
     if isinstance(value, Body):
         value.refuse_unknown(f"{path}.")
-    elif isinstance(value, tuple) and value and isinstance(value[0], Body):
+    elif isinstance(value, tuple):
         for index, item in enumerate(value):
-            item.refuse_unknown(f"{path}[{index}].")
+            if isinstance(item, Body):
+                item.refuse_unknown(f"{path}[{index}].")
 
 
 class SamplingFields(Body):
@@ -81,26 +99,59 @@ class SamplingFields(Body):
     seed: Int64 | None = None
     n: Int64 | None = None
     ignore_eos: bool | None = None
+    logit_bias: Annotated[dict[str, float], Field(max_length=MAX_LOGIT_BIASES)] | None = None
+    min_tokens: Int64 | None = None
+    bad_words: Annotated[tuple[str, ...], Field(fail_fast=True, max_length=MAX_BAD_WORDS)] | None = None
+    allowed_token_ids: Annotated[tuple[Int64, ...], Field(fail_fast=True, max_length=MAX_ALLOWED_TOKEN_IDS)] | None = (
+        None
+    )
+    include_stop_str_in_output: bool | None = None
+    skip_special_tokens: bool | None = None
+    priority: Int64 | None = None
 
-    def params(self, **more: Any) -> SamplingParams:
-        """Return the sampling parameters; a None in `more` also means the neutral value.
+    def params(self, defaults: Mapping[str, Any] = MappingProxyType({}), **more: Any) -> SamplingParams:
+        """Return the sampling parameters; a None in `more` also means that the client gave no value.
+
+        Args:
+            defaults: Values of parameters that the client did not give.
+            more: Further parameters.
 
         Raises:
             InvalidRequest: a value is out of range.
         """
         given = {name: getattr(self, name) for name in SamplingFields.model_fields} | more
         given["stop"] = (self.stop,) if isinstance(self.stop, str) else self.stop
-        return SamplingParams(**{name: value for name, value in given.items() if value is not None})
+        given["top_k"] = 0 if self.top_k == -1 else self.top_k  # vLLM's value for all tokens
+        given["include_stop"] = given.pop("include_stop_str_in_output")
+        given["logit_bias"] = tuple(_token_biases(self.logit_bias or {}))
+        return SamplingParams(**{**defaults, **{name: value for name, value in given.items() if value is not None}})
+
+
+def _token_biases(biases: Mapping[str, float]) -> Iterator[tuple[int, float]]:
+    for name, bias in biases.items():
+        if not (name.isascii() and name.isdigit() and len(name) < _MAX_ID_DIGITS):
+            raise InvalidRequest(f"logit_bias must have token ids as its keys, not {name[:40]!r}.", field="logit_bias")
+        yield int(name), bias
 
 
 def parse_body(model: type[BodyT], body: bytes) -> BodyT:
-    """Parse a body as `model`. Raises an `InvalidRequest` about the first error."""
+    """Parse a body as `model`. Raises an `InvalidRequest` about the first error, or if it has too many values."""
+    if len(body) > LOOP_BYTES:
+        check_num_values(body)
     try:
         parsed = model.model_validate_json(body)
     except ValidationError as error:
         raise invalid_body(error) from error
     parsed.refuse_unknown()
     return parsed
+
+
+def make_body(model: type[BodyT], **fields: Any) -> BodyT:
+    """Return a body that another dialect's body was translated to. Raises an `InvalidRequest` about the first error."""
+    try:
+        return model(**fields)
+    except ValidationError as error:
+        raise invalid_body(error) from error
 
 
 def validate_token_ids(value: Any) -> tuple[int, ...]:

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Sequence
+import math
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
@@ -36,6 +37,16 @@ class GenerationStream(Protocol):
 def format_sse(event: dict[str, Any]) -> bytes:
     """Return one server-sent event. JSON escapes line breaks, so a single `data:` line is enough."""
     return b"data: " + _JSON.encode(event).encode() + b"\n\n"
+
+
+def format_named_sse(event: dict[str, Any]) -> bytes:
+    """Return one server-sent event whose name is the `type` of its data, as Anthropic's and OpenAI's newer APIs send."""
+    return b"event: " + str(event["type"]).encode() + b"\n" + format_sse(event)
+
+
+def format_line(event: dict[str, Any]) -> bytes:
+    """Return one line of newline-delimited JSON."""
+    return _JSON.encode(event).encode() + b"\n"
 
 
 class StartedStream:
@@ -75,13 +86,22 @@ async def wait_for_first_token(stream: GenerationStream) -> StartedStream:
     return StartedStream(first_events, stream)
 
 
-class EventStreamResponse(StreamingResponse):
-    """A response of server-sent events that closes its source however it ends."""
+NDJSON = "application/x-ndjson"
 
-    def __init__(self, events: AsyncIterator[bytes], source: GenerationStream, headers: dict[str, str]) -> None:
+
+class EventStreamResponse(StreamingResponse):
+    """A response of server-sent events, or of lines of JSON, that closes its source however it ends."""
+
+    def __init__(
+        self,
+        events: AsyncIterator[bytes],
+        source: GenerationStream,
+        headers: dict[str, str],
+        media_type: str = "text/event-stream",
+    ) -> None:
         # no-cache and x-accel-buffering make proxies forward each event immediately.
         headers = {"cache-control": "no-cache", "x-accel-buffering": "no", **headers}
-        super().__init__(events, media_type="text/event-stream", headers=headers)
+        super().__init__(events, media_type=media_type, headers=headers)
         self._source = source
 
     async def stream_response(self, send: Send) -> None:
@@ -93,7 +113,10 @@ class EventStreamResponse(StreamingResponse):
 
 
 async def encode_events(
-    events: AsyncIterator[dict[str, Any]], errors: ErrorFormat, last: bytes = b""
+    events: AsyncIterator[dict[str, Any]],
+    errors: ErrorFormat,
+    last: bytes = b"",
+    encode: Callable[[dict[str, Any]], bytes] = format_sse,
 ) -> AsyncIterator[bytes]:
     """Yield the events as bytes, then `last`.
 
@@ -101,15 +124,24 @@ async def encode_events(
     """
     try:
         async for event in events:
-            yield format_sse(event)
+            yield encode(event)
     except RequestError as error:
-        yield format_sse(errors.body(to_http_error(error)))
+        yield encode(errors.body(to_http_error(error)))
         return
     if last:
         yield last
 
 
 PHASES = ("queue", "prefill", "decode")
+
+
+@dataclass(slots=True)
+class CollectedCall:
+    """One tool call as collected so far."""
+
+    id: str
+    name: str
+    arguments: str = ""
 
 
 @dataclass(slots=True)
@@ -121,11 +153,30 @@ class CollectedChoice:
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[ScoredToken] = field(default_factory=list)
     finished: ChoiceFinished | None = None
+    reasoning: str = ""
+    tool_calls: list[CollectedCall] = field(default_factory=list)
 
     @property
     def text(self) -> str:
         """The text so far."""
         return "".join(self.texts)
+
+    def add(self, delta: TextDelta) -> None:
+        """Add more text, reasoning and calls."""
+        self.texts.append(delta.text)
+        self.token_ids += delta.token_ids
+        self.logprobs += delta.logprobs
+        self.reasoning += delta.reasoning
+        for call in delta.tool_calls:
+            if call.id is not None:
+                self.tool_calls.append(CollectedCall(call.id, call.name or ""))
+            self.tool_calls[-1].arguments += call.arguments
+
+    @property
+    def mean_logprob(self) -> float:
+        """Mean log-probability of the tokens, if it was requested."""
+        values = [token.logprob for token in self.logprobs]
+        return sum(values) / len(values) if values else -math.inf
 
     @property
     def reason(self) -> FinishReason:
@@ -140,16 +191,29 @@ class CollectedCompletion:
 
     by_index: dict[int, CollectedChoice] = field(default_factory=dict)
     usage: Usage = field(default_factory=lambda: Usage(0))
+    prompt_token_ids: list[tuple[int, ...]] = field(default_factory=list)  # of each prompt
+
+    def keep_best(self, count: int, group: int, drop_logprobs: bool) -> None:
+        """Keep the `count` choices of each `group` whose tokens are the most likely ones on average."""
+        kept: list[CollectedChoice] = []
+        choices = self.choices
+        for first in range(0, len(choices), group):
+            ranked = sorted(choices[first : first + group], key=lambda choice: -choice.mean_logprob)
+            kept += ranked[:count]
+        for index, choice in enumerate(kept):
+            choice.index = index
+            if drop_logprobs:
+                choice.logprobs = []
+        self.by_index = {choice.index: choice for choice in kept}
 
     def add(self, event: StreamEvent) -> None:
         """Add one event to its choice."""
         if isinstance(event, Accepted):
+            self.prompt_token_ids.append(event.prompt_token_ids)
             return
         choice = self.by_index.setdefault(event.choice, CollectedChoice(event.choice))
         if isinstance(event, TextDelta):
-            choice.texts.append(event.text)
-            choice.token_ids += event.token_ids
-            choice.logprobs += event.logprobs
+            choice.add(event)
         else:
             choice.finished = event
             self.usage = event.usage

@@ -139,9 +139,7 @@ def _speculation(prepared: Prepared, arguments: Namespace) -> BenchOutcome:
 def _eager(prepared: Prepared, arguments: Namespace) -> BenchOutcome:
     from app.bench.engine.recording import measure_replay
 
-    return measure_replay(
-        require_checkpoint(prepared.checkpoint), prepared.plan, prepared.facts, prepared.settings, arguments.rounds
-    )
+    return measure_replay(prepared.checkpoint, prepared.plan, prepared.facts, prepared.settings, arguments.rounds)
 
 
 def _recording(prepared: Prepared, arguments: Namespace) -> BenchOutcome:

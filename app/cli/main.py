@@ -33,6 +33,7 @@ from app.weights.forms import RECIPES
 from app.weights.open import open_model, require_checkpoint
 
 if TYPE_CHECKING:
+    from app.metrics.load_progress import LoadProgress
     from app.weights.packs import PackFile
 
 
@@ -189,14 +190,14 @@ def calibrate_now(settings: Settings) -> PlanExplanation:
 
 
 @contextmanager
-def _stage_display() -> Iterator[Callable[[str], None]]:
+def _stage_display() -> Iterator[Callable[[str | LoadProgress], None]]:
     """Yield a callback that shows the current stage on standard error; silent if that is not a terminal."""
     console = Console(stderr=True)
     if not console.is_terminal:
         yield lambda stage: None
         return
     with console.status("importing torch") as status:
-        yield lambda stage: status.update(stage)
+        yield lambda stage: status.update(str(stage))
 
 
 StartProgress = Callable[

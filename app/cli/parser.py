@@ -49,7 +49,7 @@ BENCHES: Mapping[str, BenchCommand] = {
         {"--rounds": 5},
     ),
     "eager": BenchCommand(
-        "decode steps run by the Python interpreter compared with recorded native steps, and both with FP32",
+        "decode steps run by the Python interpreter compared with recorded native steps, and with torch.compile",
         {"--rounds": 5},
     ),
     "recording": BenchCommand(
@@ -202,6 +202,15 @@ def _command(commands: Any, name: str, description: str, within: str = "", files
     return parser
 
 
+class _CommaJoined(argparse.Action):
+    """Several values of a flag, as the text in which an environment variable has them."""
+
+    def __call__(
+        self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, values: Any, option: str | None = None
+    ) -> None:
+        setattr(namespace, self.dest, ",".join(values))
+
+
 def _add_settings(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group(
         "settings", "Each setting can also be given as the environment variable in brackets; the flag takes precedence."
@@ -210,7 +219,8 @@ def _add_settings(parser: argparse.ArgumentParser) -> None:
         default = f" Default: {row.default}." if row.default else ""
         text = f"{row.description}{default} [{row.variable}]".replace("%", "%%")
         metavar = row.values.replace(" ", "_")
-        group.add_argument(row.flag, dest=row.name, metavar=metavar, default=argparse.SUPPRESS, help=text)
+        several: dict[str, Any] = {"nargs": "+", "action": _CommaJoined} if row.is_list else {}
+        group.add_argument(row.flag, dest=row.name, metavar=metavar, default=argparse.SUPPRESS, help=text, **several)
 
 
 def _describe_unknown(unknown: list[str], takes_files: bool) -> str:

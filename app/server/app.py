@@ -7,9 +7,12 @@ from contextlib import asynccontextmanager
 from functools import cache
 
 from fastapi import FastAPI
+from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
 from starlette.responses import Response
 
+from app.api.access import AccessControl
+from app.api.documentation import documentation_response
 from app.api.errors import HANDLED_EXCEPTIONS
 from app.api.middleware import RequestGate
 from app.api.routers import ROUTERS, ROUTES, describe, error_format, public_paths
@@ -32,17 +35,33 @@ def create_app(runtime: ApiRuntime) -> FastAPI:
         title="Armature",
         version=VERSION,
         lifespan=lifespan,
+        docs_url=None,
         redoc_url=None,
         redirect_slashes=False,
         exception_handlers=dict.fromkeys(HANDLED_EXCEPTIONS, _handle_error),
     )
     app.state.runtime = runtime
     app.add_middleware(RouteTable, routes=ROUTES)
-    app.add_middleware(RequestGate, api_keys=runtime.api_keys, public_paths=public_paths(), error_format=error_format)
+    access = AccessControl(runtime.access_rules, runtime.api_keys, public_paths())
+    app.add_middleware(RequestGate, access=access, error_format=error_format)
+    if runtime.access_rules.cors_allow_origins:
+        # Around the gate: a browser's preflight has no key, and its page reads refusals too.
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=runtime.access_rules.cors_allow_origins,
+            allow_methods=("GET", "POST"),
+            allow_headers=("*",),
+            expose_headers=("x-request-id", "retry-after", "server-timing"),
+        )
     for router in ROUTERS:
         app.include_router(router)
     app.openapi = cache(lambda: describe(app, needs_key=bool(runtime.api_keys)))  # type: ignore[method-assign]
+    app.add_route("/docs", _show_documentation)
     return app
+
+
+async def _show_documentation(request: Request) -> Response:
+    return documentation_response(request.app.openapi())
 
 
 async def _handle_error(request: Request, error: Exception) -> Response:

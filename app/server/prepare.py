@@ -32,6 +32,7 @@ from app.hardware.plan.trials import TrialTiming, TrialTimings
 from app.hardware.probe import software
 from app.hardware.probe.probe import probe
 from app.hardware.step_times import StepTimeTable
+from app.metrics.load_progress import LoadProgress
 from app.server.quality_notes import QualityNotes, planned_needs
 from app.settings import MEASURED_SETTINGS, Settings
 from app.version import VERSION
@@ -197,12 +198,12 @@ def _trial(fields: Mapping[str, Any]) -> TrialTimes:
 _TABLES = ("decode_seconds", "prefill_seconds", "encode_seconds")
 
 
-BUDGET_SECONDS = 3.0  # budget for measuring at a start
+BUDGET_SECONDS = 5.0  # budget for measuring at a start; the first one packs weights too, which takes longer
 CALIBRATE_COMMAND_SECONDS = 10.0  # budget of the command `armature calibrate`
 SMALL_WEIGHT_BYTES = 64 * 2**20  # any choice serves a smaller model well, so it is measured only briefly
 SMALL_BUDGET_SECONDS = 0.3
 FEW_THREADS = 3  # up to this many, every number of threads is tried; above it, the planned number and one fewer
-ReportStage = Callable[[str], None]
+ReportStage = Callable[[str | LoadProgress], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -225,7 +226,7 @@ class Prepared:
     @property
     def model_name(self) -> str:
         """Name of the model in requests and responses."""
-        return self.settings.served_model_name or self.checkpoint.name
+        return next(iter(self.settings.served_model_name), self.checkpoint.name)
 
     @property
     def step_time_table(self) -> StepTimeTable | None:

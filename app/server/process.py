@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import os
+import resource
 import signal
 import socket
+import ssl
 import sys
+import threading
+from types import FrameType
 from typing import cast
 
 import uvicorn
 from fastapi import FastAPI
 
-from app.api.middleware import BoundedHeadProtocol
+from app.api.http_protocol import ConnectionLimits, protocol_factory
 from app.errors import ServingFailed, SettingsInvalid, StartupError
 from app.server.app import create_app
 from app.server.prepare import prepare
@@ -25,9 +30,13 @@ log = logging.getLogger(__name__)
 KEEP_ALIVE_SECONDS = (
     75  # longer than the 60 s of common load balancers, which would otherwise reuse a connection as it closes
 )
+AUTO_CONNECTIONS = 4_096  # each takes about 20 KB while it is idle
+RESERVED_FILES = 40  # the process's own: the model's files, the log, sockets and threads
 BACKLOG = 2048  # connections that wait while the loop is busy; uvicorn's default
 # Interval at which Python switches threads: the longest wait of the event loop for a busy worker thread.
 SWITCH_SECONDS = 0.001
+STOP_SECONDS = 4.5  # from the end of draining to the end of the process, at most
+EXIT_SECONDS = 1.0  # from the end of serving to the end of the process, at most
 
 
 def serve(settings: Settings) -> int:
@@ -39,6 +48,7 @@ def serve(settings: Settings) -> int:
     """
     _log_to_stderr(settings.log_level)
     sys.setswitchinterval(SWITCH_SECONDS)
+    check_tls(settings)
     prepared = prepare(settings)
     failures: list[BaseException] = []
 
@@ -47,13 +57,13 @@ def serve(settings: Settings) -> int:
         server.should_exit = True  # uvicorn reads it ten times a second
 
     serving = ServerRuntime(prepared, on_fatal)
-    server = uvicorn.Server(server_config(create_app(serving.runtime()), settings))
+    server = PunctualServer(server_config(create_app(serving.runtime()), settings), settings.drain_seconds)
     # uvicorn raises the signal again after draining. This harmless handler receives it, so that the process ends by
     # returning.
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, server.handle_exit)
     listener = listen(settings.host, settings.port)
-    sys.stdout.write(f"listening on {url_of(listener)}\n")
+    sys.stdout.write(f"listening on {url_of(listener, settings.tls_cert is not None)}\n")
     sys.stdout.flush()
     try:
         server.run(sockets=[listener])
@@ -65,15 +75,43 @@ def serve(settings: Settings) -> int:
         )
     log.info("stopped")
     for failure in failures:
-        raise (
-            failure if isinstance(failure, StartupError) else ServingFailed(_worker_failure_message(failure))
-        ) from failure
+        failed_with = failure if isinstance(failure, StartupError) else ServingFailed(_worker_failure_message(failure))
+        _end_process_after(EXIT_SECONDS, failed_with.exit_code)
+        raise failed_with from failure
+    _end_process_after(EXIT_SECONDS)  # a thread that reads a text cannot be ended, and Python would wait for it
     if serving.worker.alive:
         # A thread within native code cannot be ended, and finalizing the interpreter would crash it: so exit without
         # finalizing.
         logging.shutdown()
         os._exit(0)
     return 0
+
+
+class PunctualServer(uvicorn.Server):
+    """uvicorn's server, whose process ends after a stop signal at `drain_seconds` and a few more, in any state."""
+
+    def __init__(self, config: uvicorn.Config, drain_seconds: float) -> None:
+        super().__init__(config)
+        self._stop_seconds = drain_seconds + STOP_SECONDS
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """Begin to stop, and limit the time for it."""
+        if not self.should_exit:
+            _end_process_after(self._stop_seconds)
+        super().handle_exit(sig, frame)
+
+
+def _end_process_after(seconds: float, status: int = 0) -> None:
+    """End this process in `seconds` with the exit status if it has not ended by then."""
+
+    def end() -> None:
+        log.warning("stopping took longer than expected: the process ends now")
+        logging.shutdown()
+        os._exit(status)
+
+    timer = threading.Timer(seconds, end)
+    timer.daemon = True
+    timer.start()
 
 
 def _worker_failure_message(failure: BaseException) -> str:
@@ -97,10 +135,11 @@ def listen(host: str, port: int) -> socket.socket:
         ) from error
 
 
-def url_of(listener: socket.socket) -> str:
+def url_of(listener: socket.socket, has_tls: bool = False) -> str:
     """Return the URL of a listening socket; IPv6 hosts are bracketed."""
     host, port = listener.getsockname()[:2]
-    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+    scheme = "https" if has_tls else "http"
+    return f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
 
 
 def server_config(app: FastAPI, settings: Settings) -> uvicorn.Config:
@@ -109,7 +148,7 @@ def server_config(app: FastAPI, settings: Settings) -> uvicorn.Config:
         app,
         log_config=None,
         access_log=False,
-        http=BoundedHeadProtocol,
+        http=cast(type[asyncio.Protocol], protocol_factory(connection_limits(settings))),
         lifespan="on",
         ws="none",
         server_header=False,
@@ -119,7 +158,43 @@ def server_config(app: FastAPI, settings: Settings) -> uvicorn.Config:
         timeout_graceful_shutdown=cast(
             int, settings.drain_seconds
         ),  # passed to asyncio's timeout, which accepts fractions
+        ssl_certfile=settings.tls_cert,
+        ssl_keyfile=settings.tls_key,
     )
+
+
+def connection_limits(settings: Settings) -> ConnectionLimits:
+    """Return the bounds on connections. The operating system's limit of open files bounds them too."""
+    open_files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    possible = sys.maxsize if open_files == resource.RLIM_INFINITY else max(open_files - RESERVED_FILES, 1)
+    wanted = AUTO_CONNECTIONS if settings.max_connections == "auto" else settings.max_connections
+    if possible < wanted:
+        log.warning(
+            "at most %d connections instead of %d: this process may open %d files. Raise that limit (ulimit -n).",
+            possible,
+            wanted,
+            open_files,
+        )
+    return ConnectionLimits(min(wanted, possible), settings.write_timeout_seconds)
+
+
+def check_tls(settings: Settings) -> None:
+    """Check that the certificate and its key can be used.
+
+    Raises:
+        SettingsInvalid: One is given without the other, or they cannot be read or do not belong together.
+    """
+    if settings.tls_cert is None and settings.tls_key is None:
+        return
+    if settings.tls_cert is None or settings.tls_key is None:
+        raise SettingsInvalid("tls_cert and tls_key must be given together: TLS needs a certificate and its key.")
+    try:
+        ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(settings.tls_cert, settings.tls_key)
+    except OSError as error:  # ssl.SSLError is one
+        raise SettingsInvalid(
+            f"tls_cert {settings.tls_cert} and tls_key {settings.tls_key} cannot be used: {error}. Both are PEM files; "
+            "the key has no password."
+        ) from error
 
 
 def _log_to_stderr(level: str) -> None:

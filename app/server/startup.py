@@ -12,12 +12,13 @@ import os
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 from threading import Event as Flag
 from typing import TYPE_CHECKING, Any
 
-from app.api.routing import ApiRuntime
+from app.api.access import AccessRules
+from app.api.routing import ApiRuntime, ModelNames
 from app.engine.worker import Callbacks, Worker
 from app.errors import PrecisionTooCostly, ServiceStopping, SettingsInvalid
 from app.hardware.facts import Facts, to_json_value
@@ -34,6 +35,7 @@ from app.metrics.step_monitor import SlowStepDetector, StepMonitor, first_touch_
 from app.metrics.step_time_model import StepTimeModel
 from app.models.encoders.config import EncoderConfig
 from app.server.prepare import Prepared, calibrate
+from app.server.start_console import StartConsole
 from app.service.served_model import (
     HELD_BYTES_DIVISOR,
     MIN_HELD_BYTES,
@@ -44,7 +46,7 @@ from app.service.served_model import (
     ServingLimits,
 )
 from app.service.service import Service
-from app.settings import Settings
+from app.settings import Settings, parse_rate_limit
 from app.version import VERSION
 from app.weights.files import unreadable_message
 from app.weights.program import ProgramCheckpoint
@@ -53,13 +55,15 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from app.engine.worker import Engine
+    from app.metrics.load_progress import LoadProgress
+    from app.text.chat import ChatTemplate
     from app.text.tokenizer import Tokenizer
     from app.weights.checkpoint import Checkpoint
 
 log = logging.getLogger(__name__)
 
 MAX_IDLE_ATTEMPTS = 20  # attempts to time steps while idle; on a busy machine or under load each may fail
-STOP_SECONDS = 10.0  # longest wait of a stop for the worker; a step takes less
+STOP_SECONDS = 3.0  # longest wait of a stop for the worker; a step takes less
 STOP_LOADING_SECONDS = (
     1.0  # longest wait while loading: it checks for a stop at each percent, and may be ended anywhere
 )
@@ -116,7 +120,19 @@ def read_tokenizer(checkpoint: Checkpoint | ProgramCheckpoint, report_stage: Cal
     return Tokenizer(checkpoint.directory, lowercases=isinstance(config, EncoderConfig) and config.lowercases)
 
 
-def make_served_model(prepared: Prepared, tokenizer: Tokenizer | None) -> ServedModel:
+def read_chat_template(prepared: Prepared, tokenizer: Tokenizer | None) -> ChatTemplate | None:
+    """Read the chat template and start its process; None if the checkpoint has none or does not generate."""
+    checkpoint, settings = prepared.checkpoint, prepared.settings
+    if tokenizer is None or checkpoint.kind != "decoder":
+        return None
+    from app.text.chat import open_chat_template
+    from app.text.template_process import TemplateLimits
+
+    limits = TemplateLimits(settings.chat_template_cpu_seconds, settings.chat_template_memory_bytes)
+    return open_chat_template(checkpoint.directory, tokenizer.config, tokenizer.named_tokens, limits)
+
+
+def make_served_model(prepared: Prepared, tokenizer: Tokenizer | None, chat: ChatTemplate | None) -> ServedModel:
     """Return the torch-free part of the model, with the limits of the final plan."""
     checkpoint, plan, name = prepared.checkpoint, prepared.plan, prepared.model_name
     limits = ServingLimits(
@@ -133,11 +149,9 @@ def make_served_model(prepared: Prepared, tokenizer: Tokenizer | None) -> Served
     assert tokenizer is not None, "a checkpoint other than a program has a tokenizer"
     if isinstance(checkpoint.model_config, EncoderConfig):
         return ServedEncoder(name, limits, tokenizer, checkpoint.model_config)
-    from app.text.chat import open_chat_template
+    from app.server.served_decoder import make_served_decoder
 
-    return ServedDecoder(
-        name, limits, tokenizer, open_chat_template(checkpoint.directory, tokenizer.config, tokenizer.named_tokens)
-    )
+    return make_served_decoder(name, limits, tokenizer, chat, checkpoint, prepared.settings)
 
 
 class ServerRuntime:
@@ -156,6 +170,7 @@ class ServerRuntime:
         self._step_monitor = StepMonitor(self.metrics)
         self._step_time_model = StepTimeModel()
         self._idle_attempts = 0
+        self._console = StartConsole()
         self.worker = Worker(self._build, self._step_monitor)
         self.service = Service(self.worker, self.metrics)
         facts, settings, gpu = prepared.facts, prepared.settings, prepared.plan.gpu(prepared.facts)
@@ -166,8 +181,11 @@ class ServerRuntime:
 
     def runtime(self) -> ApiRuntime:
         """Return the runtime that the API routes use."""
-        keys = read_api_keys(self._prepared.settings)
-        return ApiRuntime(self.service, self.metrics, self, self._info, created=int(time.time()), api_keys=keys)
+        settings = self._prepared.settings
+        keys, rates = read_api_keys(settings), parse_rate_limit(settings.rate_limit)
+        rules = AccessRules(*rates, settings.allowed_hosts, settings.cors_allow_origins)
+        names = ModelNames(settings.served_model_name[1:], settings.any_model_name == "on")
+        return ApiRuntime(self.service, self.metrics, self, self._info, int(time.time()), keys, rules, names)
 
     async def start(self) -> None:
         """Start the thread pool, the service, the power meter and the worker."""
@@ -194,14 +212,21 @@ class ServerRuntime:
 
     # ---- on the worker thread --------------------------------------------------------------------------------------
 
-    def _build(self, report: Callable[[str], None]) -> Engine:
-        def report_stage(stage: str) -> None:
+    def _build(self, report: Callable[[str | LoadProgress], None]) -> Engine:
+        def report_stage(stage: str | LoadProgress) -> None:
             if self._stopping.is_set():
                 raise ServiceStopping("The server received the signal to stop while it was loading.")
             report(stage)
+            self._console.show(stage)
 
+        with closing(self._console):
+            return self._build_calibrated(report_stage)
+
+    def _build_calibrated(self, report_stage: Callable[[str | LoadProgress], None]) -> Engine:
+        """Measure the machine, and build the engine; again if its measured quality changes the plan."""
         os.environ.update(self._prepared.plan.environment())  # torch's thread pools read it at import
         tokenizer = read_tokenizer(self._prepared.checkpoint, report_stage)
+        chat = read_chat_template(self._prepared, tokenizer)
         report_stage("importing torch")
         began = time.monotonic()
         import torch  # noqa: F401  # imported here so that the time is logged
@@ -210,11 +235,13 @@ class ServerRuntime:
         self._prepared = calibrate(self._prepared, report_stage)
         while True:
             try:
-                return self._build_planned(tokenizer, report_stage)
+                return self._build_planned(tokenizer, chat, report_stage)
             except PrecisionTooCostly as found:
                 log.warning("%s: loading the weights in %s", found.message, self._prepared.plan.precision.value)
 
-    def _build_planned(self, tokenizer: Tokenizer | None, report_stage: Callable[[str], None]) -> Engine:
+    def _build_planned(
+        self, tokenizer: Tokenizer | None, chat: ChatTemplate | None, report_stage: Callable[[str | LoadProgress], None]
+    ) -> Engine:
         """Build the engine of the present plan.
 
         Raises:
@@ -227,7 +254,7 @@ class ServerRuntime:
             prepared.expected_step_times, is_measured=prepared.plan.speed_source.value == "measured"
         )
         self._watch_drift(prepared, step_time_model)
-        self.service.serve(make_served_model(prepared, tokenizer))
+        self.service.serve(make_served_model(prepared, tokenizer, chat))
         began = time.monotonic()
         eos_token_ids = () if tokenizer is None else tokenizer.eos_token_ids
         with self._suggest_cpu_on_failure():
@@ -265,14 +292,17 @@ class ServerRuntime:
         """Time steps of the engine if the start could not; return True to be called again."""
         prepared = self._prepared
         expected = prepared.estimated_trial if prepared.plan.calibrate.value else None
-        if expected is None or isinstance(prepared.checkpoint, ProgramCheckpoint):
+        if expected is None:
             return False
         from app.engine.calibration.idle import IdleMeasurement, IdleSubject
 
-        config = prepared.checkpoint.model_config
-        outputs = config.outputs if isinstance(config, EncoderConfig) else ()
         self._idle_attempts += 1
-        subject = IdleSubject(prepared.plan, expected, config.vocab_size, outputs)
+        if isinstance(prepared.checkpoint, ProgramCheckpoint):
+            subject = IdleSubject(prepared.plan, expected, program=prepared.checkpoint)
+        else:
+            config = prepared.checkpoint.model_config
+            outputs = config.outputs if isinstance(config, EncoderConfig) else ()
+            subject = IdleSubject(prepared.plan, expected, config.vocab_size, outputs)
         trial = IdleMeasurement(subject, engine, is_wanted).run()
         if trial is None:
             return self._idle_attempts < MAX_IDLE_ATTEMPTS
@@ -340,10 +370,16 @@ class ServerRuntime:
             model, lambda: garbage.seconds, lambda: throttled_seconds(self._cpu_stat), first_touch_seconds()
         )
 
+    def _sampling_defaults(self) -> dict[str, float]:
+        """Return the sampling parameters of requests that give none; empty until the model is loaded."""
+        model = self.service.model if self.service.ready else None
+        return dict(model.sampling_defaults) if isinstance(model, ServedDecoder) else {}
+
     def _info(self) -> dict[str, Any]:
         prepared, drift = self._prepared, self._step_monitor.drift
         return {
             "model": {"name": prepared.model_name, **to_json_value(prepared.checkpoint.needs())},
+            "sampling_defaults": self._sampling_defaults(),
             "facts": prepared.facts.to_json(),
             "place": self._power_monitor.to_json(),
             "plan": prepared.plan.to_json(),

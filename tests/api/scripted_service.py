@@ -13,11 +13,33 @@ import httpx
 
 from app.errors import NotReady
 from app.messages import Timings
+from app.metrics.load_progress import LoadProgress
 from app.metrics.stats import EngineSnapshot, StepLog
 from app.service.requests import Accepted, ChoiceFinished, GenerationRequest, StreamEvent, TextDelta, Usage
-from app.service.served_model import wrong_kind_error
+from app.service.served_model import ServedDecoder, ServingLimits, wrong_kind_error
 
 Step = StreamEvent | Exception | asyncio.Event
+LIMITS = ServingLimits(512, 4, 8, 60.0, 300)
+
+
+class LetterTokenizer:
+    """One token for each letter."""
+
+    def __init__(self) -> None:
+        self.config = {"eos_token": {"content": "<e>"}, "model_max_length": 512}
+        self.named_tokens = {"eos_token": "<e>", "bos_token": "<b>"}
+
+    def token_text(self, token_id: int) -> str:
+        return chr(token_id)
+
+    def token_bytes(self, token_id: int) -> bytes:
+        return bytes([token_id])
+
+    def has_text(self, token_id: int) -> bool:
+        return True
+
+
+TOKENIZER: Any = LetterTokenizer()
 
 
 def deltas(*texts: str, choice: int = 0, reason: Any = "stop", prompt_tokens: int = 3) -> list[Step]:
@@ -38,6 +60,7 @@ class ScriptedService:
     ready: bool = True
     alive: bool = True
     stage: str = "ready"
+    load_progress: LoadProgress | None = None
     snapshot: EngineSnapshot = field(default_factory=EngineSnapshot)
     requests: list[GenerationRequest] = field(default_factory=list)
     streams: list[AsyncGenerator[StreamEvent, None]] = field(default_factory=list)
@@ -48,7 +71,11 @@ class ScriptedService:
     def model(self) -> Any:
         if not self.ready:
             raise NotReady(f"The model is still loading: {self.stage}.")
-        return SimpleNamespace(name="demo", kind="decoder", limits=SimpleNamespace(max_model_len=512))
+        return ServedDecoder("demo", LIMITS, TOKENIZER, SimpleNamespace(source="{{ messages }}"))  # type: ignore[arg-type]
+
+    @property
+    def decoder(self) -> Any:
+        return self.model
 
     @property
     def encoder(self) -> Any:
@@ -82,8 +109,11 @@ class ScriptedService:
     async def tokenize(self, text: str, add_special_tokens: bool = True) -> list[int]:
         return [1] * add_special_tokens + [ord(letter) for letter in text]
 
-    async def tokenize_chat(self, messages: Sequence[Any], arguments: Any) -> list[int]:
-        return [len(messages)]
+    async def tokenize_chat(self, messages: Sequence[Any], arguments: Any, options: Any = None) -> list[int]:
+        return [len(messages)] * (1 + len(options.tools if options else ()))
+
+    async def render_chat(self, messages: Sequence[Any], arguments: Any, options: Any = None) -> str:
+        return "\n".join(f"{message['role']}: {message['content']}" for message in messages)
 
     async def detokenize(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         return "".join(chr(token_id) for token_id in token_ids)
@@ -135,7 +165,7 @@ class Conversation:
         self.received = self.received_before_answer = 0
         self._reads = reads
         self._told = asyncio.Condition()
-        given = {"content-type": "application/json", **(headers or {})}
+        given = {"host": "armature", "content-type": "application/json", **(headers or {})}
         scope = {
             "type": "http",
             "asgi": {"version": "3.0", "spec_version": "2.3"},

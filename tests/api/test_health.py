@@ -6,6 +6,7 @@ import httpx
 import pytest
 
 from app.hardware.step_times import StepTimes, StepTimeTable
+from app.metrics.load_progress import LoadProgress
 from app.metrics.stats import EngineSnapshot, StepStats
 from tests.api.scripted_service import CountingMetrics, ScriptedService
 
@@ -22,6 +23,10 @@ async def test_ready_names_the_stage_until_it_is(client: httpx.AsyncClient, serv
     response = await client.get("/readyz")
     assert response.status_code == 503
     assert response.json() == {"status": "loading", "stage": "loading weights 40%"}
+    service.load_progress = LoadProgress("packing weights", 40, 100, 26, 65, elapsed_seconds=8.0)
+    assert (await client.get("/readyz")).json()["progress"] == {
+        "phase": "packing weights", "layers_done": 26, "layers_total": 65, "percent": 40, "remaining_seconds": 12.0
+    }  # fmt: skip
     service.stage = "stopping"
     assert (await client.get("/readyz")).json()["status"] == "stopping"
 

@@ -61,7 +61,7 @@ async def test_keys(build: Callable[..., Any]) -> None:
             assert refused.status_code == 401
             assert refused.headers["www-authenticate"] == "Bearer"
             assert refused.json()["error"]["type"] == "authentication_error"
-        assert (await client.get("/info")).status_code == 401
+        assert (await client.get("/info/steps")).status_code == 401
         for path in ("/healthz", "/readyz", "/metrics"):
             assert (await client.get(path)).status_code == 200
 

@@ -93,10 +93,11 @@ async def test_the_services_own_refusal_keeps_its_code(client: httpx.AsyncClient
 
 async def test_tokenize_and_back(client: httpx.AsyncClient) -> None:
     told = (await client.post("/tokenize", json={"prompt": "ab"})).json()
-    assert told == {"token_ids": [1, 97, 98], "num_tokens": 3}
+    ours = {"token_ids": [1, 97, 98], "num_tokens": 3}
+    assert told == ours | {"tokens": [1, 97, 98], "count": 3, "max_model_len": 512, "token_strs": None}
     bare = (await client.post("/tokenize", json={"prompt": "ab", "add_special_tokens": False})).json()
     assert (await client.post("/detokenize", json={"token_ids": bare["token_ids"]})).json() == {"text": "ab"}
     chat = await client.post("/tokenize", json={"messages": [{"role": "user", "content": "a"}]})
-    assert chat.json() == {"token_ids": [1], "num_tokens": 1}
+    assert chat.json()["token_ids"] == [1]
     both = await client.post("/tokenize", json={"prompt": "a", "messages": [{"role": "user", "content": "a"}]})
     assert both.status_code == 400

@@ -129,7 +129,17 @@ async def test_what_asks_for_nothing_is_accepted(client: httpx.AsyncClient) -> N
         "stream_options": None,
         "max_tokens": None,
         "top_logprobs": None,
-        "reasoning_effort": None,
+        "reasoning_effort": "low",
+        "verbosity": "low",
+        "prediction": {"type": "content", "content": "x"},
+        "top_k": -1,
+        "min_tokens": 0,
+        "skip_special_tokens": True,
+        "length_penalty": 1.0,
+        "guided_json": None,
+        "prompt_logprobs": None,
+        "best_of": None,
+        "no_such_field": None,
     }
     assert (await client.post(URL, json=HELLO | neutral)).status_code == 200
 
@@ -137,12 +147,12 @@ async def test_what_asks_for_nothing_is_accepted(client: httpx.AsyncClient) -> N
 @pytest.mark.parametrize(
     ("field", "value"),
     [
-        ("tools", [{"type": "function", "function": {"name": "f"}}]),
-        ("response_format", {"type": "json_object"}),
-        ("logit_bias", {"5": 1}),
         ("modalities", ["text", "audio"]),
         ("beam_width", 2),
-        ("no_such_field", None),
+        ("no_such_field", 1),
+        ("use_beam_search", True),
+        ("prompt_logprobs", 1),
+        ("chat_template", "{{ messages }}"),
     ],
 )
 async def test_what_we_do_not_do_is_refused_by_name(client: httpx.AsyncClient, field: str, value: Any) -> None:
@@ -156,9 +166,9 @@ async def test_what_we_do_not_do_is_refused_by_name(client: httpx.AsyncClient, f
 
 
 async def test_an_unknown_field_inside_a_message_is_named_with_its_place(client: httpx.AsyncClient) -> None:
-    messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b", "tool_calls": [{"id": "1"}]}]
+    messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b", "prefix": True}]
     error = (await client.post(URL, json=HELLO | {"messages": messages})).json()["error"]
-    assert (error["code"], error["param"]) == ("unsupported_parameter", "messages[1].tool_calls")
+    assert (error["code"], error["param"]) == ("unsupported_parameter", "messages[1].prefix")
 
 
 async def test_logprobs_in_the_stream_and_in_the_answer(client: httpx.AsyncClient, service: ScriptedService) -> None:

@@ -12,13 +12,15 @@ from openapi_schema_validator import OAS31Validator
 from openapi_spec_validator import OpenAPIV31SpecValidator
 from referencing.exceptions import Unresolvable
 
-from app.api.routers import ROUTERS, ROUTES
+from app.api.routers import ROUTERS, ROUTES, error_format
 from tests.api.scripted_service import CountingMetrics, ScriptedService
 
 Json = dict[str, Any]
 ALL_BODY_ERRORS = {"400", "401", "408", "413", "429", "500", "503", "default"}
 # Routes that hand work to the engine, and those that may name another model than the served one.
 WORKING = "chat completions generate generate_stream embeddings embed rerank classify infer".split()
+WORKING += "responses messages chat completion".split()
+PUBLIC = {"/healthz", "/readyz", "/health", "/ping", "/metrics", "/v2/health/live", "/v2/health/ready"}
 WORKING_TEI = {"/embed_all", "/predict", "/rerank", "/similarity"}
 
 
@@ -50,7 +52,7 @@ def faults(document: Json) -> list[str]:
 
 def expected_statuses(method: str, path: str) -> set[str]:
     """Statuses that the operation can return, by what kind of operation it is."""
-    public = path in {"/healthz", "/readyz", "/metrics", "/v2/health/live", "/v2/health/ready"}
+    public = path in PUBLIC
     expected = {"500", "default"} if public else {"401", "500", "default"}
     if method == "post":
         expected |= ALL_BODY_ERRORS
@@ -119,6 +121,13 @@ def test_bodies_have_their_schema(document: Json) -> None:
         ("/embed", "NativeError"),
         ("/predict", "TeiError"),
         ("/v2/models/{name}/infer", "OipError"),
+        ("/v1/responses", "OpenAIError"),
+        ("/chat/completions", "OpenAIError"),
+        ("/v1/messages", "AnthropicError"),
+        ("/v1/messages/count_tokens", "AnthropicError"),
+        ("/api/chat", "OllamaError"),
+        ("/completion", "LlamaCppError"),
+        ("/apply-template", "LlamaCppError"),
     ],
 )
 def test_errors_have_the_format_of_their_api(document: Json, path: str, error: str) -> None:
@@ -139,12 +148,16 @@ def test_errors_have_the_format_of_their_api(document: Json, path: str, error: s
         ("/v1/completions", "TextCompletion", "TextCompletion"),
         ("/generate", "GenerateEvent", "GenerateResponse"),
         ("/v2/models/{name}/generate_stream", "OipGenerateEvent", None),
+        ("/v1/responses", "ResponseEvent", "ResponseObject"),
+        ("/v1/messages", "AnthropicEvent", "AnthropicResponse"),
+        ("/api/chat", "OllamaChatResponse", "OllamaChatResponse"),
     ],
 )
 def test_streams_are_described(document: Json, path: str, event: str, whole: str | None) -> None:
     content = document["paths"][path]["post"]["responses"]["200"]["content"]
     schemas = {kind: each["schema"]["$ref"].rpartition("/")[2] for kind, each in content.items()}
-    assert schemas == {"text/event-stream": event, **({"application/json": whole} if whole else {})}
+    kind = "application/x-ndjson" if path.startswith("/api/") else "text/event-stream"
+    assert schemas == {kind: event, **({"application/json": whole} if whole else {})}
 
 
 def test_keys_are_described_where_they_are_needed(build: Callable[..., Any]) -> None:
@@ -153,17 +166,23 @@ def test_keys_are_described_where_they_are_needed(build: Callable[..., Any]) -> 
     assert document["components"]["securitySchemes"]["ApiKey"]["scheme"] == "bearer"
     assert faults(document) == []
     public = {path for _, path, operation in operations(document) if "security" not in operation}
-    assert public == {"/healthz", "/readyz", "/metrics", "/v2/health/live", "/v2/health/ready"}
+    assert public == PUBLIC
     assert all(
         operation.get("security", [{"ApiKey": []}]) == [{"ApiKey": []}] for *_, operation in operations(document)
     )
 
 
-def test_the_first_part_of_a_path_has_one_error_format() -> None:
-    formats: dict[str, Any] = {}
+def test_every_path_has_the_error_format_of_its_dialect() -> None:
+    """A path with a name in it is known by its first part, so all of these have the format of the first router."""
     for router in ROUTERS:
         for route in router.operations:
-            assert formats.setdefault(route.path.split("/")[1], router.errors) is router.errors, route.path
+            path = route.path_format.format(name="other", version="1")
+            assert error_format(path) is router.errors, path
+
+
+def test_unknown_paths_have_the_error_format_of_their_first_part() -> None:
+    formats = [error_format(path).model.__name__ for path in ("/v1/other", "/api/pull", "/chat/other", "/other")]
+    assert formats == ["OpenAIError", "OllamaError", "OpenAIError", "NativeError"]
 
 
 async def test_responses_match_their_models(
@@ -178,6 +197,19 @@ async def test_responses_match_their_models(
         ("post", "/generate", {"prompt": "a"}), ("post", "/tokenize", {"prompt": "a"}),
         ("post", "/detokenize", {"token_ids": [97]}), ("post", "/generate", {}), ("post", "/v1/completions", {}),
         ("post", "/v1/embeddings", {"input": "a"}), ("post", "/predict", {"inputs": "a"}),
+        ("post", "/chat/completions", chat), ("get", "/models", None), ("post", "/embeddings", {"input": "a"}),
+        ("post", "/v1/responses", {"input": "a"}), ("post", "/responses", {"input": "a", "store": True}),
+        ("post", "/v1/messages", chat | {"max_tokens": 5}), ("post", "/v1/messages", chat),
+        ("post", "/v1/messages/count_tokens", chat), ("post", "/api/chat", chat | {"model": "demo", "stream": False}),
+        ("post", "/api/generate", {"model": "demo", "prompt": "a", "stream": False}),
+        ("post", "/api/embed", {"model": "demo", "input": "a"}), ("get", "/api/tags", None), ("get", "/api/ps", None),
+        ("post", "/api/embeddings", {"model": "demo", "prompt": "a"}), ("get", "/api/version", None),
+        ("post", "/api/show", {"model": "demo"}), ("post", "/api/show", {"model": "other"}),
+        ("post", "/completion", {"prompt": "a"}), ("post", "/completions", {"prompt": ["a", [97]]}),
+        ("post", "/completion", {"prompt": []}), ("get", "/props", None), ("get", "/slots", None),
+        ("post", "/apply-template", chat), ("get", "/health", None), ("get", "/ping", None), ("get", "/version", None),
+        ("post", "/tokenize", {"content": "ab", "with_pieces": True}), ("post", "/detokenize", {"tokens": [97]}),
+        ("get", "/tokenizer_info", None),
     ]  # fmt: skip
     for method, path, body in requests:
         response = await client.request(method, path, json=body)

@@ -9,7 +9,7 @@ from urllib.parse import urlparse
 
 import pytest
 
-from app.api import middleware
+from app.api import http_protocol
 from tests.live.live_server import LiveServer
 
 HEAD = b"POST /generate HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
@@ -62,7 +62,7 @@ def test_a_head_of_some_size_is_fine(server: LiveServer) -> None:
 
 
 def test_silence(server: LiveServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(middleware, "HEAD_TIMEOUT_SECONDS", 0.05)
+    monkeypatch.setattr(http_protocol, "HEAD_TIMEOUT_SECONDS", 0.05)
     for said in (b"", b"GET / HT"):
         with connected(server) as connection:
             connection.sendall(said)

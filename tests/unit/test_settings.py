@@ -85,7 +85,12 @@ def test_a_mistake_is_one_sentence_with_flag_and_variable(flags: dict[str, str],
 
 
 def test_a_refused_key_is_not_printed(monkeypatch: pytest.MonkeyPatch) -> None:
-    for flags, variable in (({"api_keys": 5551234}, "[]"), ({}, '["a", 5551234]'), ({}, "sk-5551234")):
+    for flags, variable in (
+        ({"api_keys": 5551234}, "[]"),
+        ({}, '["a", 5551234]'),
+        ({}, "sk-5551234,"),
+        ({}, '["sk-5551234"'),
+    ):
         monkeypatch.setenv("ARMATURE_API_KEYS", variable)
         with pytest.raises(SettingsInvalid, match="api_keys") as caught:
             load_settings(**flags)
@@ -131,10 +136,22 @@ def test_every_setting_has_a_row_that_people_can_read() -> None:
         "auto",
     )
     assert rows["model"].values == "PATH"
-    assert rows["api_keys"].values == "JSON LIST"
+    assert rows["api_keys"].values == "LIST"
 
 
 def test_the_demo_is_served_where_no_model_is_named() -> None:
     assert load_settings()[0].checkpoint_directory.parts[-3:] == ("app", "demo", "llama")
     assert load_settings(model="some/where")[0].checkpoint_directory == Path("some/where")
     assert load_settings(model="~/where")[0].checkpoint_directory == Path.home() / "where"
+
+
+def test_a_model_has_several_names(monkeypatch: pytest.MonkeyPatch) -> None:
+    from app.cli.parser import given_settings, parse_arguments
+
+    arguments = parse_arguments(["serve", "--served-model-name", "a", "b"])
+    assert given_settings(arguments)["served_model_name"] == "a,b"
+    assert load_settings(served_model_name="a, b")[0].served_model_name == ("a", "b")
+    monkeypatch.setenv("ARMATURE_SERVED_MODEL_NAME", "c,d")
+    assert load_settings()[0].served_model_name == ("c", "d")
+    with pytest.raises(SettingsInvalid, match=r"served_model_name.*must not be empty"):
+        load_settings(served_model_name="a,,b")

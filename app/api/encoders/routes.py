@@ -108,13 +108,13 @@ async def embeddings(request: Request, unread: RequestBody[EmbeddingsBody]) -> R
     with count_refusals(runtime.metrics, "embeddings"):
         served = runtime.service.encoder
         body = await unread.parse()
-        check_model(runtime.service, body.model)
+        check_model(runtime, body.model)
         encoding = EncodingRequest(
             inputs=text_inputs(body.input),
             outputs=("embedding",),
             api="embeddings",
             request_id=request_id(request),
-            truncate=bool(body.truncate),
+            truncate=bool(body.truncate or body.truncate_prompt_tokens),
             dimensions=body.dimensions,
         )
     encoded = await runtime.service.encode(encoding)
@@ -218,7 +218,7 @@ async def rerank(request: Request, unread: RequestBody[RerankBody]) -> Response:
     with count_refusals(runtime.metrics, "rerank"):
         served = runtime.service.encoder
         body = await unread.parse()
-        check_model(runtime.service, body.model)
+        check_model(runtime, body.model)
         texts = body.texts
         encoding = rerank_encoding_request(
             served,
@@ -248,7 +248,7 @@ async def classify(request: Request, unread: RequestBody[ClassifyBody]) -> Respo
     with count_refusals(runtime.metrics, "classify"):
         served = runtime.service.encoder
         body = await unread.parse()
-        check_model(runtime.service, body.model)
+        check_model(runtime, body.model)
         query = ClassifyQuery(body.texts, bool(body.raw_scores), Truncation(bool(body.truncate)), "input")
     encoded, scored = await classify_texts(runtime.service, query, request_id(request))
     data = [

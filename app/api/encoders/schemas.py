@@ -8,7 +8,7 @@ from typing import Annotated, Any, ClassVar, Literal, NotRequired
 from pydantic import Field
 from typing_extensions import TypedDict
 
-from app.api.openai.schemas import IGNORED
+from app.api.openai.bodies import IGNORED
 from app.api.schemas import Body, Int64, Texts
 
 NonEmptyText = Annotated[str, Field(min_length=1)]
@@ -16,7 +16,10 @@ NON_EMPTY = Field(fail_fast=True, min_length=1)
 
 
 class EmbeddingsBody(Body):
-    """Body of `POST /v1/embeddings`. `truncate` is an extension: long texts are truncated instead of refused."""
+    """Body of `POST /v1/embeddings`. `truncate` is an extension: long texts are truncated instead of refused.
+
+    `truncate_prompt_tokens` is vLLM's name for it; -1 is the length that the model reads, the only one supported.
+    """
 
     IGNORED: ClassVar[frozenset[str]] = IGNORED
 
@@ -25,6 +28,7 @@ class EmbeddingsBody(Body):
     encoding_format: Literal["float", "base64"] | None = None
     dimensions: Int64 | None = None
     truncate: bool | None = None
+    truncate_prompt_tokens: Literal[-1] | None = None
 
 
 class Document(Body):

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Iterable
+from collections.abc import AsyncIterator, Iterable, Mapping
+from functools import partial
 from typing import Any
 
 from starlette.requests import Request
@@ -11,7 +12,16 @@ from starlette.responses import JSONResponse, Response
 from app.api.oip.routes import MODEL_PATH, VERSION_PATH, check_origin, requested_model
 from app.api.oip.schemas import OIP_ERRORS, GenerateParameters, OipGenerateBody, OipGenerateEvent, OipGenerateResponse
 from app.api.oip.tensors import VERSION
-from app.api.routing import BODY_ERRORS, DialectRouter, RequestBody, UnreadBody, count_refusals, request_id, runtime_of
+from app.api.routing import (
+    BODY_ERRORS,
+    DialectRouter,
+    RequestBody,
+    UnreadBody,
+    count_refusals,
+    request_id,
+    runtime_of,
+    sampling_defaults,
+)
 from app.api.schemas import parse_body
 from app.api.streaming import (
     EventStreamResponse,
@@ -74,8 +84,8 @@ async def _respond(request: Request, unread: UnreadBody[OipGenerateBody], stream
         check_origin(request)
         requested_model(request)
         model = runtime.service.decoder
-        body, parameters = _parse_body(await unread.read(), stream)
-        params = _sampling_params(parameters)
+        body, parameters = await unread.translate(partial(_parse_body, stream=stream))
+        params = _sampling_params(parameters, sampling_defaults(runtime))
     format_ = _GenerateFormat(model, body.id, params, bool(parameters.get("details")))
     generation = GenerationRequest(params=params, api="oip", request_id=request_id(request), prompt=body.text_input)
     generation_stream = runtime.service.generate(generation)
@@ -110,13 +120,13 @@ def _parse_body(body: bytes, stream: bool) -> tuple[OipGenerateBody, Json]:
     return parsed, given
 
 
-def _sampling_params(given: Json) -> SamplingParams:
+def _sampling_params(given: Json, defaults: Mapping[str, float]) -> SamplingParams:
     if given.get("n", 1) != 1:
         raise InvalidRequest("This route returns one text: n must be 1.", field="n")
     sampling = {name: value for name, value in given.items() if name not in ("details", "stream", "max_tokens")}
     logprobs = 0 if given.get("details") else None
     return GenerateParameters(**sampling).params(
-        max_tokens=given.get("max_tokens", DEFAULT_MAX_TOKENS), logprobs=logprobs
+        defaults, max_tokens=given.get("max_tokens", DEFAULT_MAX_TOKENS), logprobs=logprobs
     )
 
 

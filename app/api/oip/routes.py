@@ -47,8 +47,10 @@ from app.api.routing import (
     DialectRouter,
     RequestBody,
     Responses,
+    check_model,
     count_refusals,
     request_id,
+    run_beside_loop,
     runtime_of,
 )
 from app.errors import InvalidRequest, ModelNotFound, RequestTimeout, WrongModelKind
@@ -176,7 +178,7 @@ async def infer(request: Request, unread: RequestBody[InferBody]) -> Response:
     with count_refusals(runtime.metrics, "oip"):
         check_origin(request)
         model = requested_model(request)
-        inference = _parse_inference(model, *split_body(request, await unread.read()))
+        inference = await unread.translate(lambda body: _parse_inference(model, *split_body(request, body)))
         _check_parameters(model, inference)
     microseconds = inference.parameters.timeout
     try:
@@ -208,10 +210,10 @@ async def model_metadata(request: Request) -> Response:
 
 def requested_model(request: Request) -> ServedModel:
     """Return the served model. Raises `ModelNotFound` if the path names another model or version."""
-    model = runtime_of(request).service.model
+    runtime = runtime_of(request)
+    model = runtime.service.model
     name, version = request.path_params["name"], request.path_params.get("version", VERSION)
-    if name != model.name:
-        raise ModelNotFound(f"The model {name[:100]!r} is not served here; {model.name!r} is.", field="model")
+    check_model(runtime, name)
     if version != VERSION:
         raise ModelNotFound(f"The model {name!r} has no version {version[:40]!r}; it has {VERSION!r}.", field="version")
     return model
@@ -249,12 +251,18 @@ def _check_parameters(model: ServedModel, inference: InferRequest) -> None:
                 )
 
 
+def _num_bytes(inference: InferRequest) -> int:
+    return sum(len(tensor.data) for tensor in inference.inputs.values())
+
+
 async def _run_inference(
     runtime: ApiRuntime, model: ServedModel, inference: InferRequest, identity: str
 ) -> InferResult:
     if isinstance(model, ServedEncoder):
         with count_refusals(runtime.metrics, "oip"):
-            text_inference = models.parse_text_inputs(model, inference, identity)
+            text_inference = await run_beside_loop(
+                _num_bytes(inference), models.parse_text_inputs, model, inference, identity
+            )
         encoded = await runtime.service.encode(text_inference.request)
         usage = {"prompt_tokens": encoded.usage.prompt_tokens}
         return InferResult(models.output_tensors(model, text_inference, encoded), encoded.timings, usage)

@@ -3,17 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from app.api.streaming import CollectedChoice, CollectedCompletion, GenerationStream
 from app.messages import FinishReason
 from app.service.requests import Accepted, ChoiceFinished, ScoredToken, TextDelta, Usage
+from app.text.tool_calls import ToolCallDelta
 from app.version import VERSION
 
 Json = dict[str, Any]
 # OpenAI has no finish reason for a timeout. Like the end of the context, it is a limit that cut the text short.
-FINISH_REASONS: dict[FinishReason, str] = {"stop": "stop", "length": "length", "timeout": "length", "aborted": "stop"}
+FINISH_REASONS: dict[FinishReason, str] = {
+    "stop": "stop",
+    "length": "length",
+    "timeout": "length",
+    "aborted": "stop",
+    "tool_calls": "tool_calls",
+}
 # JSON has no minus infinity; an impossible token gets this value.
 LOWEST_LOGPROB = -9999.0
 
@@ -51,9 +58,19 @@ def usage_body(usage: Usage) -> Json:
 
 
 class ChatFormat:
-    """Chat format: a first chunk with the role, then deltas; log-probabilities per token."""
+    """Chat format: a first chunk with the role, then deltas; log-probabilities per token.
+
+    `calls_functions`: the request has `functions`, the older form of tools.
+    """
 
     object, chunk_object = "chat.completion", "chat.completion.chunk"
+    id_prefix = "chatcmpl"
+
+    def __init__(
+        self, shows_reasoning: bool = True, calls_functions: bool = False, returns_token_ids: bool = False
+    ) -> None:
+        self.returns_token_ids = returns_token_ids
+        self._shows_reasoning, self._calls_functions = shows_reasoning, calls_functions
 
     def first(self, index: int) -> Json | None:
         """Return a choice's first chunk, with the role."""
@@ -61,24 +78,50 @@ class ChatFormat:
 
     def delta(self, event: TextDelta) -> Json:
         """Return the chunk of a text delta."""
-        return _choice(event.choice, delta={"content": event.text}, logprobs=_chat_logprobs(event.logprobs))
+        delta: Json = {}
+        if event.text or not (event.reasoning or event.tool_calls):
+            delta["content"] = event.text
+        if event.reasoning and self._shows_reasoning:
+            delta["reasoning_content"] = event.reasoning
+        if event.tool_calls and self._calls_functions:
+            delta["function_call"] = _call_delta(event.tool_calls[0])["function"]
+        elif event.tool_calls:
+            delta["tool_calls"] = [_call_delta(call) for call in event.tool_calls]
+        return _choice(event.choice, delta=delta, logprobs=chat_logprobs(event.logprobs))
 
     def finish(self, event: ChoiceFinished) -> Json:
         """Return the chunk with the finish reason."""
-        return _choice(event.choice, delta={}, reason=event.reason)
+        return _choice(event.choice, delta={}, reason=self._reason(event.reason))
 
     def whole(self, choice: CollectedChoice) -> Json:
         """Return a choice of a complete response."""
-        message = {"role": "assistant", "content": choice.text, "refusal": None}
-        return _choice(choice.index, message=message, logprobs=_chat_logprobs(choice.logprobs), reason=choice.reason)
+        calls = [{"name": call.name, "arguments": call.arguments} for call in choice.tool_calls]
+        content = choice.text or None if calls else choice.text
+        message: Json = {"role": "assistant", "content": content, "refusal": None}
+        if choice.reasoning and self._shows_reasoning:
+            message["reasoning_content"] = choice.reasoning
+        if calls and self._calls_functions:
+            message["function_call"] = calls[0]
+        elif calls:
+            message["tool_calls"] = [
+                {"id": call.id, "type": "function", "function": function}
+                for call, function in zip(choice.tool_calls, calls, strict=True)
+            ]
+        reason = self._reason(choice.reason)
+        return _choice(choice.index, message=message, logprobs=chat_logprobs(choice.logprobs), reason=reason)
+
+    def _reason(self, reason: FinishReason) -> str:
+        return "function_call" if reason == "tool_calls" and self._calls_functions else FINISH_REASONS[reason]
 
 
 class CompletionFormat:
     """Completions format: plain text; log-probabilities in parallel lists, with each token's offset in the text."""
 
     object, chunk_object = "text_completion", "text_completion"
+    id_prefix = "cmpl"
 
-    def __init__(self) -> None:
+    def __init__(self, returns_token_ids: bool = False) -> None:
+        self.returns_token_ids = returns_token_ids
         self._offsets: dict[int, int] = {}  # choice → characters sent so far
 
     def first(self, index: int) -> Json | None:
@@ -91,12 +134,12 @@ class CompletionFormat:
 
     def finish(self, event: ChoiceFinished) -> Json:
         """Return the chunk with the finish reason."""
-        return _choice(event.choice, text="", reason=event.reason)
+        return _choice(event.choice, text="", reason=FINISH_REASONS[event.reason])
 
     def whole(self, choice: CollectedChoice) -> Json:
         """Return a choice of a complete response."""
         logprobs = self._logprobs(choice.index, choice.logprobs)
-        return _choice(choice.index, text=choice.text, logprobs=logprobs, reason=choice.reason)
+        return _choice(choice.index, text=choice.text, logprobs=logprobs, reason=FINISH_REASONS[choice.reason])
 
     def _logprobs(self, index: int, tokens: Iterable[ScoredToken]) -> Json | None:
         lists: Json = {"text_offset": [], "token_logprobs": [], "tokens": [], "top_logprobs": []}
@@ -106,7 +149,8 @@ class CompletionFormat:
             lists["text_offset"].append(offset)
             lists["token_logprobs"].append(_finite_logprob(token.logprob))
             lists["tokens"].append(token.text)
-            lists["top_logprobs"].append({other.text: _finite_logprob(other.logprob) for other in token.top})
+            top = {other.text: _finite_logprob(other.logprob) for other in token.top}
+            lists["top_logprobs"].append(top or {token.text: _finite_logprob(token.logprob)})
         return lists if lists["tokens"] else None
 
 
@@ -114,11 +158,16 @@ OpenAIFormat = ChatFormat | CompletionFormat
 
 
 async def chunks(
-    stream: GenerationStream, format_: OpenAIFormat, metadata: ResponseMetadata, include_usage: bool
+    stream: GenerationStream,
+    format_: OpenAIFormat,
+    metadata: ResponseMetadata,
+    include_usage: bool,
+    continuous_usage: bool = False,
 ) -> AsyncIterator[Json]:
     """Yield OpenAI's stream: per choice a first chunk, deltas and a finish.
 
-    With `include_usage`, a last chunk has the usage and no choices.
+    With `include_usage`, a last chunk has the usage and no choices; with `continuous_usage`, every chunk has the usage
+    so far.
     """
     response_body: Callable[..., Json] = metadata.response_body
     more: Json = {"usage": None} if include_usage else {}
@@ -126,37 +175,67 @@ async def chunks(
     usage = Usage(0)
     async for event in stream:
         if isinstance(event, Accepted):
+            usage = Usage(usage.prompt_tokens + len(event.prompt_token_ids))
+            if format_.returns_token_ids:
+                more["prompt_token_ids"] = event.prompt_token_ids
             continue
         if event.choice not in started:
             started.add(event.choice)
             if first := format_.first(event.choice):
                 yield response_body([first], **more)
-        if isinstance(event, ChoiceFinished):
-            usage = event.usage
-            yield response_body([format_.finish(event)], **more)
-        elif event.text or event.logprobs:
-            yield response_body([format_.delta(event)], **more)
+                more.pop("prompt_token_ids", None)
+        usage = _usage_after(usage, event)
+        if continuous_usage:
+            more["usage"] = usage_body(usage)
+        choice = _chunk_choice(event, format_)
+        if choice is not None:
+            yield response_body([choice], **more)
+            more.pop("prompt_token_ids", None)
     if include_usage:
         yield response_body([], usage=usage_body(usage))
 
 
+def _usage_after(usage: Usage, event: TextDelta | ChoiceFinished) -> Usage:
+    if isinstance(event, ChoiceFinished):
+        return event.usage
+    return replace(usage, completion_tokens=usage.completion_tokens + len(event.token_ids))
+
+
+def _chunk_choice(event: TextDelta | ChoiceFinished, format_: OpenAIFormat) -> Json | None:
+    """Return an event's part of a chunk; None if it has nothing to show."""
+    if isinstance(event, ChoiceFinished):
+        return format_.finish(event)
+    if format_.returns_token_ids:
+        return format_.delta(event) | {"token_ids": event.token_ids}
+    shown = event.text or event.logprobs or event.reasoning or event.tool_calls
+    return format_.delta(event) if shown else None
+
+
 def complete_response(completion: CollectedCompletion, format_: OpenAIFormat, metadata: ResponseMetadata) -> Json:
     """Return the complete response object."""
-    return metadata.response_body(
-        [format_.whole(choice) for choice in completion.choices], usage=usage_body(completion.usage)
-    )
+    choices = [format_.whole(choice) for choice in completion.choices]
+    more: Json = {}
+    if format_.returns_token_ids:
+        more["prompt_token_ids"] = completion.prompt_token_ids[0]
+        each = len(choices) // len(completion.prompt_token_ids)
+        for place, (body, choice) in enumerate(zip(choices, completion.choices, strict=True)):
+            body |= {"token_ids": choice.token_ids, "prompt_token_ids": completion.prompt_token_ids[place // each]}
+    return metadata.response_body(choices, usage=usage_body(completion.usage), **more)
 
 
-def _choice(index: int, *, logprobs: Json | None = None, reason: FinishReason | None = None, **content: Any) -> Json:
-    return {
-        "index": index,
-        **content,
-        "logprobs": logprobs,
-        "finish_reason": FINISH_REASONS[reason] if reason else None,
-    }
+def _choice(index: int, *, logprobs: Json | None = None, reason: str | None = None, **content: Any) -> Json:
+    return {"index": index, **content, "logprobs": logprobs, "finish_reason": reason}
 
 
-def _chat_logprobs(tokens: Iterable[ScoredToken]) -> Json | None:
+def _call_delta(call: ToolCallDelta) -> Json:
+    if call.id is None:
+        return {"index": call.index, "function": {"arguments": call.arguments}}
+    function = {"name": call.name, "arguments": call.arguments}
+    return {"index": call.index, "id": call.id, "type": "function", "function": function}
+
+
+def chat_logprobs(tokens: Iterable[ScoredToken]) -> Json | None:
+    """Return the `logprobs` object of tokens in a chat; None if there are none."""
     content = [
         _logprob_body(token) | {"top_logprobs": [_logprob_body(other) for other in token.top]} for token in tokens
     ]

@@ -9,6 +9,7 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
+from app.api.openai.bodies import ChatBody, CompletionBody, GenerationBody
 from app.api.openai.responses import (
     ChatFormat,
     CompletionFormat,
@@ -19,16 +20,13 @@ from app.api.openai.responses import (
 )
 from app.api.openai.schemas import (
     OPENAI_ERRORS,
-    ChatBody,
     ChatCompletion,
     ChatCompletionChunk,
-    CompletionBody,
-    GenerationBody,
-    Message,
     ModelList,
     ModelObject,
     TextCompletion,
 )
+from app.api.openai.translate import chat_request, completion_requests
 from app.api.routing import (
     BODY_ERRORS,
     ApiRuntime,
@@ -38,6 +36,7 @@ from app.api.routing import (
     count_refusals,
     request_id,
     runtime_of,
+    sampling_defaults,
 )
 from app.api.streaming import (
     DONE,
@@ -49,13 +48,6 @@ from app.api.streaming import (
     server_timing,
     wait_for_first_token,
 )
-from app.errors import InvalidRequest, UnsupportedParameter
-from app.messages import SamplingParams
-from app.service.requests import GenerationRequest
-
-DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's default
-MAX_TOTAL_CHOICES = 128  # prompts × n
-
 
 router = DialectRouter("OpenAI", OPENAI_ERRORS)
 GENERATION_ERRORS = router.failures(*BODY_ERRORS, 404, 504)
@@ -73,15 +65,10 @@ async def chat_completions(request: Request, unread: RequestBody[ChatBody]) -> R
     runtime = runtime_of(request)
     with count_refusals(runtime.metrics, "chat"):
         body = await unread.parse()
-        check_model(runtime.service, body.model)
-        generation = GenerationRequest(
-            params=_chat_params(body),
-            api="chat",
-            request_id=request_id(request),
-            messages=tuple(template_message(message) for message in body.messages),
-            template_arguments=body.chat_template_kwargs or {},
-        )
-    return await _respond(request, body, ChatFormat(), runtime.service.generate(generation))
+        check_model(runtime, body.model)
+        generation = chat_request(body, request_id(request), sampling_defaults(runtime))
+    format_ = ChatFormat(body.include_reasoning is not False, body.functions is not None, bool(body.return_token_ids))
+    return await _respond(request, body, format_, runtime.service.generate(generation))
 
 
 @router.post(
@@ -96,24 +83,27 @@ async def completions(request: Request, unread: RequestBody[CompletionBody]) -> 
     runtime = runtime_of(request)
     with count_refusals(runtime.metrics, "completions"):
         body = await unread.parse()
-        check_model(runtime.service, body.model)
-        params = _completion_params(body)
-        generations = [_prompt_request(body, prompt, params, request_id(request)) for prompt in body.prompt]
+        check_model(runtime, body.model)
+        generations = completion_requests(body, request_id(request), sampling_defaults(runtime))
     streams: list[GenerationStream] = [runtime.service.generate(generation) for generation in generations]
-    return await _respond(
-        request, body, CompletionFormat(), streams[0] if len(streams) == 1 else merge_streams(streams, params.n)
-    )
+    each = generations[0].params.n
+    stream = streams[0] if len(streams) == 1 else merge_streams(streams, each)
+    format_ = CompletionFormat(bool(body.return_token_ids))
+    keep = (body.n or 1, each, body.logprobs is None) if each > (body.n or 1) else None
+    return await _respond(request, body, format_, stream, keep)
 
 
 @router.get(
     "/v1/models",
-    summary="OpenAI: list of models, always one",
+    summary="OpenAI: the served model, under each of its names",
     response_model=ModelList,
     responses=router.failures(503),
 )
 async def models(request: Request) -> Response:
     """Serve `GET /v1/models`."""
-    return JSONResponse({"object": "list", "data": [_model_body(runtime_of(request))]})
+    runtime = runtime_of(request)
+    names = (runtime.service.model.name, *runtime.names.aliases)
+    return JSONResponse({"object": "list", "data": [_model_body(runtime, name) for name in names]})
 
 
 @router.get(
@@ -126,66 +116,14 @@ async def model(request: Request) -> Response:
     """Serve `GET /v1/models/{name}`."""
     runtime = runtime_of(request)
     name = request.path_params["name"]
-    check_model(runtime.service, name)
-    return JSONResponse(_model_body(runtime))
+    check_model(runtime, name)
+    return JSONResponse(_model_body(runtime, name))
 
 
-# ---- translation ---------------------------------------------------------------------------------------------------
-
-
-def _chat_params(body: ChatBody) -> SamplingParams:
-    limits = {body.max_tokens, body.max_completion_tokens} - {None}
-    if len(limits) > 1:
-        raise InvalidRequest(
-            "max_tokens and max_completion_tokens are the same limit: send one of them.", field="max_tokens"
-        )
-    if body.top_logprobs is not None and not body.logprobs:
-        raise InvalidRequest("top_logprobs needs logprobs to be true.", field="top_logprobs")
-    return body.params(
-        max_tokens=next(iter(limits), None), logprobs=(body.top_logprobs or 0) if body.logprobs else None
-    )
-
-
-def _completion_params(body: CompletionBody) -> SamplingParams:
-    if body.echo and body.logprobs is not None:
-        raise UnsupportedParameter(
-            "echo cannot be combined with logprobs: a prompt's tokens are not scored.", field="echo"
-        )
-    params = body.params(
-        max_tokens=DEFAULT_COMPLETION_TOKENS if body.max_tokens is None else body.max_tokens, logprobs=body.logprobs
-    )
-    if len(body.prompt) * params.n > MAX_TOTAL_CHOICES:
-        raise InvalidRequest(f"The number of prompts times n may be at most {MAX_TOTAL_CHOICES}.", field="n")
-    return params
-
-
-def _prompt_request(
-    body: CompletionBody, prompt: str | tuple[int, ...], params: SamplingParams, identity: str
-) -> GenerationRequest:
-    text, ids = (prompt, None) if isinstance(prompt, str) else (None, prompt)
-    return GenerationRequest(
-        params=params, api="completions", request_id=identity, prompt=text, token_ids=ids, echo=bool(body.echo)
-    )
-
-
-def template_message(message: Message) -> dict[str, Any]:
-    """Return a message in the form that chat templates expect.
-
-    The role `developer` becomes `system`: newer OpenAI models use the former name for the latter.
-    """
-    role = "system" if message.role == "developer" else message.role
-    content = message.content
-    converted = {
-        "role": role,
-        "content": content if isinstance(content, str) else [part.model_dump() for part in content],
-    }
-    return converted if message.name is None else converted | {"name": message.name}
-
-
-def _model_body(runtime: ApiRuntime) -> dict[str, Any]:
+def _model_body(runtime: ApiRuntime, name: str) -> dict[str, Any]:
     served = runtime.service.model
     return {
-        "id": served.name,
+        "id": name,
         "object": "model",
         "created": runtime.created,
         "owned_by": "armature",
@@ -196,14 +134,24 @@ def _model_body(runtime: ApiRuntime) -> dict[str, Any]:
 # ---- responses -----------------------------------------------------------------------------------------------------
 
 
-async def _respond(request: Request, body: GenerationBody, format_: OpenAIFormat, stream: GenerationStream) -> Response:
+async def _respond(
+    request: Request,
+    body: GenerationBody,
+    format_: OpenAIFormat,
+    stream: GenerationStream,
+    best_of: tuple[int, int, bool] | None = None,
+) -> Response:
+    """Return the response of a request. `best_of`: keep so many of so many choices, and drop their logprobs."""
     name = runtime_of(request).service.model.name
-    prefix = "chatcmpl" if isinstance(format_, ChatFormat) else "cmpl"
     kind = format_.chunk_object if body.stream else format_.object
-    metadata = ResponseMetadata(f"{prefix}-{uuid.uuid4().hex}", kind, int(time.time()), name)
+    metadata = ResponseMetadata(f"{format_.id_prefix}-{uuid.uuid4().hex}", kind, int(time.time()), name)
     if not body.stream:
         completion = await collect(stream)
+        if best_of is not None:
+            completion.keep_best(*best_of)
         return JSONResponse(complete_response(completion, format_, metadata), headers=completion.headers())
     started = await wait_for_first_token(stream)
-    events = encode_events(chunks(started, format_, metadata, body.include_usage), OPENAI_ERRORS, DONE)
+    events = encode_events(
+        chunks(started, format_, metadata, body.include_usage, body.continuous_usage), OPENAI_ERRORS, DONE
+    )
     return EventStreamResponse(events, started, server_timing(started.timings(), "queue", "prefill"))

@@ -1,114 +1,13 @@
-"""Bodies of the OpenAI dialect.
-
-Request bodies have supported fields, ignored fields, and fields that must be neutral.
-"""
+"""Responses and errors of the OpenAI dialect."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Any, ClassVar, Literal, NotRequired
+from typing import Any, Literal, NotRequired
 
-from pydantic import Field
 from typing_extensions import TypedDict
 
 from app.api.errors import ErrorFormat, HttpError
-from app.api.schemas import MAX_MESSAGES, MAX_PARTS, Body, Int64, Prompts, SamplingFields
-
-# Fields for labels, billing and storage at OpenAI, and hints about tool calls, which have no effect without tools.
-IGNORED = frozenset(
-    "user metadata store service_tier safety_identifier prompt_cache_key prompt_cache_retention parallel_tool_calls".split()
-)
-
-
-class StreamOptions(Body):
-    """The `stream_options` object."""
-
-    IGNORED: ClassVar[frozenset[str]] = frozenset({"include_obfuscation"})
-
-    include_usage: bool | None = None
-
-
-class MessagePart(Body):
-    """One part of a message; only text parts are supported."""
-
-    NEUTRAL: ClassVar[Mapping[str, tuple[Any, ...]]] = {"annotations": (None, [])}
-
-    type: Literal["text"]
-    text: str
-
-
-class Message(Body):
-    """One message of a conversation. `name` is passed to the chat template, which may or may not use it."""
-
-    # Fields of a response message that a client sends back as part of the history.
-    NEUTRAL: ClassVar[Mapping[str, tuple[Any, ...]]] = {
-        "refusal": (None,),
-        "audio": (None,),
-        "annotations": (None, []),
-        "tool_calls": (None, []),
-        "function_call": (None,),
-        "reasoning_content": (None, ""),
-    }
-
-    role: Literal["system", "developer", "user", "assistant"]
-    content: str | Annotated[tuple[MessagePart, ...], Field(fail_fast=True, min_length=1, max_length=MAX_PARTS)]
-    name: str | None = None
-
-
-class GenerationBody(SamplingFields):
-    """Fields common to chat completions and completions."""
-
-    IGNORED: ClassVar[frozenset[str]] = IGNORED
-
-    model: str | None = None
-    max_tokens: Int64 | None = None
-    stream: bool | None = None
-    stream_options: StreamOptions | None = None
-
-    @property
-    def include_usage(self) -> bool:
-        """True if the stream ends with a chunk that has the usage."""
-        return bool(self.stream_options and self.stream_options.include_usage)
-
-
-class ChatBody(GenerationBody):
-    """Body of `POST /v1/chat/completions`. Without `max_tokens`, generation may continue to the end of the context."""
-
-    NEUTRAL: ClassVar[Mapping[str, tuple[Any, ...]]] = {
-        "tools": (None, []),
-        "tool_choice": (None, "none", "auto"),
-        "functions": (None, []),
-        "function_call": (None, "none", "auto"),
-        "logit_bias": (None, {}),
-        "response_format": (None, {"type": "text"}),
-        "modalities": (None, ["text"]),
-        "audio": (None,),
-        "prediction": (None,),
-        "reasoning_effort": (None, "none"),
-        "verbosity": (None, "medium"),
-        "web_search_options": (None,),
-    }
-
-    messages: Annotated[tuple[Message, ...], Field(fail_fast=True, min_length=1, max_length=MAX_MESSAGES)]
-    max_completion_tokens: Int64 | None = None
-    logprobs: bool | None = None
-    top_logprobs: Int64 | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
-
-
-class CompletionBody(GenerationBody):
-    """Body of `POST /v1/completions`. Without `max_tokens` a completion has 16 tokens, as OpenAI's."""
-
-    NEUTRAL: ClassVar[Mapping[str, tuple[Any, ...]]] = {
-        "best_of": (None, 1),
-        "suffix": (None, ""),
-        "logit_bias": (None, {}),
-    }
-
-    prompt: Prompts
-    echo: bool | None = None
-    logprobs: Int64 | None = None
-
 
 # ---- errors --------------------------------------------------------------------------------------------------------
 
@@ -185,12 +84,46 @@ class TextLogprobs(TypedDict):
     top_logprobs: list[dict[str, float]]
 
 
+class FunctionCall(TypedDict):
+    """A function to call; `arguments` is the text of a JSON object."""
+
+    name: str
+    arguments: str
+
+
+class ToolCallBody(TypedDict):
+    """A tool call of a message."""
+
+    id: str
+    type: Literal["function"]
+    function: FunctionCall
+
+
+class FunctionCallDelta(TypedDict):
+    """More of a function call. The first part has the name."""
+
+    name: NotRequired[str]
+    arguments: str
+
+
+class ToolCallDeltaBody(TypedDict):
+    """More of the tool call at `index`. The first part has the id and the type."""
+
+    index: int
+    id: NotRequired[str]
+    type: NotRequired[Literal["function"]]
+    function: FunctionCallDelta
+
+
 class AssistantMessage(TypedDict):
-    """The generated message."""
+    """The generated message. `content` is null if there are only calls."""
 
     role: Literal["assistant"]
-    content: str
+    content: str | None
     refusal: None
+    reasoning_content: NotRequired[str]
+    tool_calls: NotRequired[list[ToolCallBody]]
+    function_call: NotRequired[FunctionCall]
 
 
 class MessageDelta(TypedDict):
@@ -198,9 +131,12 @@ class MessageDelta(TypedDict):
 
     role: NotRequired[Literal["assistant"]]
     content: NotRequired[str]
+    reasoning_content: NotRequired[str]
+    tool_calls: NotRequired[list[ToolCallDeltaBody]]
+    function_call: NotRequired[FunctionCallDelta]
 
 
-OpenAIFinishReason = Literal["stop", "length"]
+OpenAIFinishReason = Literal["stop", "length", "tool_calls", "function_call"]
 
 
 class ChatChoice(TypedDict):
@@ -210,6 +146,8 @@ class ChatChoice(TypedDict):
     message: AssistantMessage
     logprobs: ChatLogprobs | None
     finish_reason: OpenAIFinishReason
+    token_ids: NotRequired[list[int]]
+    prompt_token_ids: NotRequired[list[int]]
 
 
 class ChatChunkChoice(TypedDict):
@@ -219,6 +157,7 @@ class ChatChunkChoice(TypedDict):
     delta: MessageDelta
     logprobs: ChatLogprobs | None
     finish_reason: OpenAIFinishReason | None
+    token_ids: NotRequired[list[int]]
 
 
 class TextChoice(TypedDict):
@@ -228,6 +167,8 @@ class TextChoice(TypedDict):
     text: str
     logprobs: TextLogprobs | None
     finish_reason: OpenAIFinishReason | None
+    token_ids: NotRequired[list[int]]
+    prompt_token_ids: NotRequired[list[int]]
 
 
 class GeneratedObject(TypedDict):
@@ -237,6 +178,7 @@ class GeneratedObject(TypedDict):
     created: int
     model: str
     system_fingerprint: str
+    prompt_token_ids: NotRequired[list[int]]
 
 
 class ChatCompletion(GeneratedObject):

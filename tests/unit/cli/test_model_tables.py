@@ -41,7 +41,7 @@ def trial(precision: str, speed: float, threads: int = 8, *, full: bool = False,
 
 MEASURED = Measurements(
     50e9, {"bf16": 1e12, "int8": 3e12, "int4": 3e12},
-    (trial("bf16", 12.5), trial("int8", 25, full=True), trial("int4", 40), trial("int8", 20, threads=7)), seconds=2.9,
+    (trial("bf16", 12.5), trial("int8", 25, full=True), trial("int4", 30), trial("int8", 20, threads=7)), seconds=2.9,
 )  # fmt: skip
 
 

@@ -18,8 +18,9 @@ from app.server.prepare import with_kept_calibration
 from app.server.startup import ServerRuntime
 from app.settings import DEMO_DIRECTORY, Settings
 from app.weights.open import open_model
+from exported_programs import write_program
 
-DEMOS = {"decode": DEMO_DIRECTORY, "encode": DEMO_DIRECTORY.parent / "bert"}
+DEMOS = {"decode": DEMO_DIRECTORY, "encode": DEMO_DIRECTORY.parent / "bert", "program": None}
 
 
 @pytest.fixture
@@ -41,7 +42,8 @@ def test_what_is_estimated_is_measured_while_idle(tmp_path: Path, monkeypatch: p
     monkeypatch.setattr("app.engine.calibration.measure.measure_machine", busy)
     monkeypatch.setattr(idle, "MAX_SPREAD", 1e9)  # whatever else the machine does
     monkeypatch.setattr(idle, "monotone_table", lambda seconds: seconds)
-    settings = Settings(model=DEMOS[phase], cache_dir=tmp_path, calibrate="auto", threads=1)
+    model = DEMOS[phase] or write_program(tmp_path, "recommender")
+    settings = Settings(model=model, cache_dir=tmp_path, calibrate="auto", threads=1)
     prepared = with_kept_calibration(probe(), settings, open_model(settings.checkpoint_directory))
     runtime = ServerRuntime(prepared, lambda error: None)
     with torch.inference_mode():
@@ -53,7 +55,8 @@ def test_what_is_estimated_is_measured_while_idle(tmp_path: Path, monkeypatch: p
         assert not runtime._use_idle_time(engine, lambda: False)
     info = runtime._info()
     assert info["plan"]["speed_source"]["value"] == "measured" and not info["speed"]["estimated"]
-    assert info["speed"]["capacity_tokens_per_second"][phase] != estimated[phase]
+    kind = "decode" if phase == "decode" else "encode"
+    assert info["speed"]["capacity_tokens_per_second"][kind] != estimated[kind]
     assert b"armature_speed_estimated 0.0" in runtime.metrics.render()[0]
     (kept,) = (tmp_path / "calibration").glob("*.json")
     assert json.loads(kept.read_text())["measurements"]["is_partial"]

@@ -135,12 +135,12 @@ def test_what_was_measured_beside_other_work_serves_one_start(
 
 def test_single_steps_serve_one_start(tmp_path: Path, checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch) -> None:
     budgets: list[float] = []
-    found = Measurements(5e10, {"bf16": 8e11}, single_steps={"bf16": 0.5})
+    found = Measurements(5e10, {"bf16": 8e11}, single_steps={"bf16": 0.001})
     monkeypatch.setattr("app.engine.calibration.measure.measure_machine", measure_of(found, budgets))
     for _ in range(2):
         served = start(tmp_path, checkpoint)
         assert served.step_time_table is None and served.expected_step_times is not None
-        assert served.expected_step_times.decode(1) == pytest.approx(0.5)
+        assert served.expected_step_times.decode(1) == pytest.approx(0.001)
     assert len(budgets) == 2, "they are not kept for the next start"
 
 

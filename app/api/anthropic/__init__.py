@@ -1,0 +1,1 @@
+"""Anthropic API: messages and their token counts."""

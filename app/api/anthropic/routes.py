@@ -1,0 +1,79 @@
+"""Anthropic dialect: messages, complete or streamed, and their token counts."""
+
+from __future__ import annotations
+
+import uuid
+from dataclasses import replace
+
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+
+from app.api.anthropic.bodies import CountTokensBody, MessagesBody
+from app.api.anthropic.output import MessageFormat
+from app.api.anthropic.schemas import ANTHROPIC_ERRORS, AnthropicEvent, AnthropicResponse, AnthropicTokenCount
+from app.api.anthropic.translate import chat_body
+from app.api.openai.translate import chat_request
+from app.api.routing import (
+    BODY_ERRORS,
+    DialectRouter,
+    RequestBody,
+    check_model,
+    count_refusals,
+    renamed_fields,
+    request_id,
+    runtime_of,
+    sampling_defaults,
+)
+from app.api.streaming import (
+    EventStreamResponse,
+    collect,
+    encode_events,
+    format_named_sse,
+    server_timing,
+    wait_for_first_token,
+)
+
+_FIELD_NAMES = {"stop": "stop_sequences", "json_schema": "output_config.format.schema"}
+router = DialectRouter("Anthropic", ANTHROPIC_ERRORS)
+
+
+@router.post(
+    "/v1/messages",
+    summary="Anthropic: message",
+    response_model=AnthropicResponse,
+    responses=router.failures(*BODY_ERRORS, 404, 504) | router.event_stream(AnthropicEvent),
+    response_description="The message; with `stream`, its events.",
+)
+async def messages(request: Request, unread: RequestBody[MessagesBody]) -> Response:
+    """Serve `POST /v1/messages`."""
+    runtime = runtime_of(request)
+    headers = {"request-id": request_id(request)}  # Anthropic's name of x-request-id
+    with renamed_fields(_FIELD_NAMES):
+        with count_refusals(runtime.metrics, "messages"):
+            body = await unread.parse()
+            check_model(runtime, body.model)
+            chat = chat_request(chat_body(body), request_id(request), sampling_defaults(runtime))
+        format_ = MessageFormat(f"msg_{uuid.uuid4().hex}", runtime.service.model.name, body.thinks)
+        stream = runtime.service.generate(replace(chat, api="messages", clips_max_tokens=True))
+        if not body.stream:
+            completion = await collect(stream)
+            return JSONResponse(format_.whole(completion.choices[0]), headers=completion.headers() | headers)
+        started = await wait_for_first_token(stream)
+    events = encode_events(format_.events(started), ANTHROPIC_ERRORS, encode=format_named_sse)
+    return EventStreamResponse(events, started, server_timing(started.timings(), "queue", "prefill") | headers)
+
+
+@router.post(
+    "/v1/messages/count_tokens",
+    summary="Anthropic: number of tokens of a message",
+    response_model=AnthropicTokenCount,
+    responses=router.failures(*BODY_ERRORS, 404),
+)
+async def count_tokens(request: Request, unread: RequestBody[CountTokensBody]) -> Response:
+    """Serve `POST /v1/messages/count_tokens`."""
+    runtime = runtime_of(request)
+    body = await unread.parse()
+    check_model(runtime, body.model)
+    chat = chat_request(chat_body(body), request_id(request), {})
+    ids = await runtime.service.tokenize_chat(chat.messages or (), chat.template_arguments, chat.chat_options)
+    return JSONResponse({"input_tokens": len(ids)})

@@ -1,0 +1,146 @@
+"""Request body and errors of the llama.cpp dialect."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import AfterValidator, WithJsonSchema
+from typing_extensions import TypedDict
+
+from app.api.errors import ErrorFormat, HttpError
+from app.api.schemas import MAX_PARTS, MAX_PROMPTS, Int64, SamplingFields
+from app.messages import MAX_LOGIT_BIASES
+
+# A prompt is a text, token ids, or texts and ids in one sequence.
+PromptParts = str | tuple[str | int, ...]
+
+
+def _validate_prompts(value: Any) -> tuple[PromptParts, ...]:
+    """Return the prompts. A list with an id in it is one prompt; any other list has one prompt in each place."""
+    if isinstance(value, str | dict):
+        return (_validate_prompt(value),)
+    if isinstance(value, list) and value and int in set(map(type, value)):
+        return (_validate_parts(value),)
+    if isinstance(value, list) and 0 < len(value) <= MAX_PROMPTS:
+        return tuple(_validate_prompt(one) for one in value)
+    raise ValueError(
+        f"Input should be a string, a list of strings and token ids, or a list of 1 to {MAX_PROMPTS} of these"
+    )
+
+
+def _validate_prompt(value: Any) -> PromptParts:
+    """Return one prompt. An object has it as `prompt_string`; next to it there may be no images."""
+    if isinstance(value, dict) and not value.get("multimodal_data") and isinstance(value.get("prompt_string"), str):
+        return str(value["prompt_string"])
+    return value if isinstance(value, str) else _validate_parts(value)
+
+
+def _validate_parts(value: Any) -> tuple[str | int, ...]:
+    if not isinstance(value, list) or not value or not set(map(type, value)) <= {str, int}:
+        raise ValueError("Input should be a list of strings and token ids, not empty")
+    if sum(isinstance(part, str) for part in value) > MAX_PARTS:  # each is tokenized apart
+        raise ValueError(f"Input should have at most {MAX_PARTS} strings in one prompt")
+    return tuple(value)
+
+
+_PARTS = {"type": "array", "items": {"anyOf": [{"type": "string"}, {"type": "integer"}]}}
+LlamaCppPrompts = Annotated[
+    Any,
+    AfterValidator(_validate_prompts),
+    WithJsonSchema(
+        {"anyOf": [{"type": "string"}, _PARTS, {"type": "array", "items": {"anyOf": [{"type": "string"}, _PARTS]}}]}
+    ),
+]
+
+
+def _validate_biases(value: Any) -> tuple[tuple[int | str, float | Literal[False]], ...]:
+    """Return pairs of a token and its bias, from a list of pairs or from OpenAI's object."""
+    pairs = list(value.items()) if isinstance(value, dict) else [] if value is None else value
+    if not isinstance(pairs, list) or len(pairs) > MAX_LOGIT_BIASES:
+        raise ValueError(f"Input should be a list of at most {MAX_LOGIT_BIASES} pairs of a token and a number")
+    for pair in pairs:
+        is_pair = isinstance(pair, list | tuple) and len(pair) == 2 and type(pair[0]) in (int, str)
+        if not is_pair or not (pair[1] is False or type(pair[1]) in (int, float)):
+            raise ValueError("Input should be a list of pairs of a token (id or text) and a number or false")
+    return tuple((token, bias) for token, bias in pairs)
+
+
+TokenBiases = Annotated[
+    Any,
+    AfterValidator(_validate_biases),
+    WithJsonSchema({"anyOf": [{"type": "array", "items": {"type": "array"}}, {"type": "object"}, {"type": "null"}]}),
+]
+
+# Caches and slots, and parameters of samplers that are off.
+_IGNORED = frozenset(
+    "model cache_prompt id_slot slot_id n_keep n_discard n_indent min_keep timings_per_token return_progress samplers "
+    "repeat_last_n penalize_nl mirostat_tau mirostat_eta dynatemp_exponent xtc_threshold dry_base dry_allowed_length "
+    "dry_penalty_last_n dry_sequence_breakers n_cache_reuse api_key".split()
+)
+
+
+class LlamaCppBody(SamplingFields):
+    """Body of `POST /completion`. `n_predict` below 0 means up to the end of the context."""
+
+    IGNORED: ClassVar[frozenset[str]] = _IGNORED
+    NEUTRAL: ClassVar[Mapping[str, tuple[Any, ...]]] = {
+        "typical_p": (1.0,),
+        "tfs_z": (1.0,),
+        "mirostat": (0,),
+        "dynatemp_range": (0.0,),
+        "xtc_probability": (0.0,),
+        "dry_multiplier": (0.0,),
+        "top_n_sigma": (-1.0,),
+        "t_max_predict_ms": (0, -1),
+        "post_sampling_probs": (False,),
+        "lora": ([],),
+        "image_data": ([],),
+    }
+
+    prompt: LlamaCppPrompts
+    n_predict: Int64 | None = None
+    max_tokens: Int64 | None = None
+    stream: bool | None = None
+    repeat_penalty: float | None = None
+    logit_bias: TokenBiases = None
+    n_probs: Int64 | None = None
+    grammar: str | None = None
+    json_schema: dict[str, Any] | None = None
+    return_tokens: bool | None = None
+    response_fields: tuple[str, ...] | None = None
+
+
+# ---- errors --------------------------------------------------------------------------------------------------------
+
+
+class LlamaCppErrorDetail(TypedDict):
+    """What was wrong: the status, a sentence, and llama.cpp's kind of error."""
+
+    code: int
+    message: str
+    type: str
+
+
+class LlamaCppError(TypedDict):
+    """Error body of the llama.cpp dialect."""
+
+    error: LlamaCppErrorDetail
+
+
+_ERROR_TYPES: Mapping[int, str] = {
+    401: "authentication_error",
+    404: "not_found_error",
+    503: "unavailable_error",
+}
+
+
+def error_body(error: HttpError) -> dict[str, Any]:
+    """Return the error body."""
+    kind = _ERROR_TYPES.get(error.status, "server_error" if error.status >= 500 else "invalid_request_error")
+    if error.code == "context_length_exceeded":
+        kind = "exceed_context_size_error"
+    return {"error": {"code": error.status, "message": error.message, "type": kind}}
+
+
+LLAMA_CPP_ERRORS = ErrorFormat(error_body, LlamaCppError)

@@ -1,0 +1,1 @@
+"""Ollama API: chat, generation and embeddings with the served model, and its description."""

@@ -1,0 +1,252 @@
+"""Translation of OpenAI's request bodies to the service's requests: messages, tools, schemas and parameters."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from typing import Any
+
+from app.api.openai.bodies import (
+    ChatBody,
+    CompletionBody,
+    FunctionDefinition,
+    GenerationBody,
+    Message,
+    NamedToolChoice,
+    ResponseFormat,
+    ToolCallRecord,
+)
+from app.errors import InvalidRequest, UnsupportedParameter
+from app.messages import SamplingParams
+from app.service.requests import GenerationRequest, Tool, ToolUse
+from app.text.chat import ChatOptions
+from app.text.grammar import MAX_CHOICES, GrammarKind, GrammarSource
+
+DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's default
+MAX_TOTAL_CHOICES = 128  # prompts × n
+_ANY_OBJECT: Mapping[str, Any] = {"type": "object"}
+_NO_PARAMETERS: Mapping[str, Any] = {"type": "object", "properties": {}, "additionalProperties": False}
+Defaults = Mapping[str, float]
+
+
+def chat_request(body: ChatBody, request_id: str, defaults: Defaults) -> GenerationRequest:
+    """Return the service's request for a chat. `defaults` are the checkpoint's sampling parameters."""
+    functions, use = _tool_use(body)
+    options = ChatOptions(
+        tools=tuple(functions) if use else (),
+        documents=body.documents or (),
+        add_generation_prompt=body.add_generation_prompt is not False,
+        continue_final_message=bool(body.continue_final_message),
+    )
+    if options.continue_final_message and body.add_generation_prompt:
+        raise InvalidRequest(
+            "add_generation_prompt and continue_final_message cannot both be true.", field="continue_final_message"
+        )
+    return GenerationRequest(
+        params=_chat_params(body, defaults),
+        api="chat",
+        request_id=request_id,
+        messages=tuple(template_message(message) for message in body.messages),
+        template_arguments=body.chat_template_kwargs or {},
+        chat_options=options,
+        truncate_prompt_tokens=body.truncate_prompt_tokens,
+        grammar=_grammar(body),
+        tools=use,
+        separates_reasoning=True,
+    )
+
+
+def completion_requests(body: CompletionBody, request_id: str, defaults: Defaults) -> list[GenerationRequest]:
+    """Return one request for each prompt of a completion."""
+    params, grammar = _completion_params(body, defaults), _grammar(body)
+    if len(body.prompt) * params.n > MAX_TOTAL_CHOICES:
+        raise InvalidRequest(f"The number of prompts times n may be at most {MAX_TOTAL_CHOICES}.", field="n")
+    return [
+        GenerationRequest(
+            params=params,
+            api="completions",
+            request_id=request_id,
+            prompt=prompt if isinstance(prompt, str) else None,
+            token_ids=None if isinstance(prompt, str) else prompt,
+            add_special_tokens=body.add_special_tokens is not False,
+            echo=bool(body.echo),
+            truncate_prompt_tokens=body.truncate_prompt_tokens,
+            grammar=grammar,
+        )
+        for prompt in body.prompt
+    ]
+
+
+# ---- parameters ----------------------------------------------------------------------------------------------------
+
+
+def _chat_params(body: ChatBody, defaults: Defaults) -> SamplingParams:
+    limits = {body.max_tokens, body.max_completion_tokens} - {None}
+    if len(limits) > 1:
+        raise InvalidRequest(
+            "max_tokens and max_completion_tokens are the same limit: send one of them.", field="max_tokens"
+        )
+    if body.top_logprobs and not body.logprobs:
+        raise InvalidRequest("top_logprobs needs logprobs to be true.", field="top_logprobs")
+    return body.params(
+        defaults, max_tokens=next(iter(limits), None), logprobs=(body.top_logprobs or 0) if body.logprobs else None
+    )
+
+
+def _completion_params(body: CompletionBody, defaults: Defaults) -> SamplingParams:
+    if body.echo and body.logprobs is not None:
+        raise UnsupportedParameter(
+            "echo cannot be combined with logprobs: a prompt's tokens are not scored.", field="echo"
+        )
+    n, best_of = body.n or 1, body.best_of or body.n or 1
+    if best_of < n:
+        raise InvalidRequest(f"best_of must be at least n, which is {n}.", field="best_of")
+    if best_of > n and body.stream:
+        raise InvalidRequest("best_of greater than n cannot be streamed.", field="best_of")
+    more = {"max_tokens": DEFAULT_COMPLETION_TOKENS if body.max_tokens is None else body.max_tokens}
+    logprobs = 0 if best_of > n and body.logprobs is None else body.logprobs
+    return body.params(defaults, **more, logprobs=logprobs, n=None if body.n is None and best_of == 1 else best_of)
+
+
+# ---- structured output ---------------------------------------------------------------------------------------------
+
+
+def _grammar(body: GenerationBody) -> GrammarSource | None:
+    found = list(_grammars(body))
+    if len(found) > 1:
+        names = " and ".join(source.field for source in found)
+        raise InvalidRequest(f"{names} cannot be combined: send one of them.", field=found[0].field)
+    return found[0] if found else None
+
+
+def _grammars(body: GenerationBody) -> Iterator[GrammarSource]:
+    if body.response_format is not None and body.response_format.type != "text":
+        yield _schema(_response_schema(body.response_format), "response_format")
+    if body.json_schema is not None:
+        yield _schema(body.json_schema, "json_schema")
+    structured = body.structured_outputs
+    given: list[tuple[str, GrammarKind, Any]] = [
+        ("guided_json", "json_schema", body.guided_json),
+        ("guided_regex", "regex", body.guided_regex),
+        ("guided_choice", "choice", body.guided_choice),
+        ("guided_grammar", "grammar", body.guided_grammar),
+        ("grammar", "grammar", body.grammar or None),
+    ]
+    if structured is not None:
+        schema = (
+            structured.json_value if structured.json_value is not None or not structured.json_object else _ANY_OBJECT
+        )
+        given += [
+            ("structured_outputs.json", "json_schema", schema),
+            ("structured_outputs.regex", "regex", structured.regex),
+            ("structured_outputs.choice", "choice", structured.choice),
+            ("structured_outputs.grammar", "grammar", structured.grammar),
+        ]
+    for name, kind, value in given:
+        if value is None:
+            continue
+        if kind == "choice" and len(value) > MAX_CHOICES:
+            raise InvalidRequest(f"{name} takes at most {MAX_CHOICES} texts.", field=name)
+        yield (
+            _schema(value, name)
+            if kind == "json_schema"
+            else GrammarSource(kind, json.dumps(value) if kind == "choice" else value, name)
+        )
+
+
+def _schema(schema: Mapping[str, Any] | bool | str, name: str) -> GrammarSource:
+    if isinstance(schema, str):
+        with suppress(ValueError, RecursionError):  # the compiler says what is wrong with text that is no JSON
+            schema = json.loads(schema)
+    return GrammarSource("json_schema", schema if isinstance(schema, str) else json.dumps(schema), name)
+
+
+def _response_schema(form: ResponseFormat) -> Mapping[str, Any] | bool:
+    if form.type == "json_object":
+        return form.object_schema or _ANY_OBJECT
+    if form.json_schema is None or form.json_schema.json_schema is None:
+        if form.object_schema is not None:
+            return form.object_schema
+        raise InvalidRequest(
+            "response_format of type json_schema needs json_schema.schema.", field="response_format.json_schema"
+        )
+    return form.json_schema.json_schema
+
+
+# ---- tools ---------------------------------------------------------------------------------------------------------
+
+
+def _tool_use(body: ChatBody) -> tuple[list[dict[str, Any]], ToolUse | None]:
+    """Return the functions as a template gets them, and the tools as the service gets them; None if none is used."""
+    if body.functions is not None and body.tools is not None:
+        raise InvalidRequest("functions is the older form of tools: send one of them.", field="functions")
+    definitions = body.functions or tuple(tool.function for tool in body.tools or ())
+    name = "functions" if body.functions is not None else "tools"
+    if len({definition.name for definition in definitions}) < len(definitions):
+        raise InvalidRequest(f"{name} must have different names.", field=name)
+    choice = _forced_name(body)
+    tools = {each.name: Tool(each.name, each.parameters or _NO_PARAMETERS) for each in definitions}
+    if choice in ("", None) and (not tools or choice == ""):
+        return [], None
+    if not tools:
+        raise InvalidRequest("tool_choice needs tools.", field="tool_choice")
+    if choice is not None and choice != _ANY_TOOL and choice not in tools:
+        raise InvalidRequest(f"tool_choice names {choice[:100]!r}, which is none of the tools.", field="tool_choice")
+    forced = tuple(tools.values()) if choice == _ANY_TOOL else (tools[choice],) if choice else ()
+    parallel = body.parallel_tool_calls is not False and body.functions is None and choice in (None, _ANY_TOOL)
+    return [_template_tool(each) for each in definitions], ToolUse(tuple(tools.values()), forced, parallel)
+
+
+_ANY_TOOL = "\0"  # no function has this name
+
+
+def _forced_name(body: ChatBody) -> str | None:
+    """Return the name of the function that must be called, `_ANY_TOOL`, "" for none, or None for the model's choice."""
+    for choice in (body.tool_choice, body.function_call):
+        if choice is None or choice == "auto":
+            continue
+        if isinstance(choice, str):
+            return _ANY_TOOL if choice == "required" else ""
+        return choice.function.name if isinstance(choice, NamedToolChoice) else choice.name
+    return None
+
+
+def _template_tool(definition: FunctionDefinition) -> dict[str, Any]:
+    function = {
+        "name": definition.name,
+        "description": definition.description or "",
+        "parameters": definition.parameters or {"type": "object", "properties": {}},
+    }
+    return {"type": "function", "function": function}
+
+
+# ---- messages ------------------------------------------------------------------------------------------------------
+
+
+def template_message(message: Message) -> dict[str, Any]:
+    """Return a message in the form that chat templates expect.
+
+    The role `developer` becomes `system`: newer OpenAI models use the former name for the latter. The role `function`
+    becomes `tool`, and a `function_call` one of `tool_calls`.
+    """
+    role = {"developer": "system", "function": "tool"}.get(message.role, message.role)
+    content = message.content
+    converted: dict[str, Any] = {"role": role, "content": content or ""}
+    if isinstance(content, tuple):
+        converted["content"] = [{"type": "text", "text": part.shown} for part in content]
+    calls = message.tool_calls or ()
+    if message.function_call is not None:
+        calls = (*calls, ToolCallRecord(function=message.function_call))
+    given = {
+        "name": message.name,
+        "tool_calls": [_template_call(call, place) for place, call in enumerate(calls)] or None,
+        "tool_call_id": message.tool_call_id,
+        "reasoning_content": message.reasoning_content or message.reasoning,
+    }
+    return converted | {name: value for name, value in given.items() if value is not None}
+
+
+def _template_call(call: ToolCallRecord, place: int) -> dict[str, Any]:
+    function = {"name": call.function.name, "arguments": call.function.arguments or "{}"}
+    return {"id": call.id or f"call_{place}", "type": "function", "function": function}

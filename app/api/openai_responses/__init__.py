@@ -1,0 +1,1 @@
+"""OpenAI Responses API, stateless: each request carries its whole conversation."""

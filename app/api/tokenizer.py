@@ -1,0 +1,186 @@
+"""Tokenizer routes in the native format, vLLM's and llama.cpp's: one route takes the bodies of all three."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, ClassVar, NotRequired
+
+from pydantic import Field
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from typing_extensions import TypedDict
+
+from app.api.openai.bodies import MAX_TOOLS, Message, ToolDefinition
+from app.api.openai.translate import template_message
+from app.api.routing import BODY_ERRORS, ApiRuntime, DialectRouter, RequestBody, check_model, runtime_of
+from app.api.schemas import MAX_MESSAGES, Body, TokenIds
+from app.errors import InvalidRequest
+from app.service.served_model import ServedDecoder, ServedProgram, wrong_kind_error
+from app.text.chat import ChatOptions
+from app.text.tokenizer import Tokenizer
+
+Json = dict[str, Any]
+
+
+class TokenizeBody(Body):
+    """Body of `POST /tokenize`, with `prompt`, with `messages` that are rendered with the chat template, or llama.cpp's.
+
+    llama.cpp's text is `content`; special tokens are added to it only with `add_special`.
+    """
+
+    IGNORED: ClassVar[frozenset[str]] = frozenset({"parse_special"})
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: Annotated[tuple[Message, ...], Field(fail_fast=True, min_length=1, max_length=MAX_MESSAGES)] | None = None
+    content: str | None = None
+    add_special_tokens: bool | None = None
+    add_special: bool | None = None
+    returns_texts: bool | None = Field(None, alias="with_pieces")
+    return_token_strs: bool | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    tools: Annotated[tuple[ToolDefinition, ...], Field(fail_fast=True, max_length=MAX_TOOLS)] | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+
+
+class DetokenizeBody(Body):
+    """Body of `POST /detokenize`: `token_ids`, or `tokens` with vLLM's and llama.cpp's name."""
+
+    model: str | None = None
+    token_ids: TokenIds | None = None
+    tokens: TokenIds | None = None
+    skip_special_tokens: bool | None = None
+
+
+class TokenizeResponse(TypedDict):
+    """Response of `POST /tokenize`.
+
+    A body with `content` gets `tokens` alone, with `with_pieces` as objects of `id` and `piece`. Any other gets
+    `token_ids` and `num_tokens`, and the same under vLLM's names.
+    """
+
+    token_ids: NotRequired[list[int]]
+    num_tokens: NotRequired[int]
+    tokens: list[Any]
+    count: NotRequired[int]
+    max_model_len: NotRequired[int]
+    token_strs: NotRequired[list[str] | None]
+
+
+class DetokenizeResponse(TypedDict, total=False):
+    """Response of `POST /detokenize`: `text`; vLLM's `prompt` for `tokens` with a model; else llama.cpp's `content`."""
+
+    text: str
+    prompt: str
+    content: str
+
+
+class TokenizerInfo(TypedDict):
+    """Response of `GET /tokenizer_info`: the checkpoint's tokenizer_config.json, with the chat template."""
+
+    tokenizer_class: str
+
+
+router = DialectRouter("Native")
+
+
+@router.post(
+    "/tokenize",
+    summary="Token ids of a text or a chat; also vLLM's and llama.cpp's",
+    response_model=TokenizeResponse,
+    responses=router.failures(*BODY_ERRORS, 404),
+)
+async def tokenize(request: Request, unread: RequestBody[TokenizeBody]) -> Response:
+    """Serve `POST /tokenize`."""
+    body = await unread.parse()
+    runtime = runtime_of(request)
+    check_model(runtime, body.model)
+    if sum(source is not None for source in (body.prompt, body.messages, body.content)) != 1:
+        raise InvalidRequest("Send either prompt or messages, or llama.cpp's content.", field="prompt")
+    if body.content is not None:
+        ids = await runtime.service.tokenize(body.content, bool(body.add_special))
+        tokens = [_token_body(_tokenizer(runtime), token_id) for token_id in ids] if body.returns_texts else ids
+        return JSONResponse({"tokens": tokens})
+    ids = await _prompt_ids(runtime, body)
+    strings = [_tokenizer(runtime).token_text(token_id) for token_id in ids] if body.return_token_strs else None
+    return JSONResponse(
+        {
+            "token_ids": ids,
+            "num_tokens": len(ids),
+            "tokens": ids,
+            "count": len(ids),
+            "max_model_len": runtime.service.model.limits.max_model_len,
+            "token_strs": strings,
+        }
+    )
+
+
+async def _prompt_ids(runtime: ApiRuntime, body: TokenizeBody) -> list[int]:
+    service = runtime.service
+    if body.prompt is not None:
+        return await service.tokenize(body.prompt, body.add_special_tokens is not False)
+    messages = [template_message(message) for message in body.messages or ()]
+    options = ChatOptions(
+        tools=tuple(tool.model_dump(exclude_none=True) for tool in body.tools or ()),
+        add_generation_prompt=body.add_generation_prompt is not False,
+        continue_final_message=bool(body.continue_final_message),
+    )
+    arguments = body.chat_template_kwargs or {}
+    if not body.add_special_tokens:  # the template writes all special tokens
+        return await service.tokenize_chat(messages, arguments, options)
+    return await service.tokenize(await service.render_chat(messages, arguments, options))
+
+
+def _token_body(tokenizer: Tokenizer, token_id: int) -> Json:
+    """Return a token's id and text; bytes that are not whole characters as numbers."""
+    spelled = tokenizer.token_bytes(token_id)
+    try:
+        return {"id": token_id, "piece": spelled.decode() or tokenizer.token_text(token_id)}
+    except UnicodeDecodeError:
+        return {"id": token_id, "piece": list(spelled)}
+
+
+@router.post(
+    "/detokenize",
+    summary="Text of token ids; also vLLM's and llama.cpp's",
+    response_model=DetokenizeResponse,
+    responses=router.failures(*BODY_ERRORS, 404),
+)
+async def detokenize(request: Request, unread: RequestBody[DetokenizeBody]) -> Response:
+    """Serve `POST /detokenize`."""
+    body = await unread.parse()
+    runtime = runtime_of(request)
+    check_model(runtime, body.model)
+    if (body.token_ids is None) == (body.tokens is None):
+        raise InvalidRequest("Send token_ids, or tokens, which is vLLM's and llama.cpp's name.", field="token_ids")
+    ids = body.tokens if body.token_ids is None else body.token_ids
+    text = await runtime.service.detokenize(ids or (), body.skip_special_tokens is not False)
+    name = "text" if body.token_ids is not None else "content" if body.model is None else "prompt"
+    return JSONResponse({name: text})
+
+
+@router.get(
+    "/tokenizer_info",
+    summary="vLLM: the tokenizer's configuration and chat template",
+    response_model=TokenizerInfo,
+    responses=router.failures(503),
+)
+async def tokenizer_info(request: Request) -> Response:
+    """Serve `GET /tokenizer_info`."""
+    runtime = runtime_of(request)
+    tokenizer, model = _tokenizer(runtime), runtime.service.model
+    template = model.chat.source if isinstance(model, ServedDecoder) and model.chat is not None else None
+    info: Json = {
+        **tokenizer.config,
+        **tokenizer.named_tokens,
+        "tokenizer_class": str(tokenizer.config.get("tokenizer_class") or "PreTrainedTokenizerFast"),
+        "chat_template": template,
+    }
+    return JSONResponse(info)
+
+
+def _tokenizer(runtime: ApiRuntime) -> Tokenizer:
+    model = runtime.service.model
+    if isinstance(model, ServedProgram):
+        raise wrong_kind_error(model)
+    return model.tokenizer

@@ -1,0 +1,77 @@
+"""The torch-free part of a decoder: its tokenizer, templates, formats of its answers, and sampling defaults."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from typing import Any
+
+from app.errors import InvalidRequest
+from app.messages import SamplingParams
+from app.service.served_model import ServedDecoder, ServingLimits
+from app.settings import Settings
+from app.text.chat import ChatTemplate
+from app.text.grammar import GrammarCompiler
+from app.text.reasoning import REASONING_FORMATS, ReasoningFormat, choose_reasoning_format
+from app.text.tokenizer import Tokenizer
+from app.text.tool_calls import TOOL_FORMATS, choose_tool_format
+from app.weights.checkpoint import Checkpoint
+
+log = logging.getLogger(__name__)
+
+# Names in generation_config.json, and the types of their values.
+_DEFAULTED: Mapping[str, type] = {
+    "temperature": float, "top_p": float, "top_k": int, "min_p": float, "repetition_penalty": float,
+}  # fmt: skip
+
+
+def make_served_decoder(
+    name: str,
+    limits: ServingLimits,
+    tokenizer: Tokenizer,
+    chat: ChatTemplate | None,
+    checkpoint: Checkpoint,
+    settings: Settings,
+) -> ServedDecoder:
+    """Return the description of a decoder for the service."""
+    template = None if chat is None else chat.source
+    tools = settings.tool_call_parser
+    defaults = sampling_defaults(checkpoint.generation_config) if settings.generation_config == "auto" else {}
+    return ServedDecoder(
+        name,
+        limits,
+        tokenizer,
+        chat,
+        sampling_defaults=defaults,
+        grammars=GrammarCompiler(tokenizer.as_json, limits.vocab_size, tokenizer.eos_token_ids),
+        tool_format=choose_tool_format(template, _model_type(checkpoint)) if tools == "auto" else TOOL_FORMATS[tools],
+        reasoning_format=_reasoning_format(template, settings.reasoning_parser),
+    )
+
+
+def sampling_defaults(config: Mapping[str, Any]) -> dict[str, float]:
+    """Return the sampling parameters of a generation_config.json, as vLLM reads it. Values out of range are left out."""
+    found: dict[str, float] = {}
+    for name, kind in _DEFAULTED.items():
+        value = config.get(name)
+        if value is None:
+            continue
+        try:
+            if isinstance(value, bool) or not isinstance(value, int | float):
+                raise InvalidRequest(f"{name} must be a number, not {value!r}.")
+            SamplingParams(**{name: kind(value)})
+        except InvalidRequest as error:
+            log.warning("generation_config.json: %s It is ignored.", error.message)
+            continue
+        found[name] = kind(value)
+    return found
+
+
+def _model_type(checkpoint: Checkpoint) -> str:
+    return str(checkpoint.config.get("model_type", ""))
+
+
+def _reasoning_format(template: str | None, setting: str) -> ReasoningFormat | None:
+    if setting == "auto":
+        return choose_reasoning_format(template)
+    return REASONING_FORMATS.get(setting)

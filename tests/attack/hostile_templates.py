@@ -1,0 +1,163 @@
+"""Chat templates that a hostile checkpoint may bring: endless time, endless memory, escapes, and source that breaks parsers.
+
+Each takes far more than the limits without them, or reaches for what a template must not have.
+"""
+
+from __future__ import annotations
+
+# The text that a template gets: short, so the template itself has to make it large.
+DOUBLED = "{% set ns = namespace(x=messages[0].content) %}{% for i in range(60) %}{% set ns.x = BODY %}{% endfor %}{{ ns.x | length }}"
+THOUSAND = "{% for a in range(1000) %}"
+NESTED = "{% set c = messages[0].content * 1000 %}" + "{% for a in c %}" * 6 + "{{ loop.index }}" + "{% endfor %}" * 6
+
+TIME = {
+    "nested loops over texts": NESTED,
+    "nested loops without output": NESTED.replace("{{ loop.index }}", ""),
+    "fib macro": "{% macro f(n) %}{% if n < 2 %}1{% else %}{{ f(n-1) }}{{ f(n-2) }}{% endif %}{% endmacro %}{{ f(45) }}",
+    "ackermann": "{% macro f(n) %}{% if n %}{{ f(n-1) }}{{ f(n-1) }}{{ f(n-1) }}{% endif %}{% endmacro %}{{ f(40) }}",
+    "loops of slices": "{% for a in (messages[0].content * 90000) | slice(3) %}{% for b in a %}{% for c in a %}{% endfor %}{% endfor %}{% endfor %}",
+    "loops of batches": "{% for a in (messages[0].content * 90000) | batch(90000) %}{% for b in a %}{% for c in a %}{% endfor %}{% endfor %}{% endfor %}",
+    "sort in loops": THOUSAND + THOUSAND + "{% set x = range(150) | sort(reverse=true) %}{% endfor %}{% endfor %}",
+    "unique in loops": NESTED.replace("{{ loop.index }}", "{% set x = messages[0].content | unique | list %}"),
+    "groupby in loops": NESTED.replace("{{ loop.index }}", "{% set x = messages | groupby('role') %}"),
+    "replace in loops": NESTED.replace("{{ loop.index }}", "{% set x = (a * 900000) | replace('a', 'b') %}"),
+    "wordwrap": "{{ (messages[0].content + ' ') * 90000 | wordwrap(1) | length }}" + NESTED,
+    "wordcount in loops": NESTED.replace("{{ loop.index }}", "{% set x = ('a ' * 400000) | wordcount %}"),
+    "title in loops": NESTED.replace("{{ loop.index }}", "{% set x = ('a ' * 400000) | title %}"),
+    "striptags": "{% set x = '<' * 900000 %}" + THOUSAND + "{% set y = x | striptags %}{% endfor %}",
+    "urlize": "{% set x = 'http://a.b ' * 90000 %}" + THOUSAND + "{% set y = x | urlize %}{% endfor %}",
+    "escape in loops": "{% set x = '<' * 900000 %}" + THOUSAND + "{% set y = x | escape | length %}{% endfor %}",
+    "xmlattr in loops": NESTED.replace("{{ loop.index }}", "{% set x = {'a': a * 90000} | xmlattr %}"),
+    "split in loops": NESTED.replace("{{ loop.index }}", "{% set x = ('a ' * 400000).split() | length %}"),
+    "find in loops": "{% set x = 'a' * 900000 %}" + THOUSAND + "{% set y = x.find('a' * 400000 + 'b') %}{% endfor %}",
+    "count in loops": "{% set x = 'a' * 900000 %}" + THOUSAND * 2 + "{% set y = x.count('aa') %}" + "{% endfor %}" * 2,
+    "comparison in loops": "{% set x = 'a' * 900000 %}{% set z = 'a' * 900000 %}"
+    + THOUSAND * 2
+    + "{% set y = x == z + '' %}"
+    + "{% endfor %}" * 2,
+    "membership": "{% set x = range(190000) | list %}" + NESTED.replace("{{ loop.index }}", "{% set y = -1 in x %}"),
+    "division": "{% set x = 10 ** 60 %}" + NESTED.replace("{{ loop.index }}", "{% set y = x // 3 % 7 %}"),
+    "recursive loop": "{% for a in messages recursive %}{{ loop(messages) }}{{ loop(messages) }}{% endfor %}",
+    "call block": "{% macro f(n) %}{% if n %}{{ caller() }}{% call f(n-1) %}{{ f(n-1) }}{% endcall %}{% call f(n-1) %}x{% endcall %}{% endif %}{% endmacro %}{% call f(50) %}{% endcall %}",
+    "map in loops": NESTED.replace("{{ loop.index }}", "{% set y = messages | map(attribute='content') | list %}"),
+    "select in loops": NESTED.replace("{{ loop.index }}", "{% set y = range(10) | select('odd') | list %}"),
+    "namespace counter": "{% set ns = namespace(n=0) %}"
+    + NESTED.replace("{{ loop.index }}", "{% set ns.n = ns.n + 1 %}"),
+    "filter block": NESTED.replace("{{ loop.index }}", "{% filter upper %}abc{% endfilter %}"),
+    "format in loops": NESTED.replace("{{ loop.index }}", "{% set y = '%s%s%s' % (a, a, a) %}"),
+    "sum with a start": "{% set x = range(9000) | list %}{% for a in range(20000) %}{% set y = x | sum %}{% endfor %}",
+    "strftime": "{% for a in range(190000) %}{% set y = strftime_now('%Y' * 1000) %}{% endfor %}",
+    "tojson in loops": "{% set x = range(100000) | list %}" + THOUSAND + "{% set y = x | tojson %}{% endfor %}",
+    "dictsort in loops": NESTED.replace("{{ loop.index }}", "{% set y = messages[0] | dictsort %}"),
+    "joiner": NESTED.replace("{{ loop.index }}", "{% set j = joiner() %}{% set y = j() %}"),
+    "cycler": "{% set c = cycler(1, 2) %}" + NESTED.replace("{{ loop.index }}", "{% set y = c.next() %}"),
+}
+MEMORY = {
+    "percent width": "{{ '%2000000000s' % 'a' }}",
+    "percent width of a variable": "{{ '%2000000000s' % messages[0].content }}",
+    "percent star": "{{ '%*s' % (2000000000, messages[0].content) }}",
+    "percent precision": "{{ '%.999999999f' % 1.5 }}",
+    "format width": "{{ '{:2000000000}'.format(messages[0].content) }}",
+    "format_map width": "{{ '{a:2000000000}'.format_map({'a': messages[0].content}) }}",
+    "format filter": "{{ '%2000000000s' | format(messages[0].content) }}",
+    "center filter": "{{ messages[0].content | center(2000000000) }}",
+    "center of a constant": "{{ 'a' | center(2000000000) }}{{ messages[0].content | center(2000000000) }}",
+    "center method": "{{ messages[0].content.center(2000000000) }}",
+    "ljust": "{{ messages[0].content.ljust(2000000000) }}",
+    "rjust": "{{ messages[0].content.rjust(2000000000, 'é') }}",
+    "zfill": "{{ messages[0].content.zfill(2000000000) }}",
+    "expandtabs": "{{ '\t'.expandtabs(2000000000) }}{{ ('\t' * 9).expandtabs(900000000) | length }}",
+    "indent": "{{ messages[0].content | indent(2000000000, true) }}",
+    "indent with first": "{{ ('\n' * 1000000) | indent(1000000, blank=true) | length }}",
+    "wordwrap string": "{{ ('a' * 100000) | wordwrap(1, true, 'b' * 100000) | length }}",
+    "tilde doubling": DOUBLED.replace("BODY", "ns.x ~ ns.x"),
+    "plus doubling": DOUBLED.replace("BODY", "ns.x + ns.x"),
+    "list doubling": DOUBLED.replace("BODY", "ns.x + ns.x").replace("messages[0].content", "[1]"),
+    "replace doubling": DOUBLED.replace("BODY", "ns.x.replace('e', 'ee')"),
+    "replace filter doubling": DOUBLED.replace("BODY", "ns.x | replace('e', 'ee')"),
+    "join doubling": DOUBLED.replace("BODY", "ns.x.join(['e', 'e', 'e'])"),
+    "join filter doubling": DOUBLED.replace("BODY", "[ns.x, ns.x] | join"),
+    "translate doubling": DOUBLED.replace("BODY", "ns.x.translate({101: 'eee'})"),
+    "escape doubling": DOUBLED.replace("BODY", "('&' ~ ns.x) | forceescape").replace("range(60)", "range(30000)"),
+    "format doubling": DOUBLED.replace("BODY", "'%s%s' % (ns.x, ns.x)"),
+    "set block doubling": "{% set ns = namespace(x='a') %}{% for i in range(60) %}{% set y %}{{ ns.x }}{{ ns.x }}{% endset %}{% set ns.x = y %}{% endfor %}{{ ns.x | length }}",
+    "macro doubling": "{% macro m(n) %}{% if n %}{{ m(n-1) }}{{ m(n-1) }}{% else %}aaaaaaaa{% endif %}{% endmacro %}{{ m(40) | length }}",
+    "filter block doubling": "{% set ns = namespace(x='aa') %}{% for i in range(60) %}{% set y %}{% filter replace('a', 'aa') %}{{ ns.x }}{% endfilter %}{% endset %}{% set ns.x = y %}{% endfor %}{{ ns.x }}",
+    "sum with a list": "{% set x = ([[1] * 1000] * 1000) * 100 %}{{ x | sum(start=[]) | length }}",
+    "lists in lists as text": "{% set ns = namespace(x=[1]) %}{% for i in range(60) %}{% set ns.x = [ns.x, ns.x] %}{% endfor %}{{ ns.x | string | length }}",
+    "lists in lists as json": "{% set ns = namespace(x=[1]) %}{% for i in range(60) %}{% set ns.x = [ns.x, ns.x] %}{% endfor %}{{ ns.x | tojson | length }}",
+    "lists in lists printed": "{% set ns = namespace(x=[1]) %}{% for i in range(60) %}{% set ns.x = [ns.x, ns.x] %}{% endfor %}{{ ns.x | pprint }}",
+    "objects in objects": "{% set ns = namespace(x={}) %}{% for i in range(60) %}{% set ns.x = {'a': ns.x, 'b': ns.x} %}{% endfor %}{{ ns.x | tojson }}",
+    "tojson indent": "{{ messages | tojson(indent=1000000000) }}",
+    "tojson indent text": "{{ ([1] * 90000) | tojson(indent='a' * 90000) }}",
+    "tojson separators": "{{ ([1] * 90000) | tojson(separators=('a' * 90000, ':')) }}",
+    "list of ranges": "{{ (([0] * 1000000) | batch(1) | list) | string | length }}{{ ([[0] * 1000000] * 1000000) | string | length }}",
+    "batch fill": "{{ [1] | batch(900000000, 'a') | list | length }}",
+    "slice": "{{ [1] | slice(900000000) | list | length }}",
+    "encode": "{{ ('é' * 1000000).encode('utf-32') | length }}"
+    + DOUBLED.replace("BODY", "ns.x.encode() + ns.x.encode()"),
+    "casefold doubling": DOUBLED.replace("BODY", "(ns.x ~ 'ß' ~ ns.x).casefold()"),
+    "dict of texts": "{% set ns = namespace(x='a') %}{% for i in range(190000) %}{% set ns.x = ns.x ~ ('b' * 1000) %}{% endfor %}{{ ns.x }}",
+    "many names": "{% set ns = namespace() %}{% for i in range(2) %}{% for j in range(90000) %}{% set ns.x = [ns.x, 'c' * 100000 ~ j] %}{% endfor %}{% endfor %}",
+    "strftime width": "{{ strftime_now('%9999999999Y' * 100000) }}" + DOUBLED.replace("BODY", "ns.x ~ ns.x"),
+    "output without end": "{% for i in range(190000) %}{{ messages[0].content * 100000 }}{% endfor %}",
+    "splitlines": "{{ ('\n' * 1000000).splitlines() | map('center', 1000) | list | length }}",
+    "partition": "{% set ns = namespace(x='a') %}{% for i in range(40) %}{% set ns.x = ns.x ~ ns.x.partition('b')[0] %}{% endfor %}{{ ns.x }}",
+    "xmlattr": "{{ {'a': 'x' * 1000000, 'b': 'x' * 1000000} | xmlattr | length }}"
+    + DOUBLED.replace("BODY", "{'a': ns.x, 'b': ns.x} | xmlattr"),
+}
+ESCAPES = {
+    "subclasses": "{{ ''.__class__.__mro__[1].__subclasses__() }}",
+    "globals of a method": "{{ messages.__init__.__globals__['os'].system('true') }}",
+    "globals of a function": "{{ raise_exception.__globals__['json'] }}",
+    "attr filter": "{{ (messages | attr('__class__')).x.y }}",
+    "attr of a function": "{{ (raise_exception | attr('__globals__'))['json'] }}",
+    "map attribute": "{{ messages | map(attribute='__class__') | map(attribute='__mro__') | list }}",
+    "map with the attr filter": "{{ [raise_exception] | map('attr', '__globals__') | map('attr', 'x') | list }}",
+    "range self": "{{ range.__self__._remaining.x }}",
+    "format attribute": "{{ '{0.__class__.__init__.__globals__[os]}'.format(namespace()) }}",
+    "format_map attribute": "{{ '{a.__class__.__base__.x}'.format_map({'a': messages}) }}",
+    "format as a value": "{% set f = '{0.__class__.__base__.x}'.format %}{{ f(messages) }}",
+    "format through map": "{{ ['{0.__class__.__base__.x}'] | map('format', messages) | list | first | attr('x').y }}",
+    "namespace class": "{% set ns = namespace() %}{% set ns.__class__ = 1 %}",
+    "namespace init": "{{ namespace(__init__=1) }}",
+    "change the messages": "{{ messages.append(1) }}",
+    "change a message": "{{ messages[0].update({'role': 'system'}) }}",
+    "include": "{% include '/etc/passwd' %}",
+    "extends": "{% extends '/etc/passwd' %}",
+    "import": "{% import 'os' as os %}{{ os.system }}",
+    "from import": "{% from 'os' import system %}{{ system }}",
+    "self": "{{ self.__init__.__globals__.x }}",
+    "self template": "{{ self._TemplateReference__context.environment.x.y }}",
+    "cycler globals": "{{ cycler.__init__.__globals__.os.popen('id').read() }}",
+    "joiner globals": "{{ joiner.__init__.__globals__.os.popen('id').read() }}",
+    "lipsum": "{{ lipsum.__globals__['os'].popen('id').read() }}",
+    "generator frame": "{{ (messages | map(attribute='role')).gi_frame.f_globals.x }}",
+    "coroutine frame": "{{ (messages | select).gi_code.co_consts.x }}",
+    "caller": "{% macro m() %}{{ caller.__func__.__globals__.x }}{% endmacro %}{% call m() %}{% endcall %}",
+    "func of a macro": "{% macro m() %}{% endmacro %}{{ m._func.__globals__.x }}",
+    "loop": "{% for a in messages %}{{ loop._iterator.__reduce__().x }}{% endfor %}",
+}
+SOURCE = {
+    "break outside of a loop": "{% break %}",
+    "continue outside of a loop": "{% continue %}",
+    "5,000 parentheses": "{{ " + "(" * 5000 + "1" + ")" * 5000 + " }}",
+    "5,000 brackets": "{{ " + "[" * 5000 + "]" * 5000 + " }}",
+    "5,000 filters": "{{ 1" + "|string" * 5000 + " }}",
+    "5,000 nested blocks": "{% if 1 %}" * 5000 + "{% endif %}" * 5000,
+    "300 nested loops": "{% for a in messages %}" * 300 + "{% endfor %}" * 300,
+    "5,000 nots": "{{ " + "not " * 5000 + "1 }}",
+    "5,000 minuses": "{{ " + "-" * 5000 + "1 }}",
+    "200,000 expressions": "{{ messages[0].content }}" * 200_000,
+    "a long sum": "{{ 1" + "+1" * 200_000 + " }}",
+    "an unknown filter": "{{ 1 | no_such_filter }}",
+    "an unknown tag": "{% no_such_tag %}",
+    "an unclosed block": "{% for a in messages %}",
+    "a null character": "{{ '\0' \0 }}",
+    "a reserved name": "{% set None = 1 %}{{ None.x.y }}",
+}
+HOSTILE = {
+    f"{kind}: {name}": source
+    for kind, templates in (("time", TIME), ("memory", MEMORY), ("escape", ESCAPES), ("source", SOURCE))
+    for name, source in templates.items()
+}

@@ -1,0 +1,163 @@
+"""JSON of any shape and size: the event loop is held for milliseconds, and what is refused makes no objects."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import tracemalloc
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from app.api import json_size
+from app.api.json_size import LOOP_BYTES, MAX_STRINGS_AND_LISTS, MAX_VALUES, check_num_values
+from app.api.middleware import MAX_BODY_BYTES, BodyDecoder
+from app.errors import InvalidRequest
+from tests.attack.attack_server import JSON, AttackServer, attacked, post
+
+SIZE = MAX_BODY_BYTES - 1_000
+# CPU time of the loop's thread. It must find its turn between calls of C that others make, which costs it no time of its own.
+MOST_SECONDS = 0.02
+
+
+def repeated(part: bytes, between: bytes = b",") -> bytes:
+    return between.join([part] * (SIZE // (len(part) + len(between))))
+
+
+def members(number: int) -> bytes:
+    return b",".join(b'"k%d":1' % i for i in range(number))
+
+
+# Field and value: the shapes of `facts/abuse.md`, and the largest bodies that are valid.
+SHAPES: dict[str, bytes] = {
+    "lists of ids": b'{"prompt":[%b]}' % repeated(b"[1]"),
+    "empty lists": b'{"prompt":[%b]}' % repeated(b"[]"),
+    "unknown fields": b'{"prompt":"x",%b}' % members(1_000_000),
+    "nested data": b'{"token_ids":[%b]}' % repeated(b"[[1,2],[3]]"),
+    "mixed": b'{"prompt":[%b]}' % repeated(b'{"a":[1,"b",null]}'),
+    "strings": b'{"stop":[%b],"prompt":"x"}' % repeated(b'"a"'),
+    "numbers": b'{"token_ids":[%b]}' % repeated(b"7"),
+    "commas": b'{"token_ids":[%b]}' % (b"," * SIZE),
+    "brackets": b"[" * SIZE,
+    "one text": b'{"prompt":"%b"}' % (b"a" * (SIZE - 100)),
+    "one text of quotes": b'{"prompt":"%b"}' % (b'\\"' * (SIZE // 2 - 100)),
+    "one text of escapes": b'{"prompt":"%b"}' % (b"\\u00e9" * (SIZE // 6 - 100)),
+    "one text of emoji": b'{"prompt":"%b"}' % ("🙂".encode() * (SIZE // 4 - 100)),
+    "spaces": b" " * SIZE,
+    "spaces and a body": b" " * SIZE + b'{"prompt":"x"}',
+    "no end": b'{"prompt":"' + b"a" * SIZE,
+    "zeros": b"\x00" * SIZE,
+}
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[AttackServer]:
+    with attacked(measured=True) as found:
+        yield found
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_no_body_holds_the_event_loop(server: AttackServer, shape: str) -> None:
+    server.longest_hold = 0.0
+    answer = server.ask(post("/generate", SHAPES[shape], b"connection: close"))
+    assert answer.status in (200, 400), answer
+    assert server.longest_hold < MOST_SECONDS, f"{server.longest_hold * 1e3:.0f} ms"
+
+
+def test_a_compressed_body_does_not_either(server: AttackServer) -> None:
+    server.longest_hold = 0.0
+    packed = gzip.compress(b" " * (64 * 2**20))
+    request = post("/generate", packed, b"connection: close", b"content-encoding: gzip")
+    assert server.ask(request).status == 413
+    assert server.longest_hold < MOST_SECONDS, f"{server.longest_hold * 1e3:.0f} ms"
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions", "/v1/embeddings", "/tokenize"])
+def test_every_dialect_refuses_in_its_own_format(server: AttackServer, path: str) -> None:
+    body = b'{"input":1,"text_input":"x","prompt":[%b]}' % repeated(b"[1]")
+    answer = server.ask(post(path, body, b"connection: close"))
+    assert answer.status == 400
+    if path != "/v1/embeddings":  # no encoder is served
+        assert "too many values" in json.dumps(answer.json)
+
+
+@pytest.mark.parametrize("shape", ["lists of ids", "empty lists", "unknown fields", "mixed", "strings", "numbers"])
+def test_too_many_values_are_refused_before_an_object_exists(shape: str) -> None:
+    tracemalloc.start()
+    with pytest.raises(InvalidRequest, match="too many values"):
+        check_num_values(SHAPES[shape])
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak < 100_000
+
+
+def test_the_largest_useful_bodies_pass() -> None:
+    check_num_values(json.dumps({"token_ids": [123_456] * 1_000_000}).encode())
+    check_num_values(json.dumps({"data": [0.123456] * (6 * 3 * 224 * 224)}).encode())
+    check_num_values(json.dumps({"messages": [{"role": "user", "content": "x, [y] {z}"}] * 4_096}).encode())
+    check_num_values(b'{"prompt":"%b"}' % (b'[{,\\"' * 1_000_000))  # within a text they are text
+
+
+Json = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.text(st.sampled_from('ab"\\,[]{}: é🙂\n')),
+    lambda inner: st.lists(inner) | st.dictionaries(st.text(st.sampled_from('k"\\[')), inner),
+    max_leaves=30,
+)
+
+
+def count(value: Any) -> tuple[int, int]:
+    """Commas, and strings with lists and objects, of a value's JSON."""
+    if isinstance(value, str):
+        return 0, 1
+    if not isinstance(value, list | dict):
+        return 0, 0
+    items = list(value.values()) if isinstance(value, dict) else value
+    counts = [count(item) for item in items]
+    names = len(value) if isinstance(value, dict) else 0
+    return max(len(items) - 1, 0) + sum(c for c, _ in counts), 1 + names + sum(o for _, o in counts)
+
+
+@given(Json, st.integers(1, 40), st.booleans())
+def test_the_count_is_exact(value: Any, step: int, ascii_only: bool) -> None:
+    commas, objects = count(value)
+    text = json.dumps(value, ensure_ascii=ascii_only).encode()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(json_size, "_STEP_BYTES", step)
+        patch.setattr(json_size, "MAX_VALUES", commas)
+        patch.setattr(json_size, "MAX_STRINGS_AND_LISTS", objects)
+        check_num_values(text)
+        for name, number in (("MAX_VALUES", commas), ("MAX_STRINGS_AND_LISTS", objects)):
+            if number:
+                patch.setattr(json_size, name, number - 1)
+                with pytest.raises(InvalidRequest):
+                    check_num_values(text)
+                patch.setattr(json_size, name, number)
+
+
+@given(st.binary(max_size=200), st.integers(1, 20))
+def test_any_bytes_are_counted(data: bytes, step: int) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(json_size, "_STEP_BYTES", step)
+        check_num_values(data + b'"\\')
+
+
+def test_the_limits_are_those_that_the_times_were_measured_for() -> None:
+    """A body of LOOP_BYTES cannot reach them, so only bodies that are parsed in a thread are counted."""
+    assert min(MAX_VALUES, MAX_STRINGS_AND_LISTS) > LOOP_BYTES
+    assert JSON.endswith(b"\r\n")
+
+
+@given(st.binary(max_size=2_000), st.integers(1, 300))
+def test_a_compressed_body_is_whole_in_steps_of_any_size(data: bytes, step: int) -> None:
+    from app.api import middleware
+
+    packed = gzip.compress(data * 50)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(middleware, "INFLATE_BYTES", step)
+        decode = BodyDecoder("gzip")
+        plain = b"".join(part for at in range(0, len(packed), 7) for part in decode(packed[at : at + 7]))
+        decode.finish()
+    assert plain == data * 50

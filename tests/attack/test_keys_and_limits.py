@@ -1,0 +1,334 @@
+"""Who may use the API: keys in every documented form, rates of each key or address, hosts, origins, TLS, and /info."""
+
+from __future__ import annotations
+
+import ssl
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from app.api.access import NO_RULES, AccessControl, AccessRules
+from app.cli.parser import given_settings, parse_arguments
+from app.errors import InvalidRequest, Overloaded, RateLimited, SettingsInvalid, Unauthorized
+from app.server.process import check_tls, url_of
+from app.server.startup import read_api_keys
+from app.service import rate_limit
+from app.service.rate_limit import ACCOUNT, RateLimiter
+from app.settings import Settings, load_settings, parse_rate_limit
+from fake_worker import request as generation
+from fake_worker import serving
+from tests.attack.attack_server import Answer, attacked, get, post, read_all
+
+CLOSE = b"connection: close"
+BODY = b'{"prompt":"Once"}'
+
+
+def flags(*arguments: str) -> Settings:
+    return load_settings(**given_settings(parse_arguments(["serve", *arguments])))[0]
+
+
+@pytest.mark.parametrize(
+    ("text", "keys"),
+    [
+        ('["sekret-1"]', ("sekret-1",)),
+        ('["a,b", "c"]', ("a,b", "c")),
+        ("sekret-1", ("sekret-1",)),
+        ("one,two", ("one", "two")),
+        (" one , two ", ("one", "two")),
+    ],
+)
+def test_keys_in_every_form(text: str, keys: tuple[str, ...], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    assert flags("--api-keys", text).api_keys == keys
+    monkeypatch.setenv("ARMATURE_API_KEYS", text)
+    assert flags().api_keys == keys
+    file = tmp_path / "keys"
+    file.write_text("third\n")
+    assert read_api_keys(flags("--api-key-file", str(file))) == (*keys, "third")
+
+
+@pytest.mark.parametrize(
+    "text", ["", ",", "sekret,", '["sekret"', '["sekret", ""]', '["sekret", 5]', '[["sekret"]]', "[sekret]"]
+)
+def test_a_list_of_keys_that_is_none_fails_closed_and_untold(text: str) -> None:
+    with pytest.raises(SettingsInvalid, match="api_keys") as caught:
+        flags("--api-keys", text)
+    assert "sekret" not in caught.value.message
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("rate_limit", "600"),
+        ("rate_limit", "requests=0"),
+        ("rate_limit", "requests=5,requests=6"),
+        ("rate_limit", "tokens=-1"),
+        ("cors_allow_origins", "app.example.com"),
+        ("cors_allow_origins", "https://app.example.com/path"),
+        ("max_connections", "0"),
+        ("write_timeout_seconds", "0"),
+    ],
+)
+def test_a_wrong_setting_is_one_sentence(name: str, text: str) -> None:
+    with pytest.raises(SettingsInvalid, match=f"^{name} "):
+        load_settings(**{name: text})
+
+
+def test_rates_are_read() -> None:
+    assert parse_rate_limit("") == (None, None)
+    assert parse_rate_limit("requests=600") == (600, None)
+    assert parse_rate_limit(" tokens = 5 , requests=600") == (600, 5)
+
+
+# ---- rates -----------------------------------------------------------------------------------------------------------
+
+
+class Clock:
+    now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def test_requests_of_a_minute_and_when_the_next_one_may_come() -> None:
+    clock = Clock()
+    limiter = RateLimiter(6, None, clock)
+    for _ in range(6):
+        limiter.admit("a")
+    with pytest.raises(RateLimited) as caught:
+        limiter.admit("a")
+    assert caught.value.retry_after_seconds == pytest.approx(10.0)
+    limiter.admit("b")
+    clock.now = 10.0
+    limiter.admit("a")
+    with pytest.raises(RateLimited):
+        limiter.admit("a")
+    clock.now = 1e6
+    for _ in range(6):
+        limiter.admit("a")
+    with pytest.raises(RateLimited):
+        limiter.admit("a")
+
+
+def test_tokens_are_taken_when_they_are_known() -> None:
+    clock = Clock()
+    limiter = RateLimiter(None, 600, clock)
+    limiter.admit("a").charge(900)
+    with pytest.raises(RateLimited) as caught:
+        limiter.admit("a")
+    assert caught.value.retry_after_seconds == pytest.approx(30.1)
+    clock.now = 30.2
+    limiter.admit("a")
+
+
+@given(st.lists(st.tuples(st.integers(0, 30), st.floats(0, 40)), max_size=200))
+def test_the_table_is_bounded_and_no_one_gets_more_than_their_share(steps: list[tuple[int, float]]) -> None:
+    clock = Clock()
+    admitted: dict[int, list[float]] = {}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(rate_limit, "MAX_CLIENTS", 4)
+        limiter = RateLimiter(5, None, clock)
+        for client, seconds in steps:
+            clock.now += seconds
+            try:
+                limiter.admit(client)
+            except RateLimited:
+                continue
+            admitted.setdefault(client, []).append(clock.now)
+            assert len(limiter) <= 4
+    for times in admitted.values():
+        for start in times:
+            within = sum(start <= at < start + 60 for at in times)
+            assert within <= 5 + 5 + 5  # a full bucket, its refill, and once more if the client was one of the others
+
+
+async def test_a_request_is_charged_for_what_it_used() -> None:
+    limiter = RateLimiter(None, 1_000_000, Clock())
+    account = limiter.admit("a")
+    ACCOUNT.set(account)
+    before = account._tokens.left(0.0)  # type: ignore[union-attr]
+    async with serving() as (service, worker, _):
+        stream = service.generate(generation())
+        await anext(stream)
+        (command,) = await worker.orders()
+        await stream.aclose()
+        assert before - account._tokens.left(0.0) == len(command.token_ids) > 0  # type: ignore[union-attr]
+
+
+# ---- over HTTP -------------------------------------------------------------------------------------------------------
+
+
+def test_429_in_the_form_of_each_dialect() -> None:
+    rules = AccessRules(requests_per_minute=2)
+    with attacked(runtime={"access_rules": rules}) as server:
+        ok = post("/generate", BODY, CLOSE)
+        assert [server.ask(ok).status for _ in range(3)] == [200, 200, 429]
+        refused = {
+            path: server.ask(post(path, BODY, CLOSE))
+            for path in ("/generate", "/v1/completions", "/predict", "/v2/models/demo/generate")
+        }
+        assert {answer.status for answer in refused.values()} == {429}
+        assert all(1 <= int(answer.headers["retry-after"]) <= 30 for answer in refused.values())
+        assert refused["/generate"].json["error"]["code"] == "rate_limit_exceeded"
+        assert refused["/v1/completions"].json["error"]["type"] == "rate_limit_error"
+        assert refused["/predict"].json["error_type"] == "Overloaded"
+        assert "requests per minute" in refused["/v2/models/demo/generate"].json["error"]
+        assert server.ask(get("/healthz", CLOSE)).status == 200
+
+
+def test_each_key_has_its_own_share_and_wrong_ones_share_the_address() -> None:
+    runtime = {"access_rules": AccessRules(requests_per_minute=1), "api_keys": ("one", "two")}
+    with attacked(runtime=runtime) as server:
+        asked = lambda key: server.ask(post("/generate", BODY, CLOSE, b"authorization: Bearer " + key)).status  # noqa: E731
+        assert [asked(key) for key in (b"one", b"two", b"one", b"bad", b"worse", b"two")] == [
+            200,
+            200,
+            429,
+            401,
+            429,
+            429,
+        ]
+
+
+def test_hosts() -> None:
+    rules = AccessRules(allowed_hosts=("api.example.com", "*.Example.org", "localhost", "[::1]"))
+    with attacked(runtime={"access_rules": rules}) as server:
+        status = lambda path, host: server.ask(get(path, CLOSE).replace(b"host: x", b"host: " + host)).status  # noqa: E731
+        for host in (b"api.example.com", b"API.example.com:8000", b"a.example.org", b"localhost:1", b"[::1]:8000"):
+            assert status("/v1/models", host) == 200, host
+        for host in (b"evil.example", b"example.org", b"evilexample.org", b"localhost.evil.example", b"127.0.0.1"):
+            assert status("/v1/models", host) == 400, host
+            assert status("/healthz", host) == 200
+
+
+def test_origins() -> None:
+    rules = AccessRules(cors_allow_origins=("https://app.example.com",))
+    origin = b"origin: https://app.example.com"
+    with attacked(runtime={"access_rules": rules, "api_keys": ("one",)}) as server:
+        asked = (b"access-control-request-method: POST", b"access-control-request-headers: authorization,content-type")
+        allowed = server.ask(get("/v1/chat/completions", CLOSE, origin, *asked, method="OPTIONS"))
+        assert allowed.status == 200 and allowed.headers["access-control-allow-origin"] == "https://app.example.com"
+        other = server.ask(
+            get("/v1/chat/completions", CLOSE, b"origin: https://evil.example", *asked, method="OPTIONS")
+        )
+        assert "access-control-allow-origin" not in other.headers
+        refused = server.ask(post("/generate", BODY, CLOSE, origin))
+        assert refused.status == 401 and refused.headers["access-control-allow-origin"] == "https://app.example.com"
+    with attacked() as server:
+        assert not any("access-control" in name for name in server.ask(post("/generate", BODY, CLOSE, origin)).headers)
+
+
+def test_info_without_a_key_tells_what_a_client_needs() -> None:
+    machine = {"facts": {"cpu": "secret"}, "model": {"name": "demo", "weights": "secret"}}
+    with attacked(runtime={"api_keys": ("one",), "info": lambda: machine}) as server:
+        public = server.ask(get("/info", CLOSE))
+        model = {"name": "demo", "kind": "decoder", "max_model_len": 512}
+        assert public.json == {"stage": "ready", "model": model}
+        server.service.ready = False
+        assert server.ask(get("/info", CLOSE)).json == {"stage": "ready"}
+        assert server.ask(get("/info", CLOSE, b"authorization: Bearer two")).status == 401
+        full = server.ask(get("/info", CLOSE, b"authorization: Bearer one"))
+        assert full.json["facts"] == {"cpu": "secret"} and "version" in full.json
+
+
+# ---- TLS -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="session")
+def certificate(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    folder = tmp_path_factory.mktemp("tls")
+    cert, key = folder / "cert.pem", folder / "key.pem"
+    subject = ["-subj", "/CN=localhost", "-addext", "subjectAltName=IP:127.0.0.1"]
+    made = [
+        "openssl",
+        "req",
+        "-x509",
+        "-newkey",
+        "rsa:2048",
+        "-nodes",
+        "-days",
+        "2",
+        "-keyout",
+        key,
+        "-out",
+        cert,
+        *subject,
+    ]
+    try:
+        subprocess.run(made, check=True, capture_output=True)
+    except FileNotFoundError:
+        pytest.skip("this machine has no openssl")
+    return cert, key
+
+
+def test_tls(certificate: tuple[Path, Path]) -> None:
+    cert, key = certificate
+    given = Settings(tls_cert=cert, tls_key=key)
+    check_tls(given)
+    trust = ssl.create_default_context(cafile=str(cert))
+    with attacked(tls_cert=cert, tls_key=key) as server:
+        with server.connect() as plain, trust.wrap_socket(plain, server_hostname="127.0.0.1") as connection:
+            connection.sendall(post("/generate", BODY, CLOSE))
+            assert Answer.of(read_all(connection)).json["text"] == "Hello there"
+        with server.connect() as plain:
+            plain.sendall(get("/healthz"))
+            assert b"200" not in read_all(plain)
+
+
+def test_a_certificate_that_cannot_be_used_ends_the_start(certificate: tuple[Path, Path], tmp_path: Path) -> None:
+    cert, key = certificate
+    wrong = tmp_path / "wrong.pem"
+    wrong.write_text("no key")
+    cases: list[tuple[dict[str, Any], str]] = [
+        ({"tls_cert": cert}, "must be given together"),
+        ({"tls_key": key}, "must be given together"),
+        ({"tls_cert": cert, "tls_key": tmp_path / "absent"}, "cannot be used"),
+        ({"tls_cert": cert, "tls_key": wrong}, "cannot be used"),
+    ]
+    for settings, sentence in cases:
+        with pytest.raises(SettingsInvalid, match=sentence):
+            check_tls(Settings(**settings))
+    check_tls(Settings())
+
+
+def test_the_url_says_https() -> None:
+    class Listener:
+        def getsockname(self) -> tuple[str, int]:
+            return "::1", 8000
+
+    assert url_of(Listener(), has_tls=True) == "https://[::1]:8000"  # type: ignore[arg-type]
+
+
+# ---- the check alone -------------------------------------------------------------------------------------------------
+
+
+def scope(path: str = "/generate", client: tuple[str, int] | None = ("10.0.0.1", 5), **headers: str) -> dict[str, Any]:
+    pairs = [(name.encode(), value.encode()) for name, value in {"host": "x", **headers}.items()]
+    return {"path": path, "headers": pairs, "http_version": "1.1", "client": client, "state": {}}
+
+
+def test_addresses_of_one_network_are_one_client() -> None:
+    access = AccessControl(AccessRules(requests_per_minute=1), (), ())
+    for first, second in (("10.0.0.1", "10.0.0.1"), ("2001:db8::1", "2001:db8::ffff:1")):
+        access.check(scope(client=(first, 1)))
+        with pytest.raises(RateLimited) as caught:
+            access.check(scope(client=(second, 2)))
+        assert isinstance(caught.value, Overloaded)
+    access.check(scope(client=("2001:db8:1::1", 1)))
+    access.check(scope(client=None))
+
+
+def test_keys_and_hosts_are_checked() -> None:
+    access = AccessControl(NO_RULES, ("one",), ("/healthz",))
+    assert access.check(scope("/healthz")) is None
+    with pytest.raises(Unauthorized):
+        access.check(scope())
+    with pytest.raises(InvalidRequest):
+        access.check({**scope(), "headers": []})
+    given = scope("/info")
+    assert access.check(given) is None and given["state"] == {"has_key": False}
+    given = scope("/info", authorization="bearer one")
+    assert access.check(given) is None and given["state"] == {"has_key": True}

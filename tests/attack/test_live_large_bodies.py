@@ -1,0 +1,75 @@
+"""A real server: bodies of 16 MiB are answered, and its memory does not grow with their texts."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+
+from app.settings import DEMO_DIRECTORY
+from tests.live.live_server import ServerProcess, until
+
+pytestmark = [
+    pytest.mark.full,
+    pytest.mark.skipif(sys.platform != "linux", reason="the peak of another process's memory is read from /proc"),
+]
+MEGABYTE = 2**20
+SIZE = 16 * MEGABYTE - 200
+# Copies of the body while it is received, as bytes and as a text, and what the allocator keeps. Its tokens took 2 GB.
+MOST_BYTES = 200 * MEGABYTE
+
+
+def peak_bytes(process_id: int) -> int:
+    status = Path(f"/proc/{process_id}/status").read_text()
+    return int(status.partition("VmHWM:")[2].split()[0]) * 1024
+
+
+def serving(model: Path) -> Iterator[tuple[httpx.Client, int]]:
+    process = ServerProcess(model, "--precision", "fp32")
+    try:
+        with httpx.Client(base_url=process.url(), timeout=120) as client:
+            until(lambda: client.get("/readyz").status_code == 200)
+            yield client, process.process.pid
+    finally:
+        process.process.terminate()
+        process.process.communicate(timeout=60)
+
+
+@pytest.fixture(scope="module")
+def llama() -> Iterator[tuple[httpx.Client, int]]:
+    yield from serving(DEMO_DIRECTORY)
+
+
+@pytest.fixture(scope="module")
+def bert() -> Iterator[tuple[httpx.Client, int]]:
+    yield from serving(DEMO_DIRECTORY.parent / "bert")
+
+
+@pytest.mark.parametrize("text", ["a", "the fox said ", "é"])
+@pytest.mark.parametrize("path", ["/generate", "/v1/completions"])
+def test_a_prompt_of_16_megabytes(llama: tuple[httpx.Client, int], text: str, path: str) -> None:
+    client, process_id = llama
+    body = json.dumps({"prompt": text * ((SIZE - 1_000) // len(text.encode())), "max_tokens": 2}, ensure_ascii=False)
+    assert client.post("/generate", json={"prompt": "Once", "max_tokens": 1}).status_code == 200
+    before = peak_bytes(process_id)
+    response = client.post(path, content=body.encode(), headers={"content-type": "application/json"})
+    assert response.status_code == 400
+    assert response.json()["error"]["code"] == "context_length_exceeded"
+    assert peak_bytes(process_id) - before < MOST_BYTES
+
+
+@pytest.mark.parametrize("text", ["!", "the fox said ", "9 "])
+def test_texts_of_16_megabytes_for_an_encoder(bert: tuple[httpx.Client, int], text: str) -> None:
+    client, process_id = bert
+    assert client.post("/embed", json={"inputs": "Once"}).status_code == 200
+    long = text * ((SIZE - 1_000) // len(text))
+    before = peak_bytes(process_id)
+    refused = client.post("/v1/embeddings", json={"input": long})
+    assert (refused.status_code, refused.json()["error"]["code"]) == (400, "context_length_exceeded")
+    truncated = client.post("/v1/embeddings", json={"input": long, "truncate": True})
+    assert truncated.status_code == 200
+    assert peak_bytes(process_id) - before < MOST_BYTES

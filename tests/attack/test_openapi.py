@@ -1,0 +1,75 @@
+"""What the OpenAPI document promises holds for every route and kind of model, and `/docs` needs no other host."""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.attack.api_fuzz import fuzz, strict
+from tests.attack.kinds import KINDS, serving
+from tests.live.live_server import LiveServer
+
+EXAMPLES = 10  # of each operation, besides the fixed cases of the coverage phase
+
+
+@pytest.mark.full
+@pytest.mark.skipif("ARMATURE_FUZZ" not in os.environ, reason="it takes minutes for each kind: make fuzz runs it")
+@pytest.mark.parametrize("kind", KINDS)
+def test_no_route_answers_500_or_what_it_does_not_declare(kind: str, tmp_path: Path) -> None:
+    pytest.importorskip("schemathesis")
+    with serving(kind, tmp_path / "model") as server:
+        result = fuzz(server.url, EXAMPLES)
+        assert server.client.get("/readyz").status_code == 200
+    assert result.failures == {}, result.output
+    assert result.server_errors == 0
+    assert result.cases > 1_000
+
+
+@pytest.mark.parametrize(
+    "documents",
+    [[{"text": "x"}, "y"], ["y", {"text": "x"}], [{"text": "x"}, {"text": "y"}]],
+    ids=["object first", "string first", "objects"],
+)
+def test_documents_of_both_forms_are_ranked(documents: list[Any], tmp_path: Path) -> None:
+    """An object before a string was answered with 500."""
+    with serving("encoder", tmp_path) as server:
+        answer = server.client.post("/v1/rerank", json={"query": "a", "documents": documents})
+        unknown = server.client.post(
+            "/v1/rerank", json={"query": "a", "documents": [*documents, {"text": "z", "no": 1}]}
+        )
+    assert answer.status_code == 200, answer.text
+    assert unknown.status_code == 400
+    assert "no is not a parameter" in unknown.text
+
+
+def test_bodies_declare_that_unknown_fields_are_refused(server: LiveServer) -> None:
+    schemas = server.client.get("/openapi.json").json()["components"]["schemas"]
+    chat = schemas["ChatBody"]
+    assert chat["additionalProperties"] is False
+    assert "user" in chat["properties"], "fields without effect are accepted, so they are declared"
+    assert schemas["RerankBody"]["additionalProperties"] is False
+
+
+def test_the_strict_document_has_no_default(server: LiveServer) -> None:
+    document = strict(server.client.get("/openapi.json").json())
+    assert not any(
+        "default" in operation["responses"] for path in document["paths"].values() for operation in path.values()
+    )
+
+
+def test_the_documentation_loads_nothing(server: LiveServer) -> None:
+    page = server.client.get("/docs")
+    assert page.status_code == 200
+    assert page.headers["content-type"].startswith("text/html")
+    assert "default-src 'none'" in page.headers["content-security-policy"]
+    assert re.findall(r'(?:src|href)="([^"#]+)"', page.text) == ["data:,", "openapi.json"]
+    assert "<script" not in page.text
+    document = server.client.get("/openapi.json").json()
+    for path in document["paths"]:
+        assert path in page.text
+    assert httpx.get(f"{server.url}/", follow_redirects=True).status_code == 200

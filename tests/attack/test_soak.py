@@ -1,0 +1,41 @@
+"""A minute of mixed traffic: memory, descriptors and threads stay flat. `make soak` does it for an hour."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from tests.attack.soak import Usage, faults
+
+SECONDS = 60
+
+
+@pytest.mark.full
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="reads Linux's /proc")
+def test_a_minute_of_mixed_traffic_leaves_the_process_as_it_was(root: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.attack.soak", str(SECONDS)],
+        cwd=root,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def usages(resident: list[int], descriptors: int = 10, threads: int = 5) -> list[Usage]:
+    return [Usage(float(second), value, descriptors, threads) for second, value in enumerate(resident)]
+
+
+def test_growth_is_found() -> None:
+    good = Counter({"200": 3, "left": 1})
+    assert faults(usages([100, 101, 100, 102, 101, 103]), good) == []
+    assert faults(usages([100, 101, 100, 102, 101, 110]), good) == ["resident_bytes grew by 8.9%"]
+    assert faults(usages([100] * 3) + usages([100] * 3, threads=9), good) == ["threads grew by 80.0%"]
+    assert faults(usages([100] * 3) + usages([100] * 3, descriptors=20), good) == ["descriptors grew by 55.6%"]
+    assert faults(usages([100] * 6), good + Counter({"500": 2})) == ["2 answers were 500"]
