@@ -4,7 +4,7 @@
 
 VENV ?= .venv
 BIN := $(VENV)/bin
-PINS := requirements/runtime.txt requirements/bench.txt requirements/dev.txt requirements/cmake.txt pyproject.toml tools/install.py
+PINS := requirements/runtime.txt requirements/runtime-hashes.txt requirements/bench.txt requirements/dev.txt requirements/cmake.txt pyproject.toml tools/install.py
 CSRC := $(wildcard app/kernels/csrc/* app/kernels/csrc/levels/*)
 # Uses the virtual environment's cmake and ninja if the machine has none.
 CMAKE = PATH="$(abspath $(BIN)):$$PATH"; export PATH; command -v ninja >/dev/null && export CMAKE_GENERATOR=Ninja; cmake
@@ -20,7 +20,7 @@ FIND_PYTHON = for python in $(or $(PYTHON),python3 python3.13 python3.12 python3
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL: # two rules would install into one environment
-.PHONY: help serve test test-all install venv native format lint types unit parity live sanitize cross arm64 bench trace report probe docs build wheels lock image \
+.PHONY: help serve test test-all install venv native format lint types unit parity live fuzz soak sanitize cross arm64 bench trace report probe docs build wheels lock image \
 	real-model checkers prove clean
 
 help: ## show this list
@@ -84,6 +84,13 @@ parity: $(VENV)/dev.stamp build/native/made.stamp ## the tests that compare our 
 live: $(VENV)/dev.stamp build/native/made.stamp ## the tests with a real server: streaming, disconnects, drain, overload, the README's commands
 	$(PYTEST) tests/live tests/test_readme.py $(ARGS)
 
+fuzz: $(VENV)/dev.stamp build/native/made.stamp ## 10,000 generated requests to each kind of model, then mutated files (docs/security.md)
+	$(BIN)/python -W ignore -m tests.attack.api_fuzz $(or $(CASES),10000)
+	FUZZ_EXAMPLES=$(or $(CASES),10000) $(PYTEST) tests/attack -k fuzz $(ARGS)
+
+soak: $(VENV)/dev.stamp build/native/made.stamp ## an hour of mixed traffic; memory, descriptors and threads must stay flat
+	$(BIN)/python -W ignore -m tests.attack.soak $(or $(SECONDS_OF_SOAK),3600)
+
 sanitize: $(VENV)/runtime.stamp ## the C kernels' test with the address and undefined behaviour sanitizers
 	@$(CMAKE) -S app/kernels/csrc -B build/sanitize -DARMATURE_SANITIZE=ON >/dev/null && cmake --build build/sanitize --target driver
 	build/sanitize/driver $(ARGS)
@@ -113,7 +120,7 @@ build: $(VENV)/dev.stamp ## build a wheel for this machine in dist/
 wheels: $(VENV)/dev.stamp ## build manylinux wheels in dist/, for this machine and, if possible, 64-bit Arm
 	$(BIN)/python -m tools.wheels
 
-lock: $(VENV)/dev.stamp ## write the images' hashed locks from requirements/runtime.txt
+lock: $(VENV)/dev.stamp ## write the hashed locks from requirements/runtime.txt
 	@$(BIN)/python -m tools.lock
 
 image: ## build the image for this machine into the local Docker daemon: armature:dev

@@ -44,7 +44,8 @@ LIBRARIES: dict[str, tuple[str, ...]] = {
     "transformers": (),
     "triton": ("kernels.triton.*",),
     "httpx": (),
-    "httptools": ("bench.http.*",),
+    "httptools": ("bench.http.*", "api.http_protocol"),
+    "llguidance": ("text.*",),
     "matplotlib": ("bench.report.*",),
 }
 DEVICE_NAMES = ("torch.cuda", "torch.mps", "torch.backends", "platform.machine")
@@ -63,8 +64,8 @@ RETIRED_CLASS_WORDS = frozenset("ordered kept post".split())
 STANDARD_NAMES = ("in_flight", "InFlight")
 RETIRED_NAMES = frozenset("made_up".split())
 # The worker's step, the API's last handler, the probe of an optional fact.
-CATCH_ALL_MODULES = ("engine.worker", "api.*", "hardware.*")
-MAX_CATCH_ALLS = 3
+CATCH_ALL_MODULES = ("engine.worker", "api.*", "hardware.*", "text.grammar")
+MAX_CATCH_ALLS = 4
 
 MAX_FILE_LINES = 500
 MAX_FUNCTION_LINES = 60

@@ -7,6 +7,7 @@ import re
 import shutil
 import subprocess
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -27,11 +28,16 @@ def blocks(root: Path, language: str) -> list[str]:
 async def test_every_example_runs_against_the_demo(root: Path) -> None:
     if shutil.which("curl") is None:
         pytest.skip("the examples are curl's")
-    chats, natives, texts = blocks(root, "bash")
-    (client_code,) = blocks(root, "python")
+    chats, dialects, natives, texts = blocks(root, "bash")
+    client_code, structured, *others = blocks(root, "python")
     examples = [("bash", "-ec", chats), ("bash", "-ec", natives), (sys.executable, "-c", client_code)]
+    examples += [(sys.executable, "-c", structured), ("bash", "-ec", dialects)]
+    installed = [block for block in others if find_spec(re.findall(r"^(?:import|from) (\w+)", block, re.MULTILINE)[0])]
     async with running_server(None, ("--threads=1",)) as server:
-        chat, native, client = [run(*command, block.replace(ADDRESS, server.url)) for *command, block in examples]
+        chat, native, client, typed, completed = [
+            run(*command, block.replace(ADDRESS, server.url)) for *command, block in examples
+        ]
+        said = [run(sys.executable, "-c", block.replace(ADDRESS, server.url)) for block in installed]
     async with running_server(None, ("--threads=1", "--model=bert")) as server:
         told = run("bash", "-ec", texts.replace(ADDRESS, server.url))
     decode = json.JSONDecoder().raw_decode
@@ -46,6 +52,10 @@ async def test_every_example_runs_against_the_demo(root: Path) -> None:
     assert len(generated["token_ids"]) == 20
     assert "armature_requests_total" in native
     assert len(client.split()) > 10, "a story has words"
+    assert "legs=" in typed and "find {" in typed
+    assert '"tokens_predicted":' in completed and '"total_slots":' in completed
+    assert len(others) == 3
+    assert all(text.strip() for text in said)
 
 
 def run(*command: str) -> str:

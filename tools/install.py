@@ -56,8 +56,12 @@ def install(venv: Path, kind: str) -> None:
     )
     print(f"{requirement}: {reason}.", flush=True)
     print(f"Installing what {kind} needs into {venv} ...", flush=True)
-    pins = ROOT / "requirements" / f"{kind}.txt"
-    pip(python, "install", "-q", *options, requirement, "-r", str(pins), *build_tools())
+    requirements = ROOT / "requirements"
+    # By hash, and torch with the rest afterwards: its build depends on the machine, and for some machines only a local
+    # folder has it. pip finds the packages of the first command installed.
+    hashed = requirements / "runtime-hashes.txt"
+    pip(python, "install", "-q", "--no-deps", "--only-binary=:all:", "--require-hashes", "-r", str(hashed))
+    pip(python, "install", "-q", *options, requirement, "-r", str(requirements / f"{kind}.txt"), *build_tools())
     # The build tools are among the pins, so this downloads nothing. The build folder is kept, and `make native`
     # continues from it.
     pip(python, "install", "-q", "--no-deps", "--no-build-isolation", "-C", "build-dir=build/native", "-e", str(ROOT))

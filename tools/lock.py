@@ -1,8 +1,10 @@
-"""Write the images' hashed locks: `python -m tools.lock` makes requirements/image-*.txt from runtime.txt.
+"""Write the hashed locks: `python -m tools.lock` makes requirements/image-*.txt and runtime-hashes.txt from runtime.txt.
 
 An image is built from exactly these files with `pip install --require-hashes`. Each image and architecture has its own
 lock, because torch's build and the wheels differ. The `cuda` images have torch's CUDA build and the versions that it
 depends on.
+runtime-hashes.txt is what `make serve` and `make install` install, except torch: each package with the hashes of its
+wheels for all Pythons and platforms that are supported.
 pip itself resolves the locks (`pip install --dry-run --report`). `uv pip compile --generate-hashes` and pip-tools do
 not fit: they write the hashes of every file of a release where an image needs one wheel, pip-tools resolves only for
 the machine it runs on, and uv does not read pip's configuration, which may name a local folder with torch.
@@ -56,6 +58,14 @@ class Lock:
         ]
 
 
+RUNTIME_HASHES = ROOT / "requirements" / "runtime-hashes.txt"
+RUNTIME_HEAD = """# What `make serve` installs besides torch, with the hashes of the wheels of every supported Python and platform;
+# made by `python -m tools.lock` from runtime.txt. Do not edit.
+"""
+PYTHONS = ("3.11", "3.12", "3.13", "3.14")
+MACOS = [f"--platform=macosx_{version}" for version in ("10_9_universal2", "10_13_universal2", "11_0_universal2")]
+MACOS += [f"--platform=macosx_{version}_arm64" for version in ("11_0", "12_0", "13_0", "14_0")]
+
 LOCKS = (
     Lock("amd64", "x86_64", f"{TORCH}+cpu"),
     Lock("arm64", "aarch64", TORCH_ARM_LINUX),
@@ -75,15 +85,39 @@ def main() -> int:
             return 1
         lock.path.write_text(HEAD.format(name=lock.name) + "\n".join(lines) + "\n", encoding="utf-8")
         print(f"{lock.path.relative_to(ROOT)}: {len(lines)} wheels")
+    try:
+        lines = sorted(runtime_lines())
+    except subprocess.CalledProcessError as error:
+        print(f"lock: runtime: {error.stderr.strip().splitlines()[-1]}", file=sys.stderr)
+        return 1
+    RUNTIME_HASHES.write_text(RUNTIME_HEAD + "\n".join(lines) + "\n", encoding="utf-8")
+    print(f"{RUNTIME_HASHES.relative_to(ROOT)}: {len(lines)} packages")
     return 0
 
 
+def runtime_lines() -> list[str]:
+    """Return one line for each package that serving or building needs, with all hashes."""
+    hashes: dict[str, set[str]] = {}
+    platforms = [each.platforms for each in LOCKS[:2]] + [MACOS]
+    for python in PYTHONS:
+        for options in platforms:
+            for item in report([*options, f"--python-version={python}", "--no-deps"], [*all_pins().values()]):
+                about = item["metadata"]
+                digest = item["download_info"]["archive_info"]["hashes"]["sha256"]
+                hashes.setdefault(f"{about['name'].lower()}=={about['version']}", set()).add(f"--hash=sha256:{digest}")
+    return [f"{name} {' '.join(sorted(found))}" for name, found in hashes.items()]
+
+
 def pins() -> dict[str, str]:
+    """Return the pins of everything in an image except torch, by name."""
+    return {name: pin for name, pin in all_pins().items() if name not in BUILD_ONLY}
+
+
+def all_pins() -> dict[str, str]:
     """Return the pins of everything except torch, by name."""
     text = (ROOT / "requirements" / "runtime.txt").read_text(encoding="utf-8")
     lines = [line.partition("#")[0].strip() for line in text.splitlines()]
-    named = {re.split("[=<>;]", line)[0].strip(): line for line in lines if line}
-    return {name: pin for name, pin in named.items() if name not in BUILD_ONLY}
+    return {re.split("[=<>;]", line)[0].strip(): line for line in lines if line}
 
 
 def locked(lock: Lock) -> Iterator[str]:
@@ -97,28 +131,17 @@ def locked(lock: Lock) -> Iterator[str]:
 
 
 def found(lock: Lock, requirements: list[str], *options: str) -> list[Any]:
-    """Return the packages that pip would install on that platform."""
+    """Return the packages that pip would install on that image's platform."""
+    return report([f"--python-version={PYTHON}", *lock.platforms, *options], requirements)
+
+
+def report(options: list[str], requirements: list[str]) -> list[Any]:
+    """Return the wheels that pip would install for a Python and platform."""
     with tempfile.TemporaryDirectory() as target:
-        command = [
-            sys.executable,
-            "-m",
-            "pip",
-            "install",
-            "-q",
-            "--dry-run",
-            "--ignore-installed",
-            "--report=-",
-            *options,
-        ]
-        command += [
-            "--only-binary=:all:",
-            f"--python-version={PYTHON}",
-            *lock.platforms,
-            f"--target={target}",
-            *requirements,
-        ]
-        report = subprocess.run(command, check=True, capture_output=True, text=True).stdout
-    items: list[Any] = json.loads(report)["install"]
+        command = [sys.executable, "-m", "pip", "install", "-q", "--dry-run", "--ignore-installed", "--report=-"]
+        command += ["--only-binary=:all:", *options, f"--target={target}", *requirements]
+        output = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    items: list[Any] = json.loads(output)["install"]
     return items
 
 

@@ -18,7 +18,17 @@ from tests.deploy.live_prometheus import LivePrometheus
 from tests.deploy.test_manifests import VERSIONS
 
 GATEWAY = "../tests/deploy/overlays/gateway"
-INSIDE = {"/", "/healthz", "/readyz", "/info", "/info/steps", "/metrics"}  # the cluster's own business
+INSIDE = {
+    "/",
+    "/healthz",
+    "/readyz",
+    "/health",
+    "/ping",
+    "/info",
+    "/info/steps",
+    "/metrics",
+    "/slots",
+}  # the cluster's own business
 # Of llm-d's picker 0.10: plugins that it loads only with --allow-experimental-plugins, and the others that we name.
 EXPERIMENTAL = {"endpoint-attribute-scorer"}
 STABLE = {
