@@ -64,8 +64,8 @@ RETIRED_CLASS_WORDS = frozenset("ordered kept post".split())
 STANDARD_NAMES = ("in_flight", "InFlight")
 RETIRED_NAMES = frozenset("made_up".split())
 # The worker's step, the API's last handler, the probe of an optional fact.
-CATCH_ALL_MODULES = ("engine.worker", "api.*", "hardware.*", "text.grammar")
-MAX_CATCH_ALLS = 4
+CATCH_ALL_MODULES = ("engine.worker", "api.*", "hardware.*")
+MAX_CATCH_ALLS = 3
 
 MAX_FILE_LINES = 500
 MAX_FUNCTION_LINES = 60

@@ -13,14 +13,16 @@ import re
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal
 
 import llguidance
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
-from llguidance.gbnf_to_lark import any_to_lark
+from llguidance.gbnf_to_lark import GbnfToLarkError, any_to_lark
 
-from app.errors import InvalidRequest
+from app.errors import ConvertBareException, InvalidRequest
 
 MAX_SCHEMA_CHARACTERS = 2**17
 MAX_GRAMMAR_CHARACTERS = 2**16
@@ -190,26 +192,18 @@ class GrammarCompiler:
 
 def _on_large_stack(make: Callable[[], LLMatcher], source: GrammarSource) -> LLMatcher:
     """Return the result of `make`, which runs on a thread whose stack the recursion of large grammars fits."""
-    results: list[LLMatcher | Exception] = []
-
-    def run() -> None:
-        try:
-            results.append(make())
-        except Exception as error:  # noqa: BLE001  # the converters of the library raise nothing more specific
-            results.append(_refusal(source, str(error)))
-
     with _STACK_LOCK:
         before = threading.stack_size(_STACK_BYTES)
         try:
-            thread = threading.Thread(target=run, name="armature-grammar", daemon=True)
-            thread.start()
+            pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="armature-grammar")
+            made = pool.submit(make)
         finally:
             threading.stack_size(before)
-    thread.join()
-    result = results[0]
-    if isinstance(result, Exception):
-        raise result
-    return result
+    pool.shutdown(wait=False)
+    try:
+        return made.result()
+    except (ValueError, RecursionError, GbnfToLarkError) as error:
+        raise _refusal(source, str(error)) from error
 
 
 _STACK_LOCK = threading.Lock()
@@ -282,7 +276,10 @@ def _library_grammar(source: GrammarSource) -> str:
         return LLMatcher.grammar_from_regex(source.text)
     if source.kind == "choice":
         return llguidance.grammar_from("choice", source.text)
-    return LLMatcher.grammar_from_lark(any_to_lark(source.text) if source.kind == "grammar" else source.text)
+    if source.kind == "lark":
+        return LLMatcher.grammar_from_lark(source.text)
+    with ConvertBareException(partial(InvalidRequest, field=source.field), f"{source.field} cannot be followed"):
+        return LLMatcher.grammar_from_lark(any_to_lark(source.text))
 
 
 def _refusal(source: GrammarSource, reason: str) -> InvalidRequest:

@@ -12,12 +12,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
-from types import MappingProxyType, TracebackType
+from types import MappingProxyType
 from typing import Any
 
 import tokenizers
 
-from app.errors import ArmatureError, CheckpointInvalid, InvalidRequest
+from app.errors import CheckpointInvalid, ConvertBareException, InvalidRequest
 from app.messages import Text
 from app.text.bounds import CHUNK_CHARACTERS, UNBOUNDED, EncodingLimits, TextBounds, batches, num_characters
 from app.text.cancellation import stop_if_cancelled
@@ -30,21 +30,6 @@ _NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token"
 _BYTE_TOKEN = re.compile(r"^<0x([0-9A-Fa-f]{2})>$")  # a byte in a byte-fallback vocabulary
 _CANNOT_ENCODE = "this checkpoint's tokenizer cannot encode the text"
 _META_SPACE = "\u2581"  # a space in a sentencepiece vocabulary
-
-
-class _ConvertBareException:
-    """Converts plain `Exception`, which the Rust library raises, into `kind`; other exceptions pass."""
-
-    def __init__(self, kind: type[ArmatureError], sentence: str) -> None:
-        self._kind, self._sentence = kind, sentence
-
-    def __enter__(self) -> None: ...
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        if kind is Exception:
-            raise self._kind(f"{self._sentence}: {error}") from error
 
 
 class Tokenizer:
@@ -108,7 +93,7 @@ class Tokenizer:
         if len(text) > CHUNK_CHARACTERS:
             encoding = self._encode_long(text, limits)
             return self._inner.post_process(encoding, None, add_special_tokens).ids
-        with _ConvertBareException(InvalidRequest, _CANNOT_ENCODE):
+        with ConvertBareException(InvalidRequest, _CANNOT_ENCODE):
             return self._inner.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
 
     def encode_texts(
@@ -146,7 +131,7 @@ class Tokenizer:
             if len(batch) == 1 and num_characters(batch[0]) > CHUNK_CHARACTERS:
                 encodings = [self._encode_long_input(batch[0], max_tokens, side, limits)]
             else:
-                with _ConvertBareException(InvalidRequest, _CANNOT_ENCODE):
+                with ConvertBareException(InvalidRequest, _CANNOT_ENCODE):
                     encodings = self._inner.encode_batch_fast(batch)
                     if max_tokens is not None:
                         for place, one in enumerate(batch):
@@ -198,7 +183,7 @@ class Tokenizer:
         for start, end in reversed(ranges) if from_end else ranges:
             stop_if_cancelled()
             limits.check(text[start:end])
-            with _ConvertBareException(InvalidRequest, _CANNOT_ENCODE):
+            with ConvertBareException(InvalidRequest, _CANNOT_ENCODE):
                 encodings += self._inner.encode_batch_fast([text[start:end]], add_special_tokens=False)
             num_tokens += len(encodings[-1])
             if limits.enough_tokens is not None and num_tokens >= limits.enough_tokens:
@@ -216,7 +201,7 @@ class Tokenizer:
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """Return the text of ids in [0, 2^32); ids outside the vocabulary have no text."""
-        with _ConvertBareException(InvalidRequest, "this checkpoint's tokenizer cannot decode the ids"):
+        with ConvertBareException(InvalidRequest, "this checkpoint's tokenizer cannot decode the ids"):
             return self._inner.decode(token_ids, skip_special_tokens=skip_special_tokens)
 
     def has_text(self, token_id: int) -> bool:
@@ -292,7 +277,7 @@ def _load(path: Path) -> tokenizers.Tokenizer:
         raise CheckpointInvalid(f"{path} is missing. {hint}") from error
     except OSError as error:
         raise CheckpointInvalid(f"{path} cannot be read: {error}") from error
-    with _ConvertBareException(
+    with ConvertBareException(
         CheckpointInvalid, f"{path} is not a tokenizer that the tokenizers library {tokenizers.__version__} can read"
     ):
         inner = tokenizers.Tokenizer.from_str(text)

@@ -22,6 +22,7 @@ from app.hardware.probe.probe import probe
 from app.kernels.native.operations import OpCode, has_kernel
 from app.messages import Generate, SamplingParams
 from app.metrics.instruments import Metrics
+from app.metrics.load_progress import LoadProgress
 from app.metrics.stats import EngineSnapshot, StepStats
 from app.models.decoders.decoder import Decoder
 from app.settings import Settings, load_settings
@@ -45,13 +46,13 @@ def plan(checkpoint: Checkpoint) -> ServingPlan:
 
 
 @pytest.fixture
-def stages() -> list[str]:
+def stages() -> list[LoadProgress | str]:
     return []
 
 
 @pytest.fixture
 def built(
-    checkpoint: Checkpoint, plan: ServingPlan, stages: list[str]
+    checkpoint: Checkpoint, plan: ServingPlan, stages: list[LoadProgress | str]
 ) -> Iterator[BuiltEngine[DecoderEngine, CpuDecoderRunner, Decoder]]:
     threads = torch.get_num_threads()
     yield build_decoder_engine(BuildRequest(checkpoint, plan, stages.append, eos_token_ids=(EOS,)))
@@ -67,14 +68,14 @@ def run(built: BuiltEngine[DecoderEngine, CpuDecoderRunner, Decoder], **params: 
 
 
 def test_loading_is_reported_stage_by_stage(
-    built: BuiltEngine[DecoderEngine, CpuDecoderRunner, Decoder], stages: list[str]
+    built: BuiltEngine[DecoderEngine, CpuDecoderRunner, Decoder], stages: list[LoadProgress | str]
 ) -> None:
-    stages = [str(stage) for stage in stages]
-    kinds = list(dict.fromkeys(stage.partition(",")[0] for stage in stages))
+    kinds = list(dict.fromkeys(str(stage).partition(",")[0] for stage in stages))
     assert kinds == ["preparing the device", "loading weights", "reserving KV memory", "warming up"]
-    percents = [int(stage.split()[-1].rstrip("%")) for stage in stages if stage.endswith("%")]
-    assert percents == sorted(percents)
-    assert percents[-1] == 100
+    reports = [stage for stage in stages if isinstance(stage, LoadProgress)]
+    places = [(report.phase, report.done_bytes, report.done_layers) for report in reports]
+    assert places == sorted(set(places)), "each report is new"
+    assert reports[-1].percent == 100
 
 
 def test_every_sequence_may_share_a_prefix_of_another(checkpoint: Checkpoint, plan: ServingPlan) -> None:
@@ -102,7 +103,9 @@ def test_the_budget_bounds_what_is_kept(
     assert 0 < capacity * built.runner.kv_cache.bytes_per_token <= plan.kv_cache_bytes.value
 
 
-def test_a_budget_beyond_all_slots_is_not_used(checkpoint: Checkpoint, plan: ServingPlan, stages: list[str]) -> None:
+def test_a_budget_beyond_all_slots_is_not_used(
+    checkpoint: Checkpoint, plan: ServingPlan, stages: list[LoadProgress | str]
+) -> None:
     roomy = replace(plan, kv_cache_bytes=Decision(2**40, "More than there is."))
     built = build_decoder_engine(BuildRequest(checkpoint, roomy, stages.append))
     assert (
