@@ -149,6 +149,11 @@ _ERRORS: dict[int | str, dict[str, Any]] = {
 }
 
 
+def answer_errors_as(request: Request, errors: ErrorFormat) -> None:
+    """Let the errors of this request have another format than its path: its body is of another dialect."""
+    request.state.errors = errors
+
+
 class UnreadBody(Generic[BodyT]):
     """The body of one request. The operation parses it, after the checks that do not need it."""
 
@@ -158,6 +163,13 @@ class UnreadBody(Generic[BodyT]):
     async def read(self) -> bytes:
         """Return the body's bytes."""
         return await self._request.body()
+
+    async def has_field(self, name: str) -> bool:
+        """Return True if an object in the body has the field, before the body is parsed.
+
+        It tells the dialects of a route apart. In valid JSON, a string with a colon after it is the name of a field.
+        """
+        return re.search(rb'"%b"\s*:' % name.encode(), await self.read()) is not None
 
     async def parse(self, needs_type: bool = True) -> BodyT:
         """Parse the body as JSON.
@@ -259,9 +271,12 @@ class DialectRouter(APIRouter):
         """The router's routes."""
         return [route for route in self.routes if isinstance(route, DialectRoute)]
 
-    def failures(self, *statuses: int | str) -> Responses:
-        """Return the description of error responses in the dialect's format."""
-        content = {"application/json": {"schema": _reference(self.errors.model)}}
+    def failures(self, *statuses: int | str, also: ErrorFormat | None = None) -> Responses:
+        """Return the description of error responses in the dialect's format. Some bodies get the format `also`."""
+        schema: dict[str, Any] = _reference(self.errors.model)
+        if also is not None:
+            schema = {"anyOf": [schema, _reference(also.model)]}
+        content = {"application/json": {"schema": schema}}
         return {status: {**_ERRORS[status], "content": content} for status in statuses}
 
     def event_stream(self, event: type, media_type: str = "text/event-stream") -> Responses:

@@ -61,7 +61,7 @@ class InferParameters(Body):
     """Parameters of `infer`.
 
     `binary_data_output` and `timeout` (microseconds) are the protocol's. The others are for encoders and are the
-    same as in `/embed`.
+    same as in `/encode`.
     """
 
     NEUTRAL: ClassVar[Mapping[str, tuple[Any, ...]]] = {
