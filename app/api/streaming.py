@@ -18,6 +18,7 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.types import Send
 
 from app.api.errors import ErrorFormat, to_http_error
+from app.api.routing import SSE
 from app.errors import RequestError
 from app.messages import FinishReason, Timings
 from app.service.requests import Accepted, ChoiceFinished, ScoredToken, StreamEvent, TextDelta, Usage
@@ -87,9 +88,6 @@ async def wait_for_first_token(stream: GenerationStream) -> StartedStream:
     return StartedStream(first_events, stream)
 
 
-NDJSON = "application/x-ndjson"
-
-
 class EventStreamResponse(StreamingResponse):
     """A response of server-sent events, or of lines of JSON, that closes its source however it ends."""
 
@@ -98,7 +96,7 @@ class EventStreamResponse(StreamingResponse):
         events: AsyncIterator[bytes],
         source: GenerationStream,
         headers: dict[str, str],
-        media_type: str = "text/event-stream",
+        media_type: str = SSE,
     ) -> None:
         # no-cache and x-accel-buffering make proxies forward each event immediately.
         headers = {"cache-control": "no-cache", "x-accel-buffering": "no", **headers}
@@ -246,7 +244,7 @@ class EventEncoding:
     errors: ErrorFormat
     encode: Callable[[dict[str, Any]], bytes] = format_sse
     last: bytes = b""
-    media_type: str = "text/event-stream"
+    media_type: str = SSE
 
 
 async def respond(

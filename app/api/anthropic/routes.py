@@ -35,7 +35,7 @@ _EVENTS = EventEncoding(ANTHROPIC_ERRORS, format_named_sse)
     "/v1/messages",
     summary="Anthropic: message",
     response_model=AnthropicResponse,
-    responses=router.failures(*BODY_ERRORS, 404, 504) | router.event_stream(AnthropicEvent),
+    responses=router.failures(*BODY_ERRORS, 404, 504) | router.event_stream(AnthropicEvent, named=True),
     response_description="The message; with `stream`, its events.",
 )
 async def messages(request: Request, unread: RequestBody[MessagesBody]) -> Response:

@@ -31,6 +31,7 @@ from app.api.ollama.schemas import (
 from app.api.ollama.translate import chat_generation, prompt_generation
 from app.api.routing import (
     BODY_ERRORS,
+    NDJSON,
     ApiRuntime,
     RequestBody,
     UnreadBody,
@@ -39,7 +40,7 @@ from app.api.routing import (
     request_id,
     runtime_of,
 )
-from app.api.streaming import NDJSON, EventEncoding, format_line, respond
+from app.api.streaming import EventEncoding, format_line, respond
 from app.service.requests import EncodingRequest, GenerationRequest
 from app.service.served_model import to_numpy
 
@@ -60,7 +61,7 @@ GENERATION_ERRORS = router.failures(*BODY_ERRORS, 404, 504)
     "/api/chat",
     summary="Ollama: chat",
     response_model=OllamaChatResponse,
-    responses=GENERATION_ERRORS | router.event_stream(OllamaChatResponse, NDJSON),
+    responses=GENERATION_ERRORS | router.line_stream(OllamaChatResponse),
     response_description="Lines of JSON; with `stream` false, the whole response.",
 )
 async def chat(request: Request, unread: RequestBody[OllamaChatBody]) -> Response:
@@ -72,7 +73,7 @@ async def chat(request: Request, unread: RequestBody[OllamaChatBody]) -> Respons
     "/api/generate",
     summary="Ollama: generate",
     response_model=OllamaGenerateResponse,
-    responses=GENERATION_ERRORS | router.event_stream(OllamaGenerateResponse, NDJSON),
+    responses=GENERATION_ERRORS | router.line_stream(OllamaGenerateResponse),
     response_description="Lines of JSON; with `stream` false, the whole response.",
 )
 async def generate(request: Request, unread: RequestBody[OllamaGenerateBody]) -> Response:

@@ -51,7 +51,7 @@ GENERATION_ERRORS = router.failures(*BODY_ERRORS, 404, 504)
     "/v1/chat/completions",
     summary="OpenAI: chat completion",
     response_model=ChatCompletion,
-    responses=GENERATION_ERRORS | router.event_stream(ChatCompletionChunk),
+    responses=GENERATION_ERRORS | router.event_stream(ChatCompletionChunk, last="[DONE]"),
     response_description="The completion; with `stream`, events that end with `[DONE]`.",
 )
 async def chat_completions(request: Request, unread: RequestBody[ChatBody]) -> Response:
@@ -69,7 +69,7 @@ async def chat_completions(request: Request, unread: RequestBody[ChatBody]) -> R
     "/v1/completions",
     summary="OpenAI: text completion",
     response_model=TextCompletion,
-    responses=GENERATION_ERRORS | router.event_stream(TextCompletion),
+    responses=GENERATION_ERRORS | router.event_stream(TextCompletion, last="[DONE]"),
     response_description="The completion; with `stream`, events that end with `[DONE]`.",
 )
 async def completions(request: Request, unread: RequestBody[CompletionBody]) -> Response:

@@ -37,7 +37,7 @@ _EVENTS = EventEncoding(STREAM_ERRORS, format_named_sse)
     "/v1/responses",
     summary="OpenAI: response, without a store",
     response_model=ResponseObject,
-    responses=router.failures(*BODY_ERRORS, 404, 504) | router.event_stream(ResponseEvent),
+    responses=router.failures(*BODY_ERRORS, 404, 504) | router.event_stream(ResponseEvent, named=True),
     response_description="The response; with `stream`, its events.",
 )
 async def responses(request: Request, unread: RequestBody[ResponsesBody]) -> Response:
