@@ -7,6 +7,7 @@ import math
 from dataclasses import replace
 from typing import Any
 
+import httpx
 import numpy
 import pytest
 
@@ -364,3 +365,18 @@ async def test_and_in_the_format_of_the_other_server(path: str, body: Any, inste
     assert (response.status_code, response.json()["error_type"]) == (400, "Validation")
     assert instead in response.json()["error"]
     assert "Field required" not in response.json()["error"]
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "instead"),
+    [
+        ("/v1/chat/completions", {"prompt": "a"}, "/v1/completions"),
+        ("/v1/completions", {"messages": []}, "/v1/chat/completions"),
+        ("/generate", {"inputs": "a"}, "send prompt or token_ids"),
+        ("/v2/models/demo/generate", {"prompt": "a"}, "send text_input"),
+        ("/v2/models/demo/generate", {"text_input": "a", "parameters": {"prompt": "a"}}, "not a parameter"),
+    ],
+)
+async def test_and_on_the_routes_of_decoders(client: httpx.AsyncClient, path: str, body: Any, instead: str) -> None:
+    response = await client.post(path, json=body)
+    assert (response.status_code, instead in response.text) == (400, True), response.text
