@@ -8,7 +8,7 @@ import httpx
 import pytest
 
 from tests.api.encoder_client import asking
-from tests.api.oip_fakes import program, serving
+from tests.api.oip_fakes import encoder, program, serving
 from tests.api.scripted_service import ScriptedService
 
 
@@ -21,6 +21,14 @@ async def test_the_index_has_the_served_model(client: httpx.AsyncClient, content
 async def test_the_index_while_loading(client: httpx.AsyncClient, service: ScriptedService) -> None:
     service.ready, service.stage = False, "reading weights"
     assert (await client.post("/v2/repository/index")).json() == []
+
+
+async def test_the_index_of_a_server_that_stops() -> None:
+    async with serving(encoder()) as served:
+        served.service.drain()
+        (model,) = (await served.client.post("/v2/repository/index")).json()
+        assert (model["state"], model["reason"]) == ("UNAVAILABLE", "stopping")
+        assert (await served.client.post("/v2/repository/index", json={"ready": True})).json() == []
 
 
 async def test_a_page_of_another_site_may_not_ask(client: httpx.AsyncClient) -> None:
