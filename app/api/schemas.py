@@ -154,8 +154,10 @@ def parse_body(model: type[BodyT], body: bytes) -> BodyT:
 
 def _foreign_body(model: type[Body], body: bytes) -> UnsupportedParameter | None:
     """Return the error of a body of another dialect, whose missing fields would mislead; None if it is not one."""
+    if not any(b'"%b"' % name.encode() in body for name in model.FOREIGN):
+        return None
     try:
-        given = from_json(body) if model.FOREIGN else None
+        given = from_json(body)
     except ValueError:
         return None
     names = given if isinstance(given, dict) else {}

@@ -9,10 +9,12 @@ from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, NotRequired
 
 from pydantic import Field
+from pydantic_core import to_json
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from typing_extensions import TypedDict
 
+from app.api.encoders.vectors import join_with_pauses
 from app.api.openai.bodies import MAX_TOOLS, Message, ToolDefinition
 from app.api.openai.translate import template_message
 from app.api.routing import (
@@ -30,9 +32,10 @@ from app.errors import InvalidRequest
 from app.service.inputs import MAX_TEXTS, named_prompt
 from app.service.served_model import ServedDecoder, ServedProgram, wrong_kind_error
 from app.text.chat import ChatOptions
-from app.text.tokenizer import Tokenizer
+from app.text.tokenizer import Tokenizer, TokenSpan
 
 Json = dict[str, Any]
+MAX_PLACED_CHARACTERS = 2**20  # each may be a token, which has some 80 bytes in the response and 150 before it
 
 
 class TokenizeBody(Body):
@@ -137,8 +140,7 @@ async def tokenize(request: Request, unread: RequestBody[TokenizeBody]) -> Respo
             field="prompt",
         )
     if body.inputs is not None:
-        texts = (body.inputs,) if isinstance(body.inputs, str) else body.inputs
-        return JSONResponse([await _token_places(runtime, body, text) for text in texts])
+        return Response(await _tokens_with_places(runtime, body), media_type="application/json")
     if body.content is not None:
         ids = await runtime.service.tokenize(body.content, bool(body.add_special))
         tokens = [_token_body(_tokenizer(runtime), token_id) for token_id in ids] if body.returns_texts else ids
@@ -173,22 +175,31 @@ async def _prompt_ids(runtime: ApiRuntime, body: TokenizeBody) -> list[int]:
     return await service.tokenize(await service.render_chat(messages, arguments, options))
 
 
-async def _token_places(runtime: ApiRuntime, body: TokenizeBody, text: str) -> list[Json]:
-    """Return the tokens of a text and of the checkpoint's prompt before it, in text-embeddings-inference's format."""
-    tokenizer = _tokenizer(runtime)
-    if body.prompt_name is not None:
-        text = named_prompt(runtime.service.model, body.prompt_name) + text
-    spans = await runtime.service.tokenize_spans(text, body.add_special_tokens is not False)
-    return [
-        {
-            "id": span.token_id,
-            "text": tokenizer.token_text(span.token_id) if span.start is None else text[span.start : span.stop],
-            "special": not tokenizer.has_text(span.token_id),
-            "start": span.start,
-            "stop": span.stop,
-        }
-        for span in spans
-    ]
+async def _tokens_with_places(runtime: ApiRuntime, body: TokenizeBody) -> bytes:
+    """Return text-embeddings-inference's response: the tokens of each text, and of the checkpoint's prompt before it."""
+    texts = (body.inputs,) if isinstance(body.inputs, str) else body.inputs or ()
+    if sum(map(len, texts)) > MAX_PLACED_CHARACTERS:
+        raise InvalidRequest(
+            f"inputs may have {MAX_PLACED_CHARACTERS} characters in total: send fewer, or send prompt for ids alone.",
+            field="inputs",
+        )
+    prompt = "" if body.prompt_name is None else named_prompt(runtime.service.model, body.prompt_name)
+    rows = []
+    for text in texts:
+        spans = await runtime.service.tokenize_spans(prompt + text, body.add_special_tokens is not False)
+        tokens = (to_json(_token_place(_tokenizer(runtime), prompt + text, span)) for span in spans)
+        rows.append(await join_with_pauses(b"[", tokens, b"]"))
+    return await join_with_pauses(b"[", rows, b"]")
+
+
+def _token_place(tokenizer: Tokenizer, text: str, span: TokenSpan) -> Json:
+    return {
+        "id": span.token_id,
+        "text": tokenizer.token_text(span.token_id) if span.start is None else text[span.start : span.stop],
+        "special": not tokenizer.has_text(span.token_id),
+        "start": span.start,
+        "stop": span.stop,
+    }
 
 
 def _token_body(tokenizer: Tokenizer, token_id: int) -> Json:

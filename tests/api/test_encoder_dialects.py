@@ -119,6 +119,13 @@ async def test_a_long_text_has_tokens_without_places() -> None:
     assert (found[1]["text"], found[1]["special"], found[-1]["special"]) == ("the", False, True)
 
 
+async def test_tokens_with_places_are_bounded() -> None:
+    body: dict[str, Any] = {"inputs": ["a" * 2**19, "a" * (2**19 + 1)]}
+    response = await answer_of(CONFIG, "/tokenize", body)
+    assert (response.status_code, response.json()["error_type"]) == (400, "Validation")
+    assert "1048576 characters in total" in response.json()["error"]
+
+
 async def test_info_has_the_fields_of_both() -> None:
     async with asking(CROSS_ENCODER) as (client, _):
         known = (await client.get("/info")).json()
