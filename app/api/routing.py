@@ -20,6 +20,7 @@ from fastapi.params import Depends
 from fastapi.routing import APIRoute
 from pydantic import GetCoreSchemaHandler
 from pydantic_core import CoreSchema
+from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
@@ -347,11 +348,18 @@ class RouteTable:
         methods = [(method, each) for each in routes for method in _methods(each)]
         self._exact = {(method, each.path): each.handler for method, each in methods if not each.param_convertors}
         self._patterns = [(method, each.path_regex, each.handler) for method, each in methods if each.param_convertors]
+        # The router would name the methods of a path's first route only.
+        allowed: dict[str, list[str]] = {}
+        for each in routes:
+            allowed.setdefault(each.path, []).append(each.method)
+        self._allowed = {path: ", ".join(names) for path, names in allowed.items() if len(names) > 1}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Call the operation of the path, or the wrapped application."""
         endpoint = self._find(scope) if scope["type"] == "http" else None
         if endpoint is None:
+            if scope["type"] == "http" and (allowed := self._allowed.get(scope["path"])) is not None:
+                raise HTTPException(405, headers={"Allow": allowed})
             await self._app(scope, receive, send)
             return
         response = await endpoint(Request(scope, receive))

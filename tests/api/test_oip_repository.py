@@ -18,6 +18,15 @@ async def test_the_index_has_the_served_model(client: httpx.AsyncClient, content
     assert response.json() == [{"name": "demo", "version": "1", "state": "READY", "reason": ""}]
 
 
+def test_the_document_does_not_require_a_body_of_the_index(app: Any) -> None:
+    assert app.openapi()["paths"]["/v2/repository/index"]["post"]["requestBody"]["required"] is False
+
+
+async def test_a_path_with_two_methods_names_both(client: httpx.AsyncClient) -> None:
+    response = await client.put("/")
+    assert (response.status_code, response.headers["allow"]) == (405, "GET, POST")
+
+
 async def test_the_index_while_loading(client: httpx.AsyncClient, service: ScriptedService) -> None:
     service.ready, service.stage = False, "reading weights"
     assert (await client.post("/v2/repository/index")).json() == []

@@ -96,6 +96,7 @@ router = DialectRouter("Open Inference Protocol", OIP_ERRORS)
     summary="Open Inference Protocol: Triton's index of the models",
     response_model=list[IndexedModel],
     responses=router.failures(*BODY_ERRORS),
+    openapi_extra={"requestBody": {"required": False}},
 )
 async def index(request: Request, unread: RequestBody[RepositoryIndexBody]) -> Response:
     """Serve `POST /v2/repository/index`: the served model; nothing until its name is known."""
