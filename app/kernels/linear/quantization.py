@@ -364,11 +364,13 @@ class GptqFactors:
     """The order in which inputs are rounded, and the factor that propagates rounding errors.
 
     `rounding_order` int64 [in] lists inputs in rounding order. `inverse_root` fp32 [in, in], in that order, is the
-    upper triangular factor of the inverse Hessian.
+    upper triangular factor of the inverse Hessian. `importance` fp32 [in] is the diagonal of the Hessian, in the order
+    of the inputs.
     """
 
     rounding_order: Tensor
     inverse_root: Tensor
+    importance: Tensor
 
 
 def compute_gptq_factors(correlation: Tensor, factors: Tensor | None = None, damping: float = DAMPING) -> GptqFactors:
@@ -382,13 +384,13 @@ def compute_gptq_factors(correlation: Tensor, factors: Tensor | None = None, dam
     order = scaled.diagonal().argsort(descending=True)
     mean = scaled.diagonal().mean()
     if not mean > 0:
-        return GptqFactors(order, torch.eye(len(scaled)))
+        return GptqFactors(order, torch.eye(len(scaled)), torch.ones(len(scaled)))
     damped = scaled[order][:, order].div_(mean)
     damped.diagonal().add_(damping)
     # C = RRᵀ with R upper triangular is the Cholesky decomposition with rows and columns in reverse; then U = R⁻¹.
     reverse: Tensor = torch.linalg.cholesky(damped.flip(0, 1)).flip(0, 1).contiguous()
     upper: Tensor = torch.linalg.solve_triangular(reverse, torch.eye(len(reverse)), upper=True)
-    return GptqFactors(order, upper.contiguous())
+    return GptqFactors(order, upper.contiguous(), (scaled.diagonal() / mean + damping).float())
 
 
 def gptq_int4(
@@ -396,18 +398,14 @@ def gptq_int4(
 ) -> Int4Weight:
     """Quantise weight [out, in] of any float dtype to four bits, with codes chosen by GPTQ.
 
-    `blocks` are the factors of consecutive blocks of inputs, which are rounded independently. The scales are those of
-    `quantise_int4`. All values must be finite.
+    `blocks` are the factors of consecutive blocks of inputs, which are rounded independently. Minimums and their scales
+    are those of `quantise_int4`; other scales are fitted to the importance of the inputs. All values must be finite.
     """
-    longest = max((len(block.rounding_order) for block in blocks), default=0)
+    longest = max(len(block.rounding_order) for block in blocks)
     if zero_points or longest > MAX_CORRELATED or not has_kernel(OpCode.INT4_GPTQ):
         return gptq_int4_torch(weight, group, zero_points, blocks, double_quantized=double_quantized)
     values = weight.float().contiguous()
-    scales = symmetric_scales(_group_inputs(values, group)).squeeze(-1)
-    double = DoubleScales.of(scales) if double_quantized else None
-    stored = scales.to(torch.bfloat16) if double is None else double.values
-    codes = torch.full((len(weight), scales.shape[1] * group), 8, dtype=torch.uint8)  # padding is zero
-    rounded, first = Int4Weight(codes, stored, None, group, weight.shape[1], double), 0
+    rounded, first = _before_gptq(values, group, blocks, double_quantized), 0
     for block in blocks:
         _gptq_block(values, rounded, first, block)
         first += len(block.rounding_order)
@@ -418,11 +416,40 @@ def gptq_int4_torch(
     weight: Tensor, group: int, zero_points: bool, blocks: Sequence[GptqFactors], *, double_quantized: bool = False
 ) -> Int4Weight:
     """Return the result of `gptq_int4` by torch's operations; it is the reference of the native kernel."""
-    rounded, first = quantise_int4(weight, group, zero_points, double_quantized=double_quantized), 0
+    if zero_points:
+        rounded, first = quantise_int4(weight, group, zero_points), 0
+    else:
+        rounded, first = _before_gptq(weight.float(), group, blocks, double_quantized), 0
     for block in blocks:
         _gptq_block_torch(weight, rounded, first, block)
         first += len(block.rounding_order)
     return rounded
+
+
+def _before_gptq(weight: Tensor, group: int, blocks: Sequence[GptqFactors], double_quantized: bool) -> Int4Weight:
+    """Return the scales of a weight [out, in] fp32, with all codes at zero."""
+    importance = _group_inputs(torch.cat([block.importance for block in blocks])[None], group)
+    scales = torch.empty(len(weight), importance.shape[1])
+    for rows in _chunks(len(weight), scales.shape[1] * group, weight.device):
+        scales[rows] = fitted_scales(_group_inputs(weight[rows], group), importance).squeeze(-1)
+    double = DoubleScales.of(scales) if double_quantized else None
+    stored = scales.to(torch.bfloat16) if double is None else double.values
+    codes = torch.full((len(weight), scales.shape[1] * group), 8, dtype=torch.uint8)
+    return Int4Weight(codes, stored, None, group, weight.shape[1], double)
+
+
+def fitted_scales(values: Tensor, weigh: Tensor) -> Tensor:
+    """Return `symmetric_scales` [..., 1] of groups [..., group], fitted once more by weighted least squares.
+
+    The codes q are those of `symmetric_scales`. With weights w > 0 of the squared errors the best scale for them is
+    <wq, v> / <wq, q>.
+    """
+    scale = symmetric_scales(values)
+    codes = symmetric_codes(values, scale)
+    weighed = codes * weigh
+    length = weighed.mul(codes).sum(-1, keepdim=True)
+    fitted = round_to_bf16(weighed.mul_(values).sum(-1, keepdim=True) / length.clamp_min(MIN_MAGNITUDE))
+    return torch.where(fitted * scale > 0, fitted, scale)  # weights may differ so much that the sign would change
 
 
 def _gptq_block(weight: Tensor, rounded: Int4Weight, first: int, gptq_factors: GptqFactors) -> None:
