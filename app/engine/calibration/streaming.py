@@ -31,7 +31,7 @@ from app.errors import ArmatureError
 from app.hardware.plan.plan import ServingPlan
 from app.hardware.plan.precision import INT4_PRECISIONS, QUANTIZED_PRECISIONS
 from app.kernels.elementwise.activations import TopLogits
-from app.kernels.linear.activations import Activations, unquantised
+from app.kernels.linear.activations import Activations, quantise_torch, unquantised
 from app.kernels.linear.bf16_panels import HybridLinear
 from app.kernels.linear.int_panels import IntPanelLinear
 from app.kernels.linear.linear import ExactLinear, Linear, LinearForm
@@ -122,14 +122,24 @@ class InputMeter(WatchedForm):
 
 
 @dataclass(slots=True)
-class _WeightForm(WatchedForm):
-    """Multiplies by another weight [out, in], without rounding the inputs; `form` has the bias."""
+class _RoundedForm(WatchedForm):
+    """Multiplies by the packed weight Q without the error of rounding inputs x to r: W x + (Q r - W r).
 
-    weight: Tensor
+    Eight bits would not reduce that error, so it must not decide which weights get them. `product` is W x.
+    """
+
+    packed: IntPanelLinear | RowSplitLinear
+    product: Tensor
 
     def multiply(self, x: Activations) -> Tensor:
         rows = unquantised(x)
-        return torch.nn.functional.linear(rows.float(), self.weight, self.form.bias).to(rows.dtype)
+        group, change = self.packed.activation_group(len(rows)), torch.zeros(len(rows), self.packed.outputs)
+        rounded = rows.bfloat16().float()
+        if group is not None:
+            codes, scales = quantise_torch(rows, group)
+            rounded = (codes.float() * scales[..., None]).flatten(1)[:, : rows.shape[1]]
+        self.packed.add_to(change, rows)
+        return self.product + change.sub_(self.form.multiply(rounded)).to(self.product.dtype)
 
 
 @dataclass(slots=True)
@@ -252,7 +262,7 @@ class StreamedCalibration:
         for linear, meter in meters.items():
             linear.form, meter.counts = meter, False
         for linear in products:  # in the order in which they ran
-            linear.form = _packed_weight(packed[linear], meters[linear].form)
+            linear.form = _rounded_form(packed[linear], meters[linear].form, products[linear])
             error = self._run(model, index, probe.clone(), window) - expected
             linear.form, meters[linear].product = meters[linear], products[linear]
             loss = _relative_error(error, expected)
@@ -262,13 +272,10 @@ class StreamedCalibration:
             linear.form = form
 
 
-def _packed_weight(packed: LinearForm, exact: ExactLinear) -> LinearForm:
-    """Return a form that multiplies by the packed weight in FP32.
-
-    Eight bits would not reduce the error of rounding the inputs, so it must not decide which weights get them.
-    """
+def _rounded_form(packed: LinearForm, exact: ExactLinear, product: Tensor) -> LinearForm:
+    """Return a form that shows what the packed weight loses, not an int8 copy; other forms are returned as they are."""
     four = packed.few if isinstance(packed, HybridLinear) else packed
-    return _WeightForm(exact, four.dequantised()) if isinstance(four, IntPanelLinear | RowSplitLinear) else packed
+    return _RoundedForm(exact, four, product) if isinstance(four, IntPanelLinear | RowSplitLinear) else packed
 
 
 def _relative_error(error: Tensor, expected: Tensor) -> float:

@@ -175,9 +175,17 @@ def test_a_loss_is_that_of_four_bits_alone(tmp_path: Path, text: Path, int8_copy
     backend = select_host_backend(plan)
     packed: Any = load_model(checkpoint, plan, backend).layers[0].mlp.gate_up.form
     few = packed.few if int8_copy == "on" else packed
-    form = streaming._packed_weight(packed, ExactLinear([torch.zeros(few.outputs, few.inputs)], None))
-    x = torch.randn(200, few.inputs, generator=torch.Generator().manual_seed(2)) ** 3
-    torch.testing.assert_close(form.multiply(x), x @ few.dequantised().T, rtol=1e-4, atol=1e-4)
+    noise = torch.randn(few.outputs, few.inputs, generator=torch.Generator().manual_seed(1))
+    weight = few.dequantised() * (1 + 0.02 * noise)
+    exact = ExactLinear([weight], None)
+    for rows in (8, 200):
+        x = torch.randn(rows, few.inputs, generator=torch.Generator().manual_seed(2)) ** 3
+        form = streaming._rounded_form(packed, exact, exact.multiply(x))
+        change, expected = form.multiply(x) - x @ weight.T, x @ (few.dequantised() - weight).T
+        assert float((change - expected).norm() / expected.norm()) < 0.25
+        if rows == 8:
+            plain = few.multiply(x) - x @ weight.T
+            assert float((plain - expected).norm() / expected.norm()) > 0.35, "the rounding of inputs counts"
     hidden = torch.ones(200, few.outputs)
     form.add_to(hidden, x)
     torch.testing.assert_close(hidden, 1 + form.multiply(x))

@@ -7,6 +7,7 @@ import torch
 
 from app.kernels.linear.quantization import (
     DAMPING,
+    FITTED_ROWS,
     InputStatistics,
     Int4Weight,
     compute_gptq_factors,
@@ -58,8 +59,8 @@ def test_without_correlation_it_is_plain_rounding(zero_points):
         compute_gptq_factors(torch.zeros(200, 200)),
     ):
         rounded = gptq_int4(weight, 32, zero_points, [gptq_factors])
-        if zero_points:
-            nearest = quantise_int4(weight, 32, True)
+        if gptq_factors.importance is None or zero_points:
+            nearest = quantise_int4(weight, 32, zero_points)
         else:
             scales = fitted_scales(in_groups(weight), in_groups(gptq_factors.importance[None]))
             codes = symmetric_codes(in_groups(weight), scales).flatten(1) + 8
@@ -153,6 +154,9 @@ def test_few_rows_are_relied_on_less():
     x, weight = torch.randn(1100, 96, generator=torch.Generator().manual_seed(1)), weight_of(40, 96)
     shown = InputStatistics(x[:60].square().mean(0), (x[:60].T @ x[:60],), num_rows=60)
     assert shown.damping(96) == 1.6 and InputStatistics(shown.mean_squares, (), 5000).damping(96) == DAMPING
+    assert all(block.importance is None for block in shown.gptq_factors(None, 32))
+    many = InputStatistics(shown.mean_squares, shown.correlations, FITTED_ROWS)
+    assert all(block.importance is not None for block in many.gptq_factors(None, 32))
     losses = [
         loss(x[60:], weight, gptq_int4(weight, 32, False, factors))
         for factors in (shown.gptq_factors(None, 32), [compute_gptq_factors(x[:60].T @ x[:60])])
