@@ -27,7 +27,15 @@ from app.api.routing import SCHEMA_REF, DialectRoute, DialectRouter
 # Clients of servers that have OpenAI's routes without a prefix send the same bodies there.
 _WITHOUT_PREFIX = {
     f"/v1/{path}": f"/{path}"
-    for path in ("chat/completions", "responses", "embeddings", "models", "models/{name:path}")
+    for path in (
+        "chat/completions",
+        "chat/completions/input_tokens",
+        "responses",
+        "responses/input_tokens",
+        "embeddings",
+        "models",
+        "models/{name:path}",
+    )
 }
 ROUTERS: tuple[DialectRouter, ...] = (
     health.probes,

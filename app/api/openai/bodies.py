@@ -33,6 +33,8 @@ NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "typical_p": (1.0,),
     "mirostat": (0,),
     "repeat_penalty": (1.0,),
+    "return_progress": (False,),
+    "verbose": (False,),
 }
 
 

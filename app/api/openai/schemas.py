@@ -205,6 +205,13 @@ class TextCompletion(GeneratedObject):
     usage: NotRequired[OpenAIUsage | None]
 
 
+class InputTokenCount(TypedDict):
+    """Response of the routes that count a prompt's tokens."""
+
+    object: NotRequired[Literal["response.input_tokens"]]
+    input_tokens: int
+
+
 class ModelObject(TypedDict):
     """The served model."""
 

@@ -1,0 +1,101 @@
+"""A pytest plugin: llama.cpp's server tests against our server.
+
+`ServerProcess.start` of the tests starts a server of ours with the same options. The texts that the tests expect are
+those of llama.cpp's test models, so every text agrees with them.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import sys
+import types
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tools.peers.suites.outcomes import Outcomes
+from tools.peers.suites.server_pool import ROOT, ServerPool
+
+ENCODERS = ("bert-bge-small", "jina-reranker")
+MAX_CONTEXT = 2048  # of the demo
+DEFAULT_SLOTS = 4
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_load_initial_conftests(early_config: pytest.Config) -> None:
+    """Put our servers into the place of theirs before their conftest imports their module."""
+    sys.path.insert(0, "")
+    sys.modules.setdefault("wget", types.ModuleType("wget"))  # their module imports it to download models
+    pool = ServerPool()
+    replace(pool)
+    early_config.add_cleanup(pool.close)
+    early_config.pluginmanager.register(Outcomes("llama.cpp", Path(pool.configuration["outcomes"])))
+
+
+def replace(pool: ServerPool) -> None:
+    """Replace what starts a server and what compares texts."""
+    import utils  # of the tests, which pytest runs in their folder
+
+    def start(server: Any, timeout_seconds: float = 0) -> None:
+        url = pool.url(_model(server, pool.configuration), **_options(server))
+        server.server_host, _, port = url.removeprefix("http://").partition(":")
+        server.server_port = int(port)
+
+    utils.ServerProcess.start = start
+    utils.ServerProcess.stop = lambda server: None
+    utils.ServerPreset.load_all = lambda: None
+    utils.match_regex = lambda regex, text: isinstance(text, str)
+
+
+def _is_encoder(server: Any) -> bool:
+    names = f"{server.model_hf_repo} {server.model_hf_file}"
+    return any(name in names for name in ENCODERS)
+
+
+def _model(server: Any, configuration: dict[str, str]) -> str:
+    """Return the checkpoint: the given one, with the chat template and the temperature of the options.
+
+    llama.cpp's small test model never ends a text, and tests count on that. So the checkpoint's end token is one that
+    it never writes.
+    """
+    if _is_encoder(server):
+        return configuration["encoder"]
+    base = ROOT / configuration["decoder"]
+    template = Path(server.chat_template_file).read_text(encoding="utf-8") if server.chat_template_file else None
+    defaults = {"temperature": server.temperature}
+    name = hashlib.sha256(json.dumps([str(base), template, defaults]).encode()).hexdigest()[:12]
+    folder = Path(configuration["work"]) / "checkpoints" / name
+    if not folder.exists():
+        folder.mkdir(parents=True)
+        for file in base.iterdir():
+            (folder / file.name).symlink_to(file)
+        shape = json.loads((base / "config.json").read_text(encoding="utf-8"))
+        end = {"eos_token_id": shape["vocab_size"] - 1}
+        _rewrite(folder / "config.json", shape | end)
+        _rewrite(folder / "generation_config.json", defaults | end)
+        if template is not None:
+            words = json.loads((base / "tokenizer_config.json").read_text(encoding="utf-8"))
+            _rewrite(folder / "tokenizer_config.json", words | {"chat_template": template})
+            (folder / "chat_template.jinja").unlink(missing_ok=True)
+    return str(folder)
+
+
+def _rewrite(file: Path, content: dict[str, Any]) -> None:
+    file.unlink(missing_ok=True)  # it is a link to the checkpoint's own file
+    file.write_text(json.dumps(content), encoding="utf-8")
+
+
+def _options(server: Any) -> dict[str, object]:
+    """Translate the options of `llama-server` that our server has."""
+    options: dict[str, object] = {"served_model_name": server.model_alias or "tinyllama-2"}
+    slots = server.n_slots or DEFAULT_SLOTS
+    if not _is_encoder(server):
+        options["max_running_seqs"] = slots
+        if server.n_ctx:
+            options["max_model_len"] = min(MAX_CONTEXT, server.n_ctx if server.kv_unified else server.n_ctx // slots)
+    if server.api_key:
+        options["api_keys"] = server.api_key
+    options["cors_allow_origins"] = server.cors_origins or "*"  # llama.cpp's default
+    return options
