@@ -150,6 +150,12 @@ async def test_an_agents_history(client: httpx.AsyncClient, service: ScriptedSer
             "response_format",
         ),
         (
+            {"response_format": {"type": "json_object", "value": {"a": 1}}},
+            "json_schema",
+            '{"a": 1}',
+            "response_format",
+        ),
+        (
             {
                 "response_format": {
                     "type": "json_schema",

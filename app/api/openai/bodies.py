@@ -60,11 +60,12 @@ class JsonSchemaFormat(Body):
 
 
 class ResponseFormat(Body):
-    """The `response_format` object. `schema` beside `json_object` is llama.cpp's form."""
+    """The `response_format` object. `schema` beside `json_object` is llama.cpp's form, `value` is TGI's."""
 
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JsonSchemaFormat | None = None
     object_schema: dict[str, Any] | None = Field(None, alias="schema")
+    value: dict[str, Any] | None = None
 
 
 JsonSchema = dict[str, Any] | str

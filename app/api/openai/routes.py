@@ -151,6 +151,7 @@ def _model_body(runtime: ApiRuntime, name: str) -> dict[str, Any]:
         "object": "model",
         "created": runtime.created,
         "owned_by": "armature",
+        "root": served.name,
         "max_model_len": served.limits.max_model_len,
     }
 

@@ -213,12 +213,13 @@ class InputTokenCount(TypedDict):
 
 
 class ModelObject(TypedDict):
-    """The served model."""
+    """The served model. `root` is its first name, of which `id` may be an alias."""
 
     id: str
     object: Literal["model"]
     created: int
     owned_by: str
+    root: str
     max_model_len: int
 
 

@@ -170,11 +170,12 @@ def _schema(schema: Mapping[str, Any] | bool | str, name: str) -> GrammarSource:
 
 
 def _response_schema(form: ResponseFormat) -> Mapping[str, Any] | bool:
+    beside = form.object_schema if form.object_schema is not None else form.value
     if form.type == "json_object":
-        return form.object_schema or _ANY_OBJECT
+        return beside or _ANY_OBJECT
     if form.json_schema is None or form.json_schema.json_schema is None:
-        if form.object_schema is not None:
-            return form.object_schema
+        if beside is not None:
+            return beside
         raise InvalidRequest(
             "response_format of type json_schema needs json_schema.schema.", field="response_format.json_schema"
         )

@@ -102,6 +102,9 @@ def run(suite: Suite, work: Path, arguments: argparse.Namespace) -> list[dict[st
         "PYTHONPATH": paths,
         "PYTHONDONTWRITEBYTECODE": "1",
     }
+    modules = node_modules(work, suite.node_packages)
+    if modules is not None:
+        environment["CLIENTS_NODE_MODULES"] = str(modules)
     command = [
         str(python),
         "-m",

@@ -6,8 +6,6 @@ those of llama.cpp's test models, so every text agrees with them.
 
 from __future__ import annotations
 
-import hashlib
-import json
 import sys
 import types
 from pathlib import Path
@@ -15,8 +13,9 @@ from typing import Any
 
 import pytest
 
+from tools.peers.suites.checkpoints import endless_checkpoint
 from tools.peers.suites.outcomes import Outcomes
-from tools.peers.suites.server_pool import ROOT, ServerPool
+from tools.peers.suites.server_pool import ServerPool
 
 ENCODERS = ("bert-bge-small", "jina-reranker")
 MAX_CONTEXT = 2048  # of the demo
@@ -55,36 +54,13 @@ def _is_encoder(server: Any) -> bool:
 
 
 def _model(server: Any, configuration: dict[str, str]) -> str:
-    """Return the checkpoint: the given one, with the chat template and the temperature of the options.
-
-    llama.cpp's small test model never ends a text, and tests count on that. So the checkpoint's end token is one that
-    it never writes.
-    """
+    """Return the checkpoint: the given one, with the chat template and the temperature of the options."""
     if _is_encoder(server):
         return configuration["encoder"]
-    base = ROOT / configuration["decoder"]
-    template = Path(server.chat_template_file).read_text(encoding="utf-8") if server.chat_template_file else None
-    defaults = {"temperature": server.temperature}
-    name = hashlib.sha256(json.dumps([str(base), template, defaults]).encode()).hexdigest()[:12]
-    folder = Path(configuration["work"]) / "checkpoints" / name
-    if not folder.exists():
-        folder.mkdir(parents=True)
-        for file in base.iterdir():
-            (folder / file.name).symlink_to(file)
-        shape = json.loads((base / "config.json").read_text(encoding="utf-8"))
-        end = {"eos_token_id": shape["vocab_size"] - 1}
-        _rewrite(folder / "config.json", shape | end)
-        _rewrite(folder / "generation_config.json", defaults | end)
-        if template is not None:
-            words = json.loads((base / "tokenizer_config.json").read_text(encoding="utf-8"))
-            _rewrite(folder / "tokenizer_config.json", words | {"chat_template": template})
-            (folder / "chat_template.jinja").unlink(missing_ok=True)
-    return str(folder)
-
-
-def _rewrite(file: Path, content: dict[str, Any]) -> None:
-    file.unlink(missing_ok=True)  # it is a link to the checkpoint's own file
-    file.write_text(json.dumps(content), encoding="utf-8")
+    file = server.chat_template_file
+    template = Path(file).read_text(encoding="utf-8") if file else None
+    base, work = Path(configuration["decoder_directory"]), Path(configuration["work"])
+    return str(endless_checkpoint(base, work, server.temperature, template))
 
 
 def _options(server: Any) -> dict[str, object]:

@@ -19,12 +19,15 @@ from urllib.parse import urljoin
 
 import pytest
 
+from tools.peers.suites.checkpoints import endless_checkpoint
 from tools.peers.suites.outcomes import Outcomes
 from tools.peers.suites.server_pool import ServerPool
 
 # Packages that only vLLM's own classes need, next to vLLM.
 PLACEHOLDERS = ("vllm", "mteb", "openai_harmony", "tblib", "mistral_common", "tests.models")
 VERSION = "0.33.0"
+# Files whose tests count on texts that do not end.
+ENDLESS = ("completion/test_completion.py", "test_return_token_ids.py", "test_return_tokens_as_ids.py")
 
 
 class Placeholder:
@@ -109,9 +112,17 @@ class RemoteOpenAIServer:
             settings["max_model_len"] = min(int(longest), shape["max_position_embeddings"])
         if key := _value(given, "--api-key"):
             settings["api_keys"] = key
-        self.url_root = self.pool.url(self.pool.configuration["encoder" if encoder else "decoder"], **settings)
+        self.url_root = self.pool.url(self._checkpoint(encoder), **settings)
         self.host, _, port = self.url_root.removeprefix("http://").partition(":")
         self.port = int(port)
+
+    def _checkpoint(self, encoder: bool) -> str:
+        configuration = self.pool.configuration
+        if encoder:
+            return str(configuration["encoder"])
+        if any(file in os.environ["PYTEST_CURRENT_TEST"] for file in ENDLESS):
+            return str(endless_checkpoint(Path(configuration["decoder_directory"]), Path(configuration["work"])))
+        return str(configuration["decoder"])
 
     def __enter__(self) -> RemoteOpenAIServer:
         return self
@@ -170,7 +181,7 @@ def pytest_configure(config: pytest.Config) -> None:
     give_tokenizer(pool.configuration)
     config.addinivalue_line("markers", "skip_global_cleanup: a marker of vLLM")
     config.add_cleanup(pool.close)
-    config.pluginmanager.register(Outcomes("vllm", Path(pool.configuration["outcomes"])))
+    config.pluginmanager.register(Outcomes("vllm", Path(pool.configuration["outcomes"]), "Placeholder", "Mock object"))
 
 
 def give_tokenizer(configuration: dict[str, str]) -> None:
