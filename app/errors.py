@@ -6,6 +6,7 @@ ArmatureError
 ├── RequestError                 one request fails and its client receives the message
 │   ├── InvalidRequest           a value that cannot be used
 │   │   ├── ContextLengthExceeded
+│   │   ├── TemplateStopped
 │   │   ├── UnsupportedParameter
 │   │   └── WrongModelKind
 │   ├── ModelNotFound
@@ -63,6 +64,10 @@ class ContextLengthExceeded(InvalidRequest):
     """The prompt, or prompt and completion together, are longer than the context."""
 
     code = "context_length_exceeded"
+
+
+class TemplateStopped(InvalidRequest):
+    """The chat template needs more time or memory for these messages than it may take."""
 
 
 class UnsupportedParameter(InvalidRequest):

@@ -7,6 +7,7 @@ host's code runs in a page of this server.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator, Mapping
 from html import escape
 from typing import Any
@@ -23,7 +24,7 @@ code, pre { font: 14px/1.4 ui-monospace, monospace } pre { overflow: auto; paddi
 details { border-bottom: 1px solid #8886; padding: .3rem 0 } summary { cursor: pointer }
 td, th { text-align: left; padding-right: 1rem; vertical-align: top }
 """
-_SCHEMA_PREFIX = "#/components/schemas/"
+_REFERENCE = re.compile(r'"#/components/schemas/([^"]+)"')
 
 
 def documentation_response(document: Mapping[str, Any]) -> HTMLResponse:
@@ -59,8 +60,9 @@ def _operation(method: str, path: str, operation: Mapping[str, Any]) -> Iterator
 
 
 def _type(content: Mapping[str, Any]) -> str:
-    name = content.get("schema", {}).get("$ref", "").removeprefix(_SCHEMA_PREFIX)
-    return f'<a href="#{escape(name)}">{escape(name)}</a>' if name else ""
+    """Return links to the schemas that a content refers to."""
+    names = dict.fromkeys(_REFERENCE.findall(json.dumps(content.get("schema", {}))))
+    return " or ".join(f'<a href="#{escape(name)}">{escape(name)}</a>' for name in names)
 
 
 def _schema(name: str, schema: Mapping[str, Any]) -> str:

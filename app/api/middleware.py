@@ -15,6 +15,7 @@ import time
 import uuid
 import zlib
 from collections.abc import Callable, Iterator
+from functools import partial
 
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -39,7 +40,7 @@ async def run_until_disconnect(app: ASGIApp, scope: Scope, body: bytes, receive:
     """
     serving = asyncio.ensure_future(app(scope, _replay_body(body), send))
     watching = asyncio.ensure_future(_wait_for_disconnect(receive))
-    watching.add_done_callback(lambda _: serving.cancel())
+    watching.add_done_callback(partial(_cancel, serving))
     try:
         await serving
     except asyncio.CancelledError:
@@ -48,6 +49,13 @@ async def run_until_disconnect(app: ASGIApp, scope: Scope, body: bytes, receive:
         raise
     finally:
         watching.cancel()
+        # An error holds this frame, and the task holds the error: such a cycle would keep the body until the next
+        # collection of cycles, which may be much later.
+        del serving
+
+
+def _cancel(serving: asyncio.Future[None], _: asyncio.Future[None]) -> None:
+    serving.cancel()
 
 
 def _replay_body(body: bytes) -> Receive:

@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator, Mapping
 from typing import Any, NotRequired
 
 from starlette.requests import Request
-from starlette.responses import JSONResponse, Response
+from starlette.responses import Response
 from typing_extensions import TypedDict
 
 from app.api.errors import NATIVE_ERRORS
@@ -20,16 +20,7 @@ from app.api.routing import (
     sampling_defaults,
 )
 from app.api.schemas import Int64, SamplingFields, TokenIds
-from app.api.streaming import (
-    CollectedChoice,
-    CollectedCompletion,
-    EventStreamResponse,
-    GenerationStream,
-    collect,
-    encode_events,
-    server_timing,
-    wait_for_first_token,
-)
+from app.api.streaming import CollectedChoice, CollectedCompletion, EventEncoding, GenerationStream, respond
 from app.errors import InvalidRequest
 from app.messages import FinishReason
 from app.service.requests import Accepted, ChoiceFinished, GenerationRequest, ScoredToken, Usage
@@ -108,6 +99,7 @@ class GenerateEvent(TypedDict):
 
 Json = dict[str, Any]
 router = DialectRouter("Native")
+_EVENTS = EventEncoding(NATIVE_ERRORS)
 
 
 @router.post(
@@ -123,14 +115,7 @@ async def generate(request: Request, unread: RequestBody[GenerateBody]) -> Respo
     with count_refusals(runtime.metrics, "native"):
         body = await unread.parse()
         generation = _generation_request(body, request_id(request), sampling_defaults(runtime))
-    stream = runtime.service.generate(generation)
-    if not body.stream:
-        completion = await collect(stream)
-        return JSONResponse(_response_body(completion), headers=completion.headers())
-    started = await wait_for_first_token(stream)
-    return EventStreamResponse(
-        encode_events(_events(started), NATIVE_ERRORS), started, server_timing(started.timings(), "queue", "prefill")
-    )
+    return await respond(runtime.service.generate(generation), _NativeFormat(), _EVENTS, streams=body.stream)
 
 
 def _generation_request(body: GenerateBody, identity: str, defaults: Mapping[str, float]) -> GenerationRequest:
@@ -146,32 +131,32 @@ def _generation_request(body: GenerateBody, identity: str, defaults: Mapping[str
     )
 
 
-async def _events(stream: GenerationStream) -> AsyncIterator[Json]:
-    """Yield an event for each text delta with its token ids, and one that ends each choice.
+class _NativeFormat:
+    async def events(self, stream: GenerationStream) -> AsyncIterator[Json]:
+        """Yield an event for each text delta with its token ids, and one that ends each choice.
 
-    The text of beams comes at once, after the search.
-    """
-    async for event in stream:
-        if isinstance(event, Accepted):
-            continue
-        body: Json = {"index": event.choice, "text": "", "token_ids": []}
-        if isinstance(event, ChoiceFinished):
-            yield body | {"finish_reason": event.reason, "usage": _usage_body(event.usage)}
-        else:
-            body |= {"text": event.text, "token_ids": event.token_ids}
-            yield body | {"logprobs": _logprob_list(event.logprobs)} if event.logprobs else body
+        The text of beams comes at once, after the search.
+        """
+        async for event in stream:
+            if isinstance(event, Accepted):
+                continue
+            body: Json = {"index": event.choice, "text": "", "token_ids": []}
+            if isinstance(event, ChoiceFinished):
+                yield body | {"finish_reason": event.reason, "usage": _usage_body(event.usage)}
+            else:
+                body |= {"text": event.text, "token_ids": event.token_ids}
+                yield body | {"logprobs": _logprob_list(event.logprobs)} if event.logprobs else body
 
+    def whole(self, completion: CollectedCompletion) -> Json:
+        """Return the body with the first choice's fields at the top level.
 
-def _response_body(completion: CollectedCompletion) -> Json:
-    """Return the response body with the first choice's fields at the top level.
-
-    If there are several choices, the body also has a list of all of them.
-    """
-    bodies = [_choice_body(choice) for choice in completion.choices]
-    body = {name: value for name, value in bodies[0].items() if name != "index"} | {
-        "usage": _usage_body(completion.usage)
-    }
-    return body if len(bodies) == 1 else body | {"choices": bodies}
+        If there are several choices, the body also has a list of all of them.
+        """
+        bodies = [_choice_body(choice) for choice in completion.choices]
+        body = {name: value for name, value in bodies[0].items() if name != "index"} | {
+            "usage": _usage_body(completion.usage)
+        }
+        return body if len(bodies) == 1 else body | {"choices": bodies}
 
 
 def _choice_body(choice: CollectedChoice) -> Json:

@@ -131,6 +131,8 @@ def sampling_defaults(runtime: ApiRuntime) -> Mapping[str, float]:
 
 Responses = dict[int | str, dict[str, Any]]
 Endpoint = Callable[[Request], Coroutine[Any, Any, Response]]
+SSE = "text/event-stream"
+NDJSON = "application/x-ndjson"
 SCHEMA_REF = "#/components/schemas/{model}"
 # Statuses that every operation with a body may return, besides those of all operations.
 BODY_ERRORS = (400, 408, 413, 429, 503)
@@ -264,10 +266,29 @@ class DialectRouter(APIRouter):
         content = {"application/json": {"schema": _reference(self.errors.model)}}
         return {status: {**_ERRORS[status], "content": content} for status in statuses}
 
-    def event_stream(self, event: type, media_type: str = "text/event-stream") -> Responses:
-        """Return the description of a successful response that is a stream of server-sent events with such `data`."""
+    def event_stream(self, event: type, *, last: str | None = None, named: bool = False) -> Responses:
+        """Return the description of a successful response that is a stream of server-sent events.
+
+        Their data is an `event` as JSON, or an error that ends the stream, or `last`. With `named`, events have names.
+        """
         self.event_models.append(event)
-        return {200: {"content": {media_type: {"schema": _reference(event)}}}}
+        shapes = [_reference(event), _reference(self.errors.model)]
+        data: dict[str, Any] = {
+            "type": "string",
+            "contentMediaType": "application/json",
+            "contentSchema": {"anyOf": shapes},
+        }
+        if last is not None:
+            data = {"anyOf": [{"const": last}, data]}
+        name = {"type": "string"} if named else {"const": "message"}  # the name of an event that has none
+        fields = {"event": name, "data": data}
+        schema = {"type": "object", "required": ["data"], "properties": fields, "additionalProperties": False}
+        return {200: {"content": {SSE: {"schema": schema}}}}
+
+    def line_stream(self, line: type) -> Responses:
+        """Return the description of a successful response that is lines of JSON."""
+        self.event_models.append(line)
+        return {200: {"content": {NDJSON: {"schema": _reference(line)}}}}
 
     def copy(self, aliases: Mapping[str, str]) -> DialectRouter:
         """Return a router with the operations of some paths at other paths.

@@ -50,7 +50,9 @@ class Body(BaseModel):
         """Return the schema for the OpenAPI document: with the fields of both tables, and without any other."""
         schema = handler.resolve_ref_schema(handler(core_schema))
         ignored: dict[str, Any] = {name: {} for name in sorted(cls.IGNORED)}
-        neutral = {name: {"enum": list(values)} for name, values in cls.NEUTRAL.items()}
+        neutral = {
+            name: {"enum": [*(one for one in values if one is not None), None]} for name, values in cls.NEUTRAL.items()
+        }
         schema["properties"] = ignored | neutral | schema.get("properties", {})
         schema["additionalProperties"] = False
         return schema

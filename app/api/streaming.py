@@ -9,14 +9,16 @@ from __future__ import annotations
 import asyncio
 import json
 import math
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from types import MappingProxyType
 from typing import Any, Protocol
 
-from starlette.responses import StreamingResponse
+from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.types import Send
 
 from app.api.errors import ErrorFormat, to_http_error
+from app.api.routing import SSE
 from app.errors import RequestError
 from app.messages import FinishReason, Timings
 from app.service.requests import Accepted, ChoiceFinished, ScoredToken, StreamEvent, TextDelta, Usage
@@ -86,9 +88,6 @@ async def wait_for_first_token(stream: GenerationStream) -> StartedStream:
     return StartedStream(first_events, stream)
 
 
-NDJSON = "application/x-ndjson"
-
-
 class EventStreamResponse(StreamingResponse):
     """A response of server-sent events, or of lines of JSON, that closes its source however it ends."""
 
@@ -97,7 +96,7 @@ class EventStreamResponse(StreamingResponse):
         events: AsyncIterator[bytes],
         source: GenerationStream,
         headers: dict[str, str],
-        media_type: str = "text/event-stream",
+        media_type: str = SSE,
     ) -> None:
         # no-cache and x-accel-buffering make proxies forward each event immediately.
         headers = {"cache-control": "no-cache", "x-accel-buffering": "no", **headers}
@@ -112,24 +111,16 @@ class EventStreamResponse(StreamingResponse):
             await self._source.aclose()
 
 
-async def encode_events(
-    events: AsyncIterator[dict[str, Any]],
-    errors: ErrorFormat,
-    last: bytes = b"",
-    encode: Callable[[dict[str, Any]], bytes] = format_sse,
-) -> AsyncIterator[bytes]:
-    """Yield the events as bytes, then `last`.
-
-    An error after the first event is sent as the last event, in the format `errors`.
-    """
+async def encode_events(events: AsyncIterator[dict[str, Any]], encoding: EventEncoding) -> AsyncIterator[bytes]:
+    """Yield the events as bytes. An error after the first event is sent as the last event."""
     try:
         async for event in events:
-            yield encode(event)
+            yield encoding.encode(event)
     except RequestError as error:
-        yield encode(errors.body(to_http_error(error)))
+        yield encoding.encode(encoding.errors.body(to_http_error(error)))
         return
-    if last:
-        yield last
+    if encoding.last:
+        yield encoding.last
 
 
 PHASES = ("queue", "prefill", "decode")
@@ -234,6 +225,47 @@ async def collect(stream: GenerationStream) -> CollectedCompletion:
     async for event in stream:
         completion.add(event)
     return completion
+
+
+class GenerationFormat(Protocol):
+    """The form in which a dialect writes a generation."""
+
+    def whole(self, completion: CollectedCompletion) -> Any:
+        """Return the body of a complete response."""
+
+    def events(self, stream: GenerationStream) -> AsyncIterator[dict[str, Any]]:
+        """Yield the events of a streamed response."""
+
+
+@dataclass(frozen=True, slots=True)
+class EventEncoding:
+    """How a dialect writes events as bytes, with `last` after them, and an error that ends them."""
+
+    errors: ErrorFormat
+    encode: Callable[[dict[str, Any]], bytes] = format_sse
+    last: bytes = b""
+    media_type: str = SSE
+
+
+async def respond(
+    stream: GenerationStream,
+    format_: GenerationFormat,
+    encoding: EventEncoding,
+    *,
+    streams: bool | None,
+    headers: Mapping[str, str] = MappingProxyType({}),
+) -> Response:
+    """Return the response to a generation: its events if the client wants a stream, else one JSON body.
+
+    Errors before the first token are raised, so that the status can tell of them.
+    """
+    if not streams:
+        completion = await collect(stream)
+        return JSONResponse(format_.whole(completion), headers={**completion.headers(), **headers})
+    started = await wait_for_first_token(stream)
+    events = encode_events(format_.events(started), encoding)
+    timing = server_timing(started.timings(), "queue", "prefill")
+    return EventStreamResponse(events, started, {**timing, **headers}, encoding.media_type)
 
 
 def server_timing(timings: Iterable[Timings], *phases: str) -> dict[str, str]:

@@ -163,7 +163,7 @@ async def detokenize(request: Request, unread: RequestBody[DetokenizeBody]) -> R
     "/tokenizer_info",
     summary="vLLM: the tokenizer's configuration and chat template",
     response_model=TokenizerInfo,
-    responses=router.failures(503),
+    responses=router.failures(400, 503),
 )
 async def tokenizer_info(request: Request) -> Response:
     """Serve `GET /tokenizer_info`."""

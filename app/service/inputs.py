@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from app.errors import ContextLengthExceeded, InvalidRequest, UnsupportedParameter, WrongModelKind
+from app.errors import ContextLengthExceeded, InvalidRequest, TemplateStopped, UnsupportedParameter, WrongModelKind
 from app.messages import Text
 from app.service.requests import EncodingRequest, GenerationRequest, TextInput
 from app.service.served_model import ServedDecoder, ServedEncoder
@@ -47,11 +47,12 @@ def prompt_size(request: GenerationRequest) -> int:
 
 def messages_size(messages: Sequence[Mapping[str, Any]]) -> int:
     """Return the length of the messages in characters."""
-    contents = (message.get("content") for message in messages)
-    return sum(
-        len(content) if isinstance(content, str) else sum(len(str(part.get("text", ""))) for part in content or ())
-        for content in contents
-    )
+    return sum(len(_content_text(message)) for message in messages)
+
+
+def _content_text(message: Mapping[str, Any]) -> str:
+    content = message.get("content")
+    return content if isinstance(content, str) else "".join(str(part.get("text", "")) for part in content or ())
 
 
 def chat_token_ids(
@@ -66,7 +67,14 @@ def chat_token_ids(
     The template writes all special tokens, so none are added, as in transformers. With `max_tokens` a longer
     conversation is refused, or returned incomplete with more tokens.
     """
-    text = render_chat(model, messages, arguments, options)
+    try:
+        text = render_chat(model, messages, arguments, options)
+    except TemplateStopped:
+        if max_tokens is not None:  # the number of tokens tells the client more, if it is the reason
+            least = model.tokenizer.least_tokens("".join(map(_content_text, messages)), max_tokens)
+            if least > max_tokens:
+                raise _prompt_too_long(model.limits.max_model_len, f"at least {least}", "messages") from None
+        raise
     return _text_ids(model, text, False, max_tokens, "messages")
 
 

@@ -75,6 +75,7 @@ class TextPool:
             return await asyncio.wrap_future(work)
         finally:
             flag.set()
+            del work  # it holds its error, and the error this frame: the cycle would keep the texts for long
 
     def _timed(self, num_bytes: int, function: Callable[..., T], *arguments: Any) -> T:
         began = time.monotonic()

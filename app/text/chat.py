@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from app.errors import CheckpointInvalid, InvalidRequest, UnsupportedParameter
+from app.errors import CheckpointInvalid, InvalidRequest, TemplateStopped, UnsupportedParameter
 from app.text.template_messages import ReplyStatus
 from app.text.template_process import TemplateLimits, TemplateProcess
 from app.weights.files import file_in, read_text
@@ -89,6 +89,7 @@ class ChatTemplate:
 
         Raises:
             InvalidRequest: The messages do not fit the template, or the template fails on them.
+            TemplateStopped: The template needs too much time or memory.
         """
         if not messages:
             raise InvalidRequest("messages must have at least one message.", field="messages")
@@ -117,7 +118,8 @@ class ChatTemplate:
         status, text = self._process.render(variables)
         if status is ReplyStatus.TEXT:
             return text
-        raise InvalidRequest(f"{_FAILURES[status]}: {text.rstrip('.')}.", field="messages")
+        kind = TemplateStopped if status in (ReplyStatus.STOPPED, ReplyStatus.MEMORY) else InvalidRequest
+        raise kind(f"{_FAILURES[status]}: {text.rstrip('.')}.", field="messages")
 
 
 _FAILURES: Mapping[ReplyStatus, str] = {

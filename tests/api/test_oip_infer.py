@@ -118,6 +118,9 @@ async def test_a_bare_body_is_one_text(served: Served) -> None:
     assert response.headers["content-type"] == "application/octet-stream"
     wrong = await served.client.post("/v2/models/tiny/encoder/infer", content=b"\xff", headers=headers)
     assert wrong.status_code == 400
+    headers["content-type"] = "application/json"
+    json = await served.client.post("/v2/models/tiny/encoder/infer", content=b'"the fox"', headers=headers)
+    assert json.status_code == 400 and "application/octet-stream" in json.text
 
 
 # ---- programs ------------------------------------------------------------------------------------------------------

@@ -154,10 +154,20 @@ def test_errors_have_the_format_of_their_api(document: Json, path: str, error: s
     ],
 )
 def test_streams_are_described(document: Json, path: str, event: str, whole: str | None) -> None:
-    content = document["paths"][path]["post"]["responses"]["200"]["content"]
-    schemas = {kind: each["schema"]["$ref"].rpartition("/")[2] for kind, each in content.items()}
-    kind = "application/x-ndjson" if path.startswith("/api/") else "text/event-stream"
-    assert schemas == {kind: event, **({"application/json": whole} if whole else {})}
+    content = dict(document["paths"][path]["post"]["responses"]["200"]["content"])
+    stream = content.pop("application/x-ndjson" if path.startswith("/api/") else "text/event-stream")["schema"]
+    if "properties" in stream:  # the data of an event is text, which is JSON, or the mark of the end
+        data = stream["properties"]["data"]
+        if path.startswith("/v1/c"):
+            assert data["anyOf"][0] == {"const": "[DONE]"}
+            data = data["anyOf"][1]
+        assert (stream["required"], data["contentMediaType"]) == (["data"], "application/json")
+        stream, error = data["contentSchema"]["anyOf"]
+        responses = document["paths"][path]["post"]["responses"]
+        assert path == "/v1/responses" or error == responses["400"]["content"]["application/json"]["schema"]
+    schemas = {"stream": stream} | {kind: each["schema"] for kind, each in content.items()}
+    names = {kind: schema["$ref"].rpartition("/")[2] for kind, schema in schemas.items()}
+    assert names == {"stream": event, **({"application/json": whole} if whole else {})}
 
 
 def test_keys_are_described_where_they_are_needed(build: Callable[..., Any]) -> None:

@@ -50,10 +50,12 @@ def bert() -> Iterator[tuple[httpx.Client, int]]:
 
 
 @pytest.mark.parametrize("text", ["a", "the fox said ", "é"])
-@pytest.mark.parametrize("path", ["/generate", "/v1/completions"])
+@pytest.mark.parametrize("path", ["/generate", "/v1/completions", "/v1/chat/completions"])
 def test_a_prompt_of_16_megabytes(llama: tuple[httpx.Client, int], text: str, path: str) -> None:
     client, process_id = llama
-    body = json.dumps({"prompt": text * ((SIZE - 1_000) // len(text.encode())), "max_tokens": 2}, ensure_ascii=False)
+    long = text * ((SIZE - 1_000) // len(text.encode()))
+    prompt = {"messages": [{"role": "user", "content": long}]} if "chat" in path else {"prompt": long}
+    body = json.dumps({**prompt, "max_tokens": 2}, ensure_ascii=False)
     assert client.post("/generate", json={"prompt": "Once", "max_tokens": 1}).status_code == 200
     before = peak_bytes(process_id)
     response = client.post(path, content=body.encode(), headers={"content-type": "application/json"})

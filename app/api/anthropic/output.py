@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 from app.api.openai.content_blocks import Block, BlockDelta, BlockEnded, BlockStarted, collected_blocks, divide
-from app.api.streaming import CollectedChoice, GenerationStream
+from app.api.streaming import CollectedCompletion, GenerationStream
 from app.messages import FinishReason
 from app.service.requests import Accepted, ChoiceFinished, TextDelta, Usage
 
@@ -28,8 +28,9 @@ class MessageFormat:
     def __init__(self, identity: str, model: str, thinks: bool) -> None:
         self._identity, self._model, self._thinks = identity, model, thinks
 
-    def whole(self, choice: CollectedChoice) -> Json:
+    def whole(self, completion: CollectedCompletion) -> Json:
         """Return the complete message."""
+        choice = completion.choices[0]
         assert choice.finished is not None, "a complete response has finished"
         blocks = [_whole_block(block) for block in collected_blocks(choice, self._thinks)]
         return self._message(blocks, choice.finished.usage) | _stop(choice.finished)

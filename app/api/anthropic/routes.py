@@ -25,24 +25,18 @@ from app.api.routing import (
     runtime_of,
     sampling_defaults,
 )
-from app.api.streaming import (
-    EventStreamResponse,
-    collect,
-    encode_events,
-    format_named_sse,
-    server_timing,
-    wait_for_first_token,
-)
+from app.api.streaming import EventEncoding, format_named_sse, respond
 
 _FIELD_NAMES = {"stop": "stop_sequences", "json_schema": "output_config.format.schema"}
 router = DialectRouter("Anthropic", ANTHROPIC_ERRORS)
+_EVENTS = EventEncoding(ANTHROPIC_ERRORS, format_named_sse)
 
 
 @router.post(
     "/v1/messages",
     summary="Anthropic: message",
     response_model=AnthropicResponse,
-    responses=router.failures(*BODY_ERRORS, 404, 504) | router.event_stream(AnthropicEvent),
+    responses=router.failures(*BODY_ERRORS, 404, 504) | router.event_stream(AnthropicEvent, named=True),
     response_description="The message; with `stream`, its events.",
 )
 async def messages(request: Request, unread: RequestBody[MessagesBody]) -> Response:
@@ -56,12 +50,7 @@ async def messages(request: Request, unread: RequestBody[MessagesBody]) -> Respo
             chat = chat_request(chat_body(body), request_id(request), sampling_defaults(runtime))
         format_ = MessageFormat(f"msg_{uuid.uuid4().hex}", runtime.service.model.name, body.thinks)
         stream = runtime.service.generate(replace(chat, api="messages", clips_max_tokens=True))
-        if not body.stream:
-            completion = await collect(stream)
-            return JSONResponse(format_.whole(completion.choices[0]), headers=completion.headers() | headers)
-        started = await wait_for_first_token(stream)
-    events = encode_events(format_.events(started), ANTHROPIC_ERRORS, encode=format_named_sse)
-    return EventStreamResponse(events, started, server_timing(started.timings(), "queue", "prefill") | headers)
+        return await respond(stream, format_, _EVENTS, streams=body.stream, headers=headers)
 
 
 @router.post(

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any, NotRequired
 
 from starlette.requests import Request
-from starlette.responses import JSONResponse, Response
+from starlette.responses import Response
 from typing_extensions import TypedDict
 
 from app.api.llama_cpp.bodies import LLAMA_CPP_ERRORS, LlamaCppBody, PromptParts
@@ -29,13 +29,10 @@ from app.api.schemas import SamplingFields, make_body
 from app.api.streaming import (
     CollectedChoice,
     CollectedCompletion,
-    EventStreamResponse,
+    EventEncoding,
     GenerationStream,
-    collect,
-    encode_events,
     merge_streams,
-    server_timing,
-    wait_for_first_token,
+    respond,
 )
 from app.errors import InvalidRequest
 from app.messages import SamplingParams
@@ -89,6 +86,7 @@ class LlamaCppCompletion(TypedDict):
 
 
 router = DialectRouter("llama.cpp", LLAMA_CPP_ERRORS)
+_EVENTS = EventEncoding(LLAMA_CPP_ERRORS)
 
 
 @router.post(
@@ -109,14 +107,8 @@ async def completion(request: Request, unread: RequestBody[LlamaCppBody]) -> Res
         params = requests[0].params
         streams: list[GenerationStream] = [runtime.service.generate(each) for each in requests]
         stream = streams[0] if len(streams) == 1 else merge_streams(streams, params.n)
-        if not body.stream:
-            collected = await collect(stream)
-            bodies = _Format(runtime, body, params, await _prompt_texts(runtime, requests)).whole(collected)
-            return JSONResponse(bodies[0] if len(bodies) == 1 else bodies, headers=collected.headers())
-        started = await wait_for_first_token(stream)
-    format_ = _Format(runtime, body, params, await _prompt_texts(runtime, requests))
-    events = encode_events(format_.events(started), LLAMA_CPP_ERRORS)
-    return EventStreamResponse(events, started, server_timing(started.timings(), "queue", "prefill"))
+        format_ = _LlamaCppFormat(runtime, body, params, await _prompt_texts(runtime, requests))
+        return await respond(stream, format_, _EVENTS, streams=body.stream)
 
 
 # ---- translation ---------------------------------------------------------------------------------------------------
@@ -181,18 +173,19 @@ async def _prompt_texts(runtime: ApiRuntime, requests: Iterable[GenerationReques
 # ---- responses -----------------------------------------------------------------------------------------------------
 
 
-class _Format:
+class _LlamaCppFormat:
     def __init__(self, runtime: ApiRuntime, body: LlamaCppBody, params: SamplingParams, prompts: list[str]) -> None:
         served = runtime.service.decoder
         self._model, self._body, self._params, self._prompts = served.name, body, params, prompts
         self._eos_token_ids, self._context = served.tokenizer.eos_token_ids, served.limits.max_model_len
 
-    def whole(self, completion: CollectedCompletion) -> list[Json]:
-        """Return one body for each choice of each prompt."""
+    def whole(self, completion: CollectedCompletion) -> Json | list[Json]:
+        """Return the body of the only choice, or a list with one for each choice of each prompt."""
         counts = [len(ids) for ids in completion.prompt_token_ids]
-        return [
+        bodies = [
             self._selected(self._whole(choice, counts[choice.index // self._params.n])) for choice in completion.choices
         ]
+        return bodies[0] if len(bodies) == 1 else bodies
 
     def _whole(self, choice: CollectedChoice, num_prompt: int) -> Json:
         assert choice.finished is not None, "a complete response has finished"

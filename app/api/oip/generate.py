@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Iterable, Mapping
+from collections.abc import AsyncIterator, Mapping
 from functools import partial
 from typing import Any
 
 from starlette.requests import Request
-from starlette.responses import JSONResponse, Response
+from starlette.responses import Response
 
 from app.api.oip.routes import MODEL_PATH, VERSION_PATH, check_origin, requested_model
 from app.api.oip.schemas import OIP_ERRORS, GenerateParameters, OipGenerateBody, OipGenerateEvent, OipGenerateResponse
@@ -23,14 +23,7 @@ from app.api.routing import (
     sampling_defaults,
 )
 from app.api.schemas import parse_body
-from app.api.streaming import (
-    EventStreamResponse,
-    GenerationStream,
-    collect,
-    encode_events,
-    server_timing,
-    wait_for_first_token,
-)
+from app.api.streaming import CollectedCompletion, EventEncoding, EventStreamResponse, GenerationStream, respond
 from app.errors import InvalidRequest
 from app.messages import SamplingParams
 from app.service.requests import Accepted, ChoiceFinished, GenerationRequest, ScoredToken
@@ -39,6 +32,7 @@ from app.service.served_model import ServedDecoder
 Json = dict[str, Any]
 DEFAULT_MAX_TOKENS = 20  # the extension's default
 router = DialectRouter("Open Inference Protocol", OIP_ERRORS)
+_EVENTS = EventEncoding(OIP_ERRORS)
 GENERATION_ERRORS = router.failures(*BODY_ERRORS, 404, 504)
 
 
@@ -88,15 +82,7 @@ async def _respond(request: Request, unread: UnreadBody[OipGenerateBody], stream
         params = _sampling_params(parameters, sampling_defaults(runtime))
     format_ = _GenerateFormat(model, body.id, params, bool(parameters.get("details")))
     generation = GenerationRequest(params=params, api="oip", request_id=request_id(request), prompt=body.text_input)
-    generation_stream = runtime.service.generate(generation)
-    if stream:
-        started = await wait_for_first_token(generation_stream)
-        events = encode_events(format_.events(started), OIP_ERRORS)
-        return EventStreamResponse(events, started, server_timing(started.timings(), "queue", "prefill"))
-    completion = await collect(generation_stream)
-    choice = completion.choices[0]
-    assert choice.finished is not None, "a complete response has finished"
-    return JSONResponse(format_.whole(choice.text, choice.logprobs, choice.finished), headers=completion.headers())
+    return await respond(runtime.service.generate(generation), format_, _EVENTS, streams=stream)
 
 
 def _parse_body(body: bytes, stream: bool) -> tuple[OipGenerateBody, Json]:
@@ -139,12 +125,15 @@ class _GenerateFormat:
             {} if identity is None else {"id": identity}
         )
 
-    def whole(self, text: str, tokens: Iterable[ScoredToken], finished: ChoiceFinished) -> Json:
-        body = self._model_fields | {"text_output": text}
+    def whole(self, completion: CollectedCompletion) -> Json:
+        choice = completion.choices[0]
+        finished = choice.finished
+        assert finished is not None, "a complete response has finished"
+        body = self._model_fields | {"text_output": choice.text}
         if not self._details:
             return body
         usage = {"prompt_tokens": finished.usage.prompt_tokens, "completion_tokens": finished.usage.completion_tokens}
-        logprobs = [self._token_body(token) for token in tokens]
+        logprobs = [self._token_body(token) for token in choice.logprobs]
         return body | {"details": {"finish_reason": self._finish_reason(finished), "logprobs": logprobs} | usage}
 
     async def events(self, stream: GenerationStream) -> AsyncIterator[Json]:

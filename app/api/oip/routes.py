@@ -220,12 +220,14 @@ def requested_model(request: Request) -> ServedModel:
 
 
 def check_origin(request: Request) -> None:
-    """Refuse a browser's cross-origin request without a JSON content type.
+    """Refuse a browser's cross-origin request without a JSON content type, and JSON that is said to be a bare tensor.
 
     The protocol's clients send no content type, so it is not required. A web page's scripts send an `Origin`
     header, and need a CORS preflight before they may send JSON.
     """
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    if kind == "application/json" and request.headers.get(HEADER) == "0":
+        raise InvalidRequest(f"The body is a bare tensor, as {HEADER} says: send it as application/octet-stream.")
     if "origin" in request.headers and kind != "application/json" and HEADER not in request.headers:
         raise InvalidRequest("Send the body as JSON with the header `content-type: application/json`.")
 

@@ -10,7 +10,7 @@ from datetime import UTC, datetime
 from typing import Any
 
 from app.api.openai.responses import chat_logprobs
-from app.api.streaming import CollectedCall, CollectedChoice, GenerationStream
+from app.api.streaming import CollectedCall, CollectedChoice, CollectedCompletion, GenerationStream
 from app.messages import FinishReason
 from app.service.requests import Accepted, ChoiceFinished, ScoredToken, TextDelta
 
@@ -40,13 +40,14 @@ class OllamaFormat:
         """Return the response to a request that only asks for the model to be loaded."""
         return self._line("") | {"done": True, "done_reason": "load"}
 
-    def whole(self, choice: CollectedChoice) -> Json:
+    def whole(self, completion: CollectedCompletion) -> Json:
         """Return the complete response."""
+        choice = completion.choices[0]
         assert choice.finished is not None, "a complete response has finished"
         line = self._line(choice.text, choice.reasoning, _calls(choice.tool_calls))
         return line | _logprobs(choice.logprobs) | self._end(choice.finished)
 
-    async def lines(self, stream: GenerationStream) -> AsyncIterator[Json]:
+    async def events(self, stream: GenerationStream) -> AsyncIterator[Json]:
         """Yield the stream's lines. Calls are whole, and the last line has the counts."""
         calls = CollectedChoice(0)
         async for event in stream:

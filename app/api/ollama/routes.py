@@ -2,13 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 from pydantic_core import to_json
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from app.api.encoders.routes import join_with_pauses, json_response, to_json_list
 from app.api.ollama import models
-from app.api.ollama.bodies import OllamaChatBody, OllamaEmbedBody, OllamaEmbeddingsBody, OllamaGenerateBody, Options
+from app.api.ollama.bodies import (
+    OllamaChatBody,
+    OllamaEmbedBody,
+    OllamaEmbeddingsBody,
+    OllamaGenerateBody,
+    OllamaGenerationBody,
+    Options,
+)
 from app.api.ollama.models import check_name
 from app.api.ollama.output import OllamaFormat
 from app.api.ollama.schemas import (
@@ -19,16 +29,18 @@ from app.api.ollama.schemas import (
     OllamaGenerateResponse,
 )
 from app.api.ollama.translate import chat_generation, prompt_generation
-from app.api.routing import BODY_ERRORS, RequestBody, count_refusals, renamed_fields, request_id, runtime_of
-from app.api.streaming import (
+from app.api.routing import (
+    BODY_ERRORS,
     NDJSON,
-    EventStreamResponse,
-    collect,
-    encode_events,
-    format_line,
-    server_timing,
-    wait_for_first_token,
+    ApiRuntime,
+    RequestBody,
+    UnreadBody,
+    count_refusals,
+    renamed_fields,
+    request_id,
+    runtime_of,
 )
+from app.api.streaming import EventEncoding, format_line, respond
 from app.service.requests import EncodingRequest, GenerationRequest
 from app.service.served_model import to_numpy
 
@@ -41,6 +53,7 @@ _FIELD_NAMES = {
     "response_format": "format",
     "json_schema": "format",
 }
+_LINES = EventEncoding(OLLAMA_ERRORS, format_line, media_type=NDJSON)
 GENERATION_ERRORS = router.failures(*BODY_ERRORS, 404, 504)
 
 
@@ -48,51 +61,43 @@ GENERATION_ERRORS = router.failures(*BODY_ERRORS, 404, 504)
     "/api/chat",
     summary="Ollama: chat",
     response_model=OllamaChatResponse,
-    responses=GENERATION_ERRORS | router.event_stream(OllamaChatResponse, NDJSON),
+    responses=GENERATION_ERRORS | router.line_stream(OllamaChatResponse),
     response_description="Lines of JSON; with `stream` false, the whole response.",
 )
 async def chat(request: Request, unread: RequestBody[OllamaChatBody]) -> Response:
     """Serve `POST /api/chat`."""
-    runtime = runtime_of(request)
-    with renamed_fields(_FIELD_NAMES), count_refusals(runtime.metrics, "ollama"):
-        body = await unread.parse(needs_type=False)
-        check_name(runtime, body.model)
-        decoder = runtime.service.decoder
-        generation = chat_generation(runtime, body, request_id(request)) if body.messages else None
-    return await _respond(request, generation, OllamaFormat(decoder.name, is_chat=True), body.stream is not False)
+    return await _generate(request, unread, chat_generation, is_chat=True)
 
 
 @router.post(
     "/api/generate",
     summary="Ollama: generate",
     response_model=OllamaGenerateResponse,
-    responses=GENERATION_ERRORS | router.event_stream(OllamaGenerateResponse, NDJSON),
+    responses=GENERATION_ERRORS | router.line_stream(OllamaGenerateResponse),
     response_description="Lines of JSON; with `stream` false, the whole response.",
 )
 async def generate(request: Request, unread: RequestBody[OllamaGenerateBody]) -> Response:
     """Serve `POST /api/generate`."""
+    return await _generate(request, unread, prompt_generation, is_chat=False)
+
+
+Translate = Callable[[ApiRuntime, Any, str], GenerationRequest | None]
+
+
+async def _generate(request: Request, unread: UnreadBody[Any], translate: Translate, is_chat: bool) -> Response:
+    """Return the response to a chat or a prompt.
+
+    Without a generation the client only wants the model loaded, which it is.
+    """
     runtime = runtime_of(request)
     with renamed_fields(_FIELD_NAMES), count_refusals(runtime.metrics, "ollama"):
-        body = await unread.parse(needs_type=False)
+        body: OllamaGenerationBody = await unread.parse(needs_type=False)
         check_name(runtime, body.model)
-        decoder = runtime.service.decoder
-        generation = prompt_generation(runtime, body, request_id(request)) if body.prompt else None
-    return await _respond(request, generation, OllamaFormat(decoder.name, is_chat=False), body.stream is not False)
-
-
-async def _respond(
-    request: Request, generation: GenerationRequest | None, format_: OllamaFormat, streams: bool
-) -> Response:
-    """Return the response. Without a generation the client only wants the model loaded, which it is."""
+        format_ = OllamaFormat(runtime.service.decoder.name, is_chat)
+        generation = translate(runtime, body, request_id(request))
     if generation is None:
         return JSONResponse(format_.loaded())
-    stream = runtime_of(request).service.generate(generation)
-    if not streams:
-        completion = await collect(stream)
-        return JSONResponse(format_.whole(completion.choices[0]), headers=completion.headers())
-    started = await wait_for_first_token(stream)
-    lines = encode_events(format_.lines(started), OLLAMA_ERRORS, encode=format_line)
-    return EventStreamResponse(lines, started, server_timing(started.timings(), "queue", "prefill"), NDJSON)
+    return await respond(runtime.service.generate(generation), format_, _LINES, streams=body.stream is not False)
 
 
 @router.post(

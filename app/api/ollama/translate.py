@@ -27,8 +27,10 @@ from app.service.served_model import ServedDecoder
 _SAME_OPTIONS = ("temperature", "top_k", "top_p", "min_p", "seed", "stop", "presence_penalty", "frequency_penalty")
 
 
-def chat_generation(runtime: ApiRuntime, body: OllamaChatBody, identity: str) -> GenerationRequest:
-    """Return the service's request for a chat."""
+def chat_generation(runtime: ApiRuntime, body: OllamaChatBody, identity: str) -> GenerationRequest | None:
+    """Return the service's request for a chat; None if it has no messages."""
+    if not body.messages:
+        return None
     tools = tuple(
         ToolDefinition(
             type="function",
@@ -38,15 +40,20 @@ def chat_generation(runtime: ApiRuntime, body: OllamaChatBody, identity: str) ->
         )
         for tool in body.tools or ()
     )
-    messages = tuple(_message(message) for message in body.messages or ())
+    messages = tuple(map(_message, body.messages))
     return _chat_generation(runtime, body, identity, messages, tools=tools)
 
 
-def prompt_generation(runtime: ApiRuntime, body: OllamaGenerateBody, identity: str) -> GenerationRequest:
-    """Return the service's request for a prompt: a chat, or with `raw` or without a chat template a completion."""
+def prompt_generation(runtime: ApiRuntime, body: OllamaGenerateBody, identity: str) -> GenerationRequest | None:
+    """Return the service's request for a prompt: a chat, or with `raw` or without a chat template a completion.
+
+    None if there is no prompt.
+    """
+    if not body.prompt:
+        return None
     model = runtime.service.model
     has_template = isinstance(model, ServedDecoder) and model.chat is not None
-    prompt = body.prompt or ""
+    prompt = body.prompt
     if has_template and not body.raw:
         messages: tuple[Message, ...] = (Message(role="user", content=prompt),)
         if body.system:

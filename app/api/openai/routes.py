@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import time
 import uuid
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
 from typing import Any
 
 from starlette.requests import Request
@@ -39,18 +41,10 @@ from app.api.routing import (
     runtime_of,
     sampling_defaults,
 )
-from app.api.streaming import (
-    DONE,
-    EventStreamResponse,
-    GenerationStream,
-    collect,
-    encode_events,
-    merge_streams,
-    server_timing,
-    wait_for_first_token,
-)
+from app.api.streaming import DONE, CollectedCompletion, EventEncoding, GenerationStream, merge_streams, respond
 
 router = DialectRouter("OpenAI", OPENAI_ERRORS)
+_EVENTS = EventEncoding(OPENAI_ERRORS, last=DONE)
 GENERATION_ERRORS = router.failures(*BODY_ERRORS, 404, 504)
 
 
@@ -58,7 +52,7 @@ GENERATION_ERRORS = router.failures(*BODY_ERRORS, 404, 504)
     "/v1/chat/completions",
     summary="OpenAI: chat completion",
     response_model=ChatCompletion,
-    responses=GENERATION_ERRORS | router.event_stream(ChatCompletionChunk),
+    responses=GENERATION_ERRORS | router.event_stream(ChatCompletionChunk, last="[DONE]"),
     response_description="The completion; with `stream`, events that end with `[DONE]`.",
 )
 async def chat_completions(request: Request, unread: RequestBody[ChatBody]) -> Response:
@@ -76,7 +70,7 @@ async def chat_completions(request: Request, unread: RequestBody[ChatBody]) -> R
     "/v1/completions",
     summary="OpenAI: text completion",
     response_model=TextCompletion,
-    responses=GENERATION_ERRORS | router.event_stream(TextCompletion),
+    responses=GENERATION_ERRORS | router.event_stream(TextCompletion, last="[DONE]"),
     response_description="The completion; with `stream`, events that end with `[DONE]`.",
 )
 async def completions(request: Request, unread: RequestBody[CompletionBody]) -> Response:
@@ -159,24 +153,32 @@ def _model_body(runtime: ApiRuntime, name: str) -> dict[str, Any]:
 # ---- responses -----------------------------------------------------------------------------------------------------
 
 
+@dataclass(frozen=True, slots=True)
+class _ResponseFormat:
+    """The response to a body. `best_of`: keep so many of so many choices, and drop their logprobs."""
+
+    choices: OpenAIFormat
+    metadata: ResponseMetadata
+    body: GenerationBody
+    best_of: tuple[int, int, bool] | None
+
+    def whole(self, completion: CollectedCompletion) -> dict[str, Any]:
+        if self.best_of is not None:
+            completion.keep_best(*self.best_of)
+        return complete_response(completion, self.choices, self.metadata)
+
+    def events(self, stream: GenerationStream) -> AsyncIterator[dict[str, Any]]:
+        return chunks(stream, self.choices, self.metadata, self.body.include_usage, self.body.continuous_usage)
+
+
 async def _respond(
     request: Request,
     body: GenerationBody,
-    format_: OpenAIFormat,
+    choices: OpenAIFormat,
     stream: GenerationStream,
     best_of: tuple[int, int, bool] | None = None,
 ) -> Response:
-    """Return the response of a request. `best_of`: keep so many of so many choices, and drop their logprobs."""
     name = runtime_of(request).service.model.name
-    kind = format_.chunk_object if body.stream else format_.object
-    metadata = ResponseMetadata(f"{format_.id_prefix}-{uuid.uuid4().hex}", kind, int(time.time()), name)
-    if not body.stream:
-        completion = await collect(stream)
-        if best_of is not None:
-            completion.keep_best(*best_of)
-        return JSONResponse(complete_response(completion, format_, metadata), headers=completion.headers())
-    started = await wait_for_first_token(stream)
-    events = encode_events(
-        chunks(started, format_, metadata, body.include_usage, body.continuous_usage), OPENAI_ERRORS, DONE
-    )
-    return EventStreamResponse(events, started, server_timing(started.timings(), "queue", "prefill"))
+    kind = choices.chunk_object if body.stream else choices.object
+    metadata = ResponseMetadata(f"{choices.id_prefix}-{uuid.uuid4().hex}", kind, int(time.time()), name)
+    return await respond(stream, _ResponseFormat(choices, metadata, body, best_of), _EVENTS, streams=body.stream)

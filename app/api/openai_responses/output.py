@@ -10,7 +10,7 @@ from typing import Any
 from app.api.openai.content_blocks import Block, BlockDelta, BlockEnded, BlockStarted, collected_blocks, divide
 from app.api.openai.responses import chat_logprobs
 from app.api.openai_responses.bodies import ResponsesBody
-from app.api.streaming import CollectedChoice, GenerationStream
+from app.api.streaming import CollectedCompletion, GenerationStream
 from app.messages import SamplingParams
 from app.service.requests import Accepted, ChoiceFinished, ScoredToken, TextDelta, Usage
 
@@ -67,8 +67,9 @@ class ResponseObjectFormat:
         self._id = new_id("resp")
         self._created, self._fields = created, _request_fields(body, params, model)
 
-    def whole(self, choice: CollectedChoice) -> Json:
+    def whole(self, completion: CollectedCompletion) -> Json:
         """Return the complete response."""
+        choice = completion.choices[0]
         assert choice.finished is not None, "a complete response has finished"
         return self._finished([_Item(block) for block in collected_blocks(choice)], choice.finished)
 

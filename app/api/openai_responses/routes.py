@@ -26,25 +26,19 @@ from app.api.routing import (
     runtime_of,
     sampling_defaults,
 )
-from app.api.streaming import (
-    EventStreamResponse,
-    collect,
-    encode_events,
-    format_named_sse,
-    server_timing,
-    wait_for_first_token,
-)
+from app.api.streaming import EventEncoding, format_named_sse, respond
 from app.errors import InvalidRequest
 
 _FIELD_NAMES = {"max_tokens": "max_output_tokens", "messages": "input", "response_format": "text.format"}
 router = DialectRouter("OpenAI", OPENAI_ERRORS)
+_EVENTS = EventEncoding(STREAM_ERRORS, format_named_sse)
 
 
 @router.post(
     "/v1/responses",
     summary="OpenAI: response, without a store",
     response_model=ResponseObject,
-    responses=router.failures(*BODY_ERRORS, 404, 504) | router.event_stream(ResponseEvent),
+    responses=router.failures(*BODY_ERRORS, 404, 504) | router.event_stream(ResponseEvent, named=True),
     response_description="The response; with `stream`, its events.",
 )
 async def responses(request: Request, unread: RequestBody[ResponsesBody]) -> Response:
@@ -59,12 +53,7 @@ async def responses(request: Request, unread: RequestBody[ResponsesBody]) -> Res
             chat = chat_request(chat_body(body), request_id(request), sampling_defaults(runtime))
         format_ = ResponseObjectFormat(body, chat.params, runtime.service.model.name, int(time.time()))
         stream = runtime.service.generate(replace(chat, api="responses"))
-        if not body.stream:
-            completion = await collect(stream)
-            return JSONResponse(format_.whole(completion.choices[0]), headers=completion.headers())
-        started = await wait_for_first_token(stream)
-    events = encode_events(format_.events(started), STREAM_ERRORS, encode=format_named_sse)
-    return EventStreamResponse(events, started, server_timing(started.timings(), "queue", "prefill"))
+        return await respond(stream, format_, _EVENTS, streams=body.stream)
 
 
 @router.post(

@@ -112,32 +112,22 @@ class IdleMeasurement:
     def _prompt_samples(self, tokens: int) -> tuple[int, list[float]]:
         plan = self._subject.plan
         tokens = min(tokens, plan.max_batch_tokens.value, plan.max_model_len.value - 2)
-        found: list[float] = []
-        for _ in range(FIRST_STEPS + SAMPLES):
-            if len(found) == SAMPLES:
-                break
-            self._generate(tokens, 1)
-            found += [
-                step.corrected_seconds for step in self._steps() if step.prefill_tokens == tokens and not step.is_first
-            ]
-        return tokens, found
+        return tokens, self._samples(
+            lambda: self._generate(tokens, 1), lambda step: step.prefill_tokens == tokens and not step.is_first
+        )
 
     def _text_samples(self, texts: int) -> tuple[int, list[float]]:
         plan = self._subject.plan
         each = min(TEXT_TOKENS, plan.max_model_len.value)
         texts = max(1, min(texts, plan.batch_target_tokens.value // each))
-        found: list[float] = []
-        for _ in range(FIRST_STEPS + SAMPLES):
-            if len(found) == SAMPLES:
-                break
-            self._number += 1
+        outputs = self._subject.outputs[:1]
+
+        def add() -> None:
             made = tuple(Text(self._token_ids(each)) for _ in range(texts))
-            self._engine.add(Encode(f"{_PREFIX}-{self._number}", made, self._subject.outputs[:1], arrived_at=0.0))
-            wanted = texts * each
-            found += [
-                step.corrected_seconds for step in self._steps() if step.encode_tokens == wanted and not step.is_first
-            ]
-        return texts * each, found
+            self._engine.add(Encode(self._next_id(), made, outputs, arrived_at=0.0))
+
+        size = texts * each
+        return size, self._samples(add, lambda step: step.encode_tokens == size and not step.is_first)
 
     def _row_samples(self, program: ProgramCheckpoint, rows: int) -> tuple[int, list[float]]:
         most = max_step_rows(program, self._subject.plan.batch_target_tokens.value)
@@ -145,19 +135,31 @@ class IdleMeasurement:
         inputs = synthetic_inputs(program.signature, rows)
         arrays = {spec.name: to_array(inputs[spec.name], spec.datatype) for spec in program.signature.inputs}
         outputs = tuple(spec.name for spec in program.signature.outputs)
+        return rows, self._samples(
+            lambda: self._engine.add(Infer(self._next_id(), arrays, outputs, arrived_at=0.0)),
+            lambda step: step.encode_tokens == rows,
+        )
+
+    def _samples(self, add: Callable[[], object], is_sample: Callable[[StepStats], bool]) -> list[float]:
+        """Return the seconds of `SAMPLES` steps, or fewer if the first requests give none.
+
+        `add` gives the engine one request.
+        """
         found: list[float] = []
         for _ in range(FIRST_STEPS + SAMPLES):
             if len(found) == SAMPLES:
                 break
-            self._number += 1
-            self._engine.add(Infer(f"{_PREFIX}-{self._number}", arrays, outputs, arrived_at=0.0))
-            found += [step.corrected_seconds for step in self._steps() if step.encode_tokens == rows]
-        return rows, found
+            add()
+            found += [step.corrected_seconds for step in self._steps() if is_sample(step)]
+        return found
 
     def _generate(self, tokens: int, max_tokens: int) -> None:
+        params = SamplingParams(max_tokens=max_tokens, ignore_eos=True, seed=self._number + 1)
+        self._engine.add(Generate(self._next_id(), self._token_ids(tokens), params, arrived_at=0.0))
+
+    def _next_id(self) -> str:
         self._number += 1
-        params = SamplingParams(max_tokens=max_tokens, ignore_eos=True, seed=self._number)
-        self._engine.add(Generate(f"{_PREFIX}-{self._number}", self._token_ids(tokens), params, arrived_at=0.0))
+        return f"{_PREFIX}-{self._number}"
 
     def _token_ids(self, number: int) -> tuple[int, ...]:
         return tuple(self._random.randrange(self._subject.vocab_size) for _ in range(number))

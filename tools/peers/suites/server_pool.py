@@ -45,7 +45,7 @@ class ServerPool:
 
     def _start(self, key: tuple[str, ...]) -> tuple[subprocess.Popen[bytes], str]:
         port, log = free_port(), tempfile.TemporaryFile()  # noqa: SIM115 - the process keeps it
-        flags = ["--port", str(port), "--any-model-name=on", "--log-level=error", *key[1:]]
+        flags = ["--port", str(port), "--any-model-name=on", "--calibrate=off", "--log-level=error", *key[1:]]
         command = [self.configuration["python"], "-m", "app", "serve", "--model", key[0], *flags]
         launcher = [sys.executable, "-I", "-S", str(ROOT / "tools" / "peers" / "launch.py"), "--", *command]
         clean = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
