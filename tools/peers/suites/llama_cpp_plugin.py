@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import sys
 import types
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -42,10 +43,24 @@ def replace(pool: ServerPool) -> None:
         server.server_host, _, port = url.removeprefix("http://").partition(":")
         server.server_port = int(port)
 
+    for name in ("make_request", "make_stream_request"):
+        setattr(utils.ServerProcess, name, with_defaults(getattr(utils.ServerProcess, name)))
     utils.ServerProcess.start = start
     utils.ServerProcess.stop = lambda server: None
     utils.ServerPreset.load_all = lambda: None
     utils.match_regex = lambda regex, text: isinstance(text, str)
+
+
+def with_defaults(send: Callable[..., Any]) -> Callable[..., Any]:
+    """Return `send` with the defaults of the server's options `--n-predict` and `--seed` in each completion."""
+
+    def send_with_defaults(server: Any, method: str, path: str, data: Any = None, *more: Any, **options: Any) -> Any:
+        if path == "/completion" and isinstance(data, dict):
+            defaults = {"n_predict": server.n_predict, "seed": server.seed}
+            data = {name: value for name, value in defaults.items() if value is not None} | data
+        return send(server, method, path, data, *more, **options)
+
+    return send_with_defaults
 
 
 def _is_encoder(server: Any) -> bool:

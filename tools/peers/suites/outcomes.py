@@ -26,8 +26,8 @@ class Outcomes:
     """A pytest plugin that writes one line of JSON per test to `file`.
 
     A line has `file`, `test`, `outcome` (passed, failed, not applicable) and `reason`. A test does not apply if the
-    table names the beginning of its name, if its suite skips it, or if its error has one of the words in `signs`, which
-    show that it uses a class of the peer and no server.
+    table names the beginning of its name or, after a star, a part of it; if its suite skips it; or if its error has one
+    of the words in `signs`, which show that it uses a class of the peer and no server.
     """
 
     def __init__(self, suite: str, file: Path, *signs: str) -> None:
@@ -43,7 +43,7 @@ class Outcomes:
     def _reason(self, item: pytest.Item) -> str | None:
         name = file_of(item.nodeid)
         table = self._table.get("*", {}) | self._table.get(name, {})
-        return next((reason for start, reason in table.items() if item.name.startswith(start)), None)
+        return next((reason for pattern, reason in table.items() if _matches(item.name, pattern)), None)
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         if report.skipped:
@@ -73,6 +73,11 @@ class Outcomes:
         }
         with self._file.open("a", encoding="utf-8") as file:
             file.write(json.dumps(line) + "\n")
+
+
+def _matches(name: str, pattern: str) -> bool:
+    """Return whether a name begins with the pattern, or has what follows its star."""
+    return pattern[1:] in name if pattern.startswith("*") else name.startswith(pattern)
 
 
 def file_of(node: str) -> str:

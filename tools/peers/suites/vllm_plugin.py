@@ -169,8 +169,9 @@ def _is_encoder(model: str) -> bool:
     return any(word in model.lower() for word in ("embed", "e5", "bge", "gte", "rerank", "minilm", "bert"))
 
 
-def pytest_configure(config: pytest.Config) -> None:
-    """Put placeholders and our server into the place of vLLM before the tests are imported."""
+@pytest.hookimpl(tryfirst=True)
+def pytest_load_initial_conftests(early_config: pytest.Config) -> None:
+    """Put placeholders and our server into the place of vLLM before conftests and tests import it."""
     sys.meta_path.insert(0, PlaceholderFinder())
     RemoteOpenAIServer.pool = pool = ServerPool()
     ours: Any = PlaceholderModule("tests.utils")
@@ -179,9 +180,11 @@ def pytest_configure(config: pytest.Config) -> None:
     ours.create_new_process_for_each_test = lambda *arguments: lambda test: test
     sys.modules["tests.utils"] = ours
     give_tokenizer(pool.configuration)
-    config.addinivalue_line("markers", "skip_global_cleanup: a marker of vLLM")
-    config.add_cleanup(pool.close)
-    config.pluginmanager.register(Outcomes("vllm", Path(pool.configuration["outcomes"]), "Placeholder", "Mock object"))
+    early_config.addinivalue_line("markers", "skip_global_cleanup: a marker of vLLM")
+    early_config.add_cleanup(pool.close)
+    early_config.pluginmanager.register(
+        Outcomes("vllm", Path(pool.configuration["outcomes"]), "Placeholder", "Mock object")
+    )
 
 
 def give_tokenizer(configuration: dict[str, str]) -> None:
