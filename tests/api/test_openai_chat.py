@@ -150,8 +150,6 @@ async def test_what_asks_for_nothing_is_accepted(client: httpx.AsyncClient) -> N
         ("modalities", ["text", "audio"]),
         ("beam_width", 2),
         ("no_such_field", 1),
-        ("use_beam_search", True),
-        ("prompt_logprobs", 1),
         ("chat_template", "{{ messages }}"),
     ],
 )

@@ -113,8 +113,7 @@ async def test_logprobs_stand_in_parallel_lists(client: httpx.AsyncClient, servi
 @pytest.mark.parametrize(
     ("body", "field"),
     [
-        ({"suffix": "end"}, "suffix"),
-        ({"echo": True, "logprobs": 1}, "echo"),
+        ({"early_stopping": True}, "early_stopping"),
         ({"messages": []}, "messages"),
     ],
 )

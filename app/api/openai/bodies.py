@@ -25,11 +25,8 @@ _IGNORED_ELSEWHERE = (
 IGNORED = frozenset(f"{_IGNORED_AT_OPENAI} {_IGNORED_ELSEWHERE}".split())
 # Fields of vLLM and llama.cpp with the values that request nothing.
 NEUTRAL: Mapping[str, tuple[Any, ...]] = {
-    "use_beam_search": (False,),
-    "length_penalty": (1.0,),
     "early_stopping": (False,),
     "return_tokens_as_token_ids": (False,),
-    "prompt_logprobs": (),
     "typical_p": (1.0,),
     "mirostat": (0,),
     "repeat_penalty": (1.0,),
@@ -225,6 +222,9 @@ class GenerationBody(SamplingFields):
     json_schema: dict[str, Any] | None = None
     truncate_prompt_tokens: Int64 | None = None
     return_token_ids: bool | None = None
+    prompt_logprobs: Int64 | None = None
+    use_beam_search: bool | None = None
+    length_penalty: float | None = None
     add_special_tokens: bool | None = None
 
     @property
@@ -271,9 +271,8 @@ class ChatBody(GenerationBody):
 class CompletionBody(GenerationBody):
     """Body of `POST /v1/completions`. Without `max_tokens` a completion has 16 tokens, as OpenAI's."""
 
-    NEUTRAL: ClassVar[Mapping[str, tuple[Any, ...]]] = {**NEUTRAL, "suffix": ("",)}
-
     prompt: Prompts
+    suffix: str | None = None
     echo: bool | None = None
     logprobs: Int64 | None = None
     best_of: Int64 | None = None

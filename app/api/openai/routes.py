@@ -62,7 +62,12 @@ async def chat_completions(request: Request, unread: RequestBody[ChatBody]) -> R
         body = await unread.parse()
         check_model(runtime, body.model)
         generation = chat_request(body, request_id(request), sampling_defaults(runtime))
-    format_ = ChatFormat(body.include_reasoning is not False, body.functions is not None, bool(body.return_token_ids))
+    format_ = ChatFormat(
+        body.include_reasoning is not False,
+        body.functions is not None,
+        bool(body.return_token_ids),
+        body.prompt_logprobs,
+    )
     return await _respond(request, body, format_, runtime.service.generate(generation))
 
 
@@ -83,7 +88,8 @@ async def completions(request: Request, unread: RequestBody[CompletionBody]) -> 
     streams: list[GenerationStream] = [runtime.service.generate(generation) for generation in generations]
     each = generations[0].params.n
     stream = streams[0] if len(streams) == 1 else merge_streams(streams, each)
-    format_ = CompletionFormat(bool(body.return_token_ids))
+    echoed = body.logprobs if body.echo else None
+    format_ = CompletionFormat(bool(body.return_token_ids), echoed, body.prompt_logprobs)
     keep = (body.n or 1, each, body.logprobs is None) if each > (body.n or 1) else None
     return await _respond(request, body, format_, stream, keep)
 
