@@ -87,6 +87,8 @@ def interpreter(work: Path, requirements: list[str]) -> Path:
         subprocess.run([sys.executable, "-m", "venv", str(work / "venv")], check=True)
         scheme = {"base": str(work / "venv"), "platbase": str(work / "venv")}
         packages = Path(sysconfig.get_path("purelib", vars=scheme))
+        # Older versions take many minutes to find versions of the clients that agree.
+        subprocess.run([str(python), "-m", "pip", "install", "-q", "--upgrade", "pip"], check=False)
         (packages / "base.pth").write_text(sysconfig.get_path("purelib") + "\n", encoding="utf-8")
     command = [str(python), "-m", "pip", "install", "-q", *requirements]
     if requirements and subprocess.run(command, check=False).returncode:
