@@ -17,7 +17,7 @@ from tools.peers.ports import free_port
 ROOT = Path(__file__).resolve().parents[3]
 READY_SECONDS = 240.0
 MAX_SERVERS = 3  # at once; more would compete for the cores and the memory
-ENVIRONMENT = "ARMATURE_SUITES"  # names the JSON object by which the command configures the plugins
+ENVIRONMENT = "PEER_SUITES"  # names the JSON object by which the command configures the plugins
 
 
 class ServerPool:
