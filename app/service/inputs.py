@@ -13,7 +13,7 @@ from typing import Any
 from app.errors import ContextLengthExceeded, InvalidRequest, TemplateStopped, UnsupportedParameter, WrongModelKind
 from app.messages import Text
 from app.service.requests import EncodingRequest, GenerationRequest, Infill, TextInput
-from app.service.served_model import ServedDecoder, ServedEncoder
+from app.service.served_model import ServedDecoder, ServedEncoder, ServedModel
 from app.text.bounds import CHUNK_CHARACTERS, EncodingLimits
 from app.text.chat import ChatOptions
 from app.text.infill import InfillFormat, InfillPrompt, find_infill_format, shorten_infill
@@ -221,16 +221,21 @@ def check_texts(model: ServedEncoder, request: EncodingRequest) -> None:
         if output not in model.sizes:
             raise _output_kind_error(model, output)
     _check_dimensions(model, request)
-    prompts = model.config.pooling.prompts
-    if request.prompt is not None and request.prompt not in prompts:
-        known = ", ".join(sorted(prompts)) or "none"
-        raise InvalidRequest(
-            f"This checkpoint has no prompt {request.prompt[:100]!r}; it has: {known}.", field="prompt_name"
-        )
+    if request.prompt is not None:
+        named_prompt(model, request.prompt)
     for index, given in enumerate(request.inputs):
         if not _is_not_empty(given):
             name = _field_name(request, index)
             raise InvalidRequest(f"{name} is empty: send text.", field=name)
+
+
+def named_prompt(model: ServedModel, name: str) -> str:
+    """Return one of the checkpoint's prompts. Raises `InvalidRequest` if it has none of this name."""
+    prompts = model.config.pooling.prompts if isinstance(model, ServedEncoder) else {}
+    if name not in prompts:
+        known = ", ".join(sorted(prompts)) or "none"
+        raise InvalidRequest(f"This checkpoint has no prompt {name[:100]!r}; it has: {known}.", field="prompt_name")
+    return prompts[name]
 
 
 def is_short(request: EncodingRequest) -> bool:
@@ -389,5 +394,5 @@ def _check_hidden(model: ServedEncoder, request: EncodingRequest, texts: Sequenc
 def _field_name(request: EncodingRequest, index: int) -> str:
     """Return the client's name for the text."""
     if index < request.num_queries:
-        return "query"
+        return request.query_field if request.num_queries == 1 else f"{request.query_field}[{index}]"
     return request.field if len(request.inputs) == 1 else f"{request.field}[{index - request.num_queries}]"

@@ -185,8 +185,8 @@ class EncodingRequest:
     if `truncate` is set: at its end, or at its start if `truncate_left`. `normalize` None means as the checkpoint
     says, `dimensions` None means all. `prompt` names one of the checkpoint's prompts, which is put before each
     text; None means its default. The first `num_queries` texts are queries and the others documents; each kind
-    gets its own prompt if the checkpoint has one. `field` is the dialect's name for the texts, used in error
-    messages.
+    gets its own prompt if the checkpoint has one. `field` is the dialect's name for the texts, or for the documents,
+    and `query_field` for the queries, used in error messages.
     """
 
     inputs: tuple[TextInput, ...]
@@ -200,6 +200,7 @@ class EncodingRequest:
     prompt: str | None = None
     num_queries: int = 0
     field: str = "input"
+    query_field: str = "query"
 
 
 @dataclass(frozen=True, slots=True)

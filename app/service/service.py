@@ -23,7 +23,7 @@ from app.service.requests import Encoded, EncodingRequest, GenerationRequest, In
 from app.service.served_model import ServedDecoder, ServedEncoder, ServedModel, ServedProgram, wrong_kind_error
 from app.text.bounds import EncodingLimits
 from app.text.chat import ChatOptions
-from app.text.tokenizer import Tokenizer
+from app.text.tokenizer import Tokenizer, TokenSpan
 
 T = TypeVar("T")
 
@@ -185,6 +185,11 @@ class Service:
         """Return the token ids of a text, of any length that the tokenizer's memory allows."""
         limits = EncodingLimits(self.model.limits.max_text_bytes)
         return await self._read(len(text), self._tokenizer.encode, text, add_special_tokens, limits)
+
+    async def tokenize_spans(self, text: str, add_special_tokens: bool = True) -> list[TokenSpan]:
+        """Return the tokens of a text with their places in it; without places if the text is tokenized in chunks."""
+        limits = EncodingLimits(self.model.limits.max_text_bytes)
+        return await self._read(len(text), self._tokenizer.encode_spans, text, add_special_tokens, limits)
 
     async def tokenize_chat(
         self,

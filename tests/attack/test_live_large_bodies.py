@@ -67,7 +67,7 @@ def test_a_prompt_of_16_megabytes(llama: tuple[httpx.Client, int], text: str, pa
 @pytest.mark.parametrize("text", ["!", "the fox said ", "9 "])
 def test_texts_of_16_megabytes_for_an_encoder(bert: tuple[httpx.Client, int], text: str) -> None:
     client, process_id = bert
-    assert client.post("/embed", json={"inputs": "Once"}).status_code == 200
+    assert client.post("/encode", json={"inputs": "Once"}).status_code == 200
     long = text * ((SIZE - 1_000) // len(text))
     before = peak_bytes(process_id)
     refused = client.post("/v1/embeddings", json={"input": long})

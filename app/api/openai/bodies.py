@@ -251,6 +251,11 @@ class ChatBody(GenerationBody):
         "chat_template": (),
         "mm_processor_kwargs": ({},),
     }
+    FOREIGN: ClassVar[Mapping[str, str]] = {
+        "prompt": "send messages here, or send prompt to /v1/completions.",
+        "input": "send messages here, or send input to /v1/responses.",
+        "inputs": "send messages here.",
+    }
 
     messages: Annotated[tuple[Message, ...], Field(fail_fast=True, min_length=1, max_length=MAX_MESSAGES)]
     max_completion_tokens: Int64 | None = None
@@ -270,6 +275,12 @@ class ChatBody(GenerationBody):
 
 class CompletionBody(GenerationBody):
     """Body of `POST /v1/completions`. Without `max_tokens` a completion has 16 tokens, as OpenAI's."""
+
+    FOREIGN: ClassVar[Mapping[str, str]] = {
+        "messages": "send prompt here, or send messages to /v1/chat/completions.",
+        "input": "send prompt here, or send input to /v1/responses.",
+        "inputs": "send prompt here.",
+    }
 
     prompt: Prompts
     suffix: str | None = None
