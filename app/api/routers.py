@@ -30,7 +30,9 @@ _WITHOUT_PREFIX = {
     f"/v1/{path}": f"/{path}"
     for path in (
         "chat/completions",
+        "chat/completions/input_tokens",
         "responses",
+        "responses/input_tokens",
         "embeddings",
         "models",
         "models/{name:path}",

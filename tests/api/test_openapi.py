@@ -226,7 +226,8 @@ async def test_responses_match_their_models(
         ("post", "/completion", {"prompt": []}), ("get", "/props", None), ("get", "/slots", None),
         ("post", "/apply-template", chat), ("get", "/health", None), ("get", "/ping", None), ("get", "/version", None),
         ("post", "/tokenize", {"content": "ab", "with_pieces": True}), ("post", "/detokenize", {"tokens": [97]}),
-        ("get", "/tokenizer_info", None),
+        ("get", "/tokenizer_info", None), ("post", "/v1/responses/input_tokens", {"input": "a"}),
+        ("post", "/v1/chat/completions/input_tokens", chat), ("post", "/chat/completions/input_tokens", {}),
     ]  # fmt: skip
     for method, path, body in requests:
         response = await client.request(method, path, json=body)

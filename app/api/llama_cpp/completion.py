@@ -204,7 +204,9 @@ async def _prompt_texts(runtime: ApiRuntime, requests: Iterable[GenerationReques
 
 class _LlamaCppFormat:
     def __init__(self, runtime: ApiRuntime, body: LlamaCppBody, params: SamplingParams, prompts: list[str]) -> None:
-        self._model, self._body, self._params, self._prompts = runtime.service.model.name, body, params, prompts
+        served = runtime.service.decoder
+        self._model, self._body, self._params, self._prompts = served.name, body, params, prompts
+        self._eos_token_ids, self._context = served.tokenizer.eos_token_ids, served.limits.max_model_len
 
     def whole(self, completion: CollectedCompletion) -> Json | list[Json]:
         """Return the body of the only choice, or a list with one for each choice of each prompt."""
@@ -259,10 +261,10 @@ class _LlamaCppFormat:
             "model": self._model,
             "tokens_predicted": predicted,
             "tokens_evaluated": num_prompt,
-            "generation_settings": sampling_settings(self._params),
+            "generation_settings": sampling_settings(self._params, self._eos_token_ids),
             "prompt": self._prompts[finished.choice // self._params.n],
             "has_new_line": has_new_line,
-            "truncated": False,
+            "truncated": finished.reason == "length" and num_prompt + predicted >= self._context,
             **_stop(finished),
             "tokens_cached": num_prompt + predicted,
             "timings": _timings(finished, num_prompt),
@@ -283,9 +285,13 @@ class _LlamaCppFormat:
         return found
 
 
-def sampling_settings(params: SamplingParams) -> Json:
-    """Return sampling parameters under llama.cpp's names."""
+def sampling_settings(params: SamplingParams, eos_token_ids: Iterable[int] = ()) -> Json:
+    """Return sampling parameters under llama.cpp's names.
+
+    There `ignore_eos` is a bias of minus infinity, null in JSON, of every token that ends a text.
+    """
     limit = -1 if params.max_tokens is None else params.max_tokens
+    ignored = [(token_id, None) for token_id in sorted(eos_token_ids)] if params.ignore_eos else []
     return {
         "n_predict": limit,
         "max_tokens": limit,
@@ -298,7 +304,7 @@ def sampling_settings(params: SamplingParams) -> Json:
         "presence_penalty": params.presence_penalty,
         "frequency_penalty": params.frequency_penalty,
         "stop": params.stop,
-        "logit_bias": [{"token": token_id, "bias": bias} for token_id, bias in params.logit_bias],
+        "logit_bias": [{"token": token_id, "bias": bias} for token_id, bias in (*params.logit_bias, *ignored)],
         "ignore_eos": params.ignore_eos,
         "n_probs": params.logprobs or 0,
     }

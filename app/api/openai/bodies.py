@@ -30,6 +30,8 @@ NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "typical_p": (1.0,),
     "mirostat": (0,),
     "repeat_penalty": (1.0,),
+    "return_progress": (False,),
+    "verbose": (False,),
 }
 
 
@@ -55,11 +57,12 @@ class JsonSchemaFormat(Body):
 
 
 class ResponseFormat(Body):
-    """The `response_format` object. `schema` beside `json_object` is llama.cpp's form."""
+    """The `response_format` object. `schema` beside `json_object` is llama.cpp's form, `value` is TGI's."""
 
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JsonSchemaFormat | None = None
     object_schema: dict[str, Any] | None = Field(None, alias="schema")
+    value: dict[str, Any] | None = None
 
 
 JsonSchema = dict[str, Any] | str

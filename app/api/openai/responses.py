@@ -235,6 +235,8 @@ async def chunks(
             continue
         if event.choice not in started:
             started.add(event.choice)
+            if continuous_usage:
+                more["usage"] = usage_body(usage)
             if first := format_.first(event.choice):
                 yield response_body([first], **more)
                 more.pop("prompt_token_ids", None)

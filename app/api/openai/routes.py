@@ -24,6 +24,7 @@ from app.api.openai.schemas import (
     OPENAI_ERRORS,
     ChatCompletion,
     ChatCompletionChunk,
+    InputTokenCount,
     ModelList,
     ModelObject,
     TextCompletion,
@@ -93,6 +94,29 @@ async def completions(request: Request, unread: RequestBody[CompletionBody]) -> 
     return await _respond(request, body, format_, stream, keep)
 
 
+@router.post(
+    "/v1/chat/completions/input_tokens",
+    summary="llama.cpp: number of tokens of a chat",
+    response_model=InputTokenCount,
+    responses=router.failures(*BODY_ERRORS, 404),
+)
+async def count_input_tokens(request: Request, unread: RequestBody[ChatBody]) -> Response:
+    """Serve `POST /v1/chat/completions/input_tokens`."""
+    runtime = runtime_of(request)
+    body = await unread.parse()
+    check_model(runtime, body.model)
+    return JSONResponse({"input_tokens": await num_chat_tokens(request, body)})
+
+
+async def num_chat_tokens(request: Request, body: ChatBody) -> int:
+    """Return the number of tokens of a chat's prompt, in the body that every dialect of chats is translated to."""
+    chat = chat_request(body, request_id(request), {})
+    ids = await runtime_of(request).service.tokenize_chat(
+        chat.messages or (), chat.template_arguments, chat.chat_options
+    )
+    return len(ids)
+
+
 @router.get(
     "/v1/models",
     summary="OpenAI: the served model, under each of its names",
@@ -127,6 +151,7 @@ def _model_body(runtime: ApiRuntime, name: str) -> dict[str, Any]:
         "object": "model",
         "created": runtime.created,
         "owned_by": "armature",
+        "root": served.name,
         "max_model_len": served.limits.max_model_len,
     }
 

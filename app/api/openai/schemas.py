@@ -219,13 +219,21 @@ class TextCompletion(GeneratedObject):
     usage: NotRequired[OpenAIUsage | None]
 
 
+class InputTokenCount(TypedDict):
+    """Response of the routes that count a prompt's tokens."""
+
+    object: NotRequired[Literal["response.input_tokens"]]
+    input_tokens: int
+
+
 class ModelObject(TypedDict):
-    """The served model."""
+    """The served model. `root` is its first name, of which `id` may be an alias."""
 
     id: str
     object: Literal["model"]
     created: int
     owned_by: str
+    root: str
     max_model_len: int
 
 

@@ -32,6 +32,7 @@ Defaults = Mapping[str, float]
 
 def chat_request(body: ChatBody, request_id: str, defaults: Defaults) -> GenerationRequest:
     """Return the service's request for a chat. `defaults` are the checkpoint's sampling parameters."""
+    _check_stream_options(body)
     functions, use = _tool_use(body)
     options = ChatOptions(
         tools=tuple(functions) if use else (),
@@ -59,6 +60,7 @@ def chat_request(body: ChatBody, request_id: str, defaults: Defaults) -> Generat
 
 def completion_requests(body: CompletionBody, request_id: str, defaults: Defaults) -> list[GenerationRequest]:
     """Return one request for each prompt of a completion."""
+    _check_stream_options(body)
     params, grammar = _completion_params(body, defaults), _grammar(body)
     if len(body.prompt) * params.n > MAX_TOTAL_CHOICES:
         raise InvalidRequest(f"The number of prompts times n may be at most {MAX_TOTAL_CHOICES}.", field="n")
@@ -77,6 +79,11 @@ def completion_requests(body: CompletionBody, request_id: str, defaults: Default
         )
         for prompt in body.prompt
     ]
+
+
+def _check_stream_options(body: GenerationBody) -> None:
+    if body.stream_options is not None and not body.stream:
+        raise InvalidRequest("stream_options needs stream to be true.", field="stream_options")
 
 
 # ---- parameters ----------------------------------------------------------------------------------------------------
@@ -201,11 +208,12 @@ def _schema(schema: Mapping[str, Any] | bool | str, name: str) -> GrammarSource:
 
 
 def _response_schema(form: ResponseFormat) -> Mapping[str, Any] | bool:
+    beside = form.object_schema if form.object_schema is not None else form.value
     if form.type == "json_object":
-        return form.object_schema or _ANY_OBJECT
+        return beside or _ANY_OBJECT
     if form.json_schema is None or form.json_schema.json_schema is None:
-        if form.object_schema is not None:
-            return form.object_schema
+        if beside is not None:
+            return beside
         raise InvalidRequest(
             "response_format of type json_schema needs json_schema.schema.", field="response_format.json_schema"
         )
