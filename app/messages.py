@@ -23,6 +23,7 @@ MAX_CHOICES = 16
 MAX_BEAMS = 8
 MAX_LOGIT_BIASES = 1024  # OpenAI's limit is 300
 MAX_BAD_WORDS = 256
+MAX_LOGPROB_TOKEN_IDS = 128
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +32,8 @@ class SamplingParams:
 
     `max_tokens` None means up to the end of the context, and 0, with `prompt_logprobs`, no completion. `top_k` 0, `top_p` 1
     and `min_p` 0 are off; temperature 0 is greedy. `logprobs` None means none; k means those of the sampled token and
-    of the k most likely ones. `prompt_logprobs` is the same for the prompt's tokens after the first.
+    of the k most likely ones. `prompt_logprobs` is the same for the prompt's tokens after the first. With
+    `logprob_token_ids`, those of these tokens take the place of the most likely ones.
     Random numbers depend on `seed` and position only. `logit_bias` has token ids with what is added to their
     logits. No end token is sampled before `min_tokens`. `bad_words` are texts that are not sampled, and
     `allowed_token_ids`, if not None, are the only tokens that are. A sequence with a lower `priority` is computed
@@ -53,6 +55,7 @@ class SamplingParams:
     n: int = 1
     logprobs: int | None = None
     prompt_logprobs: int | None = None
+    logprob_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
     beam_width: int = 1
     length_penalty: float = 1.0
@@ -78,6 +81,7 @@ class SamplingParams:
         if any(not text or len(text) > MAX_STOP_CHARACTERS for text in self.stop):
             raise InvalidRequest(f"each stop string has 1 to {MAX_STOP_CHARACTERS} characters.", field="stop")
         self._check_token_rules()
+        self._check_logprob_token_ids()
         if 1 < self.beam_width < self.n:
             raise InvalidRequest(f"n must not be greater than beam_width, which is {self.beam_width}.", field="n")
 
@@ -95,6 +99,24 @@ class SamplingParams:
             raise InvalidRequest(f"bad_words takes {limits}.", field="bad_words")
         if self.allowed_token_ids is not None and not self.allowed_token_ids:
             raise InvalidRequest("allowed_token_ids must not be empty.", field="allowed_token_ids")
+
+    def _check_logprob_token_ids(self) -> None:
+        field = "logprob_token_ids"
+        if not self.logprob_token_ids:
+            return
+        if len(self.logprob_token_ids) > MAX_LOGPROB_TOKEN_IDS:
+            raise InvalidRequest(f"{field} takes at most {MAX_LOGPROB_TOKEN_IDS} token ids.", field=field)
+        if self.logprobs is None:
+            raise InvalidRequest(f"{field} needs logprobs.", field=field)
+        if self.beam_width > 1:
+            raise InvalidRequest(f"{field} cannot be combined with a beam search.", field=field)
+        if self.max_tokens == 0:
+            raise InvalidRequest(f"{field} needs max_tokens of at least 1: no token is generated.", field=field)
+
+    @property
+    def num_top_logprobs(self) -> int:
+        """Number of tokens with log-probabilities next to a sampled one, at most."""
+        return len(self.logprob_token_ids) + 1 if self.logprob_token_ids else self.logprobs or 0
 
     @property
     def num_sequences(self) -> int:

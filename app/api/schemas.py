@@ -23,6 +23,7 @@ MAX_STOP_TOKEN_IDS = 256
 MAX_ALLOWED_TOKEN_IDS = 2**18
 
 _MAX_ID_DIGITS = 10
+_MAX_NAMED_KEYS = 10  # wrong keys that an error names
 
 # Python's integers have no bound; no valid value needs more than 64 bits.
 Int64 = Annotated[int, Field(ge=-(2**63), le=2**63 - 1)]
@@ -134,9 +135,12 @@ class SamplingFields(Body):
 
 
 def _token_biases(biases: Mapping[str, float]) -> Iterator[tuple[int, float]]:
+    wrong = [name for name in biases if not (name.isascii() and name.isdigit() and len(name) < _MAX_ID_DIGITS)]
+    if wrong:
+        names = ", ".join(repr(name[:40]) for name in wrong[:_MAX_NAMED_KEYS])
+        more = f" and {len(wrong) - _MAX_NAMED_KEYS} more" if len(wrong) > _MAX_NAMED_KEYS else ""
+        raise InvalidRequest(f"logit_bias must have token ids as its keys, not {names}{more}.", field="logit_bias")
     for name, bias in biases.items():
-        if not (name.isascii() and name.isdigit() and len(name) < _MAX_ID_DIGITS):
-            raise InvalidRequest(f"logit_bias must have token ids as its keys, not {name[:40]!r}.", field="logit_bias")
         yield int(name), bias
 
 

@@ -24,7 +24,8 @@ def tokenize_prompt(model: ServedDecoder, request: GenerationRequest) -> tuple[i
     """Return the prompt's token ids. Raises an `InvalidRequest` that names the field."""
     field, ids = _prompt_ids(model, request)
     if request.truncate_prompt_tokens is not None:
-        ids = _last_tokens(ids, request.truncate_prompt_tokens, model.limits.max_model_len)
+        limit = _prompt_limit(request.truncate_prompt_tokens, model.limits.max_model_len)
+        ids = ids[:limit] if request.truncate_right else ids[-limit:]
     if not ids:
         raise InvalidRequest(f"{field} has no tokens: there is nothing to continue.", field=field)
     _check_context_length(model.limits.max_model_len, len(ids), request, field)
@@ -32,6 +33,7 @@ def tokenize_prompt(model: ServedDecoder, request: GenerationRequest) -> tuple[i
     check_ids(params.stop_token_ids, vocab_size, "stop_token_ids")
     check_ids(params.allowed_token_ids or (), vocab_size, "allowed_token_ids")
     check_ids([token_id for token_id, _ in params.logit_bias], vocab_size, "logit_bias")
+    check_ids(params.logprob_token_ids, vocab_size, "logprob_token_ids")
     return tuple(ids)
 
 
@@ -181,14 +183,14 @@ def _prompt_ids(model: ServedDecoder, request: GenerationRequest) -> tuple[str, 
     return "token_ids", ids
 
 
-def _last_tokens(ids: Sequence[int], count: int, context: int) -> Sequence[int]:
-    """Return the last tokens of a prompt; -1: as many as the context holds with one token of completion."""
+def _prompt_limit(count: int, context: int) -> int:
+    """Return the number of tokens to keep; -1: as many as the context holds with one token of completion."""
     limit = context - 1 if count == -1 else count
     if limit < 1:
         raise InvalidRequest(
             f"truncate_prompt_tokens must be -1 or at least 1, not {count}.", field="truncate_prompt_tokens"
         )
-    return ids[-limit:]
+    return limit
 
 
 def _check_context_length(context: int, num_prompt: int, request: GenerationRequest, field: str) -> None:

@@ -56,10 +56,11 @@ class GenerationRequest:
     `messages` are rendered with the checkpoint's chat template. `request_id` is what the client sees
     (`x-request-id`); it need not be unique, because the service appends a number. `add_special_tokens` applies
     to `prompt` only: token ids are used unchanged, and a template writes its own special tokens. `echo` puts the
-    prompt's text before each completion. `truncate_prompt_tokens` keeps the last tokens of the prompt; -1 means as
-    many as fit. With `clips_max_tokens`, `max_tokens` may reach past the end of the context, where the completion ends
-    with the reason `length`. With `infill`, the completion fills the gap after the prompt. It follows `grammar`. Calls
-    of `tools` are separated from the text, and so is reasoning if `separates_reasoning` is set.
+    prompt's text before each completion. `truncate_prompt_tokens` keeps the last tokens of the prompt, and with
+    `truncate_right` the first ones; -1 means as many as fit. With `clips_max_tokens`, `max_tokens` may reach past the
+    end of the context, where the completion ends with the reason `length`. With `infill`, the completion fills the gap
+    after the prompt. It follows `grammar`. Calls of `tools` are separated from the text, and so is reasoning if
+    `separates_reasoning` is set.
     """
 
     params: SamplingParams
@@ -73,6 +74,7 @@ class GenerationRequest:
     echo: bool = False
     chat_options: ChatOptions | None = None
     truncate_prompt_tokens: int | None = None
+    truncate_right: bool = False
     grammar: GrammarSource | None = None
     tools: ToolUse | None = None
     separates_reasoning: bool = False

@@ -200,3 +200,110 @@ async def test_infill(client: httpx.AsyncClient, service: ScriptedService) -> No
     assert [event["content"] for event in told] == ["Hello", " there", ""]
     refused = (await client.post("/infill", json={"input_suffix": 1})).json()["error"]
     assert "input_suffix" in refused["message"]
+
+
+# ---- vLLM's and llama.cpp's fields of tokens -----------------------------------------------------------------------
+
+TEXT = TextDelta(0, " up", (6,), (GENERATED,))
+ENDED = ChoiceFinished(0, "stop", Usage(3, 0, 1), 1, Timings(), 0, None)
+
+
+async def test_tokens_are_named_by_their_ids(client: httpx.AsyncClient, service: ScriptedService) -> None:
+    service.scripts = [script()]
+    fields = {"return_tokens_as_token_ids": True}
+    body = {"prompt": "Once!", "echo": True, "logprobs": 2} | fields
+    (choice,) = (await client.post(COMPLETIONS, json=body)).json()["choices"]
+    assert choice["logprobs"]["tokens"] == ["token_id:1", "token_id:2", "token_id:4", "token_id:6"]
+    assert choice["logprobs"]["text_offset"] == LISTS["text_offset"]
+    named = [list(top) for top in choice["logprobs"]["top_logprobs"][1:]]
+    assert named == [
+        ["token_id:2", "token_id:3"],
+        ["token_id:4", "token_id:3", "token_id:5"],
+        ["token_id:6", "token_id:7"],
+    ]
+    service.scripts = [[TEXT, ENDED]]
+    body = HELLO | {"logprobs": True, "top_logprobs": 2} | fields
+    (chat,) = (await client.post(CHAT, json=body)).json()["choices"]
+    (token,) = chat["logprobs"]["content"]
+    assert (token["token"], token["bytes"]) == ("token_id:6", list(b" up"))
+    assert [top["token"] for top in token["top_logprobs"]] == ["token_id:6", "token_id:7"]
+    chunks = events(await client.post(CHAT, json=body | {"stream": True}))[:-1]
+    streamed = [one["token"] for chunk in chunks for one in (chunk["choices"][0]["logprobs"] or {}).get("content", [])]
+    assert streamed == ["token_id:6"]
+
+
+@pytest.mark.parametrize(
+    ("path", "body"), [(COMPLETIONS, {"prompt": "x", "logprobs": 1}), (CHAT, HELLO | {"logprobs": True})]
+)
+async def test_chosen_tokens_and_sides_reach_the_service(
+    client: httpx.AsyncClient, service: ScriptedService, path: str, body: dict[str, Any]
+) -> None:
+    more = {"logprob_token_ids": [5, 9], "truncate_prompt_tokens": 2, "truncation_side": "right"}
+    assert (await client.post(path, json=body | more)).status_code == 200
+    assert service.requests[0].params.logprob_token_ids == (5, 9)
+    assert service.requests[0].truncate_right
+    assert (await client.post(path, json=body | {"truncation_side": "left"})).status_code == 200
+    assert not service.requests[1].truncate_right
+
+
+@pytest.mark.parametrize(
+    ("fields", "told"),
+    [
+        ({"logprobs": None, "logprob_token_ids": [1]}, "logprob_token_ids needs logprobs."),
+        ({"logprobs": 1, "logprob_token_ids": [1], "use_beam_search": True, "n": 2}, "beam search"),
+        ({"logprobs": 1, "logprob_token_ids": [1], "max_tokens": 0, "echo": True}, "no token is generated"),
+        ({"logprobs": 1, "logprob_token_ids": [1] * 129}, "at most 128"),
+    ],
+)
+async def test_chosen_tokens_without_scores_are_refused(
+    client: httpx.AsyncClient, fields: dict[str, Any], told: str
+) -> None:
+    answer = await client.post(COMPLETIONS, json={"prompt": "x"} | fields)
+    assert answer.status_code == 400
+    error = answer.json()["error"]
+    assert error["param"] == "logprob_token_ids" and told in error["message"]
+
+
+async def test_what_a_request_names_and_does_not_want_is_null(client: httpx.AsyncClient) -> None:
+    """Clients of vLLM read these fields whether or not they are wanted; a body without them gets OpenAI's fields."""
+    named = {"prompt_logprobs": None, "return_token_ids": False}
+    answer = (await client.post(COMPLETIONS, json={"prompt": "x"} | named)).json()
+    assert answer["choices"][0].items() >= {"prompt_logprobs": None, "prompt_token_ids": None}.items()
+    answer = (await client.post(CHAT, json=HELLO | named)).json()
+    assert answer.items() >= {"prompt_logprobs": None, "prompt_token_ids": None}.items()
+    answer = (await client.post(CHAT, json=HELLO)).json()
+    assert not {"prompt_logprobs", "prompt_token_ids"} & (answer.keys() | answer["choices"][0].keys())
+
+
+async def test_a_chat_echoes_the_assistants_last_message(client: httpx.AsyncClient) -> None:
+    last = {"role": "assistant", "content": [{"type": "text", "text": "An apple"}, {"type": "text", "text": "a day"}]}
+    body = {"messages": [*HELLO["messages"], last], "continue_final_message": True, "echo": True}
+    answer = (await client.post(CHAT, json=body)).json()
+    assert answer["choices"][0]["message"]["content"] == "An apple\na dayHello there"
+    chunks = events(await client.post(CHAT, json=body | {"stream": True}))[:-1]
+    text = "".join(chunk["choices"][0]["delta"].get("content", "") for chunk in chunks)
+    assert text == "An apple\na dayHello there"
+    for unechoed in (body | {"echo": False}, HELLO | {"echo": True}):
+        answer = (await client.post(CHAT, json=unechoed)).json()
+        assert answer["choices"][0]["message"]["content"] == "Hello there"
+
+
+async def test_all_wrong_keys_of_a_bias_are_named(client: httpx.AsyncClient) -> None:
+    answer = await client.post(CHAT, json=HELLO | {"logit_bias": {"bad1": 1, "5": 1, "bad2": 1}})
+    assert answer.status_code == 400
+    assert answer.json()["error"]["message"] == "logit_bias must have token ids as its keys, not 'bad1', 'bad2'."
+    many = {f"bad{number}": 1 for number in range(12)}
+    answer = await client.post(CHAT, json=HELLO | {"logit_bias": many})
+    assert answer.json()["error"]["message"].endswith("'bad9' and 2 more.")
+
+
+@pytest.mark.parametrize(("path", "body"), [(COMPLETIONS, {"prompt": "x"}), (CHAT, HELLO)])
+async def test_llama_cpps_name_of_the_limit(
+    client: httpx.AsyncClient, service: ScriptedService, path: str, body: dict[str, Any]
+) -> None:
+    for given, limit in ((7, 7), (-1, None)):
+        assert (await client.post(path, json=body | {"n_predict": given})).status_code == 200
+        request = service.requests[-1]
+        assert (request.params.max_tokens, request.clips_max_tokens) == (limit, True)
+    answer = await client.post(path, json=body | {"n_predict": 7, "max_tokens": 8})
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "max_tokens")

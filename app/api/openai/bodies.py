@@ -9,6 +9,7 @@ from pydantic import Field
 
 from app.api.schemas import MAX_MESSAGES, MAX_PARTS, Body, Int64, Prompts, SamplingFields
 from app.errors import InvalidRequest, UnsupportedParameter
+from app.messages import MAX_LOGPROB_TOKEN_IDS
 
 MAX_TOOLS = 256
 MAX_NAME = 128  # characters of a function's name
@@ -26,7 +27,6 @@ IGNORED = frozenset(f"{_IGNORED_AT_OPENAI} {_IGNORED_ELSEWHERE}".split())
 # Fields of vLLM and llama.cpp with the values that request nothing.
 NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "early_stopping": (False,),
-    "return_tokens_as_token_ids": (False,),
     "typical_p": (1.0,),
     "mirostat": (0,),
     "repeat_penalty": (1.0,),
@@ -202,8 +202,14 @@ class Message(Body):
 # ---- generation ----------------------------------------------------------------------------------------------------
 
 
+LogprobTokenIds = Annotated[tuple[Int64, ...], Field(fail_fast=True, max_length=MAX_LOGPROB_TOKEN_IDS)]
+
+
 class GenerationBody(SamplingFields):
-    """Fields common to chat completions and completions."""
+    """Fields common to chat completions and completions.
+
+    `n_predict` is llama.cpp's name for `max_tokens`; below 0 it means up to the end of the context.
+    """
 
     IGNORED: ClassVar[frozenset[str]] = IGNORED
     NEUTRAL: ClassVar[Mapping[str, tuple[Any, ...]]] = NEUTRAL
@@ -221,8 +227,12 @@ class GenerationBody(SamplingFields):
     grammar: str | None = None
     json_schema: dict[str, Any] | None = None
     truncate_prompt_tokens: Int64 | None = None
+    truncation_side: Literal["left", "right"] | None = None
     return_token_ids: bool | None = None
+    return_tokens_as_token_ids: bool | None = None
     prompt_logprobs: Int64 | None = None
+    logprob_token_ids: LogprobTokenIds | None = None
+    n_predict: Int64 | None = None
     use_beam_search: bool | None = None
     length_penalty: float | None = None
     add_special_tokens: bool | None = None
@@ -239,7 +249,10 @@ class GenerationBody(SamplingFields):
 
 
 class ChatBody(GenerationBody):
-    """Body of `POST /v1/chat/completions`. Without `max_tokens`, generation may continue to the end of the context."""
+    """Body of `POST /v1/chat/completions`. Without `max_tokens`, generation may continue to the end of the context.
+
+    With `echo`, the answer begins with the last message, if that is the assistant's.
+    """
 
     NEUTRAL: ClassVar[Mapping[str, tuple[Any, ...]]] = {
         **NEUTRAL,
@@ -247,7 +260,6 @@ class ChatBody(GenerationBody):
         "audio": (),
         "web_search_options": (),
         "best_of": (1,),
-        "echo": (False,),
         "chat_template": (),
         "mm_processor_kwargs": ({},),
     }
@@ -271,6 +283,15 @@ class ChatBody(GenerationBody):
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     include_reasoning: bool | None = None
+    echo: bool | None = None
+
+    @property
+    def echoed(self) -> str:
+        """The text of the last message, with which the answer begins; empty without `echo`."""
+        last = self.messages[-1]
+        if not self.echo or last.role != "assistant" or last.content is None:
+            return ""
+        return last.content if isinstance(last.content, str) else "\n".join(part.shown for part in last.content)
 
 
 class CompletionBody(GenerationBody):

@@ -57,10 +57,37 @@ def usage_body(usage: Usage) -> Json:
     }
 
 
+@dataclass(frozen=True, slots=True)
+class ShownTokens:
+    """What a response shows of its tokens, by fields of vLLM.
+
+    Attributes:
+        ids: Token ids of the prompt and of each choice.
+        names_ids: Log-probabilities name tokens by their ids, as `token_id:42`.
+        prompt_logprobs: Number of the most likely tokens at each place of the prompt; None: its scores are not shown.
+        named: Fields that the request names. Those that show nothing are null in the response.
+    """
+
+    ids: bool = False
+    names_ids: bool = False
+    prompt_logprobs: int | None = None
+    named: frozenset[str] = frozenset()
+
+    def null_ids(self) -> Json:
+        """Return the prompt's token ids as null, if the request names them and does not want them."""
+        return {"prompt_token_ids": None} if "return_token_ids" in self.named and not self.ids else {}
+
+    def scored_prompt(self, prompt: Iterable[PromptToken]) -> Json:
+        """Return the scores of the prompt, if the request names them."""
+        if self.prompt_logprobs is not None:
+            return {"prompt_logprobs": prompt_logprobs_body(prompt, self.prompt_logprobs)}
+        return {"prompt_logprobs": None} if "prompt_logprobs" in self.named else {}
+
+
 class ChatFormat:
     """Chat format: a first chunk with the role, then deltas; log-probabilities per token.
 
-    `calls_functions`: the request has `functions`, the older form of tools.
+    `calls_functions`: the request has `functions`, the older form of tools. The text begins with `echoed`.
     """
 
     object, chunk_object = "chat.completion", "chat.completion.chunk"
@@ -70,15 +97,15 @@ class ChatFormat:
         self,
         shows_reasoning: bool = True,
         calls_functions: bool = False,
-        returns_token_ids: bool = False,
-        prompt_logprobs: int | None = None,
+        shown: ShownTokens | None = None,
+        echoed: str = "",
     ) -> None:
-        self.returns_token_ids, self.prompt_logprobs = returns_token_ids, prompt_logprobs
-        self._shows_reasoning, self._calls_functions = shows_reasoning, calls_functions
+        self.shown = shown or ShownTokens()
+        self._shows_reasoning, self._calls_functions, self._echoed = shows_reasoning, calls_functions, echoed
 
     def first(self, index: int) -> Json | None:
         """Return a choice's first chunk, with the role."""
-        return _choice(index, delta={"role": "assistant", "content": ""})
+        return _choice(index, delta={"role": "assistant", "content": self._echoed})
 
     def delta(self, event: TextDelta) -> Json:
         """Return the chunk of a text delta."""
@@ -91,7 +118,7 @@ class ChatFormat:
             delta["function_call"] = _call_delta(event.tool_calls[0])["function"]
         elif event.tool_calls:
             delta["tool_calls"] = [_call_delta(call) for call in event.tool_calls]
-        return _choice(event.choice, delta=delta, logprobs=chat_logprobs(event.logprobs))
+        return _choice(event.choice, delta=delta, logprobs=self._logprobs(event.logprobs))
 
     def finish(self, event: ChoiceFinished) -> Json:
         """Return the chunk with the finish reason."""
@@ -100,7 +127,8 @@ class ChatFormat:
     def whole(self, choice: CollectedChoice) -> Json:
         """Return a choice of a complete response."""
         calls = [{"name": call.name, "arguments": call.arguments} for call in choice.tool_calls]
-        content = choice.text or None if calls else choice.text
+        text = self._echoed + choice.text
+        content = text or None if calls else text
         message: Json = {"role": "assistant", "content": content, "refusal": None}
         if choice.reasoning and self._shows_reasoning:
             message["reasoning_content"] = choice.reasoning
@@ -112,7 +140,10 @@ class ChatFormat:
                 for call, function in zip(choice.tool_calls, calls, strict=True)
             ]
         reason = self._reason(choice.reason)
-        return _choice(choice.index, message=message, logprobs=chat_logprobs(choice.logprobs), reason=reason)
+        return _choice(choice.index, message=message, logprobs=self._logprobs(choice.logprobs), reason=reason)
+
+    def _logprobs(self, tokens: Iterable[ScoredToken]) -> Json | None:
+        return chat_logprobs(tokens, self.shown.names_ids)
 
     def _reason(self, reason: FinishReason) -> str:
         return "function_call" if reason == "tool_calls" and self._calls_functions else FINISH_REASONS[reason]
@@ -130,11 +161,10 @@ class CompletionFormat:
 
     def __init__(
         self,
-        returns_token_ids: bool = False,
+        shown: ShownTokens | None = None,
         echo_logprobs: int | None = None,
-        prompt_logprobs: int | None = None,
     ) -> None:
-        self.returns_token_ids, self.prompt_logprobs = returns_token_ids, prompt_logprobs
+        self.shown = shown or ShownTokens()
         self._echo_logprobs = echo_logprobs
         self._offsets: dict[int, int] = {}  # choice → characters sent so far
 
@@ -157,9 +187,7 @@ class CompletionFormat:
         stop_tokens = () if choice.finished is None else self._stop_tokens(choice.finished)
         logprobs = self._logprobs(choice.index, choice.prompt, (*choice.logprobs, *stop_tokens))
         body = _choice(choice.index, text=choice.text, logprobs=logprobs, reason=FINISH_REASONS[choice.reason])
-        if self.prompt_logprobs is not None:
-            body["prompt_logprobs"] = prompt_logprobs_body(choice.prompt, self.prompt_logprobs)
-        return body
+        return body | self.shown.scored_prompt(choice.prompt) | self.shown.null_ids()
 
     def _stop_tokens(self, event: ChoiceFinished) -> tuple[ScoredToken, ...]:
         return () if self._echo_logprobs is None or event.stop_token is None else (event.stop_token,)
@@ -168,27 +196,31 @@ class CompletionFormat:
         lists: Json = {"text_offset": [], "token_logprobs": [], "tokens": [], "top_logprobs": []}
         if self._echo_logprobs is not None:
             for token in prompt:
-                self._append_token(lists, index, token.text, token.score, self._echo_logprobs)
+                self._append_token(lists, index, token, token.score, self._echo_logprobs)
         for scored in tokens:
-            self._append_token(lists, index, scored.text, scored, len(scored.top))
+            self._append_token(lists, index, scored, scored, len(scored.top))
         return lists if lists["tokens"] else None
 
-    def _append_token(self, lists: Json, index: int, text: str, score: ScoredToken | None, num_top: int) -> None:
+    def _append_token(
+        self, lists: Json, index: int, token: ScoredToken | PromptToken, score: ScoredToken | None, num_top: int
+    ) -> None:
         """Append a token to the lists. Without a score, which the prompt's first token has not, its place has null."""
         offset = self._offsets.get(index, 0)
-        self._offsets[index] = offset + len(text)
+        self._offsets[index] = offset + len(token.text)
         lists["text_offset"].append(offset)
-        lists["tokens"].append(text)
+        lists["tokens"].append(name := _token_name(token, self.shown.names_ids))
         if score is None:
             lists["token_logprobs"].append(None)
             lists["top_logprobs"].append(None)
             return
         own = _finite_logprob(score.logprob)
-        top: dict[str, float] = {}
+        top: dict[str, float] = (
+            {name: own} if self.shown.names_ids else {}
+        )  # vLLM's clients take the first as the token
         for other in score.top[:num_top]:  # parts of characters have the same text; the likeliest one stands for all
-            top.setdefault(other.text, _finite_logprob(other.logprob))
+            top.setdefault(_token_name(other, self.shown.names_ids), _finite_logprob(other.logprob))
         lists["token_logprobs"].append(own)
-        lists["top_logprobs"].append(top or {text: own})
+        lists["top_logprobs"].append(top or {name: own})
 
 
 OpenAIFormat = ChatFormat | CompletionFormat
@@ -230,7 +262,7 @@ async def chunks(
     async for event in stream:
         if isinstance(event, Accepted):
             usage = Usage(usage.prompt_tokens + len(event.prompt_token_ids))
-            if format_.returns_token_ids:
+            if format_.shown.ids:
                 more["prompt_token_ids"] = event.prompt_token_ids
             continue
         if event.choice not in started:
@@ -261,7 +293,7 @@ def _chunk_choice(event: TextDelta | ChoiceFinished, format_: OpenAIFormat) -> J
     """Return an event's part of a chunk; None if it has nothing to show."""
     if isinstance(event, ChoiceFinished):
         return format_.finish(event)
-    if format_.returns_token_ids:
+    if format_.shown.ids:
         return format_.delta(event) | {"token_ids": event.token_ids}
     shown = event.text or event.logprobs or event.reasoning or event.tool_calls
     return format_.delta(event) if shown else None
@@ -271,9 +303,9 @@ def complete_response(completion: CollectedCompletion, format_: OpenAIFormat, me
     """Return the complete response object."""
     choices = [format_.whole(choice) for choice in completion.choices]
     more: Json = {}
-    if isinstance(format_, ChatFormat) and format_.prompt_logprobs is not None:
-        more["prompt_logprobs"] = prompt_logprobs_body(completion.choices[0].prompt, format_.prompt_logprobs)
-    if format_.returns_token_ids:
+    if isinstance(format_, ChatFormat):
+        more = format_.shown.scored_prompt(completion.choices[0].prompt) | format_.shown.null_ids()
+    if format_.shown.ids:
         more["prompt_token_ids"] = completion.prompt_token_ids[0]
         each = len(choices) // len(completion.prompt_token_ids)
         for place, (body, choice) in enumerate(zip(choices, completion.choices, strict=True)):
@@ -292,16 +324,25 @@ def _call_delta(call: ToolCallDelta) -> Json:
     return {"index": call.index, "id": call.id, "type": "function", "function": function}
 
 
-def chat_logprobs(tokens: Iterable[ScoredToken]) -> Json | None:
-    """Return the `logprobs` object of tokens in a chat; None if there are none."""
+def chat_logprobs(tokens: Iterable[ScoredToken], names_ids: bool = False) -> Json | None:
+    """Return the `logprobs` object of tokens in a chat, named by text or id; None if there are none."""
     content = [
-        _logprob_body(token) | {"top_logprobs": [_logprob_body(other) for other in token.top]} for token in tokens
+        _logprob_body(token, names_ids) | {"top_logprobs": [_logprob_body(other, names_ids) for other in token.top]}
+        for token in tokens
     ]
     return {"content": content, "refusal": None} if content else None
 
 
-def _logprob_body(token: ScoredToken) -> Json:
-    return {"token": token.text, "logprob": _finite_logprob(token.logprob), "bytes": list(token.bytes)}
+def _token_name(token: ScoredToken | PromptToken, names_ids: bool) -> str:
+    return f"token_id:{token.token_id}" if names_ids else token.text
+
+
+def _logprob_body(token: ScoredToken, names_ids: bool) -> Json:
+    return {
+        "token": _token_name(token, names_ids),
+        "logprob": _finite_logprob(token.logprob),
+        "bytes": list(token.bytes),
+    }
 
 
 def _finite_logprob(logprob: float) -> float:

@@ -17,6 +17,7 @@ from app.api.openai.responses import (
     CompletionFormat,
     OpenAIFormat,
     ResponseMetadata,
+    ShownTokens,
     chunks,
     complete_response,
 )
@@ -65,8 +66,8 @@ async def chat_completions(request: Request, unread: RequestBody[ChatBody]) -> R
     format_ = ChatFormat(
         body.include_reasoning is not False,
         body.functions is not None,
-        bool(body.return_token_ids),
-        body.prompt_logprobs,
+        _shown(body),
+        body.echoed,
     )
     return await _respond(request, body, format_, runtime.service.generate(generation))
 
@@ -89,7 +90,7 @@ async def completions(request: Request, unread: RequestBody[CompletionBody]) -> 
     each = generations[0].params.n
     stream = streams[0] if len(streams) == 1 else merge_streams(streams, each)
     echoed = body.logprobs if body.echo else None
-    format_ = CompletionFormat(bool(body.return_token_ids), echoed, body.prompt_logprobs)
+    format_ = CompletionFormat(_shown(body), echoed)
     keep = (body.n or 1, each, body.logprobs is None) if each > (body.n or 1) else None
     return await _respond(request, body, format_, stream, keep)
 
@@ -154,6 +155,15 @@ def _model_body(runtime: ApiRuntime, name: str) -> dict[str, Any]:
         "root": served.name,
         "max_model_len": served.limits.max_model_len,
     }
+
+
+def _shown(body: GenerationBody) -> ShownTokens:
+    return ShownTokens(
+        bool(body.return_token_ids),
+        bool(body.return_tokens_as_token_ids),
+        body.prompt_logprobs,
+        frozenset({"prompt_logprobs", "return_token_ids"} & body.model_fields_set),
+    )
 
 
 # ---- responses -----------------------------------------------------------------------------------------------------

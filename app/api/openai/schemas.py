@@ -180,8 +180,8 @@ class TextChoice(TypedDict):
     logprobs: TextLogprobs | None
     finish_reason: OpenAIFinishReason | None
     token_ids: NotRequired[list[int]]
-    prompt_token_ids: NotRequired[list[int]]
-    prompt_logprobs: NotRequired[PromptLogprobs]
+    prompt_token_ids: NotRequired[list[int] | None]
+    prompt_logprobs: NotRequired[PromptLogprobs | None]
 
 
 class GeneratedObject(TypedDict):
@@ -191,7 +191,7 @@ class GeneratedObject(TypedDict):
     created: int
     model: str
     system_fingerprint: str
-    prompt_token_ids: NotRequired[list[int]]
+    prompt_token_ids: NotRequired[list[int] | None]
 
 
 class ChatCompletion(GeneratedObject):
@@ -200,7 +200,7 @@ class ChatCompletion(GeneratedObject):
     object: Literal["chat.completion"]
     choices: list[ChatChoice]
     usage: OpenAIUsage
-    prompt_logprobs: NotRequired[PromptLogprobs]
+    prompt_logprobs: NotRequired[PromptLogprobs | None]
 
 
 class ChatCompletionChunk(GeneratedObject):

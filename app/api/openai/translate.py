@@ -52,6 +52,8 @@ def chat_request(body: ChatBody, request_id: str, defaults: Defaults) -> Generat
         template_arguments=body.chat_template_kwargs or {},
         chat_options=options,
         truncate_prompt_tokens=body.truncate_prompt_tokens,
+        truncate_right=body.truncation_side == "right",
+        clips_max_tokens=body.n_predict is not None,
         grammar=_grammar(body),
         tools=use,
         separates_reasoning=True,
@@ -74,6 +76,8 @@ def completion_requests(body: CompletionBody, request_id: str, defaults: Default
             add_special_tokens=body.add_special_tokens is not False,
             echo=bool(body.echo),
             truncate_prompt_tokens=body.truncate_prompt_tokens,
+            truncate_right=body.truncation_side == "right",
+            clips_max_tokens=body.n_predict is not None,
             grammar=grammar,
             infill=Infill(body.suffix) if body.suffix else None,
         )
@@ -90,20 +94,27 @@ def _check_stream_options(body: GenerationBody) -> None:
 
 
 def _chat_params(body: ChatBody, defaults: Defaults) -> SamplingParams:
-    limits = {body.max_tokens, body.max_completion_tokens} - {None}
-    if len(limits) > 1:
-        raise InvalidRequest(
-            "max_tokens and max_completion_tokens are the same limit: send one of them.", field="max_tokens"
-        )
     if body.top_logprobs and not body.logprobs:
         raise InvalidRequest("top_logprobs needs logprobs to be true.", field="top_logprobs")
     return body.params(
         defaults,
-        max_tokens=next(iter(limits), None),
+        max_tokens=_max_tokens(body, None, body.max_completion_tokens),
         logprobs=(body.top_logprobs or 0) if body.logprobs else None,
         prompt_logprobs=_prompt_logprobs(body, None),
+        logprob_token_ids=body.logprob_token_ids,
         **_beam_params(body, body.n or 1),
     )
+
+
+def _max_tokens(body: GenerationBody, default: int | None, newer: int | None = None) -> int | None:
+    """Return the limit of the completion under any of its names; None: up to the end of the context."""
+    limits = {body.max_tokens, newer, body.n_predict} - {None}
+    if len(limits) > 1:
+        raise InvalidRequest(
+            "max_tokens, max_completion_tokens and n_predict are the same limit: send one of them.", field="max_tokens"
+        )
+    limit = next(iter(limits), default)
+    return None if body.n_predict is not None and body.n_predict < 0 else limit
 
 
 def _completion_params(body: CompletionBody, defaults: Defaults) -> SamplingParams:
@@ -113,7 +124,8 @@ def _completion_params(body: CompletionBody, defaults: Defaults) -> SamplingPara
     if best_of > n and body.stream and not body.use_beam_search:
         raise InvalidRequest("best_of greater than n cannot be streamed.", field="best_of")
     more: dict[str, Any] = {
-        "max_tokens": DEFAULT_COMPLETION_TOKENS if body.max_tokens is None else body.max_tokens,
+        "max_tokens": _max_tokens(body, DEFAULT_COMPLETION_TOKENS),
+        "logprob_token_ids": body.logprob_token_ids,
         "prompt_logprobs": _prompt_logprobs(body, _echoed_logprobs(body)),
     }
     if body.use_beam_search:

@@ -7,7 +7,7 @@ sequence ends and which beams continue.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Set
 from collections.abc import Sequence as Rows
 from dataclasses import replace
 from math import isfinite
@@ -125,10 +125,19 @@ def _with_logprobs(samples: list[SampledTokens], logits: Tensor, rows: Rows[Logi
     own_logprobs = logprobs.gather(1, chosen).squeeze(1).tolist()
     result = list(samples)
     for place, index in enumerate(requested):
-        one, top = samples[index], tuple(best[place][: rows[index].sequence.params.logprobs])
+        one, params = samples[index], rows[index].sequence.params
+        top = tuple(best[place][: params.logprobs])
+        if params.logprob_token_ids:
+            top = _chosen_tokens(logprobs[place], {*params.logprob_token_ids, *one.token_ids[:1]})
         own = one.logprobs or (own_logprobs[place],)  # a beam already has those of its candidates
         result[index] = replace(one, logprobs=own, top=top)
     return result
+
+
+def _chosen_tokens(logprobs: Tensor, token_ids: Set[int]) -> tuple[tuple[int, float], ...]:
+    """Return these tokens with their log-probabilities of logprobs [vocab], best first."""
+    ids = sorted(token_ids)
+    return tuple(sorted(zip(ids, logprobs[ids].tolist(), strict=True), key=lambda pair: (-pair[1], pair[0])))
 
 
 def _log_softmax(scores: Tensor) -> Tensor:
@@ -162,7 +171,7 @@ def top_logits_request(rows: Rows[LogitRow], masks: RowMasks | None = None) -> T
 
 def _sufficient_count(sequence: Sequence) -> int | None:
     params = sequence.params
-    if sequence.is_beam or params.changes_scores:
+    if sequence.is_beam or params.changes_scores or params.logprob_token_ids:
         return None
     if params.logprobs is not None and sequence.restricts_tokens:  # also tokens that are not allowed have ones
         return None

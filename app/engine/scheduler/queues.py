@@ -206,13 +206,13 @@ def token_events(sequence: Sequence, samples: abc.Sequence[SampledTokens], now: 
             sequence.request_id,
             sequence.choice,
             text[0].token_ids if len(text) == 1 else tuple([one.token_ids[0] for one in text]),
-            () if sequence.params.logprobs is None else _token_logprobs(text, sequence.params.logprobs),
+            () if sequence.params.logprobs is None else _token_logprobs(text, sequence.params.num_top_logprobs),
             sequence_timings(sequence, now) if first else None,
         )
         events.append(ready)
     if stops:
-        num_top = sequence.params.logprobs
-        scored = None if num_top is None else _token_logprobs(samples[-1:], num_top)[0]
+        params = sequence.params
+        scored = None if params.logprobs is None else _token_logprobs(samples[-1:], params.num_top_logprobs)[0]
         events.append(replace(sequence_finished(sequence, "stop", now, last_id), stop_logprob=scored))
     elif sequence.grammar is not None and sequence.grammar.finished:
         events.append(sequence_finished(sequence, "stop", now))

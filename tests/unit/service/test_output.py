@@ -96,6 +96,8 @@ def test_the_end_of_a_long_prompt_is_kept() -> None:
     request = chat("the fox and the hen said hello")
     whole = read_prompt(served, request).token_ids
     assert read_prompt(served, replace(request, truncate_prompt_tokens=3)).token_ids == whole[-3:]
+    first = replace(request, truncate_prompt_tokens=3, truncate_right=True)
+    assert read_prompt(served, first).token_ids == whole[:3]
     assert read_prompt(served, replace(request, truncate_prompt_tokens=-1)).token_ids == whole
     with pytest.raises(InvalidRequest, match="truncate_prompt_tokens"):
         read_prompt(served, replace(request, truncate_prompt_tokens=0))
@@ -103,7 +105,11 @@ def test_the_end_of_a_long_prompt_is_kept() -> None:
 
 @pytest.mark.parametrize(
     ("params", "field"),
-    [({"allowed_token_ids": (10**6,)}, "allowed_token_ids"), ({"logit_bias": ((10**6, 1.0),)}, "logit_bias")],
+    [
+        ({"allowed_token_ids": (10**6,)}, "allowed_token_ids"),
+        ({"logit_bias": ((10**6, 1.0),)}, "logit_bias"),
+        ({"logprobs": 0, "logprob_token_ids": (10**6,)}, "logprob_token_ids"),
+    ],
 )
 def test_ids_outside_the_vocabulary_are_refused(params: dict[str, Any], field: str) -> None:
     with pytest.raises(InvalidRequest) as refused:

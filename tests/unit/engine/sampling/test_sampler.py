@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from app.engine.sampling.rows import apply_penalties, filtered_probabilities, multinomial, uniform_number
-from app.engine.sampling.sampler import Sampler
+from app.engine.sampling.sampler import Sampler, top_logits_request
 from app.engine.scheduler.batch import SampledTokens, Sequence
 from app.errors import StepFailed
 from app.messages import SamplingParams
@@ -263,6 +263,21 @@ def test_log_probabilities_are_the_models_own(params: dict[str, Any]) -> None:
 def test_no_alternatives_are_given_where_none_were_asked_for() -> None:
     one = pick_one(random_logits(1)[0], sequence_with(logprobs=0))
     assert len(one.logprobs) == 1 and one.top == ()
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_the_log_probabilities_of_chosen_tokens_replace_the_best_ones(temperature: float) -> None:
+    logits = random_logits(2)
+    expected = logits[1].log_softmax(-1)
+    worst = [int(place) for place in expected.topk(2, largest=False).indices]
+    asked = sequence_with(logprobs=4, logprob_token_ids=tuple(worst), temperature=temperature, top_k=1)
+    plain, one = Sampler(VOCAB).sample(logits, rows_of([sequence_with(logprobs=1), asked]))
+    assert len(plain.top) == 1
+    best = int(logits[1].argmax())
+    assert one.token_ids == (best,)
+    assert one.top == tuple((place, pytest.approx(float(expected[place]))) for place in (best, worst[1], worst[0]))
+    assert asked.params.num_top_logprobs == 3
+    assert top_logits_request(rows_of([asked])) is None  # the tokens may be any of the vocabulary
 
 
 def test_a_beam_gets_its_best_candidates_best_first() -> None:
