@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -111,7 +112,7 @@ class ChatTemplate:
             "tools": lists["tools"] or None,
             "documents": lists["documents"] or None,
         }
-        text = self._render(self._named_tokens | extra | fixed)
+        text = self._render(_dates() | self._named_tokens | extra | fixed)
         return _end_with_last_message(text, plain[-1]) if options.continue_final_message else text
 
     def _render(self, variables: Mapping[str, Any]) -> str:
@@ -128,6 +129,19 @@ _FAILURES: Mapping[ReplyStatus, str] = {
     ReplyStatus.MEMORY: "the checkpoint's chat template was stopped",
     ReplyStatus.FAILED: "the checkpoint's chat template fails on these messages",
 }
+
+
+def _dates() -> dict[str, str]:
+    """Return the time under the names by which templates of Llama 3 and of FireFunction ask for it.
+
+    llama.cpp gives both. Without `date_string`, Llama 3's templates write a day of 2024. An argument of the request
+    replaces them. Newer templates call `strftime_now`.
+    """
+    now = datetime.now()
+    return {
+        "date_string": now.strftime("%d %b %Y"),
+        "datetime": now.astimezone(UTC).strftime("%b %d %Y %H:%M:%S GMT"),
+    }
 
 
 def _end_with_last_message(text: str, message: Mapping[str, Any]) -> str:

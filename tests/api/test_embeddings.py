@@ -45,6 +45,26 @@ async def test_openais_four_shapes_of_input(given: Any, texts: list[Text]) -> No
     assert (response.headers["server-timing"], response.headers["content-type"]) == (TIMING, "application/json")
 
 
+FOX, SAID = (text.token_ids for text in ids_of("the fox", "said"))
+
+
+@pytest.mark.parametrize(
+    ("given", "inputs"),
+    [
+        ({"prompt_string": "the fox"}, [FOX]),
+        ({"content": [{"type": "text", "text": "the "}, {"type": "text", "text": "fox"}]}, [FOX]),
+        (["said", {"prompt_string": "the fox"}, [2, 9, 3]], [SAID, FOX, (2, 9, 3)]),
+        ([2, "the fox", 3], [FOX]),
+        ([["the fox", 7], "said"], [(*FOX, 7), SAID]),
+    ],
+)
+async def test_llama_cpps_shapes_of_input(given: Any, inputs: list[tuple[int, ...]]) -> None:
+    """A text in the middle of token ids gets no special tokens."""
+    said = (await answer_of(CONFIG, "/v1/embeddings", {"input": given})).json()
+    assert [one["embedding"] for one in said["data"]] == [vector(Text(ids)) for ids in inputs]
+    assert said["usage"]["prompt_tokens"] == sum(map(len, inputs))
+
+
 async def test_base64_holds_the_same_vectors_and_dimensions_cut_them() -> None:
     body = {"input": ["the fox", "said"], "encoding_format": "base64", "dimensions": 3, "user": "u"}
     said = (await answer_of(CONFIG, "/v1/embeddings", body)).json()
@@ -79,8 +99,12 @@ LONG = "the fox said " * 9
         ("/v1/embeddings", {"input": []}, "invalid_request", "input"),
         ("/v1/embeddings", {"input": ""}, "invalid_request", "input"),
         ("/v1/embeddings", {"input": ["x", ""]}, "invalid_request", "input[1]"),
-        ("/v1/embeddings", {"input": [["x"]]}, "invalid_request", "input"),
-        ("/v1/embeddings", {"input": ["x", [1]]}, "invalid_request", "input"),
+        ("/v1/embeddings", {"input": [["x", 1.5]]}, "invalid_request", "input"),
+        ("/v1/embeddings", {"input": ["x", []]}, "invalid_request", "input"),
+        ("/v1/embeddings", {"input": {"content": "x"}}, "invalid_request", "input"),
+        ("/v1/embeddings", {"input": {"content": [{"type": "image_url"}]}}, "invalid_request", "input"),
+        ("/v1/embeddings", {"input": {"prompt_string": "x", "multimodal_data": ["x"]}}, "invalid_request", "input"),
+        ("/v1/embeddings", {"input": [["x"] * 100, ["x"] * 100]}, "invalid_request", "input"),
         ("/v1/embeddings", {"input": ["x"] * (MAX_TEXTS + 1)}, "invalid_request", "input"),
         ("/v1/embeddings", {"input": LONG}, "context_length_exceeded", "input"),
         ("/v1/embeddings", {"input": "x", "dimensions": 5}, "invalid_request", "dimensions"),

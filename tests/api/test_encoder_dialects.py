@@ -147,7 +147,13 @@ async def test_version_1_returns_numbers() -> None:
     assert (body["response_type"], body["texts"]) == ("embeddings_floats", TEXTS)
     assert body["embeddings"] == [vector(text) for text in ids_of(*TEXTS)]
     assert body["meta"]["api_version"] == {"version": "1"}
-    assert body["meta"]["tokens"] == {"input_tokens": tokens(*TEXTS)}
+    assert body["meta"]["tokens"] == body["meta"]["billed_units"] == {"input_tokens": tokens(*TEXTS)}
+
+
+async def test_version_2_bills_no_images() -> None:
+    meta = (await answer_of(CONFIG, "/v2/embed", {"texts": TEXTS})).json()["meta"]
+    assert meta["billed_units"] == {"input_tokens": tokens(*TEXTS), "image_tokens": 0}
+    assert meta["tokens"] == {"input_tokens": tokens(*TEXTS)}
 
 
 async def test_types_of_vectors() -> None:

@@ -133,11 +133,17 @@ class CohereTokens(TypedDict):
     input_tokens: int
 
 
+class CohereUnits(CohereTokens):
+    """Tokens by the kinds that Cohere bills. An embedding of texts has no tokens of images."""
+
+    image_tokens: NotRequired[int]
+
+
 class CohereMeta(TypedDict):
     """Information about the request."""
 
     api_version: CohereVersion
-    billed_units: CohereTokens
+    billed_units: CohereUnits
     tokens: CohereTokens
 
 
@@ -223,7 +229,9 @@ async def _embed(
             for kind in dict.fromkeys(kinds)
         ]
         response_type, written = "embeddings_by_type", b"{%b}" % b",".join(parts)
-    fields: dict[str, Any] = {"id": uuid.uuid4().hex, "texts": texts, "meta": response_meta(request, encoded)}
+    meta = response_meta(request, encoded)
+    meta["billed_units"] = meta["billed_units"] | ({"image_tokens": 0} if version == 2 else {})
+    fields: dict[str, Any] = {"id": uuid.uuid4().hex, "texts": texts, "meta": meta}
     fields |= {"response_type": response_type} if version == 1 else {}
     return json_response(b'%b,"embeddings":%b}' % (to_json(fields)[:-1], written), encoded)
 

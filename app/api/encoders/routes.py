@@ -22,6 +22,7 @@ from app.api.encoders.schemas import (
 )
 from app.api.encoders.scoring import ClassifyQuery, Truncation, classify_texts, labels_by_score, text_inputs
 from app.api.encoders.vectors import VECTOR_WRITERS, join_with_pauses, json_response, to_json_list
+from app.api.llama_cpp.prompts import joined_ids
 from app.api.openai.schemas import OPENAI_ERRORS
 from app.api.routing import BODY_ERRORS, DialectRouter, RequestBody, check_model, count_refusals, request_id, runtime_of
 from app.service.requests import Encoded, EncodingRequest
@@ -45,8 +46,9 @@ async def embeddings(request: Request, unread: RequestBody[EmbeddingsBody]) -> R
         served = runtime.service.encoder
         body = await unread.parse()
         check_model(runtime, body.model)
+        inputs = [one if isinstance(one, str) else await joined_ids(runtime.service, one) for one in body.input]
         encoding = EncodingRequest(
-            inputs=text_inputs(body.input),
+            inputs=text_inputs(inputs),
             outputs=("embedding",),
             api="embeddings",
             request_id=request_id(request),

@@ -8,6 +8,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import Field
 from typing_extensions import TypedDict
 
+from app.api.llama_cpp.prompts import LlamaCppInputs
 from app.api.openai.bodies import IGNORED
 from app.api.schemas import Body, Int64, Texts
 
@@ -42,7 +43,7 @@ class PoolingFields(Body):
 
 
 class EmbeddingsBody(PoolingFields):
-    """Body of `POST /v1/embeddings`."""
+    """Body of `POST /v1/embeddings`. `input` has OpenAI's forms and llama.cpp's."""
 
     FOREIGN: ClassVar[Mapping[str, str]] = {
         "inputs": "send input here, or send inputs to /embed (text-embeddings-inference) or /encode.",
@@ -51,7 +52,7 @@ class EmbeddingsBody(PoolingFields):
         "messages": "send input here; an encoder reads texts and no conversations.",
     }
 
-    input: Texts
+    input: LlamaCppInputs
     encoding_format: Literal["float", "base64"] | None = None
     dimensions: Int64 | None = None
 

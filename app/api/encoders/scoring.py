@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from app.errors import InvalidRequest, WrongModelKind
@@ -95,7 +96,7 @@ def relevance_scores(served: ServedEncoder, encoded: Encoded, query: RelevanceQu
     return [float(score) for score in to_numpy(logits if query.raw_scores else served.scores(logits))[:, 0]]
 
 
-def text_inputs(given: tuple[str | tuple[int, ...], ...]) -> tuple[TextInput, ...]:
+def text_inputs(given: Iterable[str | tuple[int, ...]]) -> tuple[TextInput, ...]:
     """Convert a body's inputs: texts are kept, lists of token ids become a `Text`."""
     return tuple(one if isinstance(one, str) else Text(one) for one in given)
 

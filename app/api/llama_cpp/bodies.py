@@ -9,49 +9,9 @@ from pydantic import AfterValidator, Field, WithJsonSchema
 from typing_extensions import TypedDict
 
 from app.api.errors import ErrorFormat, HttpError
-from app.api.schemas import MAX_PARTS, MAX_PROMPTS, Body, Int64, SamplingFields
+from app.api.llama_cpp.prompts import LlamaCppPrompts
+from app.api.schemas import MAX_PARTS, Body, Int64, SamplingFields
 from app.messages import MAX_LOGIT_BIASES
-
-# A prompt is a text, token ids, or texts and ids in one sequence.
-PromptParts = str | tuple[str | int, ...]
-
-
-def _validate_prompts(value: Any) -> tuple[PromptParts, ...]:
-    """Return the prompts. A list with an id in it is one prompt; any other list has one prompt in each place."""
-    if isinstance(value, str | dict):
-        return (_validate_prompt(value),)
-    if isinstance(value, list) and value and int in set(map(type, value)):
-        return (_validate_parts(value),)
-    if isinstance(value, list) and 0 < len(value) <= MAX_PROMPTS:
-        return tuple(_validate_prompt(one) for one in value)
-    raise ValueError(
-        f"Input should be a string, a list of strings and token ids, or a list of 1 to {MAX_PROMPTS} of these"
-    )
-
-
-def _validate_prompt(value: Any) -> PromptParts:
-    """Return one prompt. An object has it as `prompt_string`; next to it there may be no images."""
-    if isinstance(value, dict) and not value.get("multimodal_data") and isinstance(value.get("prompt_string"), str):
-        return str(value["prompt_string"])
-    return value if isinstance(value, str) else _validate_parts(value)
-
-
-def _validate_parts(value: Any) -> tuple[str | int, ...]:
-    if not isinstance(value, list) or not value or not set(map(type, value)) <= {str, int}:
-        raise ValueError("Input should be a list of strings and token ids, not empty")
-    if sum(isinstance(part, str) for part in value) > MAX_PARTS:  # each is tokenized apart
-        raise ValueError(f"Input should have at most {MAX_PARTS} strings in one prompt")
-    return tuple(value)
-
-
-_PARTS = {"type": "array", "items": {"anyOf": [{"type": "string"}, {"type": "integer"}]}}
-LlamaCppPrompts = Annotated[
-    Any,
-    AfterValidator(_validate_prompts),
-    WithJsonSchema(
-        {"anyOf": [{"type": "string"}, _PARTS, {"type": "array", "items": {"anyOf": [{"type": "string"}, _PARTS]}}]}
-    ),
-]
 
 
 def _validate_biases(value: Any) -> tuple[tuple[int | str, float | Literal[False]], ...]:

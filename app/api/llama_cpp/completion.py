@@ -10,7 +10,8 @@ from starlette.requests import Request
 from starlette.responses import Response
 from typing_extensions import TypedDict
 
-from app.api.llama_cpp.bodies import LLAMA_CPP_ERRORS, InfillBody, LlamaCppBody, PromptParts
+from app.api.llama_cpp.bodies import LLAMA_CPP_ERRORS, InfillBody, LlamaCppBody
+from app.api.llama_cpp.prompts import PromptParts, joined_ids
 from app.api.openai.bodies import CompletionBody
 from app.api.openai.responses import chat_logprobs
 from app.api.openai.translate import MAX_TOTAL_CHOICES, completion_requests
@@ -172,14 +173,7 @@ async def _base_request(runtime: ApiRuntime, body: LlamaCppBody, identity: str) 
 async def _with_prompt(runtime: ApiRuntime, request: GenerationRequest, prompt: PromptParts) -> GenerationRequest:
     if isinstance(prompt, str):
         return replace(request, prompt=prompt)
-    ids = [part for part in prompt if isinstance(part, int)]
-    if len(ids) == len(prompt):
-        return replace(request, prompt=None, token_ids=tuple(ids))
-    ids = []
-    for place, part in enumerate(prompt):
-        # Special tokens are added at the beginning only.
-        ids += [part] if isinstance(part, int) else await runtime.service.tokenize(part, place == 0)
-    return replace(request, prompt=None, token_ids=tuple(ids))
+    return replace(request, prompt=None, token_ids=await joined_ids(runtime.service, prompt))
 
 
 async def _logit_bias(runtime: ApiRuntime, body: LlamaCppBody) -> dict[str, float] | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +47,17 @@ def test_rendered_as_by_transformers(source: str, tmp_path: Path) -> None:
     reference = transformers.AutoTokenizer.from_pretrained(tmp_path)
     expected = reference.apply_chat_template(CONVERSATION, tokenize=False, add_generation_prompt=True, thinking=True)
     assert ChatTemplate(source, TOKENS).render(CONVERSATION, {"thinking": True}) == expected
+
+
+def test_a_template_gets_the_time_and_a_request_may_replace_it() -> None:
+    template = ChatTemplate("{{ date_string }}|{{ datetime }}|{{ strftime_now('%d %b %Y') }}", {})
+    before = datetime.now()
+    today, moment, called = template.render(CONVERSATION).split("|")
+    after = datetime.now()
+    assert {today, called} <= {before.strftime("%d %b %Y"), after.strftime("%d %b %Y")}
+    found = datetime.strptime(moment, "%b %d %Y %H:%M:%S GMT").replace(tzinfo=UTC)
+    assert before.astimezone(UTC).replace(microsecond=0) <= found <= after.astimezone(UTC)
+    assert template.render(CONVERSATION, {"date_string": "1 May 2025"}).startswith("1 May 2025|")
 
 
 def test_text_parts_are_lines_of_one_text() -> None:

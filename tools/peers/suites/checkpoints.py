@@ -9,13 +9,16 @@ from pathlib import Path
 from typing import Any
 
 
-def endless_checkpoint(base: Path, work: Path, temperature: float | None = None, template: str | None = None) -> Path:
+def endless_checkpoint(
+    base: Path, work: Path, temperature: float | None = None, template: str | None = None, vocab_size: int = 0
+) -> Path:
     """Return a copy of `base` in `work` whose texts do not end, with a default temperature and a chat template.
 
     The small models of the peers' tests do not end a text within some dozen tokens, and tests count on that. So the end
-    token of the copy is one that the model never writes.
+    token of the copy is one that the model never writes. A vocabulary that is smaller than `vocab_size` is filled up
+    with tokens whose embeddings are 0: tests name ids that the vocabularies of the peers' models have.
     """
-    name = hashlib.sha256(json.dumps([str(base), temperature, template]).encode()).hexdigest()[:12]
+    name = hashlib.sha256(json.dumps([str(base), temperature, template, vocab_size]).encode()).hexdigest()[:12]
     folder = work / "checkpoints" / name
     if not folder.exists():
         shutil.copytree(base, folder)
@@ -28,7 +31,26 @@ def endless_checkpoint(base: Path, work: Path, temperature: float | None = None,
         _write(folder / "tokenizer_config.json", words | ({} if template is None else {"chat_template": template}))
         if template is not None:
             (folder / "chat_template.jinja").unlink(missing_ok=True)
+        if vocab_size > shape["vocab_size"]:
+            _fill_vocabulary(folder, shape["vocab_size"], vocab_size)
     return folder
+
+
+def _fill_vocabulary(folder: Path, given: int, wanted: int) -> None:
+    """Add tokens to a checkpoint whose embeddings are its output layer too."""
+    from safetensors.torch import load_file, save_file  # only this copy needs torch
+
+    weights = load_file(folder / "model.safetensors")
+    embeddings = weights["model.embed_tokens.weight"]
+    filled = embeddings.new_zeros(wanted, embeddings.shape[1])
+    filled[:given] = embeddings
+    weights["model.embed_tokens.weight"] = filled
+    save_file(weights, folder / "model.safetensors")
+    _write(folder / "config.json", _read(folder / "config.json") | {"vocab_size": wanted})
+    words = _read(folder / "tokenizer.json")
+    flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized", "special"), False)
+    words["added_tokens"] += [{"id": token, "content": f"<|unused {token}|>"} | flags for token in range(given, wanted)]
+    _write(folder / "tokenizer.json", words)
 
 
 def _read(file: Path) -> dict[str, Any]:

@@ -30,6 +30,10 @@ VERSION = "0.33.0"
 ENDLESS = ("completion/test_completion.py", "test_return_token_ids.py", "test_return_tokens_as_ids.py")
 
 
+# Files with token ids that the demo's vocabulary has not, and a size that is enough for them.
+LARGE_VOCABULARY, VOCABULARY = ("test_logprob_token_ids.py", "completion/test_completion.py"), 5120
+
+
 class Placeholder:
     """Anything that a module of vLLM defines. Whoever calls it tests a class of vLLM."""
 
@@ -120,8 +124,11 @@ class RemoteOpenAIServer:
         configuration = self.pool.configuration
         if encoder:
             return str(configuration["encoder"])
+        decoder, work = Path(configuration["decoder_directory"]), Path(configuration["work"])
+        if any(file in os.environ["PYTEST_CURRENT_TEST"] for file in LARGE_VOCABULARY):
+            return str(endless_checkpoint(decoder, work, vocab_size=VOCABULARY))
         if any(file in os.environ["PYTEST_CURRENT_TEST"] for file in ENDLESS):
-            return str(endless_checkpoint(Path(configuration["decoder_directory"]), Path(configuration["work"])))
+            return str(endless_checkpoint(decoder, work))
         return str(configuration["decoder"])
 
     def __enter__(self) -> RemoteOpenAIServer:
