@@ -11,7 +11,7 @@ from fastapi.openapi.utils import get_openapi
 from fastapi.security import HTTPBearer
 from pydantic import TypeAdapter
 
-from app.api import health, native, tei, tokenizer
+from app.api import health, invocations, native, tei, tokenizer
 from app.api.anthropic import routes as anthropic
 from app.api.encoders import cohere, rerank, vllm
 from app.api.encoders import routes as encoders
@@ -60,6 +60,7 @@ ROUTERS: tuple[DialectRouter, ...] = (
     encoders.native_router,
     vllm.router,
     vllm.router.copy(_WITHOUT_PREFIX),
+    invocations.router,
     rerank.openai_router,
     tei.router,
     tei.root_router,
