@@ -35,6 +35,7 @@ from app.text.chat import ChatOptions
 from app.text.tokenizer import Tokenizer, TokenSpan
 
 Json = dict[str, Any]
+_IDS_AT_ONCE = 4096
 MAX_PLACED_CHARACTERS = 2**20  # each may be a token, which has some 80 bytes in the response and 150 before it
 
 
@@ -142,21 +143,37 @@ async def tokenize(request: Request, unread: RequestBody[TokenizeBody]) -> Respo
     if body.inputs is not None:
         return Response(await _tokens_with_places(runtime, body), media_type="application/json")
     if body.content is not None:
+        _check_placed(body.content, bool(body.returns_texts), "content")
         ids = await runtime.service.tokenize(body.content, bool(body.add_special))
-        tokens = [_token_body(_tokenizer(runtime), token_id) for token_id in ids] if body.returns_texts else ids
-        return JSONResponse({"tokens": tokens})
+        tokens = (to_json(_token_body(_tokenizer(runtime), token_id)) for token_id in ids)
+        listed = await (join_with_pauses(b"[", tokens, b"]") if body.returns_texts else _id_list(ids))
+        return Response(b'{"tokens":%b}' % listed, media_type="application/json")
+    _check_placed(body.prompt or "", bool(body.return_token_strs), "prompt")
     ids = await _prompt_ids(runtime, body)
-    strings = [_tokenizer(runtime).token_text(token_id) for token_id in ids] if body.return_token_strs else None
-    return JSONResponse(
-        {
-            "token_ids": ids,
-            "num_tokens": len(ids),
-            "tokens": ids,
-            "count": len(ids),
-            "max_model_len": runtime.service.model.limits.max_model_len,
-            "token_strs": strings,
-        }
+    names = (to_json(_tokenizer(runtime).token_text(token_id)) for token_id in ids)
+    strings = await join_with_pauses(b"[", names, b"]") if body.return_token_strs else b"null"
+    listed, limit = await _id_list(ids), runtime.service.model.limits.max_model_len
+    response = b'{"token_ids":%b,"num_tokens":%d,"tokens":%b,"count":%d,"max_model_len":%d,"token_strs":%b}'
+    return Response(
+        response % (listed, len(ids), listed, len(ids), limit, strings),
+        media_type="application/json",
     )
+
+
+async def _id_list(ids: list[int]) -> bytes:
+    """Return a JSON list of token ids, between whose parts the event loop runs other tasks."""
+    starts = range(0, len(ids), _IDS_AT_ONCE)
+    return await join_with_pauses(b"[", (to_json(ids[start : start + _IDS_AT_ONCE])[1:-1] for start in starts), b"]")
+
+
+def _check_placed(text: str, is_wanted: bool, field: str) -> None:
+    """Check the length of a text whose tokens are wanted with their texts."""
+    if is_wanted and len(text) > MAX_PLACED_CHARACTERS:
+        raise InvalidRequest(
+            f"{field} may have {MAX_PLACED_CHARACTERS} characters if the tokens' texts are wanted: send less, or ask for "
+            "ids alone.",
+            field=field,
+        )
 
 
 async def _prompt_ids(runtime: ApiRuntime, body: TokenizeBody) -> list[int]:

@@ -79,8 +79,8 @@ def test_the_longest_stop_strings_are_taken() -> None:
     SamplingParams(stop=("x" * MAX_STOP_CHARACTERS,) * MAX_STOP_STRINGS)
 
 
-def test_a_search_returns_no_more_choices_than_beams() -> None:
-    assert SamplingParams(beam_width=2, n=2).num_sequences == 1
+def test_a_beam_search_returns_at_most_its_beams() -> None:
+    assert SamplingParams(beam_width=2, n=2).n == 2
     with pytest.raises(InvalidRequest) as caught:
         SamplingParams(beam_width=2, n=3)
     assert caught.value.field == "n"
