@@ -8,6 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from safetensors.torch import load_file
+from tokenizers import Tokenizer
 
 from tools.peers.suites.__main__ import report
 from tools.peers.suites.checkpoints import endless_checkpoint
@@ -56,3 +58,15 @@ def test_an_endless_checkpoint_leaves_the_original_alone(tmp_path: Path) -> None
     assert json.loads((copy / "tokenizer_config.json").read_text()) == {"chat_template": "b"}
     assert '"eos_token_id": 1' in (base / "config.json").read_text()
     assert endless_checkpoint(base, tmp_path) != copy
+
+
+def test_a_small_vocabulary_is_filled_up(tmp_path: Path) -> None:
+    demo = Path(__file__).resolve().parents[3] / "app" / "demo" / "llama"
+    copy = endless_checkpoint(demo, tmp_path, vocab_size=2100)
+    assert json.loads((copy / "config.json").read_text())["vocab_size"] == 2100
+    tokenizer = Tokenizer.from_file(str(copy / "tokenizer.json"))
+    assert (tokenizer.get_vocab_size(), tokenizer.id_to_token(2099)) == (2100, "<|unused 2099|>")
+    name = "model.embed_tokens.weight"
+    given, filled = (load_file(folder / "model.safetensors")[name] for folder in (demo, copy))
+    assert filled[:2048].equal(given) and filled.shape[0] == 2100 and not filled[2048:].any()
+    assert endless_checkpoint(demo, tmp_path, vocab_size=2000) != copy
