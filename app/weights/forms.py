@@ -261,7 +261,7 @@ def decoder_bytes(config: ModelConfig, tensors: Mapping[str, TensorEntry]) -> di
     """Return the bytes of a decoder in host memory; a tied embedding counts as the output layer."""
     embedding = tensors["model.embed_tokens.weight"]
     # The embedding table is never converted: rows are looked up as stored. It counts unless the output layer holds it.
-    table = 0 if config.tie_embeddings else embedding.nbytes
+    table = 0 if config.tie_embeddings else embedding.value_bytes
     elements = sum(entry.num_elements for entry in tensors.values())
     products = elements - (0 if config.tie_embeddings else embedding.num_elements)
     exact = {name: products * size + table for name, size in PRECISION_BYTES.items()}
@@ -306,7 +306,7 @@ def decoder_device_bytes(config: ModelConfig, tensors: Mapping[str, TensorEntry]
 
     Norms are in FP32, an embedding that is not tied is as stored, and the output layer is never quantized.
     """
-    table = 0 if config.tie_embeddings else tensors["model.embed_tokens.weight"].nbytes
+    table = 0 if config.tie_embeddings else tensors["model.embed_tokens.weight"].value_bytes
     return _device_bytes(
         list(products_of(config)), config.vocab_size * config.hidden_size, table + 4 * _norm_elements(config)
     )

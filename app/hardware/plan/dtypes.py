@@ -76,6 +76,7 @@ def decide_weights_and_kv(
         choose = precision.choose_precision if generates else precision.choose_vector_precision
         chosen = choose(candidates, measurements, threads)
     chosen = precision.choose_int4_kernels(candidates, chosen, trials, threads)
+    chosen = _with_stored_type(candidates, chosen)
     kind, node, device = candidates.kind, candidates.numa_node, candidates.device
     dtype = decide_dtype(candidates, chosen.value)
     activation_demand = MemoryDemand(candidates.needs, chosen.value, _kv_precision_of(dtype.value), node, device=device)
@@ -100,6 +101,12 @@ def decide_weights_and_kv(
         kv_precision=kv_precision,
         kernels=kernels,
     )
+
+
+def _with_stored_type(candidates: PrecisionCandidates, chosen: Decision[str]) -> Decision[str]:
+    """Return the decision with the type that the weights are converted from, if the checkpoint's are quantized."""
+    stored = candidates.needs.stored_quantization if candidates.needs else ""
+    return Decision(chosen.value, f"{chosen.reason} The checkpoint's weights are {stored}.") if stored else chosen
 
 
 def _insufficient_budget(candidates: PrecisionCandidates, demand: MemoryDemand) -> MemoryBudget | None:
