@@ -29,17 +29,18 @@ from app.weights.files import (
     read_optional,
 )
 from app.weights.forms import (
+    codes_precision,
     decoder_bytes,
     decoder_device_bytes,
     encoder_bytes,
     encoder_device_bytes,
     int8_copy_bytes,
     layer_weights,
+    stored_type,
 )
 from app.weights.gguf.config import config_values, family_of
 from app.weights.gguf.reader import find_gguf, read_gguf
-from app.weights.gguf.tensor_types import TYPES
-from app.weights.gguf.tensors import BlockEntry, checkpoint_tensors
+from app.weights.gguf.tensors import checkpoint_tensors
 from app.weights.gguf.tokenizer import check_tokenizer
 from app.weights.safetensors import TensorEntry, join_quantized, read_header
 from app.weights.sentence_transformers import read_sentence_config
@@ -143,7 +144,8 @@ class Checkpoint:
             operations_per_token=2.0 * products,
             table_bytes=sum(tensors[name].value_bytes for name in tables),
             layer_weights=layer_weights(config),
-            stored_quantization=stored_quantization(tensors),
+            stored_quantization=stored_type(tensors),
+            codes_precision=codes_precision(tensors),
         )
 
     @property
@@ -153,15 +155,6 @@ class Checkpoint:
         for entry in self.tensors.values():
             elements[entry.dtype] += entry.num_elements
         return STORED_DTYPES[elements.most_common(1)[0][0]]
-
-
-def stored_quantization(tensors: Mapping[str, TensorEntry]) -> str:
-    """Return the type of most weights of a GGUF file, such as Q4_1; empty if they are not quantized."""
-    elements: Counter[str] = Counter()
-    for entry in tensors.values():
-        elements[entry.kind if isinstance(entry, BlockEntry) else entry.dtype] += entry.num_elements
-    most = elements.most_common(1)[0][0]
-    return most if most in TYPES and TYPES[most].is_quantized else ""
 
 
 def open_checkpoint(path: Path) -> Checkpoint:

@@ -23,8 +23,9 @@ from torch import Tensor
 
 from app.errors import CheckpointInvalid, PlanImpossible
 from app.kernels.linear.layout import PANEL_OUTPUTS
+from app.kernels.linear.quantization import Int4Weight
 from app.kernels.linear.torchao_linear import dequantize_rows
-from app.weights.gguf.blocks import dequantize_blocks
+from app.weights.gguf.blocks import FOUR_BIT_CODES, dequantize_blocks
 from app.weights.gguf.tensor_types import TYPES
 from app.weights.gguf.tensors import BlockEntry
 from app.weights.safetensors import EncodedEntry, QuantizedEntry, TensorEntry
@@ -66,11 +67,14 @@ class MappedFiles:
             parts = {name: self.tensor(part) for name, part in entry.parts}
             return dequantize_rows(entry.attributes, parts, slice(row, end))
         assert isinstance(entry, BlockEntry), "torchao's weights and GGUF's blocks are all that is encoded"
+        values = dequantize_blocks(entry.kind, self.blocks(entry, row, end)).view(end - row, *entry.shape[1:])
+        return values - entry.added if entry.added else values
+
+    def blocks(self, entry: BlockEntry, row: int, end: int) -> Tensor:
+        """Return the blocks of rows `[row, end)` of a tensor in a GGUF file, uint8 [blocks, bytes of a block]."""
         stored = self.span(replace(entry, dtype="U8"), (entry.shape[0], entry.row_bytes))
         rows = [entry.stored_row(one) for one in range(row, end)] if entry.heads else slice(row, end)
-        blocks = stored[rows].reshape(-1, TYPES[entry.kind].nbytes)
-        values = dequantize_blocks(entry.kind, blocks).view(end - row, *entry.shape[1:])
-        return values - entry.added if entry.added else values
+        return stored[rows].reshape(-1, TYPES[entry.kind].nbytes)
 
     def span(self, first: TensorEntry, shape: tuple[int, ...]) -> Tensor:
         """Return a view of this shape that starts at the first entry.
@@ -199,6 +203,19 @@ class TensorReader:
         block = self._buffer_view((len(rows), entry.shape[1]), TORCH_DTYPES[entry.dtype])
         self.files.read(entry, rows.start, block)
         return block
+
+    def four_bit_codes(self, entry: TensorEntry, rows: range) -> Int4Weight | None:
+        """Return the codes of these rows with BF16 scales; None if the file has none of four bits."""
+        if not isinstance(entry, BlockEntry) or entry.kind not in FOUR_BIT_CODES:
+            return None
+        found = FOUR_BIT_CODES[entry.kind](self.files.blocks(entry, rows.start, rows.stop))
+        codes, group = found.codes.reshape(len(rows), -1), found.codes.shape[-1]
+        scales, minimums = (
+            None if part is None else part.to(torch.bfloat16).reshape(len(rows), -1)
+            for part in (found.scales, found.minimums)
+        )
+        assert scales is not None, "codes have scales"
+        return Int4Weight(codes, scales, minimums, group, entry.shape[1])
 
     def whole(self, entries: Sequence[TensorEntry], dtype: torch.dtype, keep: bool) -> tuple[Tensor, bool]:
         """Return the stacked entries in `dtype`, and True if they are a view of the mapped file.

@@ -36,7 +36,7 @@ from app.hardware.plan.precision import (
 )
 from app.hardware.plan.torchao_config import is_torchao
 from app.hardware.plan.trials import TrialTimings
-from app.hardware.probe.software import WIDENING_LEVELS
+from app.hardware.probe.software import TORCH_KERNELS, WIDENING_LEVELS
 from app.settings import Settings
 
 
@@ -70,7 +70,10 @@ def decide_weights_and_kv(
     settings, trials = candidates.settings, TrialTimings.from_measurements(measurements)
     auto = settings.weight_format == "auto"
     generates = candidates.needs is None or candidates.needs.generates
-    if not auto:
+    codes = _codes_precision(candidates) if auto else None
+    if codes is not None:
+        chosen = codes
+    elif not auto:
         chosen = precision.forced_precision(candidates)
     else:
         choose = precision.choose_precision if generates else precision.choose_vector_precision
@@ -107,6 +110,17 @@ def _with_stored_type(candidates: PrecisionCandidates, chosen: Decision[str]) ->
     """Return the decision with the type that the weights are converted from, if the checkpoint's are quantized."""
     stored = candidates.needs.stored_quantization if candidates.needs else ""
     return Decision(chosen.value, f"{chosen.reason} The checkpoint's weights are {stored}.") if stored else chosen
+
+
+def _codes_precision(candidates: PrecisionCandidates) -> Decision[str] | None:
+    """Return the decision for the precision of the checkpoint's own codes; None if it has none, or if none can be kept."""
+    name = candidates.needs.codes_precision if candidates.needs else ""
+    is_native = candidates.kind == "cpu" and candidates.level != TORCH_KERNELS
+    if not is_native or name not in candidates.available or not candidates.settings.quality_budget:
+        return None
+    return Decision(
+        name, "The codes of the checkpoint's quantized weights are kept, or rounded more finely than they were."
+    )
 
 
 def _insufficient_budget(candidates: PrecisionCandidates, demand: MemoryDemand) -> MemoryBudget | None:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from app.kernels.linear.activations import QuantisedActivations, quantise, rows_of
 from app.kernels.linear.int_panels import IntPanelFactory, IntPanelLinear
-from app.kernels.linear.quantization import GptqFactors
+from app.kernels.linear.quantization import GptqFactors, Int4Weight
 from app.kernels.native.memory import empty
 from app.kernels.native.operations import ACTIVATION_CODES, ProductOutput
 
@@ -87,13 +87,16 @@ class RowSplitLinear:
         """The tensors that can be saved, uint8: all but the biases."""
         return tuple(part for form in self.forms for part in form.parts)
 
-    def fill(self, first: int, rows: Tensor, gptq_factors: Sequence[GptqFactors] = ()) -> None:
-        """Quantise rows [n, in] as outputs `[first, first + n)`, which may lie in several forms."""
+    def fill(
+        self, first: int, rows: Tensor, gptq_factors: Sequence[GptqFactors] = (), stored: Int4Weight | None = None
+    ) -> None:
+        """Quantise rows [n, in] as outputs `[first, first + n)`, which may lie in several forms, or take their codes."""
         begin = 0
         for form in self.forms:
             start, end = max(first, begin), min(first + len(rows), begin + form.outputs)
             if start < end:
-                form.fill(start - begin, rows[start - first : end - first], gptq_factors)
+                codes = None if stored is None else stored.rows(start - first, end - first)
+                form.fill(start - begin, rows[start - first : end - first], gptq_factors, codes)
             begin += form.outputs
 
     def activation_group(self, rows: int) -> int | None:

@@ -7,6 +7,7 @@ those of ggml-common.h in llama.cpp. `d` is a scale, `m` a minimum; K types have
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -32,12 +33,32 @@ def _q8_0(blocks: Tensor) -> Tensor:
     return blocks[:, 2:].view(torch.int8).float() * _halves(blocks, 0)
 
 
-def _q4_0(blocks: Tensor) -> Tensor:
-    return (_nibbles(blocks[:, 2:]).flatten(1).float() - 8) * _halves(blocks, 0)
+@dataclass(frozen=True, slots=True)
+class GroupCodes:
+    """Codes uint8 [blocks, groups, 32] of four bits, with scales and minimums FP32 [blocks, groups, 1].
+
+    A value is scale * code + minimum, or scale * (code - 8) without minimums.
+    """
+
+    codes: Tensor
+    scales: Tensor
+    minimums: Tensor | None
+
+    def values(self) -> Tensor:
+        """Return the values, FP32 [blocks, values]."""
+        codes = self.codes.float()
+        centered = codes - 8 if self.minimums is None else codes
+        products = centered * self.scales
+        return (products if self.minimums is None else products + self.minimums).flatten(1)
 
 
-def _q4_1(blocks: Tensor) -> Tensor:
-    return _nibbles(blocks[:, 4:]).flatten(1).float() * _halves(blocks, 0) + _halves(blocks, 2)
+def _q4_0(blocks: Tensor) -> GroupCodes:
+    return GroupCodes(_nibbles(blocks[:, 2:]).view(-1, 1, 32), _halves(blocks, 0)[..., None], None)
+
+
+def _q4_1(blocks: Tensor) -> GroupCodes:
+    codes = _nibbles(blocks[:, 4:]).view(-1, 1, 32)
+    return GroupCodes(codes, _halves(blocks, 0)[..., None], _halves(blocks, 2)[..., None])
 
 
 def _q5_0(blocks: Tensor) -> Tensor:
@@ -62,10 +83,9 @@ def _k_scales(blocks: Tensor) -> tuple[Tensor, Tensor]:
     return (_halves(blocks, 0) * scales.float())[..., None], (_halves(blocks, 2) * minima.float())[..., None]
 
 
-def _q4_k(blocks: Tensor) -> Tensor:
+def _q4_k(blocks: Tensor) -> GroupCodes:
     d, m = _k_scales(blocks)
-    codes = _nibbles(blocks[:, 16:].view(-1, 4, 32)).reshape(-1, 8, 32)
-    return (codes.float() * d - m).flatten(1)
+    return GroupCodes(_nibbles(blocks[:, 16:].view(-1, 4, 32)).reshape(-1, 8, 32), d, -m)
 
 
 def _q5_k(blocks: Tensor) -> Tensor:
@@ -85,16 +105,15 @@ def _q6_k(blocks: Tensor) -> Tensor:
     return (codes * scales[..., None]).flatten(1)
 
 
+# Types whose values are four-bit codes in groups of 32.
+FOUR_BIT_CODES: Mapping[str, Callable[[Tensor], GroupCodes]] = {"Q4_0": _q4_0, "Q4_1": _q4_1, "Q4_K": _q4_k}
 DEQUANTIZE: Mapping[str, Callable[[Tensor], Tensor]] = {
     "F32": lambda blocks: blocks.view(torch.float32),
     "F16": lambda blocks: blocks.view(torch.float16),
     "BF16": lambda blocks: blocks.view(torch.bfloat16),
     "Q8_0": _q8_0,
-    "Q4_0": _q4_0,
-    "Q4_1": _q4_1,
     "Q5_0": _q5_0,
     "Q5_1": _q5_1,
-    "Q4_K": _q4_k,
     "Q5_K": _q5_k,
     "Q6_K": _q6_k,
 }
@@ -107,4 +126,5 @@ def dequantize_blocks(kind: str, blocks: Tensor) -> Tensor:
         kind: The type, such as Q4_K.
         blocks: uint8 [blocks, bytes of a block], contiguous.
     """
-    return DEQUANTIZE[kind](blocks)
+    four_bits = FOUR_BIT_CODES.get(kind)
+    return DEQUANTIZE[kind](blocks) if four_bits is None else four_bits(blocks).values()
