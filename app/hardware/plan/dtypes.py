@@ -70,9 +70,9 @@ def decide_weights_and_kv(
     settings, trials = candidates.settings, TrialTimings.from_measurements(measurements)
     auto = settings.weight_format == "auto"
     generates = candidates.needs is None or candidates.needs.generates
-    codes = _codes_precision(candidates) if auto else None
-    if codes is not None:
-        chosen = codes
+    codes = _codes_precision(candidates)
+    if codes is not None and settings.weight_format in ("auto", codes.value):
+        chosen = codes if auto else Decision(codes.value, f"Asked for. {codes.reason}")
     elif not auto:
         chosen = precision.forced_precision(candidates)
     else:
@@ -119,7 +119,7 @@ def _codes_precision(candidates: PrecisionCandidates) -> Decision[str] | None:
     if not is_native or name not in candidates.available or not candidates.settings.quality_budget:
         return None
     return Decision(
-        name, "The codes of the checkpoint's quantized weights are kept, or rounded more finely than they were."
+        name, "It keeps the codes of the checkpoint, and rounds types without an equal form more finely than they are."
     )
 
 
