@@ -80,7 +80,7 @@ def test_quantized_files_give_the_values_that_they_hold(tmp_path: Path, kind: st
     assert checkpoint.needs().stored_quantization == ("" if "F16" in kind else kind)
 
 
-@pytest.mark.parametrize("precision", ["float32", "bfloat16", "int8"])
+@pytest.mark.parametrize("precision", ["float32", "bfloat16", "int4-small"])
 def test_a_model_is_that_of_a_checkpoint_with_the_same_values(tmp_path: Path, precision: str) -> None:
     file = write_gguf(tmp_path, kind="Q8_0", **GROUPED)
     values = {name: MappedFiles().tensor(entry).clone() for name, entry in open_checkpoint(file).tensors.items()}

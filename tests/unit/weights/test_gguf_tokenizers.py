@@ -20,6 +20,7 @@ SPACE = "\u2581"
 SCORED = {
     "<unk>": 0.0, "<s>": 0.0, "</s>": 0.0, **{f"<0x{byte:02X}>": 0.0 for byte in range(256)}, "<end_of_turn>": 0.0,
     SPACE + "t": -1.0, "he": -2.0, SPACE + "the": -3.0, "er": -4.0, "in": -5.0, SPACE + "in": -2.5, "th": -6.0, "the": -7.0,
+    "ei": -1.5, "ir": -8.0, "rn": -1.25,  # which of them is merged decides: no token holds two of them
     **{letter: -100.0 - place for place, letter in enumerate(SPACE + "abcdefghijklmnopqrstuvwxyzé")},
 }  # fmt: skip
 TOKENS = tuple(SCORED)

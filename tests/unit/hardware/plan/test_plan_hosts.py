@@ -178,7 +178,10 @@ def test_a_decoder_stored_in_bf16_stays_so_without_bf16_products(recipes: Recipe
 
 
 def test_the_codes_of_a_quantized_file_are_kept(recipes: Recipes, llama_1b: Needs) -> None:
-    host = machine(isa=AVX2, native=AVX2_LEVEL)
+    host, recipes = (
+        machine(isa=AVX2, native=AVX2_LEVEL),
+        recipes | {("cpu", "x86_64", name) for name in ("int4", "int8")},
+    )
     quantized = replace(llama_1b, stored_dtype="float32", stored_quantization="Q4_K", codes_precision="int4")
     precision = planned(host, recipes, quantized).precision
     assert (
