@@ -21,7 +21,7 @@ FIND_PYTHON = for python in $(or $(PYTHON),python3 python3.13 python3.12 python3
 .DEFAULT_GOAL := help
 .NOTPARALLEL: # two rules would install into one environment
 .PHONY: help serve test test-all install venv native format lint types unit parity live fuzz soak sanitize cross arm64 bench trace report probe docs build wheels lock image \
-	real-model checkers prove clean
+	real-model clients suites checkers prove clean
 
 help: ## show this list
 	@grep -hE '^[a-z0-9-]+:.*## ' $(firstword $(MAKEFILE_LIST)) | sed -E 's/^([a-z0-9-]+):[^#]*## /\1|/' | awk -F'|' '{printf "  make %-9s %s\n", $$1, $$2}'
@@ -83,6 +83,12 @@ parity: $(VENV)/dev.stamp build/native/made.stamp ## the tests that compare our 
 
 live: $(VENV)/dev.stamp build/native/made.stamp ## the tests with a real server: streaming, disconnects, drain, overload, the README's commands
 	$(PYTEST) tests/live tests/test_readme.py $(ARGS)
+
+clients: $(VENV)/dev.stamp build/native/made.stamp ## unchanged clients and frameworks against this server, in an environment of their own (build/suites)
+	$(BIN)/python -m tools.peers.suites --work build/suites --suite clients --failures $(ARGS)
+
+suites: $(VENV)/dev.stamp build/native/made.stamp ## the test suites of llama.cpp and vLLM, clients and public JSON schemas (docs/compatibility.md)
+	$(BIN)/python -m tools.peers.suites --work build/suites $(ARGS)
 
 fuzz: $(VENV)/dev.stamp build/native/made.stamp ## 10,000 generated requests to each kind of model, then mutated files (docs/security.md)
 	$(BIN)/python -W ignore -m tests.attack.api_fuzz $(or $(CASES),10000)

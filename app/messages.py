@@ -1,7 +1,7 @@
 """Messages between the service and the worker thread: frozen dataclasses of plain values.
 
 The mailbox takes `Generate`, `Encode`, `Infer`, `Abort` and `Stop`. Events come back as one list per step:
-`TokensReady` and `SequenceFinished` for a generation, one `ArraysReady` for an `Encode` or `Infer`, and
+`PromptScored`, `TokensReady` and `SequenceFinished` for a generation, one `ArraysReady` for an `Encode` or `Infer`, and
 `RequestFailed` for any of them.
 """
 
@@ -29,12 +29,14 @@ MAX_BAD_WORDS = 256
 class SamplingParams:
     """Sampling parameters of a request. The defaults are neutral: plain sampling at temperature 1.
 
-    `max_tokens` None means up to the end of the context. `top_k` 0, `top_p` 1 and `min_p` 0 are off; temperature
-    0 is greedy. `logprobs` None means none; k means those of the sampled token and of the k most likely ones.
+    `max_tokens` None means up to the end of the context, and 0, with `prompt_logprobs`, no completion. `top_k` 0, `top_p` 1
+    and `min_p` 0 are off; temperature 0 is greedy. `logprobs` None means none; k means those of the sampled token and
+    of the k most likely ones. `prompt_logprobs` is the same for the prompt's tokens after the first.
     Random numbers depend on `seed` and position only. `logit_bias` has token ids with what is added to their
     logits. No end token is sampled before `min_tokens`. `bad_words` are texts that are not sampled, and
     `allowed_token_ids`, if not None, are the only tokens that are. A sequence with a lower `priority` is computed
-    first. `include_stop` keeps the matched stop string in the text.
+    first. `include_stop` keeps the matched stop string in the text. With `beam_width` above 1, the choices are the `n`
+    best beams; a beam's score is its log-probability over its length to the power of `length_penalty`.
     """
 
     max_tokens: int | None = None
@@ -50,8 +52,10 @@ class SamplingParams:
     seed: int | None = None
     n: int = 1
     logprobs: int | None = None
+    prompt_logprobs: int | None = None
     ignore_eos: bool = False
     beam_width: int = 1
+    length_penalty: float = 1.0
     logit_bias: tuple[tuple[int, float], ...] = ()
     min_tokens: int = 0
     bad_words: tuple[str, ...] = ()
@@ -63,6 +67,8 @@ class SamplingParams:
     def __post_init__(self) -> None:
         for name, low, high in _RANGES:
             value = getattr(self, name)
+            if name == "max_tokens" and self.prompt_logprobs is not None:
+                low = 0
             if value is not None and not (math.isfinite(value) and low <= value <= high):
                 raise InvalidRequest(f"{name} must be in {_interval(low, high)}, not {value}.", field=name)
         if self.repetition_penalty == 0.0:
@@ -72,8 +78,8 @@ class SamplingParams:
         if any(not text or len(text) > MAX_STOP_CHARACTERS for text in self.stop):
             raise InvalidRequest(f"each stop string has 1 to {MAX_STOP_CHARACTERS} characters.", field="stop")
         self._check_token_rules()
-        if self.beam_width > 1 and self.n > 1:
-            raise InvalidRequest("beam_width and n cannot both be greater than 1.", field="beam_width")
+        if 1 < self.beam_width < self.n:
+            raise InvalidRequest(f"n must not be greater than beam_width, which is {self.beam_width}.", field="n")
 
     def _check_token_rules(self) -> None:
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
@@ -89,6 +95,11 @@ class SamplingParams:
             raise InvalidRequest(f"bad_words takes {limits}.", field="bad_words")
         if self.allowed_token_ids is not None and not self.allowed_token_ids:
             raise InvalidRequest("allowed_token_ids must not be empty.", field="allowed_token_ids")
+
+    @property
+    def num_sequences(self) -> int:
+        """Number of sequences of which the request consists at first. The beams of a search begin as one."""
+        return self.n if self.beam_width == 1 else 1
 
     @property
     def greedy(self) -> bool:
@@ -119,7 +130,9 @@ _RANGES: tuple[tuple[str, float, float], ...] = (
     ("seed", -(2**63), 2**63 - 1),
     ("n", 1, MAX_CHOICES),
     ("logprobs", 0, MAX_LOGPROBS),
+    ("prompt_logprobs", 0, MAX_LOGPROBS),
     ("beam_width", 1, MAX_BEAMS),
+    ("length_penalty", -10.0, 10.0),
     ("min_tokens", 0, math.inf),
     ("priority", -(2**31), 2**31 - 1),
 )
@@ -316,11 +329,35 @@ class TokensReady:
 
 
 @dataclass(frozen=True, slots=True)
+class TokenScore:
+    """A prompt token's natural-log probability under the model, after the tokens before it.
+
+    `rank` is 1 for the most likely token. `top` are the most likely tokens at its position, best first.
+    """
+
+    token_id: int
+    logprob: float
+    rank: int
+    top: tuple[tuple[int, float], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class PromptScored:
+    """Scores of the prompt's next tokens. The first event begins with the second token: the first one has no score.
+
+    All of them come before the first tokens of any choice.
+    """
+
+    request_id: str
+    scores: tuple[TokenScore, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class SequenceFinished:
     """The end of one choice. After the last choice of a request the worker has forgotten the request.
 
     `token_ids` are final tokens not sent yet: a beam's whole completion, else empty. `stop_token_id` ended
-    the sequence and is not text.
+    the sequence and is not text; `stop_logprob` is its log-probability, if requested.
     """
 
     request_id: str
@@ -331,6 +368,7 @@ class SequenceFinished:
     token_ids: tuple[int, ...] = ()
     logprobs: tuple[TokenLogprob, ...] = ()
     stop_token_id: int | None = None
+    stop_logprob: TokenLogprob | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -356,4 +394,4 @@ class RequestFailed:
     error: RequestError
 
 
-Event = TokensReady | SequenceFinished | ArraysReady | RequestFailed
+Event = PromptScored | TokensReady | SequenceFinished | ArraysReady | RequestFailed

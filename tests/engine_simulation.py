@@ -16,7 +16,16 @@ from app.engine.scheduler.policy import PrefillBudget
 from app.engine.scheduler.queues import EngineLimits
 from app.engine.scheduler.scheduler import Scheduler
 from app.engine.scheduler.speculation import Speculation
-from app.messages import Event, Generate, RequestFailed, SamplingParams, SequenceFinished, TokensReady
+from app.messages import (
+    Event,
+    Generate,
+    PromptScored,
+    RequestFailed,
+    SamplingParams,
+    SequenceFinished,
+    TokenScore,
+    TokensReady,
+)
 from app.metrics.stats import StepStats
 from tracking_runner import (
     EOS,
@@ -27,6 +36,7 @@ from tracking_runner import (
     drawn,
     fingerprints,
     log_probabilities,
+    score,
 )
 
 
@@ -85,6 +95,7 @@ class Simulation:
         self.completions: dict[tuple[str, int], list[int]] = {}
         self.endings: dict[tuple[str, int], SequenceFinished] = {}
         self.failures: dict[str, RequestFailed] = {}
+        self.scores: dict[str, list[TokenScore]] = {}
         self.steps_without_the_oldest = 0
 
     def flying(self, chance: float = 1.0) -> Simulation:
@@ -142,6 +153,10 @@ class Simulation:
             assert event.request_id not in self.failures, "something was told after the failure"
             if isinstance(event, RequestFailed):
                 self.failures[event.request_id] = event
+                continue
+            if isinstance(event, PromptScored):
+                assert all(name != event.request_id for name, _ in self.completions), "scores come before tokens"
+                self.scores.setdefault(event.request_id, []).extend(event.scores)
                 continue
             key = (event.request_id, event.choice)
             assert key not in self.endings, "something was told after the end"
@@ -210,8 +225,26 @@ def plain_completion(token_ids: Iterable[int], seed: int, limit: int, eos: int |
     return tokens[num_prompt:]
 
 
+def plain_scores(token_ids: Iterable[int], num_top: int) -> list[TokenScore]:
+    """The scores of a prompt, all at once."""
+    tokens = list(token_ids)
+    marks = fingerprints(tokens)
+    return [score(mark, token_id, num_top) for mark, token_id in zip(marks, tokens[1:], strict=False)]
+
+
 def plain_beam_search(token_ids: Iterable[int], width: int, limit: int, eos: int | None = EOS) -> list[int]:
+    """The best beam."""
+    return plain_beams(token_ids, width, limit, eos)[0]
+
+
+def plain_beams(
+    token_ids: Iterable[int], width: int, limit: int, eos: int | None = EOS, penalty: float = 1.0
+) -> list[list[int]]:
     """Beam search as it is taught: no slots, no steps, all continuations looked at; scores are mean log-probabilities."""
+
+    def worth(beam: tuple[float, list[int]]) -> float:
+        return -beam[0] / len(beam[1]) ** penalty
+
     prompt = list(token_ids)
     beams: list[tuple[float, list[int]]] = [(0.0, [])]
     ended: list[tuple[float, list[int]]] = []
@@ -228,8 +261,7 @@ def plain_beam_search(token_ids: Iterable[int], width: int, limit: int, eos: int
         if beams and len(prompt) + len(beams[0][1]) >= limit:
             ended += beams
             beams = []
-        ended = sorted(ended, key=lambda beam: -beam[0] / len(beam[1]))[:width]
-        if len(ended) == width and beams and beams[0][0] / len(beams[0][1]) <= ended[-1][0] / len(ended[-1][1]):
+        ended = sorted(ended, key=worth)[:width]
+        if len(ended) == width and beams and worth(beams[0]) >= worth(ended[-1]):
             break
-    best = ended[0][1]
-    return best[:-1] if best[-1] == eos else best
+    return [tokens[:-1] if tokens[-1] == eos else tokens for _, tokens in ended]

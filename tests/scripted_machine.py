@@ -86,7 +86,7 @@ class ScriptedMachine:
         if self.send_error(rows):
             return 400, {"error": {"message": f"{rows} are too many"}}
         usage = {"prompt_tokens": sum(len(text.split()) + WORD_TOKENS for text in texts if isinstance(text, str))}
-        if path == "/embed":
+        if path == "/encode":
             return 200, {"embeddings": [[0.5, 0.5]] * rows, "usage": usage}
         if path == "/v1/classify":
             return 200, {"data": [{"predictions": [{"label": "good", "score": 1.0}]}] * rows, "usage": usage}

@@ -73,7 +73,7 @@ class ScriptedPeer:
             return (
                 await self._infer(writer, body) if body else self._plain(writer, 200, {"inputs": self.activation_group})
             )
-        if path in ("/v1/embeddings", "/embed", "/v2/models/peer/infer"):
+        if path in ("/v1/embeddings", "/embed", "/encode", "/v2/models/peer/infer"):
             return await self._embed(writer, body)
         if path != "/v1/completions" or not (self.token_ids or isinstance(body["prompt"], str)):
             return self._plain(writer, 404, {"error": "there is no such thing"})

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shutil
 import subprocess
@@ -16,6 +17,7 @@ from app.bench.http.server import running_server
 from app.cli.parser import BENCHES
 
 ADDRESS = "http://127.0.0.1:8000"
+ENCODER_CLIENTS = {"cohere", "huggingface_hub"}
 
 
 def blocks(root: Path, language: str) -> list[str]:
@@ -28,19 +30,38 @@ def blocks(root: Path, language: str) -> list[str]:
 async def test_every_example_runs_against_the_demo(root: Path) -> None:
     if shutil.which("curl") is None:
         pytest.skip("the examples are curl's")
-    chats, dialects, natives, texts = blocks(root, "bash")
+    chats, dialects, natives, texts, encoders = blocks(root, "bash")
     client_code, structured, *others = blocks(root, "python")
     examples = [("bash", "-ec", chats), ("bash", "-ec", natives), (sys.executable, "-c", client_code)]
     examples += [(sys.executable, "-c", structured), ("bash", "-ec", dialects)]
-    installed = [block for block in others if find_spec(re.findall(r"^(?:import|from) (\w+)", block, re.MULTILINE)[0])]
+    installed = [block for block in others if find_spec(imported(block))]
     async with running_server(None, ("--threads=1",)) as server:
         chat, native, client, typed, completed = [
             run(*command, block.replace(ADDRESS, server.url)) for *command, block in examples
         ]
-        said = [run(sys.executable, "-c", block.replace(ADDRESS, server.url)) for block in installed]
+        said = [
+            run(sys.executable, "-c", block.replace(ADDRESS, server.url))
+            for block in installed
+            if imported(block) not in ENCODER_CLIENTS
+        ]
     async with running_server(None, ("--threads=1", "--model=bert")) as server:
         told = run("bash", "-ec", texts.replace(ADDRESS, server.url))
+        bare, typed_vectors, best, scores, states, decoded, counted = run(
+            "bash", "-ec", encoders.replace(ADDRESS, server.url).replace("\ncurl", "\necho\ncurl")
+        ).splitlines()
+        said += [
+            run(sys.executable, "-c", block.replace(ADDRESS, server.url))
+            for block in installed
+            if imported(block) in ENCODER_CLIENTS
+        ]
     decode = json.JSONDecoder().raw_decode
+    assert len(json.loads(bare)) == 2
+    assert len(json.loads(typed_vectors)["embeddings"]["ubinary"][0]) * 8 == len(json.loads(bare)[0])
+    assert [each["index"] for each in json.loads(best)["results"]] == [0]
+    assert len(json.loads(scores)["data"]) == 2
+    assert len(json.loads(states)["data"][0]["data"][0]) == len(json.loads(bare)[0])
+    assert len(json.loads(decoded)) == 1
+    assert json.loads(counted)["model_stats"][0]["name"] == "bert"
     vectors, end = decode(told)
     ranks, more = decode(told[end:])
     assert len(vectors["data"]) == 2
@@ -54,12 +75,20 @@ async def test_every_example_runs_against_the_demo(root: Path) -> None:
     assert len(client.split()) > 10, "a story has words"
     assert "legs=" in typed and "find {" in typed
     assert '"tokens_predicted":' in completed and '"total_slots":' in completed
-    assert len(others) == 3
+    assert len(others) == 5
     assert all(text.strip() for text in said)
 
 
+def imported(block: str) -> str:
+    """Return the first module that a block of Python imports."""
+    return str(re.findall(r"^(?:import|from) (\w+)", block, re.MULTILINE)[0])
+
+
 def run(*command: str) -> str:
-    result = subprocess.run(command, capture_output=True, text=True, check=False, stdin=subprocess.DEVNULL)
+    environment = os.environ | {"HF_HUB_OFFLINE": "0"}  # the hub's client then speaks to the server, which is no hub
+    result = subprocess.run(
+        command, capture_output=True, text=True, check=False, stdin=subprocess.DEVNULL, env=environment
+    )
     assert result.returncode == 0, result.stderr
     return result.stdout
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 from app.engine.scheduler.batch import Batch, InFlightStep, SampledTokens, ScheduledSpan, Sequence
 from app.engine.scheduler.kv_allocator import KvSlots
+from app.messages import TokenScore
 
 VOCABULARY = 7
 EOS = 0
@@ -53,10 +54,19 @@ def candidates(fingerprint: int, number: int) -> SampledTokens:
     return SampledTokens(tuple(token for token, _ in best), tuple(logprob for _, logprob in best))
 
 
+def score(fingerprint: int, token_id: int, num_top: int) -> TokenScore:
+    """The score of a token of a prompt after the tokens of the fingerprint."""
+    logprobs = log_probabilities(fingerprint)
+    rank = sum(other > logprobs[token_id] for other in logprobs) + 1
+    best = sorted(enumerate(logprobs), key=lambda pair: -pair[1])[:num_top]
+    return TokenScore(token_id, logprobs[token_id], rank, tuple(best))
+
+
 @dataclass(frozen=True, slots=True)
 class Flown:
     batch: Batch
     samples: list[SampledTokens]
+    scores: list[tuple[TokenScore, ...]]
 
 
 class RememberingRunner:
@@ -79,6 +89,7 @@ class RememberingRunner:
         self.computed_tokens = 0
         self.batches: list[Batch] = []  # as they are launched
         self.wait_measured: list[Batch] = []
+        self.prompt_scores: list[tuple[TokenScore, ...]] = []
         self._chance, self._rng = chance, random.Random(0)
 
     def run(self, batch: Batch) -> list[SampledTokens]:
@@ -102,7 +113,14 @@ class RememberingRunner:
             for span in batch.spans
             for position in range(span.end - span.num_samples, span.end)
         ]
-        return Flown(batch, picked)
+        scores = [
+            tuple(
+                score(marks[id(one.span)][position], token_id, one.num_top)
+                for position, token_id in zip(range(one.start, one.end), one.target_ids, strict=True)
+            )
+            for one in batch.scored
+        ]
+        return Flown(batch, picked, scores)
 
     def wait(self, flight: InFlightStep) -> list[SampledTokens]:
         assert isinstance(flight, Flown)
@@ -111,6 +129,7 @@ class RememberingRunner:
         if self.wants_late:
             self._want(flight.batch)
         self.wait_measured.append(flight.batch)
+        self.prompt_scores = flight.scores
         return flight.samples
 
     def can_run_ahead(self, batch: Batch) -> bool:

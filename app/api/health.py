@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from contextlib import suppress
 from typing import Any, NotRequired
 
 from starlette.requests import Request
@@ -11,6 +12,7 @@ from typing_extensions import TypedDict
 
 from app.api.errors import LOADING_RETRY_SECONDS
 from app.api.routing import DialectRouter, runtime_of
+from app.api.tei import model_information
 from app.errors import InvalidRequest, NotReady
 from app.service.service import Service
 from app.version import VERSION
@@ -50,10 +52,15 @@ class ReadinessStatus(TypedDict):
 
 
 class InfoResponse(TypedDict):
-    """Response of `/info`. While the server is loading, less is known; without a key, `stage` and `model` alone."""
+    """Response of `/info`. While the server is loading, less is known; without a key, `stage` and `model` alone.
+
+    `model_id` and `max_input_length` are of text-embeddings-inference, as `model_type` and more are for an encoder.
+    """
 
     stage: str
     model: NotRequired[dict[str, Any]]
+    model_id: NotRequired[str]
+    max_input_length: NotRequired[int]
     version: NotRequired[str]
     capacity: NotRequired[dict[str, Any]]
 
@@ -125,8 +132,11 @@ async def info(request: Request) -> Response:
     runtime = runtime_of(request)
     if not request.state.has_key:
         return JSONResponse(_client_info(runtime.service))
-    capacity = runtime.service.snapshot.to_json()
-    return JSONResponse({"version": VERSION, "stage": runtime.service.stage, **runtime.info(), "capacity": capacity})
+    service, known = runtime.service, runtime.info()
+    body = {"version": VERSION, "stage": service.stage, **known, "capacity": service.snapshot.to_json()}
+    with suppress(NotReady):
+        body |= model_information(service.model, known.get("plan", {}))
+    return JSONResponse(body)
 
 
 def _client_info(service: Service) -> dict[str, Any]:

@@ -234,7 +234,8 @@ class ResponseSender:
     def __init__(self, scope: Scope, send: Send, error_format: Callable[[str], ErrorFormat]) -> None:
         offered = header(scope, b"x-request-id")
         self.request_id = offered.decode() if _VALID_ID.fullmatch(offered) else uuid.uuid4().hex
-        scope.setdefault("state", {})["request_id"] = self.request_id
+        self._state = scope.setdefault("state", {})
+        self._state["request_id"] = self.request_id
         self._path, self._send, self._error_format = scope["path"], send, error_format
         self._started = self._ended = self._is_event_stream = False
 
@@ -264,7 +265,7 @@ class ResponseSender:
 
         Call `end` afterwards.
         """
-        errors = self._error_format(self._path)
+        errors = self._state.get("errors") or self._error_format(self._path)
         if not self._started:
             response = errors.response(error)
             if isinstance(error, BodyTooLarge):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Mapping
-from typing import Any, NotRequired
+from typing import Any, ClassVar, NotRequired
 
 from starlette.requests import Request
 from starlette.responses import Response
@@ -32,6 +32,12 @@ class GenerateBody(SamplingFields):
     Without `max_tokens`, generation may continue to the end of the context. `add_special_tokens` applies to
     `prompt`: it makes the tokenizer add its own special tokens, such as the beginning of sequence.
     """
+
+    FOREIGN: ClassVar[Mapping[str, str]] = {
+        "messages": "send prompt or token_ids here, or send messages to /v1/chat/completions.",
+        "inputs": "send prompt or token_ids here.",
+        "text": "send prompt or token_ids here.",
+    }
 
     prompt: str | None = None
     token_ids: TokenIds | None = None

@@ -13,11 +13,12 @@ from pydantic import TypeAdapter
 
 from app.api import health, native, tei, tokenizer
 from app.api.anthropic import routes as anthropic
+from app.api.encoders import cohere, rerank, vllm
 from app.api.encoders import routes as encoders
 from app.api.errors import NATIVE_ERRORS, ErrorFormat
 from app.api.llama_cpp import completion as llama_cpp
 from app.api.llama_cpp import server as llama_cpp_server
-from app.api.oip import generate
+from app.api.oip import generate, repository
 from app.api.oip import routes as oip
 from app.api.ollama import routes as ollama
 from app.api.openai import routes as openai
@@ -27,7 +28,17 @@ from app.api.routing import SCHEMA_REF, DialectRoute, DialectRouter
 # Clients of servers that have OpenAI's routes without a prefix send the same bodies there.
 _WITHOUT_PREFIX = {
     f"/v1/{path}": f"/{path}"
-    for path in ("chat/completions", "responses", "embeddings", "models", "models/{name:path}")
+    for path in (
+        "chat/completions",
+        "chat/completions/input_tokens",
+        "responses",
+        "responses/input_tokens",
+        "embeddings",
+        "models",
+        "models/{name:path}",
+        "classify",
+        "score",
+    )
 }
 ROUTERS: tuple[DialectRouter, ...] = (
     health.probes,
@@ -47,10 +58,18 @@ ROUTERS: tuple[DialectRouter, ...] = (
     encoders.openai_router,
     encoders.openai_router.copy(_WITHOUT_PREFIX),
     encoders.native_router,
+    vllm.router,
+    vllm.router.copy(_WITHOUT_PREFIX),
+    rerank.openai_router,
     tei.router,
+    tei.root_router,
+    rerank.tei_router,
     oip.probes,
+    repository.router,
     generate.router,
     oip.router,
+    cohere.router,
+    rerank.cohere_router,
 )
 ROUTES: tuple[DialectRoute, ...] = tuple(route for router in ROUTERS for route in router.operations)
 # In the OpenAPI document only: `RequestGate` checks the keys, before it reads the body.

@@ -20,6 +20,7 @@ from fastapi.params import Depends
 from fastapi.routing import APIRoute
 from pydantic import GetCoreSchemaHandler
 from pydantic_core import CoreSchema
+from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
@@ -151,6 +152,11 @@ _ERRORS: dict[int | str, dict[str, Any]] = {
 }
 
 
+def answer_errors_as(request: Request, errors: ErrorFormat) -> None:
+    """Let the errors of this request have another format than its path: its body is of another dialect."""
+    request.state.errors = errors
+
+
 class UnreadBody(Generic[BodyT]):
     """The body of one request. The operation parses it, after the checks that do not need it."""
 
@@ -160,6 +166,13 @@ class UnreadBody(Generic[BodyT]):
     async def read(self) -> bytes:
         """Return the body's bytes."""
         return await self._request.body()
+
+    async def has_field(self, name: str) -> bool:
+        """Return True if an object in the body has the field, before the body is parsed.
+
+        It tells the dialects of a route apart. In valid JSON, a string with a colon after it is the name of a field.
+        """
+        return re.search(rb'"%b"\s*:' % name.encode(), await self.read()) is not None
 
     async def parse(self, needs_type: bool = True) -> BodyT:
         """Parse the body as JSON.
@@ -261,9 +274,12 @@ class DialectRouter(APIRouter):
         """The router's routes."""
         return [route for route in self.routes if isinstance(route, DialectRoute)]
 
-    def failures(self, *statuses: int | str) -> Responses:
-        """Return the description of error responses in the dialect's format."""
-        content = {"application/json": {"schema": _reference(self.errors.model)}}
+    def failures(self, *statuses: int | str, also: ErrorFormat | None = None) -> Responses:
+        """Return the description of error responses in the dialect's format. Some bodies get the format `also`."""
+        schema: dict[str, Any] = _reference(self.errors.model)
+        if also is not None:
+            schema = {"anyOf": [schema, _reference(also.model)]}
+        content = {"application/json": {"schema": schema}}
         return {status: {**_ERRORS[status], "content": content} for status in statuses}
 
     def event_stream(self, event: type, *, last: str | None = None, named: bool = False) -> Responses:
@@ -332,11 +348,18 @@ class RouteTable:
         methods = [(method, each) for each in routes for method in _methods(each)]
         self._exact = {(method, each.path): each.handler for method, each in methods if not each.param_convertors}
         self._patterns = [(method, each.path_regex, each.handler) for method, each in methods if each.param_convertors]
+        # The router would name the methods of a path's first route only.
+        allowed: dict[str, list[str]] = {}
+        for each in routes:
+            allowed.setdefault(each.path, []).append(each.method)
+        self._allowed = {path: ", ".join(names) for path, names in allowed.items() if len(names) > 1}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Call the operation of the path, or the wrapped application."""
         endpoint = self._find(scope) if scope["type"] == "http" else None
         if endpoint is None:
+            if scope["type"] == "http" and (allowed := self._allowed.get(scope["path"])) is not None:
+                raise HTTPException(405, headers={"Allow": allowed})
             await self._app(scope, receive, send)
             return
         response = await endpoint(Request(scope, receive))

@@ -9,7 +9,7 @@ from typing import Annotated, Any, ClassVar, TypeVar
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, GetJsonSchemaHandler, ValidationError, WithJsonSchema
 from pydantic.json_schema import JsonSchemaValue
-from pydantic_core import CoreSchema
+from pydantic_core import CoreSchema, from_json
 
 from app.api.errors import invalid_body
 from app.api.json_size import LOOP_BYTES, check_num_values
@@ -38,12 +38,14 @@ class Body(BaseModel):
     """A JSON object from a client. Unknown fields are refused by name, unless one of two tables lists them.
 
     Fields in IGNORED have no effect that a client could notice. Fields in NEUTRAL are accepted only with a value
-    that requests nothing. Null requests nothing in any field.
+    that requests nothing. Null requests nothing in any field. FOREIGN has fields of other dialects, each with a
+    sentence that says what would be right: a body that has one is refused with it.
     """
 
     model_config = ConfigDict(strict=True, extra="allow", frozen=True)
     IGNORED: ClassVar[frozenset[str]] = frozenset()
     NEUTRAL: ClassVar[Mapping[str, tuple[Any, ...]]] = {}
+    FOREIGN: ClassVar[Mapping[str, str]] = {}
 
     @classmethod
     def __get_pydantic_json_schema__(cls, core_schema: CoreSchema, handler: GetJsonSchemaHandler) -> JsonSchemaValue:
@@ -68,7 +70,9 @@ class Body(BaseModel):
                 continue
             field = path + name
             if name not in self.NEUTRAL:
-                raise UnsupportedParameter(f"{field} is not a parameter of this route.", field=field)
+                advice = self.FOREIGN.get(name)
+                sentence = f"{field} is not a parameter of this route" + (f": {advice}" if advice else ".")
+                raise UnsupportedParameter(sentence, field=field)
             neutral = " or ".join(repr(accepted) for accepted in self.NEUTRAL[name] if accepted is not None)
             advice = f"leave it out, or send {neutral}" if neutral else "leave it out"
             raise UnsupportedParameter(f"{field} is not supported: {advice}.", field=field)
@@ -143,9 +147,24 @@ def parse_body(model: type[BodyT], body: bytes) -> BodyT:
     try:
         parsed = model.model_validate_json(body)
     except ValidationError as error:
-        raise invalid_body(error) from error
+        raise _foreign_body(model, body) or invalid_body(error) from error
     parsed.refuse_unknown()
     return parsed
+
+
+def _foreign_body(model: type[Body], body: bytes) -> UnsupportedParameter | None:
+    """Return the error of a body of another dialect, whose missing fields would mislead; None if it is not one."""
+    if not any(b'"%b"' % name.encode() in body for name in model.FOREIGN):
+        return None
+    try:
+        given = from_json(body)
+    except ValueError:
+        return None
+    names = given if isinstance(given, dict) else {}
+    name = next((name for name in model.FOREIGN if names.get(name) is not None), None)
+    if name is None:
+        return None
+    return UnsupportedParameter(f"{name} is not a parameter of this route: {model.FOREIGN[name]}", field=name)
 
 
 def make_body(model: type[BodyT], **fields: Any) -> BodyT:

@@ -21,7 +21,7 @@ from app.api.errors import ErrorFormat, to_http_error
 from app.api.routing import SSE
 from app.errors import RequestError
 from app.messages import FinishReason, Timings
-from app.service.requests import Accepted, ChoiceFinished, ScoredToken, StreamEvent, TextDelta, Usage
+from app.service.requests import Accepted, ChoiceFinished, PromptToken, ScoredToken, StreamEvent, TextDelta, Usage
 
 DONE = b"data: [DONE]\n\n"
 # Created once: `json.dumps` with non-default arguments creates an encoder per call, which takes as long as encoding.
@@ -146,6 +146,7 @@ class CollectedChoice:
     finished: ChoiceFinished | None = None
     reasoning: str = ""
     tool_calls: list[CollectedCall] = field(default_factory=list)
+    prompt: tuple[PromptToken, ...] = ()
 
     @property
     def text(self) -> str:
@@ -158,6 +159,7 @@ class CollectedChoice:
         self.token_ids += delta.token_ids
         self.logprobs += delta.logprobs
         self.reasoning += delta.reasoning
+        self.prompt = delta.prompt or self.prompt
         for call in delta.tool_calls:
             if call.id is not None:
                 self.tool_calls.append(CollectedCall(call.id, call.name or ""))

@@ -1,36 +1,42 @@
-"""text-embeddings-inference dialect: predict, rerank, similarity and embed_all, with their request bodies."""
+"""text-embeddings-inference dialect: embed, embed_all, predict, similarity and decode, with their request bodies.
+
+Its rerank is in `encoders/rerank.py`, its tokenize in `tokenizer.py`, and its part of `/info` in `health.py`.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from itertools import accumulate, pairwise
-from typing import Annotated, Any, NotRequired
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import AfterValidator, Field, WithJsonSchema
 from pydantic_core import to_json
 from starlette.requests import Request
-from starlette.responses import Response
+from starlette.responses import JSONResponse, Response
 from typing_extensions import TypedDict
 
-from app.api.encoders.routes import (
-    ClassifyQuery,
-    RerankQuery,
-    Truncation,
-    classify_texts,
-    join_with_pauses,
-    json_response,
-    native_encoding_request,
-    relevance_scores,
-    rerank_encoding_request,
-    sort_by_score,
-    to_json_list,
-)
-from app.api.encoders.schemas import NON_EMPTY, LabelScore, NonEmptyText, TextsBody, TruncationFields
+from app.api.encoders.routes import native_encoding_request
+from app.api.encoders.schemas import NON_EMPTY, EmbedBody, LabelScore, NonEmptyText, TextsBody, TruncationFields
+from app.api.encoders.scoring import ClassifyQuery, Truncation, classify_texts, labels_by_score
+from app.api.encoders.vectors import join_with_pauses, json_response, to_json_list, token_header
 from app.api.errors import ErrorFormat, HttpError
-from app.api.routing import BODY_ERRORS, DialectRouter, RequestBody, count_refusals, request_id, runtime_of
-from app.api.schemas import Body
+from app.api.routing import (
+    BODY_ERRORS,
+    DialectRouter,
+    RequestBody,
+    UnreadBody,
+    answer_errors_as,
+    count_refusals,
+    renamed_fields,
+    request_id,
+    runtime_of,
+)
+from app.api.schemas import Body, Int64, validate_token_ids
+from app.errors import WrongModelKind
+from app.service.inputs import MAX_TEXTS
 from app.service.requests import Encoded, EncodingRequest
-from app.service.served_model import cosine_similarities, to_numpy
+from app.service.served_model import ServedEncoder, ServedModel, paired_similarities, to_numpy
 
 TextOrPair = str | tuple[str, str]
 
@@ -69,20 +75,25 @@ PredictInput = Annotated[
 ]
 
 
+class PredictParameters(Body):
+    """Parameters with which the Hugging Face hub's client classifies texts."""
+
+    NEUTRAL: ClassVar[Mapping[str, tuple[Any, ...]]] = {"function_to_apply": (None,)}
+
+    top_k: Annotated[Int64, Field(ge=1)] | None = None
+
+
 class PredictBody(TruncationFields):
     """Body of `POST /predict`."""
 
+    FOREIGN: ClassVar[Mapping[str, str]] = {
+        "input": "send inputs here, or send input to /v1/classify.",
+        "text": "send inputs here.",
+    }
+
     inputs: PredictInput
     raw_scores: bool | None = None
-
-
-class RankBody(TruncationFields):
-    """Body of `POST /rerank`."""
-
-    query: NonEmptyText
-    texts: Annotated[tuple[str, ...], NON_EMPTY]
-    raw_scores: bool | None = None
-    return_text: bool | None = None
+    parameters: PredictParameters | None = None
 
 
 class EmbedAllBody(TextsBody):
@@ -105,8 +116,51 @@ class SimilarityParameters(TruncationFields):
 class SimilarityBody(Body):
     """Body of `POST /similarity`."""
 
+    FOREIGN: ClassVar[Mapping[str, str]] = {
+        "source_sentence": "send inputs with source_sentence and sentences.",
+        "sentences": "send inputs with source_sentence and sentences.",
+        "text_1": "send inputs with source_sentence and sentences, or send text_1 and text_2 to /score.",
+    }
+
     inputs: Sentences
     parameters: SimilarityParameters | None = None
+
+
+class TeiEmbedBody(EmbedBody):
+    """Body of `POST /embed`. Vectors have length 1 unless `normalize` is false."""
+
+    encoding_format: Literal["float"] | None = None
+
+
+class SparseBody(TextsBody):
+    """Body of `POST /embed_sparse`, which is refused."""
+
+
+def _validate_ids(value: Any) -> tuple[tuple[int, ...], ...]:
+    """Convert a list of token ids, or a list of such lists, to a tuple of tuples."""
+    if not isinstance(value, list) or not value or not isinstance(value[0], list):
+        return (validate_token_ids(value),)
+    if len(value) > MAX_TEXTS:
+        raise ValueError(f"Input should have at most {MAX_TEXTS} lists of token ids, not {len(value)}")
+    return tuple(map(validate_token_ids, value))
+
+
+_IDS = {"type": "array", "items": {"type": "integer"}, "minItems": 1}
+
+
+class DecodeBody(Body):
+    """Body of `POST /decode`."""
+
+    FOREIGN: ClassVar[Mapping[str, str]] = {
+        "tokens": "send ids here, or send tokens to /detokenize.",
+        "token_ids": "send ids here, or send token_ids to /detokenize.",
+        "text": "send ids here; /tokenize takes texts.",
+    }
+
+    ids: Annotated[
+        Any, AfterValidator(_validate_ids), WithJsonSchema({"anyOf": [_IDS, {"type": "array", "items": _IDS}]})
+    ]
+    skip_special_tokens: bool | None = None
 
 
 class TeiError(TypedDict):
@@ -114,14 +168,6 @@ class TeiError(TypedDict):
 
     error: str
     error_type: str
-
-
-class RankedText(TypedDict):
-    """A text's place in the request and its score, best first; the text itself with `return_text`."""
-
-    index: int
-    score: float
-    text: NotRequired[str]
 
 
 def _error_body(error: HttpError) -> dict[str, Any]:
@@ -133,7 +179,63 @@ _ERROR_TYPES: Mapping[int, str] = {429: "Overloaded", 503: "Unhealthy"}
 TEI_ERRORS = ErrorFormat(_error_body, TeiError)
 CHUNK_TOKENS = 16
 router = DialectRouter("text-embeddings-inference", TEI_ERRORS)
+root_router = DialectRouter("text-embeddings-inference")  # errors of its path have the native format otherwise
 ENCODING_ERRORS = router.failures(*BODY_ERRORS, 504)
+
+
+@router.post(
+    "/embed",
+    summary="text-embeddings-inference: embeddings of texts or token ids",
+    response_model=list[list[float]],
+    responses=ENCODING_ERRORS,
+)
+async def embed(request: Request, unread: RequestBody[TeiEmbedBody]) -> Response:
+    """Serve `POST /embed`."""
+    runtime = runtime_of(request)
+    with count_refusals(runtime.metrics, "native"):
+        runtime.service.encoder  # noqa: B018  # another kind of model is refused whatever the body is
+        body = await unread.parse()
+        encoding = replace(
+            native_encoding_request(body, "embedding", request),
+            normalize=body.normalize is not False,
+            dimensions=body.dimensions,
+        )
+    encoded = await runtime.service.encode(encoding)
+    rows = (to_json_list(vector) for vector in to_numpy(encoded.arrays["embedding"]))
+    return json_response(await join_with_pauses(b"[", rows, b"]"), encoded, token_header(encoded))
+
+
+@root_router.post(
+    "/",
+    summary="text-embeddings-inference: as /embed, or as /predict for a model with labels",
+    response_model=list[list[float]] | list[LabelScore] | list[list[LabelScore]],
+    responses=root_router.failures(*BODY_ERRORS, 504, also=TEI_ERRORS),
+)
+async def embed_or_predict(request: Request, unread: RequestBody[TeiEmbedBody]) -> Response:
+    """Serve `POST /`."""
+    answer_errors_as(request, TEI_ERRORS)
+    runtime = runtime_of(request)
+    with count_refusals(runtime.metrics, "native"):
+        served = runtime.service.encoder
+    if served.labels:
+        return await predict(request, UnreadBody(request, PredictBody))
+    return await embed(request, unread)
+
+
+@router.post(
+    "/embed_sparse",
+    summary="text-embeddings-inference: refused, since no model here has sparse vectors",
+    status_code=400,
+    response_model=TeiError,
+    responses=ENCODING_ERRORS,
+)
+async def embed_sparse(request: Request, unread: RequestBody[SparseBody]) -> Response:
+    """Refuse `POST /embed_sparse`, and name what the served model gives instead."""
+    runtime = runtime_of(request)
+    with count_refusals(runtime.metrics, "native"):
+        served = runtime.service.encoder
+        instead = "scores at /predict" if served.labels else "dense vectors at /embed"
+        raise WrongModelKind(f"{served.name!r} has no sparse vectors; it has {instead}.", field="model")
 
 
 @router.post(
@@ -146,36 +248,18 @@ async def predict(request: Request, unread: RequestBody[PredictBody]) -> Respons
     """Serve `POST /predict`."""
     runtime = runtime_of(request)
     with count_refusals(runtime.metrics, "classify"):
-        runtime.service.encoder  # noqa: B018  # another kind of model is refused whatever the body is
-        body = await unread.parse()
-        is_batch, texts = body.inputs
-    encoded, scored = await classify_texts(
-        runtime.service, ClassifyQuery(texts, bool(body.raw_scores), _truncation(body), "inputs"), request_id(request)
-    )
-    body_rows = [[{"score": score, "label": label} for label, score in scores] for scores in scored]
-    return _response(to_json(body_rows if is_batch else body_rows[0]), encoded)
-
-
-@router.post(
-    "/rerank",
-    summary="text-embeddings-inference: rank texts by relevance",
-    response_model=list[RankedText],
-    responses=ENCODING_ERRORS,
-)
-async def rerank(request: Request, unread: RequestBody[RankBody]) -> Response:
-    """Serve `POST /rerank`."""
-    runtime = runtime_of(request)
-    with count_refusals(runtime.metrics, "rerank"):
         served = runtime.service.encoder
         body = await unread.parse()
-        query = RerankQuery(body.query, body.texts, bool(body.raw_scores), _truncation(body), "texts")
-        encoding = rerank_encoding_request(served, query, request_id(request))
-    encoded = await runtime.service.encode(encoding)
-    ranked = sort_by_score(relevance_scores(served, encoded, query.raw_scores))
-    ranks: list[dict[str, Any]] = [{"index": index, "score": score} for index, score in ranked]
-    if body.return_text:
-        ranks = [rank | {"text": body.texts[rank["index"]]} for rank in ranks]
-    return _response(to_json(ranks), encoded)
+        is_batch, texts = body.inputs
+        truncation = Truncation(bool(body.truncate), body.truncate_left)
+    encoded, rows = await classify_texts(
+        runtime.service, ClassifyQuery(texts, bool(body.raw_scores), truncation, "inputs"), request_id(request)
+    )
+    top_k = body.parameters.top_k if body.parameters else None
+    predictions = [
+        [{"score": score, "label": label} for label, score in labels_by_score(served, row)[:top_k]] for row in rows
+    ]
+    return json_response(to_json(predictions if is_batch else predictions[0]), encoded, token_header(encoded))
 
 
 @router.post(
@@ -203,7 +287,7 @@ async def similarity(request: Request, unread: RequestBody[SimilarityBody]) -> R
         )
     encoded = await runtime.service.encode(encoding)
     vectors = to_numpy(encoded.arrays["embedding"])
-    return _response(to_json_list(cosine_similarities(vectors[:1], vectors[1:])[0]), encoded)
+    return json_response(to_json_list(paired_similarities(vectors[:1], vectors[1:])), encoded, token_header(encoded))
 
 
 @router.post(
@@ -220,7 +304,8 @@ async def embed_all(request: Request, unread: RequestBody[EmbedAllBody]) -> Resp
         body = await unread.parse()
         encoding = native_encoding_request(body, "last_hidden_state", request)
     encoded = await runtime.service.encode(encoding)
-    return _response(await join_with_pauses(b"[", _token_vectors(encoded), b"]"), encoded)
+    body_json = await join_with_pauses(b"[", _token_vectors(encoded), b"]")
+    return json_response(body_json, encoded, token_header(encoded))
 
 
 def _token_vectors(encoded: Encoded) -> Iterator[bytes]:
@@ -236,13 +321,52 @@ def _token_vectors(encoded: Encoded) -> Iterator[bytes]:
             yield rows[first != start : len(rows) - (last != end)]
 
 
-def _truncation(body: TruncationFields) -> Truncation:
-    return Truncation(bool(body.truncate), body.truncate_left)
+@router.post(
+    "/decode",
+    summary="text-embeddings-inference: texts of token ids",
+    response_model=list[str],
+    responses=router.failures(*BODY_ERRORS),
+)
+async def decode(request: Request, unread: RequestBody[DecodeBody]) -> Response:
+    """Serve `POST /decode`, for every model with a tokenizer."""
+    service = runtime_of(request).service
+    with renamed_fields({"token_ids": "ids"}):
+        body = await unread.parse()
+        skips = body.skip_special_tokens is not False
+        return JSONResponse([await service.detokenize(ids, skips) for ids in body.ids])
 
 
-def _response(body: bytes, encoded: Encoded) -> Response:
-    """Return a response with the usage in a header, as text-embeddings-inference does.
+# ---- /info ---------------------------------------------------------------------------------------------------------
 
-    These bodies have no field for it.
+_DTYPES: Mapping[str, str] = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
+
+
+def model_information(model: ServedModel, plan: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the fields of text-embeddings-inference's `/info`, which the native response of `/info` has too.
+
+    Args:
+        model: The served model.
+        plan: The serving plan as JSON: decisions by name, each with its `value`.
     """
-    return json_response(body, encoded, {"x-compute-tokens": str(encoded.usage.prompt_tokens)})
+    known: dict[str, Any] = {"model_id": model.name, "max_input_length": model.limits.max_model_len}
+    if not isinstance(model, ServedEncoder):
+        return known
+    precision = str(plan.get("precision", {}).get("value", "fp32"))
+    return known | {
+        "model_sha": None,
+        "model_dtype": _DTYPES.get(precision, precision),
+        "model_type": _model_type(model),
+        "max_concurrent_requests": model.limits.max_running_seqs + model.limits.max_waiting_requests,
+        "max_batch_tokens": plan.get("max_batch_tokens", {}).get("value"),
+        "max_client_batch_size": MAX_TEXTS,
+        "auto_truncate": False,
+        "tokenization_workers": model.limits.tokenizer_threads,
+    }
+
+
+def _model_type(model: ServedEncoder) -> dict[str, Any]:
+    if not model.labels:
+        return {"embedding": {"pooling": "_".join(model.config.pooling.modes)}}
+    id2label = {str(place): label for place, label in enumerate(model.labels)}
+    label2id = {label: place for place, label in enumerate(model.labels)}
+    return {"reranker" if len(model.labels) == 1 else "classifier": {"id2label": id2label, "label2id": label2id}}

@@ -1,38 +1,64 @@
-"""Tokenizer routes in the native format, vLLM's and llama.cpp's: one route takes the bodies of all three."""
+"""Tokenizer routes in the native format, vLLM's, llama.cpp's and text-embeddings-inference's.
+
+One route takes the bodies of all four.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, NotRequired
 
 from pydantic import Field
+from pydantic_core import to_json
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from typing_extensions import TypedDict
 
+from app.api.encoders.vectors import join_with_pauses
 from app.api.openai.bodies import MAX_TOOLS, Message, ToolDefinition
 from app.api.openai.translate import template_message
-from app.api.routing import BODY_ERRORS, ApiRuntime, DialectRouter, RequestBody, check_model, runtime_of
+from app.api.routing import (
+    BODY_ERRORS,
+    ApiRuntime,
+    DialectRouter,
+    RequestBody,
+    answer_errors_as,
+    check_model,
+    runtime_of,
+)
 from app.api.schemas import MAX_MESSAGES, Body, TokenIds
+from app.api.tei import TEI_ERRORS
 from app.errors import InvalidRequest
+from app.service.inputs import MAX_TEXTS, named_prompt
 from app.service.served_model import ServedDecoder, ServedProgram, wrong_kind_error
 from app.text.chat import ChatOptions
-from app.text.tokenizer import Tokenizer
+from app.text.tokenizer import Tokenizer, TokenSpan
 
 Json = dict[str, Any]
+_IDS_AT_ONCE = 4096
+MAX_PLACED_CHARACTERS = 2**20  # each may be a token, which has some 80 bytes in the response and 150 before it
 
 
 class TokenizeBody(Body):
     """Body of `POST /tokenize`, with `prompt`, with `messages` that are rendered with the chat template, or llama.cpp's.
 
-    llama.cpp's text is `content`; special tokens are added to it only with `add_special`.
+    llama.cpp's text is `content`; special tokens are added to it only with `add_special`. text-embeddings-inference's
+    are `inputs`, with `prompt_name`.
     """
 
     IGNORED: ClassVar[frozenset[str]] = frozenset({"parse_special"})
+    FOREIGN: ClassVar[Mapping[str, str]] = {
+        "text": "send prompt here.",
+        "ids": "send prompt here; /decode takes ids.",
+        "input": "send prompt here.",
+    }
 
     model: str | None = None
     prompt: str | None = None
     messages: Annotated[tuple[Message, ...], Field(fail_fast=True, min_length=1, max_length=MAX_MESSAGES)] | None = None
     content: str | None = None
+    inputs: str | Annotated[tuple[str, ...], Field(fail_fast=True, min_length=1, max_length=MAX_TEXTS)] | None = None
+    prompt_name: str | None = None
     add_special_tokens: bool | None = None
     add_special: bool | None = None
     returns_texts: bool | None = Field(None, alias="with_pieces")
@@ -47,6 +73,8 @@ class DetokenizeBody(Body):
     """Body of `POST /detokenize`: `token_ids`, or `tokens` with vLLM's and llama.cpp's name."""
 
     model: str | None = None
+    FOREIGN: ClassVar[Mapping[str, str]] = {"ids": "send token_ids here, or send ids to /decode."}
+
     token_ids: TokenIds | None = None
     tokens: TokenIds | None = None
     skip_special_tokens: bool | None = None
@@ -65,6 +93,16 @@ class TokenizeResponse(TypedDict):
     count: NotRequired[int]
     max_model_len: NotRequired[int]
     token_strs: NotRequired[list[str] | None]
+
+
+class TokenPlace(TypedDict):
+    """A token of text-embeddings-inference, with its characters [start, stop) in the text if it has any."""
+
+    id: int
+    text: str
+    special: bool
+    start: int | None
+    stop: int | None
 
 
 class DetokenizeResponse(TypedDict, total=False):
@@ -86,33 +124,56 @@ router = DialectRouter("Native")
 
 @router.post(
     "/tokenize",
-    summary="Token ids of a text or a chat; also vLLM's and llama.cpp's",
-    response_model=TokenizeResponse,
-    responses=router.failures(*BODY_ERRORS, 404),
+    summary="Token ids of a text or a chat; also vLLM's, llama.cpp's and text-embeddings-inference's",
+    response_model=TokenizeResponse | list[list[TokenPlace]],
+    responses=router.failures(*BODY_ERRORS, 404, also=TEI_ERRORS),
 )
 async def tokenize(request: Request, unread: RequestBody[TokenizeBody]) -> Response:
     """Serve `POST /tokenize`."""
+    if await unread.has_field("inputs"):
+        answer_errors_as(request, TEI_ERRORS)
     body = await unread.parse()
     runtime = runtime_of(request)
     check_model(runtime, body.model)
-    if sum(source is not None for source in (body.prompt, body.messages, body.content)) != 1:
-        raise InvalidRequest("Send either prompt or messages, or llama.cpp's content.", field="prompt")
+    if sum(source is not None for source in (body.prompt, body.messages, body.content, body.inputs)) != 1:
+        raise InvalidRequest(
+            "Send either prompt or messages, or llama.cpp's content, or text-embeddings-inference's inputs.",
+            field="prompt",
+        )
+    if body.inputs is not None:
+        return Response(await _tokens_with_places(runtime, body), media_type="application/json")
     if body.content is not None:
+        _check_placed(body.content, bool(body.returns_texts), "content")
         ids = await runtime.service.tokenize(body.content, bool(body.add_special))
-        tokens = [_token_body(_tokenizer(runtime), token_id) for token_id in ids] if body.returns_texts else ids
-        return JSONResponse({"tokens": tokens})
+        tokens = (to_json(_token_body(_tokenizer(runtime), token_id)) for token_id in ids)
+        listed = await (join_with_pauses(b"[", tokens, b"]") if body.returns_texts else _id_list(ids))
+        return Response(b'{"tokens":%b}' % listed, media_type="application/json")
+    _check_placed(body.prompt or "", bool(body.return_token_strs), "prompt")
     ids = await _prompt_ids(runtime, body)
-    strings = [_tokenizer(runtime).token_text(token_id) for token_id in ids] if body.return_token_strs else None
-    return JSONResponse(
-        {
-            "token_ids": ids,
-            "num_tokens": len(ids),
-            "tokens": ids,
-            "count": len(ids),
-            "max_model_len": runtime.service.model.limits.max_model_len,
-            "token_strs": strings,
-        }
+    names = (to_json(_tokenizer(runtime).token_text(token_id)) for token_id in ids)
+    strings = await join_with_pauses(b"[", names, b"]") if body.return_token_strs else b"null"
+    listed, limit = await _id_list(ids), runtime.service.model.limits.max_model_len
+    response = b'{"token_ids":%b,"num_tokens":%d,"tokens":%b,"count":%d,"max_model_len":%d,"token_strs":%b}'
+    return Response(
+        response % (listed, len(ids), listed, len(ids), limit, strings),
+        media_type="application/json",
     )
+
+
+async def _id_list(ids: list[int]) -> bytes:
+    """Return a JSON list of token ids, between whose parts the event loop runs other tasks."""
+    starts = range(0, len(ids), _IDS_AT_ONCE)
+    return await join_with_pauses(b"[", (to_json(ids[start : start + _IDS_AT_ONCE])[1:-1] for start in starts), b"]")
+
+
+def _check_placed(text: str, is_wanted: bool, field: str) -> None:
+    """Check the length of a text whose tokens are wanted with their texts."""
+    if is_wanted and len(text) > MAX_PLACED_CHARACTERS:
+        raise InvalidRequest(
+            f"{field} may have {MAX_PLACED_CHARACTERS} characters if the tokens' texts are wanted: send less, or ask for "
+            "ids alone.",
+            field=field,
+        )
 
 
 async def _prompt_ids(runtime: ApiRuntime, body: TokenizeBody) -> list[int]:
@@ -129,6 +190,33 @@ async def _prompt_ids(runtime: ApiRuntime, body: TokenizeBody) -> list[int]:
     if not body.add_special_tokens:  # the template writes all special tokens
         return await service.tokenize_chat(messages, arguments, options)
     return await service.tokenize(await service.render_chat(messages, arguments, options))
+
+
+async def _tokens_with_places(runtime: ApiRuntime, body: TokenizeBody) -> bytes:
+    """Return text-embeddings-inference's response: the tokens of each text, and of the checkpoint's prompt before it."""
+    texts = (body.inputs,) if isinstance(body.inputs, str) else body.inputs or ()
+    if sum(map(len, texts)) > MAX_PLACED_CHARACTERS:
+        raise InvalidRequest(
+            f"inputs may have {MAX_PLACED_CHARACTERS} characters in total: send fewer, or send prompt for ids alone.",
+            field="inputs",
+        )
+    prompt = "" if body.prompt_name is None else named_prompt(runtime.service.model, body.prompt_name)
+    rows = []
+    for text in texts:
+        spans = await runtime.service.tokenize_spans(prompt + text, body.add_special_tokens is not False)
+        tokens = (to_json(_token_place(_tokenizer(runtime), prompt + text, span)) for span in spans)
+        rows.append(await join_with_pauses(b"[", tokens, b"]"))
+    return await join_with_pauses(b"[", rows, b"]")
+
+
+def _token_place(tokenizer: Tokenizer, text: str, span: TokenSpan) -> Json:
+    return {
+        "id": span.token_id,
+        "text": tokenizer.token_text(span.token_id) if span.start is None else text[span.start : span.stop],
+        "special": not tokenizer.has_text(span.token_id),
+        "start": span.start,
+        "stop": span.stop,
+    }
 
 
 def _token_body(tokenizer: Tokenizer, token_id: int) -> Json:

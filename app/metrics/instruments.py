@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import cache
 from itertools import product
 from typing import Generic, Literal, TypeVar, get_args
@@ -134,6 +135,7 @@ OUTCOMES: tuple[Outcome, ...] = (
     "refused",
     "failed",
 )
+SUCCESSES: tuple[Outcome, ...] = ("stop", "length")
 
 QUANTILES = (0.5, 0.9, 0.99)
 # Each bound is 1.6 times the last, and one is half a millisecond. They reach from a small encoder's step to over ten
@@ -143,19 +145,36 @@ RATIO_BUCKETS = (0.05, 0.1, 0.15, 0.2, 0.25, 0.3, 0.4, 0.5, 0.75, 1.0, 1.5, 2.0,
 COUNT_BUCKETS = tuple(float(2**power) for power in range(15))  # 1 to 16,384 tokens or sequences in a step
 
 
+@dataclass(slots=True)
+class DurationTotal:
+    """Number and total seconds of something, and when the last one ended in Unix seconds; 0 if there was none."""
+
+    count: int = 0
+    seconds: float = 0.0
+    ended_at: float = 0.0
+
+    def add(self, seconds: float) -> None:
+        """Add one that ends now."""
+        self.count += 1
+        self.seconds += seconds
+        self.ended_at = time.time()
+
+
 class Metrics:
     """All metrics of one process, in one registry.
 
     The counters and histograms of requests and steps are declared here. Other objects take a `Metrics` in their
     constructor and declare their own metrics with `counter`, `histogram` and `gauges`. Methods run on the event loop,
-    except `on_step`, which runs on the worker thread. `step_log` has the last steps.
+    except `on_step`, which runs on the worker thread. `step_log` has the last steps. `succeeded`, `failed` and `queued`
+    are totals of requests since the start, and `num_steps` and `busy_seconds` of steps.
     """
 
     def __init__(self, clock: Clock = time.monotonic) -> None:
         disable_created_metrics()  # type: ignore[no-untyped-call]  # omit the `_created` series
         self.clock = clock
         self.busy_seconds = 0.0
-        self.num_tokens = self.num_vectors = 0
+        self.num_tokens = self.num_vectors = self.num_steps = 0
+        self.succeeded, self.failed, self.queued = DurationTotal(), DurationTotal(), DurationTotal()
         self.step_log = StepLog()
         self.recent = {name: RecentQuantiles(clock) for name in ("request", "queue", "ttft", "itl")}
         self.rates = {kind: RecentRate(clock) for kind in ("requests", "prompt_tokens", "completion_tokens", "vectors")}
@@ -193,6 +212,7 @@ class Metrics:
         step_seconds, model_seconds = self._of_step(stats.phase)
         step_seconds.observe(stats.seconds)
         self.busy_seconds += stats.seconds
+        self.num_steps += 1
         model_seconds.inc(stats.model_seconds)
         shares: tuple[tuple[Phase, int, int], ...] = (
             ("prefill", stats.prefill_tokens, stats.num_prefill_sequences),
@@ -214,6 +234,7 @@ class Metrics:
     def first_token(self, timings: Timings, seconds: float) -> None:
         """Record a choice's first token, `seconds` after its request arrived."""
         self._queue_seconds.observe(timings.queue_seconds)
+        self.queued.add(timings.queue_seconds)
         self._ttft_seconds.observe(seconds)
         self.recent["queue"].record(timings.queue_seconds)
         self.recent["ttft"].record(seconds)
@@ -221,6 +242,7 @@ class Metrics:
     def vectors_returned(self, num_vectors: int, num_tokens: int, timings: Timings) -> None:
         """Record a request's vectors, scores or program rows; its input tokens count as prompt tokens."""
         self._queue_seconds.observe(timings.queue_seconds)
+        self.queued.add(timings.queue_seconds)
         self.recent["queue"].record(timings.queue_seconds)
         self.prompt_tokens(num_tokens, 0)
         self._vectors.inc(num_vectors)
@@ -262,6 +284,7 @@ class Metrics:
         """Count a request and its seconds; once for each admitted request."""
         self._requests.labels(api, outcome).inc()
         self._request_seconds.labels(api).observe(seconds)
+        (self.succeeded if outcome in SUCCESSES else self.failed).add(seconds)
         self.recent["request"].record(seconds)
         self.rates["requests"].record()
 

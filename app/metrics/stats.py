@@ -52,6 +52,7 @@ class StepStats:
     )
     is_first: bool = False  # first step of its shape: repeated shapes replay a recording, made now or later
     is_native: bool = False  # one native call or one graph replayed it, without the interpreter between operations
+    scored_tokens: int = 0  # prompt tokens whose log-probabilities were computed too
 
     @property
     def phase(self) -> Phase:

@@ -84,7 +84,7 @@ class StepTimeModel:
         """Record the work and the time of a step."""
         kind, table = step.kind, self.table
         expected = 1.0 if table is None else step.expected_seconds(table)
-        if expected <= 0.0:
+        if expected <= 0.0 or step.scored_tokens:  # scores of prompts take time that no table knows
             self.usual_seconds = None
             return
         # The usual time is of the wall clock, which is what streams wait for; everything else is throttle-corrected.

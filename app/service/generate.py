@@ -16,9 +16,9 @@ from types import MappingProxyType
 from app.errors import RequestTimeout
 from app.messages import (
     Abort,
-    ArraysReady,
     FinishReason,
     Generate,
+    PromptScored,
     RequestFailed,
     SequenceFinished,
     Timings,
@@ -31,6 +31,7 @@ from app.service.engine_client import RequestPipeline, RequestRecord, TimedEvent
 from app.service.inputs import prompt_size
 from app.service.output import OutputParser
 from app.service.prompt import read_prompt
+from app.service.prompt_output import PromptOutput
 from app.service.requests import Accepted, ChoiceFinished, GenerationRequest, ScoredToken, StreamEvent, TextDelta, Usage
 from app.service.served_model import ServedDecoder
 from app.text.detokenizer import IncrementalDetokenizer
@@ -129,7 +130,7 @@ class CompletionBuilder:
         if choice.text.matched_stop is not None:
             yield from self._finish(choice, "stop", now)
         elif isinstance(event, SequenceFinished):
-            yield from self._finish(choice, event.reason, now, event.stop_token_id)
+            yield from self._finish(choice, event.reason, now, event.stop_token_id, event.stop_logprob)
 
     def end(self, reason: FinishReason, now: float) -> Iterator[StreamEvent]:
         """Finish every unfinished choice with the text that it has."""
@@ -149,6 +150,8 @@ class CompletionBuilder:
         total = choice.num_tokens + len(event.token_ids)
         if isinstance(event, SequenceFinished):
             total = max(total, event.num_completion_tokens)
+            if self._request.params.max_tokens == 0 and event.reason == "length" and choice.index == 0:
+                self._metrics.prompt_tokens(self.num_prompt_tokens, self.num_cached_tokens)
         if total == choice.num_tokens:
             return
         if choice.first_token_at is None:
@@ -176,7 +179,12 @@ class CompletionBuilder:
             yield self._delta(choice, text)
 
     def _finish(
-        self, choice: ChoiceState, reason: FinishReason, now: float, stop_token_id: int | None = None
+        self,
+        choice: ChoiceState,
+        reason: FinishReason,
+        now: float,
+        stop_token_id: int | None = None,
+        stop_logprob: TokenLogprob | None = None,
     ) -> Iterator[StreamEvent]:
         rest = choice.text.flush()
         if rest or choice.token_ids:
@@ -189,9 +197,9 @@ class CompletionBuilder:
             if choice.num_tokens > 1:
                 self._metrics.last_token((choice.last_token_at - choice.first_token_at) / (choice.num_tokens - 1))
         usage = Usage(self.num_prompt_tokens, self.num_cached_tokens, self.num_completion_tokens)
-        yield ChoiceFinished(
-            choice.index, choice.reason, usage, choice.num_tokens, timings, stop_token_id if stop is None else stop
-        )
+        matched = stop_token_id if stop is None else stop
+        token = self._scored_token(stop_logprob) if stop_logprob is not None and stop is None else None
+        yield ChoiceFinished(choice.index, choice.reason, usage, choice.num_tokens, timings, matched, token)
 
     def _delta(self, choice: ChoiceState, text: str) -> TextDelta:
         """Return the text with the tokens received since the last delta.
@@ -232,10 +240,16 @@ async def generate(
         with _submitted(pipeline, completion, command, permit, pipeline.deadline(record)) as event_queue:
             record.accepted = True
             yield Accepted(command.token_ids)
-            for echo in _echo_deltas(request, model, command):
-                yield echo
+            shown = PromptOutput(request, model, command)
+            for delta in shown.start():
+                yield delta
             while not completion.finished:
-                for event in _stream_events(pipeline, completion, command, await event_queue.get()):
+                timed_event = await event_queue.get()
+                if timed_event is not None and isinstance(timed_event[0], PromptScored):
+                    for delta in shown.take(timed_event[0]):
+                        yield delta
+                    continue
+                for event in _stream_events(pipeline, completion, command, timed_event):
                     for parsed in parser.parse(event):
                         yield parsed
         pipeline.admission.observe(
@@ -272,15 +286,8 @@ def _stream_events(
     event, now = timed_event
     if isinstance(event, RequestFailed):
         raise event.error.with_traceback(None)
-    assert not isinstance(event, ArraysReady), "ArraysReady is the result of an encoder"
+    assert isinstance(event, TokensReady | SequenceFinished), "other events do not belong to a choice"
     for stream_event in completion.take(event, now):
         if isinstance(stream_event, ChoiceFinished) and isinstance(event, TokensReady):
             pipeline.worker.put(Abort(command.request_id, reason="stop", choice=stream_event.choice))
         yield stream_event
-
-
-def _echo_deltas(request: GenerationRequest, model: ServedDecoder, command: Generate) -> Iterator[TextDelta]:
-    """Yield the prompt's text once for each choice if the request has `echo` set."""
-    if request.echo:
-        text = model.tokenizer.decode(command.token_ids) if request.prompt is None else request.prompt
-        yield from (TextDelta(choice, text) for choice in range(request.params.n))

@@ -12,19 +12,16 @@ from typing import Any
 
 from app.errors import ContextLengthExceeded, InvalidRequest, TemplateStopped, UnsupportedParameter, WrongModelKind
 from app.messages import Text
-from app.service.requests import EncodingRequest, GenerationRequest, TextInput
-from app.service.served_model import ServedDecoder, ServedEncoder
+from app.service.requests import EncodingRequest, GenerationRequest, Infill, TextInput
+from app.service.served_model import ServedDecoder, ServedEncoder, ServedModel
 from app.text.bounds import CHUNK_CHARACTERS, EncodingLimits
 from app.text.chat import ChatOptions
+from app.text.infill import InfillFormat, InfillPrompt, find_infill_format, shorten_infill
 from app.text.tool_prompt import fit_template
 
 
 def tokenize_prompt(model: ServedDecoder, request: GenerationRequest) -> tuple[int, ...]:
     """Return the prompt's token ids. Raises an `InvalidRequest` that names the field."""
-    if request.echo and request.params.logprobs is not None:
-        raise UnsupportedParameter(
-            "echo with logprobs is not supported: the prompt's own log-probabilities are not computed.", field="echo"
-        )
     field, ids = _prompt_ids(model, request)
     if request.truncate_prompt_tokens is not None:
         ids = _last_tokens(ids, request.truncate_prompt_tokens, model.limits.max_model_len)
@@ -42,7 +39,9 @@ def prompt_size(request: GenerationRequest) -> int:
     """Return the length of the prompt in characters or token ids, as a measure of the time to read it."""
     if request.messages is not None:
         return messages_size(request.messages)
-    return len(request.token_ids or ()) if request.prompt is None else len(request.prompt)
+    length = len(request.token_ids or ()) if request.prompt is None else len(request.prompt)
+    infill = request.infill
+    return length if infill is None else length + len(infill.suffix) + sum(len(text) for _, text in infill.files)
 
 
 def messages_size(messages: Sequence[Mapping[str, Any]]) -> int:
@@ -130,8 +129,48 @@ def check_ids(ids: Sequence[int], vocab_size: int, field: str) -> None:
         raise InvalidRequest(f"{field} must be in [0, {vocab_size}), not {wrong}.", field=field)
 
 
+_MAX_TOKEN_CHARACTERS = 64  # few tokens have more, on average over a text
+
+
+def infill_format(model: ServedDecoder) -> InfillFormat:
+    """Return the format of prompts with a gap. Raises `UnsupportedParameter` if the model was not trained with them."""
+    found = find_infill_format(model.tokenizer)
+    if found is None:
+        raise UnsupportedParameter(
+            f"suffix needs a model with fill-in-the-middle tokens, such as a coder of Qwen; {model.name!r} has none.",
+            field="suffix",
+        )
+    return found
+
+
+def _infill_ids(model: ServedDecoder, request: GenerationRequest, infill: Infill) -> Sequence[int]:
+    """Return the tokens of a prompt with a gap.
+
+    Texts that may be shortened are cut to a number of characters first: few tokens have more of them.
+    """
+    form, tokenizer, longest = infill_format(model), model.tokenizer, model.limits.max_model_len - 1
+    if request.truncate_prompt_tokens is not None:
+        raise InvalidRequest("truncate_prompt_tokens cannot be combined with suffix.", field="truncate_prompt_tokens")
+    room = longest * _MAX_TOKEN_CHARACTERS if infill.fits else None
+    before, after = request.prompt or "", infill.suffix
+    limit = None if infill.fits else longest
+    prompt = InfillPrompt(
+        request.token_ids or _text_ids(model, before if room is None else before[-room:], False, limit, "prompt"),
+        _text_ids(model, after[:room], False, limit, "suffix"),
+        [one for name, text in infill.files for one in form.file_ids(tokenizer, name, text[:room])],
+    )
+    check_ids(request.token_ids or (), model.limits.vocab_size, "token_ids")
+    begin = [] if tokenizer.bos_token_id is None or not request.add_special_tokens else tokenizer.encode("")[:1]
+    if infill.fits:
+        completion = min(longest // 4 if request.params.max_tokens is None else request.params.max_tokens, longest // 2)
+        prompt = shorten_infill(prompt, longest - completion - len(form.prompt_ids(InfillPrompt((), ()), begin)))
+    return form.prompt_ids(prompt, begin)
+
+
 def _prompt_ids(model: ServedDecoder, request: GenerationRequest) -> tuple[str, Sequence[int]]:
     longest = model.limits.max_model_len - 1  # the answer needs one token
+    if request.infill is not None:
+        return "prompt", _infill_ids(model, request, request.infill)
     if request.messages is not None:
         options = request.chat_options
         return "messages", chat_token_ids(model, request.messages, request.template_arguments, longest, options)
@@ -182,16 +221,21 @@ def check_texts(model: ServedEncoder, request: EncodingRequest) -> None:
         if output not in model.sizes:
             raise _output_kind_error(model, output)
     _check_dimensions(model, request)
-    prompts = model.config.pooling.prompts
-    if request.prompt is not None and request.prompt not in prompts:
-        known = ", ".join(sorted(prompts)) or "none"
-        raise InvalidRequest(
-            f"This checkpoint has no prompt {request.prompt[:100]!r}; it has: {known}.", field="prompt_name"
-        )
+    if request.prompt is not None:
+        named_prompt(model, request.prompt)
     for index, given in enumerate(request.inputs):
         if not _is_not_empty(given):
             name = _field_name(request, index)
             raise InvalidRequest(f"{name} is empty: send text.", field=name)
+
+
+def named_prompt(model: ServedModel, name: str) -> str:
+    """Return one of the checkpoint's prompts. Raises `InvalidRequest` if it has none of this name."""
+    prompts = model.config.pooling.prompts if isinstance(model, ServedEncoder) else {}
+    if name not in prompts:
+        known = ", ".join(sorted(prompts)) or "none"
+        raise InvalidRequest(f"This checkpoint has no prompt {name[:100]!r}; it has: {known}.", field="prompt_name")
+    return prompts[name]
 
 
 def is_short(request: EncodingRequest) -> bool:
@@ -350,5 +394,5 @@ def _check_hidden(model: ServedEncoder, request: EncodingRequest, texts: Sequenc
 def _field_name(request: EncodingRequest, index: int) -> str:
     """Return the client's name for the text."""
     if index < request.num_queries:
-        return "query"
+        return request.query_field if request.num_queries == 1 else f"{request.query_field}[{index}]"
     return request.field if len(request.inputs) == 1 else f"{request.field}[{index - request.num_queries}]"

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 
 from app.errors import InvalidRequest
 from app.messages import Generate, Grammar, SamplingParams
-from app.service.inputs import tokenize_prompt
+from app.service.inputs import infill_format, tokenize_prompt
 from app.service.requests import GenerationRequest, Tool
 from app.service.served_model import ServedDecoder
 from app.text.grammar import GrammarSource, check_source
@@ -26,7 +26,7 @@ class Prompt:
     """A tokenized request.
 
     `literals` are the special tokens that are part of the text, by id. `opens_reasoning`: the text begins inside of
-    reasoning.
+    reasoning. `end_ids` end the completion, besides the checkpoint's end tokens.
     """
 
     token_ids: tuple[int, ...]
@@ -34,9 +34,12 @@ class Prompt:
     grammar: Grammar | None = None
     literals: Mapping[int, str] = field(default_factory=dict)
     opens_reasoning: bool = False
+    end_ids: tuple[int, ...] = ()
 
     def command(self, request_id: str, params: SamplingParams, arrived_at: float) -> Generate:
         """Return the request for the worker."""
+        if self.end_ids:
+            params = replace(params, stop_token_ids=(*params.stop_token_ids, *self.end_ids))
         return Generate(request_id, self.token_ids, params, arrived_at, self.bad_word_ids, self.grammar)
 
 
@@ -53,6 +56,7 @@ def read_prompt(model: ServedDecoder, request: GenerationRequest) -> Prompt:
         _grammar(model, request, is_open),
         _literals(model, request),
         is_open,
+        () if request.infill is None or request.params.ignore_eos else infill_format(model).end_ids,
     )
 
 

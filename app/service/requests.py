@@ -38,6 +38,18 @@ class ToolUse:
 
 
 @dataclass(frozen=True, slots=True)
+class Infill:
+    """What follows the gap of a fill-in-the-middle prompt, and other files (name and text), which come first.
+
+    With `fits`, what is farthest from the gap is left out if the context is too short for all.
+    """
+
+    suffix: str
+    files: tuple[tuple[str, str], ...] = ()
+    fits: bool = False
+
+
+@dataclass(frozen=True, slots=True)
 class GenerationRequest:
     """A generation request with exactly one of `prompt`, `token_ids` and `messages`.
 
@@ -46,8 +58,8 @@ class GenerationRequest:
     to `prompt` only: token ids are used unchanged, and a template writes its own special tokens. `echo` puts the
     prompt's text before each completion. `truncate_prompt_tokens` keeps the last tokens of the prompt; -1 means as
     many as fit. With `clips_max_tokens`, `max_tokens` may reach past the end of the context, where the completion ends
-    with the reason `length`. The completion follows `grammar`. Calls of `tools` are separated from the text, and so is reasoning if
-    `separates_reasoning` is set.
+    with the reason `length`. With `infill`, the completion fills the gap after the prompt. It follows `grammar`. Calls
+    of `tools` are separated from the text, and so is reasoning if `separates_reasoning` is set.
     """
 
     params: SamplingParams
@@ -65,6 +77,7 @@ class GenerationRequest:
     tools: ToolUse | None = None
     separates_reasoning: bool = False
     clips_max_tokens: bool = False
+    infill: Infill | None = None
 
     def __post_init__(self) -> None:
         given = sum(source is not None for source in (self.prompt, self.token_ids, self.messages))
@@ -95,6 +108,19 @@ class ScoredToken:
 
 
 @dataclass(frozen=True, slots=True)
+class PromptToken:
+    """A token of the prompt with its score. The first one has none: no token comes before it.
+
+    `rank` is 1 for the most likely token at its position.
+    """
+
+    token_id: int
+    text: str
+    score: ScoredToken | None = None
+    rank: int = 0
+
+
+@dataclass(frozen=True, slots=True)
 class Accepted:
     """First event of every stream: the request is valid and admitted.
 
@@ -112,7 +138,8 @@ class TextDelta:
     without text end a choice, and where the tokens are `reasoning` or `tool_calls` instead, or not decided yet.
     `logprobs` is as long as `token_ids` if requested, else empty. `timings`
     comes with a choice's first tokens, so that a streaming response can report queue and prefill time before the
-    rest is known.
+    rest is known. `prompt` has all tokens of the prompt if their scores were requested; it comes once, before the
+    completion, and `text` is the echo of the prompt then.
     """
 
     choice: int
@@ -122,6 +149,7 @@ class TextDelta:
     timings: Timings | None = None
     reasoning: str = ""
     tool_calls: tuple[ToolCallDelta, ...] = ()
+    prompt: tuple[PromptToken, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,7 +157,8 @@ class ChoiceFinished:
     """The end of one choice, once, after its last delta.
 
     `usage` covers the whole request so far; the last event has all of it. `num_completion_tokens` counts this
-    choice only. `matched_stop` is the stop string or the stop token id that ended the choice.
+    choice only. `matched_stop` is the stop string or the stop token id that ended the choice, and `stop_token` that
+    token, if log-probabilities were requested.
     """
 
     choice: int
@@ -138,6 +167,7 @@ class ChoiceFinished:
     num_completion_tokens: int
     timings: Timings
     matched_stop: str | int | None = None
+    stop_token: ScoredToken | None = None
 
 
 StreamEvent = Accepted | TextDelta | ChoiceFinished
@@ -155,8 +185,8 @@ class EncodingRequest:
     if `truncate` is set: at its end, or at its start if `truncate_left`. `normalize` None means as the checkpoint
     says, `dimensions` None means all. `prompt` names one of the checkpoint's prompts, which is put before each
     text; None means its default. The first `num_queries` texts are queries and the others documents; each kind
-    gets its own prompt if the checkpoint has one. `field` is the dialect's name for the texts, used in error
-    messages.
+    gets its own prompt if the checkpoint has one. `field` is the dialect's name for the texts, or for the documents,
+    and `query_field` for the queries, used in error messages.
     """
 
     inputs: tuple[TextInput, ...]
@@ -170,6 +200,7 @@ class EncodingRequest:
     prompt: str | None = None
     num_queries: int = 0
     field: str = "input"
+    query_field: str = "query"
 
 
 @dataclass(frozen=True, slots=True)

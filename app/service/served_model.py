@@ -178,12 +178,12 @@ def apply_score_function(logits: FloatArray, meaning: ScoreFunction) -> FloatArr
     return probabilities
 
 
-def cosine_similarities(queries: FloatArray, documents: FloatArray) -> FloatArray:
-    """Return the cosine similarities [queries, documents] of vectors [.., size], which need not have unit length.
+def paired_similarities(queries: FloatArray, documents: FloatArray) -> FloatArray:
+    """Return the cosine similarity of each document [n, size] to its query [n, size], or to the only one [1, size].
 
-    A zero vector has similarity 0 to every other.
+    The vectors need not have unit length. A zero vector has similarity 0 to every other.
     """
-    similarities: FloatArray = normalize(queries) @ normalize(documents).T
+    similarities: FloatArray = (normalize(queries) * normalize(documents)).sum(axis=-1)
     return similarities
 
 

@@ -10,7 +10,7 @@ from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import aclosing
 from typing import Any, TypeVar
 
-from app.errors import NotReady, ServiceStopping
+from app.errors import InvalidRequest, NotReady, ServiceStopping
 from app.messages import Event
 from app.metrics.gauges import engine_gauges
 from app.metrics.instruments import Metrics
@@ -23,9 +23,10 @@ from app.service.requests import Encoded, EncodingRequest, GenerationRequest, In
 from app.service.served_model import ServedDecoder, ServedEncoder, ServedModel, ServedProgram, wrong_kind_error
 from app.text.bounds import EncodingLimits
 from app.text.chat import ChatOptions
-from app.text.tokenizer import Tokenizer
+from app.text.tokenizer import Tokenizer, TokenSpan
 
 T = TypeVar("T")
+MAX_LISTED_TOKENS = 2**18  # of a text: each takes some 150 bytes while it is tokenized
 
 
 class Service:
@@ -182,9 +183,22 @@ class Service:
             return await encode.infer(self._pipeline, self.program, request, record)
 
     async def tokenize(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """Return the token ids of a text, of any length that the tokenizer's memory allows."""
+        """Return the token ids of a text, which may be longer than the context.
+
+        Raises:
+            InvalidRequest: The text has more than `MAX_LISTED_TOKENS` tokens, and more than the context.
+        """
+        most = max(MAX_LISTED_TOKENS, self.model.limits.max_model_len)
+        limits = EncodingLimits(self.model.limits.max_text_bytes, enough_tokens=most + 1)
+        ids = await self._read(len(text), self._tokenizer.encode, text, add_special_tokens, limits)
+        if len(ids) > most:
+            raise InvalidRequest(f"The text has more than {most} tokens: send it in parts.")
+        return ids
+
+    async def tokenize_spans(self, text: str, add_special_tokens: bool = True) -> list[TokenSpan]:
+        """Return the tokens of a text with their places in it; without places if the text is tokenized in chunks."""
         limits = EncodingLimits(self.model.limits.max_text_bytes)
-        return await self._read(len(text), self._tokenizer.encode, text, add_special_tokens, limits)
+        return await self._read(len(text), self._tokenizer.encode_spans, text, add_special_tokens, limits)
 
     async def tokenize_chat(
         self,

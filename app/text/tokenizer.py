@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from types import MappingProxyType
@@ -28,6 +28,15 @@ _NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token"
 _BYTE_TOKEN = re.compile(r"^<0x([0-9A-Fa-f]{2})>$")  # a byte in a byte-fallback vocabulary
 _CANNOT_ENCODE = "this checkpoint's tokenizer cannot encode the text"
 _META_SPACE = "\u2581"  # a space in a sentencepiece vocabulary
+
+
+@dataclass(frozen=True, slots=True)
+class TokenSpan:
+    """A token, and the characters [start, stop) of the text that it stands for; None if it stands for none."""
+
+    token_id: int
+    start: int | None = None
+    stop: int | None = None
 
 
 class Tokenizer:
@@ -95,6 +104,27 @@ class Tokenizer:
             return self._inner.post_process(encoding, None, add_special_tokens).ids
         with ConvertBareException(InvalidRequest, _CANNOT_ENCODE):
             return self._inner.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
+
+    def encode_spans(self, text: str, add_special_tokens: bool, limits: EncodingLimits = UNBOUNDED) -> list[TokenSpan]:
+        """Return the tokens of a text with their places in it.
+
+        Special tokens have no place, and neither has any token of a text that is tokenized in chunks.
+
+        Args:
+            text: The text.
+            add_special_tokens: Add the tokens of the post-processor.
+            limits: Bounds on the work.
+
+        Raises:
+            InvalidRequest: The text is not valid Unicode, or exceeds the limits.
+        """
+        if len(text) > CHUNK_CHARACTERS:
+            return [TokenSpan(token_id) for token_id in self.encode(text, add_special_tokens, limits)]
+        _check_unicode(text)
+        with ConvertBareException(InvalidRequest, _CANNOT_ENCODE):
+            encoding = self._inner.encode_batch([text], add_special_tokens=add_special_tokens)[0]
+        places = zip(encoding.ids, encoding.special_tokens_mask, encoding.offsets, strict=True)
+        return [TokenSpan(token_id) if added else TokenSpan(token_id, *ends) for token_id, added, ends in places]
 
     def encode_texts(
         self,

@@ -28,6 +28,7 @@ class LetterTokenizer:
     def __init__(self) -> None:
         self.config = {"eos_token": {"content": "<e>"}, "model_max_length": 512}
         self.named_tokens = {"eos_token": "<e>", "bos_token": "<b>"}
+        self.eos_token_ids = frozenset({2, 3})
 
     def token_text(self, token_id: int) -> str:
         return chr(token_id)

@@ -13,8 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 
-from app.api.encoders.routes import join_with_pauses, to_json_list
-from app.api.encoders.routes import to_base64_json as base64_of
+from app.api.encoders.vectors import join_with_pauses, to_json_list
+from app.api.encoders.vectors import to_base64_json as base64_of
 from app.messages import Text
 from app.service.inputs import MAX_TEXTS
 from fake_encoder import CLASSIFIER, CONFIG, PROMPTED, ids_of, vector
@@ -61,12 +61,12 @@ async def test_our_own_route_takes_texts_and_ids_and_says_what_they_were() -> No
             "truncation_direction": "Left",
             "prompt_name": "query",
         }
-        response = await client.post("/embed", json=body)
+        response = await client.post("/encode", json=body)
         order = worker.encodes[0]
         assert (list(order.texts), order.normalize, order.outputs) == (ids_of("the fox fox"), False, ("embedding",))
         assert response.json() == {"embeddings": [vector(order.texts[0])], "usage": {"prompt_tokens": 5}}
         assert response.headers["server-timing"] == TIMING
-        assert (await client.post("/embed", json={"inputs": [[2, 9, 3]]})).json()["usage"] == {"prompt_tokens": 3}
+        assert (await client.post("/encode", json={"inputs": [[2, 9, 3]]})).json()["usage"] == {"prompt_tokens": 3}
 
 
 LONG = "the fox said " * 9
@@ -87,10 +87,10 @@ LONG = "the fox said " * 9
         ("/v1/embeddings", {"input": "x", "encoding_format": "int8"}, "invalid_request", "encoding_format"),
         ("/v1/embeddings", {"input": "x", "stream": True}, "unsupported_parameter", "stream"),
         ("/v1/embeddings", {"input": "x", "model": "other"}, "model_not_found", "model"),
-        ("/embed", {"inputs": ["x", ""]}, "invalid_request", "inputs[1]"),
-        ("/embed", {"inputs": LONG}, "context_length_exceeded", "inputs"),
-        ("/embed", {"inputs": [[1, 999]]}, "invalid_request", "inputs"),
-        ("/embed", {"inputs": "x", "prompt_name": "query"}, "invalid_request", "prompt_name"),
+        ("/encode", {"inputs": ["x", ""]}, "invalid_request", "inputs[1]"),
+        ("/encode", {"inputs": LONG}, "context_length_exceeded", "inputs"),
+        ("/encode", {"inputs": [[1, 999]]}, "invalid_request", "inputs"),
+        ("/encode", {"inputs": "x", "prompt_name": "query"}, "invalid_request", "prompt_name"),
         ("/generate", {"prompt": "x"}, "wrong_model_kind", "model"),
         ("/v1/completions", {"prompt": "x"}, "wrong_model_kind", "model"),
         ("/v1/chat/completions", {"messages": [{"role": "user", "content": "x"}]}, "wrong_model_kind", "model"),
@@ -106,7 +106,7 @@ async def test_refusals_name_the_field(path: str, body: Any, code: str, field: s
         assert worker.commands == []
 
 
-@pytest.mark.parametrize("path", ["/v1/embeddings", "/embed", "/embed_all", "/similarity"])
+@pytest.mark.parametrize("path", ["/v1/embeddings", "/encode", "/embed", "/embed_all", "/similarity"])
 async def test_a_classifier_makes_no_vectors(path: str) -> None:
     inputs: Any = {"source_sentence": "a", "sentences": ["b"]} if path == "/similarity" else "x"
     response = await answer_of(CLASSIFIER, path, {"input" if path.startswith("/v1") else "inputs": inputs})

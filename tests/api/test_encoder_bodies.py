@@ -10,9 +10,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from app.api.encoders.schemas import ClassifyBody, EmbedBody, EmbeddingsBody, RerankBody
+from app.api.encoders.cohere import CohereEmbedBody, CohereEmbedV2Body
+from app.api.encoders.rerank import RerankBody
+from app.api.encoders.schemas import ClassifyBody, EmbedBody, EmbeddingsBody
+from app.api.encoders.vllm import PoolingBody, ScoreBody
 from app.api.schemas import Body
-from app.api.tei import EmbedAllBody, PredictBody, RankBody, SimilarityBody
+from app.api.tei import DecodeBody, EmbedAllBody, PredictBody, SimilarityBody, TeiEmbedBody
+from app.api.tokenizer import TokenizeBody
 from app.models.encoders.config import EncoderConfig
 from fake_encoder import CLASSIFIER, CONFIG, CROSS_ENCODER
 from tests.api.encoder_client import asking
@@ -21,10 +25,19 @@ ROUTES: dict[str, tuple[type[Body], EncoderConfig]] = {
     "/v1/embeddings": (EmbeddingsBody, CONFIG),
     "/v1/rerank": (RerankBody, CROSS_ENCODER),
     "/v1/classify": (ClassifyBody, CLASSIFIER),
-    "/embed": (EmbedBody, CONFIG),
+    "/encode": (EmbedBody, CONFIG),
+    "/embed": (TeiEmbedBody, CONFIG),
+    "/": (PredictBody, CLASSIFIER),
+    "/decode": (DecodeBody, CONFIG),
+    "/tokenize": (TokenizeBody, CONFIG),
+    "/v1/embed": (CohereEmbedBody, CONFIG),
+    "/v2/embed": (CohereEmbedV2Body, CONFIG),
+    "/v2/rerank": (RerankBody, CROSS_ENCODER),
+    "/score": (ScoreBody, CROSS_ENCODER),
+    "/pooling": (PoolingBody, CONFIG),
     "/embed_all": (EmbedAllBody, CLASSIFIER),
     "/predict": (PredictBody, CLASSIFIER),
-    "/rerank": (RankBody, CONFIG),
+    "/rerank": (RerankBody, CONFIG),
     "/similarity": (SimilarityBody, CONFIG),
 }
 WORDS = st.text(max_size=3) | st.sampled_from(["the fox", "hello " * 20])
@@ -41,7 +54,7 @@ def bodies(path: str) -> st.SearchStrategy[dict[str, Any]]:
     wanted = st.fixed_dictionaries(
         {
             name: TEXTS
-            for name in ("input", "inputs", "query", "documents", "texts")
+            for name in ("input", "inputs", "query", "documents", "texts", "queries")
             if name in ROUTES[path][0].model_fields
         }
     )
@@ -62,6 +75,6 @@ def test_a_body_is_answered_or_refused(path: str, given_data: st.DataObject) -> 
             response = await client.post(path, content=content, headers={"content-type": "application/json"})
             assert response.status_code in (200, 400), response.text
             if response.status_code == 400:
-                assert response.json()["error"]
+                assert response.json().get("error") or response.json()["message"]
 
     asyncio.run(ask())

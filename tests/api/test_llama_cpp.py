@@ -100,6 +100,33 @@ async def test_probabilities_and_a_stop_word(client: httpx.AsyncClient, service:
     assert sent(service).params.logprobs == 1
 
 
+@pytest.mark.parametrize(("ignored", "biases"), [(True, [(2, None), (3, None)]), (False, [])])
+async def test_ignored_ends_are_biases_in_the_settings(
+    client: httpx.AsyncClient, ignored: bool, biases: list[tuple[int, None]]
+) -> None:
+    body = (await client.post("/completion", json={"prompt": "a", "ignore_eos": ignored})).json()
+    settings = body["generation_settings"]["logit_bias"]
+    assert [(entry["token"], entry["bias"]) for entry in settings] == biases
+
+
+@pytest.mark.parametrize(("num_completion_tokens", "truncated"), [(508, False), (509, True)])
+async def test_the_end_of_the_context_truncates(
+    client: httpx.AsyncClient, service: ScriptedService, num_completion_tokens: int, truncated: bool
+) -> None:
+    assert service.model.limits.max_model_len == 3 + 509
+    finished = ChoiceFinished(0, "length", Usage(3, 0, num_completion_tokens), num_completion_tokens, Timings())
+    service.scripts = [[TextDelta(0, "a", (5,)), finished]]
+    assert (await client.post("/completion", json={"prompt": "a"})).json()["truncated"] is truncated
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions/input_tokens", "/chat/completions/input_tokens"])
+async def test_tokens_of_a_chat_are_counted(client: httpx.AsyncClient, path: str) -> None:
+    counted = await client.post(path, json={"messages": [{"role": "user", "content": "Hello"}]})
+    assert counted.json() == {"input_tokens": 1}
+    refused = await client.post(path, json={"messages": []})
+    assert (refused.status_code, refused.json()["error"]["param"]) == (400, "messages")
+
+
 async def test_selected_fields(client: httpx.AsyncClient) -> None:
     fields = ["content", "generation_settings/n_predict", "nothing"]
     body = (await client.post("/completion", json={"prompt": "a", "n_predict": 4, "response_fields": fields})).json()

@@ -73,7 +73,7 @@ async def test_logprobs_name_ids(client: httpx.AsyncClient, service: ScriptedSer
         ({"token_ids": []}, "token_ids"),
         ({"token_ids": ["a"]}, "token_ids"),
         ({"prompt": "a", "beam_width": 99}, "beam_width"),
-        ({"prompt": "a", "beam_width": 2, "n": 2}, "beam_width"),
+        ({"prompt": "a", "beam_width": 2, "n": 3}, "n"),
         ({"prompt": "a", "messages": []}, "messages"),
     ],
 )

@@ -150,8 +150,6 @@ async def test_what_asks_for_nothing_is_accepted(client: httpx.AsyncClient) -> N
         ("modalities", ["text", "audio"]),
         ("beam_width", 2),
         ("no_such_field", 1),
-        ("use_beam_search", True),
-        ("prompt_logprobs", 1),
         ("chat_template", "{{ messages }}"),
     ],
 )
@@ -244,3 +242,10 @@ async def test_phases_are_reported_in_a_header(client: httpx.AsyncClient) -> Non
     assert whole.headers["server-timing"] == "queue;dur=1.0, prefill;dur=2.0, decode;dur=4.0"
     stream = await client.post(URL, json=HELLO | {"stream": True})
     assert stream.headers["server-timing"] == "queue;dur=1.0, prefill;dur=2.0"
+
+
+@pytest.mark.parametrize(("path", "body"), [(URL, HELLO), ("/v1/completions", {"prompt": "a"})])
+async def test_stream_options_need_a_stream(client: httpx.AsyncClient, path: str, body: dict[str, Any]) -> None:
+    for stream in ({}, {"stream": False}):
+        answer = await client.post(path, json=body | stream | {"stream_options": {"include_usage": True}})
+        assert (answer.status_code, answer.json()["error"]["param"]) == (400, "stream_options")

@@ -113,8 +113,7 @@ async def test_logprobs_stand_in_parallel_lists(client: httpx.AsyncClient, servi
 @pytest.mark.parametrize(
     ("body", "field"),
     [
-        ({"suffix": "end"}, "suffix"),
-        ({"echo": True, "logprobs": 1}, "echo"),
+        ({"early_stopping": True}, "early_stopping"),
         ({"messages": []}, "messages"),
     ],
 )
@@ -138,7 +137,7 @@ async def test_models(client: httpx.AsyncClient) -> None:
     assert (missing.status_code, missing.json()["error"]["code"]) == (404, "model_not_found")
 
 
-@pytest.mark.parametrize("path", ["/v1/embeddings", "/v1/rerank", "/v1/classify", "/embed"])
+@pytest.mark.parametrize("path", ["/v1/embeddings", "/v1/rerank", "/v1/classify", "/encode"])
 async def test_an_encoders_routes_say_what_this_model_is(client: httpx.AsyncClient, path: str) -> None:
     response = await client.post(path, json={"input": "x"})
     assert response.status_code == 400

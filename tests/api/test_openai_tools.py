@@ -150,6 +150,12 @@ async def test_an_agents_history(client: httpx.AsyncClient, service: ScriptedSer
             "response_format",
         ),
         (
+            {"response_format": {"type": "json_object", "value": {"a": 1}}},
+            "json_schema",
+            '{"a": 1}',
+            "response_format",
+        ),
+        (
             {
                 "response_format": {
                     "type": "json_schema",
@@ -244,7 +250,7 @@ async def test_token_ids_and_usage_in_every_chunk(client: httpx.AsyncClient) -> 
     assert chunks[0]["prompt_token_ids"] == [1, 2, 3]
     assert all("prompt_token_ids" not in chunk for chunk in chunks[1:])
     assert [chunk["choices"][0].get("token_ids") for chunk in chunks[1:3]] == [[100], [101]]
-    assert [chunk["usage"]["completion_tokens"] for chunk in chunks[1:]] == [1, 2, 2, 2]
+    assert [chunk["usage"]["completion_tokens"] for chunk in chunks] == [0, 1, 2, 2, 2]
 
 
 async def test_the_best_of_several(client: httpx.AsyncClient, service: ScriptedService) -> None:

@@ -18,10 +18,10 @@ from tests.api.scripted_service import CountingMetrics, ScriptedService
 Json = dict[str, Any]
 ALL_BODY_ERRORS = {"400", "401", "408", "413", "429", "500", "503", "default"}
 # Routes that hand work to the engine, and those that may name another model than the served one.
-WORKING = "chat completions generate generate_stream embeddings embed rerank classify infer".split()
-WORKING += "responses messages chat completion".split()
+WORKING = "chat completions generate generate_stream embeddings embed encode rerank classify infer".split()
+WORKING += "responses messages chat completion score pooling".split()
 PUBLIC = {"/healthz", "/readyz", "/health", "/ping", "/metrics", "/v2/health/live", "/v2/health/ready"}
-WORKING_TEI = {"/embed_all", "/predict", "/rerank", "/similarity"}
+WORKING_TEI = {"/", "/embed_all", "/predict", "/rerank", "/similarity"}
 
 
 @pytest.fixture
@@ -67,7 +67,7 @@ def drop_parameter(document: Json) -> None:
 
 
 def repeat_operation_id(document: Json) -> None:
-    document["paths"]["/embed"]["post"]["operationId"] = "post_generate"
+    document["paths"]["/encode"]["post"]["operationId"] = "post_generate"
 
 
 def drop_schema(document: Json) -> None:
@@ -118,8 +118,15 @@ def test_bodies_have_their_schema(document: Json) -> None:
         ("/v1/chat/completions", "OpenAIError"),
         ("/v1/rerank", "OpenAIError"),
         ("/generate", "NativeError"),
-        ("/embed", "NativeError"),
+        ("/encode", "NativeError"),
+        ("/embed", "TeiError"),
+        ("/decode", "TeiError"),
         ("/predict", "TeiError"),
+        ("/v1/embed", "CohereError"),
+        ("/v2/rerank", "CohereError"),
+        ("/score", "OpenAIError"),
+        ("/pooling", "OpenAIError"),
+        ("/v2/repository/index", "OipError"),
         ("/v2/models/{name}/infer", "OipError"),
         ("/v1/responses", "OpenAIError"),
         ("/chat/completions", "OpenAIError"),
@@ -219,7 +226,8 @@ async def test_responses_match_their_models(
         ("post", "/completion", {"prompt": []}), ("get", "/props", None), ("get", "/slots", None),
         ("post", "/apply-template", chat), ("get", "/health", None), ("get", "/ping", None), ("get", "/version", None),
         ("post", "/tokenize", {"content": "ab", "with_pieces": True}), ("post", "/detokenize", {"tokens": [97]}),
-        ("get", "/tokenizer_info", None),
+        ("get", "/tokenizer_info", None), ("post", "/v1/responses/input_tokens", {"input": "a"}),
+        ("post", "/v1/chat/completions/input_tokens", chat), ("post", "/chat/completions/input_tokens", {}),
     ]  # fmt: skip
     for method, path, body in requests:
         response = await client.request(method, path, json=body)

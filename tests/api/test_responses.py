@@ -238,3 +238,11 @@ async def test_white_space_around_calls_is_no_message(client: httpx.AsyncClient,
     service.scripts = [deltas("\n", " ")]
     output = (await client.post("/v1/responses", json=HELLO)).json()["output"]
     assert output[0]["content"][0]["text"] == "\n "
+
+
+@pytest.mark.parametrize("path", ["/v1/responses/input_tokens", "/responses/input_tokens"])
+async def test_input_tokens_are_counted(client: httpx.AsyncClient, path: str) -> None:
+    tool = {"type": "function", "name": "f", "parameters": {"type": "object", "properties": {}}}
+    counted = await client.post(path, json={"input": "Hello", "tools": [tool]})
+    assert counted.json() == {"object": "response.input_tokens", "input_tokens": 2}
+    assert (await client.post(path, json={"input": 5})).json()["error"]["param"] == "input"

@@ -49,6 +49,7 @@ def frames(found: list[Any]) -> set[str]:
         ("/v1/chat/completions", {"messages": "x"}, 400),
         ("/v1/messages", {"model": "unknown", "max_tokens": 1, "messages": [{"role": "user", "content": "a"}]}, 404),
         ("/generate", {"prompt": [[1]] * 50_000}, 400),
+        ("/v1/completions", {"messages": [{"role": "user", "content": LONG}]}, 400),
         ("/nowhere", {"prompt": "a"}, 404),
     ],
 )

@@ -6,6 +6,7 @@ import json
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
@@ -64,10 +65,30 @@ def test_a_prompt_of_16_megabytes(llama: tuple[httpx.Client, int], text: str, pa
     assert peak_bytes(process_id) - before < MOST_BYTES
 
 
+@pytest.mark.parametrize(
+    "body",
+    [
+        {"prompt": "a b " * 3_900_000},
+        {"content": "a b " * 3_900_000, "with_pieces": True},
+        {"prompt": "a b " * 3_900_000, "return_token_strs": True},
+    ],
+    ids=["ids", "pieces", "strings"],
+)
+def test_the_tokens_of_16_megabytes_are_not_listed(llama: tuple[httpx.Client, int], body: dict[str, Any]) -> None:
+    """Eight million tokens held the event loop for seconds, and took half a gigabyte."""
+    client, process_id = llama
+    assert client.post("/tokenize", json={**body, "prompt": "a", "content": None}).status_code == 200
+    before = peak_bytes(process_id)
+    response = client.post("/tokenize", json=body)
+    assert (response.status_code, response.json()["error"]["code"]) == (400, "invalid_request")
+    assert ("262144 tokens" if list(body) == ["prompt"] else "1048576 characters") in response.text
+    assert peak_bytes(process_id) - before < MOST_BYTES
+
+
 @pytest.mark.parametrize("text", ["!", "the fox said ", "9 "])
 def test_texts_of_16_megabytes_for_an_encoder(bert: tuple[httpx.Client, int], text: str) -> None:
     client, process_id = bert
-    assert client.post("/embed", json={"inputs": "Once"}).status_code == 200
+    assert client.post("/encode", json={"inputs": "Once"}).status_code == 200
     long = text * ((SIZE - 1_000) // len(text))
     before = peak_bytes(process_id)
     refused = client.post("/v1/embeddings", json={"input": long})

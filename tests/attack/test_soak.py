@@ -36,6 +36,7 @@ def test_growth_is_found() -> None:
     good = Counter({"200": 3, "left": 1})
     assert faults(usages([100, 101, 100, 102, 101, 103]), good) == []
     assert faults(usages([100, 101, 100, 102, 101, 110]), good) == ["resident_bytes grew by 8.9%"]
-    assert faults(usages([100] * 3) + usages([100] * 3, threads=9), good) == ["threads grew by 80.0%"]
+    assert faults(usages([100] * 3) + usages([100] * 3, threads=7), good) == []
+    assert faults(usages([100] * 3) + usages([100] * 3, threads=8), good) == ["3 threads were started"]
     assert faults(usages([100] * 3) + usages([100] * 3, descriptors=20), good) == ["descriptors grew by 55.6%"]
     assert faults(usages([100] * 6), good + Counter({"500": 2})) == ["2 answers were 500"]

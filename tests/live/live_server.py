@@ -39,6 +39,10 @@ class Reins:
         self.runner: Any = None
         self.model_seconds = 0.0
 
+    @property
+    def prompt_scores(self) -> Any:
+        return self.runner.prompt_scores
+
     def take(self, engine: Any) -> Any:
         self.runner, engine.runner = engine.runner, AtOnce(self)
         return engine

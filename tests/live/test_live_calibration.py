@@ -49,7 +49,7 @@ def test_an_encoder_is_measured_and_reports_what_to_expect(tmp_path: Path, monke
         before = server.client.get("/metrics").text
         assert 'armature_capacity_tokens_per_second{phase="encode",rows="16"}' in before
         assert "armature_predicted_wait_seconds" in before, "known before the first request"
-        answer = server.client.post("/embed", json={"inputs": ["hello", "the fox said hello"]})
+        answer = server.client.post("/encode", json={"inputs": ["hello", "the fox said hello"]})
         assert answer.status_code == 200
         until(lambda: 'armature_step_seconds_count{phase="encode"} 1.0' in server.client.get("/metrics").text)
         after = server.client.get("/metrics").text

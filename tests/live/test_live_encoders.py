@@ -41,7 +41,7 @@ def posted(server: LiveServer, path: str, body: Any) -> Any:
 
 
 def vectors(server: LiveServer, texts: Any) -> Any:
-    return numpy.array(posted(server, "/embed", {"inputs": texts})["embeddings"], dtype="f4")
+    return numpy.array(posted(server, "/encode", {"inputs": texts})["embeddings"], dtype="f4")
 
 
 def test_the_official_client_gets_the_vectors_of_our_own_route(embedder: LiveServer) -> None:
@@ -75,7 +75,7 @@ def test_a_text_has_the_same_vector_alone_in_company_and_as_ids(embedder: LiveSe
 def test_one_bad_text_does_not_fail_its_neighbours(embedder: LiveServer) -> None:
     bodies = [{"inputs": [text, "hello"]} for text in ("the fox", "", "green " * 500, "wood")] * 8
     with ThreadPoolExecutor(8) as pool:
-        answers = list(pool.map(lambda body: embedder.client.post("/embed", json=body), bodies))
+        answers = list(pool.map(lambda body: embedder.client.post("/encode", json=body), bodies))
     assert [answer.status_code for answer in answers] == [200, 400, 400, 200] * 8
     hello = {tuple(numpy.round(answer.json()["embeddings"][1], 4)) for answer in answers if answer.status_code == 200}
     assert len(hello) == 1

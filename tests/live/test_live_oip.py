@@ -43,7 +43,7 @@ def tensor(name: str, values: Any, datatype: str, binary: bool = True) -> triton
 
 
 def native(server: LiveServer, texts: Any) -> Any:
-    answer = server.client.post("/embed", json={"inputs": list(texts)})
+    answer = server.client.post("/encode", json={"inputs": list(texts)})
     assert answer.status_code == 200, answer.text
     return numpy.array(answer.json()["embeddings"], dtype=numpy.float32)
 

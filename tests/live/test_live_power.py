@@ -84,7 +84,7 @@ def test_vectors_by_the_counter_of_a_machine_that_has_one(
     Path(counter.file).write_text("262143000000")
     directory = write_encoder(tmp_path_factory.mktemp("encoders") / "embedder", "BertModel", modules=Modules())
     with live(directory, hourly_price=PRICE, watts=WATTS) as server:
-        asked(server, "/embed", {"inputs": ["the fox", "said hello"]})
+        asked(server, "/encode", {"inputs": ["the fox", "said hello"]})
         Path(counter.file).write_text(str(30_000_000 - 328_850))
         until(lambda: scraped(server).get("armature_energy_joules_total{source=rapl}") == pytest.approx(30.0))
         seen = scraped(server)

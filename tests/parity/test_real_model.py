@@ -28,7 +28,7 @@ def _threads_as_before() -> Iterator[None]:
 
 
 # Margins: 1,024 tokens show a ratio of perplexities with an error of about 1% in eight bits and 3% in four.
-@pytest.mark.parametrize(("precision", "most", "least_agreement"), [("int8", 1.015, 95.0), ("int4", 1.09, 84.0)])
+@pytest.mark.parametrize(("precision", "most", "least_agreement"), [("int8", 1.015, 95.0), ("int4", 1.09, 86.0)])
 def test_little_is_lost(tmp_path, precision: str, most: float, least_agreement: float) -> None:
     checkpoint = open_checkpoint(real_model())
     settings = load_settings(precision=precision, cache_dir=str(tmp_path), threads="1", kv_cache_bytes="64MiB")[0]
@@ -37,5 +37,5 @@ def test_little_is_lost(tmp_path, precision: str, most: float, least_agreement: 
     ratio = figures[precision].ratio
     assert ratio is not None and 0.98 < ratio < most
     assert figures[precision].parts["same top token, %"] > least_agreement
-    if precision == "int4":  # llama.cpp's Q4_K_M of this model has 105.4 MB
-        assert figures["int4"].parts["bytes"] < 105.4e6
+    if precision == "int4":  # llama.cpp's Q4_K_M of this model, without a vocabulary
+        assert figures["int4"].parts["bytes"] < 103.7e6

@@ -58,4 +58,4 @@ def _endings(url: str) -> None:
 
 
 def _vectors(url: str, texts: int) -> None:
-    httpx.post(f"{url}/embed", json={"inputs": [STORY] * texts}, timeout=TIMEOUT).raise_for_status()
+    httpx.post(f"{url}/encode", json={"inputs": [STORY] * texts}, timeout=TIMEOUT).raise_for_status()

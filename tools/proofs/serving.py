@@ -167,7 +167,7 @@ def _events(server: Container, body: Any) -> Iterator[dict[str, Any]]:
 
 
 def _embeds(findings: Findings, server: Container) -> list[float]:
-    vector: list[float] = server.post("/embed", {"inputs": [TEXT], "normalize": True})["embeddings"][0]
+    vector: list[float] = server.post("/encode", {"inputs": [TEXT], "normalize": True})["embeddings"][0]
     length = math.sqrt(sum(value * value for value in vector))
     found = f"{len(vector)} numbers of length {length:.5f}"
     findings.check(f"{server.image.architecture}: embeds", abs(length - 1) < 1e-4, found, "length 1")

@@ -44,7 +44,7 @@ class MessageFormat:
                     usage = Usage(len(event.prompt_token_ids))
                 case TextDelta():
                     cached = 0 if event.timings is None else event.timings.cached_tokens
-                    yield self._started(Usage(usage.prompt_tokens, cached, len(event.token_ids)))
+                    yield self._started(Usage(usage.prompt_tokens, cached))  # a client adds what is delivered
                 case BlockStarted():
                     yield {"type": "content_block_start", "index": event.block.index} | _empty_block(event.block)
                 case BlockDelta():

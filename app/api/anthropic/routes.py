@@ -12,6 +12,7 @@ from app.api.anthropic.bodies import CountTokensBody, MessagesBody
 from app.api.anthropic.output import MessageFormat
 from app.api.anthropic.schemas import ANTHROPIC_ERRORS, AnthropicEvent, AnthropicResponse, AnthropicTokenCount
 from app.api.anthropic.translate import chat_body
+from app.api.openai.routes import num_chat_tokens
 from app.api.openai.translate import chat_request
 from app.api.routing import (
     BODY_ERRORS,
@@ -63,6 +64,4 @@ async def count_tokens(request: Request, unread: RequestBody[CountTokensBody]) -
     runtime = runtime_of(request)
     body = await unread.parse()
     check_model(runtime, body.model)
-    chat = chat_request(chat_body(body), request_id(request), {})
-    ids = await runtime.service.tokenize_chat(chat.messages or (), chat.template_arguments, chat.chat_options)
-    return JSONResponse({"input_tokens": len(ids)})
+    return JSONResponse({"input_tokens": await num_chat_tokens(request, chat_body(body))})

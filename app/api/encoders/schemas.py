@@ -1,9 +1,9 @@
-"""Bodies of the encoder routes: embeddings, rerank and classify."""
+"""Bodies of the encoder routes: embeddings, classify, and what several dialects share."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Any, ClassVar, Literal, NotRequired
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 from typing_extensions import TypedDict
@@ -15,54 +15,45 @@ NonEmptyText = Annotated[str, Field(min_length=1)]
 NON_EMPTY = Field(fail_fast=True, min_length=1)
 
 
-class EmbeddingsBody(Body):
-    """Body of `POST /v1/embeddings`. `truncate` is an extension: long texts are truncated instead of refused.
+class PoolingFields(Body):
+    """Fields common to OpenAI's and vLLM's routes for encoders. `truncate` is an extension: long texts are truncated.
 
-    `truncate_prompt_tokens` is vLLM's name for it; -1 is the length that the model reads, the only one supported.
-    """
-
-    IGNORED: ClassVar[frozenset[str]] = IGNORED
-
-    input: Texts
-    model: str | None = None
-    encoding_format: Literal["float", "base64"] | None = None
-    dimensions: Int64 | None = None
-    truncate: bool | None = None
-    truncate_prompt_tokens: Literal[-1] | None = None
-
-
-class Document(Body):
-    """A document given as an object."""
-
-    text: str
-
-
-class RerankBody(Body):
-    """Body of `POST /v1/rerank`, as Cohere's and Jina's clients send it.
-
-    `truncate` and `raw_scores` are extensions.
+    `truncate_prompt_tokens` is vLLM's name for it; -1 is the length that the model reads, the only one supported. With
+    `use_activation` false, scores are logits and vectors are not normalized.
     """
 
     IGNORED: ClassVar[frozenset[str]] = IGNORED
     NEUTRAL: ClassVar[Mapping[str, tuple[Any, ...]]] = {
-        "rank_fields": (None, [], ["text"]),
-        "max_chunks_per_doc": (None,),
-        "max_tokens_per_doc": (None,),
+        "add_special_tokens": (None, True),
+        "padding": (None, "do_not_pad"),
         "priority": (None, 0),
+        "truncation_side": (None, "right"),
     }
 
-    query: NonEmptyText
-    documents: Annotated[tuple[str | Document, ...], NON_EMPTY]
     model: str | None = None
-    top_n: Annotated[Int64, Field(ge=1)] | None = None
-    return_documents: bool | None = None
     truncate: bool | None = None
-    raw_scores: bool | None = None
+    truncate_prompt_tokens: Literal[-1] | None = None
+    use_activation: bool | None = None
 
     @property
-    def texts(self) -> tuple[str, ...]:
-        """The documents' texts, in order."""
-        return tuple(given if isinstance(given, str) else given.text for given in self.documents)
+    def truncates(self) -> bool:
+        """True if a text that is too long is truncated."""
+        return bool(self.truncate or self.truncate_prompt_tokens)
+
+
+class EmbeddingsBody(PoolingFields):
+    """Body of `POST /v1/embeddings`."""
+
+    FOREIGN: ClassVar[Mapping[str, str]] = {
+        "inputs": "send input here, or send inputs to /embed (text-embeddings-inference) or /encode.",
+        "texts": "send input here, or send texts to /v1/embed or /v2/embed (Cohere).",
+        "prompt": "send input here, or send prompt to /api/embeddings (Ollama).",
+        "messages": "send input here; an encoder reads texts and no conversations.",
+    }
+
+    input: Texts
+    encoding_format: Literal["float", "base64"] | None = None
+    dimensions: Int64 | None = None
 
 
 class TextPair(Body):
@@ -75,14 +66,16 @@ class TextPair(Body):
 ClassifyInput = str | TextPair
 
 
-class ClassifyBody(Body):
-    """Body of `POST /v1/classify`."""
+class ClassifyBody(PoolingFields):
+    """Body of `POST /v1/classify` and `/classify`. `raw_scores` is an extension: scores are logits."""
 
-    IGNORED: ClassVar[frozenset[str]] = IGNORED
+    FOREIGN: ClassVar[Mapping[str, str]] = {
+        "inputs": "send input here, or send inputs to /predict (text-embeddings-inference).",
+        "texts": "send input here.",
+        "text_1": "send pairs as input, each {text, text_pair}; or send text_1 and text_2 to /score.",
+    }
 
     input: ClassifyInput | Annotated[tuple[ClassifyInput, ...], NON_EMPTY]
-    model: str | None = None
-    truncate: bool | None = None
     raw_scores: bool | None = None
 
     @property
@@ -107,12 +100,17 @@ class TruncationFields(Body):
 class TextsBody(TruncationFields):
     """Texts, and the name of the checkpoint's prompt that is put before them."""
 
+    FOREIGN: ClassVar[Mapping[str, str]] = {
+        "input": "send inputs here, or send input to /v1/embeddings (OpenAI).",
+        "texts": "send inputs here, or send texts to /v1/embed or /v2/embed (Cohere).",
+    }
+
     inputs: Texts
     prompt_name: str | None = None
 
 
 class EmbedBody(TextsBody):
-    """Body of `POST /embed`. `normalize` None means as the checkpoint says."""
+    """Body of `POST /encode` and `/embed`. `normalize` None means as the checkpoint says on `/encode`, true on `/embed`."""
 
     normalize: bool | None = None
     dimensions: Int64 | None = None
@@ -151,33 +149,10 @@ class EmbeddingsResponse(TypedDict):
 
 
 class EmbedResponse(TypedDict):
-    """Response of `POST /embed`."""
+    """Response of `POST /encode`."""
 
     embeddings: list[list[float]]
     usage: PromptUsage
-
-
-class DocumentText(TypedDict):
-    """The text of a ranked document."""
-
-    text: str
-
-
-class RerankResult(TypedDict):
-    """A document's place in the request and its relevance; its text with `return_documents`."""
-
-    index: int
-    relevance_score: float
-    document: NotRequired[DocumentText]
-
-
-class RerankResponse(TypedDict):
-    """Response of `POST /v1/rerank`, best document first."""
-
-    id: str
-    model: str
-    results: list[RerankResult]
-    usage: EncoderUsage
 
 
 class LabelScore(TypedDict):
@@ -188,19 +163,32 @@ class LabelScore(TypedDict):
 
 
 class ClassificationObject(TypedDict):
-    """The labels of one text, best first; `prediction` and `score` are those of the best."""
+    """The labels of one text, best first; `prediction` and `score` are those of the best.
+
+    vLLM's names are `label` for the best label, and `probs` for the scores in the checkpoint's order of labels.
+    """
 
     object: Literal["classification"]
     index: int
+    label: str
+    probs: list[float]
+    num_classes: int
     prediction: str
     score: float
     predictions: list[LabelScore]
 
 
-class ClassifyResponse(TypedDict):
-    """Response of `POST /v1/classify`."""
+class ListResponse(TypedDict):
+    """Fields common to vLLM's responses."""
 
+    id: str
     object: Literal["list"]
-    data: list[ClassificationObject]
+    created: int
     model: str
     usage: EncoderUsage
+
+
+class ClassifyResponse(ListResponse):
+    """Response of `POST /v1/classify` and `/classify`."""
+
+    data: list[ClassificationObject]

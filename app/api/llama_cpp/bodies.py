@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import AfterValidator, WithJsonSchema
+from pydantic import AfterValidator, Field, WithJsonSchema
 from typing_extensions import TypedDict
 
 from app.api.errors import ErrorFormat, HttpError
-from app.api.schemas import MAX_PARTS, MAX_PROMPTS, Int64, SamplingFields
+from app.api.schemas import MAX_PARTS, MAX_PROMPTS, Body, Int64, SamplingFields
 from app.messages import MAX_LOGIT_BIASES
 
 # A prompt is a text, token ids, or texts and ids in one sequence.
@@ -109,6 +109,22 @@ class LlamaCppBody(SamplingFields):
     json_schema: dict[str, Any] | None = None
     return_tokens: bool | None = None
     response_fields: tuple[str, ...] | None = None
+
+
+class InfillFile(Body):
+    """Another file of the same project."""
+
+    filename: str | None = None
+    text: str
+
+
+class InfillBody(LlamaCppBody):
+    """Body of `POST /infill`: what comes before the gap, which ends with `prompt`, and what comes after it."""
+
+    prompt: str = ""
+    input_prefix: str = ""
+    input_suffix: str = ""
+    input_extra: Annotated[tuple[InfillFile, ...], Field(fail_fast=True, max_length=MAX_PARTS)] | None = None
 
 
 # ---- errors --------------------------------------------------------------------------------------------------------

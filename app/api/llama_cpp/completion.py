@@ -1,4 +1,4 @@
-"""llama.cpp's own completion, complete or streamed, at `/completion` and `/completions`."""
+"""llama.cpp's own completion, complete or streamed, at `/completion` and `/completions`, and `/infill`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from typing_extensions import TypedDict
 
-from app.api.llama_cpp.bodies import LLAMA_CPP_ERRORS, LlamaCppBody, PromptParts
+from app.api.llama_cpp.bodies import LLAMA_CPP_ERRORS, InfillBody, LlamaCppBody, PromptParts
 from app.api.openai.bodies import CompletionBody
 from app.api.openai.responses import chat_logprobs
 from app.api.openai.translate import MAX_TOTAL_CHOICES, completion_requests
@@ -36,7 +36,7 @@ from app.api.streaming import (
 )
 from app.errors import InvalidRequest
 from app.messages import SamplingParams
-from app.service.requests import Accepted, ChoiceFinished, GenerationRequest, ScoredToken, TextDelta
+from app.service.requests import Accepted, ChoiceFinished, GenerationRequest, Infill, ScoredToken, TextDelta
 
 Json = dict[str, Any]
 _FORBIDDEN_BIAS = -100.0  # what `false` means
@@ -104,11 +104,35 @@ async def completion(request: Request, unread: RequestBody[LlamaCppBody]) -> Res
             body = await unread.parse(needs_type=False)
             runtime.service.decoder  # noqa: B018  # another kind of model is refused whatever the body is
             requests = await _requests(runtime, body, request_id(request))
-        params = requests[0].params
-        streams: list[GenerationStream] = [runtime.service.generate(each) for each in requests]
-        stream = streams[0] if len(streams) == 1 else merge_streams(streams, params.n)
-        format_ = _LlamaCppFormat(runtime, body, params, await _prompt_texts(runtime, requests))
-        return await respond(stream, format_, _EVENTS, streams=body.stream)
+        return await _respond(runtime, body, requests)
+
+
+@router.post(
+    "/infill",
+    summary="llama.cpp: code between a prefix and a suffix",
+    response_model=LlamaCppCompletion | list[LlamaCppCompletion],
+    responses=router.failures(*BODY_ERRORS, 504) | router.event_stream(LlamaCppCompletion),
+    response_description="The completion, or a list if there are several; with `stream`, its events.",
+)
+async def infill(request: Request, unread: RequestBody[InfillBody]) -> Response:
+    """Serve `POST /infill`."""
+    runtime = runtime_of(request)
+    with renamed_fields(_FIELD_NAMES | {"suffix": "input_suffix"}):
+        with count_refusals(runtime.metrics, "llama_cpp"):
+            body = await unread.parse(needs_type=False)
+            runtime.service.decoder  # noqa: B018  # another kind of model is refused whatever the body is
+            base = await _base_request(runtime, body, request_id(request))
+        files = tuple((one.filename or "file", one.text) for one in body.input_extra or ())
+        gap = Infill(body.input_suffix, files, fits=True)
+        return await _respond(runtime, body, [replace(base, prompt=body.input_prefix + body.prompt, infill=gap)])
+
+
+async def _respond(runtime: ApiRuntime, body: LlamaCppBody, requests: list[GenerationRequest]) -> Response:
+    params = requests[0].params
+    streams: list[GenerationStream] = [runtime.service.generate(each) for each in requests]
+    stream = streams[0] if len(streams) == 1 else merge_streams(streams, params.n)
+    format_ = _LlamaCppFormat(runtime, body, params, await _prompt_texts(runtime, requests))
+    return await respond(stream, format_, _EVENTS, streams=body.stream)
 
 
 # ---- translation ---------------------------------------------------------------------------------------------------
@@ -116,6 +140,14 @@ async def completion(request: Request, unread: RequestBody[LlamaCppBody]) -> Res
 
 async def _requests(runtime: ApiRuntime, body: LlamaCppBody, identity: str) -> list[GenerationRequest]:
     """Return one request for each prompt."""
+    base = await _base_request(runtime, body, identity)
+    if len(body.prompt) * base.params.n > MAX_TOTAL_CHOICES:
+        raise InvalidRequest(f"The number of prompts times n may be at most {MAX_TOTAL_CHOICES}.", field="prompt")
+    return [await _with_prompt(runtime, base, prompt) for prompt in body.prompt]
+
+
+async def _base_request(runtime: ApiRuntime, body: LlamaCppBody, identity: str) -> GenerationRequest:
+    """Return a request with the body's parameters, whose prompt has no meaning."""
     limit = body.max_tokens if body.n_predict is None else body.n_predict
     shared = {name: getattr(body, name) for name in SamplingFields.model_fields}
     penalty = body.repeat_penalty if body.repetition_penalty is None else body.repetition_penalty
@@ -134,10 +166,7 @@ async def _requests(runtime: ApiRuntime, body: LlamaCppBody, identity: str) -> l
     ]
     # Without n_predict there is no limit, unlike with OpenAI.
     params = replace(chosen.params, max_tokens=shared["max_tokens"])
-    if len(body.prompt) * params.n > MAX_TOTAL_CHOICES:
-        raise InvalidRequest(f"The number of prompts times n may be at most {MAX_TOTAL_CHOICES}.", field="prompt")
-    base = replace(chosen, params=params, api="llama_cpp", clips_max_tokens=True)
-    return [await _with_prompt(runtime, base, prompt) for prompt in body.prompt]
+    return replace(chosen, params=params, api="llama_cpp", clips_max_tokens=True)
 
 
 async def _with_prompt(runtime: ApiRuntime, request: GenerationRequest, prompt: PromptParts) -> GenerationRequest:
@@ -175,7 +204,9 @@ async def _prompt_texts(runtime: ApiRuntime, requests: Iterable[GenerationReques
 
 class _LlamaCppFormat:
     def __init__(self, runtime: ApiRuntime, body: LlamaCppBody, params: SamplingParams, prompts: list[str]) -> None:
-        self._model, self._body, self._params, self._prompts = runtime.service.model.name, body, params, prompts
+        served = runtime.service.decoder
+        self._model, self._body, self._params, self._prompts = served.name, body, params, prompts
+        self._eos_token_ids, self._context = served.tokenizer.eos_token_ids, served.limits.max_model_len
 
     def whole(self, completion: CollectedCompletion) -> Json | list[Json]:
         """Return the body of the only choice, or a list with one for each choice of each prompt."""
@@ -230,10 +261,10 @@ class _LlamaCppFormat:
             "model": self._model,
             "tokens_predicted": predicted,
             "tokens_evaluated": num_prompt,
-            "generation_settings": sampling_settings(self._params),
+            "generation_settings": sampling_settings(self._params, self._eos_token_ids),
             "prompt": self._prompts[finished.choice // self._params.n],
             "has_new_line": has_new_line,
-            "truncated": False,
+            "truncated": finished.reason == "length" and num_prompt + predicted >= self._context,
             **_stop(finished),
             "tokens_cached": num_prompt + predicted,
             "timings": _timings(finished, num_prompt),
@@ -254,9 +285,13 @@ class _LlamaCppFormat:
         return found
 
 
-def sampling_settings(params: SamplingParams) -> Json:
-    """Return sampling parameters under llama.cpp's names."""
+def sampling_settings(params: SamplingParams, eos_token_ids: Iterable[int] = ()) -> Json:
+    """Return sampling parameters under llama.cpp's names.
+
+    There `ignore_eos` is a bias of minus infinity, null in JSON, of every token that ends a text.
+    """
     limit = -1 if params.max_tokens is None else params.max_tokens
+    ignored = [(token_id, None) for token_id in sorted(eos_token_ids)] if params.ignore_eos else []
     return {
         "n_predict": limit,
         "max_tokens": limit,
@@ -269,7 +304,7 @@ def sampling_settings(params: SamplingParams) -> Json:
         "presence_penalty": params.presence_penalty,
         "frequency_penalty": params.frequency_penalty,
         "stop": params.stop,
-        "logit_bias": [{"token": token_id, "bias": bias} for token_id, bias in params.logit_bias],
+        "logit_bias": [{"token": token_id, "bias": bias} for token_id, bias in (*params.logit_bias, *ignored)],
         "ignore_eos": params.ignore_eos,
         "n_probs": params.logprobs or 0,
     }

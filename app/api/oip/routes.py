@@ -58,8 +58,15 @@ from app.service.requests import InferenceRequest
 from app.service.served_model import ServedDecoder, ServedEncoder, ServedModel, ServedProgram
 from app.version import VERSION as SERVER_VERSION
 
-EXTENSIONS = ("binary_tensor_data", "generate", "model_configuration", "parameters")
-
+EXTENSIONS = (
+    "binary_tensor_data",
+    "generate",
+    "model_configuration",
+    "model_repository",
+    "parameters",
+    "statistics",
+)
+MODEL_ROUTES = ("ready", "config", "stats", "infer", "generate", "generate_stream")
 
 probes = DialectRouter("Open Inference Protocol", OIP_ERRORS, public=True)
 router = DialectRouter("Open Inference Protocol", OIP_ERRORS)
@@ -213,6 +220,12 @@ def requested_model(request: Request) -> ServedModel:
     runtime = runtime_of(request)
     model = runtime.service.model
     name, version = request.path_params["name"], request.path_params.get("version", VERSION)
+    if name.startswith(f"{model.name}/"):
+        raise ModelNotFound(
+            f"The model {model.name!r} is served here, and it has no {name.removeprefix(model.name + '/')[:100]!r}: it has "
+            f"{', '.join(MODEL_ROUTES)}.",
+            field="name",
+        )
     check_model(runtime, name)
     if version != VERSION:
         raise ModelNotFound(f"The model {name!r} has no version {version[:40]!r}; it has {VERSION!r}.", field="version")

@@ -61,7 +61,7 @@ class InferParameters(Body):
     """Parameters of `infer`.
 
     `binary_data_output` and `timeout` (microseconds) are the protocol's. The others are for encoders and are the
-    same as in `/embed`.
+    same as in `/encode`.
     """
 
     NEUTRAL: ClassVar[Mapping[str, tuple[Any, ...]]] = {
@@ -84,6 +84,10 @@ class InferBody(Body):
     """Body of `POST /v2/models/{model}/infer`. The path names the model."""
 
     IGNORED: ClassVar[frozenset[str]] = frozenset({"model_name", "model_version"})
+    FOREIGN: ClassVar[Mapping[str, str]] = {
+        "instances": "send inputs here; version 1 of the protocol is not served.",
+        "text_input": "send inputs here, or send text_input to generate.",
+    }
 
     inputs: Annotated[tuple[InputTensor, ...], Field(fail_fast=True, min_length=1, max_length=MAX_TENSORS)]
     id: str | None = None
@@ -114,6 +118,11 @@ class OipGenerateBody(GenerateParameters):
 
     Parameters may be in `parameters` or at the top level.
     """
+
+    FOREIGN: ClassVar[Mapping[str, str]] = {
+        "inputs": "send text_input here, or send inputs to infer.",
+        "prompt": "send text_input here, or send prompt to /v1/completions.",
+    }
 
     text_input: str
     id: str | None = None

@@ -9,7 +9,7 @@ from pydantic_core import to_json
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from app.api.encoders.routes import join_with_pauses, json_response, to_json_list
+from app.api.encoders.vectors import join_with_pauses, json_response, to_json_list
 from app.api.ollama import models
 from app.api.ollama.bodies import (
     OllamaChatBody,

@@ -25,14 +25,13 @@ _IGNORED_ELSEWHERE = (
 IGNORED = frozenset(f"{_IGNORED_AT_OPENAI} {_IGNORED_ELSEWHERE}".split())
 # Fields of vLLM and llama.cpp with the values that request nothing.
 NEUTRAL: Mapping[str, tuple[Any, ...]] = {
-    "use_beam_search": (False,),
-    "length_penalty": (1.0,),
     "early_stopping": (False,),
     "return_tokens_as_token_ids": (False,),
-    "prompt_logprobs": (),
     "typical_p": (1.0,),
     "mirostat": (0,),
     "repeat_penalty": (1.0,),
+    "return_progress": (False,),
+    "verbose": (False,),
 }
 
 
@@ -58,11 +57,12 @@ class JsonSchemaFormat(Body):
 
 
 class ResponseFormat(Body):
-    """The `response_format` object. `schema` beside `json_object` is llama.cpp's form."""
+    """The `response_format` object. `schema` beside `json_object` is llama.cpp's form, `value` is TGI's."""
 
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JsonSchemaFormat | None = None
     object_schema: dict[str, Any] | None = Field(None, alias="schema")
+    value: dict[str, Any] | None = None
 
 
 JsonSchema = dict[str, Any] | str
@@ -222,6 +222,9 @@ class GenerationBody(SamplingFields):
     json_schema: dict[str, Any] | None = None
     truncate_prompt_tokens: Int64 | None = None
     return_token_ids: bool | None = None
+    prompt_logprobs: Int64 | None = None
+    use_beam_search: bool | None = None
+    length_penalty: float | None = None
     add_special_tokens: bool | None = None
 
     @property
@@ -248,6 +251,11 @@ class ChatBody(GenerationBody):
         "chat_template": (),
         "mm_processor_kwargs": ({},),
     }
+    FOREIGN: ClassVar[Mapping[str, str]] = {
+        "prompt": "send messages here, or send prompt to /v1/completions.",
+        "input": "send messages here, or send input to /v1/responses.",
+        "inputs": "send messages here.",
+    }
 
     messages: Annotated[tuple[Message, ...], Field(fail_fast=True, min_length=1, max_length=MAX_MESSAGES)]
     max_completion_tokens: Int64 | None = None
@@ -268,9 +276,14 @@ class ChatBody(GenerationBody):
 class CompletionBody(GenerationBody):
     """Body of `POST /v1/completions`. Without `max_tokens` a completion has 16 tokens, as OpenAI's."""
 
-    NEUTRAL: ClassVar[Mapping[str, tuple[Any, ...]]] = {**NEUTRAL, "suffix": ("",)}
+    FOREIGN: ClassVar[Mapping[str, str]] = {
+        "messages": "send prompt here, or send messages to /v1/chat/completions.",
+        "input": "send prompt here, or send input to /v1/responses.",
+        "inputs": "send prompt here.",
+    }
 
     prompt: Prompts
+    suffix: str | None = None
     echo: bool | None = None
     logprobs: Int64 | None = None
     best_of: Int64 | None = None

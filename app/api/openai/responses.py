@@ -8,7 +8,7 @@ from typing import Any
 
 from app.api.streaming import CollectedChoice, CollectedCompletion, GenerationStream
 from app.messages import FinishReason
-from app.service.requests import Accepted, ChoiceFinished, ScoredToken, TextDelta, Usage
+from app.service.requests import Accepted, ChoiceFinished, PromptToken, ScoredToken, TextDelta, Usage
 from app.text.tool_calls import ToolCallDelta
 from app.version import VERSION
 
@@ -67,9 +67,13 @@ class ChatFormat:
     id_prefix = "chatcmpl"
 
     def __init__(
-        self, shows_reasoning: bool = True, calls_functions: bool = False, returns_token_ids: bool = False
+        self,
+        shows_reasoning: bool = True,
+        calls_functions: bool = False,
+        returns_token_ids: bool = False,
+        prompt_logprobs: int | None = None,
     ) -> None:
-        self.returns_token_ids = returns_token_ids
+        self.returns_token_ids, self.prompt_logprobs = returns_token_ids, prompt_logprobs
         self._shows_reasoning, self._calls_functions = shows_reasoning, calls_functions
 
     def first(self, index: int) -> Json | None:
@@ -115,13 +119,23 @@ class ChatFormat:
 
 
 class CompletionFormat:
-    """Completions format: plain text; log-probabilities in parallel lists, with each token's offset in the text."""
+    """Completions format: plain text; log-probabilities in parallel lists, with each token's offset in the text.
+
+    `echo_logprobs`: the lists begin with the prompt's tokens, each with so many of the most likely ones, and end with
+    the stop token, if there is one: clients that score a text drop the last entry, which is the generated token.
+    """
 
     object, chunk_object = "text_completion", "text_completion"
     id_prefix = "cmpl"
 
-    def __init__(self, returns_token_ids: bool = False) -> None:
-        self.returns_token_ids = returns_token_ids
+    def __init__(
+        self,
+        returns_token_ids: bool = False,
+        echo_logprobs: int | None = None,
+        prompt_logprobs: int | None = None,
+    ) -> None:
+        self.returns_token_ids, self.prompt_logprobs = returns_token_ids, prompt_logprobs
+        self._echo_logprobs = echo_logprobs
         self._offsets: dict[int, int] = {}  # choice → characters sent so far
 
     def first(self, index: int) -> Json | None:
@@ -130,31 +144,71 @@ class CompletionFormat:
 
     def delta(self, event: TextDelta) -> Json:
         """Return the chunk of a text delta."""
-        return _choice(event.choice, text=event.text, logprobs=self._logprobs(event.choice, event.logprobs))
+        logprobs = self._logprobs(event.choice, event.prompt, event.logprobs)
+        return _choice(event.choice, text=event.text, logprobs=logprobs)
 
     def finish(self, event: ChoiceFinished) -> Json:
         """Return the chunk with the finish reason."""
-        return _choice(event.choice, text="", reason=FINISH_REASONS[event.reason])
+        logprobs = self._logprobs(event.choice, (), self._stop_tokens(event))
+        return _choice(event.choice, text="", logprobs=logprobs, reason=FINISH_REASONS[event.reason])
 
     def whole(self, choice: CollectedChoice) -> Json:
         """Return a choice of a complete response."""
-        logprobs = self._logprobs(choice.index, choice.logprobs)
-        return _choice(choice.index, text=choice.text, logprobs=logprobs, reason=FINISH_REASONS[choice.reason])
+        stop_tokens = () if choice.finished is None else self._stop_tokens(choice.finished)
+        logprobs = self._logprobs(choice.index, choice.prompt, (*choice.logprobs, *stop_tokens))
+        body = _choice(choice.index, text=choice.text, logprobs=logprobs, reason=FINISH_REASONS[choice.reason])
+        if self.prompt_logprobs is not None:
+            body["prompt_logprobs"] = prompt_logprobs_body(choice.prompt, self.prompt_logprobs)
+        return body
 
-    def _logprobs(self, index: int, tokens: Iterable[ScoredToken]) -> Json | None:
+    def _stop_tokens(self, event: ChoiceFinished) -> tuple[ScoredToken, ...]:
+        return () if self._echo_logprobs is None or event.stop_token is None else (event.stop_token,)
+
+    def _logprobs(self, index: int, prompt: Iterable[PromptToken], tokens: Iterable[ScoredToken]) -> Json | None:
         lists: Json = {"text_offset": [], "token_logprobs": [], "tokens": [], "top_logprobs": []}
-        for token in tokens:
-            offset = self._offsets.get(index, 0)
-            self._offsets[index] = offset + len(token.text)
-            lists["text_offset"].append(offset)
-            lists["token_logprobs"].append(_finite_logprob(token.logprob))
-            lists["tokens"].append(token.text)
-            top = {other.text: _finite_logprob(other.logprob) for other in token.top}
-            lists["top_logprobs"].append(top or {token.text: _finite_logprob(token.logprob)})
+        if self._echo_logprobs is not None:
+            for token in prompt:
+                self._append_token(lists, index, token.text, token.score, self._echo_logprobs)
+        for scored in tokens:
+            self._append_token(lists, index, scored.text, scored, len(scored.top))
         return lists if lists["tokens"] else None
+
+    def _append_token(self, lists: Json, index: int, text: str, score: ScoredToken | None, num_top: int) -> None:
+        """Append a token to the lists. Without a score, which the prompt's first token has not, its place has null."""
+        offset = self._offsets.get(index, 0)
+        self._offsets[index] = offset + len(text)
+        lists["text_offset"].append(offset)
+        lists["tokens"].append(text)
+        if score is None:
+            lists["token_logprobs"].append(None)
+            lists["top_logprobs"].append(None)
+            return
+        own = _finite_logprob(score.logprob)
+        top: dict[str, float] = {}
+        for other in score.top[:num_top]:  # parts of characters have the same text; the likeliest one stands for all
+            top.setdefault(other.text, _finite_logprob(other.logprob))
+        lists["token_logprobs"].append(own)
+        lists["top_logprobs"].append(top or {text: own})
 
 
 OpenAIFormat = ChatFormat | CompletionFormat
+
+
+def prompt_logprobs_body(tokens: Iterable[PromptToken], num_top: int) -> list[Json | None]:
+    """Return vLLM's `prompt_logprobs`: null for the first token, then the scores of each token and the likeliest ones.
+
+    Each has the token's id as its key.
+    """
+    return [None if token.score is None else _scores_by_id(token.score, token.rank, num_top) for token in tokens]
+
+
+def _scores_by_id(score: ScoredToken, rank: int, num_top: int) -> Json:
+    ranked = [(score, rank), *((other, place) for place, other in enumerate(score.top[:num_top], 1))]
+    scores: Json = {}
+    for token, place in ranked:
+        body = {"logprob": _finite_logprob(token.logprob), "rank": place, "decoded_token": token.text}
+        scores.setdefault(str(token.token_id), body)
+    return scores
 
 
 async def chunks(
@@ -181,6 +235,8 @@ async def chunks(
             continue
         if event.choice not in started:
             started.add(event.choice)
+            if continuous_usage:
+                more["usage"] = usage_body(usage)
             if first := format_.first(event.choice):
                 yield response_body([first], **more)
                 more.pop("prompt_token_ids", None)
@@ -215,6 +271,8 @@ def complete_response(completion: CollectedCompletion, format_: OpenAIFormat, me
     """Return the complete response object."""
     choices = [format_.whole(choice) for choice in completion.choices]
     more: Json = {}
+    if isinstance(format_, ChatFormat) and format_.prompt_logprobs is not None:
+        more["prompt_logprobs"] = prompt_logprobs_body(completion.choices[0].prompt, format_.prompt_logprobs)
     if format_.returns_token_ids:
         more["prompt_token_ids"] = completion.prompt_token_ids[0]
         each = len(choices) // len(completion.prompt_token_ids)

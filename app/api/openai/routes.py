@@ -24,6 +24,7 @@ from app.api.openai.schemas import (
     OPENAI_ERRORS,
     ChatCompletion,
     ChatCompletionChunk,
+    InputTokenCount,
     ModelList,
     ModelObject,
     TextCompletion,
@@ -61,7 +62,12 @@ async def chat_completions(request: Request, unread: RequestBody[ChatBody]) -> R
         body = await unread.parse()
         check_model(runtime, body.model)
         generation = chat_request(body, request_id(request), sampling_defaults(runtime))
-    format_ = ChatFormat(body.include_reasoning is not False, body.functions is not None, bool(body.return_token_ids))
+    format_ = ChatFormat(
+        body.include_reasoning is not False,
+        body.functions is not None,
+        bool(body.return_token_ids),
+        body.prompt_logprobs,
+    )
     return await _respond(request, body, format_, runtime.service.generate(generation))
 
 
@@ -82,9 +88,33 @@ async def completions(request: Request, unread: RequestBody[CompletionBody]) -> 
     streams: list[GenerationStream] = [runtime.service.generate(generation) for generation in generations]
     each = generations[0].params.n
     stream = streams[0] if len(streams) == 1 else merge_streams(streams, each)
-    format_ = CompletionFormat(bool(body.return_token_ids))
+    echoed = body.logprobs if body.echo else None
+    format_ = CompletionFormat(bool(body.return_token_ids), echoed, body.prompt_logprobs)
     keep = (body.n or 1, each, body.logprobs is None) if each > (body.n or 1) else None
     return await _respond(request, body, format_, stream, keep)
+
+
+@router.post(
+    "/v1/chat/completions/input_tokens",
+    summary="llama.cpp: number of tokens of a chat",
+    response_model=InputTokenCount,
+    responses=router.failures(*BODY_ERRORS, 404),
+)
+async def count_input_tokens(request: Request, unread: RequestBody[ChatBody]) -> Response:
+    """Serve `POST /v1/chat/completions/input_tokens`."""
+    runtime = runtime_of(request)
+    body = await unread.parse()
+    check_model(runtime, body.model)
+    return JSONResponse({"input_tokens": await num_chat_tokens(request, body)})
+
+
+async def num_chat_tokens(request: Request, body: ChatBody) -> int:
+    """Return the number of tokens of a chat's prompt, in the body that every dialect of chats is translated to."""
+    chat = chat_request(body, request_id(request), {})
+    ids = await runtime_of(request).service.tokenize_chat(
+        chat.messages or (), chat.template_arguments, chat.chat_options
+    )
+    return len(ids)
 
 
 @router.get(
@@ -121,6 +151,7 @@ def _model_body(runtime: ApiRuntime, name: str) -> dict[str, Any]:
         "object": "model",
         "created": runtime.created,
         "owned_by": "armature",
+        "root": served.name,
         "max_model_len": served.limits.max_model_len,
     }
 

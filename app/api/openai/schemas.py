@@ -76,12 +76,24 @@ class ChatLogprobs(TypedDict):
 
 
 class TextLogprobs(TypedDict):
-    """Log-probabilities of a text completion, in parallel lists."""
+    """Log-probabilities of a text completion, in parallel lists. A prompt's first token has null in their places."""
 
     text_offset: list[int]
-    token_logprobs: list[float]
+    token_logprobs: list[float | None]
     tokens: list[str]
-    top_logprobs: list[dict[str, float]]
+    top_logprobs: list[dict[str, float] | None]
+
+
+class PromptLogprob(TypedDict):
+    """Score of a token at a place of the prompt. The most likely token has rank 1."""
+
+    logprob: float
+    rank: int
+    decoded_token: str
+
+
+# One entry for each token of the prompt: null for the first, then token ids with their scores.
+PromptLogprobs = list[dict[str, PromptLogprob] | None]
 
 
 class FunctionCall(TypedDict):
@@ -169,6 +181,7 @@ class TextChoice(TypedDict):
     finish_reason: OpenAIFinishReason | None
     token_ids: NotRequired[list[int]]
     prompt_token_ids: NotRequired[list[int]]
+    prompt_logprobs: NotRequired[PromptLogprobs]
 
 
 class GeneratedObject(TypedDict):
@@ -187,6 +200,7 @@ class ChatCompletion(GeneratedObject):
     object: Literal["chat.completion"]
     choices: list[ChatChoice]
     usage: OpenAIUsage
+    prompt_logprobs: NotRequired[PromptLogprobs]
 
 
 class ChatCompletionChunk(GeneratedObject):
@@ -205,13 +219,21 @@ class TextCompletion(GeneratedObject):
     usage: NotRequired[OpenAIUsage | None]
 
 
+class InputTokenCount(TypedDict):
+    """Response of the routes that count a prompt's tokens."""
+
+    object: NotRequired[Literal["response.input_tokens"]]
+    input_tokens: int
+
+
 class ModelObject(TypedDict):
-    """The served model."""
+    """The served model. `root` is its first name, of which `id` may be an alias."""
 
     id: str
     object: Literal["model"]
     created: int
     owned_by: str
+    root: str
     max_model_len: int
 
 

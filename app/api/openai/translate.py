@@ -17,9 +17,9 @@ from app.api.openai.bodies import (
     ResponseFormat,
     ToolCallRecord,
 )
-from app.errors import InvalidRequest, UnsupportedParameter
-from app.messages import SamplingParams
-from app.service.requests import GenerationRequest, Tool, ToolUse
+from app.errors import InvalidRequest
+from app.messages import MAX_BEAMS, SamplingParams
+from app.service.requests import GenerationRequest, Infill, Tool, ToolUse
 from app.text.chat import ChatOptions
 from app.text.grammar import MAX_CHOICES, GrammarKind, GrammarSource
 
@@ -32,6 +32,7 @@ Defaults = Mapping[str, float]
 
 def chat_request(body: ChatBody, request_id: str, defaults: Defaults) -> GenerationRequest:
     """Return the service's request for a chat. `defaults` are the checkpoint's sampling parameters."""
+    _check_stream_options(body)
     functions, use = _tool_use(body)
     options = ChatOptions(
         tools=tuple(functions) if use else (),
@@ -59,6 +60,7 @@ def chat_request(body: ChatBody, request_id: str, defaults: Defaults) -> Generat
 
 def completion_requests(body: CompletionBody, request_id: str, defaults: Defaults) -> list[GenerationRequest]:
     """Return one request for each prompt of a completion."""
+    _check_stream_options(body)
     params, grammar = _completion_params(body, defaults), _grammar(body)
     if len(body.prompt) * params.n > MAX_TOTAL_CHOICES:
         raise InvalidRequest(f"The number of prompts times n may be at most {MAX_TOTAL_CHOICES}.", field="n")
@@ -73,9 +75,15 @@ def completion_requests(body: CompletionBody, request_id: str, defaults: Default
             echo=bool(body.echo),
             truncate_prompt_tokens=body.truncate_prompt_tokens,
             grammar=grammar,
+            infill=Infill(body.suffix) if body.suffix else None,
         )
         for prompt in body.prompt
     ]
+
+
+def _check_stream_options(body: GenerationBody) -> None:
+    if body.stream_options is not None and not body.stream:
+        raise InvalidRequest("stream_options needs stream to be true.", field="stream_options")
 
 
 # ---- parameters ----------------------------------------------------------------------------------------------------
@@ -90,23 +98,60 @@ def _chat_params(body: ChatBody, defaults: Defaults) -> SamplingParams:
     if body.top_logprobs and not body.logprobs:
         raise InvalidRequest("top_logprobs needs logprobs to be true.", field="top_logprobs")
     return body.params(
-        defaults, max_tokens=next(iter(limits), None), logprobs=(body.top_logprobs or 0) if body.logprobs else None
+        defaults,
+        max_tokens=next(iter(limits), None),
+        logprobs=(body.top_logprobs or 0) if body.logprobs else None,
+        prompt_logprobs=_prompt_logprobs(body, None),
+        **_beam_params(body, body.n or 1),
     )
 
 
 def _completion_params(body: CompletionBody, defaults: Defaults) -> SamplingParams:
-    if body.echo and body.logprobs is not None:
-        raise UnsupportedParameter(
-            "echo cannot be combined with logprobs: a prompt's tokens are not scored.", field="echo"
-        )
     n, best_of = body.n or 1, body.best_of or body.n or 1
     if best_of < n:
         raise InvalidRequest(f"best_of must be at least n, which is {n}.", field="best_of")
-    if best_of > n and body.stream:
+    if best_of > n and body.stream and not body.use_beam_search:
         raise InvalidRequest("best_of greater than n cannot be streamed.", field="best_of")
-    more = {"max_tokens": DEFAULT_COMPLETION_TOKENS if body.max_tokens is None else body.max_tokens}
+    more: dict[str, Any] = {
+        "max_tokens": DEFAULT_COMPLETION_TOKENS if body.max_tokens is None else body.max_tokens,
+        "prompt_logprobs": _prompt_logprobs(body, _echoed_logprobs(body)),
+    }
+    if body.use_beam_search:
+        return body.params(defaults, **more, logprobs=body.logprobs, **_beam_params(body, best_of))
+    more |= _beam_params(body, best_of)
     logprobs = 0 if best_of > n and body.logprobs is None else body.logprobs
     return body.params(defaults, **more, logprobs=logprobs, n=None if body.n is None and best_of == 1 else best_of)
+
+
+def _beam_params(body: GenerationBody, width: int) -> dict[str, Any]:
+    """Return the parameters of a beam search of this width, if the body asks for one. A single beam is greedy."""
+    if not body.use_beam_search:
+        if body.length_penalty not in (None, 1.0):
+            raise InvalidRequest("length_penalty needs use_beam_search.", field="length_penalty")
+        return {}
+    if width > MAX_BEAMS:
+        raise InvalidRequest(f"A beam search has at most {MAX_BEAMS} beams, not {width}.", field="n")
+    if next(_grammars(body), None) is not None:
+        raise InvalidRequest("use_beam_search cannot be combined with structured output.", field="use_beam_search")
+    return {"beam_width": width, "length_penalty": body.length_penalty, "temperature": 0.0}
+
+
+def _echoed_logprobs(body: CompletionBody) -> int | None:
+    """Return the number of most likely tokens at each place of an echoed prompt; None if it is not scored.
+
+    Only a prompt that is scored may have no completion, so one without logprobs is scored too, and not shown.
+    """
+    if not body.echo:
+        return None
+    return 0 if body.logprobs is None and body.max_tokens == 0 else body.logprobs
+
+
+def _prompt_logprobs(body: GenerationBody, echoed: int | None) -> int | None:
+    """Return the number of most likely tokens at each place of the prompt; None if it is not scored."""
+    if body.prompt_logprobs is not None and body.stream:
+        raise InvalidRequest("prompt_logprobs is not available in a stream: leave out stream.", field="prompt_logprobs")
+    wanted = [count for count in (body.prompt_logprobs, echoed) if count is not None]
+    return max(wanted, default=None)
 
 
 # ---- structured output ---------------------------------------------------------------------------------------------
@@ -163,11 +208,12 @@ def _schema(schema: Mapping[str, Any] | bool | str, name: str) -> GrammarSource:
 
 
 def _response_schema(form: ResponseFormat) -> Mapping[str, Any] | bool:
+    beside = form.object_schema if form.object_schema is not None else form.value
     if form.type == "json_object":
-        return form.object_schema or _ANY_OBJECT
+        return beside or _ANY_OBJECT
     if form.json_schema is None or form.json_schema.json_schema is None:
-        if form.object_schema is not None:
-            return form.object_schema
+        if beside is not None:
+            return beside
         raise InvalidRequest(
             "response_format of type json_schema needs json_schema.schema.", field="response_format.json_schema"
         )

@@ -6,9 +6,10 @@ import time
 from dataclasses import replace
 
 from starlette.requests import Request
-from starlette.responses import Response
+from starlette.responses import JSONResponse, Response
 
-from app.api.openai.schemas import OPENAI_ERRORS
+from app.api.openai.routes import num_chat_tokens
+from app.api.openai.schemas import OPENAI_ERRORS, InputTokenCount
 from app.api.openai.translate import chat_request
 from app.api.openai_responses.bodies import ResponsesBody
 from app.api.openai_responses.output import ResponseObjectFormat
@@ -53,3 +54,19 @@ async def responses(request: Request, unread: RequestBody[ResponsesBody]) -> Res
         format_ = ResponseObjectFormat(body, chat.params, runtime.service.model.name, int(time.time()))
         stream = runtime.service.generate(replace(chat, api="responses"))
         return await respond(stream, format_, _EVENTS, streams=body.stream)
+
+
+@router.post(
+    "/v1/responses/input_tokens",
+    summary="OpenAI: number of tokens of a response's input",
+    response_model=InputTokenCount,
+    responses=router.failures(*BODY_ERRORS, 404),
+)
+async def count_input_tokens(request: Request, unread: RequestBody[ResponsesBody]) -> Response:
+    """Serve `POST /v1/responses/input_tokens`."""
+    runtime = runtime_of(request)
+    with renamed_fields(_FIELD_NAMES):
+        body = await unread.parse()
+        check_model(runtime, body.model)
+        count = await num_chat_tokens(request, chat_body(body))
+    return JSONResponse({"object": "response.input_tokens", "input_tokens": count})

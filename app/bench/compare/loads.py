@@ -122,7 +122,7 @@ async def _generation_sender(wire: HttpClient, model: str, load: LoadSpec, seed:
 
 # A text as long as the model's context may come out one token too long: the server truncates it.
 _EMBED = EmbedDialect(
-    lambda model: "/embed",
+    lambda model: "/encode",
     lambda texts, model: {"inputs": list(texts), "truncate": True},
     lambda answer: [len(vector) for vector in answer["embeddings"]],
 )

@@ -29,7 +29,7 @@ from app.engine.scheduler.speculation import Speculation
 from app.hardware.facts import Facts
 from app.hardware.plan.plan import ServingPlan
 from app.hardware.step_times import StepTimeTable
-from app.messages import Event, Generate, RequestFailed, SamplingParams, TokensReady
+from app.messages import Event, Generate, RequestFailed, SamplingParams, TokenScore, TokensReady
 from app.metrics.step_time_model import StepTimeModel
 from app.weights.checkpoint import Checkpoint
 
@@ -102,6 +102,11 @@ class ForcedTextRunner:
     def is_native(self) -> bool:
         """True if the wrapped runner's last step was replayed."""
         return self._runner.is_native
+
+    @property
+    def prompt_scores(self) -> Sequence[tuple[TokenScore, ...]]:
+        """The scores that the wrapped runner computed."""
+        return self._runner.prompt_scores
 
     def launch(self, batch: Batch, after: InFlightStep | None = None) -> InFlightStep:
         """Launch a batch on the wrapped runner."""

@@ -159,7 +159,7 @@ EMBED_DIALECTS: Mapping[str, EmbedDialect] = {
         _openai_embed_body,
         lambda answer: _sizes([each["embedding"] for each in answer["data"]]),
     ),
-    "native": EmbedDialect(lambda model: "/embed", _inputs_body, lambda answer: _sizes(answer["embeddings"])),
+    "native": EmbedDialect(lambda model: "/encode", _inputs_body, lambda answer: _sizes(answer["embeddings"])),
     "tei": EmbedDialect(lambda model: "/embed", _inputs_body, _sizes),
     "oip": EmbedDialect(lambda model: f"/v2/models/{quote(model or '', safe='')}/infer", _oip_body, _oip_sizes),
 }

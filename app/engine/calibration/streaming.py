@@ -31,9 +31,12 @@ from app.errors import ArmatureError
 from app.hardware.plan.plan import ServingPlan
 from app.hardware.plan.precision import INT4_PRECISIONS, QUANTIZED_PRECISIONS
 from app.kernels.elementwise.activations import TopLogits
-from app.kernels.linear.activations import Activations, unquantised
-from app.kernels.linear.linear import ExactLinear, Linear
+from app.kernels.linear.activations import Activations, quantise_torch, unquantised
+from app.kernels.linear.bf16_panels import HybridLinear
+from app.kernels.linear.int_panels import IntPanelLinear
+from app.kernels.linear.linear import ExactLinear, Linear, LinearForm
 from app.kernels.linear.quantization import MAX_CORRELATED, InputStatistics
+from app.kernels.linear.row_split import RowSplitLinear
 from app.models.decoders.decoder import Decoder
 from app.text.tokenizer import Tokenizer
 from app.weights.checkpoint import Checkpoint
@@ -44,7 +47,8 @@ CALIBRATION_TEXT = Path(__file__).with_name("calibration_text.txt")
 # long windows give better statistics: on SmolLM2-135M windows of 512 instead of 256 cost 4.4 instead of 4.8% in int4.
 SHORT_WINDOW = 256
 MEASURED_WINDOWS = 4  # every fourth window is not part of the statistics, and measures the whole model
-PROBE_TOKENS = 32  # tokens that show the loss of each product of a layer
+# Tokens that show the loss of each product of a layer, of a small model and of a large one, which takes longer.
+SMALL_PROBE_TOKENS, PROBE_TOKENS = 128, 32
 # Tokens times weights that run through a large model: about 20 s of two cores in FP32. A small one reads more.
 TOKEN_WEIGHTS = 0.8e12
 SMALL_MODEL, SMALL_MODEL_TOKENS = 300_000_000, 13_000
@@ -118,6 +122,27 @@ class InputMeter(WatchedForm):
 
 
 @dataclass(slots=True)
+class _RoundedForm(WatchedForm):
+    """Multiplies by the packed weight Q without the error of rounding inputs x to r: W x + (Q r - W r).
+
+    Eight bits would not reduce that error, so it must not decide which weights get them. `product` is W x.
+    """
+
+    packed: IntPanelLinear | RowSplitLinear
+    product: Tensor
+
+    def multiply(self, x: Activations) -> Tensor:
+        rows = unquantised(x)
+        group, change = self.packed.activation_group(len(rows)), torch.zeros(len(rows), self.packed.outputs)
+        rounded = rows.bfloat16().float()
+        if group is not None:
+            codes, scales = quantise_torch(rows, group)
+            rounded = (codes.float() * scales[..., None]).flatten(1)[:, : rows.shape[1]]
+        self.packed.add_to(change, rows)
+        return self.product + change.sub_(self.form.multiply(rounded)).to(self.product.dtype)
+
+
+@dataclass(slots=True)
 class _RecordingForm(WatchedForm):
     """Records its product."""
 
@@ -151,6 +176,8 @@ class StreamedCalibration:
         known = read_windows(tokenizer, text or CALIBRATION_TEXT, limit, num_tokens, window_tokens)
         windows = [[token for token in each if token < config.vocab_size] for each in known]
         self._windows: list[Window] = [window for window in windows if window]
+        self._probed = max(range(len(self._windows)), key=lambda number: len(self._windows[number]))
+        self._probe_tokens = SMALL_PROBE_TOKENS if is_small else PROBE_TOKENS
         shape = KvShape(config.num_layers, 1, window_tokens, config.num_kv_heads, config.head_dim)
         self._attention = StepAttention(KvCache(shape, kv_dtype(plan)), backend)
         self.losses: dict[tuple[str, ...], float] = {}
@@ -166,7 +193,7 @@ class StreamedCalibration:
             meters = {one: InputMeter.of(exact(one), one.in_features, self._correlate) for one in linears}
             for linear, meter in meters.items():
                 linear.form = meter
-            probe = hidden[0][:PROBE_TOKENS].clone()
+            probe = hidden[self._probed][: self._probe_tokens].clone()
             for number, window in enumerate(self._windows):
                 for meter in meters.values():
                     meter.counts = self._is_shown(number)
@@ -223,25 +250,41 @@ class StreamedCalibration:
         return result
 
     def _measure_losses(self, model: Decoder, index: int, probe: Tensor, meters: Mapping[Linear, InputMeter]) -> None:
-        """Run the probe with each product in its packed form, the others exact.
+        """Run the probe with the packed weight of each product, the others exact.
 
         Products that run before it have the same inputs as without it, so they are not computed again.
         """
         packed, products = {linear: linear.form for linear in meters}, dict[Linear, Tensor]()
+        window = self._windows[self._probed]
         for linear, meter in meters.items():
             linear.form = _RecordingForm(meter.form, linear, products)
-        expected = self._run(model, index, probe.clone(), self._windows[0])
+        expected = self._run(model, index, probe.clone(), window)
         for linear, meter in meters.items():
             linear.form, meter.counts = meter, False
         for linear in products:  # in the order in which they ran
-            linear.form = packed[linear]
-            error = self._run(model, index, probe.clone(), self._windows[0]) - expected
+            linear.form = _rounded_form(packed[linear], meters[linear].form, products[linear])
+            error = self._run(model, index, probe.clone(), window) - expected
             linear.form, meters[linear].product = meters[linear], products[linear]
-            loss = float(error.square().sum() / expected.square().sum().clamp_min(1e-30))
+            loss = _relative_error(error, expected)
             if sources := tuple(source for source in linear.sources if not is_value(source)):
                 self.losses[sources] = loss if math.isfinite(loss) else 0.0
         for linear, form in packed.items():
             linear.form = form
+
+
+def _rounded_form(packed: LinearForm, exact: ExactLinear, product: Tensor) -> LinearForm:
+    """Return a form that shows what the packed weight loses, not an int8 copy; other forms are returned as they are."""
+    four = packed.few if isinstance(packed, HybridLinear) else packed
+    return _RoundedForm(exact, four, product) if isinstance(four, IntPanelLinear | RowSplitLinear) else packed
+
+
+def _relative_error(error: Tensor, expected: Tensor) -> float:
+    """Return the mean over rows of |error|² / |expected|², from rows [tokens, hidden].
+
+    Each token counts alike. In many models the residual stream of the first token is hundreds of times larger than
+    that of the others; in a ratio of two sums over all tokens only this one would count.
+    """
+    return float((error.square().sum(-1) / expected.square().sum(-1).clamp_min(1e-30)).mean())
 
 
 def _divergence(expected: Tensor | TopLogits, found: Tensor | TopLogits) -> float:

@@ -13,7 +13,7 @@ import time
 from collections import Counter, OrderedDict
 from collections.abc import Callable
 from collections.abc import Sequence as Items
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -21,19 +21,45 @@ from torch import Tensor
 from app.backends.base import HostBackend
 from app.engine.decoder.kv_cache import KvCache
 from app.engine.sampling.masks import TokenMasks
+from app.engine.sampling.prompt_scores import score_prompts
 from app.engine.sampling.sampler import Sampler, sample_top_logits, top_logits_request
-from app.engine.scheduler.batch import Batch, CompletedStep, InFlightStep, SampledTokens, ScheduledSpan, logit_rows_of
+from app.engine.scheduler.batch import (
+    Batch,
+    CompletedStep,
+    InFlightStep,
+    LogitRow,
+    SampledTokens,
+    ScheduledSpan,
+    logit_rows_of,
+)
 from app.kernels.attention.attention import AttentionSequence, AttentionStep, QkvHeads, split_into_decodes
 from app.kernels.attention.context import Attend, AttentionSpec, StepContext
 from app.kernels.elementwise.activations import TopLogits, TopLogitsRequest
 from app.kernels.elementwise.rope import apply_rope_and_write_kv
 from app.kernels.native.memory import Int64Buffer
 from app.kernels.native.recording import NotRecordable, RecordedOperations, ResultPool, record_operations
+from app.messages import TokenScore
 from app.models.decoders.decoder import Decoder
 
 _MAX_FIXED_TOKENS = 2**16  # step size up to which the inputs keep a fixed address
 # queries per attention call if the queries per sequence are limited; this bounds the scratch memory
 _MAX_BATCHED_QUERIES = 64
+
+
+class StepModel(Protocol):
+    """The model of a runner: a `Decoder`, or its recorded steps."""
+
+    def __call__(self, context: StepContext) -> Tensor | TopLogits:
+        """Return what `Decoder.forward` does."""
+        ...
+
+    def hidden(self, context: StepContext) -> Tensor:
+        """Return what `Decoder.hidden` does."""
+        ...
+
+    def logits(self, hidden: Tensor, wanted: TopLogitsRequest | None = None) -> Tensor | TopLogits:
+        """Return what `Decoder.logits` does."""
+        ...
 
 
 class CpuDecoderRunner:
@@ -46,7 +72,7 @@ class CpuDecoderRunner:
 
     def __init__(
         self,
-        model: Callable[[StepContext], Tensor | TopLogits],
+        model: StepModel,
         kv_cache: KvCache,
         backend: HostBackend,
         sampler: Sampler,
@@ -65,6 +91,7 @@ class CpuDecoderRunner:
         self._whole_logits = max_queries_together is not None
         self._masks = TokenMasks(sampler.vocab_size)
         self.model_seconds = 0.0  # seconds in the model's forward pass, for the last batch
+        self.prompt_scores: list[tuple[TokenScore, ...]] = []  # of each of `Batch.scored`, for the last batch
 
     @property
     def is_first(self) -> bool:
@@ -109,9 +136,10 @@ class CpuDecoderRunner:
             rows = logit_rows_of(batch.spans)
             masks = self._masks.for_step(batch.spans, len(rows))
             self._masks = masks or self._masks
-            context = self._context(batch.spans, None if self._whole_logits else top_logits_request(rows, masks))
+            wanted = None if self._whole_logits else top_logits_request(rows, masks)
+            context = self._context(batch.spans, wanted, all_rows=bool(batch.scored))
             started = time.perf_counter()
-            outputs = self.model(context)
+            outputs = self._scored_outputs(batch, context, rows) if batch.scored else self.model(context)
             self.backend.synchronize()
             self.model_seconds = time.perf_counter() - started
             if not rows:
@@ -122,7 +150,28 @@ class CpuDecoderRunner:
                 else self.sampler.sample(outputs, rows, masks)
             )
 
-    def _context(self, spans: tuple[ScheduledSpan, ...], top_logits: TopLogitsRequest | None) -> StepContext:
+    def _scored_outputs(self, batch: Batch, context: StepContext, rows: list[LogitRow]) -> Tensor | TopLogits:
+        """Compute a step that also scores prompts. Return the outputs of the rows that are sampled."""
+        hidden = self.model.hidden(context)
+        scores = score_prompts(batch, hidden, self._all_logits)
+        self.prompt_scores = [one.on_host() for one in scores]
+        if not rows:
+            return hidden[:0]
+        sampled: list[int] = []
+        end = 0
+        for span in batch.spans:
+            end += span.num_tokens
+            sampled += range(end - span.num_samples, end)
+        return self.model.logits(hidden[sampled], context.top_logits)
+
+    def _all_logits(self, hidden: Tensor) -> Tensor:
+        logits = self.model.logits(hidden)
+        assert isinstance(logits, Tensor), "all logits were requested"
+        return logits
+
+    def _context(
+        self, spans: tuple[ScheduledSpan, ...], top_logits: TopLogitsRequest | None, all_rows: bool
+    ) -> StepContext:
         token_ids: list[int] = []
         positions: list[int] = []
         logit_rows: list[int] = []
@@ -134,12 +183,13 @@ class CpuDecoderRunner:
             if span.samples:
                 logit_rows += range(len(token_ids) - len(draft_ids) - 1, len(token_ids))
         attend = self._attention.begin(spans)
-        which = None if len(logit_rows) == len(token_ids) else self._to_model_device(self._logit_rows.fill(logit_rows))
+        num_rows = len(token_ids) if all_rows else len(logit_rows)
+        which = None if num_rows == len(token_ids) else self._to_model_device(self._logit_rows.fill(logit_rows))
         ids, places = (
             self._to_model_device(self._token_ids.fill(token_ids)),
             self._to_model_device(self._positions.fill(positions)),
         )
-        shape = (len(token_ids), len(logit_rows)) if self._attention.is_replayable and self._token_ids.stays else None
+        shape = (len(token_ids), num_rows) if self._attention.is_replayable and self._token_ids.stays else None
         return StepContext(ids, places, which, attend, top_logits, shape)
 
     def _to_model_device(self, values: Tensor) -> Tensor:
@@ -214,6 +264,8 @@ MAX_RECORDED_TOKENS = 1024
 MAX_RECORDINGS = 128  # the least recently used recording is dropped
 _MAX_COUNTED_SHAPES = 4096  # number of shapes that are counted
 
+HIDDEN_ROWS = TopLogitsRequest(0)  # in place of top logits in the shape of a step that returns hidden states
+
 RecordedShape = tuple[int, int, TopLogitsRequest | None]  # tokens, rows of logits, required top logits
 
 
@@ -234,41 +286,54 @@ class DecoderReplay:
 
     def __call__(self, context: StepContext) -> Tensor | TopLogits:
         """Compute a step as the model's `forward` does."""
+        result = self._compute(context, context.top_logits)
+        return result if isinstance(result, TopLogits) else self.model.outputs(result, context.top_logits)
+
+    def hidden(self, context: StepContext) -> Tensor:
+        """Compute a step as the model's `hidden` does. The next step may overwrite the result."""
+        result: Tensor = self._compute(context, HIDDEN_ROWS)
+        return result
+
+    def logits(self, hidden: Tensor, wanted: TopLogitsRequest | None = None) -> Tensor | TopLogits:
+        """Compute logits as the model's `logits` does, without a recording."""
+        return self.model.logits(hidden, wanted)
+
+    def _body(self, wanted: TopLogitsRequest | None) -> Callable[[StepContext], Any]:
+        """Return the part of the model that is recorded: as much of it as has native operations."""
+        model = self.model
+        if wanted is HIDDEN_ROWS:
+            return model.hidden
+        return model.forward if wanted is not None and model.output.has_top_logits else model.body
+
+    def _compute(self, context: StepContext, wanted: TopLogitsRequest | None) -> Any:
+        """Return the result of the recorded part, from a recording if there is one for this shape and these results."""
         self.is_first = self.is_native = False
         self.num_steps += 1
         if self.reason or context.shape is None or context.shape[0] > MAX_RECORDED_TOKENS:
-            return self.model.forward(context)
-        shape = (*context.shape, context.top_logits)
+            return self._body(wanted)(context)
+        shape = (*context.shape, wanted)
         recorded = self.recorded.get(shape)
         if recorded is None:
-            return self._eager(shape, context)
+            return self._eager(self._body(wanted), shape, context)
         self.recorded.move_to_end(shape)
         self.num_replays += 1
         self.is_native = True
-        return self._outputs(recorded.run(), context)
+        return recorded.run()
 
-    def _eager(self, shape: RecordedShape, context: StepContext) -> Tensor | TopLogits:
+    def _eager(self, body: Callable[[StepContext], Any], shape: RecordedShape, context: StepContext) -> Any:
         """Compute a step eagerly, and record it if its shape was seen often enough."""
         self._num_seen[shape] += 1
         self.is_first = True
         if self._num_seen[shape] <= self._record_after:
             if len(self._num_seen) > _MAX_COUNTED_SHAPES:
                 self._num_seen.clear()
-            return self.model.forward(context)
-        body = (
-            self.model.forward
-            if context.top_logits is not None and self.model.output.has_top_logits
-            else self.model.body
-        )
+            return body(context)
         try:
             recorded = record_operations(self._pool, lambda: body(context))
         except NotRecordable as reason:
             self.reason = f"{reason} is not a native operation"
-            return self.model.forward(context)  # values that were already written are written again
+            return body(context)  # values that were already written are written again
         self.recorded[shape] = recorded
         if len(self.recorded) > MAX_RECORDINGS:
             self.recorded.popitem(last=False)
-        return self._outputs(recorded.result, context)
-
-    def _outputs(self, result: Any, context: StepContext) -> Tensor | TopLogits:
-        return result if isinstance(result, TopLogits) else self.model.outputs(result, context.top_logits)
+        return recorded.result

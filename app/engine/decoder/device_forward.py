@@ -72,6 +72,22 @@ class DeviceForward:
 
     def logits(self, views: StepViews[Tensor], sizes: StepSizes, bounds: StepBounds) -> Tensor:
         """Compute the logits [samples, vocab] from the inputs in these device views."""
+        which = None if sizes.samples == sizes.tokens else views.logit_rows
+        logits = self.model(self._context(views, bounds, which))
+        assert isinstance(logits, Tensor), "full logits were requested"
+        return logits
+
+    def hidden(self, views: StepViews[Tensor], bounds: StepBounds) -> Tensor:
+        """Compute the hidden states [tokens, size] of all tokens from the inputs in these device views."""
+        return self.model.hidden(self._context(views, bounds, None))
+
+    def logits_of(self, hidden: Tensor) -> Tensor:
+        """Compute the logits [rows, vocab] of some rows of hidden states."""
+        logits = self.model.logits(hidden)
+        assert isinstance(logits, Tensor), "full logits were requested"
+        return logits
+
+    def _context(self, views: StepViews[Tensor], bounds: StepBounds, logit_rows: Tensor | None) -> StepContext:
         step = PagedStep(
             self.kv_cache.tables,
             views.slots,
@@ -85,10 +101,7 @@ class DeviceForward:
         # The previous step left -1 for a row whose logits were not finite. Waiting for that step raises.
         token_ids = self.buffer.index_select(0, views.sources).clamp_min_(0)
         attend = PagedAttention(self.kv_cache, self.backend, step, views.kv_rows)
-        which = None if sizes.samples == sizes.tokens else views.logit_rows
-        logits = self.model(StepContext(token_ids, views.positions, which, attend))
-        assert isinstance(logits, Tensor), "full logits were requested"
-        return logits
+        return StepContext(token_ids, views.positions, logit_rows, attend)
 
     def sample(self, logits: Tensor, views: StepViews[Tensor], mode: SamplingMode) -> None:
         """Sample each row of logits [samples, vocab] and write the ids to the buffer.

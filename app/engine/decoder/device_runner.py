@@ -34,11 +34,13 @@ from app.engine.decoder.device_inputs import (
 )
 from app.engine.decoder.paged_kv_cache import PagedKvCache
 from app.engine.sampling.masks import TokenMasks
+from app.engine.sampling.prompt_scores import SpanScores, score_prompts
 from app.engine.sampling.rows import scratch_rows
 from app.engine.sampling.sampler import Sampler
 from app.engine.scheduler.batch import Batch, InFlightStep, LogitRow, SampledTokens, logit_rows_of
 from app.engine.scheduler.queues import EngineLimits
 from app.errors import StepFailed
+from app.messages import TokenScore
 from app.models.decoders.decoder import Decoder
 
 
@@ -46,7 +48,8 @@ from app.models.decoders.decoder import Decoder
 class DeviceInFlightStep:
     """A step that was launched on a device.
 
-    `ids` is a host tensor, valid once `mark` has been reached. `logits` is set if the sampler runs on the host.
+    `ids` is a host tensor, valid once `mark` has been reached. `logits` is set if the sampler runs on the host, and
+    `scores` if the step scores prompts.
     """
 
     batch: Batch
@@ -55,6 +58,7 @@ class DeviceInFlightStep:
     ids: Tensor
     logits: Tensor | None
     started: float
+    scores: list[SpanScores]
     host_ids: list[int] | None = None
 
     def wait_ids(self) -> list[int]:
@@ -159,6 +163,7 @@ class DeviceDecoderRunner:
         self.model_seconds = 0.0
         self.is_first = False  # the last step's shape had to be captured first, so the step took longer
         self.is_native = False  # the last step was the replay of a graph
+        self.prompt_scores: list[tuple[TokenScore, ...]] = []  # of each of `Batch.scored`, for the last step waited for
         max_rows = max(limits.max_running_seqs, self.buckets[-1])
         self._max_sizes = StepSizes(max(limits.max_batch_tokens, max_rows), max_rows, max_rows)
         block_length = block_size(self._max_sizes) + table_update_size(MAX_TABLE_UPDATES)
@@ -217,6 +222,8 @@ class DeviceDecoderRunner:
         ids = in_flight.wait_ids()
         now = time.perf_counter()
         self.model_seconds, self._finished_at = now - max(in_flight.started, self._finished_at), now
+        if in_flight.scores:
+            self.prompt_scores = [scores.on_host() for scores in in_flight.scores]
         if in_flight.logits is not None:
             with torch.inference_mode():
                 logits = in_flight.logits if self.backend.can_sample else in_flight.logits.cpu()
@@ -302,11 +309,11 @@ class DeviceDecoderRunner:
             fill_step(views, spans, task.kv_rows, self._layout)
             fill_sampling(views, spans, task.rows, task.mode)
         self._send(buffer, block_size(sizes))
-        logits = self._compute(task)
+        logits, scores = self._compute(task)
         ids = buffer.ids[: task.num_samples if logits is None else 0]
         if len(ids):
             ids.copy_(self._ids[: len(ids)], non_blocking=True)
-        return DeviceInFlightStep(task.batch, task.inputs, self.backend.record_event(), ids, logits, started)
+        return DeviceInFlightStep(task.batch, task.inputs, self.backend.record_event(), ids, logits, started, scores)
 
     def _send(self, buffer: HostBuffer, count: int) -> None:
         """Send the first `count` int64 values of the buffer to the device, and update the page tables there."""
@@ -332,21 +339,26 @@ class DeviceDecoderRunner:
             )
         self._table_updates.clear()
 
-    def _compute(self, task: _StepTask) -> Tensor | None:
-        """Compute a step.
+    def _compute(self, task: _StepTask) -> tuple[Tensor | None, list[SpanScores]]:
+        """Compute a step, and return the scores of prompts, if the step has any.
 
         The sampled ids are left in the buffer, or the logits are returned if the sampler needs them.
         """
         if task.shape is not None:
             self.graphs.run(task.shape)
-            return None
-        sizes = task.sizes
+            return None, []
+        sizes, bounds, scores = task.sizes, StepBounds.of(task.batch.spans), []
         views = block_views(self._block, sizes, self.backend.can_sample)
-        logits = self._forward.logits(views, sizes, StepBounds.of(task.batch.spans))
+        if task.batch.scored:
+            hidden = self._forward.hidden(views, bounds)
+            scores = score_prompts(task.batch, hidden, self._forward.logits_of)
+            logits = self._forward.logits_of(hidden.index_select(0, views.logit_rows))
+        else:
+            logits = self._forward.logits(views, sizes, bounds)
         if task.mode is SamplingMode.LOGITS:
-            return logits
+            return logits, scores
         self._forward.sample(logits, views, task.mode)
-        return None
+        return None, scores
 
     def _compute_shape(self, shape: GraphShape) -> None:
         """Compute a step of a captured shape. The work depends only on the input block."""

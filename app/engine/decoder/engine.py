@@ -26,7 +26,7 @@ from app.engine.scheduler.kv_allocator import KvAllocator
 from app.engine.scheduler.scheduler import Scheduler
 from app.errors import RequestError, StepFailed
 from app.hardware.step_times import ThrottleCorrection
-from app.messages import Abort, Event, Generate, SamplingParams
+from app.messages import Abort, Event, Generate, SamplingParams, TokenScore
 from app.metrics.stats import EngineSnapshot, StepStats
 
 log = logging.getLogger(__name__)
@@ -53,6 +53,11 @@ class DecoderRunner(Protocol):
     @property
     def is_native(self) -> bool:
         """True if the last step was replayed from a recording."""
+        ...
+
+    @property
+    def prompt_scores(self) -> Items[tuple[TokenScore, ...]]:
+        """The scores of each of `Batch.scored`, for the last batch that was waited for."""
         ...
 
     def launch(self, batch: Batch, after: InFlightStep | None = None) -> InFlightStep:
@@ -149,7 +154,8 @@ class DecoderEngine:
         self._batch = batch = in_flight.batch.active()
         self._launched_ahead = self._launch_ahead(in_flight, batch)
         samples = active_samples(in_flight.batch, batch, self.runner.wait(in_flight))
-        events = self.scheduler.update(batch, samples)
+        events = self.scheduler.update_scores(batch.scored, self.runner.prompt_scores) if batch.scored else []
+        events += self.scheduler.update(batch, samples)
         self._batch = None
         self._drop_finished()
         self._record_stats(batch, samples)
@@ -298,6 +304,7 @@ def decoder_step_stats(batch: Batch, samples: Items[SampledTokens], timing: Step
         throttle_correction=timing.throttle_correction,
         is_first=timing.is_first,
         is_native=timing.is_native,
+        scored_tokens=sum(scored.end - scored.start for scored in batch.scored),
     )
 
 

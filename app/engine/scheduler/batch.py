@@ -20,6 +20,24 @@ _GOLDEN = 0x9E3779B97F4A7C15
 
 
 @dataclass(slots=True, eq=False)
+class PromptScoring:
+    """Progress of the scores of one request's prompt. All choices of the request share it.
+
+    The logits of position p give the score of token p + 1. `num_positions` of them are needed, and the first `num_done`
+    were scored.
+    """
+
+    num_top: int
+    num_positions: int
+    num_done: int = 0
+
+    @property
+    def is_done(self) -> bool:
+        """True if the whole prompt is scored."""
+        return self.num_done >= self.num_positions
+
+
+@dataclass(slots=True, eq=False)
 class Sequence:
     """One choice of a request, or one beam.
 
@@ -51,6 +69,7 @@ class Sequence:
     beam_token_logprobs: tuple[TokenLogprob, ...] = ()  # one per token of a beam's completion, if requested
     grammar: GrammarState | None = None  # after the tokens of `token_ids`
     bad_word_ids: tuple[tuple[int, ...], ...] = ()
+    scoring: PromptScoring | None = None  # set if the request wants scores of its prompt
 
     @property
     def num_completion_tokens(self) -> int:
@@ -81,6 +100,15 @@ class Sequence:
             or self.params.allowed_token_ids is not None
             or self.num_completion_tokens < self.params.min_tokens
         )
+
+    @property
+    def max_cached_tokens(self) -> int:
+        """Number of leading tokens that may be read from the cache.
+
+        The last token is computed, because its logits are needed, and so is every position that is still to be scored.
+        """
+        limit = len(self.token_ids) - 1
+        return limit if self.scoring is None or self.scoring.is_done else min(limit, self.scoring.num_done)
 
     @property
     def order(self) -> tuple[int, int]:
@@ -207,6 +235,39 @@ def next_span(sequence: Sequence, num_tokens: int) -> ScheduledSpan:
 
 
 @dataclass(frozen=True, slots=True)
+class ScoredSpan:
+    """The positions `[start, end)` of a span whose logits score the next tokens of its prompt."""
+
+    span: ScheduledSpan
+    start: int
+    end: int
+
+    @property
+    def target_ids(self) -> list[int]:
+        """The tokens that are scored, one for each position."""
+        return self.span.sequence.token_ids[self.start + 1 : self.end + 1]
+
+    @property
+    def num_top(self) -> int:
+        """Number of most likely tokens at each position that the request wants."""
+        assert self.span.sequence.scoring is not None, "the request wants scores"
+        return self.span.sequence.scoring.num_top
+
+
+def scored_spans(spans: Iterable[ScheduledSpan]) -> tuple[ScoredSpan, ...]:
+    """Return the parts of prefill spans that score their prompts."""
+    found: list[ScoredSpan] = []
+    for span in spans:
+        scoring = span.sequence.scoring
+        if scoring is None:
+            continue
+        start, end = max(span.start, scoring.num_done), min(span.end, scoring.num_positions)
+        if start < end:
+            found.append(ScoredSpan(span, start, end))
+    return tuple(found)
+
+
+@dataclass(frozen=True, slots=True)
 class KvCopy:
     """Copy job for the keys and values of positions `[start, end)` from one slot to another.
 
@@ -226,7 +287,7 @@ class Batch:
     The order of operations is binding. The `copies` are done one after the other. Then the `released` pages are
     given back, since a copy may read from one of them. Then the spans are computed. `ahead` is True if the step
     was launched while the previous step was in flight. Then all spans are decodes, and the previous step has a row
-    for each of these sequences.
+    for each of these sequences. `scored` are the parts of prefill spans that also score their prompts.
     """
 
     spans: tuple[ScheduledSpan, ...]
@@ -235,6 +296,7 @@ class Batch:
     cached_tokens: int = 0  # prompt tokens of newly admitted sequences that were found in the KV cache
     preempted: int = 0  # number of sequences that lost their KV memory for this step
     ahead: bool = False
+    scored: tuple[ScoredSpan, ...] = ()
 
     @property
     def num_tokens(self) -> int:

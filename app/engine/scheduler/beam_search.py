@@ -1,7 +1,7 @@
 """Beam search over one request: select the continuations to keep and the best hypothesis.
 
-The scheduler assigns slots and steps. A score is the mean log-probability of a completion's tokens, including the
-stop token.
+The scheduler assigns slots and steps. A score is the log-probability of a completion, including the stop token, over
+its number of tokens to the power of `length_penalty`: with 1, the mean log-probability.
 """
 
 from __future__ import annotations
@@ -32,8 +32,9 @@ class Continuation:
 
     @property
     def score(self) -> float:
-        """Mean log-probability of the completion's tokens, this one included."""
-        return self.logprob / self.num_tokens
+        """Score of the completion with this token."""
+        length: float = self.num_tokens**self.parent.params.length_penalty
+        return self.logprob / length
 
     @property
     def token_logprobs(self) -> tuple[TokenLogprob, ...]:
@@ -100,10 +101,15 @@ class BeamGroup:
                 chosen.append(one)
         return [] if self._is_over(chosen) else chosen
 
-    def best(self) -> Hypothesis:
-        """Return the best hypothesis of a search that is over."""
+    def best(self) -> list[Hypothesis]:
+        """Return the hypotheses that a search that is over returns as its choices, best first.
+
+        If it found fewer, which only a vocabulary of few tokens can cause, the last one is repeated.
+        """
         assert self.finished, "a search that is over has at least one hypothesis"
-        return self.finished[0]
+        num_choices = self.root.params.n
+        missing = num_choices - len(self.finished)
+        return [*self.finished, *[self.finished[-1]] * missing][:num_choices]
 
     def restart(self) -> Sequence:
         """Reset the search to the prompt after its memory was taken away, and return the root.

@@ -269,19 +269,22 @@ _MIN_REUSE_RATIO = (
 
 
 def placements(
-    slots: Items[KvSlot], token_ids: list[int], alone: bool = False, minimum: int = MIN_SHARED_TOKENS
+    slots: Items[KvSlot],
+    token_ids: list[int],
+    alone: bool = False,
+    minimum: int = MIN_SHARED_TOKENS,
+    maximum: int | None = None,
 ) -> Iterator[Placement]:
     """Yield the possible placements of a sequence, best first. The last one always computes all tokens.
-
-    At least one token is always left to compute, because its logits are needed.
 
     Args:
         slots: All slots.
         token_ids: Tokens of the sequence.
         alone: The placement may not share another slot's prefix.
         minimum: Shortest prefix that is reused, in tokens.
+        maximum: Longest prefix that is reused; by default all tokens but the last, because its logits are needed.
     """
-    best = _longest_match(slots, token_ids)
+    best = _longest_match(slots, token_ids, len(token_ids) - 1 if maximum is None else maximum)
     if best is not None and best[1] >= minimum:
         source, length = best
         reusable = not source.running and not source.sharers and not (alone and source.prefix_slot is not None)
@@ -320,13 +323,12 @@ def _reused_placement(source: KvSlot, length: int) -> Placement:
     return Placement(length, reused_slot=source.index, prefix_slot=source.prefix_slot, prefix_tokens=shared)
 
 
-def _longest_match(slots: Items[KvSlot], token_ids: list[int]) -> tuple[KvSlot, int] | None:
-    """Return the slot with the longest common prefix, and its length.
+def _longest_match(slots: Items[KvSlot], token_ids: list[int], limit: int) -> tuple[KvSlot, int] | None:
+    """Return the slot with the longest common prefix, and its length, which is at most `limit`.
 
     Among equals, a slot that can be reused in place comes first, then one that can be shared, then the one with
     the shortest tail to copy.
     """
-    limit = len(token_ids) - 1
     found: dict[int, int] = {}
     for slot in slots:
         if slot.prefix_slot is None and slot.num_tokens:
@@ -432,7 +434,7 @@ class KvAllocator:
         # The prompt of a further choice was computed in order to be shared, so any length is reused. A beam search
         # begins in a slot without a shared prefix, because its beams will share that slot.
         minimum = MIN_SHARED_TOKENS if sequence.choice == 0 else 1
-        return placements(self.pool.slots, sequence.token_ids, sequence.is_beam, minimum)
+        return placements(self.pool.slots, sequence.token_ids, sequence.is_beam, minimum, sequence.max_cached_tokens)
 
     def _allocate(self, sequence: Sequence, placement: Placement) -> bool:
         slot = self.pool.allocate(placement, sequence.token_ids)

@@ -167,7 +167,7 @@ def request_error(request: Generate, limits: EngineLimits, pool: KvSlots) -> Req
         )
     if width > 1 and request.grammar is not None:
         return InvalidRequest("beam_width cannot be combined with structured output.", field="beam_width")
-    if max_sequence_tokens(request, limits, pool) <= num_prompt:
+    if max_sequence_tokens(request, limits, pool) < num_prompt + (request.params.max_tokens != 0):
         return ContextLengthExceeded(
             f"A prompt of {num_prompt} tokens with beam_width {width} does not fit the KV cache of {pool.capacity_tokens} tokens.",
             field="prompt",
@@ -211,7 +211,9 @@ def token_events(sequence: Sequence, samples: abc.Sequence[SampledTokens], now: 
         )
         events.append(ready)
     if stops:
-        events.append(sequence_finished(sequence, "stop", now, last_id))
+        num_top = sequence.params.logprobs
+        scored = None if num_top is None else _token_logprobs(samples[-1:], num_top)[0]
+        events.append(replace(sequence_finished(sequence, "stop", now, last_id), stop_logprob=scored))
     elif sequence.grammar is not None and sequence.grammar.finished:
         events.append(sequence_finished(sequence, "stop", now))
     elif count >= sequence.max_length:
@@ -233,11 +235,18 @@ def sequence_finished(
     )
 
 
-def beam_search_finished(sequence: Sequence, best: Hypothesis, now: float) -> SequenceFinished:
-    """Return the event for the end of a beam search, with its best completion."""
+def choices_finished(sequence: Sequence, reason: FinishReason, now: float) -> list[Event]:
+    """Return the events for the end of a sequence that ends all choices that come from it: of a beam search, several."""
+    finished = sequence_finished(sequence, reason, now)
+    count = sequence.params.n if sequence.is_beam else 1
+    return [replace(finished, choice=sequence.choice + place) for place in range(count)]
+
+
+def beam_search_finished(sequence: Sequence, choice: int, best: Hypothesis, now: float) -> SequenceFinished:
+    """Return the event for the end of a choice of a beam search, with its completion."""
     return SequenceFinished(
         request_id=sequence.request_id,
-        choice=sequence.choice,
+        choice=choice,
         reason=best.reason,
         timings=sequence_timings(sequence, now),
         num_completion_tokens=len(best.token_ids) + (best.stop_token_id is not None),

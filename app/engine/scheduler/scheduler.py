@@ -16,12 +16,15 @@ from operator import attrgetter
 
 from app.engine.scheduler.batch import (
     Batch,
+    PromptScoring,
     SampledTokens,
     ScheduledSpan,
+    ScoredSpan,
     Sequence,
     accepted_by_span,
     make_sequence,
     next_span,
+    scored_spans,
 )
 from app.engine.scheduler.beam_search import BeamGroup, Continuation
 from app.engine.scheduler.kv_allocator import KvAllocator, KvSlots
@@ -30,15 +33,15 @@ from app.engine.scheduler.queues import (
     EngineLimits,
     RequestQueues,
     beam_search_finished,
+    choices_finished,
     max_sequence_tokens,
     request_error,
-    sequence_finished,
     snapshot_of_sequences,
     token_events,
 )
 from app.engine.scheduler.speculation import Speculation
 from app.errors import InvalidRequest, RequestError
-from app.messages import Abort, Event, Generate, RequestFailed, SequenceFinished
+from app.messages import Abort, Event, Generate, PromptScored, RequestFailed, SequenceFinished, TokenScore
 from app.metrics.stats import EngineSnapshot, StepStats
 
 _num_uncomputed = attrgetter("num_uncomputed")
@@ -83,8 +86,13 @@ class Scheduler:
         error = request_error(request, self._limits, self.pool)
         if error is not None:
             return [RequestFailed(request.request_id, error)]
-        choices = [make_sequence(request, choice, self._eos_token_ids) for choice in range(request.params.n)]
+        choices = [
+            make_sequence(request, choice, self._eos_token_ids) for choice in range(request.params.num_sequences)
+        ]
+        num_top = request.params.prompt_logprobs
+        scoring = None if num_top is None else PromptScoring(num_top, len(request.token_ids) - 1)
         for sequence in choices:
+            sequence.scoring = scoring
             sequence.arrival_order, sequence.max_length = (
                 next(self._arrivals),
                 max_sequence_tokens(request, self._limits, self.pool),
@@ -96,8 +104,9 @@ class Scheduler:
         """End a request, or one choice of it, in any state. Its computed tokens stay cached."""
         request = self.queues.requests.get(command.request_id)
         leaving = [one for one in request.active if command.choice in (None, one.choice)] if request else []
-        events: list[Event] = [sequence_finished(sequence, command.reason, self._clock()) for sequence in leaving]
+        events: list[Event] = []
         for sequence in leaving:
+            events += choices_finished(sequence, command.reason, self._clock())
             self._end(sequence)
         return events
 
@@ -126,7 +135,8 @@ class Scheduler:
             spans = self.speculation.add_draft_tokens(spans, self._token_budget.tokens, self._allocator.grow)
         cached = sum(self._record_first_step(span.sequence) for span in prefills)
         copies = self._allocator.take_copies()
-        return Batch(tuple(spans), copies, self.pool.take_released(), cached, self._num_preempted)
+        released, scored = self.pool.take_released(), scored_spans(prefills) if prefills else ()
+        return Batch(tuple(spans), copies, released, cached, self._num_preempted, scored=scored)
 
     def schedule_ahead(self, batch: Batch) -> Batch | None:
         """Return the batch that follows `batch`, which is in flight: the same sequences, one position further.
@@ -158,6 +168,16 @@ class Scheduler:
             self._allocator.trim(span.sequence)
         return self._token_budget.shrink(batch)
 
+    def update_scores(self, scored: Items[ScoredSpan], scores: Items[tuple[TokenScore, ...]]) -> list[Event]:
+        """Process the scores of a step's prompts, which are given for each of `scored`. Call it before `update`."""
+        events: list[Event] = []
+        for part, own in zip(scored, scores, strict=True):
+            scoring = part.span.sequence.scoring
+            assert scoring is not None and scoring.num_done == part.start, "positions are scored in order"
+            scoring.num_done = part.end
+            events.append(PromptScored(part.span.sequence.request_id, own))
+        return events
+
     def update(self, batch: Batch, sampled: Items[SampledTokens]) -> list[Event]:
         """Process the result of a step, one `SampledTokens` per row that samples, in order.
 
@@ -175,7 +195,10 @@ class Scheduler:
             if not span.samples:
                 continue
             sequence.first_token_at = now if sequence.first_token_at is None else sequence.first_token_at
-            if sequence.is_beam:
+            if sequence.params.max_tokens == 0:
+                events += choices_finished(sequence, "length", now)
+                self._end(sequence)
+            elif sequence.is_beam:
                 searches.setdefault(sequence.request_id, []).append((sequence, accepted[0]))
             else:
                 events += self._append(span, accepted, now)
@@ -292,9 +315,11 @@ class Scheduler:
         if chosen:
             self._fork_beams(group, chosen)
             return []
-        event = beam_search_finished(group.root, group.best(), now)
+        events: list[Event] = [
+            beam_search_finished(group.root, choice, best, now) for choice, best in enumerate(group.best())
+        ]
         self._end(group.root)
-        return [event]
+        return events
 
     def _fork_beams(self, group: BeamGroup, chosen: list[Continuation]) -> None:
         """Continue each parent with its best continuation, and fork new beams for the others.

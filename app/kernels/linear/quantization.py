@@ -325,8 +325,7 @@ def activation_aware_scales(mean_squares: Tensor, weight_squares: Tensor) -> Ten
 # 4.8%, inputs / rows by 3.9% and twice that by 4.3%; with 5,600 rows all are equal.
 DAMPING = 0.1
 _BLOCK = 64  # inputs whose errors are propagated together, in one product
-
-
+FITTED_ROWS = 2048  # with fewer, as of large models, fitting scales to the importance of inputs would take seconds
 # csrc/ops.h has the same limit.
 MAX_CORRELATED = 512  # inputs whose rounding errors compensate for each other: 1024 were no better on SmolLM2-135M
 
@@ -358,7 +357,8 @@ class InputStatistics:
             return []
         parts = [None] * len(self.correlations) if factors is None else torch.split(factors, MAX_CORRELATED)
         pairs = zip(self.correlations, parts, strict=True)
-        return [partial(compute_gptq_factors, sums, own, self.damping(len(sums))) for sums, own in pairs]
+        fits = self.num_rows >= FITTED_ROWS
+        return [partial(compute_gptq_factors, sums, own, self.damping(len(sums)), fits) for sums, own in pairs]
 
     def damping(self, inputs: int) -> float:
         """Return the damping of the correlation of this many inputs."""
@@ -370,14 +370,18 @@ class GptqFactors:
     """The order in which inputs are rounded, and the factor that propagates rounding errors.
 
     `rounding_order` int64 [in] lists inputs in rounding order. `inverse_root` fp32 [in, in], in that order, is the
-    upper triangular factor of the inverse Hessian.
+    upper triangular factor of the inverse Hessian. `importance` fp32 [in] is the diagonal of the Hessian, in the order
+    of the inputs; None: all inputs count alike in scales.
     """
 
     rounding_order: Tensor
     inverse_root: Tensor
+    importance: Tensor | None
 
 
-def compute_gptq_factors(correlation: Tensor, factors: Tensor | None = None, damping: float = DAMPING) -> GptqFactors:
+def compute_gptq_factors(
+    correlation: Tensor, factors: Tensor | None = None, damping: float = DAMPING, fits_scales: bool = True
+) -> GptqFactors:
     """Compute the rounding order and the error propagation factor from the sum of x xᵀ [in, in] over inputs x.
 
     With `factors` [in], the inputs are x / factors. Inputs with the largest mean square are rounded first, while
@@ -388,13 +392,14 @@ def compute_gptq_factors(correlation: Tensor, factors: Tensor | None = None, dam
     order = scaled.diagonal().argsort(descending=True)
     mean = scaled.diagonal().mean()
     if not mean > 0:
-        return GptqFactors(order, torch.eye(len(scaled)))
+        return GptqFactors(order, torch.eye(len(scaled)), None)
     damped = scaled[order][:, order].div_(mean)
     damped.diagonal().add_(damping)
     # C = RRᵀ with R upper triangular is the Cholesky decomposition with rows and columns in reverse; then U = R⁻¹.
     reverse: Tensor = torch.linalg.cholesky(damped.flip(0, 1)).flip(0, 1).contiguous()
     upper: Tensor = torch.linalg.solve_triangular(reverse, torch.eye(len(reverse)), upper=True)
-    return GptqFactors(order, upper.contiguous())
+    importance = (scaled.diagonal() / mean + damping).float() if fits_scales else None
+    return GptqFactors(order, upper.contiguous(), importance)
 
 
 def gptq_int4(
@@ -402,18 +407,14 @@ def gptq_int4(
 ) -> Int4Weight:
     """Quantise weight [out, in] of any float dtype to four bits, with codes chosen by GPTQ.
 
-    `blocks` are the factors of consecutive blocks of inputs, which are rounded independently. The scales are those of
-    `quantise_int4`. All values must be finite.
+    `blocks` are the factors of consecutive blocks of inputs, which are rounded independently. Minimums and their scales
+    are those of `quantise_int4`; other scales are fitted to the importance of the inputs, if known. All values must be finite.
     """
-    longest = max((len(block.rounding_order) for block in blocks), default=0)
+    longest = max(len(block.rounding_order) for block in blocks)
     if zero_points or longest > MAX_CORRELATED or not has_kernel(OpCode.INT4_GPTQ):
         return gptq_int4_torch(weight, group, zero_points, blocks, double_quantized=double_quantized)
     values = weight.float().contiguous()
-    scales = symmetric_scales(_group_inputs(values, group)).squeeze(-1)
-    double = DoubleScales.of(scales) if double_quantized else None
-    stored = scales.to(torch.bfloat16) if double is None else double.values
-    codes = torch.full((len(weight), scales.shape[1] * group), 8, dtype=torch.uint8)  # padding is zero
-    rounded, first = Int4Weight(codes, stored, None, group, weight.shape[1], double), 0
+    rounded, first = _before_gptq(values, group, blocks, double_quantized), 0
     for block in blocks:
         _gptq_block(values, rounded, first, block)
         first += len(block.rounding_order)
@@ -424,11 +425,42 @@ def gptq_int4_torch(
     weight: Tensor, group: int, zero_points: bool, blocks: Sequence[GptqFactors], *, double_quantized: bool = False
 ) -> Int4Weight:
     """Return the result of `gptq_int4` by torch's operations; it is the reference of the native kernel."""
-    rounded, first = quantise_int4(weight, group, zero_points, double_quantized=double_quantized), 0
+    if zero_points:
+        rounded, first = quantise_int4(weight, group, zero_points), 0
+    else:
+        rounded, first = _before_gptq(weight.float(), group, blocks, double_quantized), 0
     for block in blocks:
         _gptq_block_torch(weight, rounded, first, block)
         first += len(block.rounding_order)
     return rounded
+
+
+def _before_gptq(weight: Tensor, group: int, blocks: Sequence[GptqFactors], double_quantized: bool) -> Int4Weight:
+    """Return the scales of a weight [out, in] fp32, with all codes at zero."""
+    weights = [block.importance for block in blocks if block.importance is not None]
+    if len(weights) < len(blocks):
+        scales = symmetric_scales(_group_inputs(weight, group)).squeeze(-1)
+    else:
+        weigh = _group_inputs(torch.cat(weights)[None], group)
+        parts = _chunks(len(weight), weight.shape[1], weight.device)
+        scales = torch.cat([fitted_scales(_group_inputs(weight[rows], group), weigh).squeeze(-1) for rows in parts])
+    double = DoubleScales.of(scales) if double_quantized else None
+    stored = scales.to(torch.bfloat16) if double is None else double.values
+    codes = torch.full((len(weight), scales.shape[1] * group), 8, dtype=torch.uint8)
+    return Int4Weight(codes, stored, None, group, weight.shape[1], double)
+
+
+def fitted_scales(values: Tensor, weigh: Tensor) -> Tensor:
+    """Return `symmetric_scales` [..., 1] of groups [..., group], fitted to weights w > 0 of the squared errors.
+
+    For its codes q, the best scale is <wq, v> / <wq, q>.
+    """
+    scale = symmetric_scales(values)
+    codes = symmetric_codes(values, scale)
+    weighed = codes * weigh
+    length = weighed.mul(codes).sum(-1, keepdim=True)
+    fitted = round_to_bf16(weighed.mul_(values).sum(-1, keepdim=True) / length.clamp_min(MIN_MAGNITUDE))
+    return torch.where(fitted * scale > 0, fitted, scale)  # weights may differ so much that the sign would change
 
 
 def _gptq_block(weight: Tensor, rounded: Int4Weight, first: int, gptq_factors: GptqFactors) -> None:

@@ -295,13 +295,22 @@ class Decoder(nn.Module):
 
         For the other tokens, the last layer computes only keys and values.
         """
+        result: Activations = self.norm(self.hidden(context))
+        return result
+
+    def hidden(self, context: StepContext) -> Tensor:
+        """Compute hidden states FP32 [rows, size] before the last norm, for the tokens in `logit_rows`."""
+        hidden: Tensor
         hidden, angles = self.embedding(context.token_ids), self.angles.by_layer(self.angles(context.positions))
         wanted: list[Tensor | None] = [None] * len(self.layers)
         wanted[-1] = context.logit_rows
         for layer, own, only in zip(self.layers, angles, wanted, strict=True):
             hidden = layer(hidden, own, context.attend, only)
-        result: Activations = self.norm(hidden)
-        return result
+        return hidden
+
+    def logits(self, hidden: Tensor, wanted: TopLogitsRequest | None = None) -> Tensor | TopLogits:
+        """Return the logits [rows, vocab] of hidden states before the last norm, or the top ones of each row."""
+        return self.outputs(self.norm(hidden), wanted)
 
     def outputs(self, rows: Activations, wanted: TopLogitsRequest | None) -> Tensor | TopLogits:
         """Return the logits, bounded by cap · tanh(logits / cap) if the config has a cap."""

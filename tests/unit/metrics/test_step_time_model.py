@@ -74,6 +74,15 @@ def test_a_step_of_which_the_table_says_nothing_is_not_learned(step: StepStats) 
     assert model.step_times(512) == observed(times(DECODE, 2.0)).step_times(512)
 
 
+def test_a_step_that_scores_prompts_is_not_learned() -> None:
+    model = observed(*[replace(times(PROMPT, 3.0), scored_tokens=60)] * 20)
+    assert model.usual_seconds is None
+    assert model.predict(PROMPT) == pytest.approx(PROMPT.expected_seconds(TABLE))
+    unmeasured = observed(*[replace(PROMPT, scored_tokens=1)] * 20, DECODE, table=None)
+    found = unmeasured.step_times(512)
+    assert found is not None and found.max_tokens < 64, "the price of a prefill token is unknown"
+
+
 def test_the_short_and_the_long_window_differ() -> None:
     model = observed(*[times(DECODE, 1.0)] * MIN_WINDOW_STEPS, *[times(DECODE, 2.0)] * 9)
     found = model.step_times(512)

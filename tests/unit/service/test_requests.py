@@ -9,14 +9,7 @@ from typing import Any
 
 import pytest
 
-from app.errors import (
-    ContextLengthExceeded,
-    InvalidRequest,
-    NotReady,
-    RequestError,
-    ServiceStopping,
-    UnsupportedParameter,
-)
+from app.errors import ContextLengthExceeded, InvalidRequest, NotReady, RequestError, ServiceStopping
 from app.messages import SequenceFinished, Timings, TokenLogprob, TokensReady
 from app.service.requests import Accepted, ChoiceFinished, ScoredToken, TextDelta, Usage
 from fake_worker import LIMITS, TIMINGS, Client, FakeWorker, finished, request, serving, tokenizer, tokens
@@ -192,7 +185,6 @@ REFUSED: list[tuple[dict[str, Any], type[RequestError], str | None, str]] = [
         r"requested 65 tokens \(60 in",
     ),
     ({"messages": ()}, InvalidRequest, "messages", "at least one"),
-    ({"echo": True, "params": {"logprobs": 1}}, UnsupportedParameter, "echo", "echo"),
 ]
 
 

@@ -155,6 +155,42 @@ def test_wide_inputs_are_correlated_in_blocks(monkeypatch: pytest.MonkeyPatch) -
     assert compute_gptq_factors(meter.correlations[2]).rounding_order.shape == (32,)
 
 
+def test_every_token_counts_alike_in_a_loss() -> None:
+    """The first token of many models has a residual stream that is hundreds of times larger."""
+    expected = torch.ones(4, 8)
+    expected[0] *= 500
+    error = torch.zeros(4, 8)
+    error[1] = 0.2
+    assert streaming._relative_error(error, expected) == pytest.approx(0.01)
+    error[0] = 50
+    assert streaming._relative_error(error, expected) == pytest.approx(0.0125)
+
+
+@pytest.mark.parametrize("int8_copy", ("off", "on"))
+def test_a_loss_is_that_of_four_bits_alone(tmp_path: Path, text: Path, int8_copy: str) -> None:
+    """Neither the rounding of inputs nor an int8 copy, which multiplies many rows, is part of it."""
+    checkpoint = open_checkpoint(write_checkpoint(tmp_path / "tiny", **SHAPE))
+    settings = load_settings(precision="int4", int8_copy=int8_copy, threads="1", max_model_len="128")[0]
+    plan = make_plan(probe(), None, settings, checkpoint.needs(), RECIPES.keys())
+    backend = select_host_backend(plan)
+    packed: Any = load_model(checkpoint, plan, backend).layers[0].mlp.gate_up.form
+    few = packed.few if int8_copy == "on" else packed
+    noise = torch.randn(few.outputs, few.inputs, generator=torch.Generator().manual_seed(1))
+    weight = few.dequantised() * (1 + 0.02 * noise)
+    exact = ExactLinear([weight], None)
+    for rows in (8, 200):
+        x = torch.randn(rows, few.inputs, generator=torch.Generator().manual_seed(2)) ** 3
+        form = streaming._rounded_form(packed, exact, exact.multiply(x))
+        change, expected = form.multiply(x) - x @ weight.T, x @ (few.dequantised() - weight).T
+        assert float((change - expected).norm() / expected.norm()) < 0.25
+        if rows == 8:
+            plain = few.multiply(x) - x @ weight.T
+            assert float((plain - expected).norm() / expected.norm()) > 0.35, "the rounding of inputs counts"
+    hidden = torch.ones(200, few.outputs)
+    form.add_to(hidden, x)
+    torch.testing.assert_close(hidden, 1 + form.multiply(x))
+
+
 def test_scales_give_inputs_and_columns_equal_size() -> None:
     inputs, weights = torch.tensor([4.0, 1.0, 0.0, 0.25]), torch.tensor([0.04, 0.01, 1.0, 0.25])
     scales = activation_aware_scales(inputs, weights)

@@ -96,7 +96,7 @@ def test_it_is_over_when_enough_have_ended_and_no_active_beam_is_better() -> Non
     search = group(2)
     search.root.stop_ids = frozenset({EOS, 9})
     assert search.select([(search.root, odds((EOS, 0.5), (9, 0.3), (5, 0.15), (6, 0.05)))]) == []
-    assert search.best().score == math.log(0.5)
+    assert search.best()[0].score == math.log(0.5)
 
 
 def test_the_mean_counts_not_the_sum() -> None:
@@ -105,5 +105,5 @@ def test_the_mean_counts_not_the_sum() -> None:
     beams = [first.child(), second.child()]
     search.beams = beams
     assert search.select([(beams[0], odds((7, 0.9), (8, 0.1))), (beams[1], odds((7, 0.1), (8, 0.1)))]) == []
-    assert search.best().token_ids == (5, 7), "0.4 × 0.9 over two tokens beats 0.3 over one"
-    assert search.best().reason == "length"
+    assert search.best()[0].token_ids == (5, 7), "0.4 × 0.9 over two tokens beats 0.3 over one"
+    assert search.best()[0].reason == "length"

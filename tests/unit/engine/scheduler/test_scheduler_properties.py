@@ -12,7 +12,7 @@ from app.engine.scheduler.batch import resolve_seed
 from app.engine.scheduler.policy import PrefillBudget
 from app.engine.scheduler.queues import EngineLimits, max_sequence_tokens
 from app.messages import Abort, Generate, SamplingParams
-from engine_simulation import EOS, Simulation, plain_beam_search, plain_completion
+from engine_simulation import EOS, Simulation, plain_beams, plain_completion, plain_scores
 from hypothesis_examples import examples
 
 FAMILIES = {"a": [1, 2, 3, 4] * 20, "b": [1, 2, 3, 4] * 6 + [5] * 60, "c": [6] * 80}  # a and b part after 24 tokens
@@ -58,9 +58,11 @@ class AnyRun(RuleBasedStateMachine):
         shared=st.integers(1, 60),
         own=st.lists(st.integers(1, 6), max_size=8),
         seed=st.integers(0, 3),
-        shape=st.sampled_from([(1, 1), (1, 1), (2, 1), (3, 1), (1, 2), (1, 3)]),
-        max_tokens=st.sampled_from([1, 3, 12, None]),
+        shape=st.sampled_from([(1, 1), (1, 1), (2, 1), (3, 1), (1, 2), (1, 3), (2, 3)]),
+        penalty=st.sampled_from([1.0, 0.0, 2.0]),
+        max_tokens=st.sampled_from([0, 1, 3, 12, None]),
         ignore_eos=st.booleans(),
+        scored=st.sampled_from([None, None, 0, 2]),
     )
     def add(
         self,
@@ -69,11 +71,19 @@ class AnyRun(RuleBasedStateMachine):
         own: list[int],
         seed: int,
         shape: tuple[int, int],
+        penalty: float,
         max_tokens: int | None,
         ignore_eos: bool,
+        scored: int | None,
     ) -> None:
         params = SamplingParams(
-            max_tokens=max_tokens, seed=seed, n=shape[0], beam_width=shape[1], ignore_eos=ignore_eos
+            max_tokens=1 if max_tokens == 0 and scored is None else max_tokens,
+            seed=seed,
+            n=shape[0],
+            beam_width=shape[1],
+            length_penalty=penalty,
+            ignore_eos=ignore_eos,
+            prompt_logprobs=scored,
         )
         request = Generate(f"r{len(self.asked)}", tuple(FAMILIES[family][:shared] + own), params, 0.0)
         self.asked[request.request_id] = request
@@ -132,18 +142,35 @@ class AnyRun(RuleBasedStateMachine):
             max_sequence_tokens(request, self.sim.scheduler._limits, self.sim.pool),
             None if request.params.ignore_eos else EOS,
         )
+        self.check_scores(request)
         for choice in range(request.params.n):
             key = (request.request_id, choice)
             ending = self.sim.endings[key]
             if ending.reason == "aborted":
-                assert (request.request_id, None) in self.aborted or key in self.aborted
+                first = (request.request_id, 0) if request.params.beam_width > 1 else key  # the search is choice 0
+                assert (request.request_id, None) in self.aborted or first in self.aborted
             said = list(ending.token_ids) or self.sim.completions.get(key, [])
-            if request.params.beam_width > 1:
-                expected = plain_beam_search(request.token_ids, request.params.beam_width, limit, eos)
+            if request.params.max_tokens == 0:
+                expected: list[int] = []
+            elif request.params.beam_width > 1:
+                width, penalty = request.params.beam_width, request.params.length_penalty
+                beams = plain_beams(request.token_ids, width, limit, eos, penalty)
+                expected = beams[min(choice, len(beams) - 1)]
             else:
                 expected = plain_completion(request.token_ids, resolve_seed(request.params.seed, choice), limit, eos)
             assert said == (expected[: len(said)] if ending.reason == "aborted" else expected)
             assert (ending.reason == "stop") == (ending.stop_token_id == EOS)
+
+    def check_scores(self, request: Generate) -> None:
+        """Each token of the prompt but the first was scored once, in order; or fewer, if nobody waited for them."""
+        told = self.sim.scores.get(request.request_id, [])
+        if request.params.prompt_logprobs is None:
+            assert not told
+            return
+        endings = [self.sim.endings[request.request_id, choice] for choice in range(request.params.n)]
+        expected = plain_scores(request.token_ids, request.params.prompt_logprobs)
+        stopped = all(ending.reason == "aborted" for ending in endings)
+        assert told == (expected[: len(told)] if stopped else expected)
 
 
 TestAnyRun = AnyRun.TestCase

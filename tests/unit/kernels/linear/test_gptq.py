@@ -7,12 +7,15 @@ import torch
 
 from app.kernels.linear.quantization import (
     DAMPING,
+    FITTED_ROWS,
     InputStatistics,
     Int4Weight,
     compute_gptq_factors,
+    fitted_scales,
     gptq_int4,
     gptq_int4_torch,
     quantise_int4,
+    symmetric_codes,
     symmetric_scales,
     symmetric_scales_torch,
 )
@@ -50,14 +53,39 @@ def test_products_come_closer(columns, zero_points):
 
 @pytest.mark.parametrize("zero_points", (False, True))
 def test_without_correlation_it_is_plain_rounding(zero_points):
-    weight, nearest = weight_of(9, 200), quantise_int4(weight_of(9, 200), 32, zero_points)
+    weight = weight_of(9, 200)
     for gptq_factors in (
         compute_gptq_factors(torch.diag(torch.rand(200) + 0.1)),
         compute_gptq_factors(torch.zeros(200, 200)),
     ):
         rounded = gptq_int4(weight, 32, zero_points, [gptq_factors])
+        if gptq_factors.importance is None or zero_points:
+            nearest = quantise_int4(weight, 32, zero_points)
+        else:
+            scales = fitted_scales(in_groups(weight), in_groups(gptq_factors.importance[None]))
+            codes = symmetric_codes(in_groups(weight), scales).flatten(1) + 8
+            nearest = Int4Weight(codes.to(torch.uint8), scales.squeeze(-1).bfloat16(), None, 32, 200)
         torch.testing.assert_close(rounded.dequantise(), nearest.dequantise(), rtol=0, atol=1e-6)
         assert torch.equal(rounded.codes[:, 200:], nearest.codes[:, 200:])
+
+
+def in_groups(values: torch.Tensor) -> torch.Tensor:
+    return torch.nn.functional.pad(values, (0, -values.shape[1] % 32)).view(len(values), -1, 32)
+
+
+def test_scales_are_fitted_to_important_inputs():
+    values, weigh = weight_of(300, 32)[:, None], torch.logspace(-2, 1, 32)
+    values[7], values[8, 0, 3] = 0, 1e30
+
+    def loss_of(scales: torch.Tensor) -> torch.Tensor:
+        return ((symmetric_codes(values, scales) * scales - values).square() * weigh).sum(-1)
+
+    plain, fitted = symmetric_scales(values), fitted_scales(values, weigh)
+    torch.testing.assert_close(fitted_scales(values, torch.ones(32)), plain, rtol=0.1, atol=0)
+    ratio = loss_of(fitted) / loss_of(plain)
+    assert float(ratio[:7].mean()) < 0.97 and float(ratio[9:].mean()) < 0.97
+    assert bool(torch.isfinite(fitted).all()) and bool((fitted * plain >= 0).all())
+    assert float(fitted[7]) == 0
 
 
 def test_rows_may_come_alone():
@@ -126,6 +154,9 @@ def test_few_rows_are_relied_on_less():
     x, weight = torch.randn(1100, 96, generator=torch.Generator().manual_seed(1)), weight_of(40, 96)
     shown = InputStatistics(x[:60].square().mean(0), (x[:60].T @ x[:60],), num_rows=60)
     assert shown.damping(96) == 1.6 and InputStatistics(shown.mean_squares, (), 5000).damping(96) == DAMPING
+    assert all(block.importance is None for block in shown.gptq_factors(None, 32))
+    many = InputStatistics(shown.mean_squares, shown.correlations, FITTED_ROWS)
+    assert all(block.importance is not None for block in many.gptq_factors(None, 32))
     losses = [
         loss(x[60:], weight, gptq_int4(weight, 32, False, factors))
         for factors in (shown.gptq_factors(None, 32), [compute_gptq_factors(x[:60].T @ x[:60])])

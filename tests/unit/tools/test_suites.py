@@ -1,0 +1,58 @@
+"""The runner of the peers' test suites: its table, its report, and the documents that schemas are tried with."""
+
+from __future__ import annotations
+
+import json
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tools.peers.suites.__main__ import report
+from tools.peers.suites.checkpoints import endless_checkpoint
+from tools.peers.suites.files import SUITES
+from tools.peers.suites.outcomes import TABLE
+from tools.peers.suites.schemas import in_order
+
+
+def test_the_table_names_files_that_run_and_gives_reasons() -> None:
+    table: dict[str, Any] = tomllib.loads(TABLE.read_text(encoding="utf-8"))
+    assert table.keys() <= SUITES.keys()
+    for suite, files in table.items():
+        assert set(files) - {"*"} <= set(SUITES[suite].files)
+        for reasons in files.values():
+            assert all(start and reason for start, reason in reasons.items())
+
+
+@pytest.mark.parametrize(("num_passed", "status"), [(9, 0), (8, 1)])
+def test_a_suite_below_its_target_fails(num_passed: int, status: int, capsys: pytest.CaptureFixture[str]) -> None:
+    outcomes = ["passed"] * num_passed + ["failed"] * (10 - num_passed) + ["not applicable"] * 5
+    lines = [{"suite": "s", "file": "f", "test": "t", "outcome": each, "reason": "why"} for each in outcomes]
+    assert report(lines, failures=True) == status
+    said = capsys.readouterr().out
+    assert f"{num_passed * 10}%" in said
+    assert said.count("f::t: why") == 10 - num_passed
+
+
+def test_documents_get_the_schemas_order() -> None:
+    schema = {
+        "$defs": {"part": {"properties": {"y": {}, "x": {}}}},
+        "allOf": [{"properties": {"b": {"items": {"$ref": "#/$defs/part"}}}}],
+        "properties": {"a": {}},
+    }
+    document = {"z": 0, "b": [{"x": 1, "y": 2}], "a": 3}
+    assert json.dumps(in_order(document, schema, schema)) == '{"a": 3, "b": [{"y": 2, "x": 1}], "z": 0}'
+
+
+def test_an_endless_checkpoint_leaves_the_original_alone(tmp_path: Path) -> None:
+    base = tmp_path / "base"
+    base.mkdir()
+    (base / "config.json").write_text('{"vocab_size": 9, "eos_token_id": 1}')
+    (base / "tokenizer_config.json").write_text('{"eos_token": "<e>", "chat_template": "a"}')
+    copy = endless_checkpoint(base, tmp_path, 0.5, "b")
+    assert json.loads((copy / "config.json").read_text())["eos_token_id"] == 8
+    assert json.loads((copy / "generation_config.json").read_text()) == {"eos_token_id": 8, "temperature": 0.5}
+    assert json.loads((copy / "tokenizer_config.json").read_text()) == {"chat_template": "b"}
+    assert '"eos_token_id": 1' in (base / "config.json").read_text()
+    assert endless_checkpoint(base, tmp_path) != copy

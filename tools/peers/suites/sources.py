@@ -1,0 +1,107 @@
+"""The peers' tests, from the source packages that the peers publish on PyPI.
+
+pip downloads the packages; nothing is built. pip asks the build backend of a source package for its metadata, and the
+real backends need compilers. So pip gets a backend of ours that copies the metadata which the package already has.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import sysconfig
+import tarfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+BACKEND = """
+from email.parser import HeaderParser
+from pathlib import Path
+
+
+def prepare_metadata_for_build_wheel(metadata_directory, config_settings=None):
+    written = Path("PKG-INFO").read_text(encoding="utf-8")
+    headers = HeaderParser().parsestr(written)
+    folder = Path(metadata_directory) / f"{headers['Name'].replace('-', '_')}-{headers['Version']}.dist-info"
+    folder.mkdir()
+    (folder / "METADATA").write_text(written, encoding="utf-8")
+    return folder.name
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Package:
+    """A source package: its requirement, the module of its build backend, and its folders: the tests, and other data."""
+
+    requirement: str
+    backend: str
+    tests: str
+    data: str = ""
+
+
+LLAMA_CPP = Package(
+    "llama-cpp-python==0.3.36",
+    "scikit_build_core.build",
+    "vendor/llama.cpp/tools/server/tests",
+    "vendor/llama.cpp/models/templates",
+)
+VLLM = Package("vllm==0.33.0", "setuptools.build_meta", "tests")
+
+
+def unpack_tests(package: Package, work: Path) -> Path:
+    """Return the folder with the package's tests in `work`, downloaded if it is not there. Raises `SystemExit`."""
+    name = package.requirement.replace("==", "-").replace("-cpp-python", "_cpp_python")
+    folder = work / name / package.tests
+    if not folder.is_dir():
+        archive = work / f"{name}.tar.gz"
+        if not archive.is_file():
+            download(package, work)
+        with tarfile.open(archive) as opened:
+            starts = tuple(f"{name}/{path}/" for path in (package.tests, package.data) if path)
+            wanted = [member for member in opened if member.name.startswith(starts)]
+            opened.extractall(work, wanted, filter="data")
+    return folder
+
+
+def download(package: Package, work: Path) -> None:
+    """Let pip download the package into `work` without building it."""
+    stub = work / "backend"
+    module = stub.joinpath(*package.backend.split(".")).with_suffix(".py")
+    module.parent.mkdir(parents=True, exist_ok=True)
+    (module.parent / "__init__.py").touch()
+    module.write_text(BACKEND, encoding="utf-8")
+    options = ["--no-deps", "--no-binary", ":all:", "--no-build-isolation", "-d", str(work)]
+    command = [sys.executable, "-m", "pip", "download", "-q", *options, package.requirement]
+    print(f"downloading {package.requirement} ...", file=sys.stderr, flush=True)
+    if subprocess.run(command, env=os.environ | {"PYTHONPATH": str(stub)}, check=False).returncode:
+        raise SystemExit(f"suites: pip cannot get {package.requirement}: see its message above")
+    shutil.rmtree(stub)
+
+
+def interpreter(work: Path, requirements: list[str]) -> Path:
+    """Return an interpreter in `work` that sees this environment's packages and the given ones. Raises `SystemExit`."""
+    python = work / "venv" / "bin" / "python"
+    if not python.exists():
+        subprocess.run([sys.executable, "-m", "venv", str(work / "venv")], check=True)
+        scheme = {"base": str(work / "venv"), "platbase": str(work / "venv")}
+        packages = Path(sysconfig.get_path("purelib", vars=scheme))
+        # Older versions take many minutes to find versions of the clients that agree.
+        subprocess.run([str(python), "-m", "pip", "install", "-q", "--upgrade", "pip"], check=False)
+        (packages / "base.pth").write_text(sysconfig.get_path("purelib") + "\n", encoding="utf-8")
+    command = [str(python), "-m", "pip", "install", "-q", *requirements]
+    if requirements and subprocess.run(command, check=False).returncode:
+        raise SystemExit("suites: pip cannot install the clients: see its message above")
+    return python
+
+
+def node_modules(work: Path, packages: Sequence[str]) -> Path | None:
+    """Return the folder with npm's packages in `work`, or None without npm or without packages."""
+    npm = shutil.which("npm")
+    if npm is None or not packages:
+        return None
+    folder = work / "node"
+    folder.mkdir(exist_ok=True)
+    command = [npm, "install", "--silent", "--no-audit", "--no-fund", "--prefix", str(folder), *packages]
+    return folder / "node_modules" if subprocess.run(command, check=False).returncode == 0 else None
