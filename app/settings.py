@@ -166,8 +166,8 @@ class Settings(BaseSettings):
 
     model: Path | None = Field(
         None,
-        description="Checkpoint directory (Hugging Face or sentence-transformers layout), exported program (.pt2), or a name: bert, minilm;"
-        " the embedded demo if not given.",
+        description="Checkpoint directory (Hugging Face or sentence-transformers layout), GGUF file, exported program (.pt2), or a"
+        " name: bert, minilm; the embedded demo if not given.",
     )
     served_model_name: Annotated[tuple[str, ...], NoDecode, BeforeValidator(parse_names)] = Field(
         (),

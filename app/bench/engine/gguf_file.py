@@ -18,7 +18,7 @@ from app.errors import CheckpointInvalid
 from app.models.decoders.config import ModelConfig, RopeConfig
 from app.weights.checkpoint import Checkpoint
 from app.weights.gguf import tensors
-from app.weights.safetensors import TensorEntry
+from app.weights.safetensors import EncodedEntry, TensorEntry
 
 # Our tensor names and llama.cpp's. The rows of queries and keys are reordered, see `interleaved`.
 LAYER_NAMES = {ours: theirs for theirs, ours in tensors.LAYER_NAMES.items()}
@@ -51,6 +51,7 @@ def write_gguf(
     gguf = import_module("gguf")
     config = checkpoint.decoder
     require_convertible(config)
+    require_plain(checkpoint)
     writer = gguf.GGUFWriter(file, "llama")
     _write_shape(writer, config)
     describe_tokenizer(writer)
@@ -88,6 +89,18 @@ def require_convertible(config: ModelConfig) -> None:
     if len(set(config.ropes)) != 1 or not kinds <= {"default", "llama3"}:
         raise CheckpointInvalid(
             f"Rotary embeddings of kind {', '.join(map(str, kinds))} cannot be converted to GGUF: only default and llama3 can."
+        )
+
+
+def require_plain(checkpoint: Checkpoint) -> None:
+    """Refuse weights that are quantized, or in another order than a checkpoint's: they are copied bit for bit.
+
+    Raises:
+        CheckpointInvalid: The checkpoint has such weights.
+    """
+    if any(isinstance(entry, EncodedEntry) for entry in checkpoint.tensors.values()):
+        raise CheckpointInvalid(
+            f"{checkpoint.location} is quantized or a GGUF file already: give the original weights."
         )
 
 

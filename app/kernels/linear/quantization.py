@@ -64,12 +64,6 @@ class Int4Weight:
         values = scales * (codes - 8) if self.minimums is None else scales * codes + self.minimums.float()[..., None]
         return values.flatten(1)[:, : self.inputs]
 
-    def rows(self, start: int, end: int) -> Int4Weight:
-        """Return outputs `[start, end)`; scales must not be quantized."""
-        assert self.double_scales is None, "only plain scales are divided"
-        minimums = None if self.minimums is None else self.minimums[start:end]
-        return Int4Weight(self.codes[start:end], self.scales[start:end], minimums, self.group, self.inputs)
-
 
 @dataclass(frozen=True, slots=True)
 class DoubleScales:

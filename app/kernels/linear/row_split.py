@@ -95,7 +95,7 @@ class RowSplitLinear:
         for form in self.forms:
             start, end = max(first, begin), min(first + len(rows), begin + form.outputs)
             if start < end:
-                codes = None if stored is None else stored.rows(start - first, end - first)
+                codes = None if stored is None else _rows(stored, start - first, end - first)
                 form.fill(start - begin, rows[start - first : end - first], gptq_factors, codes)
             begin += form.outputs
 
@@ -128,3 +128,10 @@ class RowSplitLinear:
         for form in self.forms:
             form.multiply_into(y, first, x, output, activation)
             first += form.outputs
+
+
+def _rows(stored: Int4Weight, start: int, end: int) -> Int4Weight:
+    """Return outputs `[start, end)` of codes whose scales are not quantized."""
+    assert stored.double_scales is None, "only plain scales are divided"
+    minimums = None if stored.minimums is None else stored.minimums[start:end]
+    return Int4Weight(stored.codes[start:end], stored.scales[start:end], minimums, stored.group, stored.inputs)

@@ -10,6 +10,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from app.bench.engine.gguf_file import write_gguf as write_copy
 from app.errors import CheckpointInvalid
 from app.models.decoders.config import ModelConfig
 from app.text.chat import open_chat_template
@@ -100,6 +101,12 @@ def test_the_tokenizer_and_the_template_are_those_of_the_checkpoint(tmp_path: Pa
     assert ours.special_tokens == exact.special_tokens
     template = open_chat_template(file, ours.config, ours.named_tokens)
     assert template is not None and "add_generation_prompt" in ours.config["chat_template"]
+
+
+def test_a_gguf_file_is_not_copied_to_another(tmp_path: Path) -> None:
+    checkpoint = open_checkpoint(write_gguf(tmp_path, kind="Q8_0", **GROUPED))
+    with pytest.raises(CheckpointInvalid, match="is quantized or a GGUF file already"):
+        write_copy(checkpoint, tmp_path / "copy.gguf")
 
 
 def test_parts_are_one_model(tmp_path: Path) -> None:
