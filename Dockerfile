@@ -67,6 +67,7 @@ COPY docker/healthcheck.py /opt/healthcheck.py
 ENV PYTHONPATH=/opt/armature \
     PYTHONDONTWRITEBYTECODE=1 \
     ARMATURE_HOST=0.0.0.0 \
+    ARMATURE_OFFLINE=on \
     ARMATURE_CACHE_DIR=/var/cache/armature
 USER 10001:10001
 WORKDIR /home/armature

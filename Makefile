@@ -1,5 +1,5 @@
 # The two main commands: `make serve` serves a model, `make test` checks a change. Works with GNU make 3.81 (macOS) and newer.
-#   MODEL=DIR make serve     serves that checkpoint instead of the embedded demo
+#   MODEL=NAME make serve    serves that model of the hub (ORG/NAME), or checkpoint directory, instead of the embedded demo
 #   ARGS="--port 9000"       is passed to the command
 
 VENV ?= .venv

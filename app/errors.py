@@ -22,6 +22,8 @@ ArmatureError
     ├── UnknownArgument
     ├── SettingsInvalid
     ├── CheckpointInvalid
+    ├── ModelUnavailable
+    ├── FetchFailed              the network, the hub or a damaged file
     ├── PlanImpossible
     ├── NoRecipe
     └── ServingFailed            a device or a thread failed unexpectedly
@@ -169,6 +171,19 @@ class CheckpointInvalid(StartupError):
     """The checkpoint is missing, damaged or not supported."""
 
     code = "checkpoint_invalid"
+
+
+class ModelUnavailable(StartupError):
+    """The model is not on this machine and cannot be fetched: its name, the token, the disk or the setting offline."""
+
+    code = "model_unavailable"
+
+
+class FetchFailed(StartupError):
+    """Fetching the model failed for a reason outside this machine: the network, the hub, or a damaged file."""
+
+    code = "fetch_failed"
+    exit_code = 1
 
 
 class PlanImpossible(StartupError):

@@ -80,6 +80,11 @@ def parse_bytes(value: Any) -> Any:
     return int(float(number) * base ** _POWERS[unit.lower()])
 
 
+def parse_model(value: Any) -> Any:
+    """Make `./ORG/NAME` absolute, which `Path` would shorten to the name of a model on the hub; return others unchanged."""
+    return Path.cwd() / value if isinstance(value, str) and value.startswith("./") else value
+
+
 def parse_names(value: Any) -> Any:
     """Split `a,b` at its commas; any other value is returned unchanged for the field's own validation."""
     if not isinstance(value, str):
@@ -164,15 +169,19 @@ class Settings(BaseSettings):
         env_prefix=PREFIX, frozen=True, extra="forbid", env_ignore_empty=True, protected_namespaces=()
     )
 
-    model: Path | None = Field(
+    model: Annotated[Path | None, BeforeValidator(parse_model)] = Field(
         None,
-        description="Checkpoint directory (Hugging Face or sentence-transformers layout), GGUF file, exported program (.pt2), or a"
-        " name: bert, minilm; the embedded demo if not given.",
+        description="A model of Hugging Face's hub, as ORG/NAME, ORG/NAME@REVISION or ORG/NAME:FILE.gguf, which is fetched into the hub's"
+        " cache if it is not there; a checkpoint directory (Hugging Face or sentence-transformers layout); a GGUF file; an exported program"
+        " (.pt2); or a name: bert, minilm; the embedded demo if not given.",
+    )
+    offline: Literal["off", "on"] = Field(
+        "off", description="Fetch nothing: a model that is not on this machine is refused. The images set it to on."
     )
     served_model_name: Annotated[tuple[str, ...], NoDecode, BeforeValidator(parse_names)] = Field(
         (),
         description="Names clients use for the model; answers have the first. In the variable they are separated by commas."
-        " The directory's name if not given.",
+        " The directory's name, or ORG/NAME of a model of the hub, if not given.",
     )
     any_model_name: Literal["off", "on"] = Field(
         "off", description="Accept every model name, for clients that send a fixed one such as gpt-4o."

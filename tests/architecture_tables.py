@@ -46,6 +46,8 @@ LIBRARIES: dict[str, tuple[str, ...]] = {
     "httpx": (),
     "httptools": ("bench.http.*", "api.http_protocol"),
     "llguidance": ("text.*",),
+    "huggingface_hub": ("weights.hub.*",),
+    "httpx2": ("weights.hub.*",),
     "matplotlib": ("bench.report.*",),
 }
 DEVICE_NAMES = ("torch.cuda", "torch.mps", "torch.backends", "platform.machine")

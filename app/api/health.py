@@ -43,7 +43,7 @@ class LoadProgressStatus(TypedDict):
 class ReadinessStatus(TypedDict):
     """Response of `/readyz`: `ready`, `loading` or `stopping`; until it is ready, also the stage of loading.
 
-    `progress` is there while weights are loaded or packed.
+    `progress` is there while the model is fetched, and while weights are loaded or packed.
     """
 
     status: str

@@ -20,17 +20,19 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeElapsedColumn
 
+from app.cli.models import list_models, pull_model, remove_models
 from app.cli.parser import given_settings, parse_arguments
 from app.cli.tables import PlanExplanation
 from app.errors import ArmatureError, PlanImpossible, SettingsInvalid, StartupError, UnknownArgument
 from app.hardware.plan.plan import make_plan
 from app.hardware.plan.precision import describe_cost
 from app.hardware.probe.probe import probe
+from app.server.model_source import open_or_fetch_model
 from app.server.prepare import CALIBRATE_COMMAND_SECONDS, Prepared, calibrate, prepare, with_kept_calibration
 from app.server.termination_log import TerminationMessage
 from app.settings import Settings, load_settings
 from app.weights.forms import RECIPES
-from app.weights.open import open_model, require_checkpoint
+from app.weights.open import require_checkpoint
 
 if TYPE_CHECKING:
     from app.metrics.load_progress import LoadProgress
@@ -155,12 +157,30 @@ def _tco(arguments: Namespace) -> int:
         return 2
 
 
+def _pull(arguments: Namespace) -> int:
+    settings, _ = load_settings(model=arguments.name)
+    print(pull_model(settings))
+    return 0
+
+
+def _list(arguments: Namespace) -> int:
+    list_models(as_json=arguments.json)
+    return 0
+
+
+def _rm(arguments: Namespace) -> int:
+    return remove_models(arguments.names, is_confirmed=arguments.yes)
+
+
 COMMANDS: Mapping[str, Callable[[Namespace], int]] = {
     "serve": _serve,
     "probe": _probe,
     "pack": _pack,
     "calibrate": _calibrate,
     "bench": _bench,
+    "pull": _pull,
+    "list": _list,
+    "rm": _rm,
     "tco": _tco,
 }
 
@@ -172,7 +192,7 @@ def calibrate_now(settings: Settings) -> PlanExplanation:
         StartupError: Nothing can be measured.
     """
     prepared = with_kept_calibration(
-        probe(), settings.model_copy(update={"calibrate": "on"}), open_model(settings.checkpoint_directory)
+        probe(), settings.model_copy(update={"calibrate": "on"}), open_or_fetch_model(settings)
     )
     if prepared.is_final:
         raise PlanImpossible(f"There is nothing to measure. {prepared.plan.calibrate.reason}")

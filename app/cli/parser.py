@@ -170,12 +170,26 @@ def _parser() -> argparse.ArgumentParser:
     benches = bench.add_subparsers(dest="bench", required=True, metavar="WHAT")
     for name, each in BENCHES.items():
         _add_bench(benches, name, each)
+    _add_model_commands(commands)
     costs = _command(
         commands, "tco", "cost of a given load on each machine, from result files and prices", files="[RESULT…] "
     )
     for flag, options in cost_flags().items():
         costs.add_argument(flag, **options)
     return parser
+
+
+def _add_model_commands(commands: Any) -> None:
+    """Add the commands for models of Hugging Face's hub."""
+    pull = _command(commands, "pull", "fetch a model of Hugging Face's hub into the hub's cache", files="NAME ")
+    pull.add_argument("name", metavar="NAME", help="ORG/NAME, ORG/NAME@REVISION or ORG/NAME:FILE.gguf")
+    listing = _command(commands, "list", "list the models in the hub's cache, and whether they can be served")
+    listing.add_argument("--json", action="store_true", help="print one JSON object")
+    remove = _command(commands, "rm", "remove models from the hub's cache", files="NAME… ")
+    remove.add_argument(
+        "names", metavar="NAME", nargs="+", help="ORG/NAME, or ORG/NAME@REVISION for this revision alone"
+    )
+    remove.add_argument("--yes", action="store_true", help="do not ask")
 
 
 def _add_bench(benches: Any, name: str, bench: BenchCommand) -> None:
@@ -229,9 +243,9 @@ def _describe_unknown(unknown: list[str], takes_files: bool) -> str:
     if not word.startswith("-"):
         if takes_files:
             return f"{word!r} is not understood: give all result files together, before or after the flags."
-        return f"{word!r} is not understood. A checkpoint is given as --model {word}."
+        return f"{word!r} is not understood. A model is given as --model {word}."
     flag = word.partition("=")[0]  # the value may be a secret
-    known = [*(row.flag for row in setting_rows()), *bench_flags(), *cost_flags(), "--help"]
+    known = [*(row.flag for row in setting_rows()), *bench_flags(), *cost_flags(), "--help", "--yes"]
     near = difflib.get_close_matches(
         flag, [one for one in known if one != flag], n=1
     )  # exclude the flag itself: it may belong to another command

@@ -21,9 +21,9 @@ from app.hardware.plan.memory_budget import mac_gpu_bytes
 from app.hardware.plan.plan import ServingPlan
 from app.hardware.plan.precision import INT4_PRECISIONS
 from app.hardware.plan.trials import format_rate
+from app.server.model_source import open_or_fetch_model
 from app.server.prepare import Prepared, with_kept_calibration
 from app.settings import Settings
-from app.weights.open import open_model
 
 
 def render_probe(facts: Facts, plan: ServingPlan | None) -> RenderableType:
@@ -272,7 +272,7 @@ def explain_plan(settings: Settings, facts: Facts) -> PlanExplanation:
     Raises:
         StartupError: The model cannot be opened or planned.
     """
-    checkpoint = open_model(settings.checkpoint_directory)
+    checkpoint = open_or_fetch_model(settings)
     found = with_kept_calibration(facts, settings, checkpoint)
     measurements = None if found.calibration is None else found.calibration.measurements
     return PlanExplanation(checkpoint.name, facts, checkpoint.needs(), found.plan, measurements, _origin(found))

@@ -33,13 +33,14 @@ from app.hardware.probe import software
 from app.hardware.probe.probe import probe
 from app.hardware.step_times import StepTimeTable
 from app.metrics.load_progress import LoadProgress
+from app.server.model_source import open_or_fetch_model
 from app.server.quality_notes import QualityNotes, planned_needs
 from app.settings import MEASURED_SETTINGS, Settings
 from app.version import VERSION
 from app.weights.cache_file import FileUnusable, atomic_write, differences, log_not_kept, open_trusted
 from app.weights.checkpoint import Checkpoint
 from app.weights.forms import RECIPES
-from app.weights.open import OpenedModel, open_model
+from app.weights.open import OpenedModel
 
 if TYPE_CHECKING:
     from app.engine.calibration.measure import CalibrationSubject
@@ -297,13 +298,13 @@ class Prepared:
 def prepare(settings: Settings) -> Prepared:
     """Probe the machine, open the checkpoint, read earlier measurements, and make a plan.
 
-    This takes milliseconds and does not import torch.
+    This takes milliseconds and does not import torch; a model of the hub that is not in its cache is fetched before.
 
     Raises:
         StartupError: The settings, the checkpoint and the machine do not fit together.
     """
     facts = probe()
-    checkpoint = open_model(settings.checkpoint_directory)
+    checkpoint = open_or_fetch_model(settings)
     log.info("serving %s from %s", checkpoint.needs().architecture, checkpoint.location)
     prepared = with_kept_calibration(facts, settings, checkpoint)
     if prepared.is_final:

@@ -20,9 +20,9 @@ from fastapi import FastAPI
 from app.api.http_protocol import ConnectionLimits, protocol_factory
 from app.errors import ServingFailed, SettingsInvalid, StartupError
 from app.server.app import create_app
-from app.server.prepare import prepare
 from app.server.startup import ServerRuntime
 from app.server.termination_log import describe_exception
+from app.server.unfetched_model import prepare_start
 from app.settings import Settings
 
 log = logging.getLogger(__name__)
@@ -49,7 +49,7 @@ def serve(settings: Settings) -> int:
     _log_to_stderr(settings.log_level)
     sys.setswitchinterval(SWITCH_SECONDS)
     check_tls(settings)
-    prepared = prepare(settings)
+    prepared = prepare_start(settings)
     failures: list[BaseException] = []
 
     def on_fatal(error: BaseException) -> None:

@@ -36,6 +36,7 @@ from app.metrics.step_time_model import StepTimeModel
 from app.models.encoders.config import EncoderConfig
 from app.server.prepare import Prepared, calibrate
 from app.server.start_console import StartConsole
+from app.server.unfetched_model import UnfetchedModel
 from app.service.served_model import (
     HELD_BYTES_DIVISOR,
     MIN_HELD_BYTES,
@@ -160,8 +161,8 @@ class ServerRuntime:
     `on_fatal` is called from the worker thread when the worker cannot continue.
     """
 
-    def __init__(self, prepared: Prepared, on_fatal: Callable[[BaseException], None]) -> None:
-        self._prepared = prepared
+    def __init__(self, start: Prepared | UnfetchedModel, on_fatal: Callable[[BaseException], None]) -> None:
+        self._start = start
         self._on_fatal = on_fatal
         self._began = time.monotonic()
         self._stopping = Flag()
@@ -173,7 +174,7 @@ class ServerRuntime:
         self._console = StartConsole()
         self.worker = Worker(self._build, self._step_monitor)
         self.service = Service(self.worker, self.metrics)
-        facts, settings, gpu = prepared.facts, prepared.settings, prepared.plan.gpu(prepared.facts)
+        facts, settings, gpu = start.facts, start.settings, start.plan.gpu(start.facts)
         self._power_monitor = PowerMonitor(
             self.metrics, facts.power, lambda: self.service.idle, settings.watts, settings.hourly_price, gpu
         )
@@ -181,7 +182,7 @@ class ServerRuntime:
 
     def runtime(self) -> ApiRuntime:
         """Return the runtime that the API routes use."""
-        settings = self._prepared.settings
+        settings = self._start.settings
         keys, rates = read_api_keys(settings), parse_rate_limit(settings.rate_limit)
         rules = AccessRules(*rates, settings.allowed_hosts, settings.cors_allow_origins)
         names = ModelNames(settings.served_model_name[1:], settings.any_model_name == "on")
@@ -189,7 +190,7 @@ class ServerRuntime:
 
     async def start(self) -> None:
         """Start the thread pool, the service, the power meter and the worker."""
-        pool = ThreadPoolExecutor(self._prepared.plan.http_threads.value, thread_name_prefix="armature-http")
+        pool = ThreadPoolExecutor(self._start.plan.http_threads.value, thread_name_prefix="armature-http")
         asyncio.get_running_loop().set_default_executor(pool)
         await self.service.start()
         self._power_monitor.start()
@@ -210,6 +211,16 @@ class ServerRuntime:
         patience = STOP_LOADING_SECONDS if self.worker.state == "loading" else STOP_SECONDS
         await asyncio.to_thread(self.worker.join, patience)
 
+    @property
+    def _prepared(self) -> Prepared:
+        """The start, once its model is on this machine."""
+        assert isinstance(self._start, Prepared), "the model is fetched first"
+        return self._start
+
+    @_prepared.setter
+    def _prepared(self, prepared: Prepared) -> None:
+        self._start = prepared
+
     # ---- on the worker thread --------------------------------------------------------------------------------------
 
     def _build(self, report: Callable[[str | LoadProgress], None]) -> Engine:
@@ -224,6 +235,8 @@ class ServerRuntime:
 
     def _build_calibrated(self, report_stage: Callable[[str | LoadProgress], None]) -> Engine:
         """Measure the machine, and build the engine; again if its measured quality changes the plan."""
+        if isinstance(self._start, UnfetchedModel):
+            self._start = self._start.fetch(report_stage)
         os.environ.update(self._prepared.plan.environment())  # torch's thread pools read it at import
         tokenizer = read_tokenizer(self._prepared.checkpoint, report_stage)
         chat = read_chat_template(self._prepared, tokenizer)
@@ -331,7 +344,7 @@ class ServerRuntime:
     # ---- metrics and information ------------------------------------------------------------------------------------
 
     def _deployment(self) -> DeploymentInfo:
-        prepared = self._prepared
+        prepared = self._start
         facts, plan = prepared.facts, prepared.plan
         labels = ServerInfo(
             version=VERSION,
@@ -376,14 +389,18 @@ class ServerRuntime:
         return dict(model.sampling_defaults) if isinstance(model, ServedDecoder) else {}
 
     def _info(self) -> dict[str, Any]:
-        prepared, drift = self._prepared, self._step_monitor.drift
+        prepared, drift = self._start, self._step_monitor.drift
+        needs: dict[str, Any] = {}
+        calibration = None
+        if isinstance(prepared, Prepared):
+            needs, calibration = to_json_value(prepared.checkpoint.needs()), prepared.calibration
         return {
-            "model": {"name": prepared.model_name, **to_json_value(prepared.checkpoint.needs())},
+            "model": {"name": prepared.model_name, **needs},
             "sampling_defaults": self._sampling_defaults(),
             "facts": prepared.facts.to_json(),
             "place": self._power_monitor.to_json(),
             "plan": prepared.plan.to_json(),
-            "calibration": None if prepared.calibration is None else prepared.calibration.to_json(),
+            "calibration": None if calibration is None else calibration.to_json(),
             "speed": None if drift is None else drift.to_json(),
             "steps": self._step_monitor.steps_json(),
         }

@@ -25,6 +25,7 @@ from app.weights.files import (
     files_in,
     folder_in,
     incomplete_copy_note,
+    join_names,
     read_object,
     read_optional,
 )
@@ -48,7 +49,8 @@ from app.weights.tensor_names import RenamedTensors, rename_tensors
 
 INDEX = "model.safetensors.index.json"
 STORED_DTYPES: Mapping[str, str] = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
-_MAX_NAMES = 4  # names in one message
+SINGLE_FILE = "model.safetensors"
+PICKLE_PATTERNS = ("*.bin", "*.pt", "*.pth")
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,12 +189,8 @@ def _open_gguf(file: Path) -> Checkpoint:
 
 
 def _open_directory(directory: Path) -> Checkpoint:
-    sentence_config = read_sentence_config(directory)
-    config = read_object(file_in(directory, "config.json"))
+    config, model_config = read_model_config(directory)
     quantized = _quantized_by_torchao(config)
-    model_config = (
-        read_encoder(config, sentence_config) if is_encoder(config, sentence_config) else ModelConfig.from_hf(config)
-    )
     found = _find_tensors(directory)
     if quantized:
         found = join_quantized(found)
@@ -209,6 +207,21 @@ def _open_directory(directory: Path) -> Checkpoint:
     return Checkpoint(
         directory, config, read_optional(file_in(directory, "generation_config.json")), model_config, tensors
     )
+
+
+def read_model_config(directory: Path) -> tuple[Mapping[str, Any], ModelConfig | EncoderConfig]:
+    """Return config.json and the model that it and the files of sentence-transformers describe.
+
+    Raises:
+        CheckpointInvalid: The model is not supported.
+        OSError: A file cannot be read.
+    """
+    sentence_config = read_sentence_config(directory)
+    config = read_object(file_in(directory, "config.json"))
+    _quantized_by_torchao(config)
+    if is_encoder(config, sentence_config):
+        return config, read_encoder(config, sentence_config)
+    return config, ModelConfig.from_hf(config)
 
 
 def _quantized_by_torchao(config: Mapping[str, Any]) -> bool:
@@ -236,39 +249,54 @@ def _find_tensors(directory: Path) -> dict[str, TensorEntry]:
     if file_in(directory, INDEX).is_file():
         return _read_shards(directory)
     files = files_in(directory, "*.safetensors")
-    single = directory / "model.safetensors"
+    single = directory / SINGLE_FILE
     if single in files or len(files) == 1:
         return read_header(single if single in files else files[0])
     if files:
         raise CheckpointInvalid(
             f"{directory} has {len(files)} *.safetensors files and no {INDEX} to say which tensor is where."
         )
-    pickles = sorted(file.name for pattern in ("*.bin", "*.pt", "*.pth") for file in directory.glob(pattern))
+    pickles = sorted(file.name for pattern in PICKLE_PATTERNS for file in directory.glob(pattern))
     if pickles:
         raise CheckpointInvalid(
-            f"{directory} has pickled weights only ({_names(pickles)}), which can run code when read and are refused. Where you trust"
+            f"{directory} has pickled weights only ({join_names(pickles)}), which can run code when read and are refused. Where you trust"
             " them, convert: AutoModelForCausalLM.from_pretrained(DIR).save_pretrained(NEW_DIR), then copy the tokenizer's files."
         )
     raise CheckpointInvalid(f"{directory} has no weights: no *.safetensors file.{incomplete_copy_note(directory)}")
 
 
-def _read_shards(directory: Path) -> dict[str, TensorEntry]:
+def shard_names(directory: Path) -> list[str]:
+    """Return the names of the files that a checkpoint's index names.
+
+    Raises:
+        CheckpointInvalid: The index is damaged.
+        OSError: It cannot be read.
+    """
+    return sorted(set(_weight_map(directory).values()))
+
+
+def _weight_map(directory: Path) -> Mapping[str, str]:
     places = read_object(file_in(directory, INDEX)).get("weight_map")
     if not isinstance(places, dict) or not all(
         isinstance(file, str) and Path(file).name == file for file in places.values()
     ):
         raise CheckpointInvalid(f"{INDEX}: weight_map must map tensor names to names of files in the same directory.")
+    return places
+
+
+def _read_shards(directory: Path) -> dict[str, TensorEntry]:
+    places = _weight_map(directory)
     files = sorted(set(places.values()))
     missing = [file for file in files if not file_in(directory, file).is_file()]
     if missing:
         raise CheckpointInvalid(
-            f"{directory} lacks {len(missing)} of {len(files)} shards: {_names(missing)}. Copy "
+            f"{directory} lacks {len(missing)} of {len(files)} shards: {join_names(missing)}. Copy "
             f"or download them too.{incomplete_copy_note(directory)}"
         )
     headers = {file: read_header(directory / file) for file in files}
     absent = [f"{name} (in {file})" for name, file in places.items() if name not in headers[file]]
     if absent:
-        raise CheckpointInvalid(f"{INDEX} names tensors that their files do not hold: {_names(absent)}.")
+        raise CheckpointInvalid(f"{INDEX} names tensors that their files do not hold: {join_names(absent)}.")
     return {name: headers[file][name] for name, file in places.items()}
 
 
@@ -322,11 +350,11 @@ def _check_tensors(
     missing = [renamed_tensors.stored_names.get(name, name) for name in expected if name not in found]
     if missing:
         raise CheckpointInvalid(
-            f"The weights lack {len(missing)} of the {len(expected)} tensors of this {architecture}: {_names(missing)}."
+            f"The weights lack {len(missing)} of the {len(expected)} tensors of this {architecture}: {join_names(missing)}."
         )
     if extra:
         raise CheckpointInvalid(
-            f"The weights hold {len(extra)} tensors that the {architecture} of config.json does not use: {_names(extra)}."
+            f"The weights hold {len(extra)} tensors that the {architecture} of config.json does not use: {join_names(extra)}."
             " Check num_hidden_layers and the architecture."
         )
     for name, shape in expected.items():
@@ -348,8 +376,3 @@ def _check_tensor(name: str, entry: TensorEntry, shape: Shape) -> None:
         raise CheckpointInvalid(
             f"{entry.file.name}: {name} is stored as {entry.dtype}; supported: {', '.join(STORED_DTYPES)}."
         )
-
-
-def _names(names: list[str]) -> str:
-    shown = ", ".join(name[:120] for name in names[:_MAX_NAMES])
-    return f"{shown} and {len(names) - _MAX_NAMES} more" if len(names) > _MAX_NAMES else shown

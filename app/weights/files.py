@@ -148,7 +148,7 @@ def incomplete_copy_note(directory: Path) -> str:
     found = sorted(
         {str(file.relative_to(directory)) for pattern in _INCOMPLETE_PATTERNS for file in directory.glob(pattern)}
     )
-    return f" {_names(found)} there: a copy is running or was interrupted." if found else ""
+    return f" {join_names(found)} there: a copy is running or was interrupted." if found else ""
 
 
 def _existing_files_note(path: Path) -> str:
@@ -161,7 +161,7 @@ def _existing_files_note(path: Path) -> str:
         return f", nor does {path.absolute().parent}: is a volume with models mounted there?"
     entries = _entries(parent)
     return (
-        f" ({parent} has {_names(entries)})."
+        f" ({parent} has {join_names(entries)})."
         if entries
         else f", and {parent} is empty: is a volume with models mounted there?"
     )
@@ -171,7 +171,8 @@ def _entries(directory: Path) -> list[str]:
     return sorted(each.name for each in directory.iterdir() if each.name != _FILE_SYSTEM_FOLDER)
 
 
-def _names(names: list[str]) -> str:
+def join_names(names: list[str]) -> str:
+    """Return names for a message: the first few, each shortened, and how many more there are."""
     shown = ", ".join(name[:120] for name in names[:_MAX_NAMES])
     return f"{shown} and {len(names) - _MAX_NAMES} more" if len(names) > _MAX_NAMES else shown
 

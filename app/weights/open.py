@@ -1,7 +1,7 @@
-"""Opens any kind of model: a checkpoint directory, an exported program, or a named encoder.
+"""Opens any kind of model: a checkpoint directory, an exported program, a named encoder, or a model of the hub's cache.
 
-A name refers to the embedded demo encoder or to an installed package that contains a checkpoint. A directory or
-file of that name takes precedence.
+A name refers to the embedded demo encoder, to an installed package that contains a checkpoint, or to a model of
+Hugging Face's hub (ORG/NAME). A directory or file of that name takes precedence. Nothing is fetched here.
 """
 
 from __future__ import annotations
@@ -15,6 +15,9 @@ from app.errors import CheckpointInvalid
 from app.settings import DEMO_DIRECTORY
 from app.weights.checkpoint import Checkpoint, open_checkpoint
 from app.weights.files import files_in, readable_or_invalid
+from app.weights.hub.cache import find_snapshot, model_of_folder
+from app.weights.hub.names import name_in_address, parse_hub_name
+from app.weights.hub.refusals import suggestions
 from app.weights.program import ProgramCheckpoint, open_program
 
 OpenedModel = Checkpoint | ProgramCheckpoint
@@ -34,13 +37,49 @@ def open_model(path: Path) -> OpenedModel:
 
 
 def _open(path: Path) -> OpenedModel:
+    path, name = find_model(path)
     program = path if path.is_file() else _only_program(path)
     if program is not None and program.suffix == ".pt2":
         return open_program(program)
-    name = str(path)
-    if path.exists() or (name not in EMBEDDED_MODELS and name not in PACKAGED_MODELS):
-        return open_checkpoint(path)
-    return replace(open_checkpoint(EMBEDDED_MODELS.get(name) or package_directory(name)), given_name=name)
+    return replace(open_checkpoint(path), given_name=name)
+
+
+def is_here(path: Path) -> bool:
+    """Return True if a model's path exists, or is the name of an embedded or packaged model."""
+    return path.exists() or str(path) in EMBEDDED_MODELS or str(path) in PACKAGED_MODELS
+
+
+def find_model(path: Path) -> tuple[Path, str]:
+    """Return the directory or file of a model, and the name under which it was requested if that was not its path.
+
+    A folder of the hub's cache, models--ORG--NAME, is the model whose files it has.
+
+    Raises:
+        CheckpointInvalid: There is no such name, package or model.
+    """
+    if path.exists():
+        cached = model_of_folder(path) if path.is_dir() else None
+        return (path, "") if cached is None else (cached[1], cached[0].repo_id)
+    text = str(path)
+    if is_here(path):
+        return EMBEDDED_MODELS.get(text) or package_directory(text), text
+    if address := name_in_address(path):
+        raise CheckpointInvalid(f"{text} is an address; a model of Hugging Face's hub is given by its name: {address}.")
+    name = parse_hub_name(path)
+    if name is not None:
+        snapshot = find_snapshot(name)
+        if snapshot is None:
+            raise CheckpointInvalid(
+                f"{name} is no directory here, and the hub's cache does not have it.{suggestions(text)} armature pull {name} fetches it."
+            )
+        return snapshot / name.file, name.repo_id
+    if "/" not in text:
+        known = suggestions(text, (*EMBEDDED_MODELS, *PACKAGED_MODELS))
+        raise CheckpointInvalid(
+            f"{text} is neither a directory or file here, nor a name: {', '.join((*EMBEDDED_MODELS, *PACKAGED_MODELS))}.{known}"
+            " A model of Hugging Face's hub is given as ORG/NAME."
+        )
+    return path, ""
 
 
 def require_checkpoint(opened: OpenedModel) -> Checkpoint:

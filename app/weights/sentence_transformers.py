@@ -40,7 +40,7 @@ _MAX_MODEL_LENGTH = 1_000_000  # a tokenizer without a limit has 10^30
 
 
 @dataclass(frozen=True, slots=True)
-class _Module:
+class SentenceModule:
     """An entry of modules.json: the last part of its class name, and the folder of its configuration."""
 
     kind: str
@@ -56,7 +56,7 @@ def read_sentence_config(directory: Path) -> SentenceConfig:
     longest = _max_tokens(directory)
     if not (directory / MODULES).exists():
         return SentenceConfig(max_tokens=longest)
-    modules = [one for one in _modules(directory) if one.kind != "Dropout"]
+    modules = [one for one in read_modules(directory) if one.kind != "Dropout"]
     config = ConfigReader(
         read_optional(file_in(directory, "config_sentence_transformers.json")), "config_sentence_transformers.json"
     )
@@ -88,11 +88,17 @@ def _transformer_config(directory: Path) -> ConfigReader:
     return ConfigReader(read_object(found[0]), found[0].name) if found else ConfigReader({})
 
 
-def _modules(directory: Path) -> list[_Module]:
+def read_modules(directory: Path) -> list[SentenceModule]:
+    """Return the modules that modules.json lists, in order.
+
+    Raises:
+        CheckpointInvalid: The file is damaged, or a folder is not one of this directory.
+        OSError: It cannot be read.
+    """
     listed = read_json(file_in(directory, MODULES))
     if not isinstance(listed, list) or not all(isinstance(one, dict) for one in listed):
         raise CheckpointInvalid(f"{MODULES} must hold a list of objects.")
-    modules = [_Module(str(one.get("type", "")).rpartition(".")[2], str(one.get("path", ""))) for one in listed]
+    modules = [SentenceModule(str(one.get("type", "")).rpartition(".")[2], str(one.get("path", ""))) for one in listed]
     for one in modules:
         if one.folder != Path(one.folder).name:
             raise CheckpointInvalid(f"{MODULES}: {one.folder!r} is not a folder of this directory.")
@@ -111,7 +117,7 @@ def _check_module_kinds(kinds: Sequence[str], expected: Sequence[str]) -> None:
         )
 
 
-def _pooling(directory: Path, modules: Sequence[_Module], config: ConfigReader) -> PoolingConfig:
+def _pooling(directory: Path, modules: Sequence[SentenceModule], config: ConfigReader) -> PoolingConfig:
     dense = [one for one in modules if one.kind == "Dense"]
     normalizes = modules[-1].kind == "Normalize" if modules else False
     _check_module_kinds(

@@ -141,6 +141,7 @@ def test_every_setting_has_a_row_that_people_can_read() -> None:
 
 def test_the_demo_is_served_where_no_model_is_named() -> None:
     assert load_settings()[0].checkpoint_directory.parts[-3:] == ("app", "demo", "llama")
+    assert load_settings(model="./org/name")[0].checkpoint_directory == Path.cwd() / "org" / "name"
     assert load_settings(model="some/where")[0].checkpoint_directory == Path("some/where")
     assert load_settings(model="~/where")[0].checkpoint_directory == Path.home() / "where"
 

@@ -78,7 +78,7 @@ def test_a_load_that_cannot_be_is_refused(flag: str) -> None:
         (["serve", "--prot", "9000"], "armature serve: there is no flag --prot. Did you mean --port?"),
         (["serve", "--max-model-length=9"], "Did you mean --max-model-len?"),
         (["serve", "--xyzzy"], "there is no flag --xyzzy. armature serve --help"),
-        (["serve", "some/where"], "'some/where' is not understood. A checkpoint is given as --model some/where."),
+        (["serve", "some/where"], "'some/where' is not understood. A model is given as --model some/where."),
         (["bench", "start", "--url", "http://x"], "armature bench start: there is no flag --url."),
         (["serve", "--por", "1"], "there is no flag --por."),
     ],
