@@ -79,10 +79,11 @@ def test_the_longest_stop_strings_are_taken() -> None:
     SamplingParams(stop=("x" * MAX_STOP_CHARACTERS,) * MAX_STOP_STRINGS)
 
 
-def test_beams_and_choices_exclude_each_other() -> None:
+def test_a_beam_search_returns_at_most_its_beams() -> None:
+    assert SamplingParams(beam_width=2, n=2).n == 2
     with pytest.raises(InvalidRequest) as caught:
-        SamplingParams(beam_width=2, n=2)
-    assert caught.value.field == "beam_width"
+        SamplingParams(beam_width=2, n=3)
+    assert caught.value.field == "n"
 
 
 @pytest.mark.parametrize(
