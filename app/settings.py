@@ -172,8 +172,8 @@ class Settings(BaseSettings):
     model: Annotated[Path | None, BeforeValidator(parse_model)] = Field(
         None,
         description="A model of Hugging Face's hub, as ORG/NAME, ORG/NAME@REVISION or ORG/NAME:FILE.gguf, which is fetched into the hub's"
-        " cache if it is not there; a checkpoint directory (Hugging Face or sentence-transformers layout); an exported program (.pt2);"
-        " or a name: bert, minilm; the embedded demo if not given.",
+        " cache if it is not there; a checkpoint directory (Hugging Face or sentence-transformers layout); a GGUF file; an exported program"
+        " (.pt2); or a name: bert, minilm; the embedded demo if not given.",
     )
     offline: Literal["off", "on"] = Field(
         "off", description="Fetch nothing: a model that is not on this machine is refused. The images set it to on."

@@ -13,7 +13,7 @@ from torch import nn
 from app.backends.base import BaseBackend
 from app.hardware.decision import Decision
 from app.hardware.plan.plan import ServingPlan
-from app.weights import load as loading
+from app.weights import form_choice
 from app.weights.checkpoint import open_checkpoint
 from app.weights.forms import KeptLayers
 from app.weights.load import Model, load_model
@@ -73,5 +73,5 @@ def load_on(directory: Path, dtype: str, kind: str = "cuda", place: str = "cpu")
     plan = plan_of(dtype, checkpoint.model_config.max_model_len, kind)
     backend = cast(BaseBackend, SimpleNamespace(device=torch.device(place)))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(loading, "host_architecture", lambda: "arm64")
+        patch.setattr(form_choice, "host_architecture", lambda: "arm64")
         return load_model(checkpoint, plan, backend)

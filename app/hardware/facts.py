@@ -240,7 +240,9 @@ class Needs:
     The steps of a program have rows instead of tokens. `weight_bytes` is the size on disk. `bytes_by_precision` are
     the bytes in memory by precision (`fp32`, `bf16`, …); `device_bytes_by_precision` are those on a device with its
     own memory, where they differ. `layer_weights` are the weights of the linear layers, without the output layer,
-    by the number of inputs. `int8_copy_bytes` are additional bytes if 4-bit layers also have an 8-bit copy.
+    by the number of inputs. `stored_quantization` is the type of most weights in a file that holds quantized ones, such
+    as Q4_1, else empty; `codes_precision` is the precision in which they keep their codes. `int8_copy_bytes` are
+    additional bytes if 4-bit layers also have an 8-bit copy.
     `kv_elements_per_token` is 2 · layers · kv_heads · head_dim, or 0 for an encoder. `rows_vary` is true if the
     cost of a program's row depends on dimensions that each request chooses. `operations_per_token` is two times the
     multiply-adds of one token or row, without an output layer (0: two for each parameter). `table_bytes` are bytes
@@ -268,6 +270,8 @@ class Needs:
     device_bytes_by_precision: Mapping[str, int] = field(default_factory=dict)
     layer_weights: Mapping[int, int] = field(default_factory=dict)
     quality_costs: Mapping[str, float] = field(default_factory=dict)
+    stored_quantization: str = ""
+    codes_precision: str = ""
 
     @property
     def generates(self) -> bool:

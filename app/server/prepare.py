@@ -305,7 +305,7 @@ def prepare(settings: Settings) -> Prepared:
     """
     facts = probe()
     checkpoint = open_or_fetch_model(settings)
-    log.info("serving %s from %s", checkpoint.needs().architecture, checkpoint.directory)
+    log.info("serving %s from %s", checkpoint.needs().architecture, checkpoint.location)
     prepared = with_kept_calibration(facts, settings, checkpoint)
     if prepared.is_final:
         _log_plan(prepared.plan)

@@ -40,8 +40,7 @@ class QualityNotes:
         folder = settings.cache_directory
         if folder is None or not isinstance(checkpoint, Checkpoint):
             return
-        files = sorted({entry.file for entry in checkpoint.tensors.values()} | {checkpoint.directory / "config.json"})
-        key = [VERSION, FORMAT, settings.keep_layers, *(file_identity(file) for file in files)]
+        key = [VERSION, FORMAT, settings.keep_layers, *(file_identity(file) for file in checkpoint.content_files)]
         digest = hashlib.sha256(json.dumps(key).encode()).hexdigest()
         self._file = folder / FOLDER / f"{digest[:32]}.quality"
 

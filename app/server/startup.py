@@ -118,7 +118,7 @@ def read_tokenizer(checkpoint: Checkpoint | ProgramCheckpoint, report_stage: Cal
 
     report_stage("reading the tokenizer")
     config = checkpoint.model_config
-    return Tokenizer(checkpoint.directory, lowercases=isinstance(config, EncoderConfig) and config.lowercases)
+    return Tokenizer(checkpoint.location, lowercases=isinstance(config, EncoderConfig) and config.lowercases)
 
 
 def read_chat_template(prepared: Prepared, tokenizer: Tokenizer | None) -> ChatTemplate | None:
@@ -130,7 +130,7 @@ def read_chat_template(prepared: Prepared, tokenizer: Tokenizer | None) -> ChatT
     from app.text.template_process import TemplateLimits
 
     limits = TemplateLimits(settings.chat_template_cpu_seconds, settings.chat_template_memory_bytes)
-    return open_chat_template(checkpoint.directory, tokenizer.config, tokenizer.named_tokens, limits)
+    return open_chat_template(checkpoint.location, tokenizer.config, tokenizer.named_tokens, limits)
 
 
 def make_served_model(prepared: Prepared, tokenizer: Tokenizer | None, chat: ChatTemplate | None) -> ServedModel:

@@ -157,29 +157,30 @@ def _end_with_last_message(text: str, message: Mapping[str, Any]) -> str:
 
 
 def open_chat_template(
-    directory: Path,
+    location: Path,
     config: Mapping[str, Any],
     named_tokens: Mapping[str, str],
     limits: TemplateLimits | None = None,
 ) -> ChatTemplate | None:
     """Return the checkpoint's chat template, or None if it has none.
 
-    It is chat_template.jinja, or else `chat_template` in tokenizer_config.json.
+    It is chat_template.jinja, or else `chat_template` in tokenizer_config.json or in the metadata of a GGUF file.
 
     Raises:
         CheckpointInvalid: The template cannot be read or used; the message names its file.
     """
-    path = file_in(directory, "chat_template.jinja")
+    path = location if location.is_file() else file_in(location, "chat_template.jinja")
     source: object
-    if path.exists():
+    if path != location and path.exists():
         source = read_text(path, MAX_TEMPLATE_BYTES)
     else:
-        path, source = directory / "tokenizer_config.json", _default_of(config.get("chat_template"))
+        path = location if path == location else location / "tokenizer_config.json"
+        source = _default_of(config.get("chat_template"))
     if source is None:
         return None
     if not isinstance(source, str):
         raise CheckpointInvalid(
-            "chat_template in tokenizer_config.json must be a string or a list of objects with name and template."
+            f"chat_template in {path.name} must be a string or a list of objects with name and template."
         )
     return ChatTemplate(source, named_tokens, limits, name=str(path))
 

@@ -1,6 +1,6 @@
 """The checkpoint's tokenizer: text to ids and back.
 
-It is read from `tokenizer.json` and `tokenizer_config.json`; conversations are in `chat.py`, streams of text in
+Its files are read in `tokenizer_files.py`; conversations are in `chat.py`, streams of text in
 `detokenizer.py`. Any thread may use a tokenizer: it does not change after loading.
 """
 
@@ -21,9 +21,7 @@ from app.errors import CheckpointInvalid, ConvertBareException, InvalidRequest
 from app.messages import Text
 from app.text.bounds import CHUNK_CHARACTERS, UNBOUNDED, EncodingLimits, TextBounds, batches, num_characters
 from app.text.cancellation import stop_if_cancelled
-from app.weights.files import MAX_JSON_BYTES, file_in, read_text
-
-MAX_TOKENIZER_BYTES = 512 * 2**20  # tokenizer.json with 250,000 tokens has 35 MB
+from app.text.tokenizer_files import TokenizerFiles, read_tokenizer_files
 
 # The named special tokens that chat templates may use, with transformers' names.
 _NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
@@ -42,18 +40,19 @@ class TokenSpan:
 
 
 class Tokenizer:
-    """A checkpoint's tokenizer.
+    """The tokenizer of a checkpoint's directory or GGUF file.
 
     `bos_token_id` is None if the checkpoint has none. Each of `eos_token_ids` ends a completion. `lowercases`:
     texts are lowercased first, except for special tokens in them, as some encoders were trained.
     """
 
-    def __init__(self, directory: Path, lowercases: bool = False) -> None:
-        self._inner = _load(file_in(directory, "tokenizer.json"))
+    def __init__(self, location: Path, lowercases: bool = False) -> None:
+        files = read_tokenizer_files(location)
+        self._inner = _load(files)
         if lowercases:
             before = [] if self._inner.normalizer is None else [self._inner.normalizer]
             self._inner.normalizer = tokenizers.normalizers.Sequence([tokenizers.normalizers.Lowercase(), *before])
-        self.config: Mapping[str, Any] = _read_object(file_in(directory, "tokenizer_config.json"))
+        self.config: Mapping[str, Any] = files.config
         inputs = self.config.get("model_input_names")
         self._returns_segments = not isinstance(inputs, list) or "token_type_ids" in inputs
         self.named_tokens: Mapping[str, str] = MappingProxyType(_named_tokens(self.config))
@@ -63,7 +62,8 @@ class Tokenizer:
         self._special = frozenset(i for i, token in self._inner.get_added_tokens_decoder().items() if token.special)
         self.vocab_size = self._inner.get_vocab_size(with_added_tokens=True)
         self.bos_token_id = self.token_id(self.named_tokens.get("bos_token"))
-        self.eos_token_ids = self._read_all_eos_ids(directory)
+        own = self.token_id(self.named_tokens.get("eos_token"))
+        self.eos_token_ids = files.eos_token_ids | (frozenset() if own is None else {own})
 
     def token_id(self, token: str | None) -> int | None:
         """Return the id of a token, or None if the vocabulary does not have it."""
@@ -262,17 +262,6 @@ class Tokenizer:
         state = json.loads(decoder.__getstate__()) if decoder is not None else {}
         return frozenset(part["type"] for part in [state, *state.get("decoders", ())] if "type" in part)
 
-    def _read_all_eos_ids(self, directory: Path) -> frozenset[int]:
-        """Return all end-of-text ids, since instruct checkpoints use any of them.
-
-        They are those of `generation_config.json`, or else of `config.json`, and the tokenizer's `eos_token`.
-        """
-        ids = _read_eos_ids(file_in(directory, "generation_config.json")) or _read_eos_ids(
-            file_in(directory, "config.json")
-        )
-        own = self.token_id(self.named_tokens.get("eos_token"))
-        return ids if own is None else ids | {own}
-
 
 def truncated_lengths(lengths: Sequence[int], max_tokens: int) -> list[int]:
     """Return the truncated lengths of one or two texts that together may have `max_tokens` tokens.
@@ -299,34 +288,15 @@ def _check_unicode(text: str) -> None:
         ) from error
 
 
-def _load(path: Path) -> tokenizers.Tokenizer:
-    try:
-        text = read_text(path, MAX_TOKENIZER_BYTES)
-    except FileNotFoundError as error:
-        hint = "Save the tokenizer in its fast form: transformers' AutoTokenizer.from_pretrained(DIR).save_pretrained(DIR)."
-        raise CheckpointInvalid(f"{path} is missing. {hint}") from error
-    except OSError as error:
-        raise CheckpointInvalid(f"{path} cannot be read: {error}") from error
+def _load(files: TokenizerFiles) -> tokenizers.Tokenizer:
     with ConvertBareException(
-        CheckpointInvalid, f"{path} is not a tokenizer that the tokenizers library {tokenizers.__version__} can read"
+        CheckpointInvalid,
+        f"{files.origin} is not a tokenizer that the tokenizers library {tokenizers.__version__} can read",
     ):
-        inner = tokenizers.Tokenizer.from_str(text)
+        inner = tokenizers.Tokenizer.from_str(files.tokenizer)
     inner.no_truncation()  # some checkpoints keep both from training; a prompt must never be truncated silently
     inner.no_padding()
     return inner
-
-
-def _read_object(path: Path) -> dict[str, Any]:
-    """Read a JSON object from a file; empty if the file does not exist."""
-    try:
-        value = json.loads(read_text(path, MAX_JSON_BYTES))
-    except FileNotFoundError:
-        return {}
-    except (OSError, ValueError, RecursionError) as error:
-        raise CheckpointInvalid(f"{path} cannot be read: {error}") from error
-    if not isinstance(value, dict):
-        raise CheckpointInvalid(f"{path} must hold a JSON object, not a {type(value).__name__}.")
-    return value
 
 
 def _named_tokens(config: Mapping[str, Any]) -> dict[str, str]:
@@ -334,15 +304,6 @@ def _named_tokens(config: Mapping[str, Any]) -> dict[str, str]:
     entries = {name: config.get(name) for name in _NAMED_TOKENS}
     contents = {name: token.get("content") if isinstance(token, dict) else token for name, token in entries.items()}
     return {name: content for name, content in contents.items() if isinstance(content, str)}
-
-
-def _read_eos_ids(path: Path) -> frozenset[int]:
-    """Return the ids of `eos_token_id` in a config file, which may be one id, a list or absent."""
-    value = _read_object(path).get("eos_token_id")
-    ids = value if isinstance(value, list) else [] if value is None else [value]
-    if not all(isinstance(token_id, int) and not isinstance(token_id, bool) for token_id in ids):
-        raise CheckpointInvalid(f"eos_token_id in {path} must be an id or a list of ids, not {value!r}.")
-    return frozenset(ids)
 
 
 def _bytes_of_characters() -> dict[str, int]:

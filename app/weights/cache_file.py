@@ -171,7 +171,7 @@ def checkpoint_fingerprint(checkpoint: Checkpoint, notes: Path, threads: int) ->
     Raises:
         OSError: A file cannot be read.
     """
-    files = sorted({entry.file for entry in checkpoint.tensors.values()} | {checkpoint.directory / "config.json"})
+    files = checkpoint.content_files
     identities = [file_identity(file) for file in files]
     note = notes / f"{hashlib.sha256(json.dumps(identities).encode()).hexdigest()[:32]}.content"
     noted = _read_note(note)

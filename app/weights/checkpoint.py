@@ -30,13 +30,19 @@ from app.weights.files import (
     read_optional,
 )
 from app.weights.forms import (
+    codes_precision,
     decoder_bytes,
     decoder_device_bytes,
     encoder_bytes,
     encoder_device_bytes,
     int8_copy_bytes,
     layer_weights,
+    stored_type,
 )
+from app.weights.gguf.config import config_values, family_of
+from app.weights.gguf.reader import find_gguf, read_gguf
+from app.weights.gguf.tensors import checkpoint_tensors
+from app.weights.gguf.tokenizer import check_tokenizer
 from app.weights.safetensors import TensorEntry, join_quantized, read_header
 from app.weights.sentence_transformers import read_sentence_config
 from app.weights.tensor_names import RenamedTensors, rename_tensors
@@ -49,9 +55,10 @@ PICKLE_PATTERNS = ("*.bin", "*.pt", "*.pth")
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """A directory that can be served: its configuration and the location of each tensor.
+    """A directory or a GGUF file that can be served: its configuration and the location of each tensor.
 
-    An encoder's tensors have this package's names.
+    An encoder's tensors have this package's names. `gguf` is the file, or the first of its parts, if there is one; then
+    `config` and `generation_config` are made from its metadata.
     """
 
     directory: Path
@@ -60,11 +67,23 @@ class Checkpoint:
     model_config: ModelConfig | EncoderConfig
     tensors: Mapping[str, TensorEntry]
     given_name: str = ""  # the name under which it was requested, if that was not its directory
+    gguf: Path | None = None
 
     @property
     def name(self) -> str:
-        """Name of the model: the requested name, else the directory's."""
-        return self.given_name or self.directory.resolve().name
+        """Name of the model: the requested name, else that of the GGUF file or the directory."""
+        return self.given_name or (self.directory.resolve().name if self.gguf is None else self.gguf.stem)
+
+    @property
+    def location(self) -> Path:
+        """Where the model and its tokenizer are: the GGUF file, or the directory."""
+        return self.gguf or self.directory
+
+    @property
+    def content_files(self) -> list[Path]:
+        """Files that decide the model's results: those with weights, and config.json."""
+        config = self.gguf or self.directory / "config.json"
+        return sorted({config, *(entry.file for entry in self.tensors.values())})
 
     @property
     def kind(self) -> Literal["decoder", "encoder"]:
@@ -125,8 +144,10 @@ class Checkpoint:
             int8_copy_bytes=int8_copy_bytes(config),
             device_bytes_by_precision=device_bytes,
             operations_per_token=2.0 * products,
-            table_bytes=sum(tensors[name].nbytes for name in tables),
+            table_bytes=sum(tensors[name].value_bytes for name in tables),
             layer_weights=layer_weights(config),
+            stored_quantization=stored_type(tensors),
+            codes_precision=codes_precision(tensors),
         )
 
     @property
@@ -138,14 +159,36 @@ class Checkpoint:
         return STORED_DTYPES[elements.most_common(1)[0][0]]
 
 
-def open_checkpoint(directory: Path) -> Checkpoint:
+def open_checkpoint(path: Path) -> Checkpoint:
     """Read and check everything except the weights' values.
+
+    Args:
+        path: A directory, or a GGUF file.
 
     Raises:
         CheckpointInvalid: Something is missing, damaged or not supported.
         OSError: A file cannot be read.
     """
-    check_directory(directory)
+    gguf = find_gguf(path)
+    if gguf is not None:
+        return _open_gguf(gguf)
+    check_directory(path)
+    return _open_directory(path)
+
+
+def _open_gguf(file: Path) -> Checkpoint:
+    model = read_gguf(file)
+    family, config = family_of(model), config_values(model)
+    try:
+        model_config = ModelConfig.from_hf(config)
+        tensors = _decoder_tensors(model_config, checkpoint_tensors(model, family, config))
+    except CheckpointInvalid as error:
+        raise CheckpointInvalid(error.message.replace("config.json", f"the metadata of {model.file.name}")) from error
+    check_tokenizer(model)
+    return Checkpoint(model.file.parent, config, {}, model_config, tensors, gguf=model.file)
+
+
+def _open_directory(directory: Path) -> Checkpoint:
     config, model_config = read_model_config(directory)
     quantized = _quantized_by_torchao(config)
     found = _find_tensors(directory)

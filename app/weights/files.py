@@ -16,7 +16,7 @@ from typing import Any
 
 from app.errors import CheckpointInvalid
 
-LAYOUT_HINT = "A checkpoint is a directory with config.json, *.safetensors and tokenizer.json."
+LAYOUT_HINT = "A checkpoint is a directory with config.json, *.safetensors and tokenizer.json, or a GGUF file."
 # Names of files that are still being copied, used by Hugging Face's hub, browsers, aria2, Google Cloud Storage and
 # others.
 _INCOMPLETE_PATTERNS = (

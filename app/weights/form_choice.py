@@ -11,16 +11,34 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
+from app.hardware.plan.plan import ServingPlan
 from app.hardware.plan.torchao_config import is_torchao
 from app.kernels.linear.bf16_panels import HybridFactory, HybridLinear
 from app.kernels.linear.bf16_product import WideRows
 from app.kernels.linear.device import DeviceFactory
 from app.kernels.linear.int_panels import IntPanelFactory, IntPanelLinear
-from app.kernels.linear.linear import DEVICE_FORMS, FORMS, QUANTISED_FORMS, FormFactory, Linear
+from app.kernels.linear.layout import LAYOUTS
+from app.kernels.linear.linear import DEVICE_FORMS, FORMS, QUANTISED_FORMS, FormFactory, Linear, host_architecture
 from app.kernels.linear.row_split import RowSplitFactory, RowSplitLinear
-from app.kernels.linear.torchao_linear import TorchaoFactory
+from app.kernels.linear.torchao_linear import TorchaoFactory, check_runs
+from app.kernels.native.operations import OpCode, has_kernel
+from app.models.decoders.config import ModelConfig
 from app.models.decoders.decoder import RMSNorm
-from app.weights.forms import EXACT, KEPT_FORMS, OUTPUT_SOURCES, KeptLayers, Recipe, kept_precision
+from app.weights.forms import (
+    DETERMINISTIC_RECIPES,
+    EXACT,
+    KEPT_FORMS,
+    OUTPUT_SOURCES,
+    KeptLayers,
+    Recipe,
+    choose_upgrades,
+    find_recipe,
+    kept_precision,
+    stored_forms,
+)
+from app.weights.safetensors import TensorEntry
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 # Their results can be kept in a file for the next start.
 CacheablePacking = IntPanelFactory | HybridFactory | RowSplitFactory
@@ -48,6 +66,8 @@ class FormChoice:
     wide: WideRows = field(default=WideRows.MANY, repr=False)
     # Sources in the recipe's form for upgraded layers. A pack stores them, so they are not part of its key.
     upgraded: frozenset[str] = field(default=frozenset(), repr=False)
+    # Forms of sources whose codes are kept. They follow from the checkpoint and the precision.
+    stored: Mapping[str, str] = field(default_factory=dict, repr=False)
 
     def packing(self, linear: Linear) -> FormFactory:
         """Return the first packing that suits a linear layer.
@@ -70,6 +90,8 @@ class FormChoice:
         kept = kept_precision(self.keep, source)
         if kept is not None:
             return KEPT_FORMS[kept]
+        if source in self.stored:
+            return (self.stored[source], *self.recipe.linear)
         return self.recipe.source_forms(source, source in self.upgraded)
 
     def _row_split(self, linear: Linear, packings: Sequence[FormFactory]) -> RowSplitFactory:
@@ -81,8 +103,15 @@ class FormChoice:
             ranges.append((count, packing))
         return RowSplitFactory(tuple(ranges))
 
-    def equalizes(self, packing: FormFactory) -> bool:
-        """Return True if channels are equalized before a weight is packed so, which is done if it is quantized."""
+    def keeps_codes(self, source: str) -> bool:
+        """Return True if a source is held in the four-bit codes of the checkpoint."""
+        kept = kept_precision(self.keep, source)
+        return kept is None and LAYOUTS[self.stored[source]].bits == 4 if source in self.stored else False
+
+    def equalizes(self, linear: Linear, packing: FormFactory) -> bool:
+        """Return True if channels are equalized before a weight is packed so, which is done if it is rounded here."""
+        if any(source in self.stored for source in linear.sources):
+            return False
         return self.recipe.equalise and packing not in FORMS.values() and not isinstance(packing, DeviceFactory)
 
     def _packing(self, name: str, is_output: bool) -> FormFactory:
@@ -153,3 +182,52 @@ class LayerPacking:
     def smooth_scales(self, blobs: Mapping[str, Tensor]) -> Tensor:
         """Return the scales that the columns were multiplied by, FP32 [in_features]."""
         return blobs[f"{self.name}.factors"].view(torch.float32)
+
+
+def _wide_rows(plan: ServingPlan, config: object) -> WideRows:
+    """Return when rows are multiplied in bf16: vectors must not depend on other texts, and texts have many rows."""
+    if not isinstance(config, ModelConfig):
+        return WideRows.ALWAYS
+    return WideRows.NEVER if plan.deterministic.value else WideRows.MANY
+
+
+def form_choice(
+    plan: ServingPlan,
+    config: object,
+    device: torch.device | None = None,
+    tensors: Mapping[str, TensorEntry] | None = None,
+) -> FormChoice:
+    """Return how the plan's weights are held, with the upgraded layers of a model that was not calibrated.
+
+    Args:
+        plan: The plan.
+        config: The model's configuration; only decoders have upgraded layers.
+        device: The backend's device.
+        tensors: The checkpoint's tensors, whose codes may be kept. None: weights without codes.
+
+    Raises:
+        PlanImpossible: The precision is a config of torchao that cannot run here.
+    """
+    precision, kind = plan.precision.value, plan.device.value
+    recipe = (
+        DETERMINISTIC_RECIPES[precision]
+        if plan.deterministic.value
+        else find_recipe(kind, host_architecture(), precision)
+    )
+    own = None if kind == "cpu" else device
+    if is_torchao(precision):
+        check_runs(precision, own, DTYPES[plan.dtype.value])
+    upgraded: frozenset[str] = frozenset()
+    if recipe.upgrade is not None and isinstance(config, ModelConfig):
+        upgraded = choose_upgrades(config, recipe)
+    return FormChoice(
+        recipe,
+        DTYPES[plan.dtype.value],
+        plan.int8_copy.value,
+        plan.keep_layers.value,
+        plan.most_few_rows.value,
+        own,
+        _wide_rows(plan, config),
+        upgraded,
+        stored_forms(precision, tensors or {}) if own is None and has_kernel(OpCode.LINEAR_INT) else {},
+    )

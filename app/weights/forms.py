@@ -7,6 +7,7 @@ Torch is not needed.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
@@ -18,6 +19,7 @@ from app.kernels.linear.layout import LAYOUTS, PANEL_OUTPUTS, device_int4_bytes,
 from app.models.decoders.config import ModelConfig
 from app.models.decoders.shapes import Shape, norms_of, products_of, tensors_of
 from app.models.encoders.config import EncoderConfig, encoder_norm_elements, encoder_products_of, encoder_tables_of
+from app.weights.gguf.tensors import BlockEntry
 from app.weights.safetensors import TensorEntry
 
 OUTPUT_SOURCES = (("lm_head",), ("model.embed_tokens",))
@@ -252,6 +254,60 @@ def kept_layer_bytes(config: ModelConfig, precision: str, kept: KeptLayers) -> i
     return added
 
 
+# ---- codes of the checkpoint that are kept ---------------------------------------------------------------------------
+
+# The native form that holds the codes of a GGUF type. Q5_1, Q5_K and Q6_K have no equal form; int8/32 rounds their values
+# to 1/254 of a group's largest, 4 to 16 times finer than they do.
+STORED_FORMS: Mapping[str, str] = {
+    "Q4_0": "int4/32", "Q4_1": "int4/32 with zero points", "Q4_K": "int4/32 with zero points",
+    **dict.fromkeys(("Q8_0", "Q5_0", "Q5_1", "Q5_K", "Q6_K"), "int8/32"),
+}  # fmt: skip
+
+
+def stored_type(tensors: Mapping[str, TensorEntry]) -> str:
+    """Return the type of most weights of a GGUF file, such as Q4_1; empty if they are not quantized."""
+    elements: Counter[str] = Counter()
+    for entry in tensors.values():
+        elements[entry.kind if isinstance(entry, BlockEntry) else entry.dtype] += entry.num_elements
+    most = next((kind for kind, _ in elements.most_common(1)), "")
+    return most if most in STORED_FORMS else ""
+
+
+def codes_precision(tensors: Mapping[str, TensorEntry]) -> str:
+    """Return the precision that keeps the codes of most weights; empty if they have none."""
+    kind = stored_type(tensors)
+    return f"int{LAYOUTS[STORED_FORMS[kind]].bits}" if kind else ""
+
+
+def stored_forms(precision: str, tensors: Mapping[str, TensorEntry]) -> dict[str, str]:
+    """Return the form of each source whose codes are kept in a precision; empty if it is not that of the codes.
+
+    An output layer in four bits is held in eight, since an embedding that is tied to it reads its rows.
+    """
+    if precision != codes_precision(tensors):
+        return {}
+    forms = {
+        name.removesuffix(".weight"): STORED_FORMS[entry.kind]
+        for name, entry in tensors.items()
+        if isinstance(entry, BlockEntry) and entry.kind in STORED_FORMS and name.endswith(".weight")
+    }
+    return {source: "int8/32" if is_output(source) else form for source, form in forms.items()}
+
+
+def _stored_bytes(config: ModelConfig, tensors: Mapping[str, TensorEntry], precision: str) -> int:
+    """Return the bytes of the linear layers, biases and norms of a decoder whose codes are kept."""
+    forms, recipe = stored_forms(precision, tensors), find_recipe("cpu", "x86_64", precision)
+    held = 0
+    for name, shape in tensors_of(config).items():
+        source = name.removesuffix(".weight")
+        if len(shape) == 1:
+            held += 4 * shape[0]
+        elif source != "model.embed_tokens" or config.tie_embeddings:
+            form = forms.get(source) or recipe.source_forms(source, is_upgraded=is_output(source))[0]
+            held += LAYOUTS[form].nbytes(*shape)
+    return held
+
+
 PRECISION_BYTES: Mapping[str, int] = {"fp32": 4, "bf16": 2}
 DEVICE_PRECISION_BYTES: Mapping[str, int] = {"fp32": 4, "bf16": 2, "fp16": 2}
 QUANTIZED = ("int8", "int4", "int4-small")
@@ -261,11 +317,15 @@ def decoder_bytes(config: ModelConfig, tensors: Mapping[str, TensorEntry]) -> di
     """Return the bytes of a decoder in host memory; a tied embedding counts as the output layer."""
     embedding = tensors["model.embed_tokens.weight"]
     # The embedding table is never converted: rows are looked up as stored. It counts unless the output layer holds it.
-    table = 0 if config.tie_embeddings else embedding.nbytes
+    table = 0 if config.tie_embeddings else embedding.value_bytes
     elements = sum(entry.num_elements for entry in tensors.values())
     products = elements - (0 if config.tie_embeddings else embedding.num_elements)
     exact = {name: products * size + table for name, size in PRECISION_BYTES.items()}
-    return {**exact, **{name: quantized_bytes(config, name) + table for name in QUANTIZED}}
+    quantized = {name: quantized_bytes(config, name) for name in QUANTIZED}
+    stored = codes_precision(tensors)
+    if stored:
+        quantized[stored] = _stored_bytes(config, tensors, stored)
+    return exact | {name: nbytes + table for name, nbytes in quantized.items()}
 
 
 def encoder_bytes(config: EncoderConfig, tensors: Mapping[str, TensorEntry]) -> dict[str, int]:
@@ -306,7 +366,7 @@ def decoder_device_bytes(config: ModelConfig, tensors: Mapping[str, TensorEntry]
 
     Norms are in FP32, an embedding that is not tied is as stored, and the output layer is never quantized.
     """
-    table = 0 if config.tie_embeddings else tensors["model.embed_tokens.weight"].nbytes
+    table = 0 if config.tie_embeddings else tensors["model.embed_tokens.weight"].value_bytes
     return _device_bytes(
         list(products_of(config)), config.vocab_size * config.hidden_size, table + 4 * _norm_elements(config)
     )

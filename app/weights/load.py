@@ -22,11 +22,10 @@ from app.hardware.plan.plan import ServingPlan
 from app.hardware.plan.torchao_config import is_torchao
 from app.kernels.compute_threads import ComputeThreads
 from app.kernels.linear.bf16_panels import Bf16PanelLinear, HybridLinear
-from app.kernels.linear.bf16_product import WideRows
 from app.kernels.linear.device import DeviceLinear
 from app.kernels.linear.int_panels import IntPanelLinear
 from app.kernels.linear.layout import PANEL_OUTPUTS
-from app.kernels.linear.linear import EmptyForm, ExactLinear, FormFactory, Linear, LinearForm, host_architecture
+from app.kernels.linear.linear import EmptyForm, ExactLinear, FormFactory, Linear, LinearForm
 from app.kernels.linear.quantization import (
     InputStatistics,
     activation_aware_scales,
@@ -36,15 +35,14 @@ from app.kernels.linear.quantization import (
     smooth_scales,
 )
 from app.kernels.linear.row_split import RowSplitLinear
-from app.kernels.linear.torchao_linear import TorchaoFactory, check_runs
-from app.models.decoders.config import ModelConfig
+from app.kernels.linear.torchao_linear import TorchaoFactory
 from app.models.decoders.decoder import Decoder, Embedding, RMSNorm
 from app.models.encoders.encoder import DistanceBias, Encoder
 from app.models.encoders.heads import DenseLayer, LayerNorm
 from app.models.registry import build_decoder_model, build_encoder_model
 from app.weights.checkpoint import Checkpoint
-from app.weights.form_choice import CacheableForm, CacheablePacking, FormChoice, LayerPacking
-from app.weights.forms import DETERMINISTIC_RECIPES, QUANTIZED, choose_upgrades, find_recipe, is_output, is_value
+from app.weights.form_choice import CacheableForm, CacheablePacking, FormChoice, LayerPacking, form_choice
+from app.weights.forms import QUANTIZED, choose_upgrades, is_output, is_value
 from app.weights.packs import PackedWeights, PackFile, PackFolder, PackNotes, Progress
 from app.weights.safetensors import TensorEntry
 from app.weights.tensor_reader import TensorReader, check_fp16, row_ranges
@@ -52,7 +50,6 @@ from app.weights.tensor_reader import TensorReader, check_fp16, row_ranges
 Model = Decoder | Encoder
 ReportCost = Callable[[float], None]  # takes the cost of quantization in quality, see `Packing`
 _Block = tuple[str, TensorEntry, range, int]  # source, tensor, rows of it, and the first of the layer's outputs
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 class PackCalibrator(Protocol):
@@ -156,48 +153,6 @@ def pack_weights(
         return loading.fill()
 
 
-def _wide_rows(plan: ServingPlan, config: object) -> WideRows:
-    """Return when rows are multiplied in bf16: vectors must not depend on other texts, and texts have many rows."""
-    if not isinstance(config, ModelConfig):
-        return WideRows.ALWAYS
-    return WideRows.NEVER if plan.deterministic.value else WideRows.MANY
-
-
-def form_choice(plan: ServingPlan, config: object, device: torch.device | None = None) -> FormChoice:
-    """Return how the plan's weights are held, with the upgraded layers of a model that was not calibrated.
-
-    Args:
-        plan: The plan.
-        config: The model's configuration; only decoders have upgraded layers.
-        device: The backend's device.
-
-    Raises:
-        PlanImpossible: The precision is a config of torchao that cannot run here.
-    """
-    precision, kind = plan.precision.value, plan.device.value
-    recipe = (
-        DETERMINISTIC_RECIPES[precision]
-        if plan.deterministic.value
-        else find_recipe(kind, host_architecture(), precision)
-    )
-    own = None if kind == "cpu" else device
-    if is_torchao(precision):
-        check_runs(precision, own, DTYPES[plan.dtype.value])
-    upgraded: frozenset[str] = frozenset()
-    if recipe.upgrade is not None and isinstance(config, ModelConfig):
-        upgraded = choose_upgrades(config, recipe)
-    return FormChoice(
-        recipe,
-        DTYPES[plan.dtype.value],
-        plan.int8_copy.value,
-        plan.keep_layers.value,
-        plan.most_few_rows.value,
-        own,
-        _wide_rows(plan, config),
-        upgraded,
-    )
-
-
 def _build(checkpoint: Checkpoint, dtype: torch.dtype, max_model_len: int, device: torch.device) -> Model:
     if checkpoint.kind == "encoder":
         return build_encoder_model(checkpoint.encoder, dtype, max_model_len, device)
@@ -216,11 +171,12 @@ class _ModelLoader:
         packing: Packing,
     ) -> None:
         self.checkpoint, self.progress, self.packing = checkpoint, progress, packing
-        self.choice = form_choice(plan, checkpoint.model_config, backend.device)
+        self.choice = form_choice(plan, checkpoint.model_config, backend.device, checkpoint.tensors)
         self.model = _build(checkpoint, self.choice.dtype, plan.max_model_len.value, backend.device)
         self.precision = plan.precision.value
         self.is_quantized = self.precision in QUANTIZED and self.choice.device is None
-        self.is_calibrated = self.is_quantized and isinstance(self.model, Decoder)
+        # Codes of the checkpoint that are kept are not rounded again.
+        self.is_calibrated = self.is_quantized and isinstance(self.model, Decoder) and not self.choice.stored
         self.calibrator: PackCalibrator | None = None
         self.streams, self.threads = TensorReader(checkpoint.tensors), ComputeThreads()
         self.smooth_scales: dict[tuple[str, ...], Tensor] = {}  # scales of the columns, by a layer's sources
@@ -294,7 +250,7 @@ class _ModelLoader:
         layers = []
         for linear in linears:
             packing = choice.packing(linear)
-            norm = self.feeding.get(linear) if choice.equalizes(packing) else None
+            norm = self.feeding.get(linear) if choice.equalizes(linear, packing) else None
             layers.append(LayerPacking(linear, packing, norm))
         return layers
 
@@ -441,7 +397,9 @@ class _ModelLoader:
         empty = packing.empty_form(linear.out_features, linear.in_features, bias)
         if empty is not None:
             fill = self._fill_function(empty, factors, statistics)
-            jobs = [partial(self._fill_blocks, fill, factors, blocks) for blocks in _fill_blocks(linear, entries)]
+            jobs = [
+                partial(self._fill_blocks, empty, fill, factors, blocks) for blocks in _fill_blocks(linear, entries)
+            ]
             self.threads.run_all(jobs, alone=self.choice.device is not None)
             return empty
         weight, mapped = self.streams.whole(entries, self.choice.dtype, packing.keeps_weight)
@@ -463,14 +421,22 @@ class _ModelLoader:
         return partial(empty.fill, gptq_factors=tuple(self.threads.run(jobs)))
 
     def _fill_blocks(
-        self, fill: Callable[[int, Tensor], None], factors: Tensor | None, blocks: Sequence[_Block]
+        self,
+        form: EmptyForm,
+        fill: Callable[[int, Tensor], None],
+        factors: Tensor | None,
+        blocks: Sequence[_Block],
     ) -> None:
-        """Read blocks of rows, scale their columns, and fill a form with them."""
+        """Read blocks of rows, scale their columns, and fill a form with them, or with the codes that they have."""
         for source, entry, rows, first in blocks:
             block = self.streams.block(entry, rows)
             block = block if self.choice.device is None else block.to(self.choice.device)
             check_fp16(f"{source}.weight", block, self.choice.dtype)
-            fill(first, block if factors is None else block * factors)
+            codes = self.streams.four_bit_codes(entry, rows) if self.choice.keeps_codes(source) else None
+            if codes is not None and isinstance(form, CacheableForm):
+                form.fill(first, block, stored=codes)
+            else:
+                fill(first, block if factors is None else block * factors)
 
     def _begin(self, phase: str) -> None:
         """Report the phase, and the linear layers that are done."""

@@ -12,8 +12,7 @@ from app.hardware.plan.plan import ServingPlan
 from app.kernels.linear.linear import FormFactory, Linear, LinearForm
 from app.models.program import PackedProduct, Program
 from app.models.program_graph import Ref
-from app.weights.form_choice import FormChoice
-from app.weights.load import form_choice
+from app.weights.form_choice import FormChoice, form_choice
 from app.weights.program import CONVOLUTIONS, ProgramCheckpoint
 from app.weights.program_archive import Archive, StoredTensor
 

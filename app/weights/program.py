@@ -69,6 +69,11 @@ class ProgramCheckpoint:
     kind: str = field(default="program", init=False)
 
     @property
+    def location(self) -> Path:
+        """Path of the archive."""
+        return self.path
+
+    @property
     def directory(self) -> Path:
         """Directory of the archive."""
         return self.path.parent

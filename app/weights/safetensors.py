@@ -44,10 +44,20 @@ class TensorEntry:
         """Number of elements."""
         return math.prod(self.shape)
 
+    @property
+    def value_bytes(self) -> int:
+        """Number of bytes of the values in `dtype`, which differs from `nbytes` if the stored bytes encode them."""
+        return self.num_elements * DTYPE_BYTES[self.dtype]
+
 
 @dataclass(frozen=True, slots=True)
-class QuantizedEntry(TensorEntry):
-    """A weight that torchao quantized; `dtype` and `shape` are those of its values, the location is that of its codes.
+class EncodedEntry(TensorEntry):
+    """A tensor whose values are computed from the stored bytes; `dtype` and `shape` are those of its values."""
+
+
+@dataclass(frozen=True, slots=True)
+class QuantizedEntry(EncodedEntry):
+    """A weight that torchao quantized; the location is that of its codes.
 
     `attributes` is torchao's JSON text, in which `kind` names one of `QUANTIZED_KINDS`. `parts` are the tensors that it
     consists of, by torchao's names.

@@ -13,6 +13,7 @@ import os
 import threading
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import BinaryIO
@@ -22,16 +23,23 @@ from torch import Tensor
 
 from app.errors import CheckpointInvalid, PlanImpossible
 from app.kernels.linear.layout import PANEL_OUTPUTS
+from app.kernels.linear.quantization import Int4Weight
 from app.kernels.linear.torchao_linear import dequantize_rows
-from app.weights.safetensors import QuantizedEntry, TensorEntry
+from app.weights.gguf.blocks import FOUR_BIT_CODES, dequantize_blocks
+from app.weights.gguf.tensor_types import TYPES
+from app.weights.gguf.tensors import BlockEntry
+from app.weights.safetensors import EncodedEntry, QuantizedEntry, TensorEntry
 
 TORCH_DTYPES: Mapping[str, torch.dtype] = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 _PART_DTYPES: Mapping[str, torch.dtype] = {
-    **TORCH_DTYPES, "I8": torch.int8, "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2
+    **TORCH_DTYPES, "I8": torch.int8, "U8": torch.uint8, "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2
 }  # fmt: skip
 
 _POPULATE_READ = 22  # MADV_POPULATE_READ of Linux 5.14, which Python's mmap does not define
 _FETCH_BYTES = 8 * 2**20  # the call holds the interpreter's lock, so it must be short
+_COPY_BYTES = 8 * 2**20  # bytes of source pages held while a tensor is converted
+# Bytes read at a time: less than a server's last-level cache, even once converted to FP32. Each thread holds one block.
+_BLOCK_BYTES = 4 * 2**20
 
 
 class MappedFiles:
@@ -43,15 +51,30 @@ class MappedFiles:
         self._opening = threading.Lock()
 
     def tensor(self, entry: TensorEntry) -> Tensor:
-        """Return the tensor as stored: a view of the file; a quantized one is dequantized."""
-        if isinstance(entry, QuantizedEntry):
-            return self._dequantized(entry, 0, entry.shape[0])
-        return self.span(entry, entry.shape)
+        """Return the tensor as stored: a view of the file; values that are encoded are computed."""
+        if not isinstance(entry, EncodedEntry):
+            return self.span(entry, entry.shape)
+        values = torch.empty(entry.shape, dtype=TORCH_DTYPES[entry.dtype])
+        step = max(1, _BLOCK_BYTES * entry.shape[0] // entry.value_bytes)
+        for row in range(0, entry.shape[0], step):
+            part = values[row : row + step]
+            part.copy_(self._decoded(entry, row, row + len(part)))
+        return values
 
-    def _dequantized(self, entry: QuantizedEntry, row: int, end: int) -> Tensor:
-        """Return rows `[row, end)` of a quantized weight in the dtype of its values."""
-        parts = {name: self.tensor(part) for name, part in entry.parts}
-        return dequantize_rows(entry.attributes, parts, slice(row, end))
+    def _decoded(self, entry: EncodedEntry, row: int, end: int) -> Tensor:
+        """Return the values of rows `[row, end)`, in the dtype of the entry."""
+        if isinstance(entry, QuantizedEntry):
+            parts = {name: self.tensor(part) for name, part in entry.parts}
+            return dequantize_rows(entry.attributes, parts, slice(row, end))
+        assert isinstance(entry, BlockEntry), "torchao's weights and GGUF's blocks are all that is encoded"
+        values = dequantize_blocks(entry.kind, self.blocks(entry, row, end)).view(end - row, *entry.shape[1:])
+        return values - entry.added if entry.added else values
+
+    def blocks(self, entry: BlockEntry, row: int, end: int) -> Tensor:
+        """Return the blocks of rows `[row, end)` of a tensor in a GGUF file, uint8 [blocks, bytes of a block]."""
+        stored = self.span(replace(entry, dtype="U8"), (entry.shape[0], entry.row_bytes))
+        rows = [entry.stored_row(one) for one in range(row, end)] if entry.heads else slice(row, end)
+        return stored[rows].reshape(-1, TYPES[entry.kind].nbytes)
 
     def span(self, first: TensorEntry, shape: tuple[int, ...]) -> Tensor:
         """Return a view of this shape that starts at the first entry.
@@ -77,8 +100,8 @@ class MappedFiles:
         copy (2.4 GB took 1.6 s mapped and 0.3 s read).
         """
         rows, columns = target.shape
-        if isinstance(entry, QuantizedEntry):
-            target.copy_(self._dequantized(entry, row, row + rows))
+        if isinstance(entry, EncodedEntry):
+            target.copy_(self._decoded(entry, row, row + rows))
             return
         stored = TORCH_DTYPES[entry.dtype]
         direct = stored == target.dtype and target.is_contiguous()
@@ -137,11 +160,6 @@ class MappedFiles:
             return mapped
 
 
-_COPY_BYTES = 8 * 2**20  # bytes of source pages held while a tensor is converted
-# Bytes read at a time: less than a server's last-level cache, even once converted to FP32. Each thread holds one block.
-_BLOCK_BYTES = 4 * 2**20
-
-
 class TensorReader:
     """The mapped files, and one buffer per thread that is used for all fused and converted tensors."""
 
@@ -186,6 +204,19 @@ class TensorReader:
         self.files.read(entry, rows.start, block)
         return block
 
+    def four_bit_codes(self, entry: TensorEntry, rows: range) -> Int4Weight | None:
+        """Return the codes of these rows with BF16 scales; None if the file has none of four bits."""
+        if not isinstance(entry, BlockEntry) or entry.kind not in FOUR_BIT_CODES:
+            return None
+        found = FOUR_BIT_CODES[entry.kind](self.files.blocks(entry, rows.start, rows.stop))
+        codes, group = found.codes.reshape(len(rows), -1), found.codes.shape[-1]
+        scales, minimums = (
+            None if part is None else part.to(torch.bfloat16).reshape(len(rows), -1)
+            for part in (found.scales, found.minimums)
+        )
+        assert scales is not None, "codes have scales"
+        return Int4Weight(codes, scales, minimums, group, entry.shape[1])
+
     def whole(self, entries: Sequence[TensorEntry], dtype: torch.dtype, keep: bool) -> tuple[Tensor, bool]:
         """Return the stacked entries in `dtype`, and True if they are a view of the mapped file.
 
@@ -193,8 +224,8 @@ class TensorReader:
         the caller will hold the tensor.
         """
         shape = (sum(entry.shape[0] for entry in entries), entries[0].shape[1])
-        quantized = any(isinstance(entry, QuantizedEntry) for entry in entries)
-        if TORCH_DTYPES[entries[0].dtype] == dtype and not quantized and _are_contiguous(entries):
+        encoded = any(isinstance(entry, EncodedEntry) for entry in entries)
+        if TORCH_DTYPES[entries[0].dtype] == dtype and not encoded and _are_contiguous(entries):
             self.files.fetch(entries[0].file, entries[0].start, entries[-1].end)
             return self.files.span(entries[0], shape), True
         weight = torch.empty(shape, dtype=dtype) if keep else self._buffer_view(shape, dtype)
@@ -226,7 +257,7 @@ class TensorReader:
         return view
 
     def _copy(self, entry: TensorEntry, target: Tensor) -> None:
-        if isinstance(entry, QuantizedEntry):
+        if isinstance(entry, EncodedEntry):
             step = max(1, _BLOCK_BYTES // entry.shape[1])
             for row in range(0, entry.shape[0], step):
                 self.files.read(entry, row, target[row : row + step])

@@ -49,7 +49,7 @@ def measure_encoder_quality(job: QualityJob, text: Path | None, num_texts: int |
         raise MeasurementFailed(f"{checkpoint.name} classifies texts: `bench quality` compares vectors")
     cut = cut_texts(default_text() if text is None else read_text(text), num_texts or DEFAULT_TEXTS)
     config = checkpoint.encoder
-    texts = Tokenizer(checkpoint.directory, config.lowercases).encode_texts(cut, config.max_model_len)
+    texts = Tokenizer(checkpoint.location, config.lowercases).encode_texts(cut, config.max_model_len)
     plans, refused = plan_pairs(job, {name: (name, "auto") for name in host_precisions()})
     vectors: dict[str, list[Tensor]] = {name: [] for name in plans}
     sizes: dict[str, int] = {}

@@ -17,21 +17,12 @@ from numpy.typing import NDArray
 from app.errors import CheckpointInvalid
 from app.models.decoders.config import ModelConfig, RopeConfig
 from app.weights.checkpoint import Checkpoint
-from app.weights.safetensors import TensorEntry
+from app.weights.gguf import tensors
+from app.weights.safetensors import EncodedEntry, TensorEntry
 
-# Our tensor names and llama.cpp's. `{}` is the layer. The rows of queries and keys are reordered, see `interleaved`.
-LAYER_NAMES = {
-    "input_layernorm": "attn_norm",
-    "self_attn.q_proj": "attn_q",
-    "self_attn.k_proj": "attn_k",
-    "self_attn.v_proj": "attn_v",
-    "self_attn.o_proj": "attn_output",
-    "post_attention_layernorm": "ffn_norm",
-    "mlp.gate_proj": "ffn_gate",
-    "mlp.up_proj": "ffn_up",
-    "mlp.down_proj": "ffn_down",
-}
-OTHER_NAMES = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
+# Our tensor names and llama.cpp's. The rows of queries and keys are reordered, see `interleaved`.
+LAYER_NAMES = {ours: theirs for theirs, ours in tensors.LAYER_NAMES.items()}
+OTHER_NAMES = {ours: theirs for theirs, ours in tensors.OTHER_NAMES.items()}
 DTYPES: dict[str, Any] = {
     "F32": np.float32,
     "F16": np.float16,
@@ -60,6 +51,7 @@ def write_gguf(
     gguf = import_module("gguf")
     config = checkpoint.decoder
     require_convertible(config)
+    require_plain(checkpoint)
     writer = gguf.GGUFWriter(file, "llama")
     _write_shape(writer, config)
     describe_tokenizer(writer)
@@ -97,6 +89,18 @@ def require_convertible(config: ModelConfig) -> None:
     if len(set(config.ropes)) != 1 or not kinds <= {"default", "llama3"}:
         raise CheckpointInvalid(
             f"Rotary embeddings of kind {', '.join(map(str, kinds))} cannot be converted to GGUF: only default and llama3 can."
+        )
+
+
+def require_plain(checkpoint: Checkpoint) -> None:
+    """Refuse weights that are quantized, or in another order than a checkpoint's: they are copied bit for bit.
+
+    Raises:
+        CheckpointInvalid: The checkpoint has such weights.
+    """
+    if any(isinstance(entry, EncodedEntry) for entry in checkpoint.tensors.values()):
+        raise CheckpointInvalid(
+            f"{checkpoint.location} is quantized or a GGUF file already: give the original weights."
         )
 
 

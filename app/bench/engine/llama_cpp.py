@@ -19,7 +19,7 @@ from typing import IO, Any
 
 from app.bench.console import MeasurementFailed
 from app.bench.engine import llama_cpp_process
-from app.bench.engine.gguf_file import require_convertible, write_gguf
+from app.bench.engine.gguf_file import require_convertible, require_plain, write_gguf
 from app.weights.checkpoint import Checkpoint
 
 # Our names of llama.cpp's formats, and the constants of llama-cpp-python. The first is the file as it was written: if
@@ -62,6 +62,7 @@ class LlamaCppPeer:
             CheckpointInvalid: The model cannot be written as GGUF.
         """
         require_convertible(checkpoint.decoder)
+        require_plain(checkpoint)
         if find_spec("gguf") is None:
             raise MeasurementFailed(f"--peer llama.cpp needs the packages gguf and llama-cpp-python: {_REMEDY}")
         command = [self.python, "-c", "import llama_cpp"]

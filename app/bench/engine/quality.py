@@ -130,7 +130,7 @@ def measure_quality(
     if peer is not None:
         peer.require(checkpoint)
     max_tokens = DEFAULT_TOKENS if text is None and max_tokens is None else max_tokens
-    windows = read_windows(Tokenizer(checkpoint.directory), text, checkpoint.decoder.max_model_len, max_tokens)
+    windows = read_windows(Tokenizer(checkpoint.location), text, checkpoint.decoder.max_model_len, max_tokens)
     plans, refused = plan_pairs(subject, PRECISION_PAIRS)
     scores = {name: PrecisionScore() for name in (*plans, *(FORMATS if peer else ()))}
     with progress(len(scores) * len(windows), "loading") as advance, torch.inference_mode():

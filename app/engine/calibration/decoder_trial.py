@@ -34,7 +34,7 @@ from app.models.decoders.config import ModelConfig
 from app.models.decoders.decoder import Embedding, RMSNorm
 from app.models.decoders.shapes import products_of
 from app.models.registry import build_decoder_model
-from app.weights.load import form_choice
+from app.weights.form_choice import form_choice
 
 CONTEXT_TOKENS = 1024  # context tokens of some sequences, to measure the cost of context
 CONTEXT_ROWS = 8

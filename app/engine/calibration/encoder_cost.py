@@ -51,7 +51,7 @@ def measure_encoder_cost(
     if "embedding" not in model.config.outputs:
         return None
     try:
-        tokenizer = Tokenizer(checkpoint.directory, model.config.lowercases)
+        tokenizer = Tokenizer(checkpoint.location, model.config.lowercases)
     except ArmatureError:
         return None
     texts = tokenizer.encode_texts(sample_texts(), plan.max_model_len.value)

@@ -31,7 +31,7 @@ from app.models.encoders.config import EncoderConfig, encoder_products_of
 from app.models.encoders.encoder import DistanceBias, Encoder
 from app.models.encoders.heads import DenseLayer, LayerNorm
 from app.models.registry import build_encoder_model
-from app.weights.load import form_choice
+from app.weights.form_choice import form_choice
 
 MIN_STEP_TOKENS = 16  # tokens of one short text
 MAX_STEP_TOKENS = 2048  # tokens of a step; products have reached their best rate long before

@@ -172,7 +172,7 @@ class StreamedCalibration:
         num_tokens = SMALL_MODEL_TOKENS if is_small else max(MIN_TOKENS, int(TOKEN_WEIGHTS / size))
         window_tokens = min(WINDOW_TOKENS if is_small else SHORT_WINDOW, limit)
         num_tokens = num_tokens if self._correlate else max(MIN_TOKENS // 2, num_tokens // SCALES_SHARE)
-        tokenizer = Tokenizer(checkpoint.directory)
+        tokenizer = Tokenizer(checkpoint.location)
         known = read_windows(tokenizer, text or CALIBRATION_TEXT, limit, num_tokens, window_tokens)
         windows = [[token for token in each if token < config.vocab_size] for each in known]
         self._windows: list[Window] = [window for window in windows if window]

@@ -36,7 +36,7 @@ from app.hardware.plan.precision import (
 )
 from app.hardware.plan.torchao_config import is_torchao
 from app.hardware.plan.trials import TrialTimings
-from app.hardware.probe.software import WIDENING_LEVELS
+from app.hardware.probe.software import TORCH_KERNELS, WIDENING_LEVELS
 from app.settings import Settings
 
 
@@ -70,12 +70,16 @@ def decide_weights_and_kv(
     settings, trials = candidates.settings, TrialTimings.from_measurements(measurements)
     auto = settings.weight_format == "auto"
     generates = candidates.needs is None or candidates.needs.generates
-    if not auto:
+    codes = _codes_precision(candidates)
+    if codes is not None and settings.weight_format in ("auto", codes.value):
+        chosen = codes if auto else Decision(codes.value, f"Asked for. {codes.reason}")
+    elif not auto:
         chosen = precision.forced_precision(candidates)
     else:
         choose = precision.choose_precision if generates else precision.choose_vector_precision
         chosen = choose(candidates, measurements, threads)
     chosen = precision.choose_int4_kernels(candidates, chosen, trials, threads)
+    chosen = _with_stored_type(candidates, chosen)
     kind, node, device = candidates.kind, candidates.numa_node, candidates.device
     dtype = decide_dtype(candidates, chosen.value)
     activation_demand = MemoryDemand(candidates.needs, chosen.value, _kv_precision_of(dtype.value), node, device=device)
@@ -99,6 +103,23 @@ def decide_weights_and_kv(
         kernel_folder=decide_kernel_folder(settings, kind),
         kv_precision=kv_precision,
         kernels=kernels,
+    )
+
+
+def _with_stored_type(candidates: PrecisionCandidates, chosen: Decision[str]) -> Decision[str]:
+    """Return the decision with the type that the weights are converted from, if the checkpoint's are quantized."""
+    stored = candidates.needs.stored_quantization if candidates.needs else ""
+    return Decision(chosen.value, f"{chosen.reason} The checkpoint's weights are {stored}.") if stored else chosen
+
+
+def _codes_precision(candidates: PrecisionCandidates) -> Decision[str] | None:
+    """Return the decision for the precision of the checkpoint's own codes; None if it has none, or if none can be kept."""
+    name = candidates.needs.codes_precision if candidates.needs else ""
+    is_native = candidates.kind == "cpu" and candidates.level != TORCH_KERNELS
+    if not is_native or name not in candidates.available or not candidates.settings.quality_budget:
+        return None
+    return Decision(
+        name, "It keeps the codes of the checkpoint, and rounds types without an equal form more finely than they are."
     )
 
 

@@ -314,11 +314,14 @@ def exact_precision(facts: Facts, kind: str, needs: Needs | None, level: str) ->
     """Return the precision of weights that are not quantized, for this checkpoint.
 
     A decoder that is stored in BF16 stays so on a processor without BF16 products too, if the native kernels run:
-    they read half the bytes of FP32 and widen them.
+    they read half the bytes of FP32 and widen them. One that is stored in eight bits or fewer is widened to BF16, whose
+    rounding is finer than that of the file.
     """
     name = unquantized_precision(facts, kind)
-    stored = needs is not None and needs.generates and needs.stored_dtype == "bfloat16"
-    return "bf16" if name == "fp32" and kind == "cpu" and stored and level != TORCH_KERNELS else name
+    narrow = (
+        needs is not None and needs.generates and bool(needs.stored_quantization or needs.stored_dtype == "bfloat16")
+    )
+    return "bf16" if name == "fp32" and kind == "cpu" and narrow and level != TORCH_KERNELS else name
 
 
 def _reference_precision(candidates: PrecisionCandidates) -> str:
@@ -351,7 +354,8 @@ def _reference_reason(candidates: PrecisionCandidates, reference: str) -> str:
         )
         return f"{least}: half the bytes of FP32 and several times its speed."
     if reference == "bf16" and not multiplier:
-        return f"The checkpoint is in BF16; {_WIDENED}."
+        stored = candidates.needs.stored_quantization if candidates.needs else ""
+        return f"The checkpoint is in {stored or 'BF16'}; {_WIDENED}."
     if reference == "bf16":
         return f"This processor has BF16 products ({multiplier}): half the bytes of FP32 and several times its speed."
     return "This processor has no BF16 products." if not multiplier else "BF16 is not supported on this device yet."

@@ -26,7 +26,7 @@ from app.kernels.elementwise.embedding import EmbeddingTable, RowFactor, TableLa
 from app.kernels.linear.activations import QuantisedActivations, quantise, quantise_torch, rows_of
 from app.kernels.linear.bf16_product import PackedWeight, WideRows, run_bf16_product
 from app.kernels.linear.layout import PanelLayout
-from app.kernels.linear.quantization import GptqFactors, gptq_int4, quantise_int4, quantise_int8
+from app.kernels.linear.quantization import GptqFactors, Int4Weight, gptq_int4, quantise_int4, quantise_int8
 from app.kernels.native.library import native_library
 from app.kernels.native.memory import allocate_weights, empty
 from app.kernels.native.operations import (
@@ -121,15 +121,22 @@ class IntPanelLinear:
         """The tensors that can be saved, uint8: all but the bias."""
         return (self.panels,)
 
-    def fill(self, first: int, rows: Tensor, gptq_factors: Sequence[GptqFactors] = ()) -> None:
+    def fill(
+        self, first: int, rows: Tensor, gptq_factors: Sequence[GptqFactors] = (), stored: Int4Weight | None = None
+    ) -> None:
         """Quantise rows [n, in] of any float dtype as outputs `[first, first + n)`, each given once.
 
-        `rows` may be reused afterwards. Four-bit weights are rounded by GPTQ if `gptq_factors` are given.
+        `rows` may be reused afterwards. Four-bit weights are rounded by GPTQ if `gptq_factors` are given. They are not
+        rounded if `stored` has the codes of the rows in this form.
         """
         assert first + len(rows) <= self.outputs, "the rows exceed the weight's outputs"
         if self.packing.bits == 4:
             zero_points, double_quantized = self.packing.zero_points, self.packing.double_quantized
-            if not gptq_factors:
+            if stored is not None:
+                four = stored
+                assert (stored.minimums is not None, stored.group) == (zero_points, self.group), "codes of another form"
+                assert not double_quantized, "codes have plain scales"
+            elif not gptq_factors:
                 four = quantise_int4(rows, self.group, zero_points, double_quantized=double_quantized)
             else:
                 four = gptq_int4(rows, self.group, zero_points, gptq_factors, double_quantized=double_quantized)

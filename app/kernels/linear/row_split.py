@@ -15,7 +15,7 @@ from torch import Tensor
 
 from app.kernels.linear.activations import QuantisedActivations, quantise, rows_of
 from app.kernels.linear.int_panels import IntPanelFactory, IntPanelLinear
-from app.kernels.linear.quantization import GptqFactors
+from app.kernels.linear.quantization import GptqFactors, Int4Weight
 from app.kernels.native.memory import empty
 from app.kernels.native.operations import ACTIVATION_CODES, ProductOutput
 
@@ -87,13 +87,16 @@ class RowSplitLinear:
         """The tensors that can be saved, uint8: all but the biases."""
         return tuple(part for form in self.forms for part in form.parts)
 
-    def fill(self, first: int, rows: Tensor, gptq_factors: Sequence[GptqFactors] = ()) -> None:
-        """Quantise rows [n, in] as outputs `[first, first + n)`, which may lie in several forms."""
+    def fill(
+        self, first: int, rows: Tensor, gptq_factors: Sequence[GptqFactors] = (), stored: Int4Weight | None = None
+    ) -> None:
+        """Quantise rows [n, in] as outputs `[first, first + n)`, which may lie in several forms, or take their codes."""
         begin = 0
         for form in self.forms:
             start, end = max(first, begin), min(first + len(rows), begin + form.outputs)
             if start < end:
-                form.fill(start - begin, rows[start - first : end - first], gptq_factors)
+                codes = None if stored is None else _rows(stored, start - first, end - first)
+                form.fill(start - begin, rows[start - first : end - first], gptq_factors, codes)
             begin += form.outputs
 
     def activation_group(self, rows: int) -> int | None:
@@ -125,3 +128,10 @@ class RowSplitLinear:
         for form in self.forms:
             form.multiply_into(y, first, x, output, activation)
             first += form.outputs
+
+
+def _rows(stored: Int4Weight, start: int, end: int) -> Int4Weight:
+    """Return outputs `[start, end)` of codes whose scales are not quantized."""
+    assert stored.double_scales is None, "only plain scales are divided"
+    minimums = None if stored.minimums is None else stored.minimums[start:end]
+    return Int4Weight(stored.codes[start:end], stored.scales[start:end], minimums, stored.group, stored.inputs)

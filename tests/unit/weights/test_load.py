@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file
 
 from app.kernels.linear.linear import Linear, PlainLinear
-from app.weights import load as loading
+from app.weights import form_choice
 from app.weights.forms import Recipe
 from loaded_models import load
 from reference_attention import PlainAttend, context_of
@@ -21,7 +21,7 @@ PROMPT = list(range(10, 30))
 
 @pytest.fixture
 def plain(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(loading, "find_recipe", lambda *key: Recipe(("plain",)))
+    monkeypatch.setattr(form_choice, "find_recipe", lambda *key: Recipe(("plain",)))
 
 
 @torch.inference_mode()
@@ -85,7 +85,7 @@ def test_packed_forms_give_the_plain_logits(
 ) -> None:
     monkeypatch.setattr("app.kernels.linear.linear.OneDnnLinear.smallest", 0)
     expected = logits(write_checkpoint(tmp_path, architecture, dtype=torch.bfloat16))
-    monkeypatch.setattr(loading, "find_recipe", lambda *key: Recipe(forms))
+    monkeypatch.setattr(form_choice, "find_recipe", lambda *key: Recipe(forms))
     tolerance = 1e-4 if dtype == "float32" else 0.15
     torch.testing.assert_close(logits(tmp_path, dtype).float(), expected, atol=tolerance, rtol=0)
 

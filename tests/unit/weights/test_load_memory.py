@@ -32,7 +32,7 @@ import json, sys, torch
 from pathlib import Path
 from loaded_models import load, load_on
 from app.kernels.linear.linear import FORMS, QUANTISED_FORMS, Linear
-from app.weights import load as loading
+from app.weights import form_choice
 from app.weights.forms import Recipe
 def high_water():
     lines = Path("/proc/self/status").read_text().splitlines()
@@ -45,7 +45,7 @@ for name in forms:  # what the first packing brings in is not the weights'
 if not forms:  # nor what torch brings in for its "meta" device
     load_on(Path(directory).with_name("small"), dtype, place="meta")
 else:
-    loading.find_recipe = lambda *key: Recipe(tuple(forms), equalise=True)
+    form_choice.find_recipe = lambda *key: Recipe(tuple(forms), equalise=True)
 before = high_water()
 model = load(Path(directory), dtype) if forms else load_on(Path(directory), dtype, place="meta")
 held = [module.form.nbytes for module in model.modules() if isinstance(module, Linear)]

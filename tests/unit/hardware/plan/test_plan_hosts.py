@@ -177,6 +177,25 @@ def test_a_decoder_stored_in_bf16_stays_so_without_bf16_products(recipes: Recipe
     assert planned(host, recipes, encoder).precision.value == "fp32"
 
 
+def test_the_codes_of_a_quantized_file_are_kept(recipes: Recipes, llama_1b: Needs) -> None:
+    host, recipes = (
+        machine(isa=AVX2, native=AVX2_LEVEL),
+        recipes | {("cpu", "x86_64", name) for name in ("int4", "int8")},
+    )
+    quantized = replace(llama_1b, stored_dtype="float32", stored_quantization="Q4_K", codes_precision="int4")
+    precision = planned(host, recipes, quantized).precision
+    assert (
+        precision.value == "int4" and "keeps the codes" in precision.reason and "weights are Q4_K" in precision.reason
+    )
+    asked = make_plan(host, None, Settings(precision="int4"), quantized, recipes).precision
+    assert asked.reason.startswith("Asked for. It keeps the codes")
+    # Without our kernels no form has them; without a budget nothing is quantized; what is asked for is served.
+    assert planned(machine(isa=AVX2), recipes, quantized).precision.value == "fp32"
+    exact = make_plan(host, None, Settings(quality_budget=0), quantized, recipes).precision
+    assert exact.value == "bf16" and "The checkpoint is in Q4_K" in exact.reason
+    assert make_plan(host, None, Settings(precision="int8"), quantized, recipes).precision.value == "int8"
+
+
 def test_bf16_that_was_asked_for_is_slow_only_without_our_kernels(recipes: Recipes) -> None:
     reasons = [
         make_plan(host, None, Settings(precision="bf16"), None, recipes).precision.reason

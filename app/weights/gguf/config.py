@@ -1,0 +1,193 @@
+"""Translates the metadata of a GGUF file into the values of Hugging Face's config.json. Torch is not needed."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from app.errors import CheckpointInvalid
+from app.models.config_reader import ConfigReader
+from app.weights.gguf.reader import GgufModel, GgufTensor
+
+# What a file is if `general.type` says that it is not a model.
+_OTHER_FILES: Mapping[str, str] = {
+    "imatrix": "an importance matrix, which quantizers read",
+    "adapter": "an adapter (LoRA); merge it into its model",
+    "mmproj": "the image part of a model",
+    "vocab": "a vocabulary without weights",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class GgufFamily:
+    """An architecture of llama.cpp.
+
+    `interleaves_heads`: rows of queries and keys are ordered for a rotary embedding of neighbours. `is_gemma`: norms
+    are stored with 1 added, and named for both sides of each branch.
+    """
+
+    architecture: str
+    model_type: str
+    interleaves_heads: bool = False
+    is_gemma: bool = False
+
+
+FAMILIES: Mapping[str, GgufFamily] = {
+    "llama": GgufFamily("LlamaForCausalLM", "llama", interleaves_heads=True),
+    "smollm3": GgufFamily("SmolLM3ForCausalLM", "smollm3", interleaves_heads=True),
+    "qwen2": GgufFamily("Qwen2ForCausalLM", "qwen2"),
+    "qwen3": GgufFamily("Qwen3ForCausalLM", "qwen3"),
+    "phi3": GgufFamily("Phi3ForCausalLM", "phi3"),
+    "gemma2": GgufFamily("Gemma2ForCausalLM", "gemma2", is_gemma=True),
+    "gemma3": GgufFamily("Gemma3ForCausalLM", "gemma3_text", is_gemma=True),
+}
+# Tensors that hold divisors of the rotary frequencies; config.json has them as lists.
+ROPE_DIVISORS = "rope_freqs.weight"
+ROPE_FACTORS = ("rope_factors_short.weight", "rope_factors_long.weight")
+# Gemma's 27B models scale attention by the width of a head in the hidden state instead of that of a key
+# (llama-model.cpp, by the number of layers).
+_GEMMA_WIDE_LAYERS: Mapping[str, int] = {"gemma2": 46, "gemma3": 62}
+_MAX_DIVISORS = 2**16
+
+
+def family_of(model: GgufModel) -> GgufFamily:
+    """Return the family of a model's architecture.
+
+    Raises:
+        CheckpointInvalid: The file holds no model, or one of another architecture.
+    """
+    read = ConfigReader(model.metadata, model.file.name)
+    kind = _OTHER_FILES.get(read.text("general.type", "model"))
+    if kind is None and not model.tensors:
+        kind = _OTHER_FILES["vocab"]
+    if kind is not None:
+        raise CheckpointInvalid(f"{model.file.name} is not a model: it is {kind}. Give the model's own file.")
+    name = read.text("general.architecture")
+    if name not in FAMILIES:
+        raise CheckpointInvalid(
+            f"{model.file.name}: architecture {name[:80]!r} is not supported; supported are {', '.join(FAMILIES)}."
+        )
+    if read.integer(f"{name}.expert_count", 0, at_least=0):
+        raise CheckpointInvalid(f"{model.file.name} is a mixture of experts, which are not supported.")
+    return FAMILIES[name]
+
+
+def config_values(model: GgufModel) -> dict[str, Any]:
+    """Return the values of config.json that the model families read.
+
+    Raises:
+        CheckpointInvalid: The architecture is not supported, or a value is missing or wrong.
+    """
+    family, name = family_of(model), model.metadata["general.architecture"]
+    # Without its prefix a key has one name in all architectures.
+    own = {
+        key.removeprefix(f"{name}."): _one_of_all(value)
+        for key, value in model.metadata.items()
+        if key.startswith(f"{name}.")
+    }
+    read = ConfigReader(own, f"{model.file.name}: {name}")
+    heads, hidden_size = read.integer("attention.head_count"), read.integer("embedding_length")
+    head_dim = read.integer("attention.key_length", max(1, hidden_size // heads))
+    if read.integer("attention.value_length", head_dim) != head_dim:
+        raise CheckpointInvalid(f"{model.file.name}: keys and values of different lengths are not supported.")
+    embedding = model.tensors.get("token_embd.weight")
+    if embedding is None or len(embedding.shape) != 2:
+        raise CheckpointInvalid(f"{model.file.name} has no matrix token_embd.weight.")
+    values: dict[str, Any] = {
+        "architectures": [family.architecture],
+        "model_type": family.model_type,
+        "vocab_size": embedding.shape[0],
+        "hidden_size": hidden_size,
+        "intermediate_size": read.integer("feed_forward_length"),
+        "num_hidden_layers": read.integer("block_count"),
+        "num_attention_heads": heads,
+        "num_key_value_heads": read.integer("attention.head_count_kv", heads),
+        "head_dim": head_dim,
+        "max_position_embeddings": read.integer("context_length"),
+        "rms_norm_eps": read.number("attention.layer_norm_rms_epsilon"),
+        "tie_word_embeddings": "output.weight" not in model.tensors,
+        "attention_bias": "blk.0.attn_q.bias" in model.tensors,
+        "mlp_bias": "blk.0.ffn_up.bias" in model.tensors,
+        "rope_theta": read.number("rope.freq_base", 10_000.0),
+        **_rope(model, read, head_dim),
+        **_windows(family, read),
+    }
+    if family.is_gemma:
+        values |= _gemma(name, read, hidden_size // heads, head_dim)
+    return values
+
+
+def _windows(family: GgufFamily, read: ConfigReader) -> dict[str, Any]:
+    window = read.integer("attention.sliding_window", 0, at_least=0)
+    if not window or not (family.is_gemma or family.model_type == "phi3"):
+        return {"sliding_window": None, "use_sliding_window": False}
+    return {"sliding_window": window}
+
+
+def _gemma(name: str, read: ConfigReader, hidden_per_head: int, head_dim: int) -> dict[str, Any]:
+    is_wide = read.integer("block_count") == _GEMMA_WIDE_LAYERS[name]
+    values: dict[str, Any] = {
+        "query_pre_attn_scalar": hidden_per_head if is_wide else head_dim,
+        "hidden_activation": "gelu_pytorch_tanh",
+    }
+    for cap in ("attn_logit_softcapping", "final_logit_softcapping"):
+        if read.has(cap):
+            values[cap] = read.number(cap)
+    if read.has("rope.freq_base_swa"):
+        values["rope_local_base_freq"] = read.number("rope.freq_base_swa")
+    pattern = read.values.get("attention.sliding_window_pattern")
+    if isinstance(pattern, tuple):
+        values["layer_types"] = ["sliding_attention" if slides else "full_attention" for slides in pattern]
+    elif pattern is not None:
+        values["sliding_window_pattern"] = read.integer("attention.sliding_window_pattern")
+    return values
+
+
+def _rope(model: GgufModel, read: ConfigReader, head_dim: int) -> dict[str, Any]:
+    """Return the values of the rotary embedding.
+
+    Divisors of single frequencies are given as longrope's factors, which divide frequencies too.
+    """
+    longest, dim = read.integer("context_length"), read.integer("rope.dimension_count", head_dim)
+    values: dict[str, Any] = {"partial_rotary_factor": dim / head_dim}
+    original = read.integer("rope.scaling.original_context_length", longest)
+    short, long = (model.tensors.get(name) for name in ROPE_FACTORS)
+    divisors = model.tensors.get(ROPE_DIVISORS)
+    if short is not None and long is not None:
+        return values | {
+            "original_max_position_embeddings": original,
+            "rope_scaling": {
+                "rope_type": "longrope",
+                "short_factor": _numbers(short),
+                "long_factor": _numbers(long),
+                "attention_factor": read.optional_number("rope.scaling.attn_factor"),
+            },
+        }
+    if divisors is not None:
+        each = _numbers(divisors)
+        scaling = {"rope_type": "longrope", "short_factor": each, "long_factor": each, "attention_factor": 1.0}
+        return values | {"rope_scaling": scaling | {"original_max_position_embeddings": longest}}
+    kind = read.text("rope.scaling.type", "none")
+    factor = read.number("rope.scaling.factor", 1.0)
+    if kind == "none" or factor == 1:
+        return values
+    scaling = {"rope_type": kind, "factor": factor, "original_max_position_embeddings": original}
+    for ours, theirs in (("beta_fast", "yarn_beta_fast"), ("beta_slow", "yarn_beta_slow")):
+        if read.has(f"rope.scaling.{theirs}"):
+            scaling[ours] = read.number(f"rope.scaling.{theirs}")
+    return values | {"rope_scaling": scaling}
+
+
+def _numbers(tensor: GgufTensor) -> list[float]:
+    if tensor.kind != "F32" or len(tensor.shape) != 1 or tensor.shape[0] > _MAX_DIVISORS:
+        raise CheckpointInvalid(f"{tensor.file.name}: the factors of rotary embeddings must be one row of F32.")
+    with tensor.file.open("rb") as stream:
+        stream.seek(tensor.start)
+        return list(struct.unpack(f"<{tensor.shape[0]}f", stream.read(4 * tensor.shape[0])))
+
+
+def _one_of_all(value: Any) -> Any:
+    """Return the only value of an array with one value per layer; anything else as it is."""
+    return value[0] if isinstance(value, tuple) and value and len(set(value)) == 1 else value

@@ -1,0 +1,133 @@
+"""Writes tiny checkpoints as GGUF files with the package `gguf`, in llama.cpp's conventions, as its own converter does."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import torch
+from safetensors.torch import load_file
+
+from app.weights.checkpoint import open_checkpoint
+from tiny_checkpoints import CHAT_TEMPLATE, write_checkpoint
+
+ARCHITECTURES = {
+    "LlamaForCausalLM": "llama",
+    "Qwen2ForCausalLM": "qwen2",
+    "Qwen3ForCausalLM": "qwen3",
+    "Phi3ForCausalLM": "phi3",
+    "SmolLM3ForCausalLM": "smollm3",
+    "Gemma2ForCausalLM": "gemma2",
+    "Gemma3ForCausalLM": "gemma3",
+}
+# Names in a layer, in the order of the checks: the first that occurs in a tensor's name is used.
+NAMES = {
+    "input_layernorm": "attn_norm",
+    "pre_feedforward_layernorm": "ffn_norm",
+    "post_feedforward_layernorm": "post_ffw_norm",
+    "self_attn.q_proj": "attn_q",
+    "self_attn.k_proj": "attn_k",
+    "self_attn.v_proj": "attn_v",
+    "self_attn.o_proj": "attn_output",
+    "self_attn.qkv_proj": "attn_qkv",
+    "self_attn.q_norm": "attn_q_norm",
+    "self_attn.k_norm": "attn_k_norm",
+    "mlp.gate_up_proj": "ffn_up",
+    "mlp.gate_proj": "ffn_gate",
+    "mlp.up_proj": "ffn_up",
+    "mlp.down_proj": "ffn_down",
+    "post_attention_layernorm": "ffn_norm",
+}
+GROUPED = {"hidden_size": 64, "intermediate_size": 96}  # sizes that have whole groups of 32
+
+
+def write_gguf(folder: Path, architecture: str = "LlamaForCausalLM", kind: str = "F32", **overrides: Any) -> Path:
+    """Write a tiny checkpoint to `folder`/exact and the same model to `folder`/tiny.gguf; matrices have the type `kind`."""
+    source = write_checkpoint(folder / "exact", architecture, **overrides)
+    file = folder / "tiny.gguf"
+    convert(source, file, kind)
+    return file
+
+
+def convert(
+    source: Path, file: Path, kind: str = "F32", added: Mapping[str, np.ndarray[Any, Any]] | None = None, **options: Any
+) -> None:
+    """Write a checkpoint as a GGUF file, with the tensors `added` as they are."""
+    config = open_checkpoint(source).decoder
+    writer = gguf.GGUFWriter(file, ARCHITECTURES[config.architecture], **options)
+    write_values(writer, config, json.loads((source / "config.json").read_text()))
+    write_tokenizer(writer, source)
+    for name, tensor in load_file(source / "model.safetensors").items():
+        write_tensor(writer, config, name, tensor, kind)
+    for name, values in (added or {}).items():
+        writer.add_tensor(name, values)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+def write_values(writer: gguf.GGUFWriter, config: Any, values: dict[str, Any]) -> None:
+    writer.add_context_length(config.max_model_len)
+    writer.add_embedding_length(config.hidden_size)
+    writer.add_feed_forward_length(config.intermediate_size)
+    writer.add_block_count(config.num_layers)
+    writer.add_head_count(config.num_heads)
+    writer.add_head_count_kv(config.num_kv_heads)
+    writer.add_key_length(config.head_dim)
+    writer.add_value_length(config.head_dim)
+    writer.add_layer_norm_rms_eps(config.norm_eps)
+    full = config.ropes[-1] or config.ropes[0]
+    writer.add_rope_dimension_count(full.dim)
+    writer.add_rope_freq_base(full.theta)
+    if config.gemma:
+        writer.add_sliding_window(values["sliding_window"])
+        if config.attention_softcap:
+            writer.add_attn_logit_softcapping(config.attention_softcap)
+            writer.add_final_logit_softcapping(config.logit_softcap)
+        if config.architecture == "Gemma3ForCausalLM":
+            writer.add_sliding_window_pattern([window is not None for window in config.windows])
+
+
+def write_tokenizer(writer: gguf.GGUFWriter, source: Path) -> None:
+    tokenizer = json.loads((source / "tokenizer.json").read_text())
+    vocabulary = tokenizer["model"]["vocab"]
+    special = {token["id"] for token in tokenizer["added_tokens"]}
+    tokens = sorted(vocabulary, key=vocabulary.get)
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre("gpt-2")
+    writer.add_token_list(tokens)
+    writer.add_token_types([3 if place in special else 1 for place in range(len(tokens))])
+    writer.add_token_merges([" ".join(pair) for pair in tokenizer["model"]["merges"]])
+    writer.add_bos_token_id(0)
+    writer.add_eos_token_id(1)
+    writer.add_add_bos_token(True)
+    writer.add_chat_template(CHAT_TEMPLATE)
+
+
+def write_tensor(writer: gguf.GGUFWriter, config: Any, name: str, tensor: torch.Tensor, kind: str) -> None:
+    values = tensor.float().numpy()
+    heads = {"q_proj": config.num_heads, "k_proj": config.num_kv_heads}.get(name.split(".")[-2])
+    if heads and ARCHITECTURES[config.architecture] in ("llama", "smollm3"):
+        # The two elements that a rotary embedding rotates together are neighbours in llama.cpp.
+        values = values.reshape(heads, 2, values.shape[0] // heads // 2, -1).swapaxes(1, 2).reshape(values.shape)
+    if name.endswith("norm.weight"):
+        values = values + np.float32(config.gemma)
+    quantized = gguf.GGMLQuantizationType[kind if values.ndim == 2 else "F32"]
+    packed = gguf.quants.quantize(np.ascontiguousarray(values), quantized)
+    writer.add_tensor(gguf_name(config, name), packed, raw_dtype=quantized)
+
+
+def gguf_name(config: Any, name: str) -> str:
+    stem, _, kind = name.rpartition(".")
+    others = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
+    if stem in others:
+        return f"{others[stem]}.{kind}"
+    layer, _, part = stem.removeprefix("model.layers.").partition(".")
+    if part == "post_attention_layernorm" and config.gemma:
+        return f"blk.{layer}.post_attention_norm.{kind}"
+    return f"blk.{layer}.{NAMES[part]}.{kind}"

@@ -1,0 +1,140 @@
+"""Tokenizers made from the vocabulary of GGUF files: each kind against a plain reference, on random text."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tokenizers
+from hypothesis import given
+from hypothesis import strategies as st
+
+from app.errors import CheckpointInvalid
+from app.weights.gguf.reader import GgufModel
+from app.weights.gguf.tokenizer import SPLITS, convert_tokenizer
+
+SPACE = "\u2581"
+# Tokens with scores. Lower ids of equal score merge first, and the higher score wins over the longer token.
+SCORED = {
+    "<unk>": 0.0, "<s>": 0.0, "</s>": 0.0, **{f"<0x{byte:02X}>": 0.0 for byte in range(256)}, "<end_of_turn>": 0.0,
+    SPACE + "t": -1.0, "he": -2.0, SPACE + "the": -3.0, "er": -4.0, "in": -5.0, SPACE + "in": -2.5, "th": -6.0, "the": -7.0,
+    "ei": -1.5, "ir": -8.0, "rn": -1.25,  # which of them is merged decides: no token holds two of them
+    **{letter: -100.0 - place for place, letter in enumerate(SPACE + "abcdefghijklmnopqrstuvwxyzé")},
+}  # fmt: skip
+TOKENS = tuple(SCORED)
+
+
+def scored(**changes: Any) -> GgufModel:
+    kinds = {"<unk>": 2, "<s>": 3, "</s>": 3, "<end_of_turn>": 3}
+    values = {
+        "model": "llama",
+        "tokens": TOKENS,
+        "scores": tuple(SCORED.values()),
+        "token_type": tuple(6 if token.startswith("<0x") else kinds.get(token, 1) for token in TOKENS),
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+        "unknown_token_id": 0,
+        **changes,
+    }
+    return GgufModel(Path("tiny.gguf"), {f"tokenizer.ggml.{name}": value for name, value in values.items()}, {})
+
+
+def byte_level(pre: str, **changes: Any) -> GgufModel:
+    letters = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
+    values = {"model": "gpt2", "pre": pre, "tokens": (*letters, "<s>", "1234"), "merges": (), "bos_token_id": 256}
+    values |= {"token_type": (1,) * 256 + (3, 1), **changes}
+    return GgufModel(Path("tiny.gguf"), {f"tokenizer.ggml.{name}": value for name, value in values.items()}, {})
+
+
+def made(model: GgufModel) -> tokenizers.Tokenizer:
+    return tokenizers.Tokenizer.from_str(json.dumps(convert_tokenizer(model).tokenizer))
+
+
+def merged(text: str) -> list[int]:
+    """Sentencepiece's algorithm: join the neighbours whose token has the highest score, the leftmost first."""
+    symbols = list(SPACE + text.replace(" ", SPACE))
+    while True:
+        known = [
+            (SCORED[symbols[at] + symbols[at + 1]], -at)
+            for at in range(len(symbols) - 1)
+            if symbols[at] + symbols[at + 1] in SCORED
+        ]
+        if not known:
+            break
+        at = -max(known)[1]
+        symbols[at : at + 2] = [symbols[at] + symbols[at + 1]]
+    ids = dict(zip(TOKENS, range(len(TOKENS)), strict=True))
+    return [
+        one
+        for symbol in symbols
+        for one in ([ids[symbol]] if symbol in ids else [3 + byte for byte in symbol.encode()])
+    ]
+
+
+@given(st.text(alphabet="theirn aé中🎉", max_size=24).filter(bool))
+def test_scores_are_merged_as_sentencepiece_does(text: str) -> None:
+    tokenizer = made(scored())
+    ids = tokenizer.encode(text).ids
+    assert ids == [1, *merged(text)]
+    assert tokenizer.decode(ids) == text
+
+
+def test_ends_and_beginnings_are_those_of_the_file() -> None:
+    converted = convert_tokenizer(scored())
+    assert converted.eos_token_ids == {2, TOKENS.index("<end_of_turn>")}
+    assert converted.config == {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
+    changed = made(scored(add_bos_token=False, add_eos_token=True, add_space_prefix=False))
+    assert changed.encode("the").tokens == ["the", "</s>"]
+    assert changed.decode(changed.encode(" in").ids) == " in"
+
+
+def words(pre: str, text: str) -> list[str]:
+    """The words that a text is split into before its merges, as text."""
+    tokenizer = made(byte_level(pre))
+    split = tokenizer.pre_tokenizer.pre_tokenize_str(text)
+    return [text[start:end] for _, (start, end) in split]
+
+
+WORDS = {
+    "gpt-2": ["I", "'ll", " pay", " $", "12345", ".", "\n", "\n", "OK"],
+    "smollm": ["I", "'ll", " pay", " $", "1", "2", "3", "4", "5", ".", "\n", "\n", "OK"],
+    "llama-bpe": ["I", "'ll", " pay", " $", "123", "45", ".\n\n", "OK"],
+    "smaug-bpe": ["I", "'ll", " pay", " $", "123", "45", ".\n\n", "OK"],
+    "dbrx": ["I", "'ll", " pay", " $", "123", "45", ".\n\n", "OK"],
+    "qwen2": ["I", "'ll", " pay", " $", "1", "2", "3", "4", "5", ".\n\n", "OK"],
+    "deepseek-r1-qwen": ["I", "'ll", " pay", " $", "1", "2", "3", "4", "5", ".\n\n", "OK"],
+    "tekken": ["I", "'ll", " pay", " $", "1", "2", "3", "4", "5", ".\n\n", "OK"],
+    "gpt-4o": ["I'll", " pay", " $", "123", "45", ".\n\n", "OK"],
+}
+
+
+@pytest.mark.parametrize("pre", SPLITS)
+def test_text_is_split_as_the_models_do(pre: str) -> None:
+    assert words(pre, "I'll pay $12345.\n\nOK") == WORDS[pre]
+
+
+def test_a_word_that_is_a_token_is_not_split_where_the_model_does_so() -> None:
+    letters = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
+    tokens = (*letters, "<s>", "abc")
+    assert made(byte_level("llama-bpe", tokens=tokens)).encode("abc").tokens == ["<s>", "abc"]
+    assert made(byte_level("qwen2", tokens=tokens)).encode("abc").tokens == ["a", "b", "c"]
+
+
+REFUSALS: dict[str, tuple[GgufModel, str]] = {
+    "no scores": (scored(scores=None), "scores are missing"),
+    "few scores": (scored(scores=(1.0,)), "scores must be one number for each token"),
+    "merges": (byte_level("gpt-2", merges=("a b c",)), "merges must be pairs of tokens"),
+    "no merges": (byte_level("gpt-2", merges=None), "merges must be a list of strings"),
+    "beginning": (byte_level("gpt-2", bos_token_id=999), "bos_token_id must be an integer of 0 to 257"),
+    "flag": (byte_level("gpt-2", add_bos_token=1), "add_bos_token must be true or false"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSALS)
+def test_refusals(name: str) -> None:
+    model, sentence = REFUSALS[name]
+    with pytest.raises(CheckpointInvalid) as caught:
+        convert_tokenizer(model)
+    assert sentence in caught.value.message and "tiny.gguf" in caught.value.message
