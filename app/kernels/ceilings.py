@@ -14,13 +14,13 @@ import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 
 from app.kernels.linear.int_panels import IntPanelFactory
 from app.kernels.linear.linear import FORMS, host_architecture
 from app.kernels.native.library import native_library
+from app.kernels.native.memory import allocate_weights
 
 BUFFER_BYTES = 2**29  # much larger than any cache
 ABSENT_BYTE = 7  # a byte that the buffer does not hold
@@ -42,11 +42,12 @@ class ReadBandwidthProbe:
         self._library.memchr.argtypes = [ctypes.c_void_p, ctypes.c_int, ctypes.c_size_t]
         self._library.memchr.restype = ctypes.c_void_p
         self._library.memcmp.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t]
-        self._buffer = np.zeros(num_bytes, dtype=np.uint8)
-        self._buffer += 1  # written, so that every page is backed by separate memory
+        # Written, so that every page is backed by separate memory. On small pages a gigabyte, which is twice the cache
+        # that some guests see, takes two seconds.
+        self._buffer = allocate_weights(num_bytes).fill_(1)
         self._pool = ThreadPoolExecutor(threads)
         self.share = num_bytes // threads // 2 * 2
-        self.parts = [self._buffer.ctypes.data + index * self.share for index in range(threads)]
+        self.parts = [self._buffer.data_ptr() + index * self.share for index in range(threads)]
 
     def sample(self) -> float:
         """Return the best rate of all readers over a few passes."""

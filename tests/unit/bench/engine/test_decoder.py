@@ -209,7 +209,7 @@ def test_the_readers_read_the_whole_buffer(threads: int) -> None:
     reading = ReadBandwidthProbe(threads, num_bytes=3 * 2**16)
     assert reading.sample() > 0.0
     for address in reading.parts:
-        reading._buffer[address - reading._buffer.ctypes.data + reading.share - 1] = ceilings.ABSENT_BYTE
+        reading._buffer[address - reading._buffer.data_ptr() + reading.share - 1] = ceilings.ABSENT_BYTE
         with pytest.raises(AssertionError):
             reading._search(address)
     reading.close()
