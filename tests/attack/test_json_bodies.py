@@ -59,20 +59,29 @@ def server() -> Iterator[AttackServer]:
         yield found
 
 
+def least_hold(server: AttackServer, request: bytes, statuses: tuple[int, ...]) -> float:
+    """The least of up to three tries: what else runs on the machine makes a callback slower, and nothing faster."""
+    least = float("inf")
+    for _ in range(3):
+        server.longest_hold = 0.0
+        assert server.ask(request).status in statuses
+        least = min(least, server.longest_hold)
+        if least < MOST_SECONDS:
+            break
+    return least
+
+
 @pytest.mark.parametrize("shape", SHAPES)
 def test_no_body_holds_the_event_loop(server: AttackServer, shape: str) -> None:
-    server.longest_hold = 0.0
-    answer = server.ask(post("/generate", SHAPES[shape], b"connection: close"))
-    assert answer.status in (200, 400), answer
-    assert server.longest_hold < MOST_SECONDS, f"{server.longest_hold * 1e3:.0f} ms"
+    hold = least_hold(server, post("/generate", SHAPES[shape], b"connection: close"), (200, 400))
+    assert hold < MOST_SECONDS, f"{hold * 1e3:.0f} ms"
 
 
 def test_a_compressed_body_does_not_either(server: AttackServer) -> None:
-    server.longest_hold = 0.0
     packed = gzip.compress(b" " * (64 * 2**20))
     request = post("/generate", packed, b"connection: close", b"content-encoding: gzip")
-    assert server.ask(request).status == 413
-    assert server.longest_hold < MOST_SECONDS, f"{server.longest_hold * 1e3:.0f} ms"
+    hold = least_hold(server, request, (413,))
+    assert hold < MOST_SECONDS, f"{hold * 1e3:.0f} ms"
 
 
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions", "/v1/embeddings", "/tokenize"])
