@@ -17,20 +17,11 @@ from typing_extensions import TypedDict
 
 from app.api.encoders.cohere import COHERE_ERRORS, CohereMeta, response_meta
 from app.api.encoders.schemas import NON_EMPTY, EncoderUsage, NonEmptyText, TruncationFields
-from app.api.encoders.scoring import RelevanceQuery, Truncation, relevance_request, relevance_scores, sort_by_score
+from app.api.encoders.scoring import RelevanceQuery, Truncation, score_relevance, sort_by_score
 from app.api.encoders.vectors import json_response, token_header
 from app.api.openai.bodies import IGNORED
 from app.api.openai.schemas import OPENAI_ERRORS
-from app.api.routing import (
-    BODY_ERRORS,
-    DialectRouter,
-    RequestBody,
-    answer_errors_as,
-    check_model,
-    count_refusals,
-    request_id,
-    runtime_of,
-)
+from app.api.routing import BODY_ERRORS, DialectRouter, RequestBody, answer_errors_as
 from app.api.schemas import Body, Int64
 from app.api.tei import TEI_ERRORS
 from app.errors import InvalidRequest
@@ -137,15 +128,9 @@ _STATUSES = (*BODY_ERRORS, 404, 504)
 )
 async def rerank(request: Request, unread: RequestBody[RerankBody]) -> Response:
     """Serve the rerank routes."""
-    runtime = runtime_of(request)
-    with count_refusals(runtime.metrics, "rerank"):
-        served = runtime.service.encoder
-        body = await unread.parse()
-        check_model(runtime, body.model)
-        query = body.relevance_query()
-        encoding = relevance_request(served, query, request_id(request))
-    encoded = await runtime.service.encode(encoding)
-    ranked = sort_by_score(relevance_scores(served, encoded, query))[: body.top_n]
+    found = await score_relevance(request, unread.parse)
+    body, encoded = found.body, found.encoded
+    ranked = sort_by_score(found.scores)[: body.top_n]
     if body.texts is not None:
         ranks: list[dict[str, Any]] = [{"index": index, "score": score} for index, score in ranked]
         if body.return_text:
@@ -153,11 +138,11 @@ async def rerank(request: Request, unread: RequestBody[RerankBody]) -> Response:
         return json_response(to_json(ranks), encoded, token_header(encoded))
     results: list[dict[str, Any]] = [{"index": index, "relevance_score": score} for index, score in ranked]
     if body.return_documents:
-        results = [result | {"document": {"text": query.documents[result["index"]]}} for result in results]
+        results = [result | {"document": {"text": found.query.documents[result["index"]]}} for result in results]
     number = encoded.usage.prompt_tokens
     response_body = {
         "id": f"rerank-{uuid.uuid4().hex}",
-        "model": served.name,
+        "model": found.served.name,
         "results": results,
         "usage": {"prompt_tokens": number, "total_tokens": number},
         "meta": response_meta(request, encoded),

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass
+from typing import Generic, Protocol, TypeVar
 
+from starlette.requests import Request
+
+from app.api.routing import check_model, count_refusals, request_id, runtime_of
 from app.errors import InvalidRequest, WrongModelKind
 from app.messages import Text
 from app.service.requests import Encoded, EncodingRequest, TextInput
@@ -81,6 +85,46 @@ def relevance_request(served: ServedEncoder, query: RelevanceQuery, identity: st
         field=query.field,
         query_field=query.query_field,
     )
+
+
+class RelevanceBody(Protocol):
+    """A body of a route that scores pairs of texts."""
+
+    @property
+    def model(self) -> str | None:
+        """The model that the client names."""
+
+    def relevance_query(self) -> RelevanceQuery:
+        """Return the pairs. Raises `InvalidRequest` if the fields do not go together."""
+
+
+RelevanceBodyT = TypeVar("RelevanceBodyT", bound=RelevanceBody)
+
+
+@dataclass(frozen=True, slots=True)
+class Relevance(Generic[RelevanceBodyT]):
+    """A request for the relevance of documents, and its result: one score for each document."""
+
+    served: ServedEncoder
+    body: RelevanceBodyT
+    query: RelevanceQuery
+    encoded: Encoded
+    scores: list[float]
+
+
+async def score_relevance(
+    request: Request, parse: Callable[[], Awaitable[RelevanceBodyT]]
+) -> Relevance[RelevanceBodyT]:
+    """Read a body and return its pairs with their scores. `parse` is called if the served model is an encoder."""
+    runtime = runtime_of(request)
+    with count_refusals(runtime.metrics, "rerank"):
+        served = runtime.service.encoder
+        body = await parse()
+        check_model(runtime, body.model)
+        query = body.relevance_query()
+        encoding = relevance_request(served, query, request_id(request))
+    encoded = await runtime.service.encode(encoding)
+    return Relevance(served, body, query, encoded, relevance_scores(served, encoded, query))
 
 
 def relevance_scores(served: ServedEncoder, encoded: Encoded, query: RelevanceQuery) -> list[float]:

@@ -13,7 +13,7 @@ from typing_extensions import TypedDict
 
 from app.api.encoders.routes import list_fields
 from app.api.encoders.schemas import NON_EMPTY, ListResponse, NonEmptyText, PoolingFields
-from app.api.encoders.scoring import RelevanceQuery, Truncation, relevance_request, relevance_scores, text_inputs
+from app.api.encoders.scoring import RelevanceQuery, Truncation, score_relevance, text_inputs
 from app.api.encoders.vectors import VECTOR_WRITERS, join_with_pauses, json_response
 from app.api.openai.schemas import OPENAI_ERRORS
 from app.api.routing import BODY_ERRORS, DialectRouter, RequestBody, check_model, count_refusals, request_id, runtime_of
@@ -115,19 +115,9 @@ ENCODING_ERRORS = router.failures(*BODY_ERRORS, 404, 504)
 )
 async def score(request: Request, unread: RequestBody[ScoreBody]) -> Response:
     """Serve `POST /v1/score` and `/score`."""
-    runtime = runtime_of(request)
-    with count_refusals(runtime.metrics, "rerank"):
-        served = runtime.service.encoder
-        body = await unread.parse()
-        check_model(runtime, body.model)
-        query = body.relevance_query()
-        encoding = relevance_request(served, query, request_id(request))
-    encoded = await runtime.service.encode(encoding)
-    data = [
-        {"index": index, "object": "score", "score": value}
-        for index, value in enumerate(relevance_scores(served, encoded, query))
-    ]
-    return json_response(to_json(list_fields("score", served, encoded) | {"data": data}), encoded)
+    found = await score_relevance(request, unread.parse)
+    data = [{"index": index, "object": "score", "score": value} for index, value in enumerate(found.scores)]
+    return json_response(to_json(list_fields("score", found.served, found.encoded) | {"data": data}), found.encoded)
 
 
 @router.post(
