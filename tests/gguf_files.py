@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from safetensors.torch import load_file
 
+from app.bench.engine.gguf_file import write_shape
 from app.weights.checkpoint import open_checkpoint
 from tiny_checkpoints import CHAT_TEMPLATE, write_checkpoint
 
@@ -72,18 +73,7 @@ def convert(
 
 
 def write_values(writer: gguf.GGUFWriter, config: Any, values: dict[str, Any]) -> None:
-    writer.add_context_length(config.max_model_len)
-    writer.add_embedding_length(config.hidden_size)
-    writer.add_feed_forward_length(config.intermediate_size)
-    writer.add_block_count(config.num_layers)
-    writer.add_head_count(config.num_heads)
-    writer.add_head_count_kv(config.num_kv_heads)
-    writer.add_key_length(config.head_dim)
-    writer.add_value_length(config.head_dim)
-    writer.add_layer_norm_rms_eps(config.norm_eps)
-    full = config.ropes[-1] or config.ropes[0]
-    writer.add_rope_dimension_count(full.dim)
-    writer.add_rope_freq_base(full.theta)
+    write_shape(writer, config, config.ropes[-1] or config.ropes[0])
     if config.gemma:
         writer.add_sliding_window(values["sliding_window"])
         if config.attention_softcap:

@@ -53,7 +53,9 @@ def write_gguf(
     require_convertible(config)
     require_plain(checkpoint)
     writer = gguf.GGUFWriter(file, "llama")
-    _write_shape(writer, config)
+    rope = config.ropes[0]
+    assert rope is not None, "checked: one rope for all layers, of a known kind"
+    write_shape(writer, config, rope)
     describe_tokenizer(writer)
     for name, entry in checkpoint.tensors.items():
         if name == "lm_head.weight" and config.tie_embeddings:
@@ -104,9 +106,8 @@ def require_plain(checkpoint: Checkpoint) -> None:
         )
 
 
-def _write_shape(writer: Any, config: ModelConfig) -> None:
-    rope = config.ropes[0]
-    assert rope is not None, "checked: one rope for all layers, of a known kind"
+def write_shape(writer: Any, config: ModelConfig, rope: RopeConfig) -> None:
+    """Write the sizes of a model, and the rotary embedding that most of its layers have."""
     writer.add_vocab_size(config.vocab_size)
     writer.add_context_length(config.max_model_len)
     writer.add_embedding_length(config.hidden_size)
