@@ -159,6 +159,30 @@ def test_single_steps_of_a_busy_machine_decide_nothing(llama_1b: Needs) -> None:
     assert plan(llama_1b, quiet).precision.value != "int8", "int8 was timed slower"
 
 
+def test_noisy_times_are_a_better_estimate_unless_all_were_disturbed(llama_1b: Needs) -> None:
+    def noisy(precision: str, one: float, eight: float) -> TrialTimes:
+        return dataclasses.replace(trial(precision, one, eight), noise="the machine is too busy", spread=0.3)
+
+    found = Measurements(trials=(noisy("int8", 13, 80), noisy("int4", 23, 110)))
+    decision = plan(llama_1b, found)
+    assert decision.precision.value == "int4" and "23.0 tokens/s" in decision.precision.reason
+    assert "The times of int8 and int4 are the least of samples that varied too much." in decision.precision.reason
+    assert decision.speed_source.value == "noisy"
+    slow = Measurements(trials=(noisy("int8", 1.0, 6), noisy("int4", 0.9, 5)))  # estimated: 11 and 19
+    disturbed = plan(llama_1b, slow)
+    assert disturbed.precision.value == "int4" and disturbed.speed_source.value == "estimated"
+    beside = Measurements(trials=(trial("int8", 1.0, 6), noisy("int4", 0.9, 5)))
+    assert plan(llama_1b, beside).precision.value == "int8", "int8 was timed well, so the machine is that slow"
+
+
+def test_threads_do_not_follow_noise(llama_1b: Needs) -> None:
+    half = dataclasses.replace(trial("int4", 40, 200, threads=1), noise="the machine is too busy")
+    found = Measurements(trials=(dataclasses.replace(trial("int4", 20, 100), noise=half.noise), half))
+    assert plan(llama_1b, found).threads.value == 2
+    steady = dataclasses.replace(found, trials=tuple(dataclasses.replace(one, noise="") for one in found.trials))
+    assert plan(llama_1b, steady).threads.value == 1
+
+
 def test_one_measured_step_scales_the_estimate(llama_1b: Needs) -> None:
     found = Measurements(trials=(trial("int8", 60, 400),), single_steps={"fp32": 0.5})
     inputs = EstimateInputs(cascade_lake(), llama_1b, "avx512", measurements=found)
