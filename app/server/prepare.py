@@ -445,7 +445,7 @@ def _other_precisions(prepared: Prepared) -> list[str]:
         return [*kleidi] if prepared.settings.weight_format == "int4" else []
     if (
         not needs.generates
-    ):  # no other precision is chosen, but the speedup of int8 is reported if the model is large enough to measure it
+    ):  # int8 may be chosen for vectors; of other results its speedup is reported, if the model is large enough
         return ["int8"] if needs.weight_bytes >= SMALL_WEIGHT_BYTES and prepared.plan.precision.value != "int8" else []
     if needs.num_parameters < precision.MIN_PARAMETERS:
         return []

@@ -320,3 +320,36 @@ def test_encoders_and_programs_are_estimated_and_stay_exact(llama_1b: Needs, kin
     assert found.speed_source.value == "estimated"
     assert found.capacity_tokens_per_second.value["encode"]
     assert "stimated" in found.max_waiting_requests.reason
+
+
+# ---- vectors ---------------------------------------------------------------------------------------------------------
+
+
+def encodes(precision: str, speed: float, **changes: Any) -> TrialTimes:
+    return TrialTimes(precision, 2, {}, {}, encode_seconds={16: 1 / speed, 256: 4 / speed}, **changes)
+
+
+@pytest.mark.parametrize(
+    ("changes", "int8", "asked", "chosen", "reason"),
+    [
+        ({}, encodes("int8", 200), {}, "int8", "when the weights are packed"),
+        ({"quality_costs": {"int8": 0.002}}, encodes("int8", 200), {}, "int8", "cosines of at least 0.9980"),
+        ({"quality_costs": {"int8": 0.05}}, encodes("int8", 200), {}, "fp32", "over the quality_budget of 3%"),
+        ({}, encodes("int8", 200), {"quality_budget": 0.0}, "fp32", "over the quality_budget of 0%"),
+        ({}, encodes("int8", 200, noise="too busy"), {}, "int8", "2.00 times as fast"),
+        ({}, encodes("int8", 110), {}, "fp32", "under the 1.2"),
+        ({"has_vectors": False}, encodes("int8", 200), {}, "fp32", "only for vectors"),
+        ({"kind": "program"}, encodes("int8", 200), {}, "fp32", "only for vectors"),
+        ({"num_parameters": 22_000_000}, encodes("int8", 200), {}, "fp32", "22M parameters is fast"),
+    ],
+)
+def test_measured_quality_and_speed_decide_on_vectors_in_int8(
+    llama_1b: Needs, changes: dict[str, Any], int8: TrialTimes, asked: dict[str, Any], chosen: str, reason: str
+) -> None:
+    known = {"kind": "encoder", "max_model_len": 512, "kv_elements_per_token": 0, "has_vectors": True}
+    if changes.get("kind") == "program":
+        known["has_vectors"] = False
+    needs = dataclasses.replace(llama_1b, **{**known, **changes})
+    found = Measurements(trials=(encodes("fp32", 100), int8))
+    decision = plan(needs, found, cascade_lake(memory=64 * GIB), **asked).precision
+    assert decision.value == chosen and reason in decision.reason, decision.reason
