@@ -46,8 +46,9 @@ def choose_vector_precision(
         return Decision(start.value, f"{start.reason} {said}. It is not chosen by itself, since {objection}.")
     return Decision(
         "int8",
-        f"{said[0].upper()}{said[1:]} as {start.value}; {candidates.cost_phrase('int8')}. Vectors of an index that was made in "
-        f"another precision stay comparable as far as that; precision={start.value} computes them exactly.",
+        f"{how.capitalize()} {int8.speedup_over(now):.2f} times as fast as {start.value}; {candidates.cost_phrase('int8')}. "
+        "Vectors of an index that was made in another precision stay comparable as far as that; "
+        f"precision={start.value} computes them exactly.",
     )
 
 
