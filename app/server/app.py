@@ -15,7 +15,7 @@ from app.api.access import AccessControl
 from app.api.documentation import documentation_response
 from app.api.errors import HANDLED_EXCEPTIONS
 from app.api.middleware import RequestGate
-from app.api.routers import ROUTERS, ROUTES, describe, error_format, public_paths
+from app.api.routers import ROUTERS, ROUTES, check_arriving_body, describe, error_format, public_paths
 from app.api.routing import ApiRuntime, RouteTable
 from app.version import VERSION
 
@@ -43,7 +43,7 @@ def create_app(runtime: ApiRuntime) -> FastAPI:
     app.state.runtime = runtime
     app.add_middleware(RouteTable, routes=ROUTES)
     access = AccessControl(runtime.access_rules, runtime.api_keys, public_paths())
-    app.add_middleware(RequestGate, access=access, error_format=error_format)
+    app.add_middleware(RequestGate, access=access, error_format=error_format, body_check=check_arriving_body)
     if runtime.access_rules.cors_allow_origins:
         # Around the gate: a browser's preflight has no key, and its page reads refusals too.
         app.add_middleware(
