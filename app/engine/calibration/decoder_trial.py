@@ -32,7 +32,7 @@ from app.kernels.timing import extrapolate_by_size, monotone_table
 from app.messages import Generate, SamplingParams
 from app.models.decoders.config import ModelConfig
 from app.models.decoders.decoder import Embedding
-from app.models.decoders.layer import HeadNorm, Norm
+from app.models.decoders.layer import HeadNorm, Norm, Xielu
 from app.models.decoders.shapes import products_of
 from app.models.registry import build_decoder_model
 from app.weights.form_choice import form_choice
@@ -200,7 +200,7 @@ class DecoderTrial:
         model = build_decoder_model(_truncated_config(self.config, layers), self._dtype, self.max_len, device)
         modules = list(model.modules())
         for module in modules:
-            if isinstance(module, Norm | HeadNorm):
+            if isinstance(module, Norm | HeadNorm | Xielu):
                 module.fill(1.0, device)
             elif isinstance(module, Linear):
                 module.form = self._forms.form(module)

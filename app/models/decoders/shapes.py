@@ -118,4 +118,7 @@ def _mlp(config: ModelConfig) -> Iterator[tuple[str, Shape]]:
     inner, outer = config.intermediate_size, config.hidden_size
     for name in up_sources(config):
         yield from _linear(name, 2 * inner if config.fused_gate_up else inner, outer, config.mlp_bias)
+    if config.activation == "xielu":
+        yield "mlp.act_fn.alpha_p", (1,)
+        yield "mlp.act_fn.alpha_n", (1,)
     yield from _linear("mlp.down_proj", outer, inner, config.mlp_bias)
