@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from app.models.decoders.families import DECODER_FAMILIES
+from app.weights.checkpoint import open_checkpoint
 from loaded_models import load
 from reference_attention import PlainAttend, context_of
 from tiny_checkpoints import write_tokenizer
@@ -22,6 +23,16 @@ CASES = {name: (name, values) for name, values in SERVED.items()} | dict(VARIANT
 
 def test_every_family_is_compared() -> None:
     assert set(SERVED) == set(DECODER_FAMILIES)
+
+
+def test_the_other_half_of_a_model_is_left_out_and_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    architecture = "Gemma3ForConditionalGeneration"
+    write_family(tmp_path, architecture, SERVED[architecture])
+    write_tokenizer(tmp_path)
+    with caplog.at_level("INFO"):
+        checkpoint = open_checkpoint(tmp_path)
+    assert not any("vision" in name for name in checkpoint.tensors)
+    assert "only the text half is served" in caplog.text and "vision_tower" in caplog.text
 
 
 @pytest.mark.parametrize(
