@@ -271,7 +271,7 @@ def stored_type(tensors: Mapping[str, TensorEntry]) -> str:
     The output layer and the embedding count only in a GGUF file: other libraries leave them as they are.
     """
     most = _most_weights(tensors)
-    return most.kind if isinstance(most, PackedEntry) or _stored_form(most) else ""
+    return most.kind if most is not None and (isinstance(most, PackedEntry) or _stored_form(most)) else ""
 
 
 def _most_weights(tensors: Mapping[str, TensorEntry]) -> BlockEntry | PackedEntry | None:

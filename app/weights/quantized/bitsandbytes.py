@@ -11,7 +11,7 @@ from typing import Any
 
 from app.errors import CheckpointInvalid
 from app.models.config_reader import ConfigReader
-from app.weights.quantized.entries import GROUP, PackedEntry, Packing, Parts, packed_entry
+from app.weights.quantized.entries import GROUP, CodeLayout, PackedEntry, Parts, packed_entry
 from app.weights.safetensors import TensorEntry
 
 TABLES = ("nf4", "fp4")
@@ -62,7 +62,15 @@ def _four_bits(parts: Parts, stem: str, table: str) -> PackedEntry:
     stored = {"codes": codes, "scales": scales, "nested_scales": nested_scales, "nested_table": nested_table}
     kind = f"bitsandbytes {table.upper()}"
     return packed_entry(
-        sizes, kind, Packing.BITSANDBYTES, stored, bits=4, group=block, table=table, offset=offset, nested_block=nested
+        sizes,
+        kind,
+        CodeLayout.BITSANDBYTES,
+        stored,
+        bits=4,
+        group=block,
+        table=table,
+        offset=offset,
+        nested_block=nested,
     )
 
 
@@ -85,4 +93,4 @@ def _int8(parts: Parts, stem: str) -> PackedEntry:
     stored = {"codes": codes, "largest": parts.take_vector(f"{stem}.SCB", ("F32",), outputs)}
     parts.drop(f"{stem}.weight_format")
     form = "int8/32" if inputs % GROUP == 0 else ""
-    return packed_entry((outputs, inputs), "bitsandbytes int8", Packing.INTEGERS, stored, form=form, group=inputs)
+    return packed_entry((outputs, inputs), "bitsandbytes int8", CodeLayout.INTEGERS, stored, form=form, group=inputs)

@@ -13,8 +13,8 @@ from app.errors import CheckpointInvalid
 from app.models.config_reader import ConfigReader
 from app.weights.quantized.entries import (
     FLOATS,
+    CodeLayout,
     PackedEntry,
-    Packing,
     Parts,
     four_bit_form,
     group_count,
@@ -111,7 +111,7 @@ def _packed(parts: Parts, stem: str, scheme: _Scheme) -> PackedEntry:
     kind = f"compressed-tensors in {scheme.bits} bits"
     middle = 2 ** (scheme.bits - 1)
     return packed_entry(
-        (outputs, inputs), kind, Packing.WORDS, stored, form=form, bits=scheme.bits, group=size, middle=middle
+        (outputs, inputs), kind, CodeLayout.WORDS, stored, form=form, bits=scheme.bits, group=size, middle=middle
     )
 
 
@@ -129,5 +129,5 @@ def _integers(parts: Parts, stem: str, scheme: _Scheme) -> PackedEntry:
     form = "int8/32" if has_whole_groups(inputs, size) else ""
     stored = {"codes": codes, "scales": scales}
     return packed_entry(
-        (outputs, inputs), "compressed-tensors in int8", Packing.INTEGERS, stored, form=form, group=size
+        (outputs, inputs), "compressed-tensors in int8", CodeLayout.INTEGERS, stored, form=form, group=size
     )

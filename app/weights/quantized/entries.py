@@ -16,7 +16,7 @@ FLOATS = ("F32", "F16", "BF16")
 GROUP = 32  # inputs that share a scale in our forms
 
 
-class Packing(Enum):
+class CodeLayout(Enum):
     """How the codes of a weight are stored; `values.py` reads each."""
 
     GPTQ = "gptq"  # int32 [inputs * bits / 32, outputs], packed along the inputs
@@ -40,7 +40,7 @@ class PackedEntry(EncodedEntry):
     """
 
     kind: str
-    packing: Packing
+    packing: CodeLayout
     parts: tuple[tuple[str, TensorEntry], ...]
     form: str = ""
     bits: int = 8
@@ -63,7 +63,7 @@ class PackedEntry(EncodedEntry):
 
 
 def packed_entry(
-    values: tuple[int, ...], kind: str, packing: Packing, parts: Mapping[str, TensorEntry | None], **options: object
+    values: tuple[int, ...], kind: str, packing: CodeLayout, parts: Mapping[str, TensorEntry | None], **options: object
 ) -> PackedEntry:
     """Return the entry of a weight with these sizes; parts that are None are left out."""
     codes = parts["codes"]

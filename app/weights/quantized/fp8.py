@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from app.errors import CheckpointInvalid
 from app.models.config_reader import ConfigReader
-from app.weights.quantized.entries import FLOATS, PackedEntry, Packing, Parts, packed_entry
+from app.weights.quantized.entries import FLOATS, CodeLayout, PackedEntry, Parts, packed_entry
 
 FP8_DTYPES = ("F8_E4M3", "F8_E5M2")
 
@@ -21,7 +21,7 @@ def join_fp8(parts: Parts, config: ConfigReader) -> dict[str, PackedEntry]:
         if min(rows, columns) < 1:
             raise CheckpointInvalid(f"{config.where}: weight_block_size must be two sizes of at least 1.")
         block = (int(rows), int(columns))
-    found = {}
+    found: dict[str, PackedEntry] = {}
     for scale in ("weight_scale_inv", "weight_scale"):
         found |= {f"{stem}.weight": fp8_entry(parts, stem, scale, block) for stem in parts.stems(f".{scale}")}
     for name in ("input_scale", "activation_scale", "input_scale_ub", "k_scale", "v_scale"):
@@ -43,4 +43,4 @@ def fp8_entry(parts: Parts, stem: str, scale: str, block: tuple[int, int] | None
             f"{stem[:120]}.{scale} has shape {list(shape)}, which does not fit the weight's {list(codes.shape)} and its blocks."
         )
     stored = {"codes": codes, "scales": parts.take(f"{stem}.{scale}", FLOATS, shape)}
-    return packed_entry((outputs, inputs), "FP8", Packing.FP8, stored, block=sizes[shape])
+    return packed_entry((outputs, inputs), "FP8", CodeLayout.FP8, stored, block=sizes[shape])

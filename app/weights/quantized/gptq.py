@@ -6,8 +6,8 @@ from app.errors import CheckpointInvalid
 from app.models.config_reader import ConfigReader
 from app.weights.quantized.entries import (
     FLOATS,
+    CodeLayout,
     PackedEntry,
-    Packing,
     Parts,
     four_bit_form,
     group_count,
@@ -59,7 +59,7 @@ def _gptq(parts: Parts, stem: str, bits: int, group: int, flags: tuple[bool, boo
         form = "int8/32"
     stored = {"codes": codes, "scales": scales, "zeros": zeros, "order": order}
     kind = f"GPTQ in {bits} bits" + (" in the order of activations" if ordered else "")
-    return packed_entry((outputs, inputs), kind, Packing.GPTQ, stored, form=form, bits=bits, group=size, added=added)
+    return packed_entry((outputs, inputs), kind, CodeLayout.GPTQ, stored, form=form, bits=bits, group=size, added=added)
 
 
 def _group(config: ConfigReader) -> int:
@@ -95,4 +95,4 @@ def _awq(parts: Parts, stem: str, group: int) -> PackedEntry:
         "zeros": parts.take(f"{stem}.qzeros", ("I32",), (groups, codes.shape[1])),
     }
     form = four_bit_form(inputs, size, symmetric=False)
-    return packed_entry((outputs, inputs), "AWQ in 4 bits", Packing.AWQ, stored, form=form, bits=4, group=size)
+    return packed_entry((outputs, inputs), "AWQ in 4 bits", CodeLayout.AWQ, stored, form=form, bits=4, group=size)

@@ -6,8 +6,8 @@ from app.errors import CheckpointInvalid
 from app.models.config_reader import ConfigReader
 from app.weights.quantized.entries import (
     FLOATS,
+    CodeLayout,
     PackedEntry,
-    Packing,
     Parts,
     four_bit_form,
     has_whole_groups,
@@ -53,5 +53,5 @@ def _mlx(parts: Parts, stem: str, bits: int, group: int) -> PackedEntry:
     else:
         form = "int8/32" if has_whole_groups(inputs, group) else ""
     return packed_entry(
-        (outputs, inputs), f"MLX in {bits} bits", Packing.WORDS, stored, form=form, bits=bits, group=group
+        (outputs, inputs), f"MLX in {bits} bits", CodeLayout.WORDS, stored, form=form, bits=bits, group=group
     )

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from app.errors import CheckpointInvalid
 from app.kernels.linear.quantization import Int4Weight, Int8Weight
-from app.weights.quantized.entries import GROUP, PackedEntry, Packing
+from app.weights.quantized.entries import GROUP, CodeLayout, PackedEntry
 from app.weights.safetensors import TensorEntry
 
 _Read = Callable[[TensorEntry], Tensor]
@@ -71,19 +71,21 @@ def unpack(words: Tensor, bits: int) -> Tensor:
     mask = 2**bits - 1
     if 8 % bits == 0:
         shifts = torch.arange(0, 8, bits, dtype=torch.uint8)
-        return (words.contiguous().view(torch.uint8)[..., None] >> shifts & mask).flatten(-2)
+        narrow: Tensor = words.contiguous().view(torch.uint8)[..., None] >> shifts & mask
+        return narrow.flatten(-2)
     first = torch.arange(GROUP) * bits  # 32 codes fill `bits` words
-    wide = words.contiguous().view(torch.int32).unflatten(-1, (-1, bits)).to(torch.int64) & 0xFFFFFFFF
+    wide = words.contiguous().view(torch.int32).view(*words.shape[:-1], -1, bits).to(torch.int64) & 0xFFFFFFFF
     low = wide[..., first // 32] >> first % 32
     high = wide[..., (first // 32 + 1).clamp(max=bits - 1)] << 32 - first % 32
-    return ((low | high) & mask).to(torch.uint8).flatten(-2)
+    codes: Tensor = ((low | high) & mask).to(torch.uint8)
+    return codes.flatten(-2)
 
 
 def decode_rows(entry: PackedEntry, rows: range, read: _Read) -> Tensor:
     """Return the values of some rows of a weight, FP32 [rows, inputs]."""
-    if entry.packing is Packing.FP8:
+    if entry.packing is CodeLayout.FP8:
         return _fp8(entry, rows, read)
-    if entry.packing is Packing.BITSANDBYTES:
+    if entry.packing is CodeLayout.BITSANDBYTES:
         return _bitsandbytes(entry, rows, read)
     return row_codes(entry, rows, read).values()
 
@@ -126,18 +128,18 @@ def held_codes(entry: PackedEntry, rows: range, read: _Read, bits: int) -> Int4W
 def row_codes(entry: PackedEntry, rows: range, read: _Read) -> RowCodes:
     """Return the codes of some rows of a weight of integers."""
     parts = {role: read(part) for role, part in entry.parts}
-    if entry.packing is Packing.GPTQ:
+    if entry.packing is CodeLayout.GPTQ:
         codes = unpack(parts["codes"][:, rows.start : rows.stop].T, entry.bits)
         zeros = _columns(parts["zeros"], rows, entry.bits).T.short() + entry.added
         scales = parts["scales"][:, rows.start : rows.stop].T.float()
         return RowCodes(codes, scales, zeros, None, entry.group, _places(entry, parts.get("order"), scales.shape[1]))
-    if entry.packing is Packing.AWQ:
+    if entry.packing is CodeLayout.AWQ:
         codes, zeros = (_awq_columns(parts[role], rows).T for role in ("codes", "zeros"))
         scales = parts["scales"][:, rows.start : rows.stop].T.float()
         return RowCodes(codes, scales, zeros, None, entry.group)
     stored = parts["codes"][rows.start : rows.stop]
     scales = _scales(entry, parts, rows)
-    if entry.packing is Packing.INTEGERS:
+    if entry.packing is CodeLayout.INTEGERS:
         return RowCodes(stored, scales, None, None, entry.group)
     codes = unpack(stored, entry.bits)
     if "minimums" in parts:
@@ -165,7 +167,7 @@ def _columns(words: Tensor, rows: range, bits: int) -> Tensor:
 def _awq_columns(words: Tensor, rows: range) -> Tensor:
     first = rows.start // 8 * 8
     codes = unpack(words[:, first // 8 : -(-rows.stop // 8)], 4)
-    ordered = codes.unflatten(1, (-1, 8))[..., list(_AWQ_PLACES)].flatten(1)
+    ordered: Tensor = codes.view(len(codes), -1, 8)[..., list(_AWQ_PLACES)].flatten(1)
     return ordered[:, rows.start - first : rows.stop - first]
 
 

@@ -23,6 +23,9 @@ from tiny_checkpoints import write_checkpoint
 
 SIZES = {"hidden_size": 64, "intermediate_size": 128, "head_dim": 16}
 GROUP = 32
+NF4 = torch.tensor([-1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635,
+    -0.18477343022823334, -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725,
+    0.24611230194568634, 0.33791524171829224, 0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0])  # fmt: skip
 NAME = "model.layers.1.mlp.down_proj.weight"
 
 
@@ -37,6 +40,28 @@ def packed(codes: np.ndarray[Any, Any], bits: int, order: tuple[int, ...] | None
 
 def drawn(shape: Any, high: int) -> np.ndarray[Any, Any]:
     return np.random.default_rng(sum(shape)).integers(0, high, tuple(shape))
+
+
+def float_parts(method: str, shape: Any) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
+    """The tensors of a weight whose codes are not integers, and its values."""
+    outputs, inputs = shape
+    codes = drawn((outputs, inputs), 16)
+    if method == "fp8":
+        own8 = torch.from_numpy(drawn((outputs, inputs), 16) / 8 - 1).to(torch.float8_e4m3fn)
+        grid = torch.rand(-(-outputs // 48), -(-inputs // 48), generator=torch.Generator().manual_seed(1)) + 0.5
+        values = own8.float() * grid.repeat_interleave(48, 0)[:outputs].repeat_interleave(48, 1)[:, :inputs]
+        tensors = {"weight": own8, "weight_scale_inv": grid}
+    else:
+        flat, largest = codes.flatten(), torch.rand(outputs * inputs // 64) + 0.1
+        values = (NF4[torch.from_numpy(flat)] * largest.repeat_interleave(64)).view(outputs, inputs)
+        state = json.dumps({"quant_type": "nf4", "blocksize": 64, "dtype": "bfloat16", "shape": list(shape)})
+        tensors = {
+            "weight": torch.from_numpy((flat[::2] << 4 | flat[1::2]).astype(np.uint8))[:, None],
+            "weight.absmax": largest,
+            "weight.quant_map": NF4,
+            "weight.quant_state.bitsandbytes__nf4": torch.frombuffer(bytearray(state.encode()), dtype=torch.uint8),
+        }
+    return tensors, values
 
 
 def parts_of(method: str, stem: str, shape: Any) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
@@ -87,24 +112,8 @@ def parts_of(method: str, stem: str, shape: Any) -> tuple[dict[str, torch.Tensor
             "scales": scales,
             "biases": torch.full_like(scales, -0.125),
         }
-    elif method == "fp8":
-        own8 = torch.from_numpy(drawn((outputs, inputs), 16) / 8 - 1).to(torch.float8_e4m3fn)
-        grid = torch.rand(-(-outputs // 48), -(-inputs // 48), generator=torch.Generator().manual_seed(1)) + 0.5
-        values = own8.float() * grid.repeat_interleave(48, 0)[:outputs].repeat_interleave(48, 1)[:, :inputs]
-        tensors = {"weight": own8, "weight_scale_inv": grid}
-    elif method == "bitsandbytes":
-        levels = torch.tensor([-1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635,
-            -0.18477343022823334, -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725,
-            0.24611230194568634, 0.33791524171829224, 0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0])  # fmt: skip
-        flat, largest = codes.flatten(), torch.rand(outputs * inputs // 64) + 0.1
-        values = (levels[torch.from_numpy(flat)] * largest.repeat_interleave(64)).view(outputs, inputs)
-        state = json.dumps({"quant_type": "nf4", "blocksize": 64, "dtype": "bfloat16", "shape": list(shape)})
-        tensors = {
-            "weight": torch.from_numpy((flat[::2] << 4 | flat[1::2]).astype(np.uint8))[:, None],
-            "weight.absmax": largest,
-            "weight.quant_map": levels,
-            "weight.quant_state.bitsandbytes__nf4": torch.frombuffer(bytearray(state.encode()), dtype=torch.uint8),
-        }
+    else:
+        tensors, values = float_parts(method, shape)
     return {f"{stem}.{name}": tensor.contiguous() for name, tensor in tensors.items()}, values.float()
 
 
