@@ -58,7 +58,7 @@ def float_parts(method: str, shape: Any) -> tuple[dict[str, torch.Tensor], torch
         tensors = {
             "weight": torch.from_numpy((flat[::2] << 4 | flat[1::2]).astype(np.uint8))[:, None],
             "weight.absmax": largest,
-            "weight.quant_map": NF4,
+            "weight.quant_map": NF4.clone(),
             "weight.quant_state.bitsandbytes__nf4": torch.frombuffer(bytearray(state.encode()), dtype=torch.uint8),
         }
     return tensors, values
