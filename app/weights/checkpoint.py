@@ -43,7 +43,8 @@ from app.weights.gguf.config import config_values, family_of
 from app.weights.gguf.reader import find_gguf, read_gguf
 from app.weights.gguf.tensors import checkpoint_tensors
 from app.weights.gguf.tokenizer import check_tokenizer
-from app.weights.safetensors import TensorEntry, join_quantized, read_header
+from app.weights.quantized.methods import check_not_quantized, join_weights, quantization_method
+from app.weights.safetensors import TensorEntry, read_header
 from app.weights.sentence_transformers import read_sentence_config
 from app.weights.tensor_names import RenamedTensors, rename_decoder_tensors, rename_tensors
 
@@ -191,14 +192,16 @@ def _open_gguf(file: Path) -> Checkpoint:
 
 def _open_directory(directory: Path) -> Checkpoint:
     config, model_config = read_model_config(directory)
-    quantized = _quantized_by_torchao(config)
+    method = quantization_method(config)
     found = _find_tensors(directory)
-    if quantized:
-        found = join_quantized(found)
-    if quantized and model_config.kind == "encoder":
+    if method and model_config.kind == "encoder":
         raise CheckpointInvalid(
             "config.json: quantized weights are supported for decoders only; use the original weights."
         )
+    if method:
+        found = join_weights(method, config, found)
+    elif model_config.kind == "decoder":
+        check_not_quantized(found)
     tensors = (
         _encoder_tensors(model_config, found, directory)
         if model_config.kind == "encoder"
@@ -219,28 +222,10 @@ def read_model_config(directory: Path) -> tuple[Mapping[str, Any], ModelConfig |
     """
     sentence_config = read_sentence_config(directory)
     config = read_object(file_in(directory, "config.json"))
-    _quantized_by_torchao(config)
+    quantization_method(config)
     if is_encoder(config, sentence_config):
         return config, read_encoder(config, sentence_config)
     return config, ModelConfig.from_hf(config)
-
-
-def _quantized_by_torchao(config: Mapping[str, Any]) -> bool:
-    """Return True if torchao quantized the weights, False if nothing did.
-
-    Raises:
-        CheckpointInvalid: Another library quantized them.
-    """
-    quantization = config.get("quantization_config")
-    if not quantization:
-        return False
-    method = quantization.get("quant_method") if isinstance(quantization, dict) else None
-    if method != "torchao":
-        raise CheckpointInvalid(
-            f"config.json: the weights are already quantized by {str(method)[:40]} (quantization_config); of quantized weights "
-            "only torchao's are supported. Use the original weights."
-        )
-    return True
 
 
 # ---- which files ----------------------------------------------------------------------------------------------------

@@ -103,10 +103,11 @@ class FormChoice:
             ranges.append((count, packing))
         return RowSplitFactory(tuple(ranges))
 
-    def keeps_codes(self, source: str) -> bool:
-        """Return True if a source is held in the four-bit codes of the checkpoint."""
-        kept = kept_precision(self.keep, source)
-        return kept is None and LAYOUTS[self.stored[source]].bits == 4 if source in self.stored else False
+    def code_bits(self, source: str) -> int | None:
+        """Return the bits of the form that may hold a source's codes of the checkpoint; None: it is rounded here."""
+        if source not in self.stored or kept_precision(self.keep, source) is not None:
+            return None
+        return LAYOUTS[self.stored[source]].bits
 
     def equalizes(self, linear: Linear, packing: FormFactory) -> bool:
         """Return True if channels are equalized before a weight is packed so, which is done if it is rounded here."""

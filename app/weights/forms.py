@@ -20,6 +20,7 @@ from app.models.decoders.config import ModelConfig
 from app.models.decoders.shapes import Shape, norm_elements, products_of, qkv_sources, tables_of, tensors_of, up_sources
 from app.models.encoders.config import EncoderConfig, encoder_norm_elements, encoder_products_of, encoder_tables_of
 from app.weights.gguf.tensors import BlockEntry
+from app.weights.quantized.entries import PackedEntry
 from app.weights.safetensors import TensorEntry
 
 OUTPUT_SOURCES = (("lm_head",), ("model.embed_tokens",))
@@ -264,31 +265,55 @@ STORED_FORMS: Mapping[str, str] = {
 
 
 def stored_type(tensors: Mapping[str, TensorEntry]) -> str:
-    """Return the type of most weights of a GGUF file, such as Q4_1; empty if they are not quantized."""
+    """Return the format of most weights, such as Q4_1 or AWQ in 4 bits; empty if they are not quantized.
+
+    The output layer and the embedding count only in a GGUF file: other libraries leave them as they are.
+    """
+    most = _most_weights(tensors)
+    return most.kind if most is not None and (isinstance(most, PackedEntry) or _stored_form(most)) else ""
+
+
+def _most_weights(tensors: Mapping[str, TensorEntry]) -> BlockEntry | PackedEntry | None:
+    """Return a weight in the format of most weights; None if that is not encoded."""
     elements: Counter[str] = Counter()
-    for entry in tensors.values():
-        elements[entry.kind if isinstance(entry, BlockEntry) else entry.dtype] += entry.num_elements
-    most = next((kind for kind, _ in elements.most_common(1)), "")
-    return most if most in STORED_FORMS else ""
+    examples: dict[str, TensorEntry] = {}
+    packed = any(isinstance(entry, PackedEntry) for entry in tensors.values())
+    for name, entry in tensors.items():
+        if packed and (is_output(name.removesuffix(".weight")) or name == "model.embed_tokens.weight"):
+            continue
+        kind = entry.kind if isinstance(entry, BlockEntry | PackedEntry) else entry.dtype
+        elements[kind] += entry.num_elements
+        examples.setdefault(kind, entry)
+    most = next((examples[kind] for kind, _ in elements.most_common(1)), None)
+    return most if isinstance(most, BlockEntry | PackedEntry) else None
+
+
+def _stored_form(entry: TensorEntry | None) -> str:
+    """Return the form that holds the codes of a weight, or its values more finely than they are; empty if none does."""
+    if isinstance(entry, PackedEntry):
+        return entry.form
+    return STORED_FORMS.get(entry.kind, "") if isinstance(entry, BlockEntry) else ""
 
 
 def codes_precision(tensors: Mapping[str, TensorEntry]) -> str:
     """Return the precision that keeps the codes of most weights; empty if they have none."""
-    kind = stored_type(tensors)
-    return f"int{LAYOUTS[STORED_FORMS[kind]].bits}" if kind else ""
+    form = _stored_form(_most_weights(tensors))
+    return f"int{LAYOUTS[form].bits}" if form else ""
 
 
 def stored_forms(precision: str, tensors: Mapping[str, TensorEntry]) -> dict[str, str]:
     """Return the form of each source whose codes are kept in a precision; empty if it is not that of the codes.
 
-    An output layer in four bits is held in eight, since an embedding that is tied to it reads its rows.
+    An output layer in four bits is held in eight, since an embedding that is tied to it reads its rows. So are the
+    layers that a library left as they were.
     """
-    if precision != codes_precision(tensors):
+    if not precision or precision != codes_precision(tensors):
         return {}
+    packed = any(isinstance(entry, PackedEntry) for entry in tensors.values())
     forms = {
-        name.removesuffix(".weight"): STORED_FORMS[entry.kind]
+        name.removesuffix(".weight"): _stored_form(entry) or "int8/32"
         for name, entry in tensors.items()
-        if isinstance(entry, BlockEntry) and entry.kind in STORED_FORMS and name.endswith(".weight")
+        if name.endswith(".weight") and (_stored_form(entry) or (packed and len(entry.shape) == 2))
     }
     return {source: "int8/32" if is_output(source) else form for source, form in forms.items()}
 

@@ -444,7 +444,8 @@ class _ModelLoader:
             block = self.streams.block(entry, rows)
             block = block if self.choice.device is None else block.to(self.choice.device)
             check_fp16(f"{source}.weight", block, self.choice.dtype)
-            codes = self.streams.four_bit_codes(entry, rows) if self.choice.keeps_codes(source) else None
+            bits = self.choice.code_bits(source)
+            codes = None if bits is None else self.streams.stored_codes(entry, rows, bits)
             if codes is not None and isinstance(form, CacheableForm):
                 form.fill(first, block, stored=codes)
             else:

@@ -154,6 +154,6 @@ def int8_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_the_weights_of_other_libraries_are_refused(tmp_path: Path) -> None:
-    directory = write_checkpoint(tmp_path, quantization_config={"quant_method": "gptq", "bits": 4})
-    with pytest.raises(CheckpointInvalid, match="already quantized by gptq"):
+    directory = write_checkpoint(tmp_path, quantization_config={"quant_method": "hqq", "bits": 4})
+    with pytest.raises(CheckpointInvalid, match="already quantized by hqq"):
         open_checkpoint(directory)

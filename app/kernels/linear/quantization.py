@@ -90,8 +90,8 @@ class DoubleScales:
 class Int8Weight:
     """A weight [out, in] with value = scale * code."""
 
-    codes: Tensor  # int8 [out, in], -127 to 127
-    scales: Tensor  # bf16 [out, 1]
+    codes: Tensor  # int8 [out, in], -127 to 127; -128 too if a checkpoint has it
+    scales: Tensor  # bf16 [out, 1]; [out, groups] of a checkpoint's codes
 
     def dequantise(self) -> Tensor:
         """Return the values, fp32 [out, in]."""
