@@ -62,6 +62,5 @@ def test_a_folder_that_others_can_enter_stops_the_start(tiny: Path, tmp_path: Pa
     assert isinstance(error, SettingsInvalid) and "chmod 700" in error.message
 
 
-def test_nothing_is_kept_unless_it_is_asked_for(tiny: Path) -> None:
-    with live(tiny) as server:
-        assert server.find_served.worker._callbacks.on_pause is None
+def test_nothing_is_kept_unless_it_is_asked_for(server: LiveServer) -> None:
+    assert server.find_served.worker._callbacks.on_pause is None
