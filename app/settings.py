@@ -34,6 +34,7 @@ GENERATION_SETTINGS = (
     "kv_precision",
     "itl_target_ms",
     "keep_layers",
+    "prompt_cache",
 )  # refused for models that do not generate
 _SIZE = re.compile(r"^\s*(\d+(?:\.\d+)?)\s*([kmgt]?)(i?)b?\s*$", re.IGNORECASE)
 _PERCENT = re.compile(r"^\s*(\d+(?:\.\d+)?)\s*%\s*$")
@@ -252,6 +253,14 @@ class Settings(BaseSettings):
     )
     cache_dir: Path | None = Field(
         None, description="Directory for packed weights and calibration; ~/.cache/armature if not given."
+    )
+    prompt_cache: Path | None = Field(
+        None,
+        description="Directory in which keys and values of prompts are kept and found again after a restart; they can be read back as"
+        " text, so only this user may enter it. Nothing is kept if not given.",
+    )
+    prompt_cache_bytes: Annotated[Bytes, BeforeValidator(parse_bytes)] = Field(
+        8 * 2**30, description="Most that the files of the prompt cache may take, such as 8GiB."
     )
     chat_template_cpu_seconds: PositiveFloat = Field(
         0.2, description="CPU time that the checkpoint's chat template may take for one conversation."

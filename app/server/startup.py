@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from app.api.access import AccessRules
 from app.api.routing import ApiRuntime, ModelNames
+from app.engine.decoder.engine import DecoderEngine
 from app.engine.worker import Callbacks, Worker
 from app.errors import PrecisionTooCostly, ServiceStopping, SettingsInvalid
 from app.hardware.facts import Facts, to_json_value
@@ -155,6 +156,12 @@ def make_served_model(prepared: Prepared, tokenizer: Tokenizer | None, chat: Cha
     return make_served_decoder(name, limits, tokenizer, chat, checkpoint, prepared.settings)
 
 
+def save_prefixes(engine: Engine, is_wanted: Callable[[], bool]) -> None:
+    """Keep the prefixes that the engine computed, on the worker thread, until `is_wanted` returns True."""
+    if isinstance(engine, DecoderEngine):
+        engine.save_prefixes(is_wanted)
+
+
 class ServerRuntime:
     """The worker, the service and the metrics of one process, connected.
 
@@ -195,7 +202,11 @@ class ServerRuntime:
         await self.service.start()
         self._power_monitor.start()
         callbacks = Callbacks(
-            self.service.on_events, self._worker_failed, self.metrics.on_step, on_idle=self._use_idle_time
+            self.service.on_events,
+            self._worker_failed,
+            self.metrics.on_step,
+            on_idle=self._use_idle_time,
+            on_pause=None if self._start.settings.prompt_cache is None else save_prefixes,
         )
         self.worker.start(callbacks)
 

@@ -129,10 +129,7 @@ class CpuDecoderRunner:
         pages hold nothing that this step needs.
         """
         with torch.inference_mode():
-            for copy in batch.copies:
-                self.kv_cache.copy(copy)
-            for slot, start, end in batch.released:
-                self.kv_cache.release(slot, start, end)
+            self.kv_cache.move(batch.copies, batch.released)
             rows = logit_rows_of(batch.spans)
             masks = self._masks.for_step(batch.spans, len(rows))
             self._masks = masks or self._masks

@@ -196,6 +196,11 @@ class DecoderEngine:
         self._batch = self._launched_ahead = None
         return self.scheduler.fail_all(error)
 
+    def save_prefixes(self, is_wanted: Callable[[], bool]) -> None:
+        """Keep the prefixes of finished sequences, if there is a store for them, until `is_wanted` returns True."""
+        if self.scheduler.prefix_store is not None:
+            self.scheduler.prefix_store.save(self.scheduler.pool.slots, is_wanted)
+
     def snapshot(self) -> EngineSnapshot:
         """Return the counts of running and waiting sequences and of KV memory."""
         return self.scheduler.snapshot()
