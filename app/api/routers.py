@@ -11,7 +11,7 @@ from fastapi.openapi.utils import get_openapi
 from fastapi.security import HTTPBearer
 from pydantic import TypeAdapter
 
-from app.api import health, invocations, native, tei, tokenizer
+from app.api import health, invocations, native, tei, tokenizer, web_page
 from app.api.anthropic import routes as anthropic
 from app.api.encoders import cohere, rerank, vllm
 from app.api.encoders import routes as encoders
@@ -23,7 +23,7 @@ from app.api.oip import routes as oip
 from app.api.ollama import routes as ollama
 from app.api.openai import routes as openai
 from app.api.openai_responses import routes as openai_responses
-from app.api.routing import SCHEMA_REF, DialectRoute, DialectRouter
+from app.api.routing import SCHEMA_REF, DialectRoute, DialectRouter, route_methods
 
 # Clients of servers that have OpenAI's routes without a prefix send the same bodies there.
 _WITHOUT_PREFIX = {
@@ -43,6 +43,7 @@ _WITHOUT_PREFIX = {
 ROUTERS: tuple[DialectRouter, ...] = (
     health.probes,
     health.router,
+    web_page.router,
     openai.router,
     openai.router.copy(_WITHOUT_PREFIX),
     openai_responses.router,
@@ -77,9 +78,15 @@ ROUTES: tuple[DialectRoute, ...] = tuple(route for router in ROUTERS for route i
 API_KEY = HTTPBearer(scheme_name="ApiKey", description="One of the server's API keys.", auto_error=False)
 
 
-def public_paths() -> frozenset[str]:
-    """Return the paths that need no API key. Probes and scrapers have none."""
-    return frozenset(route.path for router in ROUTERS if router.public for route in router.operations)
+def public_operations() -> frozenset[tuple[str, str]]:
+    """Return method and path of the operations that need no API key. Probes, scrapers and a browser's address bar have none."""
+    return frozenset(
+        (method, route.path)
+        for router in ROUTERS
+        if router.public
+        for route in router.operations
+        for method in route_methods(route)
+    )
 
 
 def error_format(path: str) -> ErrorFormat:
