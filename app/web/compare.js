@@ -33,7 +33,7 @@ export class ComparePage {
   constructor(info) {
     this.model = info.model.name;
     const type = Object.keys(info.model_type ?? {})[0];
-    const tools = type === "embedding" || !type ? [this.similarities(), this.rerank()] : type === "reranker" ? [this.rerank(), this.classify()] : [this.classify()];
+    const tools = type === "embedding" || !type ? [this.similarities(), this.rerank()] : type === "reranker" ? [this.rerank()] : [this.classify()];
     this.element = el("div", { class: "page" }, el("h1", {}, "Compare"), tools);
   }
 

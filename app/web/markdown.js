@@ -63,7 +63,7 @@ function renderLines(lines, depth) {
       at++;
     } else if ((match = line.match(HEADING))) {
       // Headings of an answer rank below those of the page.
-      made.push(el(`h${Math.min(6, match[1].length + 2)}`, {}, inline(match[2])));
+      made.push(el(`h${Math.min(6, match[1].length + 1)}`, {}, inline(match[2])));
       at++;
     } else if (RULE.test(line)) {
       made.push(el("hr"));
@@ -119,7 +119,7 @@ function renderTable(lines, at, made) {
   for (at += 2; at < lines.length && lines[at].includes("|") && lines[at].trim(); at++) rows.push(cells(lines[at]));
   const row = (tag, values) => el("tr", {}, head.map((_, index) => el(tag, {}, inline(values[index] ?? ""))));
   made.push(
-    el("div", { class: "scroll" }, el("table", {}, el("thead", {}, row("th", head)), el("tbody", {}, rows.map((each) => row("td", each))))),
+    el("div", { class: "scroll", tabindex: "0", role: "region", "aria-label": "Table" }, el("table", {}, el("thead", {}, row("th", head)), el("tbody", {}, rows.map((each) => row("td", each))))),
   );
   return at;
 }

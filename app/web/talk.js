@@ -57,7 +57,8 @@ class Lane {
       plain: this.talk.mode === "completion",
       isJson: Boolean(this.settings.schema),
       retry: () => this.answerFrom(index),
-      answerCalls: (results) => this.add(...results),
+      answerCalls: this.turns[index + 1]?.role === "tool" ? null : (results) => this.add(...results),
+      drawn: () => this.follow(),
     });
   }
 
@@ -98,11 +99,7 @@ class Lane {
     this.talk.showBusy();
     try {
       const body = requestBody(this.talk.mode, this.talk.model.name, this.settings, before);
-      const changed = () => {
-        view.drawSoon();
-        this.follow();
-      };
-      await generate(this.talk.mode, body, turn, changed, abort.signal);
+      await generate(this.talk.mode, body, turn, () => view.drawSoon(), abort.signal);
     } catch (error) {
       if (error.name === "AbortError") turn.finish = "stopped";
       else turn.error = error.message;
@@ -118,7 +115,7 @@ class Lane {
   /** Scroll with the text, unless the reader has scrolled up. */
   follow() {
     const { log } = this;
-    if (log.scrollHeight - log.scrollTop - log.clientHeight < 160) requestAnimationFrame(() => (log.scrollTop = log.scrollHeight));
+    if (log.scrollHeight - log.scrollTop - log.clientHeight < 160) log.scrollTop = log.scrollHeight;
   }
 }
 

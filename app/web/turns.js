@@ -34,10 +34,13 @@ export function userTurn(turn, edit) {
   return article;
 }
 
-/** An answer that grows. `retry` generates it anew; `answerCalls` takes the results of tools. */
+/**
+ * An answer that grows. `retry` generates it anew; `answerCalls` takes the results of tools, or is null if they were
+ * given; `drawn` is called after it has grown.
+ */
 export class AnswerTurn {
-  constructor(turn, { plain, isJson, retry, answerCalls }) {
-    Object.assign(this, { turn, plain, isJson, retry, answerCalls });
+  constructor(turn, { plain, isJson, retry, answerCalls, drawn }) {
+    Object.assign(this, { turn, plain, isJson, retry, answerCalls, drawn });
     this.markdown = new MarkdownView();
     this.reasoning = el("div", { class: "plain" });
     this.thought = el("details", { class: "reasoning", hidden: true }, el("summary", {}, "Reasoning"), this.reasoning);
@@ -55,6 +58,7 @@ export class AnswerTurn {
     this.frame ||= requestAnimationFrame(() => {
       this.frame = 0;
       this.draw();
+      this.drawn();
     });
   }
 
@@ -70,7 +74,7 @@ export class AnswerTurn {
     if (turn.reasoning && this.reasoning.textContent.length !== turn.reasoning.length) this.reasoning.textContent = turn.reasoning;
     this.drawBody();
     if (!this.isBusy) this.drawFooter();
-    else this.footer.replaceChildren(el("span", { class: "waiting" }, turn.content ? "Writing…" : "Waiting for the first token…"));
+    else this.footer.replaceChildren(el("span", { class: "waiting" }, turn.content || turn.reasoning ? "Writing…" : "Waiting for the first token…"));
   }
 
   drawBody() {
@@ -129,8 +133,9 @@ function jsonBody(text) {
 function callsForm(calls, answerCalls) {
   const boxes = calls.map((call) => el("textarea", { rows: "2", "aria-label": `Result of ${call.name}` }));
   const cards = calls.map((call, index) =>
-    el("div", { class: "call" }, el("p", {}, "Calls ", el("code", {}, call.name)), codeBlock(pretty(call.input), "json"), boxes[index]),
+    el("div", { class: "call" }, el("p", {}, "Calls ", el("code", {}, call.name)), codeBlock(pretty(call.input), "json"), answerCalls ? boxes[index] : null),
   );
+  if (!answerCalls) return el("div", { class: "calls" }, cards);
   const send = () => answerCalls(calls.map((call, index) => ({ role: "tool", call: call.id, content: boxes[index].value })));
   return el("div", { class: "calls" }, cards, button(calls.length > 1 ? "Send results" : "Send result", send));
 }

@@ -182,8 +182,8 @@ def test_keys_are_described_where_they_are_needed(build: Callable[..., Any]) -> 
     document = build(api_keys=("one",)).openapi()
     assert document["components"]["securitySchemes"]["ApiKey"]["scheme"] == "bearer"
     assert faults(document) == []
-    public = {path for _, path, operation in operations(document) if "security" not in operation}
-    assert public == PUBLIC
+    public = {(method, path) for method, path, operation in operations(document) if "security" not in operation}
+    assert public == {("get", path) for path in (*PUBLIC, "/")}
     assert all(
         operation.get("security", [{"ApiKey": []}]) == [{"ApiKey": []}] for *_, operation in operations(document)
     )
