@@ -7,6 +7,7 @@ const EXAMPLE_SCHEMA = {
   type: "object",
   properties: { name: { type: "string" }, age: { type: "integer" } },
   required: ["name", "age"],
+  additionalProperties: false,
 };
 const EXAMPLE_TOOLS = [
   {

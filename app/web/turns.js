@@ -45,8 +45,9 @@ export class AnswerTurn {
     this.reasoning = el("div", { class: "plain" });
     this.thought = el("details", { class: "reasoning", hidden: true }, el("summary", {}, "Reasoning"), this.reasoning);
     this.body = el("div", { class: "body" });
+    this.after = el("div"); // calls of tools, and an error
     this.footer = el("div", { class: "footer" });
-    this.element = el("article", { class: ["turn", "assistant"], "aria-label": "Answer" }, this.thought, this.body, this.footer);
+    this.element = el("article", { class: ["turn", "assistant"], "aria-label": "Answer" }, this.thought, this.body, this.after, this.footer);
     this.showsTokens = false;
     this.frame = 0;
     this.isBusy = false;
@@ -73,8 +74,10 @@ export class AnswerTurn {
     this.thought.hidden = !turn.reasoning;
     if (turn.reasoning && this.reasoning.textContent.length !== turn.reasoning.length) this.reasoning.textContent = turn.reasoning;
     this.drawBody();
-    if (!this.isBusy) this.drawFooter();
-    else this.footer.replaceChildren(el("span", { class: "waiting" }, turn.content || turn.reasoning ? "Writing…" : "Waiting for the first token…"));
+    if (!this.isBusy) {
+      this.drawAfter();
+      this.drawFooter();
+    } else this.footer.replaceChildren(el("span", { class: "waiting" }, turn.content || turn.reasoning ? "Writing…" : "Waiting for the first token…"));
   }
 
   drawBody() {
@@ -89,8 +92,11 @@ export class AnswerTurn {
       this.markdown.update(turn.content);
       if (this.body.firstChild !== this.markdown.element) this.body.replaceChildren(this.markdown.element);
     }
-    if (turn.calls?.length && !this.isBusy) this.body.append(callsForm(turn.calls, this.answerCalls));
-    if (turn.error) this.body.append(errorBox({ message: turn.error }));
+  }
+
+  drawAfter() {
+    const { calls, error } = this.turn;
+    this.after.replaceChildren(...(calls?.length ? [callsForm(calls, this.answerCalls)] : []), ...(error ? [errorBox({ message: error })] : []));
   }
 
   drawFooter() {

@@ -15,6 +15,7 @@ from app.settings import DEMO_DIRECTORY
 from external_tools import node_package
 from tests.attack.kinds import write_model
 from tests.live.live_server import PATIENCE, LiveServer, live, until
+from tiny_encoders import write_encoder
 
 playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed: `make venv` does it")
 
@@ -23,6 +24,7 @@ pytestmark = [pytest.mark.full, pytest.mark.skipif(BROWSER is None, reason="ther
 
 KEY = "one-secret"
 PHONE = {"width": 360, "height": 740}
+CHOICES = {"name": {"enum": ["Ivy", "Felix"]}, "age": {"enum": [3, 4]}}
 STORY = "Tell me a story about a fox."
 # What a model may write to attack the page that shows it.
 HOSTILE = """# Title <img src=x onerror=alert(1)>
@@ -161,11 +163,14 @@ def test_an_answer_follows_a_schema(visit: Open, decoder: LiveServer) -> None:
     page = visit(decoder)
     page.locator(".settings summary").click()
     page.get_by_role("button", name="Insert an example").first.click()
+    example = json.loads(page.get_by_label("JSON schema").input_value())
+    assert example["required"] == ["name", "age"]
+    page.get_by_label("JSON schema").fill(json.dumps({**example, "properties": CHOICES}))
     page.locator(".settings summary").click()
     send(page, "Who is the fox?")
     wait_for_answers(page)
     answer = json.loads(page.locator(".assistant pre").inner_text())
-    assert set(answer) == {"name", "age"} and isinstance(answer["age"], int)
+    assert answer["name"] in CHOICES["name"]["enum"] and answer["age"] in CHOICES["age"]["enum"]
     page.locator(".settings summary").click()
     page.get_by_label("JSON schema").fill("{")
     send(page, "And now?")
@@ -262,6 +267,7 @@ def test_markup_in_an_answer_is_text(visit: Open, decoder: LiveServer) -> None:
         "https://evil.example/p.png",
         "https://example.com/a",
         "https://example.com/b",
+        "https://evil.example/",
     ]
     assert all("noopener" in link.get_attribute("rel") for link in answer.locator("a").all())
     assert answer.locator("li").all_inner_texts() == ["one", "two"]
@@ -324,11 +330,13 @@ def test_texts_are_compared_and_ranked(visit: Open, tmp_path: Path) -> None:
 
 
 def test_texts_are_classified(visit: Open, tmp_path: Path) -> None:
-    with live(write_model("classifier", tmp_path / "model"), calibrate="off") as server:
+    model = write_encoder(tmp_path / "model", "BertForSequenceClassification", num_labels=3)
+    with live(model, calibrate="off") as server:
         page = visit(server)
         page.get_by_role("button", name="Classify").click()
         page.locator(".ranked meter").first.wait_for()
         assert page.locator(".ranked > li").count() == 2
+        assert page.locator(".ranked meter").count() == 6
         assert findings(page) == []
 
 
@@ -383,7 +391,7 @@ def test_the_list_of_routes_loads_nothing(visit: Open, decoder: LiveServer) -> N
     asked: list[str] = []
     page.on("request", lambda request: asked.append(request.url))
     page.goto(f"{decoder.url}/docs")
-    page.get_by_text("/v1/chat/completions", exact=True).first.wait_for()
+    page.locator("summary", has_text="POST /v1/chat/completions").first.wait_for()
     assert page.evaluate("getComputedStyle(document.body).maxWidth") == "960px", "its style is let in"
     assert asked == [f"{decoder.url}/docs"]
     assert findings(page) == []
@@ -417,7 +425,7 @@ def test_the_keyboard_reaches_everything(visit: Open, decoder: LiveServer) -> No
     page.locator(".message").wait_for()
     page.locator(".skip").focus()
     reached = []
-    for _ in range(12):
+    for _ in range(14):
         page.keyboard.press("Tab")
         reached.append(page.evaluate("document.activeElement.textContent.trim() || document.activeElement.className"))
     for name in ("Talk", "Machine", "Now", "API", "Chat", "Completion", "New", "History", "Add a column", "message"):
