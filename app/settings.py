@@ -289,7 +289,8 @@ class Settings(BaseSettings):
         30.0, description="Time in which a client must take 16 KiB of a response that waits for it, or else is cut off."
     )
     page: Literal["on", "off"] = Field(
-        "on", description="Serve the web page at /, where people try the model and see what the machine does."
+        "on",
+        description="Serve the web page at /, where people try the model and see what the machine does; --no-page: off.",
     )
     log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="Least severe message to log.")
     hourly_price: PositiveFloat | None = Field(

@@ -26,7 +26,7 @@ VIEWPORT = {"width": 1120, "height": 700}
 THEMES = ("light", "dark")
 COLOURS = 96  # of a picture: text and areas of a page need no more, and its file is a fifth of the size
 STREAMS = 8
-NOW_SECONDS = 45  # the charts' lines begin when the page is opened
+NOW_SECONDS = 30  # the charts' lines begin when the page is opened
 STORY = "Tell me a story about a fox."
 
 
@@ -82,8 +82,8 @@ def show_talk(page: Any, url: str) -> None:
     page.goto(url)
     page.get_by_role("button", name="Add a column").click()
     column = page.get_by_role("region", name="Column 2", exact=True)
-    column.get_by_label("Temperature").fill("1.2")
-    column.get_by_label("Seed").fill("7")
+    column.get_by_label("Temperature").fill("1")
+    column.get_by_label("Seed").fill("3")
     column.get_by_label("Probabilities of tokens").check()
     column.locator("summary").click()
     page.locator(".message").fill(STORY)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from app.settings import SettingRow, setting_rows
+from app.settings import setting_rows
 from tools.generated_page import write_or_check
 
 TARGET = Path(__file__).resolve().parent.parent / "docs" / "settings.md"
@@ -22,13 +22,11 @@ machine, with its reason.
 
 def page() -> str:
     """Return the whole page."""
-    return HEAD + "".join(map(_line, setting_rows()))
-
-
-def _line(row: SettingRow) -> str:
-    flags = ", ".join(f"`{flag}`" for flag in (row.flag, row.off_flag) if flag)
-    values = row.values.replace("|", " or ")
-    return f"| {flags} | `{row.variable}` | {values} | {row.default or '–'} | {row.description} |\n"
+    rows = (
+        f"| `{row.flag}` | `{row.variable}` | {row.values.replace('|', ' or ')} | {row.default or '–'} | {row.description} |\n"
+        for row in setting_rows()
+    )
+    return HEAD + "".join(rows)
 
 
 def main(arguments: list[str]) -> int:
