@@ -11,7 +11,7 @@ from fastapi.openapi.utils import get_openapi
 from fastapi.security import HTTPBearer
 from pydantic import TypeAdapter
 
-from app.api import health, invocations, native, tei, tokenizer, web_page
+from app.api import health, invocations, native, tei, tokenizer
 from app.api.anthropic import routes as anthropic
 from app.api.encoders import cohere, rerank, vllm
 from app.api.encoders import routes as encoders
@@ -23,6 +23,7 @@ from app.api.oip import routes as oip
 from app.api.ollama import routes as ollama
 from app.api.openai import routes as openai
 from app.api.openai_responses import routes as openai_responses
+from app.api.pages import web_page
 from app.api.routing import SCHEMA_REF, DialectRoute, DialectRouter, route_methods
 
 # Clients of servers that have OpenAI's routes without a prefix send the same bodies there.

@@ -12,12 +12,12 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from app.api.access import AccessControl
-from app.api.documentation import documentation_response
 from app.api.errors import HANDLED_EXCEPTIONS
 from app.api.middleware import RequestGate
+from app.api.pages.documentation import documentation_response
+from app.api.pages.web_page import web_file_endpoint, web_paths
 from app.api.routers import ROUTERS, ROUTES, describe, error_format, public_operations
 from app.api.routing import ApiRuntime, RouteTable
-from app.api.web_page import web_file_endpoint, web_paths
 from app.version import VERSION
 
 

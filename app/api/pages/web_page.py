@@ -15,7 +15,7 @@ from starlette.responses import HTMLResponse, RedirectResponse, Response
 
 from app.api.routing import DialectRouter, runtime_of
 
-WEB_DIRECTORY = Path(__file__).resolve().parent.parent / "web"
+WEB_DIRECTORY = Path(__file__).resolve().parent.parent.parent / "web"
 PAGE = "index.html"
 CONTENT_TYPES = {
     ".html": "text/html; charset=utf-8",
