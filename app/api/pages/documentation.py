@@ -43,9 +43,9 @@ def documentation_response(document: Mapping[str, Any]) -> HTMLResponse:
     schemas = "".join(_schema(name, schema) for name, schema in sorted(document["components"]["schemas"].items()))
     page = (
         f'<!doctype html><html lang="en"><head><meta charset="utf-8"><title>{title}</title><link rel="icon" href="data:,">'
-        f"<style>{_STYLE}</style></head><body><h1>{title}</h1>"
+        f"<style>{_STYLE}</style></head><body><main><h1>{title}</h1>"
         '<p>The same as a document for programs: <a href="openapi.json">openapi.json</a>.</p>'
-        f"{sections}<h2>Schemas</h2>{schemas}</body></html>"
+        f"{sections}<h2>Schemas</h2>{schemas}</main></body></html>"
     )
     return HTMLResponse(page, headers=_HEADERS)
 
