@@ -12,6 +12,7 @@
 #include "layer_norm.h"
 #include "linear_fp32.h"
 #include "pick.h"
+#include "pool.h"
 #include "quantise.h"
 #include "round_int4.h"
 #include "rowwise.h"
@@ -58,6 +59,7 @@ const level LEVEL = {
             [OP_INT4_GPTQ] = int4_gptq,
             [OP_LINEAR_FP32] = linear_fp32,
             [OP_TOP] = top,
+            [OP_POOL] = pool,
 #if AMX_TILES
             [OP_LINEAR_BF16] = linear_amx,
 #elif ATTENTION_PANELS || BF16_UNITS
