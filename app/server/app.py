@@ -16,7 +16,7 @@ from app.api.errors import HANDLED_EXCEPTIONS
 from app.api.middleware import RequestGate
 from app.api.pages.documentation import documentation_response
 from app.api.pages.web_page import web_file_endpoint, web_paths
-from app.api.routers import ROUTERS, ROUTES, describe, error_format, public_operations
+from app.api.routers import ROUTERS, ROUTES, check_arriving_body, describe, error_format, public_operations
 from app.api.routing import ApiRuntime, RouteTable
 from app.version import VERSION
 
@@ -46,7 +46,7 @@ def create_app(runtime: ApiRuntime) -> FastAPI:
     files = web_paths() if runtime.page else {}
     public = public_operations() | {(method, path) for path in files for method in ("GET", "HEAD")}
     access = AccessControl(runtime.access_rules, runtime.api_keys, public)
-    app.add_middleware(RequestGate, access=access, error_format=error_format)
+    app.add_middleware(RequestGate, access=access, error_format=error_format, body_check=check_arriving_body)
     if runtime.access_rules.cors_allow_origins:
         # Around the gate: a browser's preflight has no key, and its page reads refusals too.
         app.add_middleware(

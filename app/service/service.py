@@ -208,7 +208,7 @@ class Service:
     ) -> list[int]:
         """Return the token ids of a conversation after the chat template was applied."""
         size = messages_size(messages)
-        return await self._read(size, chat_token_ids, self.decoder, messages, arguments, None, options)
+        return await self._read(size, chat_token_ids, self.decoder, messages, arguments, options)
 
     async def render_chat(
         self,

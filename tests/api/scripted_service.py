@@ -10,6 +10,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import httpx
+import numpy
 
 from app.errors import NotReady
 from app.messages import Timings
@@ -17,6 +18,7 @@ from app.metrics.load_progress import LoadProgress
 from app.metrics.stats import EngineSnapshot, StepLog
 from app.service.requests import Accepted, ChoiceFinished, GenerationRequest, StreamEvent, TextDelta, Usage
 from app.service.served_model import ServedDecoder, ServingLimits, wrong_kind_error
+from app.text.bounds import LeastTokens
 
 Step = StreamEvent | Exception | asyncio.Event
 LIMITS = ServingLimits(512, 4, 8, 60.0, 300)
@@ -29,6 +31,9 @@ class LetterTokenizer:
         self.config = {"eos_token": {"content": "<e>"}, "model_max_length": 512}
         self.named_tokens = {"eos_token": "<e>", "bos_token": "<b>"}
         self.eos_token_ids = frozenset({2, 3})
+
+    def new_count(self) -> LeastTokens:
+        return LeastTokens(numpy.ones(256), ascii_only=False)
 
     def token_text(self, token_id: int) -> str:
         return chr(token_id)

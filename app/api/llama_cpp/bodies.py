@@ -53,7 +53,6 @@ class LlamaCppBody(SamplingFields):
         "dry_multiplier": (0.0,),
         "top_n_sigma": (-1.0,),
         "t_max_predict_ms": (0, -1),
-        "post_sampling_probs": (False,),
         "lora": ([],),
         "image_data": ([],),
     }
@@ -65,6 +64,7 @@ class LlamaCppBody(SamplingFields):
     repeat_penalty: float | None = None
     logit_bias: TokenBiases = None
     n_probs: Int64 | None = None
+    post_sampling_probs: bool | None = None
     grammar: str | None = None
     json_schema: dict[str, Any] | None = None
     return_tokens: bool | None = None
