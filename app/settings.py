@@ -297,6 +297,10 @@ class Settings(BaseSettings):
     write_timeout_seconds: PositiveFloat = Field(
         30.0, description="Time in which a client must take 16 KiB of a response that waits for it, or else is cut off."
     )
+    page: Literal["on", "off"] = Field(
+        "on",
+        description="Serve the web page at /, where people try the model and see what the machine does; --no-page: off.",
+    )
     log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="Least severe message to log.")
     hourly_price: PositiveFloat | None = Field(
         None, description="Price of this machine in dollars per hour, for cost metrics."
@@ -424,6 +428,11 @@ class SettingRow:
     default: str
     description: str
     is_list: bool = False
+
+    @property
+    def off_flag(self) -> str:
+        """Flag without a value that turns off what is on by default; empty for other settings."""
+        return f"--no-{self.flag.removeprefix('--')}" if self.values == "on|off" and self.default == "on" else ""
 
 
 def setting_rows() -> list[SettingRow]:

@@ -26,7 +26,8 @@ from app.api.oip import routes as oip
 from app.api.ollama import routes as ollama
 from app.api.openai import routes as openai
 from app.api.openai_responses import routes as openai_responses
-from app.api.routing import SCHEMA_REF, ApiRuntime, DialectRoute, DialectRouter
+from app.api.pages import web_page
+from app.api.routing import SCHEMA_REF, ApiRuntime, DialectRoute, DialectRouter, route_methods
 from app.errors import RequestError
 from app.metrics.instruments import Api
 from app.service.inputs import prompt_too_long
@@ -50,6 +51,7 @@ _WITHOUT_PREFIX = {
 ROUTERS: tuple[DialectRouter, ...] = (
     health.probes,
     health.router,
+    web_page.router,
     openai.router,
     openai.router.copy(_WITHOUT_PREFIX),
     openai_responses.router,
@@ -103,9 +105,15 @@ MAX_PROMPT_TOKENS = 2**18
 API_KEY = HTTPBearer(scheme_name="ApiKey", description="One of the server's API keys.", auto_error=False)
 
 
-def public_paths() -> frozenset[str]:
-    """Return the paths that need no API key. Probes and scrapers have none."""
-    return frozenset(route.path for router in ROUTERS if router.public for route in router.operations)
+def public_operations() -> frozenset[tuple[str, str]]:
+    """Return method and path of the operations that need no API key. Probes, scrapers and a browser's address bar have none."""
+    return frozenset(
+        (method, route.path)
+        for router in ROUTERS
+        if router.public
+        for route in router.operations
+        for method in route_methods(route)
+    )
 
 
 def error_format(path: str) -> ErrorFormat:

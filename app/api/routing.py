@@ -61,6 +61,7 @@ class ApiRuntime:
     """Everything that the endpoints use.
 
     `info` returns the part of `/info` that is not the version, stage or capacity; it is called for each request.
+    `page`: the web page is served.
     """
 
     service: Service
@@ -71,6 +72,7 @@ class ApiRuntime:
     api_keys: tuple[str, ...] = ()
     access_rules: AccessRules = NO_RULES
     names: ModelNames = ModelNames()
+    page: bool = True
 
 
 def runtime_of(request: Request) -> ApiRuntime:
@@ -329,7 +331,7 @@ def _operation_id(route: APIRoute) -> str:
     return method.lower() + re.sub(r"\W+", "_", route.path_format.replace("}", ""))
 
 
-def _methods(route: DialectRoute) -> tuple[str, ...]:
+def route_methods(route: DialectRoute) -> tuple[str, ...]:
     """Return the methods that a route answers: HEAD wherever GET is, and uvicorn leaves the body out."""
     return ("GET", "HEAD") if route.method == "GET" else (route.method,)
 
@@ -345,7 +347,7 @@ class RouteTable:
 
     def __init__(self, app: ASGIApp, routes: Sequence[DialectRoute]) -> None:
         self._app = app
-        methods = [(method, each) for each in routes for method in _methods(each)]
+        methods = [(method, each) for each in routes for method in route_methods(each)]
         self._exact = {(method, each.path): each.handler for method, each in methods if not each.param_convertors}
         self._patterns = [(method, each.path_regex, each.handler) for method, each in methods if each.param_convertors]
         # The router would name the methods of a path's first route only.

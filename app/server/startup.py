@@ -193,7 +193,8 @@ class ServerRuntime:
         keys, rates = read_api_keys(settings), parse_rate_limit(settings.rate_limit)
         rules = AccessRules(*rates, settings.allowed_hosts, settings.cors_allow_origins)
         names = ModelNames(settings.served_model_name[1:], settings.any_model_name == "on")
-        return ApiRuntime(self.service, self.metrics, self, self._info, int(time.time()), keys, rules, names)
+        created, page = int(time.time()), settings.page == "on"
+        return ApiRuntime(self.service, self.metrics, self, self._info, created, keys, rules, names, page)
 
     async def start(self) -> None:
         """Start the thread pool, the service, the power meter and the worker."""
