@@ -11,6 +11,7 @@
 #include "angles.h"
 #include "layer_norm.h"
 #include "linear_fp32.h"
+#include "lora.h"
 #include "pick.h"
 #include "quantise.h"
 #include "round_int4.h"
@@ -58,6 +59,7 @@ const level LEVEL = {
             [OP_INT4_GPTQ] = int4_gptq,
             [OP_LINEAR_FP32] = linear_fp32,
             [OP_TOP] = top,
+            [OP_LORA] = lora,
 #if AMX_TILES
             [OP_LINEAR_BF16] = linear_amx,
 #elif ATTENTION_PANELS || BF16_UNITS
