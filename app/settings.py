@@ -211,7 +211,8 @@ class Settings(BaseSettings):
         description="LoRA adapters, as NAME=DIR with peft's directory; a request chooses one by its name as the model.",
     )
     lora_root: Path | None = Field(
-        None, description="Directory of adapters that clients may load and unload while the server runs; none: they may not."
+        None,
+        description="Directory of adapters that clients may load and unload while the server runs; none: they may not.",
     )
     max_loras: PositiveInt | Auto = Field(
         "auto", description="Adapters that may be loaded at the same time; auto: those listed, or 8 with lora_root."

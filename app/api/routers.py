@@ -21,6 +21,7 @@ from app.api.llama_cpp import server as llama_cpp_server
 from app.api.oip import generate, repository
 from app.api.oip import routes as oip
 from app.api.ollama import routes as ollama
+from app.api.openai import adapters
 from app.api.openai import routes as openai
 from app.api.openai_responses import routes as openai_responses
 from app.api.routing import SCHEMA_REF, DialectRoute, DialectRouter
@@ -45,6 +46,7 @@ ROUTERS: tuple[DialectRouter, ...] = (
     health.router,
     openai.router,
     openai.router.copy(_WITHOUT_PREFIX),
+    adapters.router,
     openai_responses.router,
     openai_responses.router.copy(_WITHOUT_PREFIX),
     anthropic.router,

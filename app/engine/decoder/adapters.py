@@ -10,8 +10,8 @@ from collections.abc import Iterable, Mapping
 
 from torch import Tensor
 
-from app.engine.scheduler.batch import ScheduledSpan
 from app.engine.build import ReportStage
+from app.engine.scheduler.batch import ScheduledSpan
 from app.kernels.linear.linear import Linear
 from app.kernels.linear.lora import LoraProduct, LoraRows, LoraSlots, LoraWeights, RowRun
 from app.models.decoders.decoder import Decoder

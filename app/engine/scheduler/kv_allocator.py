@@ -78,9 +78,7 @@ class KvSlots:
         self._shrunk: set[int] = set()
         self._ticks = 0
 
-    def allocate(
-        self, placement: Placement, token_ids: list[int], adapter: LoadedAdapter | None = None
-    ) -> int | None:
+    def allocate(self, placement: Placement, token_ids: list[int], adapter: LoadedAdapter | None = None) -> int | None:
         """Return the slot that now runs these tokens with an adapter, with capacity for all of them.
 
         Returns None, with nothing changed, if there is no capacity.

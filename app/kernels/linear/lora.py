@@ -96,7 +96,9 @@ class LoraWeights:
         panels = -(-outputs // PANEL_OUTPUTS)
         narrow_a, narrow_b = _zeros((ranks, columns), dtype), _zeros((panels * PANEL_OUTPUTS, rank), dtype)
         narrow_a[:rank, :inputs], narrow_b[:outputs] = a, b
-        packed_a = narrow_a.view(ranks // LORA_RANK_STEP, LORA_RANK_STEP, columns // LORA_INPUT_STEP, LORA_INPUT_STEP).transpose(1, 2)
+        packed_a = narrow_a.view(
+            ranks // LORA_RANK_STEP, LORA_RANK_STEP, columns // LORA_INPUT_STEP, LORA_INPUT_STEP
+        ).transpose(1, 2)
         packed_b = narrow_b.view(panels, PANEL_OUTPUTS, rank).transpose(1, 2)
         return cls(rank, inputs, outputs, _aligned(packed_a), _aligned(packed_b))
 

@@ -77,7 +77,7 @@ class LoraAdapter:
 
 def adapted_layers(config: ModelConfig) -> dict[str, Shape]:
     """Return the linear layers that an adapter may change, with the shapes [outputs, inputs] of their weights."""
-    found = {}
+    found: dict[str, Shape] = {}
     for name, shape in tensors_of(config).items():
         if re.fullmatch(r"model\.layers\.\d+\.(self_attn|mlp)\.\w+_proj\.weight", name) and len(shape) == 2:
             found[name.removesuffix(".weight")] = shape
@@ -178,7 +178,9 @@ def _pair_matrices(directory: Path, found: Mapping[str, TensorEntry]) -> dict[st
         raise CheckpointInvalid(f"{directory}/{WEIGHTS} has no matrices of an adapter.")
     single = [name for name, pair in pairs.items() if len(pair) < 2]
     if single:
-        raise CheckpointInvalid(f"{directory}/{WEIGHTS}: only one of lora_A and lora_B is there for {join_names(single)}.")
+        raise CheckpointInvalid(
+            f"{directory}/{WEIGHTS}: only one of lora_A and lora_B is there for {join_names(single)}."
+        )
     return pairs
 
 
@@ -192,7 +194,11 @@ def _what(name: str) -> str:
 
 
 def _check_layer(
-    directory: Path, module: str, pair: Mapping[str, TensorEntry], layers: Mapping[str, Shape], values: Mapping[str, Any]
+    directory: Path,
+    module: str,
+    pair: Mapping[str, TensorEntry],
+    layers: Mapping[str, Shape],
+    values: Mapping[str, Any],
 ) -> LoraMatrices:
     where, a, b = f"{directory}/{WEIGHTS}", pair["A"], pair["B"]
     if module not in layers:
@@ -204,7 +210,9 @@ def _check_layer(
     outputs, inputs = layers[module]
     for matrix, entry in pair.items():
         if entry.dtype not in _FLOATS:
-            raise CheckpointInvalid(f"{where}: lora_{matrix} of {module} is stored as {entry.dtype}; supported: {', '.join(_FLOATS)}.")
+            raise CheckpointInvalid(
+                f"{where}: lora_{matrix} of {module} is stored as {entry.dtype}; supported: {', '.join(_FLOATS)}."
+            )
     rank = a.shape[0] if len(a.shape) == 2 else 0
     if rank < 1 or a.shape != (rank, inputs) or b.shape != (outputs, rank):
         raise CheckpointInvalid(

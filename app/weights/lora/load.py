@@ -15,7 +15,9 @@ from app.weights.safetensors import TensorEntry
 _DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 
-def load_adapter(adapter: LoraAdapter, dtype: torch.dtype, input_scales: Mapping[str, Tensor]) -> dict[str, LoraWeights]:
+def load_adapter(
+    adapter: LoraAdapter, dtype: torch.dtype, input_scales: Mapping[str, Tensor]
+) -> dict[str, LoraWeights]:
     """Return the packed weights by the name of the layer. B has the adapter's scale.
 
     Args:
@@ -33,7 +35,9 @@ def load_adapter(adapter: LoraAdapter, dtype: torch.dtype, input_scales: Mapping
         if layer in input_scales:
             a = a * input_scales[layer]
         if not all(bool(matrix.to(dtype).isfinite().all()) for matrix in (a, b)):
-            raise CheckpointInvalid(f"{adapter.directory}/{WEIGHTS}: the matrices of {layer} have values that are not finite.")
+            raise CheckpointInvalid(
+                f"{adapter.directory}/{WEIGHTS}: the matrices of {layer} have values that are not finite."
+            )
         packed[layer] = LoraWeights.pack(a, b, dtype)
     return packed
 
