@@ -13,7 +13,7 @@ from torch import Tensor
 from app.kernels.linear.activations import quantise
 from app.kernels.linear.layout import lora_elements
 from app.kernels.linear.lora import LoraProduct, LoraRows, LoraSlots, LoraWeights, RowRun
-from tests.native_levels import at_level, levels
+from native_levels import at_level, levels
 
 DTYPES = (torch.bfloat16, torch.float32)
 
