@@ -12,9 +12,34 @@ import argparse
 import os
 from pathlib import Path
 from statistics import median
+from typing import TYPE_CHECKING
 
 from app.server.prepare import calibrate, prepare
+from app.messages import LoadedAdapter, SetAdapter
 from app.settings import Settings
+
+if TYPE_CHECKING:
+    from app.bench.engine.driver import DecoderDriver
+
+
+def measured_seconds(
+    given: argparse.Namespace, driver: DecoderDriver, adapters: list[LoadedAdapter]
+) -> dict[bool, list[float]]:
+    """Return the seconds of steps, or of prompts, with adapters and without."""
+    import torch
+
+    from app.bench.engine.decoder import gc_disabled
+
+    seconds: dict[bool, list[float]] = {False: [], True: []}
+    with torch.inference_mode(), gc_disabled():
+        for _ in range(given.rounds):
+            for with_adapters, times in seconds.items():
+                driver.use_adapters(adapters if with_adapters else [None])
+                if given.prefill:
+                    times += [driver.prefill(given.prefill) for _ in range(given.steps)]
+                else:
+                    times += driver.decode(given.rows, given.steps)
+    return seconds
 
 
 def main() -> None:
@@ -38,13 +63,11 @@ def main() -> None:
     prepared = calibrate(prepared, lambda stage: None)
     import torch
 
-    from app.bench.engine.decoder import gc_disabled
     from app.bench.engine.driver import DecoderDriver
     from app.bench.http.workload import TokenPrompts
     from app.engine.build import BuildRequest
     from app.engine.decoder.build import build_decoder_engine
     from app.kernels.linear.lora import LoraWeights
-    from app.messages import LoadedAdapter, SetAdapter
     from app.weights.lora.adapter import ServedAdapters, adapted_layers
     from app.weights.open import require_checkpoint
 
@@ -65,16 +88,7 @@ def main() -> None:
         num_bytes += sum(each.nbytes for each in weights.values())
         built.engine.add(SetAdapter(slot, weights))
     driver = DecoderDriver(built.engine, TokenPrompts(range(2, checkpoint.decoder.vocab_size)), 1024)
-    adapters = [LoadedAdapter(slot, slot) for slot in range(given.loras)]
-    seconds: dict[bool, list[float]] = {False: [], True: []}
-    with torch.inference_mode(), gc_disabled():
-        for _ in range(given.rounds):
-            for with_adapters, times in seconds.items():
-                driver.use_adapters(adapters if with_adapters else [None])
-                if given.prefill:
-                    times += [driver.prefill(given.prefill) for _ in range(given.steps)]
-                else:
-                    times += driver.decode(given.rows, given.steps)
+    seconds = measured_seconds(given, driver, [LoadedAdapter(slot, slot) for slot in range(given.loras)])
     base, mixed = median(seconds[False]), median(seconds[True])
     what = f"prefill of {given.prefill} tokens" if given.prefill else f"decode step of {given.rows} rows"
     print(f"{given.loras} adapters of rank {given.rank}: {num_bytes / 1e6:.0f} MB")

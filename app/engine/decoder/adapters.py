@@ -6,11 +6,10 @@ each product then adds the adapters of the rows that have one (`kernels/linear/l
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 
 from torch import Tensor
 
-from app.engine.build import ReportStage
 from app.engine.scheduler.batch import ScheduledSpan
 from app.kernels.linear.linear import Linear
 from app.kernels.linear.lora import LoraProduct, LoraRows, LoraSlots, LoraWeights, RowRun
@@ -76,7 +75,7 @@ class AdapterSlots:
         self._rows.fill(tokens, wanted, num_tokens)
 
 
-def load_adapter_slots(model: Decoder, served: ServedAdapters, report: ReportStage) -> AdapterSlots:
+def load_adapter_slots(model: Decoder, served: ServedAdapters, report: Callable[[str], None]) -> AdapterSlots:
     """Return the slots of a loaded model, with the weights of the named adapters in the first ones.
 
     Raises:
