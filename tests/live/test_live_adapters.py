@@ -16,7 +16,13 @@ NAMES = ("base", "law", "med", "poetry")
 
 
 def text_of(server: LiveServer, name: str) -> str:
-    body = {"model": name, "prompt": "Once upon a time there was", "max_tokens": 24, "temperature": 0, "ignore_eos": True}
+    body = {
+        "model": name,
+        "prompt": "Once upon a time there was",
+        "max_tokens": 24,
+        "temperature": 0,
+        "ignore_eos": True,
+    }
     answer = server.client.post("/v1/completions", json=body)
     assert answer.status_code == 200, answer.text
     assert answer.json()["model"] == name

@@ -14,8 +14,8 @@ from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING
 
-from app.server.prepare import calibrate, prepare
 from app.messages import LoadedAdapter, SetAdapter
+from app.server.prepare import calibrate, prepare
 from app.settings import Settings
 
 if TYPE_CHECKING:

@@ -51,7 +51,10 @@ def test_places_and_rank_follow_the_listed_adapters(base: Path, tmp_path: Path) 
     [
         ({"lora": ("base={a}",)}, "'base' is the name of the model itself"),
         ({"lora": ("a={a}", "b={a}"), "max_loras": 1}, "max_loras is 1, and lora lists 2"),
-        ({"lora": ("a={a}",), "max_lora_rank": 2}, "has rank 4, and at most 2 is served: max_lora_rank may be up to 64"),
+        (
+            {"lora": ("a={a}",), "max_lora_rank": 2},
+            "has rank 4, and at most 2 is served: max_lora_rank may be up to 64",
+        ),
         ({"lora": ("a={a}/none",)}, "is no directory here"),
         ({"lora_root": "{a}/none"}, "is no directory here"),
         ({"max_loras": 2}, "max_loras needs adapters"),
@@ -85,7 +88,7 @@ def test_an_adapter_beside_the_model_must_be_asked_for(base: Path, tmp_path: Pat
     assert f"--lora NAME={both}" in refused.value.message
     assert prepare(Settings(model=both, lora=(f"mine={both}",))).adapters is not None
     (both / "adapter_config.json").unlink()
-    with pytest.raises(CheckpointInvalid, match="adapter_model.safetensors"):
+    with pytest.raises(CheckpointInvalid, match=r"adapter_model\.safetensors"):
         prepare(Settings(model=both))
 
 
@@ -121,7 +124,20 @@ def test_clients_name_directories_below_the_root_only(base: Path, tmp_path: Path
     config = planned_config(base)
     read = AdapterReader(root, config, 16, cast(Any, FakeSlots()))
     assert read("good") == read(str(root / "good")) == {"rank": 3}
-    for path in ("", ".", "..", "../outside", "link", "loop", "file", "none", "/etc", "a\0b", "x" * 5000, str(tmp_path)):
+    for path in (
+        "",
+        ".",
+        "..",
+        "../outside",
+        "link",
+        "loop",
+        "file",
+        "none",
+        "/etc",
+        "a\0b",
+        "x" * 5000,
+        str(tmp_path),
+    ):
         with pytest.raises(InvalidRequest, match="below the server's lora_root"):
             read(path)
     (root / "good" / "adapter_model.safetensors").write_bytes(b"")

@@ -17,7 +17,9 @@ LISTED = (("law", "/adapters/law"), ("med", "/adapters/med"))
 
 
 def store(
-    listed: tuple[tuple[str, str], ...] = LISTED, slots: int = 3, read: Callable[[str], Mapping[str, Any]] = lambda p: {p: 1}
+    listed: tuple[tuple[str, str], ...] = LISTED,
+    slots: int = 3,
+    read: Callable[[str], Mapping[str, Any]] = lambda p: {p: 1},
 ) -> AdapterStore:
     return AdapterStore(listed, slots, read)
 
