@@ -32,7 +32,7 @@ class UnloadAdapterBody(Body):
     "/v1/load_lora_adapter",
     summary="vLLM: load a LoRA adapter, which requests then choose as the model",
     response_class=PlainTextResponse,
-    responses=router.failures(*BODY_ERRORS),
+    responses=router.failures(*BODY_ERRORS, 404),
 )
 async def load_adapter(request: Request, unread: RequestBody[LoadAdapterBody]) -> Response:
     """Serve `POST /v1/load_lora_adapter`."""
