@@ -321,6 +321,8 @@ def _head(explained: PlanExplanation) -> Table:
         table.add_row("device", device)
     fallback = explained.measurements.fallback if explained.measurements else ""
     table.add_row("measured", f"{explained.origin}; not used, since {fallback}" if fallback else explained.origin)
+    if explained.plan.speed_source.value == "noisy":
+        table.add_row("noisy", explained.plan.speed_source.reason)
     return table
 
 

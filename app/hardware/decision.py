@@ -53,6 +53,9 @@ class TrialTimes:
 
     `read_bytes` are the bytes of weights that a decode step reads. `operations_per_token` is two times the
     multiply-adds of one token.
+
+    `spread` is the relative spread of the samples of one step (the middle one of all steps). `noise` is set if the samples
+    varied too much, or were too few: a clause that follows "since". The seconds are then the least of the samples.
     """
 
     precision: str
@@ -65,6 +68,8 @@ class TrialTimes:
     int8_copy: bool = False
     pair_seconds: float = 0.0
     encode_seconds: Mapping[int, float] = field(default_factory=dict)
+    spread: float = 0.0
+    noise: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,8 +80,8 @@ class Measurements:
     threads that may be used; a multiply and an add count as two operations. `most_few_rows` is the largest number
     of rows for which 4-bit weights are faster than 8-bit weights (None: not measured). `single_steps` has, by precision,
     the seconds of a decode step of one sequence if nothing else of that precision was timed: it cannot be chosen, or
-    there was no time. With `is_partial`, an idle server timed its own steps: a start measures again, and uses this if it
-    cannot. `fallback` is set if the measurements were rejected and the plan uses facts alone: a clause that
+    there was no time. With `is_partial`, an idle server timed its own steps, since no start could. `fallback` is set if the
+    measurements were rejected and the plan uses facts alone: a clause that
     follows "since".
     """
 

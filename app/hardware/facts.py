@@ -248,8 +248,8 @@ class Needs:
     multiply-adds of one token or row, without an output layer (0: two for each parameter). `table_bytes` are bytes
     of tables of which a step reads only some rows. `quality_costs` are the relative
     increases of perplexity by quantized precision, or of an encoder 1 minus the lowest cosine of its vectors with
-    the exact ones, measured while these weights were packed. `adapter_elements` are the weights of all LoRA adapters that
-    may be loaded at the same time.
+    the exact ones, measured while these weights were packed. `has_vectors`: an encoder gives vectors, not only labels.
+    `adapter_elements` are the weights of all LoRA adapters that may be loaded at the same time.
     """
 
     kind: Literal["decoder", "encoder", "program"]
@@ -273,6 +273,7 @@ class Needs:
     quality_costs: Mapping[str, float] = field(default_factory=dict)
     stored_quantization: str = ""
     codes_precision: str = ""
+    has_vectors: bool = False
     adapter_elements: int = 0
 
     @property

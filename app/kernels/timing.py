@@ -113,14 +113,23 @@ class TimingRounds(Generic[Key]):
         """Return the median seconds of every point that has enough samples."""
         return {key: statistics.median(found) for key, found in self.samples.items() if len(found) >= MIN_SAMPLES}
 
+    def least(self) -> dict[Key, float]:
+        """Return the least seconds of every point that has a sample: what other work disturbed least."""
+        return {key: min(found) for key, found in self.samples.items()}
+
+    def spread(self) -> float:
+        """Return the relative spread of the middle point among those that have enough samples; 0 if none has."""
+        return statistics.median(
+            [relative_spread(found) for found in self.samples.values() if len(found) >= MIN_SAMPLES] or [0.0]
+        )
+
     def unusable_reason(self) -> str:
         """Return the reason why these samples are not usable, or an empty string if they are."""
-        spreads = [relative_spread(found) for found in self.samples.values() if len(found) >= MIN_SAMPLES]
-        if not spreads:
+        if not self.medians():
             return NO_TIME
-        middle = statistics.median(spreads)
-        if middle > MAX_SPREAD:
-            return f"the machine is too busy: samples of one and the same step differ by {middle:.0%} ({MAX_SPREAD:.0%} at the most)"
+        spread = self.spread()
+        if spread > MAX_SPREAD:
+            return f"the machine is too busy: samples of one and the same step differ by {spread:.0%} ({MAX_SPREAD:.0%} at the most)"
         return ""
 
 
@@ -145,17 +154,17 @@ def isotonic_fit(values: Sequence[float]) -> list[float]:
     return list(itertools.chain.from_iterable([mean] * count for mean, count in runs))
 
 
-def monotone_table(seconds: Mapping[int, float]) -> dict[int, float] | None:
+def monotone_table(seconds: Mapping[int, float], max_adjustment: float = MAX_ADJUSTMENT) -> dict[int, float] | None:
     """Return seconds by size, made non-decreasing in the size.
 
-    The result is None if that would change a point by more than the limit, or if a value is not positive: then the
-    samples are not usable.
+    The result is None if that would change a point by more than `max_adjustment`, or if a value is not positive: then
+    the samples are not usable.
     """
     sizes = sorted(seconds)
     measured = [seconds[size] for size in sizes]
     fitted = isotonic_fit(measured)
     if any(value <= 0 for value in measured) or any(
-        abs(new - old) > MAX_ADJUSTMENT * old for new, old in zip(fitted, measured, strict=True)
+        abs(new - old) > max_adjustment * old for new, old in zip(fitted, measured, strict=True)
     ):
         return None
     return dict(zip(sizes, fitted, strict=True))

@@ -151,9 +151,15 @@ def speed_gauges(drift: SpeedDrift) -> Iterator[Metric]:
     for phase, ratio in drift.roofline().items():
         roofline.add_metric((phase,), ratio)
     yield from (capacity, roofline)
+    if drift.spread is not None:
+        yield gauge_family(
+            "armature_calibration_spread_ratio",
+            "Relative spread of the samples of one step when the machine was measured.",
+            drift.spread,
+        )
     yield gauge_family(
         "armature_speed_estimated",
-        "1 while capacity and predicted wait are estimated, since the machine was not measured; else 0.",
+        "1 while capacity and predicted wait are estimated, since the machine was not measured or too noisy; else 0.",
         drift.is_estimated,
     )
 

@@ -26,13 +26,14 @@ class ExpectedSpeed:
     """Speeds that the plan expected before the first request.
 
     `capacity` is tokens per second by phase and number of rows, and `roofline` the part of the hardware ceiling
-    reached, by phase. With `is_estimated`, no step was timed before: then there is nothing that the machine could
-    drift from.
+    reached, by phase. With `is_estimated`, no step was timed before, or not well: then there is nothing that the machine
+    could drift from. `spread` is the relative spread of the samples of the calibration (None: there are none).
     """
 
     capacity: Mapping[str, Mapping[int, float]]
     roofline: Mapping[str, float]
     is_estimated: bool = False
+    spread: float | None = None
 
 
 class SpeedDrift:
@@ -65,6 +66,11 @@ class SpeedDrift:
         """True while capacity and predicted wait come from an estimate, which recent steps correct."""
         return self._expected.is_estimated
 
+    @property
+    def spread(self) -> float | None:
+        """Relative spread of the samples of the calibration; None if there are none."""
+        return self._expected.spread
+
     def factor(self, phase: str) -> float:
         """Return the current step time over the measured one: 1 until enough steps were seen.
 
@@ -90,6 +96,7 @@ class SpeedDrift:
             "steps_over_measured": factors,
             "drifted": self.drifted,
             "estimated": self.is_estimated,
+            "spread": self.spread,
             "capacity_tokens_per_second": self.capacity(),
             "roofline_ratio": self.roofline(),
         }

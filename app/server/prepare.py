@@ -49,7 +49,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-NO_TIME = "there was no time to measure"
+UNDER_LOAD = "fewer threads were much faster, so other work probably used the cores"
 FORMAT = 4  # version of what is measured and how: raise it when older measurements would mislead
 FOLDER = "calibration"
 MAX_BYTES = 2**20  # limit for one file: a longer one was not written by this program
@@ -109,9 +109,11 @@ class CalibrationFile:
     def write(self, calibration: Calibration) -> None:
         """Write the calibration for the next start, or log that it cannot be written.
 
-        Measurements that the plan could not use (`fallback`), and those of single steps alone, are not kept.
+        Noisy ones and those of single steps are kept too: they are a better start than none. Only measurements that the
+        plan could not use (`fallback`) are not.
         """
-        if self.file is None or calibration.measurements.fallback or not calibration.measurements.trials:
+        found = calibration.measurements
+        if self.file is None or found.fallback or not (found.trials or found.single_steps):
             return
         fields = {
             "key": self.key,
@@ -205,6 +207,9 @@ BUDGET_SECONDS = 5.0  # budget for measuring at a start; the first one packs wei
 CALIBRATE_COMMAND_SECONDS = 10.0  # budget of the command `armature calibrate`
 SMALL_WEIGHT_BYTES = 64 * 2**20  # any choice serves a smaller model well, so it is measured only briefly
 SMALL_BUDGET_SECONDS = 0.3
+# Part of a shared cache that speeds up a thread's reads noticeably. A guest with two cores may see the host's whole L3: with
+# 480 MiB of it, both read 51 GB/s from 64 MiB, 43 from 128, 37 from 256, and 36 from 512 and more.
+THREAD_CACHE_BYTES = 64 * 2**20
 FEW_THREADS = 3  # up to this many, every number of threads is tried; above it, the planned number and one fewer
 ReportStage = Callable[[str | LoadProgress], None]
 
@@ -254,8 +259,8 @@ class Prepared:
 
     @property
     def estimated_trial(self) -> TrialTimes | None:
-        """Estimated step times of the plan; None if they are measured or unknown."""
-        if self.plan.speed_source.value != "estimated":
+        """Estimated or noisy step times of the plan; None if they are measured or unknown."""
+        if self.plan.speed_source.value not in ("estimated", "noisy"):
             return None
         estimate = known_timing(self._estimate_inputs, self.plan.precision.value, self.plan.threads.value)
         return None if estimate is None else replace(estimate.trial, int8_copy=self.plan.int8_copy.value)
@@ -263,10 +268,16 @@ class Prepared:
     def with_idle_trial(self, trial: TrialTimes) -> Prepared:
         """Return a copy with the step times that the idle server measured, and keep them for the next start.
 
-        Only the expected speed changes: what is served stays as it was planned.
+        Only the expected speed changes: what is served stays as it was planned. Noisy times of other precisions are
+        dropped, and single steps measured beside them: whatever slowed them down did not slow these times down, so they
+        cannot be compared. The next start estimates those precisions in proportion to these times.
         """
         before = Measurements() if self.calibration is None else self.calibration.measurements
-        measurements = replace(before, trials=(trial, *before.trials), fallback="", is_partial=True)
+        steady = tuple(one for one in before.trials if not one.noise)
+        trial = replace(trial, noise="", spread=0.0)
+        measurements = replace(before, trials=(trial, *steady), fallback="", is_partial=True)
+        if before.fallback or len(steady) < len(before.trials):
+            measurements = replace(measurements, single_steps={})
         calibration = Calibration(measurements, time.time(), from_cache=False)
         self.calibration_file.write(calibration)
         plan, timing = self.plan, TrialTiming(trial, StepTimeTable.from_trial(trial))
@@ -277,9 +288,17 @@ class Prepared:
     def _trial(self) -> TrialTimes | None:
         if self.calibration is None or self.calibration.measurements.fallback:
             return None
-        planned = (self.plan.precision.value, self.plan.threads.value)
-        found = [one for one in self.calibration.measurements.trials if (one.precision, one.threads) == planned]
+        planned = (self.plan.precision.value, self.plan.threads.value, "")
+        found = [
+            one for one in self.calibration.measurements.trials if (one.precision, one.threads, one.noise) == planned
+        ]
         return next((one for one in found if one.int8_copy == self.plan.int8_copy.value), next(iter(found), None))
+
+    @property
+    def calibration_spread(self) -> float | None:
+        """Relative spread of the samples behind the plan's step times, noisy or not; None if there are none."""
+        trial = self._trial() or (self.estimated_trial if self.plan.speed_source.value == "noisy" else None)
+        return None if trial is None else trial.spread
 
     def with_calibration(self, calibration: Calibration) -> Prepared:
         """Return a copy with this calibration and the final plan made from it."""
@@ -331,11 +350,7 @@ def with_kept_calibration(facts: Facts, settings: Settings, checkpoint: OpenedMo
         settings, facts, checkpoint, needs, plan, calibration_file, is_final=is_final, adapters=adapters
     )
     found = calibration_file.read() if plan.calibrate.value and settings.calibrate != "on" else None
-    if found is None:
-        return prepared
-    if found.measurements.is_partial:  # the machine was too busy at the last start: measure again now
-        return replace(prepared, calibration=found)
-    return prepared.with_calibration(found)
+    return prepared if found is None else prepared.with_calibration(found)
 
 
 def calibrate(prepared: Prepared, report: ReportStage, budget_seconds: float | None = None) -> Prepared:
@@ -360,22 +375,24 @@ def calibrate(prepared: Prepared, report: ReportStage, budget_seconds: float | N
         MemoryError,
     ) as error:  # a failed measurement must not end the start
         found = Measurements(fallback=f"measuring failed: {error}", seconds=time.monotonic() - began)
-    if not found.trials and prepared.calibration is not None:
-        log.warning("calibration: %s; what the idle server measured earlier is used", found.fallback or NO_TIME)
-        final = prepared.with_calibration(prepared.calibration)
-        _log_plan(final.plan)
-        return final
     if found.fallback:
         log.warning("calibration: decided from facts alone, because %s (%.1f s)", found.fallback, found.seconds)
     else:
         log.info("calibrated in %.1f s", found.seconds)
+        for trial in found.trials:
+            if trial.noise:
+                log.warning(
+                    "calibration: the times of %s are the least of their samples, since %s",
+                    trial.precision,
+                    trial.noise,
+                )
         for name, seconds in found.single_steps.items():
             log.info("calibration: only one step of %s was timed, which took %.2f s", name, seconds)
     final = prepared.with_calibration(Calibration(found, time.time(), from_cache=False))
     if measured_under_load(prepared, final):
-        log.warning(
-            "the calibration is not kept: fewer threads were much faster, so other work probably used the cores"
-        )
+        log.warning("the calibration is kept as a noisy one: %s", UNDER_LOAD)
+        noisy = tuple(trial if trial.noise else replace(trial, noise=UNDER_LOAD) for trial in found.trials)
+        prepared.calibration_file.write(Calibration(replace(found, trials=noisy), time.time(), from_cache=False))
     elif final.calibration is not None:
         prepared.calibration_file.write(final.calibration)
     _log_plan(final.plan)
@@ -385,7 +402,7 @@ def calibrate(prepared: Prepared, report: ReportStage, budget_seconds: float | N
 def measured_under_load(before: Prepared, after: Prepared) -> bool:
     """Return True if other work seems to have used the cores while they were measured.
 
-    Such measurements serve this start but are not kept for later ones.
+    Such measurements serve this start as they are, and later ones as noisy ones.
     """
     trials = TrialTimings.from_measurements(after.calibration.measurements if after.calibration else None)
     fewer = trials.find(*_precision_and_threads(after.plan))
@@ -422,7 +439,7 @@ def measurement_subject(prepared: Prepared) -> CalibrationSubject:
         _thread_counts(settings, plan),
         lambda found: _precision_and_threads(_plan(facts, found, settings, prepared.needs)),
         _plan_for_precision(prepared, int4, int8_copy="on") if copies and int4 is not None else None,
-        max((cache.size_bytes for cache in facts.caches), default=0),
+        min(max((cache.size_bytes for cache in facts.caches), default=0), plan.threads.value * THREAD_CACHE_BYTES),
     )
 
 
@@ -438,7 +455,7 @@ def _other_precisions(prepared: Prepared) -> list[str]:
         return [*kleidi] if prepared.settings.weight_format == "int4" else []
     if (
         not needs.generates
-    ):  # no other precision is chosen, but the speedup of int8 is reported if the model is large enough to measure it
+    ):  # int8 may be chosen for vectors; of other results its speedup is reported, if the model is large enough
         return ["int8"] if needs.weight_bytes >= SMALL_WEIGHT_BYTES and prepared.plan.precision.value != "int8" else []
     if needs.num_parameters < precision.MIN_PARAMETERS:
         return []

@@ -306,7 +306,7 @@ class ServerRuntime:
         log.info("plan: precision = %s (%s)", now.value, now.reason)
 
     def _use_idle_time(self, engine: Engine, is_wanted: Callable[[], bool]) -> bool:
-        """Time steps of the engine if the start could not; return True to be called again."""
+        """Time steps of the engine if the start could not, or not well; return True to be called again."""
         prepared = self._prepared
         expected = prepared.estimated_trial if prepared.plan.calibrate.value else None
         if expected is None:
@@ -372,7 +372,10 @@ class ServerRuntime:
         if model.table is None:
             return
         expected = ExpectedSpeed(
-            plan.capacity_tokens_per_second.value, plan.roofline_ratio.value, is_estimated=not model.is_measured
+            plan.capacity_tokens_per_second.value,
+            plan.roofline_ratio.value,
+            not model.is_measured,
+            prepared.calibration_spread,
         )
 
         def forget() -> None:

@@ -150,6 +150,7 @@ class Checkpoint:
             layer_weights=layer_weights(config),
             stored_quantization=stored_type(tensors),
             codes_precision=codes_precision(tensors),
+            has_vectors=not isinstance(config, ModelConfig) and "embedding" in config.outputs,
         )
 
     @property

@@ -28,6 +28,7 @@ static const struct {
     {"texts in lanes, bit for bit", texts_in_lanes, OP_TEXTS},
     {"gates, as bf16, fp32 or in tiles", gates, OP_GATE},
     {"gathered rows", gathers, OP_GATHER},
+    {"pooled texts, and rows of unit length", pools, OP_POOL},
     {"rows of stored tables", stored_rows, OP_ROWS},
     {"angles of positions", turning_angles, OP_ANGLES},
     {"the best outputs of a product", picks, OP_PICK},

@@ -179,6 +179,40 @@ int64_t gathers(void) {
     return 6;
 }
 
+/* Texts of which some have no row, or none that counts; every fourth time rows of unit length alone. */
+int64_t pools(void) {
+    for (int64_t i = 0; i < 24; i++) {
+        const int64_t size = SIZES[i % 6], texts = 1 + below(5), alone = i % 4 == 3, mean = i % 2, unit = i % 3 == 0 || alone;
+        int64_t *starts = room((texts + 1) * 8), *skipped = i % 5 == 4 ? room(texts * 8) : NULL;
+        starts[0] = 0;
+        for (int64_t t = 0; t < texts; t++) {
+            const int64_t length = alone ? 1 : below(40);
+            starts[t + 1] = starts[t] + length;
+            if (skipped) skipped[t] = alone ? 0 : below(length + 1);
+        }
+        const int64_t rows = starts[texts], stride = size + below(3), values = rows ? (rows - 1) * stride + size : 0;
+        float *x = room(values * 4), *out = room(texts * size * 4);
+        for (int64_t at = 0; at < values; at++) x[at] = number();
+        const pool_arguments a = {x, alone ? NULL : starts, alone ? NULL : skipped, out, texts, stride, size, mean, unit};
+        run(OP_POOL, &a);
+        for (int64_t t = 0; t < texts; t++) {
+            const int64_t from = starts[t] + (skipped ? skipped[t] : 0), end = starts[t + 1];
+            double *sums = room(size * 8), squares = 0;
+            for (int64_t k = 0; k < size; k++) {
+                sums[k] = 0;
+                for (int64_t row = from; row < end; row++) sums[k] += x[row * stride + k];
+                if (mean && end > from) sums[k] /= (double)(end - from);
+                squares += sums[k] * sums[k];
+            }
+            for (int64_t k = 0; k < size; k++)
+                if (!close_to(out[t * size + k], unit && squares > 0 ? sums[k] / sqrt(squares) : sums[k], 2e-5)) failed("text %d: %g", (int)t, out[t * size + k]);
+            free(sums);
+        }
+        free(starts), free(skipped), free(x), free(out);
+    }
+    return 24;
+}
+
 /* Halves with distinct bits: 1.5, -2^-14 (the smallest normal), 2^-24 (the smallest), 65504, -0. */
 static const struct {
     uint16_t bits;

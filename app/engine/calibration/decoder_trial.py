@@ -28,7 +28,7 @@ from app.kernels.linear.bf16_panels import Bf16PanelLinear, HybridLinear
 from app.kernels.linear.device import DeviceLinear
 from app.kernels.linear.int_panels import IntPanelLinear
 from app.kernels.linear.linear import Linear
-from app.kernels.timing import extrapolate_by_size, monotone_table
+from app.kernels.timing import MAX_ADJUSTMENT, extrapolate_by_size, monotone_table
 from app.messages import Generate, SamplingParams
 from app.models.decoders.config import ModelConfig
 from app.models.decoders.decoder import Embedding, RMSNorm
@@ -162,14 +162,17 @@ class DecoderTrial:
         layer, output = self._sizes(self._whole)
         return self._whole.num_layers + (output - self._sizes(self.config)[1]) / layer
 
-    def summarize(self, threads: int, seconds: Mapping[TrialStep, float]) -> TrialTimes | None:
+    def summarize(
+        self, threads: int, seconds: Mapping[TrialStep, float], max_adjustment: float = MAX_ADJUSTMENT
+    ) -> TrialTimes | None:
         """Return the result for the whole model, or None if steps are missing or their times are inconsistent."""
         layers = self.config.num_layers
         decode, prefill = (
             monotone_table(
                 extrapolate_by_size(
                     ((s.size, s.layers, took) for s, took in seconds.items() if s.kind == kind and not s.context), count
-                )
+                ),
+                max_adjustment,
             )
             for kind, count in (("decode", self.decode_layers), ("prefill", float(layers)))
         )

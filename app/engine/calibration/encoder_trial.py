@@ -24,7 +24,7 @@ from app.hardware.decision import TrialTimes
 from app.hardware.plan.plan import ServingPlan
 from app.hardware.step_times import TABLE_TEXT_TOKENS
 from app.kernels.linear.linear import Linear
-from app.kernels.timing import extrapolate_by_size, monotone_table
+from app.kernels.timing import MAX_ADJUSTMENT, extrapolate_by_size, monotone_table
 from app.messages import Encode, Text
 from app.models.decoders.decoder import Embedding, RMSNorm
 from app.models.encoders.config import EncoderConfig, encoder_products_of
@@ -119,11 +119,13 @@ class EncoderTrial:
 
     # ---- results for the whole model -------------------------------------------------------------------------------
 
-    def summarize(self, threads: int, seconds: Mapping[TrialStep, float]) -> TrialTimes | None:
+    def summarize(
+        self, threads: int, seconds: Mapping[TrialStep, float], max_adjustment: float = MAX_ADJUSTMENT
+    ) -> TrialTimes | None:
         """Return the result for the whole model, or None if steps are missing or their times are inconsistent."""
         layers = self.config.num_layers
         usual = ((shape.size, shape.layers, took) for shape, took in seconds.items() if not shape.context)
-        encode = monotone_table(extrapolate_by_size(usual, float(layers)))
+        encode = monotone_table(extrapolate_by_size(usual, float(layers)), max_adjustment)
         if not encode:
             return None
         return TrialTimes(

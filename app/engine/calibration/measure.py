@@ -1,13 +1,14 @@
 """Calibration: times this machine with a checkpoint's shapes, within a time budget, before weights are read.
 
 The results are `Measurements`, which the plan uses as facts: peak rates of memory and products, and times of trial
-steps, with the KV memory and runners that serving uses. If samples vary too much for that, the results say so and the
-plan does without.
+steps, with the KV memory and runners that serving uses. If samples vary too much for that, the least of them are kept
+and the trial says why it is noisy: the plan then takes it for a better estimate.
 """
 
 from __future__ import annotations
 
 import gc
+import math
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import closing
@@ -180,7 +181,7 @@ class CalibrationSubject:
     - `threads`: the thread counts that may serve, the largest first.
     - `choose`: returns the precision and the thread count that the plan takes after a coarse trial of all.
     - `copy`: a plan that holds eight bits in addition to four, if that may be chosen.
-    - `cache_bytes`: size of the machine's largest cache.
+    - `cache_bytes`: size of the largest cache, as far as the threads profit from it.
     - `memory`: what the weights of all trials are in.
     """
 
@@ -309,7 +310,8 @@ def _measure_trials(subject: CalibrationSubject, timer: CalibrationTimer, found:
         trials=(*full, *_not_remeasured(coarse, full)),
         single_steps={name: seconds for name, seconds in found.single_steps.items() if name not in timed},
     )
-    return _with_int8_copy(subject, timer, found, full[0]) if try_int8_copy and full else found
+    is_steady = bool(full) and not full[0].noise
+    return _with_int8_copy(subject, timer, found, full[0]) if try_int8_copy and is_steady else found
 
 
 def _try_precisions(subject: CalibrationSubject, timer: CalibrationTimer, found: Measurements) -> Measurements:
@@ -360,7 +362,7 @@ def _with_int8_copy(
     eight = TrialSession(subject, subject.copy, timer).trials(
         (int4.threads,), replace(COARSE_TRIAL, rows=COARSE_TRIAL.rows[:1], tokens=sizes)
     )
-    if not eight:
+    if not eight or eight[0].noise:
         return found
     many = eight[0].prefill_seconds
     rows = crossover_rows(int4.prefill_seconds, many)
@@ -396,10 +398,19 @@ class TrialSession:
                 break
         medians = {} if self.noise else rounds.medians()
         found = [model_trial.summarize(number, _seconds_of_threads(medians, number)) for number in threads]
-        trials = [trial for trial in found if trial is not None]
-        if not self.noise and not trials:
-            self.noise = "steps with more rows or layers were measured shorter than steps with fewer"
+        trials = [replace(trial, spread=rounds.spread()) for trial in found if trial is not None]
+        if not trials:
+            self.noise = self.noise or "steps with more rows or layers were measured shorter than steps with fewer"
+            trials = self._noisy_trials(model_trial, threads, rounds)
         return trials
+
+    def _noisy_trials(
+        self, model_trial: ModelTrial, threads: Sequence[int], rounds: TimingRounds[TrialKey]
+    ) -> list[TrialTimes]:
+        """Return what the least samples give: other work can only lengthen a step, so they were disturbed least."""
+        least = rounds.least()
+        found = [model_trial.summarize(number, _seconds_of_threads(least, number), math.inf) for number in threads]
+        return [replace(trial, spread=rounds.spread(), noise=self.noise) for trial in found if trial is not None]
 
     def first_step_seconds(self, threads: int) -> float | None:
         """Return the seconds of one decode step of one sequence with the whole model.

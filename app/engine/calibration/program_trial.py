@@ -19,7 +19,7 @@ from app.hardware.decision import TrialTimes
 from app.hardware.plan.plan import ServingPlan
 from app.kernels.linear.linear import FormFactory, Linear, LinearForm
 from app.kernels.native.memory import allocate_weights
-from app.kernels.timing import monotone_table
+from app.kernels.timing import MAX_ADJUSTMENT, monotone_table
 from app.weights.load_program import ProgramValues, load_program, read_flat
 from app.weights.program import ProgramCheckpoint, operations_per_row, read_bytes
 from app.weights.program_archive import Archive, StoredTensor
@@ -68,9 +68,11 @@ class ProgramTrial:
 
         return run
 
-    def summarize(self, threads: int, seconds: Mapping[TrialStep, float]) -> TrialTimes | None:
+    def summarize(
+        self, threads: int, seconds: Mapping[TrialStep, float], max_adjustment: float = MAX_ADJUSTMENT
+    ) -> TrialTimes | None:
         """Return the result, or None if too few steps were measured or their times are inconsistent."""
-        encode = monotone_table({shape.size: took for shape, took in seconds.items()})
+        encode = monotone_table({shape.size: took for shape, took in seconds.items()}, max_adjustment)
         if not encode:
             return None
         precision = self.plan.precision.value

@@ -19,6 +19,7 @@ from app.engine.sampling.sampler import Sampler
 from app.engine.scheduler.batch import Batch
 from app.hardware.decision import TrialTimes
 from app.hardware.plan.plan import ServingPlan
+from app.kernels.timing import MAX_ADJUSTMENT
 from app.models.decoders.config import ModelConfig
 from app.models.decoders.decoder import Decoder
 
@@ -85,8 +86,13 @@ class ModelTrial(Protocol):
         """Return a function that runs that step; it may be called any number of times."""
         ...
 
-    def summarize(self, threads: int, seconds: Mapping[TrialStep, float]) -> TrialTimes | None:
-        """Return the result for the whole model, or None if steps are missing or their times are inconsistent."""
+    def summarize(
+        self, threads: int, seconds: Mapping[TrialStep, float], max_adjustment: float = MAX_ADJUSTMENT
+    ) -> TrialTimes | None:
+        """Return the result for the whole model, or None if steps are missing or their times are inconsistent.
+
+        They are if times that rise with the size differ from them by more than `max_adjustment`, relative.
+        """
         ...
 
 

@@ -20,12 +20,12 @@ from operator import itemgetter
 from typing import Protocol
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from app.engine.encoder.batching import TextSpan
 from app.engine.encoder.sharding import DEFAULT_PLANNER, LanePlan, LanePlanner, TextBatch, max_lane_tokens
 from app.kernels.attention.context import EncodeContext
+from app.kernels.elementwise.pooling import unit_rows
 from app.kernels.native.library import native_library
 from app.kernels.native.memory import Int64Buffer
 from app.kernels.native.operations import LaneOperations, LanesArguments
@@ -318,7 +318,7 @@ def embedding_bytes(vectors: Tensor, spans: Sequence[TextSpan], normalizes: bool
     for dimensions, normalize in dict.fromkeys(asked):
         own = [row for row, one in enumerate(asked) if one == (dimensions, normalize)]
         rows = (vectors if len(own) == len(asked) else vectors[own])[:, :dimensions]
-        rows = F.normalize(rows, dim=-1) if (normalizes if normalize is None else normalize) else rows
+        rows = unit_rows(rows) if (normalizes if normalize is None else normalize) else rows
         found.update(zip(own, split_bytes(rows, [1] * len(own)), strict=True))
     return [found[row] for row in range(len(asked))]
 

@@ -36,6 +36,7 @@ from app.hardware.plan.precision import (
 )
 from app.hardware.plan.torchao_config import is_torchao
 from app.hardware.plan.trials import TrialTimings
+from app.hardware.plan.vector_precision import choose_vector_precision
 from app.hardware.probe.software import TORCH_KERNELS, WIDENING_LEVELS
 from app.settings import Settings
 
@@ -76,7 +77,7 @@ def decide_weights_and_kv(
     elif not auto:
         chosen = precision.forced_precision(candidates)
     else:
-        choose = precision.choose_precision if generates else precision.choose_vector_precision
+        choose = precision.choose_precision if generates else choose_vector_precision
         chosen = choose(candidates, measurements, threads)
     chosen = precision.choose_int4_kernels(candidates, chosen, trials, threads)
     chosen = _with_stored_type(candidates, chosen)

@@ -79,23 +79,27 @@ class Ceilings:
 
 
 def known_timing(inputs: EstimateInputs, precision: str, threads: int) -> TrialTiming | None:
-    """Return the measured timing of a precision, or what one measured step makes of the estimate, or the estimate.
+    """Return the measured timing of a precision, a noisy one, the estimate scaled to one step, or the estimate.
 
     If other precisions were measured slower or faster than their estimates, this one is expected to be so too: an
     estimate must neither win because the machine was busy while the others were measured, nor lose because it was busy
-    while the ceilings were. Single steps that all took several times as long as estimated say only that other work
-    used the cores: they are ignored. None: nothing is known, because the model,
+    while the ceilings were. Noisy timings and single steps that all took several times as long as estimated say only that
+    other work used the cores: they are ignored. None: nothing is known, because the model,
     its bytes in this precision or the machine's products are not.
     """
-    timing = TrialTimings.from_measurements(inputs.measurements).find(precision, threads)
+    timings = TrialTimings.from_measurements(inputs.measurements)
+    timing = timings.find(precision, threads)
     if timing is not None:
         return timing
     estimate = estimated_timing(inputs, precision, threads)
     if estimate is None:
-        return None
+        return timings.find_noisy(precision, threads)
     one, correction = _single_step(inputs.measurements, precision), _correction(inputs, threads)
-    if correction > _DISTURBED and not _decoding_trials(inputs):
-        one, correction = None, 1.0
+    noisy = timings.find_noisy(precision, threads)
+    if correction > _DISTURBED and not any(timing.trial.decode_seconds for timing in timings.known):
+        one, noisy, correction = None, None, 1.0
+    if noisy is not None:
+        return noisy
     factor = correction if one is None else one / estimate.steps.decode(FEW_SEQS)
     source: TimingSource = "estimated" if one is None else "one step"
     return TrialTiming(_scaled(estimate.trial, factor), estimate.steps.scaled(factor), source)
@@ -174,8 +178,8 @@ def find_ceilings(inputs: EstimateInputs, precision: str, threads: int) -> Ceili
 
 
 def _decoding_trials(inputs: EstimateInputs) -> list[TrialTiming]:
-    known = TrialTimings.from_measurements(inputs.measurements).known
-    return [timing for timing in known if timing.trial.decode_seconds]
+    timings = TrialTimings.from_measurements(inputs.measurements)
+    return [timing for timing in (*timings.known, *timings.noisy) if timing.trial.decode_seconds]
 
 
 def _usable_cores(facts: Facts, threads: int) -> float:

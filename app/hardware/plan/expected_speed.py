@@ -26,7 +26,7 @@ class SpeedEstimate:
 
     Capacity is by phase (`prefill`, `decode`, `encode`) and rows of a step; empty if it is not known. Ratios to the
     limit are by phase, with `decode_full` for the most rows and `encode_few` for the fewest tokens; empty if not
-    measured. `speed_source` is measured, estimated or unknown: where the capacity comes from.
+    measured. `speed_source` is measured, noisy, estimated or unknown: where the capacity comes from.
     """
 
     speed_source: Decision[str] = decided()
@@ -75,6 +75,12 @@ def _source(measurements: Measurements | None, timing: TrialTiming | None) -> De
     if timing.source == "measured":
         when = " while the server was idle" if measurements is not None and measurements.is_partial else ""
         return Decision("measured", f"Steps were timed{when}; recent steps correct the figures.")
+    if timing.source == "noisy":
+        return Decision(
+            "noisy",
+            f"Steps were timed, and the least of the samples count, since {timing.trial.noise}. The idle server measures "
+            "again; recent steps correct the figures.",
+        )
     why = "nothing was measured"
     if measurements is not None:
         why = measurements.fallback or "this configuration was not timed"
@@ -123,7 +129,8 @@ def _encoder_capacity(timing: TrialTiming, most: int, of_rows: bool) -> Decision
 
 
 def _steps_phrase(timing: TrialTiming) -> str:
-    return "From measured steps" if timing.source == "measured" else "Estimated from bytes and operations"
+    noisy = "From the least of noisy samples" if timing.source == "noisy" else "Estimated from bytes and operations"
+    return "From measured steps" if timing.source == "measured" else noisy
 
 
 def _measured_sizes(table: Mapping[int, float], most: int) -> list[int]:

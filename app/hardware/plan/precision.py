@@ -122,12 +122,12 @@ def choose_precision(candidates: PrecisionCandidates, measurements: Measurements
     This is the reference precision, or a smaller one if that does not fit or if the smaller one gains enough. The speed
     of a precision that was not timed is estimated.
     """
-    reference = _reference_precision(candidates)
+    reference = reference_precision(candidates)
     names = candidates.batch_invariant_only(
         [reference, *(name for name in AUTO_PRECISIONS if name in candidates.available)]
     )
-    fitting = _fitting_precisions(candidates, names)
-    start = _reference_or_replacement(candidates, reference, names, fitting)
+    fitting = fitting_precisions(candidates, names)
+    start = reference_or_replacement(candidates, reference, names, fitting)
     affordable = [name for name in fitting if name == start.value or candidates.within_budget(name)]
     inputs = candidates.estimate_inputs(measurements)
     known = {name: timing for name in affordable if (timing := known_timing(inputs, name, threads))}
@@ -160,31 +160,6 @@ def _costly_phrase(candidates: PrecisionCandidates, names: Sequence[str]) -> str
         return "quality_budget is 0, so weights are not quantized."
     said = "; ".join(f"{name}: {candidates.cost_phrase(name)}" for name in names)
     return f"Over the quality_budget of {100 * budget:g}% is {said}."
-
-
-def choose_vector_precision(
-    candidates: PrecisionCandidates, measurements: Measurements | None, threads: int
-) -> Decision[str]:
-    """Choose a precision for `auto` for a model whose results are vectors or labels.
-
-    It is the reference precision if that fits, because new vectors are compared with vectors that an index already
-    has.
-    """
-    reference = _reference_precision(candidates)
-    names = candidates.batch_invariant_only(
-        [reference, *(name for name in AUTO_PRECISIONS[:1] if name in candidates.available)]
-    )
-    start = _reference_or_replacement(candidates, reference, names, _fitting_precisions(candidates, names))
-    inputs = candidates.estimate_inputs(measurements)
-    now, int8 = known_timing(inputs, start.value, threads), known_timing(inputs, "int8", threads)
-    if start.value == "int8" or now is None or int8 is None:
-        return start
-    how = "measured" if now.source == int8.source == "measured" else "estimated"
-    return Decision(
-        start.value,
-        f"{start.reason} int8 was {how} {int8.speedup_over(now):.2f} times as fast. It is not chosen by itself, since vectors must stay "
-        "comparable with those in an index: set precision=int8 and compute the whole index with it.",
-    )
 
 
 def forced_precision(candidates: PrecisionCandidates) -> Decision[str]:
@@ -324,12 +299,13 @@ def exact_precision(facts: Facts, kind: str, needs: Needs | None, level: str) ->
     return "bf16" if name == "fp32" and kind == "cpu" and narrow and level != TORCH_KERNELS else name
 
 
-def _reference_precision(candidates: PrecisionCandidates) -> str:
+def reference_precision(candidates: PrecisionCandidates) -> str:
+    """Return the precision that `auto` takes if it fits and no other one gains enough."""
     name = exact_precision(candidates.facts, candidates.kind, candidates.needs, candidates.level)
     return name if name in candidates.available else "fp32"
 
 
-def _reference_or_replacement(
+def reference_or_replacement(
     candidates: PrecisionCandidates, reference: str, names: Sequence[str], fitting: Sequence[str]
 ) -> Decision[str]:
     """Return the reference precision, or its replacement if it does not fit or is not batch invariant."""
@@ -368,7 +344,7 @@ def _cost_phrase(candidates: PrecisionCandidates, name: str) -> str:
 # ---- memory ---------------------------------------------------------------------------------------------------------
 
 
-def _fitting_precisions(candidates: PrecisionCandidates, names: Sequence[str]) -> list[str]:
+def fitting_precisions(candidates: PrecisionCandidates, names: Sequence[str]) -> list[str]:
     """Return the precisions that leave memory for a useful KV cache.
 
     Without any, the last one that can serve at all; without any of those, the smallest, for the numbers in the

@@ -140,11 +140,17 @@ def _calibrate(settings: Settings, measurements: Measurements | None, served: St
             True,
             "This machine will be measured with this model's shapes before weights are read; later starts reuse the results.",
         )
+    same = [trial.noise for trial in measurements.trials if trial.precision == served.precision]
+    if same and all(same):
+        return Decision(
+            True, f"Measured in {measurements.seconds:.1f} s, but {same[0]}: the server measures again while idle."
+        )
     if measurements.fallback:
         return Decision(True, f"Measured, but decided from facts alone, since {measurements.fallback}.")
     if measurements.is_partial:
         return Decision(
-            True, "Measured while the server was idle, since no start could; the next start measures again."
+            True,
+            "Measured while the server was idle, since no start could: armature calibrate measures all precisions.",
         )
     return Decision(True, f"Measured on this machine with this model's shapes, in {measurements.seconds:.1f} s.")
 

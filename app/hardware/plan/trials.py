@@ -16,14 +16,15 @@ PROMPT_TOKENS = 512  # tokens of a prompt, or of texts, with which two configura
 FEW_TOKENS = 16  # tokens of one short text
 
 
-TimingSource = Literal["measured", "one step", "estimated"]
+TimingSource = Literal["measured", "noisy", "one step", "estimated"]
 
 
 @dataclass(frozen=True, slots=True)
 class TrialTiming:
     """Valid trial with its table of step times.
 
-    `source` says if it was measured, estimated, or estimated and scaled to one measured decode step of one sequence.
+    `source` says if it was measured, measured with samples that varied too much, estimated, or estimated and scaled to one
+    measured decode step of one sequence.
     """
 
     trial: TrialTimes
@@ -88,19 +89,23 @@ class TrialTiming:
 
 @dataclass(frozen=True, slots=True)
 class TrialTimings:
-    """Valid timings; none if nothing was measured, or if the measurements were rejected."""
+    """Valid timings; none if nothing was measured, or if the measurements were rejected.
+
+    Those whose samples varied too much are in `noisy`: they serve as better estimates and decide nothing else.
+    """
 
     known: tuple[TrialTiming, ...] = ()
+    noisy: tuple[TrialTiming, ...] = ()
 
     @classmethod
     def from_measurements(cls, measurements: Measurements | None) -> TrialTimings:
         """Return the valid timings among the measurements."""
         if measurements is None or measurements.fallback:
             return cls()
+        valid = [trial for trial in measurements.trials if _is_valid(trial)]
         return cls(
-            tuple(
-                TrialTiming(trial, StepTimeTable.from_trial(trial)) for trial in measurements.trials if _is_valid(trial)
-            )
+            tuple(TrialTiming(trial, StepTimeTable.from_trial(trial)) for trial in valid if not trial.noise),
+            tuple(TrialTiming(trial, StepTimeTable.from_trial(trial), "noisy") for trial in valid if trial.noise),
         )
 
     def find(self, precision: str, threads: int, *, int8_copy: bool = False) -> TrialTiming | None:
@@ -108,6 +113,10 @@ class TrialTimings:
         wanted = (precision, threads, int8_copy)
         found = [one for one in self.known if (one.trial.precision, one.trial.threads, one.trial.int8_copy) == wanted]
         return max(found, key=lambda one: one.num_sizes, default=None)
+
+    def find_noisy(self, precision: str, threads: int) -> TrialTiming | None:
+        """Return the noisy timing of a configuration without int8 copy with the most step sizes, or None."""
+        return TrialTimings(self.noisy).find(precision, threads)
 
     def find_served(self, precision: str, threads: int, *, int8_copy: bool) -> TrialTiming | None:
         """Return the timing of a configuration; if the int8 copy was not timed, the timing without it."""
@@ -123,16 +132,18 @@ NO_TRIALS = TrialTimings()  # nothing was measured
 
 
 def describe_sources(compared: Mapping[str, TrialTiming]) -> str:
-    """Return sentences that say which precisions were not timed, or not beyond one step; empty if all were.
+    """Return sentences that say which precisions were not timed, not well or not beyond one step; empty if all were.
 
     They begin with a space.
     """
     estimated = [name for name, timing in compared.items() if timing.source == "estimated"]
+    noisy = [name for name, timing in compared.items() if timing.source == "noisy"]
     single = [name for name, timing in compared.items() if timing.source == "one step"]
     verb = "was" if len(estimated) == 1 else "were"
-    return f" {' and '.join(estimated)} {verb} not timed but estimated from bytes and operations." * bool(
-        estimated
-    ) + f" Of {' and '.join(single)} only one step was timed." * bool(single)
+    return f" {' and '.join(estimated)} {verb} not timed but estimated from bytes and operations." * bool(estimated) + (
+        f" Of {' and '.join(single)} only one step was timed." * bool(single)
+        + f" The times of {' and '.join(noisy)} are the least of samples that varied too much." * bool(noisy)
+    )
 
 
 def format_rate(number: float) -> str:

@@ -13,6 +13,7 @@
 #include "linear_fp32.h"
 #include "lora.h"
 #include "pick.h"
+#include "pool.h"
 #include "quantise.h"
 #include "round_int4.h"
 #include "rowwise.h"
@@ -59,6 +60,7 @@ const level LEVEL = {
             [OP_INT4_GPTQ] = int4_gptq,
             [OP_LINEAR_FP32] = linear_fp32,
             [OP_TOP] = top,
+            [OP_POOL] = pool,
             [OP_LORA] = lora,
 #if AMX_TILES
             [OP_LINEAR_BF16] = linear_amx,

@@ -56,6 +56,7 @@ enum {
     OP_INT4_GPTQ,   /* codes of some inputs of a weight by GPTQ */
     OP_LINEAR_FP32, /* rows times fp32 panels, or bf16 panels that are widened while they are read */
     OP_TOP,         /* each row's top elements of an fp32 matrix */
+    OP_POOL,        /* rows of each text to one, or rows to unit length */
     OP_LORA,        /* the products of LoRA adapters, added to a product's rows */
     OP_COUNT
 };
@@ -194,6 +195,15 @@ typedef struct {
     float *out;
     int64_t stride, count, size;
 } gather_arguments;
+
+/* out [texts, size] fp32 = the sum (or, if `mean`, the mean) of rows [starts[i] + skipped[i], starts[i + 1]) of x (row stride in
+ * elements), divided by its length if `unit`. Without `starts`, row i; without `skipped`, 0. A sum of no rows is 0. */
+typedef struct {
+    const float *x;
+    const int64_t *starts, *skipped;
+    float *out;
+    int64_t texts, stride, size, mean, unit;
+} pool_arguments;
 
 /* cos and signed sin [count, 2 * half] fp32 of angle = positions[i] * frequencies[k], which is first rounded to fp32:
  * cos is (c, c), sin is (-s, s), each times `scale`; frequencies [half] fp32. */

@@ -45,7 +45,8 @@ class OpCode(IntEnum):
     INT4_GPTQ = 15
     LINEAR_FP32 = 16
     TOP_ELEMENTS = 17
-    LORA = 18
+    POOL = 18
+    LORA = 19
 
 
 class ProductOutput(IntEnum):
@@ -178,6 +179,16 @@ class GatherArguments(ctypes.Structure):
     _fields_ = (
         *((name, _ADDRESS) for name in ("x", "ids", "out")),
         *((name, _INT) for name in ("stride", "count", "size")),
+    )
+
+
+class PoolArguments(ctypes.Structure):
+    """Arguments of pooling the rows of each text, and of dividing rows by their lengths."""
+
+    code = OpCode.POOL
+    _fields_ = (
+        *((name, _ADDRESS) for name in ("x", "starts", "skipped", "out")),
+        *((name, _INT) for name in ("texts", "stride", "size", "mean", "unit")),
     )
 
 
@@ -448,6 +459,7 @@ def _version_matches() -> bool:
         Int4GptqArguments,
         LinearFp32Arguments,
         TopElementsArguments,
+        PoolArguments,
         LoraArguments,
     )
     expected = {arguments.__name__: (int(arguments.code), ctypes.sizeof(arguments)) for arguments in structures}

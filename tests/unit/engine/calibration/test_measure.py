@@ -22,6 +22,7 @@ from app.hardware.plan.plan import ServingPlan, make_plan
 from app.hardware.probe.probe import probe
 from app.kernels import ceilings
 from app.kernels.native.operations import OpCode, has_kernel
+from app.kernels.timing import MAX_SPREAD
 from app.settings import Settings
 from app.weights.checkpoint import Checkpoint, open_checkpoint
 from app.weights.forms import RECIPES
@@ -191,10 +192,41 @@ def test_few_layers_and_few_outputs_stand_for_all(tmp_path: Path, monkeypatch: p
     assert by_precision["bf16"].decode_seconds[8] == pytest.approx(FIXED + (2 + outputs) * (LAYER + 8 * ROW), rel=0.01)
 
 
-def test_a_noisy_machine_gives_a_reason_and_no_table(checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_noisy_machine_gives_the_least_samples_and_a_reason(
+    checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch
+) -> None:
     machine = Machine(monkeypatch, lambda rehearsal, threads: (1.0, 5.0, 2.0)[machine.steps % 3])
     found = measured(machine, subject_of(checkpoint, "fp32"))
-    assert (found.trials, "too busy" in found.fallback) == ((), True)
+    (trial,) = found.trials
+    assert (found.fallback, "too busy" in trial.noise, trial.spread > MAX_SPREAD) == ("", True, True)
+    assert trial.decode_seconds == pytest.approx({rows: FIXED + 8 * (LAYER + rows * ROW) for rows in (1, 2, 4, 8)})
+
+
+def test_steps_that_are_shorter_with_more_rows_give_a_noisy_table_that_rises(
+    checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    machine = Machine(monkeypatch, quiet)
+    run = machine._run
+
+    def shorter(rehearsal: DecoderTrial, shape: TrialStep) -> None:
+        before = machine.now
+        run(rehearsal, shape)
+        machine.now = before + (machine.now - before) * (0.2 if (shape.kind, shape.size) == ("decode", 4) else 1.0)
+
+    monkeypatch.setattr(machine, "_run", shorter)
+    (trial,) = measured(machine, subject_of(checkpoint, "fp32")).trials
+    assert "more rows" in trial.noise and trial.spread < MAX_SPREAD
+    seconds = [trial.decode_seconds[rows] for rows in (1, 2, 4, 8)]
+    assert seconds == sorted(seconds) and seconds[2] < FIXED + 8 * LAYER
+
+
+@INTEGERS
+def test_nothing_further_is_decided_from_noise(checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whether an int8 copy makes prompts faster is not asked of a machine whose steps differ fivefold."""
+    machine = Machine(monkeypatch, lambda rehearsal, threads: (1.0, 5.0, 2.0)[machine.steps % 3])
+    copy = plan_of(checkpoint, precision="int4", int8_copy="on")
+    found = measured(machine, subject_of(checkpoint, "int4", copy=copy))
+    assert [trial.int8_copy for trial in found.trials] == [False] and found.most_few_rows is None
 
 
 def test_no_time_gives_a_reason_and_no_table(checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch) -> None:

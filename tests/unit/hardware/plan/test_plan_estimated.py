@@ -159,6 +159,30 @@ def test_single_steps_of_a_busy_machine_decide_nothing(llama_1b: Needs) -> None:
     assert plan(llama_1b, quiet).precision.value != "int8", "int8 was timed slower"
 
 
+def test_noisy_times_are_a_better_estimate_unless_all_were_disturbed(llama_1b: Needs) -> None:
+    def noisy(precision: str, one: float, eight: float) -> TrialTimes:
+        return dataclasses.replace(trial(precision, one, eight), noise="the machine is too busy", spread=0.3)
+
+    found = Measurements(trials=(noisy("int8", 13, 80), noisy("int4", 23, 110)))
+    decision = plan(llama_1b, found)
+    assert decision.precision.value == "int4" and "23.0 tokens/s" in decision.precision.reason
+    assert "The times of int8 and int4 are the least of samples that varied too much." in decision.precision.reason
+    assert decision.speed_source.value == "noisy"
+    slow = Measurements(trials=(noisy("int8", 1.0, 6), noisy("int4", 0.9, 5)))  # estimated: 11 and 19
+    disturbed = plan(llama_1b, slow)
+    assert disturbed.precision.value == "int4" and disturbed.speed_source.value == "estimated"
+    beside = Measurements(trials=(trial("int8", 1.0, 6), noisy("int4", 0.9, 5)))
+    assert plan(llama_1b, beside).precision.value == "int8", "int8 was timed well, so the machine is that slow"
+
+
+def test_threads_do_not_follow_noise(llama_1b: Needs) -> None:
+    half = dataclasses.replace(trial("int4", 40, 200, threads=1), noise="the machine is too busy")
+    found = Measurements(trials=(dataclasses.replace(trial("int4", 20, 100), noise=half.noise), half))
+    assert plan(llama_1b, found).threads.value == 2
+    steady = dataclasses.replace(found, trials=tuple(dataclasses.replace(one, noise="") for one in found.trials))
+    assert plan(llama_1b, steady).threads.value == 1
+
+
 def test_one_measured_step_scales_the_estimate(llama_1b: Needs) -> None:
     found = Measurements(trials=(trial("int8", 60, 400),), single_steps={"fp32": 0.5})
     inputs = EstimateInputs(cascade_lake(), llama_1b, "avx512", measurements=found)
@@ -296,3 +320,36 @@ def test_encoders_and_programs_are_estimated_and_stay_exact(llama_1b: Needs, kin
     assert found.speed_source.value == "estimated"
     assert found.capacity_tokens_per_second.value["encode"]
     assert "stimated" in found.max_waiting_requests.reason
+
+
+# ---- vectors ---------------------------------------------------------------------------------------------------------
+
+
+def encodes(precision: str, speed: float, **changes: Any) -> TrialTimes:
+    return TrialTimes(precision, 2, {}, {}, encode_seconds={16: 1 / speed, 256: 4 / speed}, **changes)
+
+
+@pytest.mark.parametrize(
+    ("changes", "int8", "asked", "chosen", "reason"),
+    [
+        ({}, encodes("int8", 200), {}, "int8", "when the weights are packed"),
+        ({"quality_costs": {"int8": 0.002}}, encodes("int8", 200), {}, "int8", "cosines of at least 0.9980"),
+        ({"quality_costs": {"int8": 0.05}}, encodes("int8", 200), {}, "fp32", "over the quality_budget of 3%"),
+        ({}, encodes("int8", 200), {"quality_budget": 0.0}, "fp32", "over the quality_budget of 0%"),
+        ({}, encodes("int8", 200, noise="too busy"), {}, "int8", "2.00 times as fast"),
+        ({}, encodes("int8", 110), {}, "fp32", "under the 1.2"),
+        ({"has_vectors": False}, encodes("int8", 200), {}, "fp32", "only for vectors"),
+        ({"kind": "program"}, encodes("int8", 200), {}, "fp32", "only for vectors"),
+        ({"num_parameters": 22_000_000}, encodes("int8", 200), {}, "fp32", "22M parameters is fast"),
+    ],
+)
+def test_measured_quality_and_speed_decide_on_vectors_in_int8(
+    llama_1b: Needs, changes: dict[str, Any], int8: TrialTimes, asked: dict[str, Any], chosen: str, reason: str
+) -> None:
+    known = {"kind": "encoder", "max_model_len": 512, "kv_elements_per_token": 0, "has_vectors": True}
+    if changes.get("kind") == "program":
+        known["has_vectors"] = False
+    needs = dataclasses.replace(llama_1b, **{**known, **changes})
+    found = Measurements(trials=(encodes("fp32", 100), int8))
+    decision = plan(needs, found, cascade_lake(memory=64 * GIB), **asked).precision
+    assert decision.value == chosen and reason in decision.reason, decision.reason
