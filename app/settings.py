@@ -156,6 +156,26 @@ def _check_origins(origins: tuple[str, ...]) -> tuple[str, ...]:
     return origins
 
 
+def parse_adapters(names: tuple[str, ...]) -> tuple[tuple[str, Path], ...]:
+    """Return the name and directory of each adapter in `lora`.
+
+    Raises:
+        ValueError: An item is not NAME=DIR, or two have the same name.
+    """
+    pairs = [item.partition("=") for item in names]
+    for item, (name, equals, directory) in zip(names, pairs, strict=True):
+        if not equals or not name or not directory:
+            raise ValueError(f"{item!r} is not NAME=DIR")
+    if len({name for name, _, _ in pairs}) < len(pairs):
+        raise ValueError("two adapters have the same name")
+    return tuple((name, Path(directory).expanduser()) for name, _, directory in pairs)
+
+
+def _check_adapters(names: tuple[str, ...]) -> tuple[str, ...]:
+    parse_adapters(names)
+    return names
+
+
 # NoDecode: a variable too may be separated by commas, which pydantic-settings would refuse as no JSON.
 TextList = Annotated[tuple[str, ...], NoDecode, BeforeValidator(parse_list)]
 
@@ -186,6 +206,20 @@ class Settings(BaseSettings):
     )
     any_model_name: Literal["off", "on"] = Field(
         "off", description="Accept every model name, for clients that send a fixed one such as gpt-4o."
+    )
+    lora: Annotated[TextList, AfterValidator(_check_adapters)] = Field(
+        (),
+        description="LoRA adapters, as NAME=DIR with peft's directory; a request chooses one by its name as the model.",
+    )
+    lora_root: Path | None = Field(
+        None,
+        description="Directory of adapters that clients may load and unload while the server runs; none: they may not.",
+    )
+    max_loras: PositiveInt | Auto = Field(
+        "auto", description="Adapters that may be loaded at the same time; auto: those listed, or 8 with lora_root."
+    )
+    max_lora_rank: Annotated[int, Field(ge=1, le=64)] | Auto = Field(
+        "auto", description="Highest rank of an adapter, up to 64; auto: that of the listed ones, or 16 with lora_root."
     )
     tool_call_parser: Literal["auto", "hermes", "llama3_json", "mistral", "phi4_mini_json", "granite", "json"] = Field(
         "auto", description="Format of the model's tool calls; auto: as its chat template and type say."

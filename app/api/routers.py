@@ -24,6 +24,7 @@ from app.api.llama_cpp import server as llama_cpp_server
 from app.api.oip import generate, repository
 from app.api.oip import routes as oip
 from app.api.ollama import routes as ollama
+from app.api.openai import adapters
 from app.api.openai import routes as openai
 from app.api.openai_responses import routes as openai_responses
 from app.api.pages import web_page
@@ -54,6 +55,7 @@ ROUTERS: tuple[DialectRouter, ...] = (
     web_page.router,
     openai.router,
     openai.router.copy(_WITHOUT_PREFIX),
+    adapters.router,
     openai_responses.router,
     openai_responses.router.copy(_WITHOUT_PREFIX),
     anthropic.router,

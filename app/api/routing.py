@@ -35,6 +35,7 @@ from app.service.served_model import ServedDecoder
 from app.service.service import Service
 
 T = TypeVar("T")
+_MAX_NAMES = 4  # served names in one message
 _SPACE_BYTES = 64  # looked at first: stripping a whole body takes milliseconds
 
 
@@ -112,11 +113,29 @@ def renamed_fields(names: Mapping[str, str]) -> Iterator[None]:
         raise
 
 
-def check_model(runtime: ApiRuntime, name: str | None) -> None:
-    """Check that `name` is one of the served model; None always passes. Raises `ModelNotFound`."""
+def check_model(runtime: ApiRuntime, name: str | None) -> str:
+    """Return the name that answers have: the served model's first one, or the adapter's if `name` is an adapter's.
+
+    None and names of the model itself are the model.
+
+    Raises:
+        ModelNotFound: Nothing of this name is served.
+    """
     served, names = runtime.service.model.name, runtime.names
-    if name is not None and name != served and name not in names.aliases and not names.accepts_any:
-        raise ModelNotFound(f"The model {name[:100]!r} is not served here; {served!r} is.", field="model")
+    if name is None or name == served or name in names.aliases:
+        return served
+    if runtime.service.adapters.find(name) is not None:
+        return name
+    if names.accepts_any:
+        return served
+    known = ", ".join(map(repr, served_names(runtime)[:_MAX_NAMES]))
+    raise ModelNotFound(f"The model {name[:100]!r} is not served here; {known} is.", field="model")
+
+
+def served_names(runtime: ApiRuntime) -> list[str]:
+    """Return the names that requests may give as the model: those of the model itself, and its adapters."""
+    adapters = [adapter.name for adapter in runtime.service.adapters]
+    return list(dict.fromkeys([runtime.service.model.name, *runtime.names.aliases, *adapters]))
 
 
 async def run_beside_loop(num_bytes: int, function: Callable[..., T], *arguments: Any) -> T:

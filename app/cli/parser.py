@@ -222,7 +222,8 @@ class _CommaJoined(argparse.Action):
     def __call__(
         self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, values: Any, option: str | None = None
     ) -> None:
-        setattr(namespace, self.dest, ",".join(values))
+        before = getattr(namespace, self.dest, None)  # a flag that is repeated adds to its list
+        setattr(namespace, self.dest, ",".join(values if before is None else [before, *values]))
 
 
 def _add_settings(parser: argparse.ArgumentParser) -> None:

@@ -249,6 +249,7 @@ class Needs:
     of tables of which a step reads only some rows. `quality_costs` are the relative
     increases of perplexity by quantized precision, or of an encoder 1 minus the lowest cosine of its vectors with
     the exact ones, measured while these weights were packed. `has_vectors`: an encoder gives vectors, not only labels.
+    `adapter_elements` are the weights of all LoRA adapters that may be loaded at the same time.
     """
 
     kind: Literal["decoder", "encoder", "program"]
@@ -273,6 +274,7 @@ class Needs:
     stored_quantization: str = ""
     codes_precision: str = ""
     has_vectors: bool = False
+    adapter_elements: int = 0
 
     @property
     def generates(self) -> bool:

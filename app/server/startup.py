@@ -35,6 +35,7 @@ from app.metrics.speed_drift import ExpectedSpeed, SpeedDrift
 from app.metrics.step_monitor import SlowStepDetector, StepMonitor, first_touch_seconds
 from app.metrics.step_time_model import StepTimeModel
 from app.models.encoders.config import EncoderConfig
+from app.server.adapters import adapter_store
 from app.server.prepare import Prepared, calibrate
 from app.server.start_console import StartConsole
 from app.server.unfetched_model import UnfetchedModel
@@ -291,8 +292,11 @@ class ServerRuntime:
                     step_time_model,
                     eos_token_ids,
                     self._take_quality_cost,
+                    prepared.adapters,
                 )
             )
+        slots = getattr(engine, "adapters", None)
+        self.service.serve_adapters(adapter_store(prepared.settings, prepared.adapters, prepared.checkpoint, slots))
         self._step_time_model = step_time_model
         self._step_monitor.watch_slow_steps(self._slow_step_detector(step_time_model))
         log.info("weights loaded and warmed up in %.1f s", time.monotonic() - began)
@@ -412,6 +416,7 @@ class ServerRuntime:
         return {
             "model": {"name": prepared.model_name, **needs},
             "sampling_defaults": self._sampling_defaults(),
+            "adapters": [adapter.name for adapter in self.service.adapters],
             "facts": prepared.facts.to_json(),
             "place": self._power_monitor.to_json(),
             "plan": prepared.plan.to_json(),

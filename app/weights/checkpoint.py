@@ -43,6 +43,8 @@ from app.weights.gguf.config import config_values, family_of
 from app.weights.gguf.reader import find_gguf, read_gguf
 from app.weights.gguf.tensors import checkpoint_tensors
 from app.weights.gguf.tokenizer import check_tokenizer
+from app.weights.lora.adapter import WEIGHTS as ADAPTER_WEIGHTS
+from app.weights.lora.adapter import adapter_as_model_message, is_adapter
 from app.weights.quantized.methods import check_not_quantized, join_weights, quantization_method
 from app.weights.safetensors import TensorEntry, read_header
 from app.weights.sentence_transformers import read_sentence_config
@@ -191,6 +193,8 @@ def _open_gguf(file: Path) -> Checkpoint:
 
 
 def _open_directory(directory: Path) -> Checkpoint:
+    if is_adapter(directory) and not (directory / "config.json").exists():
+        raise CheckpointInvalid(adapter_as_model_message(directory))
     config, model_config = read_model_config(directory)
     method = quantization_method(config)
     found = _find_tensors(directory)
@@ -234,7 +238,7 @@ def read_model_config(directory: Path) -> tuple[Mapping[str, Any], ModelConfig |
 def _find_tensors(directory: Path) -> dict[str, TensorEntry]:
     if file_in(directory, INDEX).is_file():
         return _read_shards(directory)
-    files = files_in(directory, "*.safetensors")
+    files = [file for file in files_in(directory, "*.safetensors") if file.name != ADAPTER_WEIGHTS]
     single = directory / SINGLE_FILE
     if single in files or len(files) == 1:
         return read_header(single if single in files else files[0])

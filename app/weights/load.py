@@ -353,7 +353,7 @@ class _ModelLoader:
             else:
                 factors = self._smooth_scales(layer.norm, layer, entries, statistics)
             layer.norm.divide_weight(factors)
-            self.smooth_scales[linear.sources] = factors
+            self.smooth_scales[linear.sources] = linear.input_scales = factors
             if linear in self.exact:
                 self.exact[linear].scales = factors
         if blobs is not None and isinstance(layer.packing, CacheablePacking):

@@ -16,6 +16,7 @@ from app.errors import NotReady
 from app.messages import Timings
 from app.metrics.load_progress import LoadProgress
 from app.metrics.stats import EngineSnapshot, StepLog
+from app.service.adapters import Adapters, AdapterStore
 from app.service.requests import Accepted, ChoiceFinished, GenerationRequest, StreamEvent, TextDelta, Usage
 from app.service.served_model import ServedDecoder, ServingLimits, wrong_kind_error
 from app.text.bounds import LeastTokens
@@ -72,6 +73,7 @@ class ScriptedService:
     streams: list[AsyncGenerator[StreamEvent, None]] = field(default_factory=list)
     num_open: int = 0
     num_waiting: int = 0
+    adapters: Adapters = field(default_factory=lambda: Adapters(AdapterStore(), lambda command: None))
 
     @property
     def model(self) -> Any:

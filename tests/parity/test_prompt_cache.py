@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,7 @@ from hypothesis import strategies as st
 from app.engine.decoder.prefix_files import PrefixFiles
 from app.engine.decoder.prompt_cache import PromptCache
 from app.hardware.step_times import StepTimeTable
-from app.messages import Generate
+from app.messages import Generate, LoadedAdapter
 from app.metrics.step_time_model import StepTimeModel
 from hypothesis_examples import examples
 from loaded_models import load
@@ -67,6 +68,19 @@ def test_a_new_process_says_the_same_from_files(model: torch.nn.Module, dtype: t
     assert cached_tokens(second) >= before + 200
     computed = sum(step.prefill_tokens for step in second.stats)
     assert computed < 0.5 * sum(step.prefill_tokens for step in first.stats)
+
+
+def test_prompts_of_adapters_are_neither_kept_nor_found(model: torch.nn.Module, tmp_path: Path) -> None:
+    plain = REQUESTS[0]
+    adapted = replace(plain, request_id="adapted", adapter=LoadedAdapter(0, 1))
+    for number, (kept, asked) in enumerate([(adapted, plain), (plain, adapted), (plain, plain)]):
+        folder = tmp_path / str(number)
+        first, _ = started(model, torch.float32, folder)
+        first.generate([kept])
+        first.engine.save_prefixes(lambda: False)
+        second, _ = started(model, torch.float32, folder)
+        second.generate([asked])
+        assert (cached_tokens(second) > 0) == (kept is asked)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int8])

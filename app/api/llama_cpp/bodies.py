@@ -34,14 +34,17 @@ TokenBiases = Annotated[
 
 # Caches and slots, and parameters of samplers that are off.
 _IGNORED = frozenset(
-    "model cache_prompt id_slot slot_id n_keep n_discard n_indent min_keep timings_per_token return_progress samplers "
+    "cache_prompt id_slot slot_id n_keep n_discard n_indent min_keep timings_per_token return_progress samplers "
     "repeat_last_n penalize_nl mirostat_tau mirostat_eta dynatemp_exponent xtc_threshold dry_base dry_allowed_length "
     "dry_penalty_last_n dry_sequence_breakers n_cache_reuse api_key".split()
 )
 
 
 class LlamaCppBody(SamplingFields):
-    """Body of `POST /completion`. `n_predict` below 0 means up to the end of the context."""
+    """Body of `POST /completion`. `n_predict` below 0 means up to the end of the context.
+
+    `model` may name an adapter; other names mean the model, as llama.cpp does.
+    """
 
     IGNORED: ClassVar[frozenset[str]] = _IGNORED
     NEUTRAL: ClassVar[Mapping[str, tuple[Any, ...]]] = {
@@ -57,6 +60,7 @@ class LlamaCppBody(SamplingFields):
         "image_data": ([],),
     }
 
+    model: str | None = None
     prompt: LlamaCppPrompts
     n_predict: Int64 | None = None
     max_tokens: Int64 | None = None

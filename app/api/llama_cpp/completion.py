@@ -130,9 +130,10 @@ async def infill(request: Request, unread: RequestBody[InfillBody]) -> Response:
 
 async def _respond(runtime: ApiRuntime, body: LlamaCppBody, requests: list[GenerationRequest]) -> Response:
     params = requests[0].params
-    streams: list[GenerationStream] = [runtime.service.generate(each) for each in requests]
+    name = body.model if body.model and runtime.service.adapters.find(body.model) else runtime.service.model.name
+    streams: list[GenerationStream] = [runtime.service.generate(replace(each, model=name)) for each in requests]
     stream = streams[0] if len(streams) == 1 else merge_streams(streams, params.n)
-    format_ = _LlamaCppFormat(runtime, body, params, await _prompt_texts(runtime, requests))
+    format_ = _LlamaCppFormat(runtime, name, body, params, await _prompt_texts(runtime, requests))
     return await respond(stream, format_, _EVENTS, streams=body.stream)
 
 
@@ -199,9 +200,11 @@ async def _prompt_texts(runtime: ApiRuntime, requests: Iterable[GenerationReques
 
 
 class _LlamaCppFormat:
-    def __init__(self, runtime: ApiRuntime, body: LlamaCppBody, params: SamplingParams, prompts: list[str]) -> None:
+    def __init__(
+        self, runtime: ApiRuntime, name: str, body: LlamaCppBody, params: SamplingParams, prompts: list[str]
+    ) -> None:
         served = runtime.service.decoder
-        self._model, self._body, self._params, self._prompts = served.name, body, params, prompts
+        self._model, self._body, self._params, self._prompts = name, body, params, prompts
         self._eos_token_ids, self._context = served.tokenizer.eos_token_ids, served.limits.max_model_len
 
     def whole(self, completion: CollectedCompletion) -> Json | list[Json]:

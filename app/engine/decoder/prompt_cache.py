@@ -54,6 +54,8 @@ class PromptCache:
     def read(self, sequence: Sequence, max_seconds: float) -> tuple[int, bool]:
         """Read the blocks that follow a sequence's computed tokens, as `PrefixStore.read` says."""
         assert sequence.slot is not None, "only a running sequence reads a prefix"
+        if sequence.adapter is not None:  # files have no names of adapters' weights
+            return sequence.num_computed, False
         computed, limit, size = sequence.num_computed, sequence.max_cached_tokens, self._block_tokens
         began = last = time.perf_counter()
         for block in self.files.blocks(sequence.token_ids, computed // size, size):
@@ -76,6 +78,8 @@ class PromptCache:
         self.files.begin()
         for slot in sorted(slots, key=lambda slot: -slot.used_at):
             if slot.running or slot.num_tokens < self._block_tokens or self._saved.get(slot.index) == slot.used_at:
+                continue
+            if slot.adapter is not None:
                 continue
             for block in self.files.blocks(slot.token_ids[: slot.num_tokens], 0, self._block_tokens):
                 if is_wanted():

@@ -11,6 +11,7 @@
 #include "angles.h"
 #include "layer_norm.h"
 #include "linear_fp32.h"
+#include "lora.h"
 #include "pick.h"
 #include "pool.h"
 #include "quantise.h"
@@ -60,6 +61,7 @@ const level LEVEL = {
             [OP_LINEAR_FP32] = linear_fp32,
             [OP_TOP] = top,
             [OP_POOL] = pool,
+            [OP_LORA] = lora,
 #if AMX_TILES
             [OP_LINEAR_BF16] = linear_amx,
 #elif ATTENTION_PANELS || BF16_UNITS

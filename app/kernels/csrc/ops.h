@@ -57,6 +57,7 @@ enum {
     OP_LINEAR_FP32, /* rows times fp32 panels, or bf16 panels that are widened while they are read */
     OP_TOP,         /* each row's top elements of an fp32 matrix */
     OP_POOL,        /* rows of each text to one, or rows to unit length */
+    OP_LORA,        /* the products of LoRA adapters, added to a product's rows */
     OP_COUNT
 };
 
@@ -253,6 +254,44 @@ typedef struct {
     int64_t stride, rows, outputs, k, allowed_stride;
     double softcap;
 } top_arguments;
+
+/* The LoRA adapter of one slot in a product, or in one part of it: the parts are layers of the model whose outputs follow
+ * each other. bf16, or fp32 if `wide_weights`. a: for each 4 ranks and 16 inputs, the 16 inputs of each rank; ranks and
+ * inputs are padded with zeros. b: for each panel of outputs (the last padded with zeros) and rank, its outputs. `rank` 0:
+ * the adapter does not change this part, and has no weights there. */
+typedef struct {
+    const void *a, *b;
+    int64_t rank;
+} lora_part;
+
+#define LORA_ROWS 4
+#define LORA_PARTS 3
+
+/* Up to LORA_ROWS rows of the step with the same adapter. */
+typedef struct {
+    int64_t slot, count, rows[LORA_ROWS];
+} lora_block;
+
+/* Every row of the step that has an adapter, once. Read when the operation runs. */
+typedef struct {
+    int64_t num_blocks;
+    lora_block blocks[];
+} lora_step;
+
+/* y [rows, first_outputs[part] + i] += b (a x) for i < outputs[part] and each row in `step`; row strides in elements. x is
+ * bf16, fp32 if `wide_x`, or quantised if `tiles` is given; y is bf16, or fp32 if `wide_y`. parts [slots, num_parts].
+ * shrunk [rows, num_parts, max_rank] is a buffer; max_rank is a multiple of 4 and at least every rank. */
+typedef struct {
+    const void *x;
+    const int8_t *tiles;
+    const float *scales;
+    void *y;
+    const lora_part *parts;
+    const lora_step *step;
+    float *shrunk;
+    int64_t x_stride, y_stride, rows, inputs, padded, group, height, num_parts, max_rank, wide_x, wide_y, wide_weights;
+    int64_t first_outputs[LORA_PARTS], outputs[LORA_PARTS];
+} lora_arguments;
 
 /* Keys and values
  *   A layer's cache is rows of `token_bytes`, one per token: the keys of all heads, then their values, bf16, or fp32 where an

@@ -46,6 +46,7 @@ class OpCode(IntEnum):
     LINEAR_FP32 = 16
     TOP_ELEMENTS = 17
     POOL = 18
+    LORA = 19
 
 
 class ProductOutput(IntEnum):
@@ -318,6 +319,21 @@ class TopElementsArguments(ctypes.Structure):
     )
 
 
+MAX_LORA_PARTS = 3
+
+
+class LoraArguments(ctypes.Structure):
+    """Arguments of the products of LoRA adapters, which are added to the rows of a product."""
+
+    code = OpCode.LORA
+    _fields_ = (
+        *((name, _ADDRESS) for name in ("x", "tiles", "scales", "y", "parts", "step", "shrunk")),
+        *((name, _INT) for name in ("x_stride", "y_stride", "rows", "inputs", "padded", "group", "height")),
+        *((name, _INT) for name in ("num_parts", "max_rank", "wide_x", "wide_y", "wide_weights")),
+        *((name, _INT * MAX_LORA_PARTS) for name in ("first_outputs", "outputs")),
+    )
+
+
 class RowCountAddress(ctypes.Structure):
     """The structure `row_place` of csrc/ops.h."""
 
@@ -449,6 +465,7 @@ def _version_matches() -> bool:
         LinearFp32Arguments,
         TopElementsArguments,
         PoolArguments,
+        LoraArguments,
     )
     expected = {arguments.__name__: (int(arguments.code), ctypes.sizeof(arguments)) for arguments in structures}
     expected["Lanes"] = (len(OpCode), sum(map(ctypes.sizeof, (LanesArguments, LaneOperations, RowCountAddress))))
