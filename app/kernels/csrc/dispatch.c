@@ -158,7 +158,8 @@ EXPORT int64_t armature_size(int64_t code) {
         [OP_LAYER_NORM] = sizeof(layer_norm_arguments), [OP_ACTIVATE] = sizeof(activate_arguments),
         [OP_TEXTS] = sizeof(texts_arguments),           [OP_INT4_SCALES] = sizeof(int4_scales_arguments),
         [OP_INT4_GPTQ] = sizeof(int4_gptq_arguments),   [OP_LINEAR_FP32] = sizeof(linear_fp32_arguments),
-        [OP_TOP] = sizeof(top_arguments),
+        [OP_TOP] = sizeof(top_arguments),               [OP_ROUTE] = sizeof(route_arguments),
+        [OP_EXPERTS] = sizeof(experts_arguments),
     };
     return code >= 0 && code < OP_COUNT ? sizes[code] : 0;
 }

@@ -20,6 +20,7 @@
 #include "top.h"
 #include "turn.h"
 
+#define BF16_PRODUCT (AMX_TILES || ATTENTION_PANELS || BF16_UNITS)
 #if AMX_TILES
 #include "linear_amx.h"
 #elif ATTENTION_PANELS /* bf16 products */
@@ -27,6 +28,9 @@
 #elif BF16_UNITS
 #include "linear_bf16_arm.h"
 #endif
+
+#include "experts.h"
+#include "route.h"
 
 #ifndef MIN_WIDE_ROWS
 #define MIN_WIDE_ROWS 0
@@ -58,9 +62,9 @@ const level LEVEL = {
             [OP_INT4_GPTQ] = int4_gptq,
             [OP_LINEAR_FP32] = linear_fp32,
             [OP_TOP] = top,
-#if AMX_TILES
-            [OP_LINEAR_BF16] = linear_amx,
-#elif ATTENTION_PANELS || BF16_UNITS
+            [OP_ROUTE] = route,
+            [OP_EXPERTS] = experts,
+#if BF16_PRODUCT
             [OP_LINEAR_BF16] = linear_bf16,
 #endif
         },

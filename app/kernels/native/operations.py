@@ -45,6 +45,8 @@ class OpCode(IntEnum):
     INT4_GPTQ = 15
     LINEAR_FP32 = 16
     TOP_ELEMENTS = 17
+    ROUTE = 18
+    EXPERTS = 19
 
 
 class ProductOutput(IntEnum):
@@ -302,6 +304,39 @@ class TopElementsArguments(ctypes.Structure):
     )
 
 
+class RouteArguments(ctypes.Structure):
+    """Arguments of the selection of each row's experts."""
+
+    code = OpCode.ROUTE
+    _fields_ = (
+        *((name, _ADDRESS) for name in ("logits", "bias", "ids", "weights")),
+        *((name, _INT) for name in ("stride", "rows", "experts", "k", "scoring", "renormalise", "groups")),
+        *((name, _INT) for name in ("best_groups", "rating")),
+        *((name, _FLOAT) for name in ("scale", "epsilon")),
+    )
+
+
+class ExpertWeights(ctypes.Structure):
+    """The structure `expert_weights` of csrc/ops.h: one product of all experts."""
+
+    _fields_ = (
+        *((name, _ADDRESS) for name in ("panels", "biases")),
+        *((name, _INT) for name in ("outputs", "inputs", "form", "group", "header", "wide_from", "fixed")),
+        ("narrow_panels", _INT),
+    )
+
+
+class ExpertsArguments(ctypes.Structure):
+    """Arguments of adding the experts of each row to the residual stream."""
+
+    code = OpCode.EXPERTS
+    _fields_ = (
+        *((name, _ADDRESS) for name in ("x", "hidden", "ids", "weights", "scratch")),
+        *((name, ExpertWeights) for name in ("gate_up", "down")),
+        *((name, _INT) for name in ("x_stride", "hidden_stride", "rows", "experts", "k", "wide", "activation")),
+    )
+
+
 class RowCountAddress(ctypes.Structure):
     """The structure `row_place` of csrc/ops.h."""
 
@@ -432,6 +467,8 @@ def _version_matches() -> bool:
         Int4GptqArguments,
         LinearFp32Arguments,
         TopElementsArguments,
+        RouteArguments,
+        ExpertsArguments,
     )
     expected = {arguments.__name__: (int(arguments.code), ctypes.sizeof(arguments)) for arguments in structures}
     expected["Lanes"] = (len(OpCode), sum(map(ctypes.sizeof, (LanesArguments, LaneOperations, RowCountAddress))))
