@@ -5,7 +5,7 @@
 #include "division.h"
 #include "level.h"
 
-#define MOST_PASS_BYTES (64 << 20) /* of scratch: prompts are computed in several passes if they need more */
+#define MOST_PASS_BYTES (96 << 20) /* of scratch: prompts are computed in several passes if they need more */
 #define MOST_COPY_ROWS 16          /* a product of bf16 copies its rows in blocks of this many (OP_LINEAR_BF16) */
 
 /* One product of the rows of one expert. `form` as in `expert_weights`; that of integers becomes FORM_BF16_PANELS if there
@@ -87,8 +87,9 @@ static inline expert_memory memory_of_pass(const experts_arguments *a, int64_t a
 
 /* The memory of the passes of all rows: as many rows at a time as MOST_PASS_BYTES hold, but one at least. */
 static inline expert_memory memory_of_experts(const experts_arguments *a, int64_t align) {
-    const int64_t one = memory_of_pass(a, align, 2).bytes - memory_of_pass(a, align, 1).bytes;
-    const int64_t fit = MOST_PASS_BYTES / larger(1, one), passes = (a->rows + larger(1, fit) - 1) / larger(1, fit);
+    const int64_t enough = a->experts, fixed = memory_of_pass(a, align, enough).bytes; /* rows for each expert to have some */
+    const int64_t one = larger(1, memory_of_pass(a, align, enough + 1).bytes - fixed), fit = enough + (MOST_PASS_BYTES - fixed) / one;
+    const int64_t passes = (a->rows + larger(1, fit) - 1) / larger(1, fit);
     return memory_of_pass(a, align, larger(1, passes ? (a->rows + passes - 1) / passes : 1));
 }
 
