@@ -15,7 +15,7 @@ from typing import Any, Literal
 from app.errors import CheckpointInvalid
 from app.hardware.facts import Needs
 from app.models.decoders.config import ModelConfig
-from app.models.decoders.shapes import Shape, products_of, tensors_of
+from app.models.decoders.shapes import Shape, products_of, tables_of, tensors_of
 from app.models.encoders.config import EncoderConfig, encoder_products_of, encoder_tables_of, encoder_tensors_of
 from app.models.encoders.config_reader import is_encoder, read_encoder
 from app.weights.files import (
@@ -45,7 +45,7 @@ from app.weights.gguf.tensors import checkpoint_tensors
 from app.weights.gguf.tokenizer import check_tokenizer
 from app.weights.safetensors import TensorEntry, join_quantized, read_header
 from app.weights.sentence_transformers import read_sentence_config
-from app.weights.tensor_names import RenamedTensors, rename_tensors
+from app.weights.tensor_names import RenamedTensors, rename_decoder_tensors, rename_tensors
 
 INDEX = "model.safetensors.index.json"
 STORED_DTYPES: Mapping[str, str] = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
@@ -122,7 +122,7 @@ class Checkpoint:
         if isinstance(config, ModelConfig):
             host_bytes, device_bytes = decoder_bytes(config, tensors), decoder_device_bytes(config, tensors)
             kv_elements = 2 * config.num_layers * config.num_kv_heads * config.head_dim
-            tables = [] if config.tie_embeddings else ["model.embed_tokens.weight"]
+            tables = tables_of(config)
             products = sum(rows * columns for (rows, columns), _ in products_of(config))
         else:
             host_bytes, device_bytes = encoder_bytes(config, tensors), encoder_device_bytes(config, tensors)
@@ -315,13 +315,13 @@ def _check_tokenizer(directory: Path) -> None:
 
 
 def _decoder_tensors(config: ModelConfig, found: Mapping[str, TensorEntry]) -> dict[str, TensorEntry]:
-    extra = [name for name in found if name not in tensors_of(config) and not _is_harmless(name, config)]
-    missing = [name for name in tensors_of(config) if name not in found]
+    renamed = rename_decoder_tensors(found, config)
+    missing = [name for name in tensors_of(config) if name not in renamed.tensors]
     if missing == ["lm_head.weight"]:
         raise CheckpointInvalid(
             "The weights have no lm_head.weight; if it shares the embedding's, config.json must say tie_word_embeddings: true."
         )
-    return _check_tensors(config.architecture, tensors_of(config), RenamedTensors(dict(found), extra, {}))
+    return _check_tensors(config.architecture, tensors_of(config), renamed)
 
 
 def _encoder_tensors(
@@ -360,11 +360,6 @@ def _check_tensors(
     for name, shape in expected.items():
         _check_tensor(renamed_tensors.stored_names.get(name, name), found[name], shape)
     return {name: found[name] for name in expected}
-
-
-def _is_harmless(name: str, config: ModelConfig) -> bool:
-    """Return True for computed rotary frequencies of old checkpoints and for a tied embedding stored twice."""
-    return name.endswith(".rotary_emb.inv_freq") or (name == "lm_head.weight" and config.tie_embeddings)
 
 
 def _check_tensor(name: str, entry: TensorEntry, shape: Shape) -> None:

@@ -23,7 +23,7 @@ from app.kernels.linear.row_split import RowSplitFactory, RowSplitLinear
 from app.kernels.linear.torchao_linear import TorchaoFactory, check_runs
 from app.kernels.native.operations import OpCode, has_kernel
 from app.models.decoders.config import ModelConfig
-from app.models.decoders.decoder import RMSNorm
+from app.models.decoders.layer import Norm
 from app.weights.forms import (
     DETERMINISTIC_RECIPES,
     EXACT,
@@ -150,7 +150,7 @@ class LayerPacking:
 
     linear: Linear
     packing: FormFactory
-    norm: RMSNorm | None
+    norm: Norm | None
 
     @property
     def name(self) -> str:

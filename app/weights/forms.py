@@ -17,7 +17,7 @@ from app.hardware.decision import RecipeKey
 from app.hardware.plan.torchao_config import INT4_REFERENCE, INT8_REFERENCE, KLEIDI_INT4, is_torchao
 from app.kernels.linear.layout import LAYOUTS, PANEL_OUTPUTS, device_int4_bytes, supports_device_int4
 from app.models.decoders.config import ModelConfig
-from app.models.decoders.shapes import Shape, norms_of, products_of, tensors_of
+from app.models.decoders.shapes import Shape, norm_elements, products_of, qkv_sources, tables_of, tensors_of, up_sources
 from app.models.encoders.config import EncoderConfig, encoder_norm_elements, encoder_products_of, encoder_tables_of
 from app.weights.gguf.tensors import BlockEntry
 from app.weights.safetensors import TensorEntry
@@ -198,14 +198,13 @@ def choose_upgrades(
 def _upgrade_costs(config: ModelConfig) -> dict[tuple[str, ...], int]:
     """Return the additional bytes of what can be upgraded, by its sources: products, and values by themselves."""
     shapes = tensors_of(config)
-    attention = (("qkv_proj",),) if config.fused_weights else (("q_proj", "k_proj"), ("v_proj",))
-    mlp = (("gate_up_proj",),) if config.fused_weights else (("gate_proj", "up_proj"),)
-    groups = [("self_attn", names) for names in (*attention, ("o_proj",))]
-    groups += [("mlp", names) for names in (*mlp, ("down_proj",))]
+    qkv = qkv_sources(config)
+    attention = [tuple(name for name in qkv if is_value(name) is value) for value in (False, True)]
+    groups = [*filter(None, attention), ("self_attn.o_proj",), up_sources(config), ("mlp.down_proj",)]
     costs = {}
     for layer in range(config.num_layers):
-        for part, names in groups:
-            sources = tuple(f"model.layers.{layer}.{part}.{name}" for name in names)
+        for names in groups:
+            sources = tuple(f"model.layers.{layer}.{name}" for name in names)
             sizes = [shapes[f"{source}.weight"] for source in sources]
             rows, columns = sum(size[0] for size in sizes), sizes[0][1]
             # Rows that share a panel with other rows are counted as if they saved nothing.
@@ -236,8 +235,8 @@ def kept_layer_bytes(config: ModelConfig, precision: str, kept: KeptLayers) -> i
         SettingsInvalid: A pattern matches no layer.
     """
     shapes = {name.removesuffix(".weight"): shape for name, shape in tensors_of(config).items() if len(shape) == 2}
-    if not config.tie_embeddings:
-        shapes.pop("model.embed_tokens")
+    for table in tables_of(config):
+        shapes.pop(table.removesuffix(".weight"))
     for pattern, wanted in kept:
         if not any(kept_precision(((pattern, wanted),), source) for source in shapes):
             known = ", ".join(sorted({f"*.{source.rpartition('.')[2]}" for source in shapes}))
@@ -302,7 +301,7 @@ def _stored_bytes(config: ModelConfig, tensors: Mapping[str, TensorEntry], preci
         source = name.removesuffix(".weight")
         if len(shape) == 1:
             held += 4 * shape[0]
-        elif source != "model.embed_tokens" or config.tie_embeddings:
+        elif name not in tables_of(config):
             form = forms.get(source) or recipe.source_forms(source, is_upgraded=is_output(source))[0]
             held += LAYOUTS[form].nbytes(*shape)
     return held
@@ -315,11 +314,11 @@ QUANTIZED = ("int8", "int4", "int4-small")
 
 def decoder_bytes(config: ModelConfig, tensors: Mapping[str, TensorEntry]) -> dict[str, int]:
     """Return the bytes of a decoder in host memory; a tied embedding counts as the output layer."""
-    embedding = tensors["model.embed_tokens.weight"]
-    # The embedding table is never converted: rows are looked up as stored. It counts unless the output layer holds it.
-    table = 0 if config.tie_embeddings else embedding.value_bytes
+    # Tables are never converted: rows are looked up as stored. An embedding counts unless the output layer holds it.
+    tables = [tensors[name] for name in tables_of(config)]
+    table = sum(entry.value_bytes for entry in tables)
     elements = sum(entry.num_elements for entry in tensors.values())
-    products = elements - (0 if config.tie_embeddings else embedding.num_elements)
+    products = elements - sum(entry.num_elements for entry in tables)
     exact = {name: products * size + table for name, size in PRECISION_BYTES.items()}
     quantized = {name: quantized_bytes(config, name) for name in QUANTIZED}
     stored = codes_precision(tensors)
@@ -345,7 +344,7 @@ def quantized_bytes(config: ModelConfig, precision: str) -> int:
 
     They are equal on x86 and Arm.
     """
-    recipe, norms = find_recipe("cpu", "x86_64", precision), 4 * _norm_elements(config)
+    recipe, norms = find_recipe("cpu", "x86_64", precision), 4 * norm_elements(config)
     output = LAYOUTS[_output_form(config, recipe)].nbytes(config.vocab_size, config.hidden_size)
     has_upgrades = recipe.upgrade is not None and not all(map(is_output, choose_upgrades(config, recipe)))
     return (
@@ -366,9 +365,9 @@ def decoder_device_bytes(config: ModelConfig, tensors: Mapping[str, TensorEntry]
 
     Norms are in FP32, an embedding that is not tied is as stored, and the output layer is never quantized.
     """
-    table = 0 if config.tie_embeddings else tensors["model.embed_tokens.weight"].value_bytes
+    table = sum(tensors[name].value_bytes for name in tables_of(config))
     return _device_bytes(
-        list(products_of(config)), config.vocab_size * config.hidden_size, table + 4 * _norm_elements(config)
+        list(products_of(config)), config.vocab_size * config.hidden_size, table + 4 * norm_elements(config)
     )
 
 
@@ -389,11 +388,6 @@ def _device_bytes(products: Sequence[tuple[Shape, bool]], output: int, fixed: in
     scratch = max((rows * columns for rows, columns in rounds), default=0)
     saved = sum(2 * rows * columns - device_int4_bytes(rows, columns) for rows, columns in rounds)
     return {**exact, "int4": exact["bf16"] - saved + 2 * scratch}
-
-
-def _norm_elements(config: ModelConfig) -> int:
-    heads = 2 * config.head_dim if config.qk_norm else 0
-    return config.num_layers * (len(norms_of(config)) * config.hidden_size + heads) + config.hidden_size
 
 
 def layer_weights(config: ModelConfig | EncoderConfig) -> dict[int, int]:

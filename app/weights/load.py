@@ -36,7 +36,8 @@ from app.kernels.linear.quantization import (
 )
 from app.kernels.linear.row_split import RowSplitLinear
 from app.kernels.linear.torchao_linear import TorchaoFactory
-from app.models.decoders.decoder import Decoder, Embedding, RMSNorm
+from app.models.decoders.decoder import Decoder, Embedding
+from app.models.decoders.layer import HeadNorm, Norm
 from app.models.encoders.encoder import DistanceBias, Encoder
 from app.models.encoders.heads import DenseLayer, LayerNorm
 from app.models.registry import build_decoder_model, build_encoder_model
@@ -188,10 +189,11 @@ class _ModelLoader:
     def fill(self) -> PackFile | None:
         """Fill the model, and return the file of its packed weights if they are kept."""
         linears = [module for module in self.model.modules() if isinstance(module, Linear)]
-        norms = [module for module in self.model.modules() if isinstance(module, RMSNorm)]
+        norms = [module for module in self.model.modules() if isinstance(module, Norm)]
         self.num_layers = len(linears)
-        for norm in norms:
-            self._set_weight(norm)
+        for module in self.model.modules():
+            if isinstance(module, Norm | HeadNorm):
+                self._set_norm(module)
         self.feeding = {norm.feeds: norm for norm in norms if norm.feeds is not None}
         layers, folder = self._layers(linears, self.choice), self.packing.folder
         self._check_torchao(layers)
@@ -225,7 +227,7 @@ class _ModelLoader:
         return pack_file.read(lambda upgraded: self._blob_bytes(linears, upgraded), self._report_pack_progress)
 
     def _fill_tables(self, packed: Mapping[tuple[str, ...], LinearForm]) -> None:
-        """Fill everything that is neither a linear layer nor an RMSNorm."""
+        """Fill everything that is neither a linear layer nor a norm of a decoder."""
         for module in self.model.modules():
             if isinstance(module, Embedding):
                 self._embed(module, packed.get((module.source,)))
@@ -276,7 +278,9 @@ class _ModelLoader:
         known = frozenset(source for source in self.choice.upgraded if is_value(source) or is_output(source))
         self.choice = replace(self.choice, upgraded=known)
         layers = {layer.linear: layer for layer in self._layers(linears, self.choice)}
-        self._set_weight(self.model.embedding)
+        for module in self.model.modules():
+            if isinstance(module, Embedding):
+                self._set_weight(module)
         for statistics in calibrator.stages(self.model, self._exact_form):
             self.exact = {linear: self.exact[linear] for linear in statistics}  # dequantized weights are not a mapping
             for linear, shown in statistics.items():
@@ -319,7 +323,15 @@ class _ModelLoader:
         else:
             self._set_weight(embedding)
 
-    def _set_weight(self, module: Embedding | RMSNorm) -> None:
+    def _set_norm(self, norm: Norm | HeadNorm) -> None:
+        entries = [self.streams.tensors[f"{norm.source}.{kind}"] for kind in norm.kinds]
+        if entries:
+            norm.set_weight(*(self.streams.resident(entry, self.choice.device) for entry in entries))
+        else:
+            norm.fill(1.0, self.choice.device)
+        self._advance(entries)
+
+    def _set_weight(self, module: Embedding) -> None:
         (entry,) = self.streams.entries((module.source,))
         module.set_weight(self.streams.resident(entry, self.choice.device))
         self._advance((entry,))
@@ -356,7 +368,7 @@ class _ModelLoader:
 
     def _smooth_scales(
         self,
-        norm: RMSNorm,
+        norm: Norm,
         layer: LayerPacking,
         entries: Sequence[TensorEntry],
         statistics: InputStatistics | None,

@@ -28,7 +28,7 @@ from app.kernels.linear.torchao_linear import dequantize_rows
 from app.weights.gguf.blocks import FOUR_BIT_CODES, dequantize_blocks
 from app.weights.gguf.tensor_types import TYPES
 from app.weights.gguf.tensors import BlockEntry
-from app.weights.safetensors import EncodedEntry, QuantizedEntry, TensorEntry
+from app.weights.safetensors import EncodedEntry, QuantizedEntry, RearrangedEntry, TensorEntry
 
 TORCH_DTYPES: Mapping[str, torch.dtype] = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 _PART_DTYPES: Mapping[str, torch.dtype] = {
@@ -66,9 +66,19 @@ class MappedFiles:
         if isinstance(entry, QuantizedEntry):
             parts = {name: self.tensor(part) for name, part in entry.parts}
             return dequantize_rows(entry.attributes, parts, slice(row, end))
-        assert isinstance(entry, BlockEntry), "torchao's weights and GGUF's blocks are all that is encoded"
+        if isinstance(entry, RearrangedEntry):
+            return self._rearranged(entry, row, end)
+        assert isinstance(entry, BlockEntry), "there is no other class of encoded tensors"
         values = dequantize_blocks(entry.kind, self.blocks(entry, row, end)).view(end - row, *entry.shape[1:])
         return values - entry.added if entry.added else values
+
+    def _rearranged(self, entry: RearrangedEntry, row: int, end: int) -> Tensor:
+        """Return rows `[row, end)` of a tensor that is stored in another order."""
+        source = self.span(entry.source, entry.source.shape)
+        if entry.transposed:
+            return source[:, row:end].T
+        rows = source.reshape(entry.shape)
+        return rows[row:end] if entry.rows is None else rows[torch.tensor(entry.rows[row:end])]
 
     def blocks(self, entry: BlockEntry, row: int, end: int) -> Tensor:
         """Return the blocks of rows `[row, end)` of a tensor in a GGUF file, uint8 [blocks, bytes of a block]."""

@@ -31,7 +31,8 @@ from app.kernels.linear.linear import Linear
 from app.kernels.timing import extrapolate_by_size, monotone_table
 from app.messages import Generate, SamplingParams
 from app.models.decoders.config import ModelConfig
-from app.models.decoders.decoder import Embedding, RMSNorm
+from app.models.decoders.decoder import Embedding
+from app.models.decoders.layer import HeadNorm, Norm
 from app.models.decoders.shapes import products_of
 from app.models.registry import build_decoder_model
 from app.weights.form_choice import form_choice
@@ -199,8 +200,8 @@ class DecoderTrial:
         model = build_decoder_model(_truncated_config(self.config, layers), self._dtype, self.max_len, device)
         modules = list(model.modules())
         for module in modules:
-            if isinstance(module, RMSNorm):
-                module.set_weight(torch.ones(module.weight.shape, device=device))
+            if isinstance(module, Norm | HeadNorm):
+                module.fill(1.0, device)
             elif isinstance(module, Linear):
                 module.form = self._forms.form(module)
         for module in modules:
@@ -214,7 +215,9 @@ class DecoderTrial:
         if isinstance(tied, Bf16PanelLinear | IntPanelLinear | HybridLinear | DeviceLinear):
             embedding.tie(tied)
         else:
-            embedding.set_weight(synthetic_table(self._num_ids, self.config.hidden_size, self._device))
+            is_token_table = len(embedding.weight) == self.config.vocab_size
+            rows = self._num_ids if is_token_table else len(embedding.weight) + embedding.first
+            embedding.set_weight(synthetic_table(rows, self.config.hidden_size, self._device))
 
 
 def _truncated_config(config: ModelConfig, layers: int) -> ModelConfig:

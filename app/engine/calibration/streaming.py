@@ -187,7 +187,7 @@ class StreamedCalibration:
         self, model: Decoder, exact: Callable[[Linear], ExactLinear]
     ) -> Iterator[Mapping[Linear, InputStatistics]]:
         """Yield the statistics of the products of each layer in turn (`PackCalibrator.stages`)."""
-        hidden = [model.embedding(torch.tensor(window)) for window in self._windows]
+        hidden = [model.embedded(torch.tensor(window), torch.arange(len(window))) for window in self._windows]
         for index, layer in enumerate(model.layers):
             linears = [module for module in layer.modules() if isinstance(module, Linear)]
             meters = {one: InputMeter.of(exact(one), one.in_features, self._correlate) for one in linears}
@@ -245,7 +245,7 @@ class StreamedCalibration:
         """Run one layer on the hidden states of a window's first tokens; `hidden` is overwritten."""
         attend = self._attention.begin((window_span(window, 0, len(hidden), samples=False),))
         positions = torch.arange(len(hidden))
-        angles = model.angles.by_layer(model.angles(positions))[index]
+        angles = model.layer_angles(positions)[index]
         result: Tensor = model.layers[index](hidden, angles, attend, None)
         return result
 

@@ -21,12 +21,13 @@ from app.kernels.native.memory import empty
 from app.kernels.native.operations import ActivateArguments, OpCode, TopElementsArguments, has_kernel, run_operation
 from app.kernels.triton.support import triton_usable
 
-Activation = Literal["relu", "gelu", "gelu_tanh", "silu", "tanh"]
+Activation = Literal["relu", "relu2", "gelu", "gelu_tanh", "silu", "tanh"]
 ACTIVATIONS: Mapping[str, Callable[[Tensor], Tensor]] = {
     "silu": F.silu,
     "gelu": F.gelu,
     "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
     "relu": F.relu,
+    "relu2": lambda x: F.relu(x).square_(),
     "tanh": torch.tanh,
 }
 
@@ -36,13 +37,32 @@ def activate(x: Tensor, activation: str, group: int | None = None) -> Activation
 
     `group` is the number of inputs that share one scale. x may be overwritten.
     """
-    if x.dtype not in ROW_DTYPES or x.stride(1) != 1 or x.device.type != "cpu" or not has_kernel(OpCode.ACTIVATE):
+    native = x.dtype in ROW_DTYPES and x.stride(1) == 1 and x.device.type == "cpu" and has_kernel(OpCode.ACTIVATE)
+    if not native or activation not in operations.ACTIVATION_CODES:
         result = _activate_elsewhere(x, activation)
         return result if group is None else quantise(result, group)
     rows, size = x.shape
     out, sink = allocate_output(rows, size, group, x.dtype)
     sizes = (x.stride(0), rows, size, operations.ACTIVATION_CODES[activation], x.dtype == torch.float32)
     run_operation(ActivateArguments(x.data_ptr(), *sizes, sink), OpCode.ACTIVATE, rows * size)
+    return out
+
+
+def convert_rows(hidden: Tensor, dtype: torch.dtype, group: int | None = None) -> Activations:
+    """Return hidden [tokens, size] fp32 as the input of a product: in `dtype`, or quantised if `group` is given.
+
+    The result may be `hidden` itself.
+    """
+    if group is None and dtype == hidden.dtype:
+        return hidden
+    native = dtype in ROW_DTYPES and hidden.stride(1) == 1 and hidden.device.type == "cpu"
+    if not native or not has_kernel(OpCode.ACTIVATE):
+        result = hidden.to(dtype)
+        return result if group is None else quantise(result, group)
+    rows, size = hidden.shape
+    out, sink = allocate_output(rows, size, group, dtype)
+    sizes = (hidden.stride(0), rows, size, operations.ACTIVATION_CODES["identity"], True)
+    run_operation(ActivateArguments(hidden.data_ptr(), *sizes, sink), OpCode.ACTIVATE, rows * size)
     return out
 
 

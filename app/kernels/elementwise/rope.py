@@ -7,7 +7,6 @@ library and Triton.
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from app.kernels.attention.attention import KvRows, QkvHeads, RopeAngles, supports_kv
@@ -59,7 +58,7 @@ def apply_rope_and_write_kv(heads: QkvHeads, kv: KvRows, written: Tensor) -> Ten
     """
     product = heads.product
     plain = supports_kv(product.dtype, kv) and product.stride(1) == 1 and heads.head_dim <= _MAX_HEAD_DIM
-    plain = plain and product.device.type == "cpu"
+    plain = plain and product.device.type == "cpu" and heads.has_plain_norm
     if not (plain and has_kernel(OpCode.ROPE)):
         return _apply_rope_elsewhere(heads, kv, written)
     cos, sin = heads.angles if heads.angles is not None else (None, None)
@@ -74,7 +73,7 @@ def apply_rope_and_write_kv(heads: QkvHeads, kv: KvRows, written: Tensor) -> Ten
 
 
 def _apply_rope_elsewhere(heads: QkvHeads, kv: KvRows, written: Tensor) -> Tensor:
-    if triton_usable(heads.product) and kv.key_scales is None:
+    if triton_usable(heads.product) and kv.key_scales is None and heads.has_plain_norm:
         from app.kernels.triton import rope
 
         return rope.apply_rope_and_write_kv(heads, kv, written)
@@ -88,7 +87,7 @@ def apply_rope_to_qkv(heads: QkvHeads) -> tuple[Tensor, Tensor, Tensor]:
 
     Some or all of them are views of the product.
     """
-    if triton_usable(heads.product):
+    if triton_usable(heads.product) and heads.has_plain_norm:
         from app.kernels.triton import rope
 
         return rope.apply_rope(heads)
@@ -105,9 +104,22 @@ def _norm_and_rope(x: Tensor, norm: Tensor | None, heads: QkvHeads) -> Tensor:
     if norm is None and heads.angles is None:
         return x
     wide = x.float()
-    if norm is not None:
-        wide = F.rms_norm(wide, norm.shape, norm, heads.eps)
-    return (wide if heads.angles is None else apply_rope_torch(wide, heads.angles)).to(x.dtype)
+    if norm is not None and not heads.norm_after_rope:
+        wide = _normed_heads(wide, norm, heads)
+    if heads.angles is not None:
+        wide = apply_rope_torch(wide, heads.angles)
+    if norm is not None and heads.norm_after_rope:
+        wide = _normed_heads(wide, norm, heads)
+    return wide.to(x.dtype)
+
+
+def _normed_heads(x: Tensor, norm: Tensor, heads: QkvHeads) -> Tensor:
+    """Return the norm of x [tokens, heads, head_dim] fp32, with the statistics of each head or of all together."""
+    if heads.subtracts_mean:
+        x = x - x.mean(-1, keepdim=True)
+    squares = x.square().mean((-2, -1) if heads.together else -1, keepdim=True)
+    weight = norm if norm.numel() == heads.head_dim else norm.view(x.shape[1:])
+    return x * torch.rsqrt(squares + heads.eps) * weight
 
 
 def apply_rope_torch(x: Tensor, angles: RopeAngles) -> Tensor:

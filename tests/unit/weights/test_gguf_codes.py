@@ -105,7 +105,9 @@ def test_the_plan_counts_the_bytes_that_are_held(tmp_path: Path, kind: str, tied
     needs = open_checkpoint(file).needs()
     model = load(file, PRECISIONS[kind])
     table = 0 if tied else 4 * 320 * 256
-    norms = 4 * sum(module.weight.numel() for module in model.modules() if type(module).__name__ == "RMSNorm")
+    norms = 4 * sum(
+        module.weight.numel() for module in model.modules() if type(module).__name__ in ("Norm", "HeadNorm")
+    )
     assert needs.codes_precision == PRECISIONS[kind] and needs.stored_quantization == kind
     assert needs.bytes_by_precision[PRECISIONS[kind]] == table + norms + sum(
         linear.form.nbytes for linear in linears(model).values()

@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 
 from app.errors import CheckpointInvalid
-from app.models.decoders.config import DECODER_FAMILIES, ModelConfig
+from app.models.decoders.config import ModelConfig
+from app.models.decoders.families import DECODER_FAMILIES
 from tiny_checkpoints import ARCHITECTURES, config_values
 
 
@@ -84,8 +85,8 @@ def test_gemma3_has_two_thetas_and_smollm3_layers_without() -> None:
 TYPES = ("full_attention", "sliding_attention")
 REFUSALS: dict[str, tuple[dict[str, Any], str]] = {
     "architecture": (
-        {"architectures": ["BloomForCausalLM"]},
-        "BloomForCausalLM is not supported; supported are LlamaForCausalLM",
+        {"architectures": ["DoubtfulForCausalLM"]},
+        "DoubtfulForCausalLM is not supported; supported are LlamaForCausalLM",
     ),
     "no architecture": ({"architectures": None, "model_type": "t5"}, "t5 is not supported"),
     "architectures not a list": ({"architectures": "LlamaForCausalLM"}, "is not supported"),
