@@ -37,7 +37,7 @@ from app.kernels.linear.quantization import (
 from app.kernels.linear.row_split import RowSplitLinear
 from app.kernels.linear.torchao_linear import TorchaoFactory
 from app.models.decoders.decoder import Decoder, Embedding
-from app.models.decoders.layer import HeadNorm, Norm
+from app.models.decoders.layer import HeadNorm, Norm, SelectionBias
 from app.models.encoders.encoder import DistanceBias, Encoder
 from app.models.encoders.heads import DenseLayer, LayerNorm
 from app.models.registry import build_decoder_model, build_encoder_model
@@ -233,6 +233,8 @@ class _ModelLoader:
                 self._embed(module, packed.get((module.source,)))
             elif isinstance(module, LayerNorm | DenseLayer | DistanceBias):
                 self._set_weight_and_bias(module)
+            elif isinstance(module, SelectionBias):
+                self._set_selection_bias(module)
 
     def _measure_cost(self) -> float | None:
         """Return the cost in quality of the packed model; None if it is not quantized, or without a calibration."""
@@ -330,6 +332,11 @@ class _ModelLoader:
         else:
             norm.fill(1.0, self.choice.device)
         self._advance(entries)
+
+    def _set_selection_bias(self, bias: SelectionBias) -> None:
+        entry = self.streams.tensors[bias.source]
+        bias.set_weight(self.streams.resident(entry, self.choice.device))
+        self._advance((entry,))
 
     def _set_weight(self, module: Embedding) -> None:
         (entry,) = self.streams.entries((module.source,))

@@ -6,41 +6,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Literal
 
 import torch
 from torch import Tensor
 
+from app.kernels.elementwise.routing_rule import GroupRating, Routing, Scoring
 from app.kernels.native.memory import empty
 from app.kernels.native.operations import OpCode, RouteArguments, has_kernel, run_operation
 
-Scoring = Literal["softmax", "sigmoid"]
-GroupRating = Literal["best", "two best"]
-
-MAX_EXPERTS = 1024  # MOST_EXPERTS of csrc/ops.h
 _SCORING: Mapping[Scoring, int] = {"softmax": 0, "sigmoid": 1}
 _RATINGS: Mapping[GroupRating, int] = {"best": 1, "two best": 2}
-
-
-@dataclass(frozen=True, slots=True)
-class Routing:
-    """How experts are selected from the router's logits.
-
-    `top_k` experts have the best scores. Their weights are the scores, divided by their sum plus `epsilon` if
-    `renormalize`, times `scale`. With `num_groups` > 1 they are selected from the `top_groups` groups with the best
-    experts: the best one of each, or the sum of its two best (DeepSeek-V3, arXiv 2412.19437).
-    """
-
-    num_experts: int
-    top_k: int
-    scoring: Scoring = "softmax"
-    renormalize: bool = True
-    scale: float = 1.0
-    epsilon: float = 0.0
-    num_groups: int = 1
-    top_groups: int = 1
-    group_rating: GroupRating = "best"
 
 
 def route(logits: Tensor, routing: Routing, bias: Tensor | None = None) -> tuple[Tensor, Tensor]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -36,18 +36,11 @@ from app.kernels.native.operations import (
 PanelForm = IntPanelLinear | Bf16PanelLinear | Fp32PanelLinear
 
 
-class Expert(Protocol):
-    """A gated MLP: the product of gate and up, and the product after it."""
+class ExpertForms(NamedTuple):
+    """The forms of a gated MLP: gate and up [2 * inner, hidden] as one product, and down [hidden, inner]."""
 
-    @property
-    def gate_up(self) -> LinearForm:
-        """Form of the stacked weights of gate and up [2 * inner, hidden]."""
-        ...
-
-    @property
-    def down(self) -> LinearForm:
-        """Form of the weight [hidden, inner]."""
-        ...
+    gate_up: LinearForm
+    down: LinearForm
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,11 +93,11 @@ class ExpertStack:
         self.gate_up, self.down = gate_up, down
 
     @classmethod
-    def of(cls, experts: Sequence[Expert]) -> ExpertStack | None:
+    def of(cls, experts: Sequence[ExpertForms]) -> ExpertStack | None:
         """Return the stack of these experts; None if a form has no native operation."""
         if not has_kernel(OpCode.EXPERTS):
             return None
-        gate_up, down = (ProductStack.of([expert.gate_up for expert in experts]), ProductStack.of([one.down for one in experts]))
+        gate_up, down = (ProductStack.of(forms) for forms in zip(*experts, strict=True))
         return None if gate_up is None or down is None else cls(gate_up, down)
 
     def add_to(self, hidden: Tensor, x: Tensor, ids: Tensor, weights: Tensor, activation: str) -> None:
@@ -124,7 +117,7 @@ class ExpertStack:
 
 
 def run_experts_torch(
-    experts: Sequence[Expert], hidden: Tensor, x: Tensor, ids: Tensor, weights: Tensor, activation: str
+    experts: Sequence[ExpertForms], hidden: Tensor, x: Tensor, ids: Tensor, weights: Tensor, activation: str
 ) -> None:
     """Add the sum of weights[i, j] times expert ids[i, j] of x[i] to row i of hidden, in the order of j.
 
@@ -144,7 +137,7 @@ def run_experts_torch(
     hidden += (results * weights[..., None]).sum(1)
 
 
-def _run(expert: Expert, x: Tensor, activation: str) -> Tensor:
+def _run(expert: ExpertForms, x: Tensor, activation: str) -> Tensor:
     gate_up = expert.gate_up.multiply(x)
     gated: Activations = gate(gate_up, activation, expert.down.activation_group(len(gate_up)))
     return expert.down.multiply(gated)

@@ -368,6 +368,12 @@ class Linear(nn.Module):
         """Multiply x [tokens, in_features] to [tokens, out_features]."""
         return self.form.multiply(x)
 
+    def multiply_wide(self, x: Tensor) -> Tensor:
+        """Multiply x [tokens, in_features] to [tokens, out_features] fp32."""
+        if isinstance(self.form, Fp32PanelLinear):
+            return self.form.multiply_wide(x)
+        return self.form.multiply(x).float()
+
     def activation_group(self, rows: int) -> int | None:
         """Return the quantisation group of the activations at this many rows; None for a plain tensor."""
         return self.form.activation_group(rows)
