@@ -245,9 +245,10 @@ def _layer_types(config: ConfigReader, family: DecoderFamily, num_layers: int) -
 
 def _windows(config: ConfigReader, family: DecoderFamily, types: tuple[str, ...]) -> tuple[int | None, ...]:
     # A null means full attention; an absent key means the family's default.
+    has_switch = family.model_type in ("qwen2", "qwen3", "qwen2_moe", "qwen3_moe")
+    if has_switch and not config.boolean("use_sliding_window", False):
+        return (None,) * len(types)  # sliding_window may be 0 then
     window = config.optional_integer("sliding_window", None if "sliding_window" in config.values else family.window)
-    if family.model_type in ("qwen2", "qwen3", "qwen2_moe", "qwen3_moe") and not config.boolean("use_sliding_window", False):
-        window = None
     return tuple(window if name == "sliding_attention" else None for name in types)
 
 

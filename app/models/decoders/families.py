@@ -123,6 +123,7 @@ DECODER_FAMILIES: Mapping[str, DecoderFamily] = {
     ),
     "Qwen2MoeForCausalLM": DecoderFamily(
         model_type="qwen2_moe",
+        aliases={"num_experts": "num_local_experts"},
         title="Qwen 1.5 and 2 with experts",
         window=4096,
         attention_biases="qkv",
@@ -131,6 +132,7 @@ DECODER_FAMILIES: Mapping[str, DecoderFamily] = {
     ),
     "Qwen3MoeForCausalLM": DecoderFamily(
         model_type="qwen3_moe",
+        aliases={"num_experts": "num_local_experts"},
         title="Qwen 3 with experts",
         window=4096,
         head_norm=_PER_HEAD,
@@ -139,6 +141,7 @@ DECODER_FAMILIES: Mapping[str, DecoderFamily] = {
     ),
     "OlmoeForCausalLM": DecoderFamily(
         model_type="olmoe",
+        aliases={"num_experts": "num_local_experts"},
         title="OLMoE",
         eps=1e-5,
         head_norm=HeadNormConfig(scope="together"),
@@ -156,6 +159,7 @@ DECODER_FAMILIES: Mapping[str, DecoderFamily] = {
     ),
     "Glm4MoeForCausalLM": DecoderFamily(
         model_type="glm4_moe",
+        aliases={"n_routed_experts": "num_local_experts"},
         title="GLM 4.5 and newer with experts",
         partial=0.5,
         attention_biases="config_qkv",
