@@ -118,6 +118,7 @@ report: $(VENV)/bench.stamp ## tables, plots and a page from result files: ARGS=
 
 docs: $(VENV)/dev.stamp ## write the generated docs
 	$(BIN)/python -m tools.settings_table
+	$(BIN)/python -m tools.families_table
 	$(BIN)/python -m tools.auto_table
 
 build: $(VENV)/dev.stamp ## build a wheel for this machine in dist/

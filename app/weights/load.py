@@ -38,7 +38,7 @@ from app.kernels.linear.quantization import (
 from app.kernels.linear.row_split import RowSplitLinear
 from app.kernels.linear.torchao_linear import TorchaoFactory
 from app.models.decoders.decoder import Decoder, Embedding
-from app.models.decoders.layer import HeadNorm, Norm, SelectionBias
+from app.models.decoders.layer import HeadNorm, Norm, SelectionBias, Xielu
 from app.models.encoders.encoder import DistanceBias, Encoder
 from app.models.encoders.heads import DenseLayer, LayerNorm
 from app.models.registry import build_decoder_model, build_encoder_model
@@ -195,7 +195,7 @@ class _ModelLoader:
         norms = [module for module in self.model.modules() if isinstance(module, Norm)]
         self.num_layers = len(linears)
         for module in self.model.modules():
-            if isinstance(module, Norm | HeadNorm):
+            if isinstance(module, Norm | HeadNorm | SelectionBias | Xielu):
                 self._set_norm(module)
         self.feeding = {norm.feeds: norm for norm in norms if norm.feeds is not None}
         layers, folder = self._layers(linears, self.choice), self.packing.folder
@@ -236,8 +236,6 @@ class _ModelLoader:
                 self._embed(module, packed.get((module.source,)))
             elif isinstance(module, LayerNorm | DenseLayer | DistanceBias):
                 self._set_weight_and_bias(module)
-            elif isinstance(module, SelectionBias):
-                self._set_selection_bias(module)
 
     def _measure_cost(self) -> float | None:
         """Return the cost in quality of the packed model; None if it is not quantized, or without a calibration."""
@@ -328,18 +326,13 @@ class _ModelLoader:
         else:
             self._set_weight(embedding)
 
-    def _set_norm(self, norm: Norm | HeadNorm) -> None:
+    def _set_norm(self, norm: Norm | HeadNorm | SelectionBias | Xielu) -> None:
         entries = [self.streams.tensors[f"{norm.source}.{kind}"] for kind in norm.kinds]
         if entries:
             norm.set_weight(*(self.streams.resident(entry, self.choice.device) for entry in entries))
         else:
             norm.fill(1.0, self.choice.device)
         self._advance(entries)
-
-    def _set_selection_bias(self, bias: SelectionBias) -> None:
-        entry = self.streams.tensors[bias.source]
-        bias.set_weight(self.streams.resident(entry, self.choice.device))
-        self._advance((entry,))
 
     def _set_weight(self, module: Embedding) -> None:
         (entry,) = self.streams.entries((module.source,))

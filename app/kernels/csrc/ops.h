@@ -100,12 +100,14 @@ typedef struct {
     sink out;
 } layer_norm_arguments;
 
-enum { IDENTITY, SILU, GELU_TANH, GELU_ERF, RELU, TANH };
+enum { IDENTITY, SILU, GELU_TANH, GELU_ERF, RELU, TANH, RELU_SQUARED, XIELU };
 
-/* x [rows, size] bf16 or, if `wide`, fp32 (row stride in elements) to act(x). */
+/* x [rows, size] bf16 or, if `wide`, fp32 (row stride in elements) to act(x). Only this operation has XIELU, whose two
+ * factors are `positive` and `negative`. */
 typedef struct {
     const void *x;
     int64_t stride, rows, size, activation, wide;
+    double positive, negative;
     sink out;
 } activate_arguments;
 
@@ -351,9 +353,11 @@ typedef struct {
 
 /* heads [rows, heads + 2 * kv_heads, head_dim] (stride between rows in elements): queries, keys, values, bf16 or, if
  * `wide`, fp32 as the cache is then. Queries
- * and keys are normalised (weights [head_dim] fp32, if given), and RoPE is applied to the first `dim` elements of
- * each: (a, b) to (a cos - b sin, b cos + a sin), cos and sin [rows, dim] fp32, the sign of sin in the angle (dim 0:
- * none). Queries stay in place; keys and values go to rows written[i] of the cache. */
+ * and keys are normalised (weights fp32, if given: [head_dim], or [heads, head_dim] with `own_weights`), and RoPE is applied
+ * to the first `dim` elements of each: (a, b) to (a cos - b sin, b cos + a sin), cos and sin [rows, dim] fp32, the sign of
+ * sin in the angle (dim 0: none). Queries stay in place; keys and values go to rows written[i] of the cache. The norm
+ * divides by the rms of a head, after `subtracts_mean` the mean; with `scales` [rows, 2], which is overwritten, by the rms
+ * of all heads of a row. It comes before RoPE, or after it if `norm_last`. */
 typedef struct {
     void *x;
     const float *query_norm, *key_norm, *cos, *sin;
@@ -361,6 +365,8 @@ typedef struct {
     kv_rows kv;
     int64_t stride, rows, heads, kv_heads, head_dim, dim, wide;
     double eps;
+    float *scales;
+    int64_t own_weights, subtracts_mean, norm_last;
 } turn_arguments;
 
 /* ---- Lanes: texts of one batch that go through recorded operations separately (lanes.c) ---- */

@@ -37,15 +37,33 @@ def activate(x: Tensor, activation: str, group: int | None = None) -> Activation
 
     `group` is the number of inputs that share one scale. x may be overwritten.
     """
-    native = x.dtype in ROW_DTYPES and x.stride(1) == 1 and x.device.type == "cpu" and has_kernel(OpCode.ACTIVATE)
-    if not native or activation not in operations.ACTIVATION_CODES:
+    if x.dtype not in ROW_DTYPES or x.stride(1) != 1 or x.device.type != "cpu" or not has_kernel(OpCode.ACTIVATE):
         result = _activate_elsewhere(x, activation)
         return result if group is None else quantise(result, group)
     rows, size = x.shape
     out, sink = allocate_output(rows, size, group, x.dtype)
     sizes = (x.stride(0), rows, size, operations.ACTIVATION_CODES[activation], x.dtype == torch.float32)
-    run_operation(ActivateArguments(x.data_ptr(), *sizes, sink), OpCode.ACTIVATE, rows * size)
+    run_operation(ActivateArguments(x.data_ptr(), *sizes, 0.0, 0.0, sink), OpCode.ACTIVATE, rows * size)
     return out
+
+
+def xielu(x: Tensor, positive: float, negative: float, group: int | None = None) -> Activations:
+    """Return xIELU(x) (arXiv 2411.13010) in the dtype of x [tokens, size], quantised if `group` is given."""
+    if x.dtype not in ROW_DTYPES or x.stride(1) != 1 or x.device.type != "cpu" or not has_kernel(OpCode.ACTIVATE):
+        result = xielu_torch(x, positive, negative)
+        return result if group is None else quantise(result, group)
+    rows, size = x.shape
+    out, sink = allocate_output(rows, size, group, x.dtype)
+    sizes = (x.stride(0), rows, size, operations.ACTIVATION_CODES["xielu"], x.dtype == torch.float32)
+    run_operation(ActivateArguments(x.data_ptr(), *sizes, positive, negative, sink), OpCode.ACTIVATE, rows * size)
+    return out
+
+
+def xielu_torch(x: Tensor, positive: float, negative: float) -> Tensor:
+    """Return xIELU(x) computed by torch in fp32, in the dtype of x."""
+    wide = x.float()
+    below = wide.clamp_max(0)
+    return (torch.where(wide > 0, positive * wide * wide, (below.expm1() - below) * negative) + 0.5 * wide).to(x.dtype)
 
 
 def convert_rows(hidden: Tensor, dtype: torch.dtype, group: int | None = None) -> Activations:
@@ -62,7 +80,7 @@ def convert_rows(hidden: Tensor, dtype: torch.dtype, group: int | None = None) -
     rows, size = hidden.shape
     out, sink = allocate_output(rows, size, group, dtype)
     sizes = (hidden.stride(0), rows, size, operations.ACTIVATION_CODES["identity"], True)
-    run_operation(ActivateArguments(hidden.data_ptr(), *sizes, sink), OpCode.ACTIVATE, rows * size)
+    run_operation(ActivateArguments(hidden.data_ptr(), *sizes, 0.0, 0.0, sink), OpCode.ACTIVATE, rows * size)
     return out
 
 

@@ -58,7 +58,7 @@ def apply_rope_and_write_kv(heads: QkvHeads, kv: KvRows, written: Tensor) -> Ten
     """
     product = heads.product
     plain = supports_kv(product.dtype, kv) and product.stride(1) == 1 and heads.head_dim <= _MAX_HEAD_DIM
-    plain = plain and product.device.type == "cpu" and heads.has_plain_norm
+    plain = plain and product.device.type == "cpu"
     if not (plain and has_kernel(OpCode.ROPE)):
         return _apply_rope_elsewhere(heads, kv, written)
     cos, sin = heads.angles if heads.angles is not None else (None, None)
@@ -68,7 +68,10 @@ def apply_rope_and_write_kv(heads: QkvHeads, kv: KvRows, written: Tensor) -> Ten
     tokens, dim = len(product), 0 if cos is None else cos.shape[-1]
     wide = product.dtype == torch.float32
     sizes = (product.stride(0), tokens, heads.num_heads, heads.num_kv_heads, heads.head_dim, dim, wide)
-    run_operation(RopeArguments(*addresses, kv.addresses(), *sizes, heads.eps), OpCode.ROPE)
+    scales = empty((tokens, 2), torch.float32) if heads.together and heads.query_norm is not None else None
+    own = heads.query_norm is not None and heads.query_norm.numel() > heads.head_dim
+    norm = (None if scales is None else scales.data_ptr(), own, heads.subtracts_mean, heads.norm_after_rope)
+    run_operation(RopeArguments(*addresses, kv.addresses(), *sizes, heads.eps, *norm), OpCode.ROPE)
     return product[:, : heads.num_heads * heads.head_dim].view(tokens, heads.num_heads, heads.head_dim)
 
 

@@ -282,7 +282,8 @@ class OneDnnLinear:
 
     def multiply_activated(self, x: Activations, activation: str) -> Tensor:
         """Return act(x times the weight) [tokens, out]; oneDNN applies the activation to its output."""
-        return self._multiplied(x, *_ONEDNN_ACTIVATIONS[activation])
+        product = self._multiplied(x, *_ONEDNN_ACTIVATIONS[activation])
+        return product.square_() if activation == "relu2" else product
 
     def _multiplied(self, x: Activations, pointwise: str, algorithm: str) -> Tensor:
         product: Tensor = torch.ops.mkldnn._linear_pointwise(
@@ -302,6 +303,7 @@ _ONEDNN_ACTIVATIONS = {
     "gelu_tanh": ("gelu", "tanh"),
     "silu": ("swish", ""),
     "tanh": ("tanh", ""),
+    "relu2": ("relu", ""),
 }
 
 

@@ -99,7 +99,9 @@ class LayerNormArguments(ctypes.Structure):
 
 
 # Activation codes, equal to the `enum` in csrc/ops.h; 0 is the identity.
-ACTIVATION_CODES = {name: at for at, name in enumerate(("identity", "silu", "gelu_tanh", "gelu", "relu", "tanh"))}
+ACTIVATION_CODES = {
+    name: at for at, name in enumerate(("identity", "silu", "gelu_tanh", "gelu", "relu", "tanh", "relu2", "xielu"))
+}
 
 
 class ActivateArguments(ctypes.Structure):
@@ -109,6 +111,7 @@ class ActivateArguments(ctypes.Structure):
     _fields_ = (
         ("x", _ADDRESS),
         *((name, _INT) for name in ("stride", "rows", "size", "activation", "wide")),
+        *((name, _FLOAT) for name in ("positive", "negative")),
         ("out", RowSink),
     )
 
@@ -250,6 +253,8 @@ class RopeArguments(ctypes.Structure):
         ("kv", KvAddresses),
         *((name, _INT) for name in ("stride", "rows", "heads", "kv_heads", "head_dim", "dim", "wide")),
         ("eps", _FLOAT),
+        ("scales", _ADDRESS),
+        *((name, _INT) for name in ("own_weights", "subtracts_mean", "norm_last")),
     )
 
 

@@ -1,32 +1,18 @@
-"""The supported families of decoders, one row for each architecture, and the names of their tensors."""
+"""The supported families of decoders, one row for each architecture."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 
-from app.models.decoders import expert_values as experts
 from app.models.decoders import family_values as values
-from app.models.decoders.family import DecoderFamily
+from app.models.decoders.families_experts import EXPERT_FAMILIES
+from app.models.decoders.families_layer_norm import LAYER_NORM_FAMILIES
+from app.models.decoders.family import DecoderFamily, layer_names
 from app.models.decoders.layer_config import HeadNormConfig, NormConfig
 
-
-def _layers(stored: str, parts: Mapping[str, str], **others: str) -> dict[str, str]:
-    """Return names of tensors: `parts` are those in a layer, whose name in the file is `stored`."""
-    return {
-        **{others_name.replace("__", "."): ours for others_name, ours in others.items()},
-        **{f"{stored}.{{}}.{part}": f"model.layers.{{}}.{ours}" for part, ours in parts.items()},
-    }
-
-
-_LAYER = "model.layers"
-_QKV = {f"{part}_proj": f"self_attn.{part}_proj" for part in "qkv"}
 _RMS_PLUS_1 = NormConfig("rms", offset=1.0)
-_LAYER_NORM = NormConfig("layer", has_bias=True)
-_WITHOUT_BIAS = NormConfig("layer")
 _PER_HEAD = HeadNormConfig()
-_PLAIN_MLP = {"is_gated": False}
-_GPT = {"hidden_size": "n_embd", "num_hidden_layers": "n_layer", "num_attention_heads": "n_head"}
-_GPT2 = {**_GPT, "max_position_embeddings": "n_positions", "intermediate_size": "n_inner"}
 _GEMMA3 = DecoderFamily(
     model_type="gemma3_text",
     title="Gemma 3 (1B, 270M)",
@@ -111,62 +97,212 @@ DECODER_FAMILIES: Mapping[str, DecoderFamily] = {
         embeds=True,
     ),
     "Gemma3ForCausalLM": _GEMMA3,
-    "MixtralForCausalLM": DecoderFamily(
-        model_type="mixtral",
-        title="Mixtral",
-        attention_biases="none",
+    # The text half of a model that also reads pictures, which it does not here.
+    "Gemma3ForConditionalGeneration": replace(
+        _GEMMA3,
+        model_type="gemma3",
+        title="Gemma 3 (4B and larger), text only",
+        text_config="text_config",
+        prefixes={
+            "model.language_model.": "model.",
+            "language_model.model.": "model.",
+            "language_model.lm_head.": "lm_head.",
+        },
+        ignored=(
+            *("vision_tower.", "multi_modal_projector."),
+            *("model.vision_tower.", "model.multi_modal_projector."),
+        ),
+        embeds=False,
+    ),
+    "GemmaForCausalLM": DecoderFamily(
+        model_type="gemma",
+        title="Gemma 1",
+        tie_embeddings=True,
+        head_dim=256,
+        norm=_RMS_PLUS_1,
+        activation=("hidden_activation", "gelu_pytorch_tanh"),
+        read=values.gemma,
+    ),
+    "VaultGemmaForCausalLM": DecoderFamily(
+        model_type="vaultgemma",
+        title="VaultGemma",
+        window=4096,
+        tie_embeddings=True,
+        head_dim=256,
+        norm=_RMS_PLUS_1,
+        activation=("hidden_activation", "gelu_pytorch_tanh"),
+        slides=lambda config, layer: layer % 2 == 0,
+        read=values.gemma2,
+        names=layer_names("model.layers", {"pre_feedforward_layernorm": "post_attention_layernorm"}),
+    ),
+    "GraniteForCausalLM": DecoderFamily(
+        model_type="granite", title="Granite 3 (dense)", has_mlp_bias=True, read=values.granite
+    ),
+    "HyperCLOVAXForCausalLM": DecoderFamily(
+        model_type="hyperclovax",
+        title="HyperCLOVA X",
+        has_mlp_bias=True,
+        fields={"placement": "sandwich"},
+        read=values.hyperclovax,
+        names=layer_names(
+            "model.layers",
+            {
+                "post_norm1": "post_attention_layernorm",
+                "post_attention_layernorm": "pre_feedforward_layernorm",
+                "post_norm2": "post_feedforward_layernorm",
+            },
+        ),
+    ),
+    "OlmoForCausalLM": DecoderFamily(
+        model_type="olmo",
+        title="OLMo 1",
+        norm=NormConfig("layer", has_weight=False),
+        norm_eps="layer_norm_eps",
         eps=1e-5,
-        theta=1_000_000.0,
-        slides=lambda config, layer: True,
-        read=experts.mixtral,
-        parts={"block_sparse_moe.": "mlp.", ".w1.": ".gate_proj.", ".w2.": ".down_proj.", ".w3.": ".up_proj."},
+        read=values.olmo,
     ),
-    "Qwen2MoeForCausalLM": DecoderFamily(
-        model_type="qwen2_moe",
-        aliases={"num_experts": "num_local_experts"},
-        title="Qwen 1.5 and 2 with experts",
-        window=4096,
-        attention_biases="qkv",
-        slides=values.qwen_slides,
-        read=experts.qwen2_moe,
-    ),
-    "Qwen3MoeForCausalLM": DecoderFamily(
-        model_type="qwen3_moe",
-        aliases={"num_experts": "num_local_experts"},
-        title="Qwen 3 with experts",
-        window=4096,
-        head_norm=_PER_HEAD,
-        slides=lambda config, layer: True,
-        read=experts.qwen3_moe,
-    ),
-    "OlmoeForCausalLM": DecoderFamily(
-        model_type="olmoe",
-        aliases={"num_experts": "num_local_experts"},
-        title="OLMoE",
+    "Olmo2ForCausalLM": DecoderFamily(
+        model_type="olmo2",
+        title="OLMo 2",
         eps=1e-5,
         head_norm=HeadNormConfig(scope="together"),
-        read=experts.olmoe,
+        fields={"placement": "post"},
     ),
-    "GraniteMoeForCausalLM": DecoderFamily(
-        model_type="granitemoe",
-        title="Granite 3 with experts",
-        read=experts.granite_moe,
-        parts={
-            "block_sparse_moe.input_linear.weight": "mlp.experts.gate_up_proj",
-            "block_sparse_moe.output_linear.weight": "mlp.experts.down_proj",
-            "block_sparse_moe.router.layer.": "mlp.gate.",
-        },
-    ),
-    "Glm4MoeForCausalLM": DecoderFamily(
-        model_type="glm4_moe",
-        aliases={"n_routed_experts": "num_local_experts"},
-        title="GLM 4.5 and newer with experts",
-        partial=0.5,
-        attention_biases="config_qkv",
+    "Olmo3ForCausalLM": DecoderFamily(
+        model_type="olmo3",
+        title="OLMo 3",
         eps=1e-5,
-        head_norm=_PER_HEAD,
-        read=experts.glm4_moe,
-        parts={".mlp.shared_experts.": ".mlp.shared_expert."},
-        has_more_layers=True,
+        window=4096,
+        theta=500_000.0,
+        sliding_ropes=True,
+        head_norm=HeadNormConfig(scope="together"),
+        fields={"placement": "post"},
+        slides=lambda config, layer: (layer + 1) % 4 != 0,
     ),
+    "Exaone4ForCausalLM": DecoderFamily(
+        model_type="exaone4",
+        title="EXAONE 4",
+        eps=1e-5,
+        window=4096,
+        attention_biases="none",
+        head_norm=_PER_HEAD,
+        fields={"placement": "post"},
+        slides=values.exaone4_slides,
+        read=values.exaone4,
+    ),
+    "MinistralForCausalLM": DecoderFamily(
+        model_type="ministral",
+        title="Ministral (8B of 2024)",
+        window=4096,
+        attention_biases="none",
+        slides=lambda config, layer: True,
+    ),
+    "Ministral3ForCausalLM": DecoderFamily(
+        model_type="ministral3",
+        title="Ministral 3, up to the context it was first trained with",
+        eps=1e-5,
+        head_dim=128,
+        theta=1_000_000.0,
+        attention_biases="none",
+        slides=lambda config, layer: True,
+        read=values.ministral3,
+    ),
+    "SeedOssForCausalLM": DecoderFamily(
+        model_type="seed_oss", title="Seed-OSS", head_dim=128, has_mlp_bias=True, read=values.seed_oss
+    ),
+    "Ernie4_5ForCausalLM": DecoderFamily(
+        model_type="ernie4_5",
+        title="Ernie 4.5 (dense)",
+        tie_embeddings=True,
+        head_dim=128,
+        theta=500_000.0,
+        eps=1e-5,
+        interleaved=True,
+        read=values.ernie,
+    ),
+    "HunYuanDenseV1ForCausalLM": DecoderFamily(
+        model_type="hunyuan_v1_dense",
+        title="Hunyuan (dense)",
+        eps=1e-5,
+        head_norm=HeadNormConfig(after_rope=True),
+        read=values.hunyuan,
+        names=layer_names(
+            "model.layers",
+            {"self_attn.query_layernorm": "self_attn.q_norm", "self_attn.key_layernorm": "self_attn.k_norm"},
+        ),
+    ),
+    "ArceeForCausalLM": DecoderFamily(
+        model_type="arcee",
+        title="Arcee (AFM)",
+        eps=1e-5,
+        has_mlp_bias=True,
+        activation=("hidden_act", "relu2"),
+        fields={"is_gated": False},
+    ),
+    "ApertusForCausalLM": DecoderFamily(
+        model_type="apertus",
+        title="Apertus",
+        eps=1e-5,
+        theta=12_000_000.0,
+        head_norm=_PER_HEAD,
+        activation=("hidden_act", "xielu"),
+        fields={"is_gated": False},
+        names=layer_names(
+            "model.layers",
+            {"attention_layernorm": "input_layernorm", "feedforward_layernorm": "post_attention_layernorm"},
+        ),
+        computed=(".rotary_emb.inv_freq", ".act_fn.beta", ".act_fn.eps"),
+    ),
+    "GlmForCausalLM": DecoderFamily(
+        model_type="glm",
+        title="GLM-4 (9B of 2024)",
+        head_dim=128,
+        partial=0.5,
+        interleaved=True,
+        eps=1.5625e-07,
+        attention_biases="config_qkv",
+        fields={"fused_gate_up": True},
+        read=values.glm,
+    ),
+    "Glm4ForCausalLM": DecoderFamily(
+        model_type="glm4",
+        title="GLM-4-0414",
+        head_dim=128,
+        partial=0.5,
+        interleaved=True,
+        eps=1.5625e-07,
+        attention_biases="config_qkv",
+        fields={"fused_gate_up": True, "placement": "sandwich"},
+        read=values.glm,
+        names=layer_names(
+            "model.layers",
+            {
+                "post_self_attn_layernorm": "post_attention_layernorm",
+                "post_attention_layernorm": "pre_feedforward_layernorm",
+                "post_mlp_layernorm": "post_feedforward_layernorm",
+            },
+        ),
+    ),
+    "HeliumForCausalLM": DecoderFamily(
+        model_type="helium",
+        title="Helium",
+        head_dim=128,
+        theta=100_000.0,
+        interleaved=True,
+        eps=1e-8,
+        attention_biases="config_qkv",
+        has_mlp_bias=True,
+    ),
+    "CwmForCausalLM": DecoderFamily(
+        model_type="cwm",
+        title="CWM",
+        head_dim=128,
+        theta=1_000_000.0,
+        eps=1e-5,
+        window=8192,
+        attention_biases="none",
+        slides=lambda config, layer: layer % 4 != 0,
+    ),
+    **LAYER_NORM_FAMILIES,
+    **EXPERT_FAMILIES,
 }

@@ -72,3 +72,8 @@ class DecoderFamily:
     computed: tuple[str, ...] = (".rotary_emb.inv_freq",)
     transposed: bool = False
     embeds: bool = False
+
+
+def layer_names(stored: str, parts: Mapping[str, str]) -> dict[str, str]:
+    """Return the names of the tensors of the layers: `parts` maps names in a layer `stored`.{} to ours."""
+    return {f"{stored}.{{}}.{part}": f"model.layers.{{}}.{ours}" for part, ours in parts.items()}

@@ -108,6 +108,33 @@ def _cap(config: ConfigReader, name: str, default: float) -> float | None:
     return None if name in config.values and not config.has(name) else config.number(name, default)
 
 
+def hyperclovax(config: ConfigReader, fields: Fields) -> Fields:
+    """Read the multipliers; the norms after the branches can be left out."""
+    refuse(config, "use_post_norm", True, "leaving out the norms after the branches")
+    scale = config.number("logits_scaling", 1.0)
+    default = fields["attention_scale"]
+    return {
+        **granite(config, fields),
+        "attention_scale": config.number("attention_multiplier", default),
+        "logit_scale": scale,
+    }
+
+
+def ministral3(config: ConfigReader, fields: Fields) -> Fields:
+    """Limit the context to the original one, where queries are not scaled by their position."""
+    section = config.section("rope_parameters")
+    if not section.has("llama_4_scaling_beta"):
+        return {}
+    most = section.integer("original_max_position_embeddings")
+    return {"max_model_len": min(most, config.integer("max_position_embeddings"))}
+
+
+def jais2(config: ConfigReader, fields: Fields) -> Fields:
+    """Read the biases, which Jais 2 has by default."""
+    bias = config.boolean("attention_bias", True)
+    return {"qkv_bias": bias, "output_bias": bias, "mlp_bias": config.boolean("mlp_bias", True)}
+
+
 def olmo(config: ConfigReader, fields: Fields) -> Fields:
     """Refuse clipped queries, keys and values."""
     refuse(config, "clip_qkv", None, "clipping queries, keys and values")

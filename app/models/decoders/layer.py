@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from app.kernels.attention.attention import QkvHeads, RopeAngles
 from app.kernels.attention.context import Attend, AttentionSpec
-from app.kernels.elementwise.activations import convert_rows
+from app.kernels.elementwise.activations import convert_rows, xielu
 from app.kernels.elementwise.norms import add_rms_norm, gate, gather, layer_norm, rms_norm
 from app.kernels.linear.activations import Activations, unquantised
 from app.kernels.elementwise.routing import route
@@ -144,6 +145,30 @@ class Attention(nn.Module):
         )
 
 
+class Xielu(nn.Module):
+    """The activation xIELU with the two trained factors of a layer."""
+
+    kinds = ("alpha_p", "alpha_n")
+
+    def __init__(self, source: str) -> None:
+        super().__init__()
+        self.source = source
+        self.positive, self.negative = 0.8, 0.8
+
+    def set_weight(self, positive: Tensor, negative: Tensor) -> None:
+        """Set the factors from the stored logarithms [1]."""
+        self.positive = float(F.softplus(positive.float()))
+        self.negative = 0.5 + float(F.softplus(negative.float()))
+
+    def fill(self, weight: float, device: torch.device | None) -> None:
+        """Set both factors to one value."""
+        self.positive = self.negative = weight
+
+    def forward(self, x: Tensor, group: int | None) -> Activations:
+        """Return xIELU(x) [tokens, size], quantised if `group` is given."""
+        return xielu(x, self.positive, self.negative, group)
+
+
 class DecoderMLP(nn.Module):
     """down(act(gate x) * up x), with gate and up in one product; or down(act(up x))."""
 
@@ -154,6 +179,7 @@ class DecoderMLP(nn.Module):
         sources = tuple(f"{at}.{source}" for source in up_sources(config, name))
         self.is_gated, self.activation = config.is_gated, config.activation
         self.gate_up = Linear(sources, config.hidden_size, (2 if self.is_gated else 1) * inner, config.mlp_bias)
+        self.xielu = Xielu(f"{at}.mlp.act_fn") if config.activation == "xielu" else None
         self.down = Linear((f"{at}.{name}.down_proj",), inner, config.hidden_size, config.mlp_bias)
 
     @property
@@ -171,6 +197,10 @@ class DecoderMLP(nn.Module):
         self.down.add_to(hidden, self._activated(x))
 
     def _activated(self, x: Activations) -> Activations:
+        if self.xielu is not None:
+            product = self.gate_up(x)
+            result: Activations = self.xielu(product, self.down.activation_group(product.shape[0]))
+            return result
         if not self.is_gated:
             return self.gate_up.multiply_activated(x, self.activation, self.down)
         gate_up = self.gate_up(x)
@@ -195,7 +225,7 @@ class MixtureOfExperts(nn.Module):
         )
         self.shared = DecoderMLP(config, layer, "mlp.shared_expert", experts.shared_size) if experts.shared_size else None
         self.has_shared_gate = experts.shared_gate
-        self.bias = SelectionBias(f"{at}.gate.e_score_correction_bias", routing.num_experts) if experts.selection_bias else None
+        self.bias = SelectionBias(f"{at}.gate", routing.num_experts) if experts.selection_bias else None
         self._stacks: dict[str, tuple[tuple[LinearForm, ...], ExpertStack | None]] = {}
 
     @property
@@ -243,8 +273,12 @@ class SelectionBias(nn.Module):
 
     def __init__(self, source: str, experts: int) -> None:
         super().__init__()
-        self.source = source
+        self.source, self.kinds = source, ("e_score_correction_bias",)
         self.weight = nn.Parameter(torch.empty(experts), requires_grad=False)
+
+    def fill(self, weight: float, device: torch.device | None) -> None:
+        """Set all elements to one value."""
+        self.weight = nn.Parameter(torch.full(self.weight.shape, weight, device=device), requires_grad=False)
 
     def set_weight(self, tensor: Tensor) -> None:
         """Set the bias, converted to FP32."""

@@ -192,4 +192,7 @@ def _one_mlp(config: ModelConfig, name: str, inner: int) -> Iterator[tuple[str, 
     outer = config.hidden_size
     for source in up_sources(config, name):
         yield from _linear(source, 2 * inner if config.fused_gate_up else inner, outer, config.mlp_bias)
+    if config.activation == "xielu":
+        yield f"{name}.act_fn.alpha_p", (1,)
+        yield f"{name}.act_fn.alpha_n", (1,)
     yield from _linear(f"{name}.down_proj", outer, inner, config.mlp_bias)
