@@ -436,9 +436,7 @@ class _ModelLoader:
             return empty.fill
         return partial(empty.fill, gptq_factors=self._gptq_factors(statistics, factors, first.group))
 
-    def _gptq_factors(
-        self, statistics: InputStatistics, factors: Tensor | None, group: int
-    ) -> tuple[GptqFactors, ...]:
+    def _gptq_factors(self, statistics: InputStatistics, factors: Tensor | None, group: int) -> tuple[GptqFactors, ...]:
         """Return the factors of a product; all experts of a layer have the same."""
         sums, known, found = self.shared_factors
         if factors is None and known == group and len(sums) == len(statistics.correlations) and sums:

@@ -25,12 +25,20 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3-steps": ("qwen3_moe", {**QWEN, "num_hidden_layers": 4, "decoder_sparse_step": 2}),
     "qwen2-shared": ("qwen2_moe", {**QWEN, "shared_expert_intermediate_size": 40}),
     "olmoe": ("olmoe", {"num_experts": 6, "num_experts_per_tok": 2, "head_dim": None}),
-    "olmoe-one-expert": ("olmoe", {"num_experts": 1, "num_experts_per_tok": 1, "norm_topk_prob": True, "head_dim": None}),
+    "olmoe-one-expert": (
+        "olmoe",
+        {"num_experts": 1, "num_experts_per_tok": 1, "norm_topk_prob": True, "head_dim": None},
+    ),
     "granite": (
         "granitemoe",
         {
-            **{"num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": None, "embedding_multiplier": 2.0},
-            **{"residual_multiplier": 0.3, "attention_multiplier": 0.2, "logits_scaling": 3.0},
+            "num_local_experts": 4,
+            "num_experts_per_tok": 2,
+            "head_dim": None,
+            "embedding_multiplier": 2.0,
+            "residual_multiplier": 0.3,
+            "attention_multiplier": 0.2,
+            "logits_scaling": 3.0,
         },
     ),
     "glm4": ("glm4_moe", {**GLM, "use_qk_norm": True, "routed_scaling_factor": 1.5}),

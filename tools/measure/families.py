@@ -67,8 +67,13 @@ _MULTIPLIERS = {
     "logits_scaling": 2.0,
 }
 _FALCON = {
-    "vocab_size": 320, "hidden_size": 32, "num_hidden_layers": 4, "num_attention_heads": 4, "ffn_hidden_size": 80,
-    "bos_token_id": 0, "eos_token_id": 1,
+    "vocab_size": 320,
+    "hidden_size": 32,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "ffn_hidden_size": 80,
+    "bos_token_id": 0,
+    "eos_token_id": 1,
 }
 
 # class of transformers: what its configuration gets instead of `TINY`, or None if `TINY` suffices
@@ -85,8 +90,12 @@ SERVED: Mapping[str, dict[str, Any]] = {
     "Gemma3ForConditionalGeneration": {
         "text_config": {**TINY, **_GEMMA, "num_hidden_layers": 7},
         "vision_config": {
-            "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2,
-            "image_size": 28, "patch_size": 14,
+            "hidden_size": 16,
+            "intermediate_size": 16,
+            "num_hidden_layers": 1,
+            "num_attention_heads": 2,
+            "image_size": 28,
+            "patch_size": 14,
         },
         "mm_tokens_per_image": 4,
     },
@@ -112,8 +121,15 @@ SERVED: Mapping[str, dict[str, Any]] = {
     "FalconForCausalLM": {**_FALCON, "bias": True},
     "GPT2LMHeadModel": _GPT,
     "GPTNeoForCausalLM": {
-        "vocab_size": 320, "hidden_size": 32, "num_layers": 4, "num_heads": 4, "max_position_embeddings": 256,
-        "attention_types": [[["global", "local"], 2]], "window_size": 6, "bos_token_id": 0, "eos_token_id": 1,
+        "vocab_size": 320,
+        "hidden_size": 32,
+        "num_layers": 4,
+        "num_heads": 4,
+        "max_position_embeddings": 256,
+        "attention_types": [[["global", "local"], 2]],
+        "window_size": 6,
+        "bos_token_id": 0,
+        "eos_token_id": 1,
     },
     "GPTNeoXForCausalLM": {**_ALIKE, "hidden_size": 64},
     "GPTJForCausalLM": {**_GPT, "rotary_dim": 4},
@@ -157,12 +173,18 @@ VARIANTS: Mapping[str, tuple[str, dict[str, Any]]] = {
     "olmo3-yarn": (
         "Olmo3ForCausalLM",
         {
-            **_NO_HEAD_DIM, **_WINDOW,
+            **_NO_HEAD_DIM,
+            **_WINDOW,
             "rope_parameters": {
                 "sliding_attention": {"rope_type": "default", "rope_theta": 5000.0},
                 "full_attention": {
-                    "rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64,
-                    "rope_theta": 5000.0, "attention_factor": 1.2, "beta_fast": 32.0, "beta_slow": 1.0,
+                    "rope_type": "yarn",
+                    "factor": 4.0,
+                    "original_max_position_embeddings": 64,
+                    "rope_theta": 5000.0,
+                    "attention_factor": 1.2,
+                    "beta_fast": 32.0,
+                    "beta_slow": 1.0,
                 },
             },
         },

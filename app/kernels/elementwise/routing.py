@@ -36,7 +36,9 @@ def route(logits: Tensor, routing: Routing, bias: Tensor | None = None) -> tuple
     groups = (routing.num_groups, routing.top_groups, _RATINGS[routing.group_rating] if routing.num_groups > 1 else 0)
     sizes = (logits.stride(0), rows, routing.num_experts, k, _SCORING[routing.scoring], routing.renormalize, *groups)
     run_operation(
-        RouteArguments(*addresses, *sizes, routing.scale, routing.epsilon), OpCode.ROUTE, 64 * rows * routing.num_experts
+        RouteArguments(*addresses, *sizes, routing.scale, routing.epsilon),
+        OpCode.ROUTE,
+        64 * rows * routing.num_experts,
     )
     return ids, weights
 

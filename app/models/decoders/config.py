@@ -14,14 +14,7 @@ from app.errors import CheckpointInvalid
 from app.models.config_reader import MAX_LAYERS, ConfigReader
 from app.models.decoders.families import DECODER_FAMILIES
 from app.models.decoders.family import DecoderFamily, Fields
-from app.models.decoders.layer_config import (
-    Activation,
-    ExpertsConfig,
-    HeadNormConfig,
-    NormConfig,
-    Placement,
-    QkvLayout,
-)
+from app.models.decoders.layer_config import Activation, ExpertsConfig, HeadNormConfig, NormConfig, Placement, QkvLayout
 from app.models.decoders.refusals import refusal
 from app.models.decoders.rope import RopeConfig, parse_rope
 

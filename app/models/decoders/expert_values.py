@@ -119,5 +119,3 @@ def glm4_moe(config: ConfigReader, fields: Fields) -> Fields:
     )
     norms = {} if config.boolean("use_qk_norm", False) else {"head_norm": None}
     return {**_checked(config, experts), **norms}
-
-

@@ -12,9 +12,9 @@ from app.kernels.attention.attention import QkvHeads, RopeAngles
 from app.kernels.attention.context import Attend, AttentionSpec
 from app.kernels.elementwise.activations import convert_rows, xielu
 from app.kernels.elementwise.norms import add_rms_norm, gate, gather, layer_norm, rms_norm
-from app.kernels.linear.activations import Activations, unquantised
 from app.kernels.elementwise.routing import route
 from app.kernels.elementwise.routing_rule import Routing
+from app.kernels.linear.activations import Activations, unquantised
 from app.kernels.linear.experts import ExpertForms, ExpertStack, run_experts_torch
 from app.kernels.linear.linear import Linear, LinearForm
 from app.models.decoders.config import ModelConfig
@@ -223,7 +223,9 @@ class MixtureOfExperts(nn.Module):
         self.experts = nn.ModuleList(
             DecoderMLP(config, layer, f"mlp.experts.{number}", experts.size) for number in range(routing.num_experts)
         )
-        self.shared = DecoderMLP(config, layer, "mlp.shared_expert", experts.shared_size) if experts.shared_size else None
+        self.shared = (
+            DecoderMLP(config, layer, "mlp.shared_expert", experts.shared_size) if experts.shared_size else None
+        )
         self.has_shared_gate = experts.shared_gate
         self.bias = SelectionBias(f"{at}.gate", routing.num_experts) if experts.selection_bias else None
         self._stacks: dict[str, tuple[tuple[LinearForm, ...], ExpertStack | None]] = {}
