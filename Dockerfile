@@ -48,6 +48,7 @@ COPY LICENSE README.md pyproject.toml ./
 COPY cmake cmake
 COPY tools/wheels.py tools/
 COPY app app
+COPY armature armature
 # A wheel holds files as they are installed. Bytecode is compiled now, because the image is read-only. It is the same
 # on every architecture. (Some packages contain templates that are not valid Python.)
 RUN PATH="/venv/bin:$PATH" python -m tools.wheels "$([ "$TARGETARCH" = arm64 ] && echo aarch64 || echo x86_64)" \

@@ -439,9 +439,9 @@ class _ModelLoader:
     def _gptq_factors(self, statistics: InputStatistics, factors: Tensor | None, group: int) -> tuple[GptqFactors, ...]:
         """Return the factors of a product; all experts of a layer have the same."""
         sums, known, found = self.shared_factors
-        if factors is None and known == group and len(sums) == len(statistics.correlations) and sums:
-            if all(one is other for one, other in zip(sums, statistics.correlations, strict=True)):
-                return found
+        is_same = factors is None and known == group and len(sums) == len(statistics.correlations) > 0
+        if is_same and all(one is other for one, other in zip(sums, statistics.correlations, strict=True)):
+            return found
         found = tuple(self.threads.run(statistics.gptq_jobs(factors, group)))
         if factors is None:
             self.shared_factors = statistics.correlations, group, found

@@ -6,6 +6,7 @@ rows, so the header alone is enough: nothing is read or copied.
 
 from __future__ import annotations
 
+import logging
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -17,6 +18,8 @@ from app.models.decoders.stored import expert_parts, head_rows, is_computed, is_
 from app.models.encoders.config import EncoderConfig
 from app.models.encoders.families import StoredName, encoder_family, stored_names
 from app.weights.safetensors import EncodedEntry, RearrangedEntry, TensorEntry
+
+log = logging.getLogger(__name__)
 
 DECODER_PREFIX = "model."
 _DECODER_HEADS: Mapping[str, str] = {"dense": "head.dense", "classifier": "head.out", "score": "head.out"}
@@ -116,6 +119,10 @@ def rename_decoder_tensors(found: Mapping[str, TensorEntry], config: ModelConfig
     """
     expected = tensors_of(config)
     tensors, unused, stored_names = {}, [], {}
+    others = [stored for stored in found if our_name(config, stored) is None]
+    if others:
+        parts = ", ".join(sorted({name.rpartition(".")[0].split(".layers.")[0] for name in others})[:3])
+        log.info("only the text half is served: %d tensors of other parts (%s, ...) are not read", len(others), parts)
     for stored, ours, entry in _separate_tensors(found, config):
         if ours is None or is_computed(config, stored) or (ours == "lm_head.weight" and config.tie_embeddings):
             continue

@@ -1,7 +1,8 @@
 """llama.cpp as a side of a comparison, with one `llama_decode` call for all rows of a step.
 
 It uses the low-level calls of llama-cpp-python. The model is a GGUF file, see `tools/gguf_checkpoint.py`. Options:
-`n_batch`, `n_ubatch`. Everything else has its default.
+`n_batch`, `n_ubatch`, `kv=f32` (keys and values in FP32, not F16, and no flash attention). Everything else has its
+default.
 """
 
 from __future__ import annotations
@@ -34,6 +35,9 @@ def load(model: Path, threads: int, options: dict[str, str]) -> Peer:
         params = api.llama_context_default_params()
         params.n_seq_max, params.n_ctx, params.n_batch, params.n_ubatch = rows, rows * tokens, n_batch, n_ubatch
         params.n_threads = params.n_threads_batch = threads
+        if options.get("kv") == "f32":
+            params.type_k = params.type_v = api.GGML_TYPE_F32
+            params.flash_attn_type = api.LLAMA_FLASH_ATTN_TYPE_DISABLED
         return Context(loaded, params)
 
     def generate(prompts: Rows, tokens: int) -> Iterator[Rows]:

@@ -16,7 +16,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 MARK = "TURN "
@@ -43,17 +43,21 @@ class Peer:
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """The request of one turn. `tokens` is 1 for a prefill; more are decoded by all rows together."""
+    """The request of one turn. `tokens` is 1 for a prefill; more are decoded by all rows together.
+
+    With `prompts`, these token ids are continued instead of random ones, and all ids of each row are reported.
+    """
 
     rows: int
     prompt_tokens: int
     tokens: int
     seed: int
+    prompts: Rows | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Taken:
-    """The result of one turn: `tokens` of all rows in `seconds`, and the first ids of each row."""
+    """The result of one turn: `tokens` of all rows in `seconds`, and ids of each row, in the order computed."""
 
     seconds: float
     tokens: int
@@ -84,12 +88,15 @@ def main() -> int:
         turn = Turn(**json.loads(line))
         prompts = deal(turn)
         tokens = turn.tokens if turn.tokens == 1 else turn.tokens + AHEAD_TOKENS
-        _say(asdict(timed(peer.generate(prompts, tokens), turn.tokens, tokens)))
+        taken = timed(peer.generate(prompts, tokens), turn.tokens, tokens)
+        _say(asdict(taken if turn.prompts else replace(taken, ids=[row[:CHECKED_TOKENS] for row in taken.ids])))
     return 0
 
 
 def deal(turn: Turn) -> Rows:
-    """Return prompts whose ids do not repeat, and never the same prompt twice, so that no cache helps."""
+    """Return the given prompts, or ones whose ids do not repeat, and never the same twice, so that no cache helps."""
+    if turn.prompts is not None:
+        return turn.prompts
     deck = random.Random(turn.seed)
     return [deck.sample(range(100, 2000), turn.prompt_tokens) for _ in range(turn.rows)]
 
@@ -116,7 +123,7 @@ def timed(steps: Iterable[Rows], wanted: int, whole: int, clock: Callable[[], fl
         raise SystemExit(
             f"rows decoded together for {(after - before) / len(rows):.0f} tokens only: take more --tokens"
         )
-    return Taken(ended - began, after - before, [row[:CHECKED_TOKENS] for row in rows])
+    return Taken(ended - began, after - before, rows)
 
 
 def _say(values: dict[str, object]) -> None:

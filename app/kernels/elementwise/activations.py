@@ -60,8 +60,8 @@ def xielu(x: Tensor, positive: float, negative: float, group: int | None = None)
 
 
 def xielu_torch(x: Tensor, positive: float, negative: float) -> Tensor:
-    """Return xIELU(x) computed by torch in fp32, in the dtype of x."""
-    wide = x.float()
+    """Return xIELU(x) computed by torch in at least fp32, in the dtype of x."""
+    wide = x.to(torch.promote_types(x.dtype, torch.float32))
     below = wide.clamp_max(0)
     return (torch.where(wide > 0, positive * wide * wide, (below.expm1() - below) * negative) + 0.5 * wide).to(x.dtype)
 

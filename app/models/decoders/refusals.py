@@ -52,7 +52,7 @@ def refusal(names: Sequence[str], model_type: str) -> str:
     said = ", ".join(names) or model_type
     known = next(filter(None, map(reason_of, names)), None)
     if known is not None:
-        return f"architecture {said} is not supported: it needs {known}, which is not offered (docs/models.md)."
+        return f"architecture {said} is not supported: it needs {known}, which is not offered (docs/families.md)."
     return (
         f"architecture {said} is not supported; supported are {', '.join(DECODER_FAMILIES)} and the encoders of"
         " docs/encoders.md."

@@ -139,7 +139,7 @@ def test_a_row_says_the_same_whatever_else_is_in_the_batch(level: str, rows: int
 def test_a_gate_is_exact_for_every_bf16(level: str, activation: str) -> None:
     finite = torch.arange(0x7F80, dtype=torch.int16).view(torch.bfloat16)
     x = torch.cat((finite, -finite))
-    expected = ACTIVATIONS[activation](x.double())
+    expected = ACTIVATIONS[activation](x.double()).float().double()  # squares may be infinite
     with at_level(level):
         if not has_kernel(OpCode.GATE):
             pytest.skip("this level has no such kernel")
