@@ -49,7 +49,7 @@ def route_torch(logits: Tensor, routing: Routing, bias: Tensor | None = None) ->
     scores = logits.softmax(-1) if routing.scoring == "softmax" else logits.sigmoid()
     rated = scores if bias is None else scores + bias
     if routing.num_groups > 1:
-        grouped = rated.unflatten(-1, (routing.num_groups, -1))
+        grouped = rated.view(len(rated), routing.num_groups, -1)
         count = 1 if routing.group_rating == "best" else 2
         ratings = grouped.topk(count, dim=-1).values.sum(-1)
         kept = torch.zeros_like(ratings, dtype=torch.bool)
