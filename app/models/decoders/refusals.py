@@ -36,6 +36,9 @@ UNSUPPORTED: Mapping[str, tuple[str, ...]] = {
 }
 
 
+_SHORT_NAMES = [name.removesuffix("ForCausalLM") for name in DECODER_FAMILIES]
+
+
 def reason_of(architecture: str) -> str | None:
     """Return what an architecture needs that is not offered; None if it is not in the table."""
     fitting = [
@@ -54,6 +57,6 @@ def refusal(names: Sequence[str], model_type: str) -> str:
     if known is not None:
         return f"architecture {said} is not supported: it needs {known}, which is not offered (docs/families.md)."
     return (
-        f"architecture {said} is not supported; supported are {', '.join(DECODER_FAMILIES)} and the encoders of"
+        f"architecture {said} is not supported; supported are {', '.join(_SHORT_NAMES)} (docs/families.md) and the encoders of"
         " docs/encoders.md."
     )
