@@ -43,7 +43,8 @@ def allocate_packed(nbytes: int) -> Tensor:
     """
     if nbytes >= _MIN_HUGE_BYTES or not hasattr(mmap, "MADV_HUGEPAGE"):
         return allocate_weights(nbytes)
-    with _region_lock:
+    # Regions outlive the mode in which they begin: tensors of the inference mode cannot be written outside it.
+    with _region_lock, torch.inference_mode(False):
         whole, used = _region.pop() if _region else (allocate_weights(_REGION_BYTES), 0)
         if used + nbytes > len(whole):
             whole, used = allocate_weights(_REGION_BYTES), 0
