@@ -15,7 +15,7 @@ from typing import Any, Literal
 from app.errors import CheckpointInvalid
 from app.hardware.facts import Needs
 from app.models.decoders.config import ModelConfig
-from app.models.decoders.shapes import Shape, products_of, tables_of, tensors_of
+from app.models.decoders.shapes import Shape, active_weights, is_expert, tables_of, tensors_of
 from app.models.encoders.config import EncoderConfig, encoder_products_of, encoder_tables_of, encoder_tensors_of
 from app.models.encoders.config_reader import is_encoder, read_encoder
 from app.weights.files import (
@@ -126,10 +126,10 @@ class Checkpoint:
             host_bytes, device_bytes = decoder_bytes(config, tensors), decoder_device_bytes(config, tensors)
             kv_elements = 2 * config.num_layers * config.num_kv_heads * config.head_dim
             tables = tables_of(config)
-            products = sum(rows * columns for (rows, columns), _ in products_of(config))
+            products, experts = active_weights(config), config.experts
         else:
             host_bytes, device_bytes = encoder_bytes(config, tensors), encoder_device_bytes(config, tensors)
-            kv_elements, tables = 0, list(encoder_tables_of(config))
+            kv_elements, tables, experts = 0, list(encoder_tables_of(config)), None
             products = sum(rows * columns for (rows, columns), _ in encoder_products_of(config))
         return Needs(
             kind=config.kind,
@@ -152,6 +152,8 @@ class Checkpoint:
             stored_quantization=stored_type(tensors),
             codes_precision=codes_precision(tensors),
             has_vectors=not isinstance(config, ModelConfig) and "embedding" in config.outputs,
+            expert_weights=sum(entry.num_elements for name, entry in tensors.items() if is_expert(name)),
+            expert_use=1.0 if experts is None else experts.routing.top_k / experts.routing.num_experts,
         )
 
     @property

@@ -17,7 +17,19 @@ from app.hardware.decision import RecipeKey
 from app.hardware.plan.torchao_config import INT4_REFERENCE, INT8_REFERENCE, KLEIDI_INT4, is_torchao
 from app.kernels.linear.layout import LAYOUTS, PANEL_OUTPUTS, device_int4_bytes, supports_device_int4
 from app.models.decoders.config import ModelConfig
-from app.models.decoders.shapes import Shape, norm_elements, products_of, qkv_sources, tables_of, tensors_of, up_sources
+from app.models.decoders.shapes import (
+    Shape,
+    dense_products_of,
+    is_router,
+    mlp_name,
+    norm_elements,
+    products_of,
+    qkv_sources,
+    router_weights,
+    tables_of,
+    tensors_of,
+    up_sources,
+)
 from app.models.encoders.config import EncoderConfig, encoder_norm_elements, encoder_products_of, encoder_tables_of
 from app.weights.gguf.tensors import BlockEntry
 from app.weights.quantized.entries import PackedEntry
@@ -146,7 +158,7 @@ def _is_small(config: ModelConfig) -> bool:
 
 def upgrade_budget(config: ModelConfig, recipe: Recipe) -> int:
     """Return the bytes that upgraded layers may take beyond those of four bits, without the output layer."""
-    weights = sum(rows * columns for (rows, columns), _ in products_of(config))
+    weights = sum(rows * columns for (rows, columns), _ in dense_products_of(config))
     bits = recipe.layer_bits[0 if _is_small(config) else 1]
     return max(0, int(weights * (bits - 8 * LAYOUTS[INT4].nbytes(32, 2**16) / 2**21) / 8))
 
@@ -183,7 +195,7 @@ def choose_upgrades(
     if left < 0:
         return always
     if losses is None:
-        downs = [sources for sources in others if sources[0].endswith(".down_proj")]
+        downs = [sources for sources in others if sources[0].endswith(".down_proj")] or others
         fit = min(len(downs), left // costs[downs[0]])
         ranked = [one for at, one in enumerate(downs) if (at + 1) * fit // len(downs) > at * fit // len(downs)]
     else:
@@ -201,10 +213,11 @@ def _upgrade_costs(config: ModelConfig) -> dict[tuple[str, ...], int]:
     shapes = tensors_of(config)
     qkv = qkv_sources(config)
     attention = [tuple(name for name in qkv if is_value(name) is value) for value in (False, True)]
-    groups = [*filter(None, attention), ("self_attn.o_proj",), up_sources(config), ("mlp.down_proj",)]
+    groups = [*filter(None, attention), ("self_attn.o_proj",)]
     costs = {}
     for layer in range(config.num_layers):
-        for names in groups:
+        mlp = mlp_name(config, layer)
+        for names in groups if mlp is None else [*groups, up_sources(config, mlp), (f"{mlp}.down_proj",)]:
             sources = tuple(f"model.layers.{layer}.{name}" for name in names)
             sizes = [shapes[f"{source}.weight"] for source in sources]
             rows, columns = sum(size[0] for size in sizes), sizes[0][1]
@@ -238,6 +251,7 @@ def kept_layer_bytes(config: ModelConfig, precision: str, kept: KeptLayers) -> i
     shapes = {name.removesuffix(".weight"): shape for name, shape in tensors_of(config).items() if len(shape) == 2}
     for table in tables_of(config):
         shapes.pop(table.removesuffix(".weight"))
+    shapes = {source: shape for source, shape in shapes.items() if not is_router(source)}
     for pattern, wanted in kept:
         if not any(kept_precision(((pattern, wanted),), source) for source in shapes):
             known = ", ".join(sorted({f"*.{source.rpartition('.')[2]}" for source in shapes}))
@@ -326,6 +340,8 @@ def _stored_bytes(config: ModelConfig, tensors: Mapping[str, TensorEntry], preci
         source = name.removesuffix(".weight")
         if len(shape) == 1:
             held += 4 * shape[0]
+        elif is_router(source):
+            held += 2 * shape[0] * shape[1]
         elif name not in tables_of(config):
             form = forms.get(source) or recipe.source_forms(source, is_upgraded=is_output(source))[0]
             held += LAYOUTS[form].nbytes(*shape)
@@ -377,6 +393,7 @@ def quantized_bytes(config: ModelConfig, precision: str) -> int:
         + (upgrade_budget(config, recipe) if has_upgrades else 0)
         + output
         + norms
+        + 2 * router_weights(config)
     )
 
 
@@ -425,8 +442,9 @@ def layer_weights(config: ModelConfig | EncoderConfig) -> dict[int, int]:
 
 
 def int8_copy_bytes(config: ModelConfig | EncoderConfig) -> int:
-    """Return the bytes of an int8 copy of all linear layers except the output layer."""
-    return _form_bytes(config, "int8/32")
+    """Return the bytes of an int8 copy of all linear layers except the output layer and experts."""
+    products = dense_products_of(config) if isinstance(config, ModelConfig) else encoder_products_of(config)
+    return sum(LAYOUTS["int8/32"].nbytes(*shape) + 4 * shape[0] * bias for shape, bias in products)
 
 
 def _quantized_linear_bytes(config: ModelConfig | EncoderConfig, precision: str) -> int:

@@ -27,6 +27,7 @@ from app.kernels.linear.int_panels import IntPanelLinear
 from app.kernels.linear.layout import PANEL_OUTPUTS
 from app.kernels.linear.linear import EmptyForm, ExactLinear, FormFactory, Linear, LinearForm
 from app.kernels.linear.quantization import (
+    GptqFactors,
     InputStatistics,
     activation_aware_scales,
     column_maxima,
@@ -37,7 +38,7 @@ from app.kernels.linear.quantization import (
 from app.kernels.linear.row_split import RowSplitLinear
 from app.kernels.linear.torchao_linear import TorchaoFactory
 from app.models.decoders.decoder import Decoder, Embedding
-from app.models.decoders.layer import HeadNorm, Norm, Xielu
+from app.models.decoders.layer import HeadNorm, Norm, SelectionBias, Xielu
 from app.models.encoders.encoder import DistanceBias, Encoder
 from app.models.encoders.heads import DenseLayer, LayerNorm
 from app.models.registry import build_decoder_model, build_encoder_model
@@ -183,6 +184,8 @@ class _ModelLoader:
         self.smooth_scales: dict[tuple[str, ...], Tensor] = {}  # scales of the columns, by a layer's sources
         self.exact: dict[Linear, ExactLinear] = {}  # layers that the calibrator runs
         self.done, self.total = 0, sum(entry.nbytes for entry in checkpoint.tensors.values())
+        # Correlations of the last product whose columns were not scaled, its group, and the factors for it.
+        self.shared_factors: tuple[tuple[Tensor, ...], int, tuple[GptqFactors, ...]] = ((), 0, ())
         self.phase, self.done_layers, self.num_layers = "loading weights", 0, 0
 
     @torch.inference_mode()
@@ -192,7 +195,7 @@ class _ModelLoader:
         norms = [module for module in self.model.modules() if isinstance(module, Norm)]
         self.num_layers = len(linears)
         for module in self.model.modules():
-            if isinstance(module, Norm | HeadNorm | Xielu):
+            if isinstance(module, Norm | HeadNorm | SelectionBias | Xielu):
                 self._set_norm(module)
         self.feeding = {norm.feeds: norm for norm in norms if norm.feeds is not None}
         layers, folder = self._layers(linears, self.choice), self.packing.folder
@@ -323,7 +326,7 @@ class _ModelLoader:
         else:
             self._set_weight(embedding)
 
-    def _set_norm(self, norm: Norm | HeadNorm | Xielu) -> None:
+    def _set_norm(self, norm: Norm | HeadNorm | SelectionBias | Xielu) -> None:
         entries = [self.streams.tensors[f"{norm.source}.{kind}"] for kind in norm.kinds]
         if entries:
             norm.set_weight(*(self.streams.resident(entry, self.choice.device) for entry in entries))
@@ -429,8 +432,20 @@ class _ModelLoader:
         first = empty.few if isinstance(empty, HybridLinear) else empty
         if isinstance(first, RowSplitLinear):
             first = min(first.forms, key=lambda form: form.packing.bits)
-        jobs = statistics.gptq_jobs(factors, first.group) if first.packing.bits == 4 else []
-        return partial(empty.fill, gptq_factors=tuple(self.threads.run(jobs)))
+        if first.packing.bits != 4:
+            return empty.fill
+        return partial(empty.fill, gptq_factors=self._gptq_factors(statistics, factors, first.group))
+
+    def _gptq_factors(self, statistics: InputStatistics, factors: Tensor | None, group: int) -> tuple[GptqFactors, ...]:
+        """Return the factors of a product; all experts of a layer have the same."""
+        sums, known, found = self.shared_factors
+        is_same = factors is None and known == group and len(sums) == len(statistics.correlations) > 0
+        if is_same and all(one is other for one, other in zip(sums, statistics.correlations, strict=True)):
+            return found
+        found = tuple(self.threads.run(statistics.gptq_jobs(factors, group)))
+        if factors is None:
+            self.shared_factors = statistics.correlations, group, found
+        return found
 
     def _fill_blocks(
         self,

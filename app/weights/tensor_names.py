@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
 from app.errors import CheckpointInvalid
 from app.models.decoders.config import ModelConfig
 from app.models.decoders.shapes import Shape, tensors_of
-from app.models.decoders.stored import head_rows, is_computed, is_transposed, our_name
+from app.models.decoders.stored import expert_parts, head_rows, is_computed, is_transposed, our_name
 from app.models.encoders.config import EncoderConfig
 from app.models.encoders.families import StoredName, encoder_family, stored_names
 from app.weights.safetensors import EncodedEntry, RearrangedEntry, TensorEntry
@@ -123,8 +123,7 @@ def rename_decoder_tensors(found: Mapping[str, TensorEntry], config: ModelConfig
     if others:
         parts = ", ".join(sorted({name.rpartition(".")[0].split(".layers.")[0] for name in others})[:3])
         log.info("only the text half is served: %d tensors of other parts (%s, ...) are not read", len(others), parts)
-    for stored, entry in found.items():
-        ours = our_name(config, stored)
+    for stored, ours, entry in _separate_tensors(found, config):
         if ours is None or is_computed(config, stored) or (ours == "lm_head.weight" and config.tie_embeddings):
             continue
         if ours not in expected:
@@ -132,6 +131,23 @@ def rename_decoder_tensors(found: Mapping[str, TensorEntry], config: ModelConfig
         else:
             tensors[ours], stored_names[ours] = _rearranged(stored, entry, ours, expected[ours], config), stored
     return RenamedTensors(tensors, unused, stored_names)
+
+
+def _separate_tensors(
+    found: Mapping[str, TensorEntry], config: ModelConfig
+) -> Iterator[tuple[str, str | None, TensorEntry]]:
+    """Yield the stored name, our name, and the entry of each tensor; those of single experts are parts of others."""
+    for stored, entry in found.items():
+        ours = our_name(config, stored)
+        parts = [] if ours is None or isinstance(entry, EncodedEntry) else expert_parts(ours, entry.shape)
+        if not parts:
+            yield stored, ours, entry
+        for part in parts:
+            row = entry.nbytes // (entry.shape[0] * entry.shape[1])
+            start = entry.start + (part.expert * entry.shape[1] + part.first) * row
+            rows = part.end - part.first
+            own = replace(entry, shape=(rows, entry.shape[2]), start=start, end=start + rows * row)
+            yield f"{stored} (expert {part.expert})", part.name, own
 
 
 def _rearranged(stored: str, entry: TensorEntry, ours: str, shape: Shape, config: ModelConfig) -> TensorEntry:

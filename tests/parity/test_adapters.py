@@ -21,7 +21,8 @@ from app.engine.scheduler.policy import PrefillBudget
 from app.engine.scheduler.queues import EngineLimits
 from app.engine.scheduler.scheduler import Scheduler
 from app.kernels.linear.lora import LoraSlots
-from app.kernels.native.operations import OpCode, has_kernel
+from app.kernels.native.arguments import OpCode
+from app.kernels.native.operations import has_kernel
 from app.messages import Generate, LoadedAdapter, RequestFailed, SamplingParams, SetAdapter, TokensReady
 from app.models.decoders.decoder import Decoder
 from app.weights.checkpoint import open_checkpoint

@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 
 from app.kernels.attention.attention import KvRows, QkvHeads, token_bytes, view_kv_rows
 from app.kernels.elementwise.rope import apply_rope_and_write_kv, apply_rope_to_qkv_torch
-from app.kernels.native.operations import OpCode, has_kernel
+from app.kernels.native.arguments import OpCode
+from app.kernels.native.operations import has_kernel
 from hypothesis_examples import examples
 from native_levels import at_level, levels
 

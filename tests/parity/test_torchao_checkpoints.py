@@ -15,7 +15,8 @@ from safetensors.torch import save_file
 
 from app.errors import CheckpointInvalid
 from app.kernels.linear.torchao_linear import build_config, torchao_module
-from app.kernels.native.operations import OpCode, has_kernel
+from app.kernels.native.arguments import OpCode
+from app.kernels.native.operations import has_kernel
 from app.weights.checkpoint import open_checkpoint
 from app.weights.safetensors import QuantizedEntry
 from loaded_models import load

@@ -56,6 +56,7 @@ _GPT = {
     "bos_token_id": 0,
     "eos_token_id": 1,
 }
+_EXPERTS = {"num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 24}
 _NO_HEAD_DIM = {name: value for name, value in TINY.items() if name != "head_dim"}
 _ALIKE = {name: value for name, value in _NO_HEAD_DIM.items() if name != "num_key_value_heads"}
 _WINDOW = {"sliding_window": 6}
@@ -140,6 +141,12 @@ SERVED: Mapping[str, dict[str, Any]] = {
     "Cohere2ForCausalLM": {**TINY, **_WINDOW},
     "NemotronForCausalLM": {**TINY, "attention_bias": True, "mlp_bias": True},
     "Jais2ForCausalLM": TINY,
+    "MixtralForCausalLM": {**TINY, "num_local_experts": 5, "num_experts_per_tok": 2},
+    "Qwen2MoeForCausalLM": {**_NO_HEAD_DIM, **_EXPERTS, "shared_expert_intermediate_size": 40},
+    "Qwen3MoeForCausalLM": {**TINY, **_EXPERTS},
+    "OlmoeForCausalLM": {**_NO_HEAD_DIM, "num_experts": 6, "num_experts_per_tok": 2},
+    "GraniteMoeForCausalLM": {**_NO_HEAD_DIM, **_MULTIPLIERS, "num_local_experts": 4, "num_experts_per_tok": 2},
+    "Glm4MoeForCausalLM": {**TINY, **_EXPERTS, "n_routed_experts": 6, "use_qk_norm": True},
 }
 # Families that are refused by their names.
 NOT_SERVED = (
@@ -147,8 +154,7 @@ NOT_SERVED = (
     *("FalconH1ForCausalLM", "MptForCausalLM", "BloomForCausalLM", "MambaForCausalLM", "Mamba2ForCausalLM"),
     *("JambaForCausalLM", "DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM", "Lfm2ForCausalLM", "MiniCPM3ForCausalLM"),
     *("BitNetForCausalLM", "RwkvForCausalLM", "T5ForConditionalGeneration", "BartForConditionalGeneration"),
-    *("WhisperForConditionalGeneration", "MixtralForCausalLM", "Qwen3MoeForCausalLM", "GptOssForCausalLM"),
-    *("GraniteMoeForCausalLM", "PhimoeForCausalLM", "OlmoeForCausalLM", "Glm4MoeForCausalLM"),
+    *("WhisperForConditionalGeneration", "GptOssForCausalLM", "PhimoeForCausalLM", "Ernie4_5_MoeForCausalLM"),
     *("Qwen3VLForConditionalGeneration",),
 )
 TOLERANCE = 2e-4  # of logits of a standard deviation near 1: the order of sums differs, nothing else does

@@ -17,9 +17,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from app.kernels.native.arguments import AttentionArguments, KvAddresses, OpCode
 from app.kernels.native.library import native_library
 from app.kernels.native.memory import Int64Buffer, aligned_bytes, empty
-from app.kernels.native.operations import AttentionArguments, KvAddresses, OpCode, has_kernel, run_operation
+from app.kernels.native.operations import has_kernel, run_operation
 
 _ROW_ALIGNMENT = 64  # an int8 row is padded to a multiple of this many bytes
 

@@ -22,6 +22,7 @@
 #include "top.h"
 #include "turn.h"
 
+#define BF16_PRODUCT (AMX_TILES || ATTENTION_PANELS || BF16_UNITS)
 #if AMX_TILES
 #include "linear_amx.h"
 #elif ATTENTION_PANELS /* bf16 products */
@@ -29,6 +30,9 @@
 #elif BF16_UNITS
 #include "linear_bf16_arm.h"
 #endif
+
+#include "experts.h"
+#include "route.h"
 
 #ifndef MIN_WIDE_ROWS
 #define MIN_WIDE_ROWS 0
@@ -62,9 +66,9 @@ const level LEVEL = {
             [OP_TOP] = top,
             [OP_POOL] = pool,
             [OP_LORA] = lora,
-#if AMX_TILES
-            [OP_LINEAR_BF16] = linear_amx,
-#elif ATTENTION_PANELS || BF16_UNITS
+            [OP_ROUTE] = route,
+            [OP_EXPERTS] = experts,
+#if BF16_PRODUCT
             [OP_LINEAR_BF16] = linear_bf16,
 #endif
         },

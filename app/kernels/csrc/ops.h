@@ -58,6 +58,8 @@ enum {
     OP_TOP,         /* each row's top elements of an fp32 matrix */
     OP_POOL,        /* rows of each text to one, or rows to unit length */
     OP_LORA,        /* the products of LoRA adapters, added to a product's rows */
+    OP_ROUTE,       /* each row's experts and their weights, from the router's logits */
+    OP_EXPERTS,     /* each row's experts, added to the residual stream */
     OP_COUNT
 };
 
@@ -292,6 +294,51 @@ typedef struct {
     int64_t x_stride, y_stride, rows, inputs, padded, group, height, num_parts, max_rank, wide_x, wide_y, wide_weights;
     int64_t first_outputs[LORA_PARTS], outputs[LORA_PARTS];
 } lora_arguments;
+
+/* How a score follows from the router's logits of a row. */
+enum { SCORE_SOFTMAX, SCORE_SIGMOID };
+
+/* How a group of experts is rated: not at all, by its best score, or by the sum of its two best. */
+enum { GROUPS_ALL, GROUPS_BY_BEST, GROUPS_BY_TWO };
+
+#define MOST_EXPERTS 1024
+
+/* Each row's `k` experts with the best scores, best first, and the lower id first among equals: ids [rows, k], and their
+ * weights [rows, k]: scores, divided by their sum plus `epsilon` if `renormalise`, times `scale`. logits [rows, experts]
+ * fp32 (row stride in elements). `bias` [experts], if given, is added to the scores for the selection only. With
+ * `groups` > 1 experts are selected from the `best_groups` of these groups, which are rated as `rating` says. A row with
+ * a NaN has weights that are NaN. At most MOST_EXPERTS experts. */
+typedef struct {
+    const float *logits, *bias;
+    int64_t *ids;
+    float *weights;
+    int64_t stride, rows, experts, k, scoring, renormalise, groups, best_groups, rating;
+    double scale, epsilon;
+} route_arguments;
+
+/* One product of all experts: their packed weights [outputs, inputs] and, if given, biases [outputs] fp32. `form` 4 or 8:
+ * panels of integers with `group` and `header`, which are multiplied with bf16 rows from `wide_from` rows of an expert on
+ * (0: never). FORM_BF16_PANELS: the product of OP_LINEAR_BF16, in the order that `fixed` says. FORM_FP32_PANELS: the
+ * product of OP_LINEAR_FP32, of bf16 panels if `narrow_panels`. */
+typedef struct {
+    const uint8_t *const *panels;
+    const float *const *biases;
+    int64_t outputs, inputs, form, group, header, wide_from, fixed, narrow_panels;
+} expert_weights;
+
+/* hidden [rows, down.outputs] fp32 += the sum over j < k, in this order, of weights[i, j] times expert ids[i, j] of x[i]:
+ * down(act(gate x) * up x), gate and up being the halves of one product. x [rows, inputs] is bf16 or, if `wide`, fp32;
+ * row strides in elements. ids and weights [rows, k] are read when the operation runs, and each expert's weights are read
+ * once for all of its rows. `scratch` has `armature_experts_scratch` bytes. */
+typedef struct {
+    const void *x;
+    float *hidden;
+    const int64_t *ids;
+    const float *weights;
+    uint8_t *scratch;
+    expert_weights gate_up, down;
+    int64_t x_stride, hidden_stride, rows, experts, k, wide, activation;
+} experts_arguments;
 
 /* Keys and values
  *   A layer's cache is rows of `token_bytes`, one per token: the keys of all heads, then their values, bf16, or fp32 where an

@@ -16,9 +16,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from app.kernels.linear.activations import ROW_DTYPES, Activations, allocate_output, quantise
-from app.kernels.native import operations
+from app.kernels.native.arguments import ACTIVATION_CODES, ActivateArguments, OpCode, TopElementsArguments
 from app.kernels.native.memory import empty
-from app.kernels.native.operations import ActivateArguments, OpCode, TopElementsArguments, has_kernel, run_operation
+from app.kernels.native.operations import has_kernel, run_operation
 from app.kernels.triton.support import triton_usable
 
 Activation = Literal["relu", "relu2", "gelu", "gelu_tanh", "silu", "tanh"]
@@ -42,7 +42,7 @@ def activate(x: Tensor, activation: str, group: int | None = None) -> Activation
         return result if group is None else quantise(result, group)
     rows, size = x.shape
     out, sink = allocate_output(rows, size, group, x.dtype)
-    sizes = (x.stride(0), rows, size, operations.ACTIVATION_CODES[activation], x.dtype == torch.float32)
+    sizes = (x.stride(0), rows, size, ACTIVATION_CODES[activation], x.dtype == torch.float32)
     run_operation(ActivateArguments(x.data_ptr(), *sizes, 0.0, 0.0, sink), OpCode.ACTIVATE, rows * size)
     return out
 
@@ -54,7 +54,7 @@ def xielu(x: Tensor, positive: float, negative: float, group: int | None = None)
         return result if group is None else quantise(result, group)
     rows, size = x.shape
     out, sink = allocate_output(rows, size, group, x.dtype)
-    sizes = (x.stride(0), rows, size, operations.ACTIVATION_CODES["xielu"], x.dtype == torch.float32)
+    sizes = (x.stride(0), rows, size, ACTIVATION_CODES["xielu"], x.dtype == torch.float32)
     run_operation(ActivateArguments(x.data_ptr(), *sizes, positive, negative, sink), OpCode.ACTIVATE, rows * size)
     return out
 
@@ -79,7 +79,7 @@ def convert_rows(hidden: Tensor, dtype: torch.dtype, group: int | None = None) -
         return result if group is None else quantise(result, group)
     rows, size = hidden.shape
     out, sink = allocate_output(rows, size, group, dtype)
-    sizes = (hidden.stride(0), rows, size, operations.ACTIVATION_CODES["identity"], True)
+    sizes = (hidden.stride(0), rows, size, ACTIVATION_CODES["identity"], True)
     run_operation(ActivateArguments(hidden.data_ptr(), *sizes, 0.0, 0.0, sink), OpCode.ACTIVATE, rows * size)
     return out
 

@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 
 from app.kernels.attention.attention import KvRows, QkvHeads, RopeAngles, supports_kv
+from app.kernels.native.arguments import OpCode, RopeAnglesArguments, RopeArguments
 from app.kernels.native.memory import empty
-from app.kernels.native.operations import OpCode, RopeAnglesArguments, RopeArguments, has_kernel, run_operation
+from app.kernels.native.operations import has_kernel, run_operation
 from app.kernels.triton.support import triton_usable
 
 _MAX_HEAD_DIM = 256  # csrc/turn.h

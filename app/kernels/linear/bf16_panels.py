@@ -22,7 +22,8 @@ from app.kernels.linear.fp32_panels import FloatPanelLinear
 from app.kernels.linear.int_panels import IntPanelFactory, IntPanelLinear
 from app.kernels.linear.quantization import GptqFactors, Int4Weight, Int8Weight
 from app.kernels.linear.row_split import RowSplitFactory, RowSplitLinear
-from app.kernels.native.operations import OpCode, ProductOutput, has_kernel
+from app.kernels.native.arguments import OpCode, ProductOutput
+from app.kernels.native.operations import has_kernel
 
 PANEL_WIDTH = 32  # outputs
 

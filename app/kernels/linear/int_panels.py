@@ -27,18 +27,17 @@ from app.kernels.linear.activations import QuantisedActivations, quantise, quant
 from app.kernels.linear.bf16_product import PackedWeight, WideRows, run_bf16_product
 from app.kernels.linear.layout import PanelLayout
 from app.kernels.linear.quantization import GptqFactors, Int4Weight, Int8Weight, gptq_int4, quantise_int4, quantise_int8
-from app.kernels.native.library import native_library
-from app.kernels.native.memory import allocate_weights, empty
-from app.kernels.native.operations import (
+from app.kernels.native.arguments import (
     ACTIVATION_CODES,
     LinearIntArguments,
     OpCode,
     PackIntArguments,
     ProductOutput,
     TopLogitsArguments,
-    has_kernel,
-    run_operation,
 )
+from app.kernels.native.library import native_library
+from app.kernels.native.memory import allocate_packed, empty
+from app.kernels.native.operations import has_kernel, run_operation
 
 _STREAM_ROWS = 2048  # outputs quantised at a time
 
@@ -101,7 +100,7 @@ class IntPanelLinear:
         self.group = packing.layout.group_of(inputs)
         self.padded = -(-inputs // self.group) * self.group
         self.bias = None if bias is None else bias.to(torch.float32, copy=True)
-        self.panels = allocate_weights(self.panels_bytes).zero_() if panels is None else panels
+        self.panels = allocate_packed(self.panels_bytes).zero_() if panels is None else panels
         assert self.panels.numel() == self.panels_bytes and self.panels.data_ptr() % 64 == 0, (
             "panels must have the size of this weight and begin at a cache line"
         )

@@ -378,6 +378,13 @@ class Linear(nn.Module):
             self.lora.add(product, x)
         return product
 
+    def multiply_wide(self, x: Tensor) -> Tensor:
+        """Multiply x [tokens, in_features] to [tokens, out_features] fp32."""
+        if isinstance(self.form, Fp32PanelLinear):
+            return self.form.multiply_wide(x)
+        product = self.form.multiply(x)
+        return product if product.dtype == torch.float32 else product.float()
+
     def activation_group(self, rows: int) -> int | None:
         """Return the quantisation group of the activations at this many rows; None for a plain tensor."""
         return self.form.activation_group(rows)

@@ -17,8 +17,9 @@ from torch import Tensor
 
 from app.kernels.linear.activations import Activations, QuantisedActivations, rows_of, unpack_tiles
 from app.kernels.linear.layout import LORA_INPUT_STEP, LORA_RANK_STEP, MAX_LORA_RANK, PANEL_OUTPUTS
+from app.kernels.native.arguments import MAX_LORA_PARTS, LoraArguments, OpCode
 from app.kernels.native.memory import Int64Buffer, aligned_bytes, empty
-from app.kernels.native.operations import MAX_LORA_PARTS, LoraArguments, OpCode, has_kernel, run_operation
+from app.kernels.native.operations import has_kernel, run_operation
 
 BLOCK_ROWS = 4  # rows that share one reading of an adapter's weights (csrc/ops.h)
 _BLOCK_WORDS = 2 + BLOCK_ROWS

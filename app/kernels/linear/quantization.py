@@ -26,7 +26,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from app.kernels.native.operations import Int4GptqArguments, Int4ScalesArguments, OpCode, has_kernel, run_operation
+from app.kernels.native.arguments import Int4GptqArguments, Int4ScalesArguments, OpCode
+from app.kernels.native.operations import has_kernel, run_operation
 
 # A group whose largest magnitude is below this is zero, because the inverse of its scale would not be finite.
 MIN_MAGNITUDE = 1e-35

@@ -16,8 +16,8 @@ from torch import Tensor
 from app.kernels.linear.activations import QuantisedActivations, quantise, rows_of
 from app.kernels.linear.int_panels import IntPanelFactory, IntPanelLinear
 from app.kernels.linear.quantization import GptqFactors, Int4Weight, Int8Weight
+from app.kernels.native.arguments import ACTIVATION_CODES, ProductOutput
 from app.kernels.native.memory import empty
-from app.kernels.native.operations import ACTIVATION_CODES, ProductOutput
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,7 +14,7 @@ from app.errors import CheckpointInvalid
 from app.models.config_reader import MAX_LAYERS, ConfigReader
 from app.models.decoders.families import DECODER_FAMILIES
 from app.models.decoders.family import DecoderFamily, Fields
-from app.models.decoders.layer_config import Activation, HeadNormConfig, NormConfig, Placement, QkvLayout
+from app.models.decoders.layer_config import Activation, ExpertsConfig, HeadNormConfig, NormConfig, Placement, QkvLayout
 from app.models.decoders.refusals import refusal
 from app.models.decoders.rope import RopeConfig, parse_rope
 
@@ -40,7 +40,8 @@ class ModelConfig:
     hidden states, `head_norm` those of queries and keys. `shares_norm`: the two branches of a parallel layer have the same
     norm. `is_gated`: act(gate x) * up x instead of act(up x). `fused_qkv` and `fused_gate_up`: the checkpoint holds them as
     one tensor each. `num_positions`: learned positions, from row `first_position` of their table; 0: none.
-    `interleaved_rope`: the checkpoint orders the rows of queries and keys for a rotation of neighbours.
+    `interleaved_rope`: the checkpoint orders the rows of queries and keys for a rotation of neighbours. `experts`: the mixture
+    of experts that some layers have; `intermediate_size` is that of the other layers.
     """
 
     architecture: str
@@ -76,6 +77,7 @@ class ModelConfig:
     logit_softcap: float | None = None
     embedding_scale: float = 1.0
     logit_scale: float = 1.0
+    experts: ExpertsConfig | None = None
 
     @property
     def kind(self) -> Literal["decoder"]:
@@ -86,6 +88,10 @@ class ModelConfig:
     def norm_eps(self) -> float:
         """The epsilon of the norms of hidden states."""
         return self.norm.eps
+
+    def has_experts(self, layer: int) -> bool:
+        """Return True if a layer has a mixture of experts in place of the MLP."""
+        return self.experts is not None and self.experts.layers[layer]
 
     @classmethod
     def from_hf(cls, values: Mapping[str, Any]) -> ModelConfig:
@@ -232,9 +238,10 @@ def _layer_types(config: ConfigReader, family: DecoderFamily, num_layers: int) -
 
 def _windows(config: ConfigReader, family: DecoderFamily, types: tuple[str, ...]) -> tuple[int | None, ...]:
     # A null means full attention; an absent key means the family's default.
+    has_switch = family.model_type in ("qwen2", "qwen3", "qwen2_moe", "qwen3_moe")
+    if has_switch and not config.boolean("use_sliding_window", False):
+        return (None,) * len(types)  # sliding_window may be 0 then
     window = config.optional_integer("sliding_window", None if "sliding_window" in config.values else family.window)
-    if family.model_type in ("qwen2", "qwen3") and not config.boolean("use_sliding_window", False):
-        window = None
     return tuple(window if name == "sliding_attention" else None for name in types)
 
 

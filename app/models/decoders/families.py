@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from app.models.decoders import family_values as values
+from app.models.decoders.families_experts import EXPERT_FAMILIES
 from app.models.decoders.families_layer_norm import LAYER_NORM_FAMILIES
 from app.models.decoders.family import DecoderFamily, layer_names
 from app.models.decoders.layer_config import HeadNormConfig, NormConfig
@@ -303,4 +304,5 @@ DECODER_FAMILIES: Mapping[str, DecoderFamily] = {
         slides=lambda config, layer: layer % 4 != 0,
     ),
     **LAYER_NORM_FAMILIES,
+    **EXPERT_FAMILIES,
 }

@@ -34,8 +34,10 @@ class DecoderFamily:
     - `read`: returns further fields of the `ModelConfig`, from config.json and the fields so far.
     - `prefixes`, `names`: what differs in the names of tensors: starts of names, and whole names without `.weight`, in
       which `{}` is the layer. Ours are those of Llama (`shapes.py`).
+    - `parts`: parts of names of tensors that differ, which are replaced before `names` are looked up.
     - `ignored`: prefixes of tensors that are not part of the text model. `computed`: ends of names of tensors that old
       files hold although they are computed.
+    - `has_more_layers`: files hold layers beyond the last one, which predict further tokens and are not used.
     - `transposed`: weights of the layers are stored as [in, out].
     - `embeds`: plain models of this family are served for their vectors.
     """
@@ -63,8 +65,10 @@ class DecoderFamily:
     slides: Callable[[ConfigReader, int], bool] | None = None
     read: Callable[[ConfigReader, Fields], Fields] | None = None
     prefixes: Mapping[str, str] = field(default_factory=dict)
+    parts: Mapping[str, str] = field(default_factory=dict)
     names: Mapping[str, str] = field(default_factory=dict)
     ignored: tuple[str, ...] = ()
+    has_more_layers: bool = False
     computed: tuple[str, ...] = (".rotary_emb.inv_freq",)
     transposed: bool = False
     embeds: bool = False

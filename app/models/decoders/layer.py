@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -10,10 +12,13 @@ from app.kernels.attention.attention import QkvHeads, RopeAngles
 from app.kernels.attention.context import Attend, AttentionSpec
 from app.kernels.elementwise.activations import convert_rows, xielu
 from app.kernels.elementwise.norms import add_rms_norm, gate, gather, layer_norm, rms_norm
-from app.kernels.linear.activations import Activations
-from app.kernels.linear.linear import Linear
+from app.kernels.elementwise.routing import route
+from app.kernels.elementwise.routing_rule import Routing
+from app.kernels.linear.activations import Activations, unquantised
+from app.kernels.linear.experts import ExpertForms, ExpertStack, run_experts_torch
+from app.kernels.linear.linear import Linear, LinearForm
 from app.models.decoders.config import ModelConfig
-from app.models.decoders.layer_config import HeadNormConfig, NormConfig
+from app.models.decoders.layer_config import ExpertsConfig, HeadNormConfig, NormConfig
 from app.models.decoders.shapes import qkv_sources, up_sources
 
 
@@ -167,15 +172,15 @@ class Xielu(nn.Module):
 class DecoderMLP(nn.Module):
     """down(act(gate x) * up x), with gate and up in one product; or down(act(up x))."""
 
-    def __init__(self, config: ModelConfig, layer: int) -> None:
+    def __init__(self, config: ModelConfig, layer: int, name: str = "mlp", inner: int | None = None) -> None:
         super().__init__()
         at = f"model.layers.{layer}"
-        inner = config.intermediate_size
-        sources = tuple(f"{at}.{name}" for name in up_sources(config))
+        inner = inner or config.intermediate_size
+        sources = tuple(f"{at}.{source}" for source in up_sources(config, name))
         self.is_gated, self.activation = config.is_gated, config.activation
         self.gate_up = Linear(sources, config.hidden_size, (2 if self.is_gated else 1) * inner, config.mlp_bias)
         self.xielu = Xielu(f"{at}.mlp.act_fn") if config.activation == "xielu" else None
-        self.down = Linear((f"{at}.mlp.down_proj",), inner, config.hidden_size, config.mlp_bias)
+        self.down = Linear((f"{at}.{name}.down_proj",), inner, config.hidden_size, config.mlp_bias)
 
     @property
     def first(self) -> Linear:
@@ -202,9 +207,91 @@ class DecoderMLP(nn.Module):
         return gate(gate_up, self.activation, self.down.activation_group(gate_up.shape[0]))
 
 
-def mlp_of(config: ModelConfig, layer: int) -> DecoderMLP:
-    """Return the MLP of a layer. What takes its place needs `first`, `forward` and `add_to`."""
-    return DecoderMLP(config, layer)
+class MixtureOfExperts(nn.Module):
+    """The sum of the experts that the router selects for each token, times their weights, and of a shared expert.
+
+    A shared expert with a gate is a mixture of one expert, whose weight is the sigmoid of the gate.
+    """
+
+    def __init__(self, config: ModelConfig, experts: ExpertsConfig, layer: int) -> None:
+        super().__init__()
+        at, routing = f"model.layers.{layer}.mlp", experts.routing
+        self.routing, self.activation = routing, config.activation
+        sources = (f"{at}.gate", *((f"{at}.shared_expert_gate",) if experts.shared_gate else ()))
+        rows = (routing.num_experts, 1)[: len(sources)]
+        self.router = Linear(sources, config.hidden_size, sum(rows), source_rows=rows)
+        self.experts = nn.ModuleList(
+            DecoderMLP(config, layer, f"mlp.experts.{number}", experts.size) for number in range(routing.num_experts)
+        )
+        self.shared = (
+            DecoderMLP(config, layer, "mlp.shared_expert", experts.shared_size) if experts.shared_size else None
+        )
+        self.has_shared_gate = experts.shared_gate
+        self.bias = SelectionBias(f"{at}.gate", routing.num_experts) if experts.selection_bias else None
+        self._stacks: dict[str, tuple[tuple[LinearForm, ...], ExpertStack | None]] = {}
+
+    @property
+    def first(self) -> Linear:
+        """The product that reads the input of the MLP; the experts read the same."""
+        return self.router
+
+    def forward(self, x: Activations) -> Tensor:
+        """Map x [tokens, hidden] to [tokens, hidden] FP32."""
+        result = torch.zeros(len(unquantised(x)), self.router.in_features)
+        self.add_to(result, x)
+        return result
+
+    def add_to(self, hidden: Tensor, x: Activations) -> None:
+        """Add the experts of x to hidden [tokens, hidden]."""
+        rows, number = unquantised(x), self.routing.num_experts
+        logits = self.router.multiply_wide(rows)
+        ids, weights = route(logits, self.routing, None if self.bias is None else self.bias.weight)
+        self._run("experts", self.experts, hidden, rows, ids, weights)
+        if self.shared is not None and self.has_shared_gate:
+            ids, weights = route(logits[:, number:], _GATE)
+            self._run("shared", (self.shared,), hidden, rows, ids, weights)
+        elif self.shared is not None:
+            self.shared.add_to(hidden, rows)
+
+    def _run(
+        self, name: str, experts: Iterable[nn.Module], hidden: Tensor, rows: Tensor, ids: Tensor, weights: Tensor
+    ) -> None:
+        forms = [ExpertForms(one.gate_up.form, one.down.form) for one in experts if isinstance(one, DecoderMLP)]
+        known = tuple(form for one in forms for form in one)
+        if name not in self._stacks or self._stacks[name][0] != known:  # forms change while weights are packed
+            self._stacks[name] = (known, ExpertStack.of(forms))
+        stack = self._stacks[name][1]
+        if stack is not None:
+            stack.add_to(hidden, rows, ids, weights, self.activation)
+        else:
+            run_experts_torch(forms, hidden, rows, ids, weights, self.activation)
+
+
+_GATE = Routing(1, 1, "sigmoid", renormalize=False)
+
+
+class SelectionBias(nn.Module):
+    """What is added to the scores of experts for their selection, FP32 [experts]."""
+
+    def __init__(self, source: str, experts: int) -> None:
+        super().__init__()
+        self.source, self.kinds = source, ("e_score_correction_bias",)
+        self.weight = nn.Parameter(torch.empty(experts), requires_grad=False)
+
+    def fill(self, weight: float, device: torch.device | None) -> None:
+        """Set all elements to one value."""
+        self.weight = nn.Parameter(torch.full(self.weight.shape, weight, device=device), requires_grad=False)
+
+    def set_weight(self, tensor: Tensor) -> None:
+        """Set the bias, converted to FP32."""
+        self.weight = nn.Parameter(tensor.to(torch.float32, copy=True), requires_grad=False)
+
+
+def mlp_of(config: ModelConfig, layer: int) -> DecoderMLP | MixtureOfExperts:
+    """Return the MLP of a layer, or its experts."""
+    if config.experts is None or not config.has_experts(layer):
+        return DecoderMLP(config, layer)
+    return MixtureOfExperts(config, config.experts, layer)
 
 
 class DecoderLayer(nn.Module):

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from app.kernels.elementwise.routing_rule import Routing
+
 Activation = Literal["silu", "gelu", "gelu_tanh", "relu", "relu2", "xielu"]
 
 # Where the norms of a layer are:
@@ -50,3 +52,20 @@ class HeadNormConfig:
     def num_weights(self, heads: int, head_dim: int) -> int:
         """Return the number of weights for this many heads."""
         return head_dim if self.scope == "shared" else heads * head_dim
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertsConfig:
+    """A mixture of experts in place of the MLP of some layers: gated MLPs with an inner size of `size`.
+
+    `layers` says for each layer whether it has experts. Every token also passes a shared expert of `shared_size`, unless
+    that is 0; with `shared_gate` its result is multiplied by the sigmoid of a further output of the router. With
+    `selection_bias` the checkpoint holds a bias that is added to the scores for the selection only.
+    """
+
+    routing: Routing
+    size: int
+    layers: tuple[bool, ...]
+    shared_size: int = 0
+    shared_gate: bool = False
+    selection_bias: bool = False

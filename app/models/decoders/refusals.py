@@ -29,11 +29,14 @@ UNSUPPORTED: Mapping[str, tuple[str, ...]] = {
     "compressed keys and values (multi-head latent attention)": ("MiniCPM3", "Youtu", "DeepseekV2", "DeepseekV3"),
     "weights of one and a half bits": ("BitNet",),
     "ALiBi, a bias of scores by distance": ("Mpt", "Bloom"),
-    "a mixture of experts": (
-        *("Mixtral", "Phimoe", "PhiMoE", "Qwen2Moe", "Qwen3Moe", "GptOss", "Olmoe", "GraniteMoe", "Glm4Moe", "Dots1"),
-        *("Ernie4_5_Moe", "HunYuanMoE", "Cohere2Moe", "FlexOlmo", "Jetmoe", "Dbrx", "ExaoneMoe"),
+    "a mixture of experts of its own kind": (
+        *("Phimoe", "PhiMoE", "GptOss", "GraniteMoeShared", "Dots1", "Ernie4_5_Moe", "HunYuanMoE", "Cohere2Moe"),
+        *("FlexOlmo", "Jetmoe", "Dbrx", "ExaoneMoe"),
     ),
 }
+
+
+_SHORT_NAMES = [name.removesuffix("ForCausalLM") for name in DECODER_FAMILIES]
 
 
 def reason_of(architecture: str) -> str | None:
@@ -54,6 +57,6 @@ def refusal(names: Sequence[str], model_type: str) -> str:
     if known is not None:
         return f"architecture {said} is not supported: it needs {known}, which is not offered (docs/families.md)."
     return (
-        f"architecture {said} is not supported; supported are {', '.join(DECODER_FAMILIES)} and the encoders of"
+        f"architecture {said} is not supported; supported are {', '.join(_SHORT_NAMES)} (docs/families.md) and the encoders of"
         " docs/encoders.md."
     )

@@ -22,9 +22,13 @@ def our_name(config: ModelConfig, stored: str) -> str | None:
         if stored.startswith(prefix):
             stored = ours + stored.removeprefix(prefix)
             break
+    for part, ours in family.parts.items():
+        stored = stored.replace(part, ours)
     stem, _, kind = stored.rpartition(".")
     number = _NUMBER.search(f".{stem}.")
     layer = "" if number is None else number.group()
+    if layer and family.has_more_layers and int(layer) >= config.num_layers:
+        return None
     pattern = stem if number is None else f".{stem}.".replace(f".{layer}.", ".{}.", 1).strip(".")
     known = family.names.get(pattern)
     return stored if known is None else f"{known.replace('{}', layer)}.{kind}"
@@ -101,3 +105,30 @@ def head_rows(config: ModelConfig, name: str) -> HeadRows | None:
     if part in ("k_proj", "k_norm"):
         return HeadRows(config.num_kv_heads, 0, config.head_dim, rotated=rotated)
     return None
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertPart:
+    """Rows `[first, end)` of one expert in a tensor that holds those of all experts, by our name."""
+
+    name: str
+    expert: int
+    first: int
+    end: int
+
+
+def expert_parts(ours: str, shape: tuple[int, ...]) -> list[ExpertPart]:
+    """Return the tensors in a tensor [experts, rows, columns]; none if it does not hold all experts of a layer.
+
+    The rows of gates come before those of ups.
+    """
+    at, _, kind = ours.rpartition(".")
+    if len(shape) != 3 or not at.endswith(".mlp.experts") or kind not in ("gate_up_proj", "down_proj"):
+        return []
+    names = ("gate_proj", "up_proj") if kind == "gate_up_proj" else ("down_proj",)
+    rows = shape[1] // len(names)
+    return [
+        ExpertPart(f"{at}.{expert}.{name}.weight", expert, place * rows, (place + 1) * rows)
+        for expert in range(shape[0])
+        for place, name in enumerate(names)
+    ]

@@ -11,7 +11,8 @@ import torch
 from app.kernels.linear.int_panels import IntPanelLinear
 from app.kernels.linear.linear import Linear
 from app.kernels.linear.row_split import RowSplitLinear
-from app.kernels.native.operations import OpCode, has_kernel
+from app.kernels.native.arguments import OpCode
+from app.kernels.native.operations import has_kernel
 from app.weights.checkpoint import open_checkpoint
 from app.weights.tensor_reader import MappedFiles, TensorReader
 from gguf_files import convert, write_tensor

@@ -14,7 +14,8 @@ from safetensors.torch import load_file, save_file
 from app.errors import CheckpointInvalid
 from app.kernels.linear.int_panels import IntPanelLinear
 from app.kernels.linear.linear import Linear
-from app.kernels.native.operations import OpCode, has_kernel
+from app.kernels.native.arguments import OpCode
+from app.kernels.native.operations import has_kernel
 from app.weights.checkpoint import open_checkpoint
 from app.weights.quantized.values import unpack
 from app.weights.tensor_reader import MappedFiles

@@ -12,7 +12,8 @@ from torch import nn
 from app.kernels.linear.bf16_panels import HybridLinear
 from app.kernels.linear.int_panels import IntPanelLinear
 from app.kernels.linear.linear import Linear, host_architecture
-from app.kernels.native.operations import OpCode, has_kernel
+from app.kernels.native.arguments import OpCode
+from app.kernels.native.operations import has_kernel
 from app.models.decoders.layer import HeadNorm, Norm
 from app.weights.checkpoint import open_checkpoint
 from app.weights.forms import find_recipe, upgrade_budget

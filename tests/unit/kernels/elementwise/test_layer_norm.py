@@ -13,7 +13,8 @@ from app.kernels.elementwise.norms import layer_norm, layer_norm_in_place, layer
 from app.kernels.linear.activations import ROW_DTYPES, Activations, quantise, unquantised
 from app.kernels.linear.int_panels import IntPanelFactory
 from app.kernels.linear.linear import FORMS, ActivatingForm, Linear
-from app.kernels.native.operations import OpCode, has_kernel
+from app.kernels.native.arguments import OpCode
+from app.kernels.native.operations import has_kernel
 from hypothesis_examples import examples
 from native_levels import at_level
 from row_checks import (

@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 from app.kernels.elementwise import norms
 from app.kernels.elementwise.activations import ACTIVATIONS
 from app.kernels.linear.activations import ROW_DTYPES, quantise, quantise_torch, unpack_tiles, unquantised
-from app.kernels.native.operations import OpCode, has_kernel
+from app.kernels.native.arguments import OpCode
+from app.kernels.native.operations import has_kernel
 from hypothesis_examples import examples
 from native_levels import at_level
 from row_checks import (

@@ -126,7 +126,7 @@ TYPES = ("full_attention", "sliding_attention")
 REFUSALS: dict[str, tuple[dict[str, Any], str]] = {
     "architecture": (
         {"architectures": ["DoubtfulForCausalLM"]},
-        "DoubtfulForCausalLM is not supported; supported are LlamaForCausalLM",
+        "DoubtfulForCausalLM is not supported; supported are Llama",
     ),
     "no architecture": ({"architectures": None, "model_type": "t5"}, "t5 is not supported"),
     "architectures not a list": ({"architectures": "LlamaForCausalLM"}, "is not supported"),

@@ -14,7 +14,8 @@ from app.kernels.attention.context import AttentionSpec
 from app.kernels.linear.activations import Activations, QuantisedActivations
 from app.kernels.linear.int_panels import IntPanelFactory
 from app.kernels.linear.linear import Linear, PlainLinear
-from app.kernels.native.operations import OpCode, has_kernel
+from app.kernels.native.arguments import OpCode
+from app.kernels.native.operations import has_kernel
 from app.models.decoders.config import ModelConfig
 from app.models.decoders.layer import DecoderLayer, HeadNorm, Norm
 from app.models.decoders.layer_config import Placement
