@@ -20,6 +20,7 @@ from app.bench.tco.capacity import ServingTarget, parse_target
 from app.bench.tco.declared import (
     CostDifference,
     DeclaredCost,
+    DeclaredMachine,
     beyond_p99,
     cost_difference,
     declared_costs,
@@ -86,6 +87,11 @@ class CostReport:
     doubts: tuple[str, ...]
     missing: tuple[str, ...]
 
+    @property
+    def keeps_p99(self) -> bool:
+        """Whether a load of any result kept the p99."""
+        return any(sheet.rows for sheet in self.sheets)
+
     def to_json(self) -> dict[str, Any]:
         """Return the report as JSON-serializable values."""
         return dataclasses.asdict(self)
@@ -99,6 +105,11 @@ class DeclaredReport:
     costs: tuple[DeclaredCost, ...]
     differences: tuple[CostDifference, ...]
     notes: tuple[str, ...]
+
+    @property
+    def keeps_p99(self) -> bool:
+        """Whether a machine keeps the p99."""
+        return bool(self.costs)
 
     def to_json(self) -> dict[str, Any]:
         """Return the report as JSON-serializable values."""
@@ -119,6 +130,11 @@ class PublishedReport:
     listed: PublishedComparison | None
     notes: tuple[str, ...]
     remarks: tuple[str, ...]
+
+    @property
+    def keeps_p99(self) -> bool:
+        """Whether a machine of the page keeps the p99."""
+        return bool(self.page.costs)
 
     def to_json(self) -> dict[str, Any]:
         """Return the report as JSON-serializable values."""
@@ -155,12 +171,8 @@ def run_tco(asked: CostArguments) -> int:
             _print_declared(declared, asked.hours_a_year)
         if published is not None:
             _print_published(published, asked.hours_a_year)
-    found = [
-        *([] if costs is None else [any(sheet.rows for sheet in costs.sheets)]),
-        *([] if declared is None else [bool(declared.costs)]),
-        *([] if published is None else [bool(published.page.costs)]),
-    ]
-    return 0 if any(found) else 1
+    reports = [report for report in (costs, declared, published) if report is not None]
+    return 0 if any(report.keeps_p99 for report in reports) else 1
 
 
 def _check_arguments(asked: CostArguments) -> None:
@@ -209,15 +221,16 @@ def _declared_report(asked: CostArguments, target: ServingTarget) -> DeclaredRep
 def _published_report(asked: CostArguments, prices: PriceTable, target: ServingTarget) -> PublishedReport:
     if target.unit != "samples":
         raise MeasurementFailed("the published comparison counts samples: give --target in samples, such as 10000/s.")
-    beyond = beyond_p99(PUBLISHED_MACHINES, asked.p99_ms)
-    machines, listed = (
-        None if given is None else [each for each in given if each.name not in beyond]
-        for given in (PUBLISHED_MACHINES, machines_as_listed(prices, asked.hours_a_year))
-    )
+    beyond, hours = beyond_p99(PUBLISHED_MACHINES, asked.p99_ms), asked.hours_a_year
+    listed = machines_as_listed(prices, hours)
+
+    def kept(machines: Sequence[DeclaredMachine]) -> PublishedComparison:
+        return published_comparison(target, hours, [each for each in machines if each.name not in beyond])
+
     return PublishedReport(
         target=target,
-        page=published_comparison(target, asked.hours_a_year, machines or ()),
-        listed=None if listed is None else published_comparison(target, asked.hours_a_year, listed),
+        page=kept(PUBLISHED_MACHINES),
+        listed=None if listed is None else kept(listed),
         notes=tuple(beyond.values()),
         remarks=tuple(published_remarks(prices)),
     )
