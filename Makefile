@@ -85,7 +85,7 @@ live: $(VENV)/dev.stamp build/native/made.stamp ## the tests with a real server:
 	$(PYTEST) tests/live tests/test_readme.py $(ARGS)
 
 clients: $(VENV)/dev.stamp build/native/made.stamp ## unchanged clients and frameworks against this server, in an environment of their own (build/suites)
-	$(BIN)/python -m tools.peers.suites --work build/suites --suite clients --failures $(ARGS)
+	$(BIN)/python -m tools.peers.suites --work build/suites --suite clients --suite chroma --failures $(ARGS)
 
 suites: $(VENV)/dev.stamp build/native/made.stamp ## the test suites of llama.cpp and vLLM, clients and public JSON schemas (docs/compatibility.md)
 	$(BIN)/python -m tools.peers.suites --work build/suites $(ARGS)
@@ -118,6 +118,7 @@ report: $(VENV)/bench.stamp ## tables, plots and a page from result files: ARGS=
 
 docs: $(VENV)/dev.stamp ## write the generated docs
 	$(BIN)/python -m tools.settings_table
+	$(BIN)/python -m tools.families_table
 	$(BIN)/python -m tools.auto_table
 
 build: $(VENV)/dev.stamp ## build a wheel for this machine in dist/

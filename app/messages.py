@@ -1,6 +1,6 @@
 """Messages between the service and the worker thread: frozen dataclasses of plain values.
 
-The mailbox takes `Generate`, `Encode`, `Infer`, `Abort` and `Stop`. Events come back as one list per step:
+The mailbox takes `Generate`, `Encode`, `Infer`, `Abort`, `SetAdapter` and `Stop`. Events come back as one list per step:
 `PromptScored`, `TokensReady` and `SequenceFinished` for a generation, one `ArraysReady` for an `Encode` or `Infer`, and
 `RequestFailed` for any of them.
 """
@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol
 
 from app.errors import InvalidRequest, RequestError
 
@@ -206,10 +206,27 @@ class Grammar(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
+class LoadedAdapter:
+    """A LoRA adapter that is loaded in a slot. `number` is unique in this process: the next adapter there has another."""
+
+    slot: int
+    number: int
+
+
+@dataclass(frozen=True, slots=True)
+class SetAdapter:
+    """Put packed weights, by the name of the layer, into a slot; None: empty it. No request that uses it may be open."""
+
+    slot: int
+    weights: Mapping[str, Any] | None
+
+
+@dataclass(frozen=True, slots=True)
 class Generate:
     """One tokenized generation request. `arrived_at` is `time.monotonic()` when the HTTP request was admitted.
 
     `bad_word_ids` are the token sequences of `params.bad_words`. The completion follows `grammar`, if it is given.
+    `adapter` None means the model alone.
     """
 
     request_id: str
@@ -218,6 +235,7 @@ class Generate:
     arrived_at: float
     bad_word_ids: tuple[tuple[int, ...], ...] = ()
     grammar: Grammar | None = None
+    adapter: LoadedAdapter | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -307,7 +325,7 @@ class Stop:
 
 
 EngineRequest = Generate | Encode | Infer
-Command = EngineRequest | Abort | Stop
+Command = EngineRequest | Abort | SetAdapter | Stop
 
 # ---- from the worker -----------------------------------------------------------------------------------------------
 

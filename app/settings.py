@@ -34,6 +34,7 @@ GENERATION_SETTINGS = (
     "kv_precision",
     "itl_target_ms",
     "keep_layers",
+    "prompt_cache",
 )  # refused for models that do not generate
 _SIZE = re.compile(r"^\s*(\d+(?:\.\d+)?)\s*([kmgt]?)(i?)b?\s*$", re.IGNORECASE)
 _PERCENT = re.compile(r"^\s*(\d+(?:\.\d+)?)\s*%\s*$")
@@ -155,6 +156,26 @@ def _check_origins(origins: tuple[str, ...]) -> tuple[str, ...]:
     return origins
 
 
+def parse_adapters(names: tuple[str, ...]) -> tuple[tuple[str, Path], ...]:
+    """Return the name and directory of each adapter in `lora`.
+
+    Raises:
+        ValueError: An item is not NAME=DIR, or two have the same name.
+    """
+    pairs = [item.partition("=") for item in names]
+    for item, (name, equals, directory) in zip(names, pairs, strict=True):
+        if not equals or not name or not directory:
+            raise ValueError(f"{item!r} is not NAME=DIR")
+    if len({name for name, _, _ in pairs}) < len(pairs):
+        raise ValueError("two adapters have the same name")
+    return tuple((name, Path(directory).expanduser()) for name, _, directory in pairs)
+
+
+def _check_adapters(names: tuple[str, ...]) -> tuple[str, ...]:
+    parse_adapters(names)
+    return names
+
+
 # NoDecode: a variable too may be separated by commas, which pydantic-settings would refuse as no JSON.
 TextList = Annotated[tuple[str, ...], NoDecode, BeforeValidator(parse_list)]
 
@@ -185,6 +206,20 @@ class Settings(BaseSettings):
     )
     any_model_name: Literal["off", "on"] = Field(
         "off", description="Accept every model name, for clients that send a fixed one such as gpt-4o."
+    )
+    lora: Annotated[TextList, AfterValidator(_check_adapters)] = Field(
+        (),
+        description="LoRA adapters, as NAME=DIR with peft's directory; a request chooses one by its name as the model.",
+    )
+    lora_root: Path | None = Field(
+        None,
+        description="Directory of adapters that clients may load and unload while the server runs; none: they may not.",
+    )
+    max_loras: PositiveInt | Auto = Field(
+        "auto", description="Adapters that may be loaded at the same time; auto: those listed, or 8 with lora_root."
+    )
+    max_lora_rank: Annotated[int, Field(ge=1, le=64)] | Auto = Field(
+        "auto", description="Highest rank of an adapter, up to 64; auto: that of the listed ones, or 16 with lora_root."
     )
     tool_call_parser: Literal["auto", "hermes", "llama3_json", "mistral", "phi4_mini_json", "granite", "json"] = Field(
         "auto", description="Format of the model's tool calls; auto: as its chat template and type say."
@@ -253,6 +288,14 @@ class Settings(BaseSettings):
     cache_dir: Path | None = Field(
         None, description="Directory for packed weights and calibration; ~/.cache/armature if not given."
     )
+    prompt_cache: Path | None = Field(
+        None,
+        description="Directory in which keys and values of prompts are kept and found again after a restart; they can be read back as"
+        " text, so only this user may enter it. Nothing is kept if not given.",
+    )
+    prompt_cache_bytes: Annotated[Bytes, BeforeValidator(parse_bytes)] = Field(
+        8 * 2**30, description="Most that the files of the prompt cache may take, such as 8GiB."
+    )
     chat_template_cpu_seconds: PositiveFloat = Field(
         0.2, description="CPU time that the checkpoint's chat template may take for one conversation."
     )
@@ -287,6 +330,10 @@ class Settings(BaseSettings):
     )
     write_timeout_seconds: PositiveFloat = Field(
         30.0, description="Time in which a client must take 16 KiB of a response that waits for it, or else is cut off."
+    )
+    page: Literal["on", "off"] = Field(
+        "on",
+        description="Serve the web page at /, where people try the model and see what the machine does; --no-page: off.",
     )
     log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="Least severe message to log.")
     hourly_price: PositiveFloat | None = Field(
@@ -415,6 +462,11 @@ class SettingRow:
     default: str
     description: str
     is_list: bool = False
+
+    @property
+    def off_flag(self) -> str:
+        """Flag without a value that turns off what is on by default; empty for other settings."""
+        return f"--no-{self.flag.removeprefix('--')}" if self.values == "on|off" and self.default == "on" else ""
 
 
 def setting_rows() -> list[SettingRow]:

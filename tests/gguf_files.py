@@ -74,7 +74,7 @@ def convert(
 
 def write_values(writer: gguf.GGUFWriter, config: Any, values: dict[str, Any]) -> None:
     write_shape(writer, config, config.ropes[-1] or config.ropes[0])
-    if config.gemma:
+    if config.norm.offset:
         writer.add_sliding_window(values["sliding_window"])
         if config.attention_softcap:
             writer.add_attn_logit_softcapping(config.attention_softcap)
@@ -106,7 +106,7 @@ def write_tensor(writer: gguf.GGUFWriter, config: Any, name: str, tensor: torch.
         # The two elements that a rotary embedding rotates together are neighbours in llama.cpp.
         values = values.reshape(heads, 2, values.shape[0] // heads // 2, -1).swapaxes(1, 2).reshape(values.shape)
     if name.endswith("norm.weight"):
-        values = values + np.float32(config.gemma)
+        values = values + np.float32(config.norm.offset)
     quantized = gguf.GGMLQuantizationType[kind if values.ndim == 2 else "F32"]
     packed = gguf.quants.quantize(np.ascontiguousarray(values), quantized)
     writer.add_tensor(gguf_name(config, name), packed, raw_dtype=quantized)
@@ -118,6 +118,6 @@ def gguf_name(config: Any, name: str) -> str:
     if stem in others:
         return f"{others[stem]}.{kind}"
     layer, _, part = stem.removeprefix("model.layers.").partition(".")
-    if part == "post_attention_layernorm" and config.gemma:
+    if part == "post_attention_layernorm" and config.norm.offset:
         return f"blk.{layer}.post_attention_norm.{kind}"
     return f"blk.{layer}.{NAMES[part]}.{kind}"

@@ -33,7 +33,7 @@ def launch_layer_norms() -> None:
 def launch_gates() -> None:
     gate_up = torch.zeros(TOKENS, 2 * 8192, dtype=BF16)
     elementwise.gate(gate_up, "silu")
-    for activation in ("gelu", "gelu_tanh", "relu", "tanh"):
+    for activation in ("gelu", "gelu_tanh", "relu", "relu2", "tanh"):
         elementwise.activate(gate_up, activation)
 
 

@@ -82,7 +82,7 @@ def random_tensors(config: ModelConfig, seed: int = 0, dtype: torch.dtype = torc
     for name, shape in tensors_of(config).items():
         tensor = torch.randn(shape, generator=generator)
         if name.endswith("norm.weight"):
-            tensor = tensor * 0.2 + (0.0 if config.gemma else 1.0)
+            tensor = tensor * 0.2 + 1.0 - config.norm.offset
         elif len(shape) == 2 and "embed_tokens" not in name:
             tensor = tensor / shape[1] ** 0.5
         elif "embed_tokens" in name:

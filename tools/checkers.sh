@@ -5,10 +5,10 @@
 set -uo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.." || exit
 into=build/checkers
-# Schemas of custom resources (Prometheus operator, KEDA, Gateway API), and Grafana's types with a compiler that checks
-# dashboards.
+# Schemas of custom resources (Prometheus operator, KEDA, Gateway API), Grafana's types with a compiler that checks
+# dashboards, and axe, which checks that the web page is accessible.
 schemas=(@kubernetes-models/prometheus-operator@6.0.0 @kubernetes-models/keda@2.0.0 @kubernetes-models/gateway-api@2.0.0
-  @grafana/schema@13.2.3 typescript@5.9.3)
+  @grafana/schema@13.2.3 typescript@5.9.3 axe-core@4.14.1)
 # Definitions of resources without schemas on npm, from raw.githubusercontent.com: inference gateways and KServe.
 definitions=(kubernetes-sigs/gateway-api-inference-extension/v1.6.0/config/crd/bases/inference.networking.k8s.io_inferencepools.yaml
   kserve/kserve/v0.20.0/config/crd/full/serving.kserve.io_{clusterservingruntimes,inferenceservices}.yaml)
@@ -40,7 +40,7 @@ custom_resources() {
 # Prints the Debian and Ubuntu packages of missing programs.
 absent() {
   local pair
-  for pair in promtool:prometheus amtool:prometheus-alertmanager nginx:nginx-light; do
+  for pair in promtool:prometheus amtool:prometheus-alertmanager nginx:nginx-light chromium:chromium; do
     command -v "${pair%%:*}" >/dev/null || [ -x "/usr/sbin/${pair%%:*}" ] || echo "${pair##*:}"
   done
 }
@@ -60,9 +60,9 @@ system_tools() {
 mkdir -p "$into"
 python_tools || say "no hadolint, checkov, kubernetes-validate, check-jsonschema, shellcheck and zizmor: pip could not install them"
 if command -v npm >/dev/null; then
-  node_schemas || say "no schemas of custom resources and dashboards: npm could not install them"
+  node_schemas || say "no schemas of custom resources and dashboards and no axe: npm could not install them"
 else
-  say "no schemas of custom resources and dashboards: npm is missing"
+  say "no schemas of custom resources and dashboards and no axe: npm is missing"
 fi
 custom_resources 2>/dev/null || say "no definitions of InferencePool, ClusterServingRuntime and InferenceService: curl could not download them"
 system_tools

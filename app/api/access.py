@@ -40,11 +40,11 @@ class AccessControl:
     Args:
         rules: Host names and rates.
         api_keys: Keys that clients may send; if empty, no key is needed.
-        public_paths: Paths that need no key, and to which no rule applies.
+        public: Method and path of the requests that need no key, and to which no rule applies.
     """
 
-    def __init__(self, rules: AccessRules, api_keys: Collection[str], public_paths: Collection[str]) -> None:
-        self._public_paths, self._hosts = public_paths, tuple(name.lower() for name in rules.allowed_hosts)
+    def __init__(self, rules: AccessRules, api_keys: Collection[str], public: Collection[tuple[str, str]]) -> None:
+        self._public, self._hosts = public, tuple(name.lower() for name in rules.allowed_hosts)
         self._key_hashes = tuple(_hash(key.encode()) for key in api_keys)
         limits = rules.requests_per_minute, rules.tokens_per_minute
         self._limiter = None if limits == (None, None) else RateLimiter(*limits)
@@ -60,7 +60,7 @@ class AccessControl:
         hosts = [value for name, value in scope["headers"] if name == b"host"]
         if len(hosts) > 1 or (not hosts and scope["http_version"] == "1.1"):
             raise InvalidRequest("An HTTP/1.1 request has exactly one header `Host`.")
-        if scope["path"] in self._public_paths:
+        if (scope["method"], scope["path"]) in self._public:
             return None
         if self._hosts and not self._is_allowed(hosts[0] if hosts else b""):
             raise InvalidRequest("This server does not answer to the host name in the request's header `Host`.")

@@ -1,4 +1,4 @@
-"""Endpoints for browsers, probes, scrapers and operators: liveness, readiness, information, metrics, the step log."""
+"""Endpoints for probes, scrapers and operators: liveness, readiness, information, metrics, the step log."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from contextlib import suppress
 from typing import Any, NotRequired
 
 from starlette.requests import Request
-from starlette.responses import JSONResponse, PlainTextResponse, RedirectResponse, Response
+from starlette.responses import JSONResponse, PlainTextResponse, Response
 from typing_extensions import TypedDict
 
 from app.api.errors import LOADING_RETRY_SECONDS
@@ -182,9 +182,3 @@ async def metrics(request: Request) -> Response:
     """
     body, content_type = runtime_of(request).metrics.render(request.headers.get("accept", ""))
     return Response(body, headers={"content-type": content_type})
-
-
-@router.get("/", summary="Redirect to the API documentation", status_code=307, response_class=RedirectResponse)
-async def root(request: Request) -> Response:
-    """Redirect to the documentation of the routes."""
-    return RedirectResponse("docs")

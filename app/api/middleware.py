@@ -14,7 +14,7 @@ import re
 import time
 import uuid
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from functools import partial
 
 from starlette.exceptions import HTTPException
@@ -22,6 +22,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from app.api.access import NO_RULES, AccessControl, header
 from app.api.errors import NATIVE_ERRORS, ErrorFormat, to_http_error
+from app.api.json_size import SCAN_BYTES
 from app.api.streaming import format_sse
 from app.errors import BodyTooLarge, InvalidRequest, Overloaded, RequestError, ServiceStopping
 from app.service.rate_limit import ACCOUNT
@@ -141,6 +142,12 @@ _VALID_ID = re.compile(rb"[\x21-\x7e]{1,128}")
 
 
 OPEN_ACCESS = AccessControl(NO_RULES, (), ())  # no keys and no limits
+# Takes all of a body that has arrived so far, and returns why it is refused, if it is certain already.
+BodyCheck = Callable[[bytearray], RequestError | None]
+
+
+async def _no_check(scope: Scope) -> BodyCheck | None:
+    return None
 
 
 class RequestGate:
@@ -150,6 +157,7 @@ class RequestGate:
         app: The application.
         access: Check of host names, keys and rates.
         error_format: The error format of a path.
+        body_check: Return the check of a request's body while it arrives, or None. It is asked for large bodies only.
     """
 
     def __init__(
@@ -157,8 +165,9 @@ class RequestGate:
         app: ASGIApp,
         access: AccessControl = OPEN_ACCESS,
         error_format: Callable[[str], ErrorFormat] = lambda path: NATIVE_ERRORS,
+        body_check: Callable[[Scope], Awaitable[BodyCheck | None]] = _no_check,
     ) -> None:
-        self._app, self._access, self._error_format = app, access, error_format
+        self._app, self._access, self._error_format, self._body_check = app, access, error_format, body_check
         self._held_bytes = 0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -205,17 +214,35 @@ class RequestGate:
         inflate = BodyDecoder(header(scope, b"content-encoding").decode("latin-1"))
         try:
             async with asyncio.timeout(BODY_TIMEOUT_SECONDS):
-                while await self._read_chunk(receive, body, inflate, limit):
-                    pass
+                refusal = await self._read_chunks(scope, receive, body, inflate, limit)
         except TimeoutError as error:
             raise HTTPException(408, f"The body did not arrive within {BODY_TIMEOUT_SECONDS:g} seconds") from error
-
+        if refusal is not None:
+            raise refusal
         inflate.finish()
 
+    async def _read_chunks(
+        self, scope: Scope, receive: Receive, body: bytearray, inflate: BodyDecoder, limit: int
+    ) -> RequestError | None:
+        """Read the body to its end; return why it is refused, if that is certain before it has arrived.
+
+        The rest of a refused body is read and not kept, so that the client can read the response.
+        """
+        check, is_asked = None, False
+        while await self._read_chunk(receive, body, inflate, limit):
+            if len(body) > SCAN_BYTES and not is_asked:
+                check, is_asked = await self._body_check(scope), True
+            refusal = check(body) if check is not None else None
+            if refusal is not None:
+                self._held_bytes -= len(body)
+                body.clear()
+                while (await _receive_part(receive)).get("more_body", False):
+                    pass
+                return refusal
+        return None
+
     async def _read_chunk(self, receive: Receive, body: bytearray, inflate: BodyDecoder, limit: int) -> bool:
-        message = await receive()
-        if message["type"] == "http.disconnect":
-            raise ClientDisconnected
+        message = await _receive_part(receive)
         for chunk in inflate(message.get("body", b"")):
             if len(body) + len(chunk) > limit:
                 raise _too_large(limit)
@@ -226,6 +253,13 @@ class RequestGate:
             if len(chunk) == INFLATE_BYTES:
                 await asyncio.sleep(0)  # a small compressed chunk may be many megabytes
         return bool(message.get("more_body", False))
+
+
+async def _receive_part(receive: Receive) -> Message:
+    message = await receive()
+    if message["type"] == "http.disconnect":
+        raise ClientDisconnected
+    return message
 
 
 class ResponseSender:

@@ -14,6 +14,7 @@ from app.api.routing import (
     BODY_ERRORS,
     DialectRouter,
     RequestBody,
+    check_model,
     count_refusals,
     request_id,
     runtime_of,
@@ -30,7 +31,7 @@ class GenerateBody(SamplingFields):
     """Body of `POST /generate`, with `prompt` or `token_ids`.
 
     Without `max_tokens`, generation may continue to the end of the context. `add_special_tokens` applies to
-    `prompt`: it makes the tokenizer add its own special tokens, such as the beginning of sequence.
+    `prompt`: it makes the tokenizer add its own special tokens, such as the beginning of sequence. `model` may name an adapter.
     """
 
     FOREIGN: ClassVar[Mapping[str, str]] = {
@@ -39,6 +40,7 @@ class GenerateBody(SamplingFields):
         "text": "send prompt or token_ids here.",
     }
 
+    model: str | None = None
     prompt: str | None = None
     token_ids: TokenIds | None = None
     max_tokens: Int64 | None = None
@@ -120,11 +122,14 @@ async def generate(request: Request, unread: RequestBody[GenerateBody]) -> Respo
     runtime = runtime_of(request)
     with count_refusals(runtime.metrics, "native"):
         body = await unread.parse()
-        generation = _generation_request(body, request_id(request), sampling_defaults(runtime))
+        name = check_model(runtime, body.model)
+        generation = _generation_request(body, name, request_id(request), sampling_defaults(runtime))
     return await respond(runtime.service.generate(generation), _NativeFormat(), _EVENTS, streams=body.stream)
 
 
-def _generation_request(body: GenerateBody, identity: str, defaults: Mapping[str, float]) -> GenerationRequest:
+def _generation_request(
+    body: GenerateBody, name: str, identity: str, defaults: Mapping[str, float]
+) -> GenerationRequest:
     if (body.prompt is None) == (body.token_ids is None):
         raise InvalidRequest("Send either prompt or token_ids.", field="prompt")
     return GenerationRequest(
@@ -134,6 +139,7 @@ def _generation_request(body: GenerateBody, identity: str, defaults: Mapping[str
         prompt=body.prompt,
         token_ids=body.token_ids,
         add_special_tokens=body.add_special_tokens is not False,
+        model=name,
     )
 
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import asyncio
+from collections.abc import Callable, Mapping
 from functools import cache
 from typing import Any, Literal
 
@@ -10,20 +11,28 @@ from fastapi import Depends, FastAPI
 from fastapi.openapi.utils import get_openapi
 from fastapi.security import HTTPBearer
 from pydantic import TypeAdapter
+from starlette.types import Scope
 
 from app.api import health, invocations, native, tei, tokenizer
 from app.api.anthropic import routes as anthropic
 from app.api.encoders import cohere, rerank, vllm
 from app.api.encoders import routes as encoders
 from app.api.errors import NATIVE_ERRORS, ErrorFormat
+from app.api.json_size import PromptScanner
 from app.api.llama_cpp import completion as llama_cpp
 from app.api.llama_cpp import server as llama_cpp_server
 from app.api.oip import generate, repository
 from app.api.oip import routes as oip
 from app.api.ollama import routes as ollama
+from app.api.openai import adapters
 from app.api.openai import routes as openai
 from app.api.openai_responses import routes as openai_responses
-from app.api.routing import SCHEMA_REF, DialectRoute, DialectRouter
+from app.api.pages import web_page
+from app.api.routing import SCHEMA_REF, ApiRuntime, DialectRoute, DialectRouter, route_methods
+from app.errors import RequestError
+from app.metrics.instruments import Api
+from app.service.inputs import prompt_too_long
+from app.service.served_model import ServedDecoder
 
 # Clients of servers that have OpenAI's routes without a prefix send the same bodies there.
 _WITHOUT_PREFIX = {
@@ -43,8 +52,10 @@ _WITHOUT_PREFIX = {
 ROUTERS: tuple[DialectRouter, ...] = (
     health.probes,
     health.router,
+    web_page.router,
     openai.router,
     openai.router.copy(_WITHOUT_PREFIX),
+    adapters.router,
     openai_responses.router,
     openai_responses.router.copy(_WITHOUT_PREFIX),
     anthropic.router,
@@ -73,13 +84,38 @@ ROUTERS: tuple[DialectRouter, ...] = (
     rerank.cohere_router,
 )
 ROUTES: tuple[DialectRoute, ...] = tuple(route for router in ROUTERS for route in router.operations)
+_MESSAGES = ("messages[].content", "messages[].content[].text")
+_INPUT = ("input", "input[].content", "input[].content[].text")
+# Where the bodies of generating routes have prompts, and the API that a refusal is counted for.
+_PROMPTS: Mapping[str, tuple[Api, tuple[str, ...]]] = {
+    "/generate": ("native", ("prompt",)),
+    "/v1/completions": ("completions", ("prompt", "prompt[]")),
+    "/v1/chat/completions": ("chat", _MESSAGES),
+    "/chat/completions": ("chat", _MESSAGES),
+    "/v1/messages": ("messages", _MESSAGES),
+    "/v1/responses": ("responses", _INPUT),
+    "/responses": ("responses", _INPUT),
+    "/api/chat": ("ollama", _MESSAGES),
+    "/api/generate": ("ollama", ("prompt",)),
+    "/completion": ("llama_cpp", ("prompt", "prompt[]")),
+    "/completions": ("llama_cpp", ("prompt", "prompt[]")),
+}
+# A prompt that certainly has more tokens than this, and than the context, is refused while it arrives, also if it might
+# be truncated.
+MAX_PROMPT_TOKENS = 2**18
 # In the OpenAPI document only: `RequestGate` checks the keys, before it reads the body.
 API_KEY = HTTPBearer(scheme_name="ApiKey", description="One of the server's API keys.", auto_error=False)
 
 
-def public_paths() -> frozenset[str]:
-    """Return the paths that need no API key. Probes and scrapers have none."""
-    return frozenset(route.path for router in ROUTERS if router.public for route in router.operations)
+def public_operations() -> frozenset[tuple[str, str]]:
+    """Return method and path of the operations that need no API key. Probes, scrapers and a browser's address bar have none."""
+    return frozenset(
+        (method, route.path)
+        for router in ROUTERS
+        if router.public
+        for route in router.operations
+        for method in route_methods(route)
+    )
 
 
 def error_format(path: str) -> ErrorFormat:
@@ -103,6 +139,27 @@ def _error_formats() -> Mapping[str, ErrorFormat]:
 
 def _first_part(path: str) -> str:
     return path.split("/", 2)[1] if path.startswith("/") else ""
+
+
+async def check_arriving_body(scope: Scope) -> Callable[[bytearray], RequestError | None] | None:
+    """Return the check of a body while it arrives: of a route that generates, for prompts that are too long."""
+    runtime: ApiRuntime = scope["app"].state.runtime
+    api, paths = _PROMPTS.get(scope["path"], (None, ()))
+    if api is None or not runtime.service.ready or not isinstance(model := runtime.service.model, ServedDecoder):
+        return None
+    # The first count reads the vocabulary.
+    await asyncio.get_running_loop().run_in_executor(None, model.tokenizer.new_count)
+    context = model.limits.max_model_len
+    scanner = PromptScanner(paths, model.tokenizer.new_count, max(MAX_PROMPT_TOKENS, context))
+    field = paths[0].partition("[")[0]
+
+    def check(body: bytearray) -> RequestError | None:
+        if (least := scanner.feed(body)) is None:
+            return None
+        runtime.metrics.refused(api)
+        return prompt_too_long(context, field, least)
+
+    return check
 
 
 def describe(app: FastAPI, needs_key: bool) -> dict[str, Any]:

@@ -35,6 +35,7 @@ from app.service.served_model import ServedDecoder
 from app.service.service import Service
 
 T = TypeVar("T")
+_MAX_NAMES = 4  # served names in one message
 _SPACE_BYTES = 64  # looked at first: stripping a whole body takes milliseconds
 
 
@@ -61,6 +62,7 @@ class ApiRuntime:
     """Everything that the endpoints use.
 
     `info` returns the part of `/info` that is not the version, stage or capacity; it is called for each request.
+    `page`: the web page is served.
     """
 
     service: Service
@@ -71,6 +73,7 @@ class ApiRuntime:
     api_keys: tuple[str, ...] = ()
     access_rules: AccessRules = NO_RULES
     names: ModelNames = ModelNames()
+    page: bool = True
 
 
 def runtime_of(request: Request) -> ApiRuntime:
@@ -110,11 +113,29 @@ def renamed_fields(names: Mapping[str, str]) -> Iterator[None]:
         raise
 
 
-def check_model(runtime: ApiRuntime, name: str | None) -> None:
-    """Check that `name` is one of the served model; None always passes. Raises `ModelNotFound`."""
+def check_model(runtime: ApiRuntime, name: str | None) -> str:
+    """Return the name that answers have: the served model's first one, or the adapter's if `name` is an adapter's.
+
+    None and names of the model itself are the model.
+
+    Raises:
+        ModelNotFound: Nothing of this name is served.
+    """
     served, names = runtime.service.model.name, runtime.names
-    if name is not None and name != served and name not in names.aliases and not names.accepts_any:
-        raise ModelNotFound(f"The model {name[:100]!r} is not served here; {served!r} is.", field="model")
+    if name is None or name == served or name in names.aliases:
+        return served
+    if runtime.service.adapters.find(name) is not None:
+        return name
+    if names.accepts_any:
+        return served
+    known = ", ".join(map(repr, served_names(runtime)[:_MAX_NAMES]))
+    raise ModelNotFound(f"The model {name[:100]!r} is not served here; {known} is.", field="model")
+
+
+def served_names(runtime: ApiRuntime) -> list[str]:
+    """Return the names that requests may give as the model: those of the model itself, and its adapters."""
+    adapters = [adapter.name for adapter in runtime.service.adapters]
+    return list(dict.fromkeys([runtime.service.model.name, *runtime.names.aliases, *adapters]))
 
 
 async def run_beside_loop(num_bytes: int, function: Callable[..., T], *arguments: Any) -> T:
@@ -329,7 +350,7 @@ def _operation_id(route: APIRoute) -> str:
     return method.lower() + re.sub(r"\W+", "_", route.path_format.replace("}", ""))
 
 
-def _methods(route: DialectRoute) -> tuple[str, ...]:
+def route_methods(route: DialectRoute) -> tuple[str, ...]:
     """Return the methods that a route answers: HEAD wherever GET is, and uvicorn leaves the body out."""
     return ("GET", "HEAD") if route.method == "GET" else (route.method,)
 
@@ -345,7 +366,7 @@ class RouteTable:
 
     def __init__(self, app: ASGIApp, routes: Sequence[DialectRoute]) -> None:
         self._app = app
-        methods = [(method, each) for each in routes for method in _methods(each)]
+        methods = [(method, each) for each in routes for method in route_methods(each)]
         self._exact = {(method, each.path): each.handler for method, each in methods if not each.param_convertors}
         self._patterns = [(method, each.path_regex, each.handler) for method, each in methods if each.param_convertors]
         # The router would name the methods of a path's first route only.

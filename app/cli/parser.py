@@ -222,7 +222,8 @@ class _CommaJoined(argparse.Action):
     def __call__(
         self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, values: Any, option: str | None = None
     ) -> None:
-        setattr(namespace, self.dest, ",".join(values))
+        before = getattr(namespace, self.dest, None)  # a flag that is repeated adds to its list
+        setattr(namespace, self.dest, ",".join(values if before is None else [before, *values]))
 
 
 def _add_settings(parser: argparse.ArgumentParser) -> None:
@@ -235,6 +236,15 @@ def _add_settings(parser: argparse.ArgumentParser) -> None:
         metavar = row.values.replace(" ", "_")
         several: dict[str, Any] = {"nargs": "+", "action": _CommaJoined} if row.is_list else {}
         group.add_argument(row.flag, dest=row.name, metavar=metavar, default=argparse.SUPPRESS, help=text, **several)
+        if row.off_flag:
+            group.add_argument(
+                row.off_flag,
+                dest=row.name,
+                action="store_const",
+                const="off",
+                default=argparse.SUPPRESS,
+                help=f"the same as {row.flag} off",
+            )
 
 
 def _describe_unknown(unknown: list[str], takes_files: bool) -> str:
@@ -245,7 +255,8 @@ def _describe_unknown(unknown: list[str], takes_files: bool) -> str:
             return f"{word!r} is not understood: give all result files together, before or after the flags."
         return f"{word!r} is not understood. A model is given as --model {word}."
     flag = word.partition("=")[0]  # the value may be a secret
-    known = [*(row.flag for row in setting_rows()), *bench_flags(), *cost_flags(), "--help", "--yes"]
+    settings = [flag for row in setting_rows() for flag in (row.flag, row.off_flag) if flag]
+    known = [*settings, *bench_flags(), *cost_flags(), "--help", "--yes"]
     near = difflib.get_close_matches(
         flag, [one for one in known if one != flag], n=1
     )  # exclude the flag itself: it may belong to another command

@@ -23,6 +23,7 @@ from app.metrics.step_time_model import StepTimeModel
 from app.models.encoders.encoder import Encoder
 from app.weights.checkpoint import Checkpoint
 from app.weights.load import Model, PackCalibrator, Packing, ReportCost, load_model
+from app.weights.lora.adapter import ServedAdapters
 from app.weights.packs import PackFolder
 from app.weights.program import ProgramCheckpoint
 
@@ -45,7 +46,8 @@ class BuildRequest(Generic[CheckpointT]):
 
     `report` is called with each stage of loading; it may raise, to stop. The engine updates
     `step_time_model` after each step. `eos_token_ids` end the output of a decoder. `report_cost` is called with the
-    cost in quality of quantized weights; it may raise, to load them in another precision.
+    cost in quality of quantized weights; it may raise, to load them in another precision. `adapters` are those that the
+    model may get; None: it gets none.
     """
 
     checkpoint: CheckpointT
@@ -54,6 +56,7 @@ class BuildRequest(Generic[CheckpointT]):
     step_time_model: StepTimeModel = field(default_factory=StepTimeModel)
     eos_token_ids: Collection[int] = ()
     report_cost: ReportCost = lambda cost: None
+    adapters: ServedAdapters | None = None
 
     @property
     def eager_reason(self) -> str:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import sys
 import threading
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from queue import Empty, SimpleQueue
@@ -29,6 +30,8 @@ State = Literal["loading", "ready", "failed", "stopped"]
 # only reason to end the thread: a client could send requests that fail by themselves indefinitely.
 MAX_FAILED_STEPS = 3
 IDLE_SECONDS = 5.0  # without any command, after which the server counts as idle
+PAUSE_SECONDS = 0.2  # the same for work that is done in every pause
+CLOSE_SECONDS = 2.0  # for that work at the end
 
 
 class Engine(Protocol):
@@ -93,6 +96,8 @@ class Callbacks:
     `on_events` never gets an empty list. `is_fatal` returns True if the device cannot survive the error. `on_idle` is
     called when no command has arrived for `IDLE_SECONDS`; it gets the engine and a function that returns True as soon
     as a command waits, and must return at once then. It returns True to be called again after as long a time.
+    `on_pause` is called with the same arguments whenever no command has arrived for `PAUSE_SECONDS`, and before the
+    thread stops; then its function returns True after `CLOSE_SECONDS`.
     """
 
     on_events: Callable[[list[Event]], None]
@@ -100,6 +105,7 @@ class Callbacks:
     on_step: Callable[[StepStats, EngineSnapshot], None] = lambda stats, snapshot: None
     is_fatal: Callable[[Exception], bool] = _never_fatal
     on_idle: Callable[[Engine, Callable[[], bool]], bool] | None = None
+    on_pause: Callable[[Engine, Callable[[], bool]], None] | None = None
 
 
 class StepObserver(Protocol):
@@ -216,6 +222,7 @@ class Worker:
             if stop:
                 self.state = "stopped"
                 self._send_events([*events, *engine.fail_all(ServiceStopping("The server is stopping."))])
+                self._close(engine)
                 return
             stats = None
             if engine.has_work:
@@ -245,8 +252,16 @@ class Worker:
         return events, False
 
     def _use_idle_time(self, engine: Engine) -> None:
-        """Call `on_idle` whenever no command has arrived for some time, until it has nothing left to do."""
+        """Call `on_pause` once no command has arrived for some time.
+
+        Then call `on_idle` after each longer time, until it has nothing left to do.
+        """
         on_idle = self._callbacks.on_idle
+        if self._callbacks.on_pause is not None and self._held is None:
+            try:
+                self._held = self._mailbox.get(timeout=PAUSE_SECONDS)
+            except Empty:
+                self._use_pause(engine, lambda: not self._mailbox.empty())
         while on_idle is not None and self._has_idle_work and self._held is None:
             try:
                 self._held = self._mailbox.get(timeout=IDLE_SECONDS)
@@ -255,6 +270,15 @@ class Worker:
                 self._has_idle_work = bool(again)
                 if error is not None:
                     engine.fail()
+
+    def _close(self, engine: Engine) -> None:
+        deadline = time.monotonic() + CLOSE_SECONDS
+        self._use_pause(engine, lambda: time.monotonic() > deadline)
+
+    def _use_pause(self, engine: Engine, is_wanted: Callable[[], bool]) -> None:
+        on_pause = self._callbacks.on_pause
+        if on_pause is not None:
+            self._attempt(lambda: on_pause(engine, is_wanted))
 
     def _next(self, block: bool, waiting: Engine | None) -> Command | None:
         """Return the next command; None if there is none.

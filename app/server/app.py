@@ -12,10 +12,11 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from app.api.access import AccessControl
-from app.api.documentation import documentation_response
 from app.api.errors import HANDLED_EXCEPTIONS
 from app.api.middleware import RequestGate
-from app.api.routers import ROUTERS, ROUTES, describe, error_format, public_paths
+from app.api.pages.documentation import documentation_response
+from app.api.pages.web_page import web_file_endpoint, web_paths
+from app.api.routers import ROUTERS, ROUTES, check_arriving_body, describe, error_format, public_operations
 from app.api.routing import ApiRuntime, RouteTable
 from app.version import VERSION
 
@@ -42,8 +43,10 @@ def create_app(runtime: ApiRuntime) -> FastAPI:
     )
     app.state.runtime = runtime
     app.add_middleware(RouteTable, routes=ROUTES)
-    access = AccessControl(runtime.access_rules, runtime.api_keys, public_paths())
-    app.add_middleware(RequestGate, access=access, error_format=error_format)
+    files = web_paths() if runtime.page else {}
+    public = public_operations() | {(method, path) for path in files for method in ("GET", "HEAD")}
+    access = AccessControl(runtime.access_rules, runtime.api_keys, public)
+    app.add_middleware(RequestGate, access=access, error_format=error_format, body_check=check_arriving_body)
     if runtime.access_rules.cors_allow_origins:
         # Around the gate: a browser's preflight has no key, and its page reads refusals too.
         app.add_middleware(
@@ -57,6 +60,8 @@ def create_app(runtime: ApiRuntime) -> FastAPI:
         app.include_router(router)
     app.openapi = cache(lambda: describe(app, needs_key=bool(runtime.api_keys)))  # type: ignore[method-assign]
     app.add_route("/docs", _show_documentation)
+    for path, name in files.items():
+        app.add_route(path, web_file_endpoint(name))
     return app
 
 

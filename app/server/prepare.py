@@ -33,6 +33,7 @@ from app.hardware.probe import software
 from app.hardware.probe.probe import probe
 from app.hardware.step_times import StepTimeTable
 from app.metrics.load_progress import LoadProgress
+from app.server.adapters import check_device, planned_adapters
 from app.server.model_source import open_or_fetch_model
 from app.server.quality_notes import QualityNotes, planned_needs
 from app.settings import MEASURED_SETTINGS, Settings
@@ -40,6 +41,7 @@ from app.version import VERSION
 from app.weights.cache_file import FileUnusable, atomic_write, differences, log_not_kept, open_trusted
 from app.weights.checkpoint import Checkpoint
 from app.weights.forms import RECIPES
+from app.weights.lora.adapter import ServedAdapters
 from app.weights.open import OpenedModel
 
 if TYPE_CHECKING:
@@ -228,6 +230,7 @@ class Prepared:
     calibration_file: CalibrationFile
     calibration: Calibration | None = None
     is_final: bool = True
+    adapters: ServedAdapters | None = None
 
     @property
     def model_name(self) -> str:
@@ -333,12 +336,19 @@ def prepare(settings: Settings) -> Prepared:
 
 def with_kept_calibration(facts: Facts, settings: Settings, checkpoint: OpenedModel) -> Prepared:
     """Make the plan with the calibration of an earlier start, if one exists and may be used."""
+    adapters = planned_adapters(settings, checkpoint)
     needs = planned_needs(checkpoint, settings)
+    if adapters is not None:
+        needs = replace(needs, adapter_elements=adapters.num_elements)
     plan = _plan(facts, None, settings, needs)
+    check_device(adapters, plan)
     calibration_file = CalibrationFile(
         settings.cache_directory, calibration_key(facts, settings, plan, _shapes(checkpoint))
     )
-    prepared = Prepared(settings, facts, checkpoint, needs, plan, calibration_file, is_final=not plan.calibrate.value)
+    is_final = not plan.calibrate.value
+    prepared = Prepared(
+        settings, facts, checkpoint, needs, plan, calibration_file, is_final=is_final, adapters=adapters
+    )
     found = calibration_file.read() if plan.calibrate.value and settings.calibrate != "on" else None
     return prepared if found is None else prepared.with_calibration(found)
 

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from app.api.access import AccessRules
 from app.api.routing import ApiRuntime, ModelNames
+from app.engine.decoder.engine import DecoderEngine
 from app.engine.worker import Callbacks, Worker
 from app.errors import PrecisionTooCostly, ServiceStopping, SettingsInvalid
 from app.hardware.facts import Facts, to_json_value
@@ -34,6 +35,7 @@ from app.metrics.speed_drift import ExpectedSpeed, SpeedDrift
 from app.metrics.step_monitor import SlowStepDetector, StepMonitor, first_touch_seconds
 from app.metrics.step_time_model import StepTimeModel
 from app.models.encoders.config import EncoderConfig
+from app.server.adapters import adapter_store
 from app.server.prepare import Prepared, calibrate
 from app.server.start_console import StartConsole
 from app.server.unfetched_model import UnfetchedModel
@@ -155,6 +157,12 @@ def make_served_model(prepared: Prepared, tokenizer: Tokenizer | None, chat: Cha
     return make_served_decoder(name, limits, tokenizer, chat, checkpoint, prepared.settings)
 
 
+def save_prefixes(engine: Engine, is_wanted: Callable[[], bool]) -> None:
+    """Keep the prefixes that the engine computed, on the worker thread, until `is_wanted` returns True."""
+    if isinstance(engine, DecoderEngine):
+        engine.save_prefixes(is_wanted)
+
+
 class ServerRuntime:
     """The worker, the service and the metrics of one process, connected.
 
@@ -186,7 +194,8 @@ class ServerRuntime:
         keys, rates = read_api_keys(settings), parse_rate_limit(settings.rate_limit)
         rules = AccessRules(*rates, settings.allowed_hosts, settings.cors_allow_origins)
         names = ModelNames(settings.served_model_name[1:], settings.any_model_name == "on")
-        return ApiRuntime(self.service, self.metrics, self, self._info, int(time.time()), keys, rules, names)
+        created, page = int(time.time()), settings.page == "on"
+        return ApiRuntime(self.service, self.metrics, self, self._info, created, keys, rules, names, page)
 
     async def start(self) -> None:
         """Start the thread pool, the service, the power meter and the worker."""
@@ -195,7 +204,11 @@ class ServerRuntime:
         await self.service.start()
         self._power_monitor.start()
         callbacks = Callbacks(
-            self.service.on_events, self._worker_failed, self.metrics.on_step, on_idle=self._use_idle_time
+            self.service.on_events,
+            self._worker_failed,
+            self.metrics.on_step,
+            on_idle=self._use_idle_time,
+            on_pause=None if self._start.settings.prompt_cache is None else save_prefixes,
         )
         self.worker.start(callbacks)
 
@@ -279,8 +292,11 @@ class ServerRuntime:
                     step_time_model,
                     eos_token_ids,
                     self._take_quality_cost,
+                    prepared.adapters,
                 )
             )
+        slots = getattr(engine, "adapters", None)
+        self.service.serve_adapters(adapter_store(prepared.settings, prepared.adapters, prepared.checkpoint, slots))
         self._step_time_model = step_time_model
         self._step_monitor.watch_slow_steps(self._slow_step_detector(step_time_model))
         log.info("weights loaded and warmed up in %.1f s", time.monotonic() - began)
@@ -400,6 +416,7 @@ class ServerRuntime:
         return {
             "model": {"name": prepared.model_name, **needs},
             "sampling_defaults": self._sampling_defaults(),
+            "adapters": [adapter.name for adapter in self.service.adapters],
             "facts": prepared.facts.to_json(),
             "place": self._power_monitor.to_json(),
             "plan": prepared.plan.to_json(),

@@ -18,6 +18,7 @@ from app.messages import (
     Abort,
     FinishReason,
     Generate,
+    LoadedAdapter,
     PromptScored,
     RequestFailed,
     SequenceFinished,
@@ -226,12 +227,17 @@ EventQueue = asyncio.Queue[TimedEvent]
 
 
 async def generate(
-    pipeline: RequestPipeline, model: ServedDecoder, request: GenerationRequest, record: RequestRecord
+    pipeline: RequestPipeline,
+    model: ServedDecoder,
+    request: GenerationRequest,
+    record: RequestRecord,
+    adapter: LoadedAdapter | None = None,
 ) -> AsyncGenerator[StreamEvent, None]:
-    """Yield all stream events of one request; `Service.generate` documents them."""
+    """Yield all stream events of one request, computed with an adapter; `Service.generate` documents them."""
     with pipeline.admission.permit() as permit:
         prompt = await pipeline.read(prompt_size(request), read_prompt, model, request)
-        command = prompt.command(pipeline.client.name(request.request_id), request.params, record.arrived_at)
+        name = pipeline.client.name(request.request_id)
+        command = prompt.command(name, request.params, record.arrived_at, adapter)
         completion = CompletionBuilder(
             command, model.tokenizer, pipeline.metrics, request.messages is None, prompt.literals
         )

@@ -7,7 +7,7 @@ depend on the loaded model only. They run in the service's thread pool, except f
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from app.errors import ContextLengthExceeded, InvalidRequest, TemplateStopped, UnsupportedParameter, WrongModelKind
@@ -22,10 +22,10 @@ from app.text.tool_prompt import fit_template
 
 def tokenize_prompt(model: ServedDecoder, request: GenerationRequest) -> tuple[int, ...]:
     """Return the prompt's token ids. Raises an `InvalidRequest` that names the field."""
-    field, ids = _prompt_ids(model, request)
-    if request.truncate_prompt_tokens is not None:
-        limit = _prompt_limit(request.truncate_prompt_tokens, model.limits.max_model_len)
-        ids = ids[:limit] if request.truncate_right else ids[-limit:]
+    wanted = _wanted_tokens(model.limits.max_model_len, request)
+    field, ids = _prompt_ids(model, request, wanted)
+    if wanted.truncates and wanted.number is not None:
+        ids = ids[-wanted.number :] if wanted.keeps_end else ids[: wanted.number]
     if not ids:
         raise InvalidRequest(f"{field} has no tokens: there is nothing to continue.", field=field)
     _check_context_length(model.limits.max_model_len, len(ids), request, field)
@@ -56,27 +56,43 @@ def _content_text(message: Mapping[str, Any]) -> str:
     return content if isinstance(content, str) else "".join(str(part.get("text", "")) for part in content or ())
 
 
+@dataclass(frozen=True, slots=True)
+class WantedTokens:
+    """Number of tokens of a text that are wanted; None: all of them.
+
+    A text with more is refused, or with `truncates` returned in part, with at least this number of tokens of its
+    beginning, or of its end with `keeps_end`.
+    """
+
+    number: int | None = None
+    truncates: bool = False
+    keeps_end: bool = False
+
+
+ALL_TOKENS = WantedTokens()
+
+
 def chat_token_ids(
     model: ServedDecoder,
     messages: Sequence[Mapping[str, Any]],
     arguments: Mapping[str, Any],
-    max_tokens: int | None = None,
     options: ChatOptions | None = None,
+    wanted: WantedTokens = ALL_TOKENS,
 ) -> list[int]:
     """Return a conversation's token ids.
 
-    The template writes all special tokens, so none are added, as in transformers. With `max_tokens` a longer
-    conversation is refused, or returned incomplete with more tokens.
+    The template writes all special tokens, so none are added, as in transformers.
     """
     try:
         text = render_chat(model, messages, arguments, options)
     except TemplateStopped:
-        if max_tokens is not None:  # the number of tokens tells the client more, if it is the reason
-            least = model.tokenizer.least_tokens("".join(map(_content_text, messages)), max_tokens)
-            if least > max_tokens:
-                raise _prompt_too_long(model.limits.max_model_len, f"at least {least}", "messages") from None
+        if wanted.number is not None and not wanted.truncates:
+            # The number of tokens tells the client more, if it is the reason.
+            least = model.tokenizer.least_tokens("".join(map(_content_text, messages)), wanted.number)
+            if least > wanted.number:
+                raise prompt_too_long(model.limits.max_model_len, "messages", least) from None
         raise
-    return _text_ids(model, text, False, max_tokens, "messages")
+    return _text_ids(model, text, False, wanted, "messages")
 
 
 def render_chat(
@@ -96,27 +112,29 @@ def render_chat(
     return model.chat.render(messages, arguments, options)
 
 
-def _text_ids(
-    model: ServedDecoder, text: str, add_special_tokens: bool, max_tokens: int | None, field: str
-) -> list[int]:
+def _text_ids(model: ServedDecoder, text: str, add_special_tokens: bool, wanted: WantedTokens, field: str) -> list[int]:
     """Return a text's token ids.
 
-    With `max_tokens`, a text that is certainly longer is refused before it is tokenized, and the tokenization of a
-    long one ends soon after.
+    A text that certainly has more than may be is refused before it is tokenized. The tokenization of a long text ends
+    soon after the wanted number.
     """
     limits = EncodingLimits(model.limits.max_text_bytes)
-    if max_tokens is not None and len(text) > CHUNK_CHARACTERS:
-        least = model.tokenizer.least_tokens(text, max_tokens)
-        if least > max_tokens:
-            raise _prompt_too_long(model.limits.max_model_len, f"at least {least}", field)
-        limits = replace(limits, enough_tokens=max_tokens + 1)
+    if wanted.truncates:
+        limits = replace(limits, enough_tokens=wanted.number, keeps_end=wanted.keeps_end)
+    elif wanted.number is not None and len(text) > CHUNK_CHARACTERS:
+        least = model.tokenizer.least_tokens(text, wanted.number)
+        if least > wanted.number:
+            raise prompt_too_long(model.limits.max_model_len, field, least)
+        limits = replace(limits, enough_tokens=wanted.number + 1)
     return model.tokenizer.encode(text, add_special_tokens, limits)
 
 
-def _prompt_too_long(context: int, number: str, field: str) -> ContextLengthExceeded:
-    """Return the error of a prompt that has `number` tokens. A long prompt is not counted to its end."""
+def prompt_too_long(context: int, field: str, least: int | None = None, exact: int = 0) -> ContextLengthExceeded:
+    """Return the error of a prompt that has `exact` tokens, or at least `least`: a long one is not counted to its end."""
+    number = str(exact) if least is None else f"at least {least}"
+    has = "has" if field in ("prompt", "suffix") else "have"
     return ContextLengthExceeded(
-        f"This model's maximum context length is {context} tokens. However, the {field} have {number} tokens, and the "
+        f"This model's maximum context length is {context} tokens. However, the {field} {has} {number} tokens, and the "
         f"answer needs one at least. Please shorten the {field}.",
         field=field,
     )
@@ -155,10 +173,10 @@ def _infill_ids(model: ServedDecoder, request: GenerationRequest, infill: Infill
         raise InvalidRequest("truncate_prompt_tokens cannot be combined with suffix.", field="truncate_prompt_tokens")
     room = longest * _MAX_TOKEN_CHARACTERS if infill.fits else None
     before, after = request.prompt or "", infill.suffix
-    limit = None if infill.fits else longest
+    wanted = ALL_TOKENS if infill.fits else WantedTokens(longest)
     prompt = InfillPrompt(
-        request.token_ids or _text_ids(model, before if room is None else before[-room:], False, limit, "prompt"),
-        _text_ids(model, after[:room], False, limit, "suffix"),
+        request.token_ids or _text_ids(model, before if room is None else before[-room:], False, wanted, "prompt"),
+        _text_ids(model, after[:room], False, wanted, "suffix"),
         [one for name, text in infill.files for one in form.file_ids(tokenizer, name, text[:room])],
     )
     check_ids(request.token_ids or (), model.limits.vocab_size, "token_ids")
@@ -169,35 +187,37 @@ def _infill_ids(model: ServedDecoder, request: GenerationRequest, infill: Infill
     return form.prompt_ids(prompt, begin)
 
 
-def _prompt_ids(model: ServedDecoder, request: GenerationRequest) -> tuple[str, Sequence[int]]:
-    longest = model.limits.max_model_len - 1  # the answer needs one token
+def _prompt_ids(model: ServedDecoder, request: GenerationRequest, wanted: WantedTokens) -> tuple[str, Sequence[int]]:
     if request.infill is not None:
         return "prompt", _infill_ids(model, request, request.infill)
     if request.messages is not None:
-        options = request.chat_options
-        return "messages", chat_token_ids(model, request.messages, request.template_arguments, longest, options)
+        arguments, options = request.template_arguments, request.chat_options
+        return "messages", chat_token_ids(model, request.messages, arguments, options, wanted)
     if request.prompt is not None:
-        return "prompt", _text_ids(model, request.prompt, request.add_special_tokens, longest, "prompt")
+        return "prompt", _text_ids(model, request.prompt, request.add_special_tokens, wanted, "prompt")
     ids = request.token_ids or ()
     check_ids(ids, model.limits.vocab_size, "token_ids")
     return "token_ids", ids
 
 
-def _prompt_limit(count: int, context: int) -> int:
-    """Return the number of tokens to keep; -1: as many as the context holds with one token of completion."""
-    limit = context - 1 if count == -1 else count
+def _wanted_tokens(context: int, request: GenerationRequest) -> WantedTokens:
+    """Return which tokens of the prompt are wanted: at most the context without one for the completion."""
+    longest, count = context - 1, request.truncate_prompt_tokens
+    if count is None:
+        return WantedTokens(longest)
+    limit = longest if count == -1 else count
     if limit < 1:
         raise InvalidRequest(
             f"truncate_prompt_tokens must be -1 or at least 1, not {count}.", field="truncate_prompt_tokens"
         )
-    return limit
+    return WantedTokens(limit, truncates=True, keeps_end=not request.truncate_right)
 
 
 def _check_context_length(context: int, num_prompt: int, request: GenerationRequest, field: str) -> None:
     """Check the context length. The message has the wording that OpenAI clients look for."""
     limit = f"This model's maximum context length is {context} tokens."
     if num_prompt >= context:
-        raise _prompt_too_long(context, str(num_prompt), field)
+        raise prompt_too_long(context, field, exact=num_prompt)
     max_tokens = request.params.max_tokens
     if max_tokens is not None and num_prompt + max_tokens > context and not request.clips_max_tokens:
         detail = f"However, you requested {num_prompt + max_tokens} tokens ({num_prompt} in the {field}, {max_tokens} in the completion)."

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 from app.errors import InvalidRequest
-from app.messages import Generate, Grammar, SamplingParams
+from app.messages import Generate, Grammar, LoadedAdapter, SamplingParams
 from app.service.inputs import infill_format, tokenize_prompt
 from app.service.requests import GenerationRequest, Tool
 from app.service.served_model import ServedDecoder
@@ -36,11 +36,13 @@ class Prompt:
     opens_reasoning: bool = False
     end_ids: tuple[int, ...] = ()
 
-    def command(self, request_id: str, params: SamplingParams, arrived_at: float) -> Generate:
+    def command(
+        self, request_id: str, params: SamplingParams, arrived_at: float, adapter: LoadedAdapter | None = None
+    ) -> Generate:
         """Return the request for the worker."""
         if self.end_ids:
             params = replace(params, stop_token_ids=(*params.stop_token_ids, *self.end_ids))
-        return Generate(request_id, self.token_ids, params, arrived_at, self.bad_word_ids, self.grammar)
+        return Generate(request_id, self.token_ids, params, arrived_at, self.bad_word_ids, self.grammar, adapter)
 
 
 def read_prompt(model: ServedDecoder, request: GenerationRequest) -> Prompt:

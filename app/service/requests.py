@@ -59,7 +59,8 @@ class GenerationRequest:
     prompt's text before each completion. `truncate_prompt_tokens` keeps the last tokens of the prompt, and with
     `truncate_right` the first ones; -1 means as many as fit. With `clips_max_tokens`, `max_tokens` may reach past the
     end of the context, where the completion ends with the reason `length`. With `infill`, the completion fills the gap
-    after the prompt. It follows `grammar`. Calls of `tools` are separated from the text, and so is reasoning if
+    after the prompt. `model` is the served model's name, or that of an adapter; None means the model. The completion
+    follows `grammar`. Calls of `tools` are separated from the text, and so is reasoning if
     `separates_reasoning` is set.
     """
 
@@ -80,6 +81,7 @@ class GenerationRequest:
     separates_reasoning: bool = False
     clips_max_tokens: bool = False
     infill: Infill | None = None
+    model: str | None = None
 
     def __post_init__(self) -> None:
         given = sum(source is not None for source in (self.prompt, self.token_ids, self.messages))

@@ -7,16 +7,17 @@ from __future__ import annotations
 
 import time
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
-from contextlib import aclosing
+from contextlib import AbstractContextManager, aclosing, nullcontext
 from typing import Any, TypeVar
 
 from app.errors import InvalidRequest, NotReady, ServiceStopping
-from app.messages import Event
+from app.messages import Event, LoadedAdapter
 from app.metrics.gauges import engine_gauges
 from app.metrics.instruments import Metrics
 from app.metrics.load_progress import LoadProgress
 from app.metrics.stats import EngineSnapshot
 from app.service import encode, generate
+from app.service.adapters import Adapters, AdapterStore
 from app.service.engine_client import RequestPipeline, WorkerInterface
 from app.service.inputs import chat_token_ids, check_ids, messages_size, render_chat
 from app.service.requests import Encoded, EncodingRequest, GenerationRequest, InferenceRequest, Inferred, StreamEvent
@@ -39,6 +40,7 @@ class Service:
         self._worker = worker
         self._pipeline = RequestPipeline(worker, metrics, clock)
         self._model: ServedModel | None = None
+        self.adapters = Adapters(AdapterStore(), worker.put)
         self._stopping = False
         wait = self._pipeline.admission.predicted_wait_seconds
         texts = self._pipeline.texts
@@ -50,6 +52,10 @@ class Service:
         """Set the loaded model. Call it once, from any thread, before the worker reports ready."""
         self._pipeline.open(model.limits)
         self._model = model
+
+    def serve_adapters(self, store: AdapterStore) -> None:
+        """Set the adapters of the loaded model. Call it once, from any thread, before the worker reports ready."""
+        self.adapters = Adapters(store, self._worker.put)
 
     async def start(self) -> None:
         """Bind to the running event loop."""
@@ -156,9 +162,16 @@ class Service:
         """
         with self._pipeline.track(request.api) as record:
             self._check_ready()
-            async with aclosing(generate.generate(self._pipeline, self.decoder, request, record)) as stream:
-                async for event in stream:
-                    yield event
+            with self._use_adapter(request.model) as adapter:
+                async with aclosing(
+                    generate.generate(self._pipeline, self.decoder, request, record, adapter)
+                ) as stream:
+                    async for event in stream:
+                        yield event
+
+    def _use_adapter(self, name: str | None) -> AbstractContextManager[LoadedAdapter | None]:
+        """Return a block in which the adapter of this name stays loaded; None for a name of the model itself."""
+        return nullcontext() if name is None or name == self.model.name else self.adapters.use(name)
 
     async def encode(self, request: EncodingRequest) -> Encoded:
         """Return all requested outputs of an encoder at once.
@@ -208,7 +221,7 @@ class Service:
     ) -> list[int]:
         """Return the token ids of a conversation after the chat template was applied."""
         size = messages_size(messages)
-        return await self._read(size, chat_token_ids, self.decoder, messages, arguments, None, options)
+        return await self._read(size, chat_token_ids, self.decoder, messages, arguments, options)
 
     async def render_chat(
         self,

@@ -25,6 +25,7 @@ added token contains white space. BERT's pre-tokenizer also splits after each ma
 from __future__ import annotations
 
 import json
+import math
 import re
 import sys
 import unicodedata
@@ -74,11 +75,13 @@ class EncodingLimits:
     """Bounds on the work for one text.
 
     `max_bytes` is the number of bytes that one call of the library may take. `enough_tokens` is the number of tokens
-    after which a text that is tokenized in chunks need not be continued.
+    after which a text that is tokenized in chunks need not be continued, from its beginning, or from its end with
+    `keeps_end`.
     """
 
     max_bytes: int = sys.maxsize
     enough_tokens: int | None = None
+    keeps_end: bool = False
 
     def check(self, chunk: str) -> None:
         """Raise `InvalidRequest` if tokenizing the chunk takes more memory than one text may have."""
@@ -113,6 +116,35 @@ def batches(inputs: Sequence[Input]) -> Iterator[list[Input]]:
         yield batch
 
 
+class LeastTokens:
+    """Number of tokens that a text has at least, without special tokens, counted part by part.
+
+    Args:
+        weights: Weight of each byte; None if nothing is known of the tokenizer.
+        ascii_only: Only texts in ASCII are weighed.
+    """
+
+    def __init__(self, weights: NDArray[numpy.float64] | None, ascii_only: bool) -> None:
+        self._weights, self._ascii_only, self._total = weights, ascii_only, 0.0
+
+    def add(self, part: bytes) -> None:
+        """Count the text's next bytes; a character may be divided between two parts."""
+        if self._ascii_only and not part.isascii():
+            self._weights, self._total = None, 0.0
+        if self._weights is not None:
+            self._total += float(self._weights[numpy.frombuffer(part, numpy.uint8)].sum())
+
+    def exceeds(self, limit: int) -> bool:
+        """Return True if the text has more than `limit` tokens, whatever follows these parts."""
+        # One token more: a mark that follows may be composed with the last letter.
+        return self._total > limit + 1 + _ROUNDING
+
+    @property
+    def tokens(self) -> int:
+        """Number of tokens that these parts have at least; 0: nothing is known."""
+        return max(math.ceil(self._total - _ROUNDING), 0)
+
+
 class TextBounds:
     """Weights and cuts of one tokenizer.
 
@@ -140,17 +172,19 @@ class TextBounds:
 
         The count ends soon after `limit`. 0: nothing is known.
         """
-        if self._weights is None or (self._ascii_only and not text.isascii()):
+        if self._ascii_only and not text.isascii():
             return 0
-        total = 0.0
+        count = self.new_count()
         # Encoded by blocks too: a text that is refused after its first block is not copied.
         for start in range(0, len(text), _BLOCK_BYTES):
-            block = text[start : start + _BLOCK_BYTES].encode(errors="surrogatepass")
-            total += float(self._weights[numpy.frombuffer(block, numpy.uint8)].sum())
-            if total > limit + 1 + _ROUNDING:
+            count.add(text[start : start + _BLOCK_BYTES].encode(errors="surrogatepass"))
+            if count.exceeds(limit):
                 break
-        whole = int(total - _ROUNDING)
-        return max(whole + (total - _ROUNDING > whole), 0)
+        return count.tokens
+
+    def new_count(self) -> LeastTokens:
+        """Return a count for a text that arrives in parts."""
+        return LeastTokens(self._weights, self._ascii_only)
 
     def chunks(self, text: str) -> Iterator[tuple[int, int]]:
         """Yield the ranges of characters of the chunks, in order.

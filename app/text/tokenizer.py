@@ -19,7 +19,15 @@ import tokenizers
 
 from app.errors import CheckpointInvalid, ConvertBareException, InvalidRequest
 from app.messages import Text
-from app.text.bounds import CHUNK_CHARACTERS, UNBOUNDED, EncodingLimits, TextBounds, batches, num_characters
+from app.text.bounds import (
+    CHUNK_CHARACTERS,
+    UNBOUNDED,
+    EncodingLimits,
+    LeastTokens,
+    TextBounds,
+    batches,
+    num_characters,
+)
 from app.text.cancellation import stop_if_cancelled
 from app.text.tokenizer_files import TokenizerFiles, read_tokenizer_files
 
@@ -80,6 +88,13 @@ class Tokenizer:
         """
         return self._bounds.least_tokens(text, limit)
 
+    def new_count(self) -> LeastTokens:
+        """Return a count of the least number of tokens of a text that arrives in parts.
+
+        The first call takes up to some tenths of a second.
+        """
+        return self._bounds.new_count()
+
     @cached_property
     def _bounds(self) -> TextBounds:
         return TextBounds(self._inner, _BYTE_OF_CHARACTER)
@@ -100,7 +115,7 @@ class Tokenizer:
         """
         _check_unicode(text)
         if len(text) > CHUNK_CHARACTERS:
-            encoding = self._encode_long(text, limits)
+            encoding = self._encode_long(text, limits, "left" if limits.keeps_end else "right")
             return self._inner.post_process(encoding, None, add_special_tokens).ids
         with ConvertBareException(InvalidRequest, _CANNOT_ENCODE):
             return self._inner.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids

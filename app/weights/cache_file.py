@@ -35,10 +35,15 @@ class FileUnusable(Exception):
 
 
 @contextmanager
-def atomic_write(target: Path) -> Iterator[FileIO]:
+def atomic_write(target: Path, mode: int = 0o644, durable: bool = True) -> Iterator[FileIO]:
     """Yield a new file that atomically replaces the target at the end.
 
     On any error, or Ctrl-C, no file is left behind.
+
+    Args:
+        target: The path of the file.
+        mode: Its permissions. By default others may read it; the directory's mode decides who may replace it.
+        durable: Wait until the disk has the content. Without it, a crash of the machine may leave a damaged file.
 
     Raises:
         OSError: The file cannot be written.
@@ -50,13 +55,15 @@ def atomic_write(target: Path) -> Iterator[FileIO]:
         undo.callback(partial.unlink, missing_ok=True)
         with FileIO(descriptor, "wb") as stream:
             yield stream
-            os.fchmod(stream.fileno(), 0o644)  # others may read it; the directory's mode decides who may replace it
-            os.fsync(stream.fileno())
+            os.fchmod(stream.fileno(), mode)
+            if durable:
+                os.fsync(stream.fileno())
             if not partial.exists():
                 _give_name(stream.fileno(), partial)
         partial.replace(target)
         undo.pop_all()
-    _sync_folder(target.parent)
+    if durable:
+        _sync_folder(target.parent)
 
 
 def _open_partial(folder: Path) -> tuple[int, Path]:

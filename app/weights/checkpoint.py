@@ -15,7 +15,7 @@ from typing import Any, Literal
 from app.errors import CheckpointInvalid
 from app.hardware.facts import Needs
 from app.models.decoders.config import ModelConfig
-from app.models.decoders.shapes import Shape, products_of, tensors_of
+from app.models.decoders.shapes import Shape, active_weights, is_expert, tables_of, tensors_of
 from app.models.encoders.config import EncoderConfig, encoder_products_of, encoder_tables_of, encoder_tensors_of
 from app.models.encoders.config_reader import is_encoder, read_encoder
 from app.weights.files import (
@@ -43,9 +43,12 @@ from app.weights.gguf.config import config_values, family_of
 from app.weights.gguf.reader import find_gguf, read_gguf
 from app.weights.gguf.tensors import checkpoint_tensors
 from app.weights.gguf.tokenizer import check_tokenizer
-from app.weights.safetensors import TensorEntry, join_quantized, read_header
+from app.weights.lora.adapter import WEIGHTS as ADAPTER_WEIGHTS
+from app.weights.lora.adapter import adapter_as_model_message, is_adapter
+from app.weights.quantized.methods import check_not_quantized, join_weights, quantization_method
+from app.weights.safetensors import TensorEntry, read_header
 from app.weights.sentence_transformers import read_sentence_config
-from app.weights.tensor_names import RenamedTensors, rename_tensors
+from app.weights.tensor_names import RenamedTensors, rename_decoder_tensors, rename_tensors
 
 INDEX = "model.safetensors.index.json"
 STORED_DTYPES: Mapping[str, str] = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
@@ -122,11 +125,11 @@ class Checkpoint:
         if isinstance(config, ModelConfig):
             host_bytes, device_bytes = decoder_bytes(config, tensors), decoder_device_bytes(config, tensors)
             kv_elements = 2 * config.num_layers * config.num_kv_heads * config.head_dim
-            tables = [] if config.tie_embeddings else ["model.embed_tokens.weight"]
-            products = sum(rows * columns for (rows, columns), _ in products_of(config))
+            tables = tables_of(config)
+            products, experts = active_weights(config), config.experts
         else:
             host_bytes, device_bytes = encoder_bytes(config, tensors), encoder_device_bytes(config, tensors)
-            kv_elements, tables = 0, list(encoder_tables_of(config))
+            kv_elements, tables, experts = 0, list(encoder_tables_of(config)), None
             products = sum(rows * columns for (rows, columns), _ in encoder_products_of(config))
         return Needs(
             kind=config.kind,
@@ -149,6 +152,8 @@ class Checkpoint:
             stored_quantization=stored_type(tensors),
             codes_precision=codes_precision(tensors),
             has_vectors=not isinstance(config, ModelConfig) and "embedding" in config.outputs,
+            expert_weights=sum(entry.num_elements for name, entry in tensors.items() if is_expert(name)),
+            expert_use=1.0 if experts is None else experts.routing.top_k / experts.routing.num_experts,
         )
 
     @property
@@ -190,15 +195,19 @@ def _open_gguf(file: Path) -> Checkpoint:
 
 
 def _open_directory(directory: Path) -> Checkpoint:
+    if is_adapter(directory) and not (directory / "config.json").exists():
+        raise CheckpointInvalid(adapter_as_model_message(directory))
     config, model_config = read_model_config(directory)
-    quantized = _quantized_by_torchao(config)
+    method = quantization_method(config)
     found = _find_tensors(directory)
-    if quantized:
-        found = join_quantized(found)
-    if quantized and model_config.kind == "encoder":
+    if method and model_config.kind == "encoder":
         raise CheckpointInvalid(
             "config.json: quantized weights are supported for decoders only; use the original weights."
         )
+    if method:
+        found = join_weights(method, config, found)
+    elif model_config.kind == "decoder":
+        check_not_quantized(found)
     tensors = (
         _encoder_tensors(model_config, found, directory)
         if model_config.kind == "encoder"
@@ -219,28 +228,10 @@ def read_model_config(directory: Path) -> tuple[Mapping[str, Any], ModelConfig |
     """
     sentence_config = read_sentence_config(directory)
     config = read_object(file_in(directory, "config.json"))
-    _quantized_by_torchao(config)
+    quantization_method(config)
     if is_encoder(config, sentence_config):
         return config, read_encoder(config, sentence_config)
     return config, ModelConfig.from_hf(config)
-
-
-def _quantized_by_torchao(config: Mapping[str, Any]) -> bool:
-    """Return True if torchao quantized the weights, False if nothing did.
-
-    Raises:
-        CheckpointInvalid: Another library quantized them.
-    """
-    quantization = config.get("quantization_config")
-    if not quantization:
-        return False
-    method = quantization.get("quant_method") if isinstance(quantization, dict) else None
-    if method != "torchao":
-        raise CheckpointInvalid(
-            f"config.json: the weights are already quantized by {str(method)[:40]} (quantization_config); of quantized weights "
-            "only torchao's are supported. Use the original weights."
-        )
-    return True
 
 
 # ---- which files ----------------------------------------------------------------------------------------------------
@@ -249,7 +240,7 @@ def _quantized_by_torchao(config: Mapping[str, Any]) -> bool:
 def _find_tensors(directory: Path) -> dict[str, TensorEntry]:
     if file_in(directory, INDEX).is_file():
         return _read_shards(directory)
-    files = files_in(directory, "*.safetensors")
+    files = [file for file in files_in(directory, "*.safetensors") if file.name != ADAPTER_WEIGHTS]
     single = directory / SINGLE_FILE
     if single in files or len(files) == 1:
         return read_header(single if single in files else files[0])
@@ -316,13 +307,13 @@ def _check_tokenizer(directory: Path) -> None:
 
 
 def _decoder_tensors(config: ModelConfig, found: Mapping[str, TensorEntry]) -> dict[str, TensorEntry]:
-    extra = [name for name in found if name not in tensors_of(config) and not _is_harmless(name, config)]
-    missing = [name for name in tensors_of(config) if name not in found]
+    renamed = rename_decoder_tensors(found, config)
+    missing = [name for name in tensors_of(config) if name not in renamed.tensors]
     if missing == ["lm_head.weight"]:
         raise CheckpointInvalid(
             "The weights have no lm_head.weight; if it shares the embedding's, config.json must say tie_word_embeddings: true."
         )
-    return _check_tensors(config.architecture, tensors_of(config), RenamedTensors(dict(found), extra, {}))
+    return _check_tensors(config.architecture, tensors_of(config), renamed)
 
 
 def _encoder_tensors(
@@ -361,11 +352,6 @@ def _check_tensors(
     for name, shape in expected.items():
         _check_tensor(renamed_tensors.stored_names.get(name, name), found[name], shape)
     return {name: found[name] for name in expected}
-
-
-def _is_harmless(name: str, config: ModelConfig) -> bool:
-    """Return True for computed rotary frequencies of old checkpoints and for a tied embedding stored twice."""
-    return name.endswith(".rotary_emb.inv_freq") or (name == "lm_head.weight" and config.tie_embeddings)
 
 
 def _check_tensor(name: str, entry: TensorEntry, shape: Shape) -> None:

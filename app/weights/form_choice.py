@@ -21,9 +21,11 @@ from app.kernels.linear.layout import LAYOUTS
 from app.kernels.linear.linear import DEVICE_FORMS, FORMS, QUANTISED_FORMS, FormFactory, Linear, host_architecture
 from app.kernels.linear.row_split import RowSplitFactory, RowSplitLinear
 from app.kernels.linear.torchao_linear import TorchaoFactory, check_runs
-from app.kernels.native.operations import OpCode, has_kernel
+from app.kernels.native.arguments import OpCode
+from app.kernels.native.operations import has_kernel
 from app.models.decoders.config import ModelConfig
-from app.models.decoders.decoder import RMSNorm
+from app.models.decoders.layer import Norm
+from app.models.decoders.shapes import is_expert, is_router
 from app.weights.forms import (
     DETERMINISTIC_RECIPES,
     EXACT,
@@ -37,6 +39,9 @@ from app.weights.forms import (
     stored_forms,
 )
 from app.weights.safetensors import TensorEntry
+
+# Routers are not quantized: a small error can select other experts. One summation order for any number of rows.
+ROUTER_FORMS = ("panels/widened", "panels/fp32", "plain")
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -82,11 +87,13 @@ class FormChoice:
             if split.supports(linear.out_features, linear.in_features, self.dtype):
                 return self._with_copy(split, split.ranges[0][1].group)
             names = self.recipe.linear
-        packings = [self._packing(name, is_output) for name in names]
+        packings = [self._packing(name, is_output, has_copy=not is_expert(linear.sources[0])) for name in names]
         return next(one for one in packings if one.supports(linear.out_features, linear.in_features, self.dtype))
 
     def _form_names(self, source: str) -> tuple[str, ...]:
         """Return the forms for one source, in order of preference."""
+        if is_router(source):
+            return ROUTER_FORMS
         kept = kept_precision(self.keep, source)
         if kept is not None:
             return KEPT_FORMS[kept]
@@ -103,10 +110,11 @@ class FormChoice:
             ranges.append((count, packing))
         return RowSplitFactory(tuple(ranges))
 
-    def keeps_codes(self, source: str) -> bool:
-        """Return True if a source is held in the four-bit codes of the checkpoint."""
-        kept = kept_precision(self.keep, source)
-        return kept is None and LAYOUTS[self.stored[source]].bits == 4 if source in self.stored else False
+    def code_bits(self, source: str) -> int | None:
+        """Return the bits of the form that may hold a source's codes of the checkpoint; None: it is rounded here."""
+        if source not in self.stored or kept_precision(self.keep, source) is not None:
+            return None
+        return LAYOUTS[self.stored[source]].bits
 
     def equalizes(self, linear: Linear, packing: FormFactory) -> bool:
         """Return True if channels are equalized before a weight is packed so, which is done if it is rounded here."""
@@ -114,8 +122,8 @@ class FormChoice:
             return False
         return self.recipe.equalise and packing not in FORMS.values() and not isinstance(packing, DeviceFactory)
 
-    def _packing(self, name: str, is_output: bool) -> FormFactory:
-        """Return the packing of a form's name; the output layer sees few rows and needs no int8 copy."""
+    def _packing(self, name: str, is_output: bool, has_copy: bool) -> FormFactory:
+        """Return the packing of a form's name; the output layer and experts see few rows and need no int8 copy."""
         if name in FORMS:
             return FORMS[name]
         if name in DEVICE_FORMS:
@@ -126,7 +134,7 @@ class FormChoice:
         packing = self._quantised(name)
         if is_output and isinstance(packing, IntPanelFactory):
             return replace(packing, wide=WideRows.NEVER)  # whole logits must have the bits of the top ones
-        if not isinstance(packing, IntPanelFactory) or packing.bits == 8:
+        if not isinstance(packing, IntPanelFactory) or packing.bits == 8 or not has_copy:
             return packing
         return self._with_copy(packing, packing.group)
 
@@ -150,7 +158,7 @@ class LayerPacking:
 
     linear: Linear
     packing: FormFactory
-    norm: RMSNorm | None
+    norm: Norm | None
 
     @property
     def name(self) -> str:

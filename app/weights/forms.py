@@ -17,9 +17,22 @@ from app.hardware.decision import RecipeKey
 from app.hardware.plan.torchao_config import INT4_REFERENCE, INT8_REFERENCE, KLEIDI_INT4, is_torchao
 from app.kernels.linear.layout import LAYOUTS, PANEL_OUTPUTS, device_int4_bytes, supports_device_int4
 from app.models.decoders.config import ModelConfig
-from app.models.decoders.shapes import Shape, norms_of, products_of, tensors_of
+from app.models.decoders.shapes import (
+    Shape,
+    dense_products_of,
+    is_router,
+    mlp_name,
+    norm_elements,
+    products_of,
+    qkv_sources,
+    router_weights,
+    tables_of,
+    tensors_of,
+    up_sources,
+)
 from app.models.encoders.config import EncoderConfig, encoder_norm_elements, encoder_products_of, encoder_tables_of
 from app.weights.gguf.tensors import BlockEntry
+from app.weights.quantized.entries import PackedEntry
 from app.weights.safetensors import TensorEntry
 
 OUTPUT_SOURCES = (("lm_head",), ("model.embed_tokens",))
@@ -145,7 +158,7 @@ def _is_small(config: ModelConfig) -> bool:
 
 def upgrade_budget(config: ModelConfig, recipe: Recipe) -> int:
     """Return the bytes that upgraded layers may take beyond those of four bits, without the output layer."""
-    weights = sum(rows * columns for (rows, columns), _ in products_of(config))
+    weights = sum(rows * columns for (rows, columns), _ in dense_products_of(config))
     bits = recipe.layer_bits[0 if _is_small(config) else 1]
     return max(0, int(weights * (bits - 8 * LAYOUTS[INT4].nbytes(32, 2**16) / 2**21) / 8))
 
@@ -182,7 +195,7 @@ def choose_upgrades(
     if left < 0:
         return always
     if losses is None:
-        downs = [sources for sources in others if sources[0].endswith(".down_proj")]
+        downs = [sources for sources in others if sources[0].endswith(".down_proj")] or others
         fit = min(len(downs), left // costs[downs[0]])
         ranked = [one for at, one in enumerate(downs) if (at + 1) * fit // len(downs) > at * fit // len(downs)]
     else:
@@ -198,14 +211,14 @@ def choose_upgrades(
 def _upgrade_costs(config: ModelConfig) -> dict[tuple[str, ...], int]:
     """Return the additional bytes of what can be upgraded, by its sources: products, and values by themselves."""
     shapes = tensors_of(config)
-    attention = (("qkv_proj",),) if config.fused_weights else (("q_proj", "k_proj"), ("v_proj",))
-    mlp = (("gate_up_proj",),) if config.fused_weights else (("gate_proj", "up_proj"),)
-    groups = [("self_attn", names) for names in (*attention, ("o_proj",))]
-    groups += [("mlp", names) for names in (*mlp, ("down_proj",))]
+    qkv = qkv_sources(config)
+    attention = [tuple(name for name in qkv if is_value(name) is value) for value in (False, True)]
+    groups = [*filter(None, attention), ("self_attn.o_proj",)]
     costs = {}
     for layer in range(config.num_layers):
-        for part, names in groups:
-            sources = tuple(f"model.layers.{layer}.{part}.{name}" for name in names)
+        mlp = mlp_name(config, layer)
+        for names in groups if mlp is None else [*groups, up_sources(config, mlp), (f"{mlp}.down_proj",)]:
+            sources = tuple(f"model.layers.{layer}.{name}" for name in names)
             sizes = [shapes[f"{source}.weight"] for source in sources]
             rows, columns = sum(size[0] for size in sizes), sizes[0][1]
             # Rows that share a panel with other rows are counted as if they saved nothing.
@@ -236,8 +249,9 @@ def kept_layer_bytes(config: ModelConfig, precision: str, kept: KeptLayers) -> i
         SettingsInvalid: A pattern matches no layer.
     """
     shapes = {name.removesuffix(".weight"): shape for name, shape in tensors_of(config).items() if len(shape) == 2}
-    if not config.tie_embeddings:
-        shapes.pop("model.embed_tokens")
+    for table in tables_of(config):
+        shapes.pop(table.removesuffix(".weight"))
+    shapes = {source: shape for source, shape in shapes.items() if not is_router(source)}
     for pattern, wanted in kept:
         if not any(kept_precision(((pattern, wanted),), source) for source in shapes):
             known = ", ".join(sorted({f"*.{source.rpartition('.')[2]}" for source in shapes}))
@@ -265,31 +279,55 @@ STORED_FORMS: Mapping[str, str] = {
 
 
 def stored_type(tensors: Mapping[str, TensorEntry]) -> str:
-    """Return the type of most weights of a GGUF file, such as Q4_1; empty if they are not quantized."""
+    """Return the format of most weights, such as Q4_1 or AWQ in 4 bits; empty if they are not quantized.
+
+    The output layer and the embedding count only in a GGUF file: other libraries leave them as they are.
+    """
+    most = _most_weights(tensors)
+    return most.kind if most is not None and (isinstance(most, PackedEntry) or _stored_form(most)) else ""
+
+
+def _most_weights(tensors: Mapping[str, TensorEntry]) -> BlockEntry | PackedEntry | None:
+    """Return a weight in the format of most weights; None if that is not encoded."""
     elements: Counter[str] = Counter()
-    for entry in tensors.values():
-        elements[entry.kind if isinstance(entry, BlockEntry) else entry.dtype] += entry.num_elements
-    most = next((kind for kind, _ in elements.most_common(1)), "")
-    return most if most in STORED_FORMS else ""
+    examples: dict[str, TensorEntry] = {}
+    packed = any(isinstance(entry, PackedEntry) for entry in tensors.values())
+    for name, entry in tensors.items():
+        if packed and (is_output(name.removesuffix(".weight")) or name == "model.embed_tokens.weight"):
+            continue
+        kind = entry.kind if isinstance(entry, BlockEntry | PackedEntry) else entry.dtype
+        elements[kind] += entry.num_elements
+        examples.setdefault(kind, entry)
+    most = next((examples[kind] for kind, _ in elements.most_common(1)), None)
+    return most if isinstance(most, BlockEntry | PackedEntry) else None
+
+
+def _stored_form(entry: TensorEntry | None) -> str:
+    """Return the form that holds the codes of a weight, or its values more finely than they are; empty if none does."""
+    if isinstance(entry, PackedEntry):
+        return entry.form
+    return STORED_FORMS.get(entry.kind, "") if isinstance(entry, BlockEntry) else ""
 
 
 def codes_precision(tensors: Mapping[str, TensorEntry]) -> str:
     """Return the precision that keeps the codes of most weights; empty if they have none."""
-    kind = stored_type(tensors)
-    return f"int{LAYOUTS[STORED_FORMS[kind]].bits}" if kind else ""
+    form = _stored_form(_most_weights(tensors))
+    return f"int{LAYOUTS[form].bits}" if form else ""
 
 
 def stored_forms(precision: str, tensors: Mapping[str, TensorEntry]) -> dict[str, str]:
     """Return the form of each source whose codes are kept in a precision; empty if it is not that of the codes.
 
-    An output layer in four bits is held in eight, since an embedding that is tied to it reads its rows.
+    An output layer in four bits is held in eight, since an embedding that is tied to it reads its rows. So are the
+    layers that a library left as they were.
     """
-    if precision != codes_precision(tensors):
+    if not precision or precision != codes_precision(tensors):
         return {}
+    packed = any(isinstance(entry, PackedEntry) for entry in tensors.values())
     forms = {
-        name.removesuffix(".weight"): STORED_FORMS[entry.kind]
+        name.removesuffix(".weight"): _stored_form(entry) or "int8/32"
         for name, entry in tensors.items()
-        if isinstance(entry, BlockEntry) and entry.kind in STORED_FORMS and name.endswith(".weight")
+        if name.endswith(".weight") and (_stored_form(entry) or (packed and len(entry.shape) == 2))
     }
     return {source: "int8/32" if is_output(source) else form for source, form in forms.items()}
 
@@ -302,7 +340,9 @@ def _stored_bytes(config: ModelConfig, tensors: Mapping[str, TensorEntry], preci
         source = name.removesuffix(".weight")
         if len(shape) == 1:
             held += 4 * shape[0]
-        elif source != "model.embed_tokens" or config.tie_embeddings:
+        elif is_router(source):
+            held += 2 * shape[0] * shape[1]
+        elif name not in tables_of(config):
             form = forms.get(source) or recipe.source_forms(source, is_upgraded=is_output(source))[0]
             held += LAYOUTS[form].nbytes(*shape)
     return held
@@ -315,11 +355,11 @@ QUANTIZED = ("int8", "int4", "int4-small")
 
 def decoder_bytes(config: ModelConfig, tensors: Mapping[str, TensorEntry]) -> dict[str, int]:
     """Return the bytes of a decoder in host memory; a tied embedding counts as the output layer."""
-    embedding = tensors["model.embed_tokens.weight"]
-    # The embedding table is never converted: rows are looked up as stored. It counts unless the output layer holds it.
-    table = 0 if config.tie_embeddings else embedding.value_bytes
+    # Tables are never converted: rows are looked up as stored. An embedding counts unless the output layer holds it.
+    tables = [tensors[name] for name in tables_of(config)]
+    table = sum(entry.value_bytes for entry in tables)
     elements = sum(entry.num_elements for entry in tensors.values())
-    products = elements - (0 if config.tie_embeddings else embedding.num_elements)
+    products = elements - sum(entry.num_elements for entry in tables)
     exact = {name: products * size + table for name, size in PRECISION_BYTES.items()}
     quantized = {name: quantized_bytes(config, name) for name in QUANTIZED}
     stored = codes_precision(tensors)
@@ -345,7 +385,7 @@ def quantized_bytes(config: ModelConfig, precision: str) -> int:
 
     They are equal on x86 and Arm.
     """
-    recipe, norms = find_recipe("cpu", "x86_64", precision), 4 * _norm_elements(config)
+    recipe, norms = find_recipe("cpu", "x86_64", precision), 4 * norm_elements(config)
     output = LAYOUTS[_output_form(config, recipe)].nbytes(config.vocab_size, config.hidden_size)
     has_upgrades = recipe.upgrade is not None and not all(map(is_output, choose_upgrades(config, recipe)))
     return (
@@ -353,6 +393,7 @@ def quantized_bytes(config: ModelConfig, precision: str) -> int:
         + (upgrade_budget(config, recipe) if has_upgrades else 0)
         + output
         + norms
+        + 2 * router_weights(config)
     )
 
 
@@ -366,9 +407,9 @@ def decoder_device_bytes(config: ModelConfig, tensors: Mapping[str, TensorEntry]
 
     Norms are in FP32, an embedding that is not tied is as stored, and the output layer is never quantized.
     """
-    table = 0 if config.tie_embeddings else tensors["model.embed_tokens.weight"].value_bytes
+    table = sum(tensors[name].value_bytes for name in tables_of(config))
     return _device_bytes(
-        list(products_of(config)), config.vocab_size * config.hidden_size, table + 4 * _norm_elements(config)
+        list(products_of(config)), config.vocab_size * config.hidden_size, table + 4 * norm_elements(config)
     )
 
 
@@ -391,11 +432,6 @@ def _device_bytes(products: Sequence[tuple[Shape, bool]], output: int, fixed: in
     return {**exact, "int4": exact["bf16"] - saved + 2 * scratch}
 
 
-def _norm_elements(config: ModelConfig) -> int:
-    heads = 2 * config.head_dim if config.qk_norm else 0
-    return config.num_layers * (len(norms_of(config)) * config.hidden_size + heads) + config.hidden_size
-
-
 def layer_weights(config: ModelConfig | EncoderConfig) -> dict[int, int]:
     """Return the weights of all linear layers except the output layer by their number of inputs."""
     products = products_of(config) if isinstance(config, ModelConfig) else encoder_products_of(config)
@@ -406,8 +442,9 @@ def layer_weights(config: ModelConfig | EncoderConfig) -> dict[int, int]:
 
 
 def int8_copy_bytes(config: ModelConfig | EncoderConfig) -> int:
-    """Return the bytes of an int8 copy of all linear layers except the output layer."""
-    return _form_bytes(config, "int8/32")
+    """Return the bytes of an int8 copy of all linear layers except the output layer and experts."""
+    products = dense_products_of(config) if isinstance(config, ModelConfig) else encoder_products_of(config)
+    return sum(LAYOUTS["int8/32"].nbytes(*shape) + 4 * shape[0] * bias for shape, bias in products)
 
 
 def _quantized_linear_bytes(config: ModelConfig | EncoderConfig, precision: str) -> int:

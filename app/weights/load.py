@@ -27,6 +27,7 @@ from app.kernels.linear.int_panels import IntPanelLinear
 from app.kernels.linear.layout import PANEL_OUTPUTS
 from app.kernels.linear.linear import EmptyForm, ExactLinear, FormFactory, Linear, LinearForm
 from app.kernels.linear.quantization import (
+    GptqFactors,
     InputStatistics,
     activation_aware_scales,
     column_maxima,
@@ -36,7 +37,8 @@ from app.kernels.linear.quantization import (
 )
 from app.kernels.linear.row_split import RowSplitLinear
 from app.kernels.linear.torchao_linear import TorchaoFactory
-from app.models.decoders.decoder import Decoder, Embedding, RMSNorm
+from app.models.decoders.decoder import Decoder, Embedding
+from app.models.decoders.layer import HeadNorm, Norm, SelectionBias, Xielu
 from app.models.encoders.encoder import DistanceBias, Encoder
 from app.models.encoders.heads import DenseLayer, LayerNorm
 from app.models.registry import build_decoder_model, build_encoder_model
@@ -182,16 +184,19 @@ class _ModelLoader:
         self.smooth_scales: dict[tuple[str, ...], Tensor] = {}  # scales of the columns, by a layer's sources
         self.exact: dict[Linear, ExactLinear] = {}  # layers that the calibrator runs
         self.done, self.total = 0, sum(entry.nbytes for entry in checkpoint.tensors.values())
+        # Correlations of the last product whose columns were not scaled, its group, and the factors for it.
+        self.shared_factors: tuple[tuple[Tensor, ...], int, tuple[GptqFactors, ...]] = ((), 0, ())
         self.phase, self.done_layers, self.num_layers = "loading weights", 0, 0
 
     @torch.inference_mode()
     def fill(self) -> PackFile | None:
         """Fill the model, and return the file of its packed weights if they are kept."""
         linears = [module for module in self.model.modules() if isinstance(module, Linear)]
-        norms = [module for module in self.model.modules() if isinstance(module, RMSNorm)]
+        norms = [module for module in self.model.modules() if isinstance(module, Norm)]
         self.num_layers = len(linears)
-        for norm in norms:
-            self._set_weight(norm)
+        for module in self.model.modules():
+            if isinstance(module, Norm | HeadNorm | SelectionBias | Xielu):
+                self._set_norm(module)
         self.feeding = {norm.feeds: norm for norm in norms if norm.feeds is not None}
         layers, folder = self._layers(linears, self.choice), self.packing.folder
         self._check_torchao(layers)
@@ -225,7 +230,7 @@ class _ModelLoader:
         return pack_file.read(lambda upgraded: self._blob_bytes(linears, upgraded), self._report_pack_progress)
 
     def _fill_tables(self, packed: Mapping[tuple[str, ...], LinearForm]) -> None:
-        """Fill everything that is neither a linear layer nor an RMSNorm."""
+        """Fill everything that is neither a linear layer nor a norm of a decoder."""
         for module in self.model.modules():
             if isinstance(module, Embedding):
                 self._embed(module, packed.get((module.source,)))
@@ -276,7 +281,9 @@ class _ModelLoader:
         known = frozenset(source for source in self.choice.upgraded if is_value(source) or is_output(source))
         self.choice = replace(self.choice, upgraded=known)
         layers = {layer.linear: layer for layer in self._layers(linears, self.choice)}
-        self._set_weight(self.model.embedding)
+        for module in self.model.modules():
+            if isinstance(module, Embedding):
+                self._set_weight(module)
         for statistics in calibrator.stages(self.model, self._exact_form):
             self.exact = {linear: self.exact[linear] for linear in statistics}  # dequantized weights are not a mapping
             for linear, shown in statistics.items():
@@ -319,7 +326,15 @@ class _ModelLoader:
         else:
             self._set_weight(embedding)
 
-    def _set_weight(self, module: Embedding | RMSNorm) -> None:
+    def _set_norm(self, norm: Norm | HeadNorm | SelectionBias | Xielu) -> None:
+        entries = [self.streams.tensors[f"{norm.source}.{kind}"] for kind in norm.kinds]
+        if entries:
+            norm.set_weight(*(self.streams.resident(entry, self.choice.device) for entry in entries))
+        else:
+            norm.fill(1.0, self.choice.device)
+        self._advance(entries)
+
+    def _set_weight(self, module: Embedding) -> None:
         (entry,) = self.streams.entries((module.source,))
         module.set_weight(self.streams.resident(entry, self.choice.device))
         self._advance((entry,))
@@ -341,7 +356,7 @@ class _ModelLoader:
             else:
                 factors = self._smooth_scales(layer.norm, layer, entries, statistics)
             layer.norm.divide_weight(factors)
-            self.smooth_scales[linear.sources] = factors
+            self.smooth_scales[linear.sources] = linear.input_scales = factors
             if linear in self.exact:
                 self.exact[linear].scales = factors
         if blobs is not None and isinstance(layer.packing, CacheablePacking):
@@ -356,7 +371,7 @@ class _ModelLoader:
 
     def _smooth_scales(
         self,
-        norm: RMSNorm,
+        norm: Norm,
         layer: LayerPacking,
         entries: Sequence[TensorEntry],
         statistics: InputStatistics | None,
@@ -417,8 +432,20 @@ class _ModelLoader:
         first = empty.few if isinstance(empty, HybridLinear) else empty
         if isinstance(first, RowSplitLinear):
             first = min(first.forms, key=lambda form: form.packing.bits)
-        jobs = statistics.gptq_jobs(factors, first.group) if first.packing.bits == 4 else []
-        return partial(empty.fill, gptq_factors=tuple(self.threads.run(jobs)))
+        if first.packing.bits != 4:
+            return empty.fill
+        return partial(empty.fill, gptq_factors=self._gptq_factors(statistics, factors, first.group))
+
+    def _gptq_factors(self, statistics: InputStatistics, factors: Tensor | None, group: int) -> tuple[GptqFactors, ...]:
+        """Return the factors of a product; all experts of a layer have the same."""
+        sums, known, found = self.shared_factors
+        is_same = factors is None and known == group and len(sums) == len(statistics.correlations) > 0
+        if is_same and all(one is other for one, other in zip(sums, statistics.correlations, strict=True)):
+            return found
+        found = tuple(self.threads.run(statistics.gptq_jobs(factors, group)))
+        if factors is None:
+            self.shared_factors = statistics.correlations, group, found
+        return found
 
     def _fill_blocks(
         self,
@@ -432,7 +459,8 @@ class _ModelLoader:
             block = self.streams.block(entry, rows)
             block = block if self.choice.device is None else block.to(self.choice.device)
             check_fp16(f"{source}.weight", block, self.choice.dtype)
-            codes = self.streams.four_bit_codes(entry, rows) if self.choice.keeps_codes(source) else None
+            bits = self.choice.code_bits(source)
+            codes = None if bits is None else self.streams.stored_codes(entry, rows, bits)
             if codes is not None and isinstance(form, CacheableForm):
                 form.fill(first, block, stored=codes)
             else:

@@ -30,7 +30,7 @@ from torch import Tensor
 from app.kernels.linear import int_panels, layout, quantization
 from app.kernels.linear.linear import host_architecture
 from app.kernels.native.library import native_library
-from app.kernels.native.memory import allocate_weights
+from app.kernels.native.memory import allocate_packed
 from app.version import VERSION
 from app.weights.cache_file import (
     FileUnusable,
@@ -169,7 +169,7 @@ class PackReader:
             FileUnusable: The bytes do not match their checksum.
         """
         blob = self.blobs[name]
-        target, checksum = allocate_weights(blob.nbytes), 0
+        target, checksum = allocate_packed(blob.nbytes), 0
         view = _bytes_view(target)
         for first in range(0, blob.nbytes, _CHUNK_BYTES):
             chunk = view[first : first + _CHUNK_BYTES]

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -71,6 +71,18 @@ class QuantizedEntry(EncodedEntry):
     def nbytes(self) -> int:
         """Number of stored bytes of all parts."""
         return sum(part.end - part.start for _, part in self.parts)
+
+
+@dataclass(frozen=True, slots=True)
+class RearrangedEntry(EncodedEntry):
+    """A tensor whose rows are in another order than those of the stored `source`, or which is its transpose.
+
+    `rows` are the rows of the source in our order; None: all of them, as they are.
+    """
+
+    source: TensorEntry
+    rows: tuple[int, ...] | None = field(default=None, repr=False)
+    transposed: bool = False
 
 
 # Tensor classes of torchao whose codes have the weight's shape, so that any rows can be dequantized on any machine.

@@ -1,4 +1,4 @@
-"""Maps the tensor names of an encoder checkpoint to this package's names.
+"""Maps the tensor names of a checkpoint to this package's names.
 
 It handles the prefixes and layouts of all families, and fused tensors. A part of a fused tensor is a range of its
 rows, so the header alone is enough: nothing is read or copied.
@@ -6,14 +6,20 @@ rows, so the header alone is enough: nothing is read or copied.
 
 from __future__ import annotations
 
+import logging
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
 from app.errors import CheckpointInvalid
+from app.models.decoders.config import ModelConfig
+from app.models.decoders.shapes import Shape, tensors_of
+from app.models.decoders.stored import expert_parts, head_rows, is_computed, is_transposed, our_name
 from app.models.encoders.config import EncoderConfig
 from app.models.encoders.families import StoredName, encoder_family, stored_names
-from app.weights.safetensors import TensorEntry
+from app.weights.safetensors import EncodedEntry, RearrangedEntry, TensorEntry
+
+log = logging.getLogger(__name__)
 
 DECODER_PREFIX = "model."
 _DECODER_HEADS: Mapping[str, str] = {"dense": "head.dense", "classifier": "head.out", "score": "head.out"}
@@ -100,3 +106,63 @@ def fused_part(entry: TensorEntry, stored: StoredName) -> TensorEntry:
     nbytes = entry.nbytes // stored.parts
     start = entry.start + stored.part * nbytes
     return replace(entry, shape=(entry.shape[0] // stored.parts, *entry.shape[1:]), start=start, end=start + nbytes)
+
+
+# ---- decoders ------------------------------------------------------------------------------------------------------
+
+
+def rename_decoder_tensors(found: Mapping[str, TensorEntry], config: ModelConfig) -> RenamedTensors:
+    """Return the tensors of a decoder under this package's names, in this package's order of rows.
+
+    Left out are tensors that are computed, other parts of a model than its text half, and a tied embedding that is
+    stored twice.
+    """
+    expected = tensors_of(config)
+    tensors, unused, stored_names = {}, [], {}
+    others = [stored for stored in found if our_name(config, stored) is None]
+    if others:
+        parts = ", ".join(sorted({name.rpartition(".")[0].split(".layers.")[0] for name in others})[:3])
+        log.info("only the text half is served: %d tensors of other parts (%s, ...) are not read", len(others), parts)
+    for stored, ours, entry in _separate_tensors(found, config):
+        if ours is None or is_computed(config, stored) or (ours == "lm_head.weight" and config.tie_embeddings):
+            continue
+        if ours not in expected:
+            unused.append(stored)
+        else:
+            tensors[ours], stored_names[ours] = _rearranged(stored, entry, ours, expected[ours], config), stored
+    return RenamedTensors(tensors, unused, stored_names)
+
+
+def _separate_tensors(
+    found: Mapping[str, TensorEntry], config: ModelConfig
+) -> Iterator[tuple[str, str | None, TensorEntry]]:
+    """Yield the stored name, our name, and the entry of each tensor; those of single experts are parts of others."""
+    for stored, entry in found.items():
+        ours = our_name(config, stored)
+        parts = [] if ours is None or isinstance(entry, EncodedEntry) else expert_parts(ours, entry.shape)
+        if not parts:
+            yield stored, ours, entry
+        for part in parts:
+            row = entry.nbytes // (entry.shape[0] * entry.shape[1])
+            start = entry.start + (part.expert * entry.shape[1] + part.first) * row
+            rows = part.end - part.first
+            own = replace(entry, shape=(rows, entry.shape[2]), start=start, end=start + rows * row)
+            yield f"{stored} (expert {part.expert})", part.name, own
+
+
+def _rearranged(stored: str, entry: TensorEntry, ours: str, shape: Shape, config: ModelConfig) -> TensorEntry:
+    """Return the entry of a tensor in our order, or the stored one if that is the same or has a wrong shape."""
+    rows, transposed = head_rows(config, ours), is_transposed(config, ours)
+    found = entry.shape[::-1] if transposed else entry.shape
+    is_flat = len(shape) == 1 and entry.num_elements == shape[0]
+    if found != shape and not is_flat:
+        return entry
+    if rows is None and not transposed and entry.shape == shape:
+        return entry
+    if isinstance(entry, EncodedEntry):
+        raise CheckpointInvalid(
+            f"{entry.file.name}: {stored} is quantized, which is not supported for {config.architecture}, whose rows are"
+            " stored in another order. Use the original weights."
+        )
+    order = None if rows is None else rows.stored_rows()
+    return RearrangedEntry(entry.file, entry.dtype, shape, entry.start, entry.end, entry, order, transposed)

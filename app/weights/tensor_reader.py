@@ -23,16 +23,19 @@ from torch import Tensor
 
 from app.errors import CheckpointInvalid, PlanImpossible
 from app.kernels.linear.layout import PANEL_OUTPUTS
-from app.kernels.linear.quantization import Int4Weight
+from app.kernels.linear.quantization import Int4Weight, Int8Weight
 from app.kernels.linear.torchao_linear import dequantize_rows
 from app.weights.gguf.blocks import FOUR_BIT_CODES, dequantize_blocks
 from app.weights.gguf.tensor_types import TYPES
 from app.weights.gguf.tensors import BlockEntry
-from app.weights.safetensors import EncodedEntry, QuantizedEntry, TensorEntry
+from app.weights.quantized.entries import PackedEntry
+from app.weights.quantized.values import decode_rows, held_codes
+from app.weights.safetensors import EncodedEntry, QuantizedEntry, RearrangedEntry, TensorEntry
 
 TORCH_DTYPES: Mapping[str, torch.dtype] = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 _PART_DTYPES: Mapping[str, torch.dtype] = {
-    **TORCH_DTYPES, "I8": torch.int8, "U8": torch.uint8, "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2
+    **TORCH_DTYPES, "I8": torch.int8, "U8": torch.uint8, "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2,
+    "I32": torch.int32, "U32": torch.int32, "I64": torch.int64,
 }  # fmt: skip
 
 _POPULATE_READ = 22  # MADV_POPULATE_READ of Linux 5.14, which Python's mmap does not define
@@ -66,9 +69,21 @@ class MappedFiles:
         if isinstance(entry, QuantizedEntry):
             parts = {name: self.tensor(part) for name, part in entry.parts}
             return dequantize_rows(entry.attributes, parts, slice(row, end))
-        assert isinstance(entry, BlockEntry), "torchao's weights and GGUF's blocks are all that is encoded"
+        if isinstance(entry, RearrangedEntry):
+            return self._rearranged(entry, row, end)
+        if isinstance(entry, PackedEntry):
+            return decode_rows(entry, range(row, end), self.tensor)
+        assert isinstance(entry, BlockEntry), "there is no other class of encoded tensors"
         values = dequantize_blocks(entry.kind, self.blocks(entry, row, end)).view(end - row, *entry.shape[1:])
         return values - entry.added if entry.added else values
+
+    def _rearranged(self, entry: RearrangedEntry, row: int, end: int) -> Tensor:
+        """Return rows `[row, end)` of a tensor that is stored in another order."""
+        source = self.span(entry.source, entry.source.shape)
+        if entry.transposed:
+            return source[:, row:end].T
+        rows = source.reshape(entry.shape)
+        return rows[row:end] if entry.rows is None else rows[torch.tensor(entry.rows[row:end])]
 
     def blocks(self, entry: BlockEntry, row: int, end: int) -> Tensor:
         """Return the blocks of rows `[row, end)` of a tensor in a GGUF file, uint8 [blocks, bytes of a block]."""
@@ -203,6 +218,12 @@ class TensorReader:
         block = self._buffer_view((len(rows), entry.shape[1]), TORCH_DTYPES[entry.dtype])
         self.files.read(entry, rows.start, block)
         return block
+
+    def stored_codes(self, entry: TensorEntry, rows: range, bits: int) -> Int4Weight | Int8Weight | None:
+        """Return the codes of these rows in groups of 32 with BF16 scales; None if a form of these bits has none."""
+        if isinstance(entry, PackedEntry):
+            return held_codes(entry, rows, self.files.tensor, bits)
+        return self.four_bit_codes(entry, rows) if bits == 4 else None
 
     def four_bit_codes(self, entry: TensorEntry, rows: range) -> Int4Weight | None:
         """Return the codes of these rows with BF16 scales; None if the file has none of four bits."""

@@ -10,13 +10,16 @@ from types import SimpleNamespace
 from typing import Any
 
 import httpx
+import numpy
 
 from app.errors import NotReady
 from app.messages import Timings
 from app.metrics.load_progress import LoadProgress
 from app.metrics.stats import EngineSnapshot, StepLog
+from app.service.adapters import Adapters, AdapterStore
 from app.service.requests import Accepted, ChoiceFinished, GenerationRequest, StreamEvent, TextDelta, Usage
 from app.service.served_model import ServedDecoder, ServingLimits, wrong_kind_error
+from app.text.bounds import LeastTokens
 
 Step = StreamEvent | Exception | asyncio.Event
 LIMITS = ServingLimits(512, 4, 8, 60.0, 300)
@@ -29,6 +32,9 @@ class LetterTokenizer:
         self.config = {"eos_token": {"content": "<e>"}, "model_max_length": 512}
         self.named_tokens = {"eos_token": "<e>", "bos_token": "<b>"}
         self.eos_token_ids = frozenset({2, 3})
+
+    def new_count(self) -> LeastTokens:
+        return LeastTokens(numpy.ones(256), ascii_only=False)
 
     def token_text(self, token_id: int) -> str:
         return chr(token_id)
@@ -67,6 +73,7 @@ class ScriptedService:
     streams: list[AsyncGenerator[StreamEvent, None]] = field(default_factory=list)
     num_open: int = 0
     num_waiting: int = 0
+    adapters: Adapters = field(default_factory=lambda: Adapters(AdapterStore(), lambda command: None))
 
     @property
     def model(self) -> Any:

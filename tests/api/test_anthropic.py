@@ -225,6 +225,7 @@ async def test_tokens_are_counted(client: httpx.AsyncClient) -> None:
         ({"max_tokens": None}, 400, "invalid_request_error", "max_tokens"),
         ({"model": "claude"}, 404, "not_found_error", "'claude' is not served here"),
         ({"max_tokens": 0}, 400, "invalid_request_error", "max_tokens must be"),
+        ({"messages": []}, 400, "invalid_request_error", "messages: at least one message is required"),
         ({"stop_sequences": [""]}, 400, "invalid_request_error", "stop_sequences"),
         ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, 400, "invalid_request_error", "does not run"),
         ({"tool_choice": {"type": "tool"}, "tools": [TOOL]}, 400, "invalid_request_error", "needs a name"),

@@ -75,12 +75,6 @@ async def test_the_scrape_negotiates(client: httpx.AsyncClient) -> None:
     assert response.headers["content-type"] == "text/plain; version=1.0.0; charset=utf-8"
 
 
-async def test_the_root_leads_to_the_documentation(client: httpx.AsyncClient) -> None:
-    response = await client.get("/")
-    assert response.is_redirect
-    assert (await client.get(response.headers["location"])).status_code == 200
-
-
 async def test_the_last_steps_are_reported_from_a_number_on(
     client: httpx.AsyncClient, metrics: CountingMetrics
 ) -> None:

@@ -307,7 +307,7 @@ def test_the_url_says_https() -> None:
 
 def scope(path: str = "/generate", client: tuple[str, int] | None = ("10.0.0.1", 5), **headers: str) -> dict[str, Any]:
     pairs = [(name.encode(), value.encode()) for name, value in {"host": "x", **headers}.items()]
-    return {"path": path, "headers": pairs, "http_version": "1.1", "client": client, "state": {}}
+    return {"method": "GET", "path": path, "headers": pairs, "http_version": "1.1", "client": client, "state": {}}
 
 
 def test_addresses_of_one_network_are_one_client() -> None:
@@ -322,8 +322,10 @@ def test_addresses_of_one_network_are_one_client() -> None:
 
 
 def test_keys_and_hosts_are_checked() -> None:
-    access = AccessControl(NO_RULES, ("one",), ("/healthz",))
+    access = AccessControl(NO_RULES, ("one",), [("GET", "/healthz")])
     assert access.check(scope("/healthz")) is None
+    with pytest.raises(Unauthorized):
+        access.check({**scope("/healthz"), "method": "POST"})
     with pytest.raises(Unauthorized):
         access.check(scope())
     with pytest.raises(InvalidRequest):

@@ -20,6 +20,8 @@ pytestmark = [
 ]
 MEGABYTE = 2**20
 SIZE = 16 * MEGABYTE - 200
+# A prompt that is far too long is weighed while it arrives: some of it is held, and what the allocator keeps.
+MOST_PROMPT_BYTES = 32 * MEGABYTE
 # Copies of the body while it is received, as bytes and as a text, and what the allocator keeps. Its tokens took 2 GB.
 MOST_BYTES = 200 * MEGABYTE
 
@@ -62,7 +64,7 @@ def test_a_prompt_of_16_megabytes(llama: tuple[httpx.Client, int], text: str, pa
     response = client.post(path, content=body.encode(), headers={"content-type": "application/json"})
     assert response.status_code == 400
     assert response.json()["error"]["code"] == "context_length_exceeded"
-    assert peak_bytes(process_id) - before < MOST_BYTES
+    assert peak_bytes(process_id) - before < MOST_PROMPT_BYTES
 
 
 @pytest.mark.parametrize(

@@ -269,6 +269,19 @@ def test_cohere_reranks(vectors: LiveServer) -> None:
     assert [result.index for result in answer.results] == [1, 0]
 
 
+def test_haystack(running: LiveServer) -> None:
+    chat = client_module("haystack.components.generators.chat", "haystack-ai")
+    message = client_module("haystack.dataclasses", "haystack-ai").ChatMessage.from_user(STORY)
+    options: Any = {
+        "api_key": client_module("haystack.utils", "haystack-ai").Secret.from_token("none"),
+        "model": "demo", "api_base_url": f"{running.url}/v1", "generation_kwargs": {"max_tokens": LIMIT, "temperature": 0},
+    }  # fmt: skip
+    whole = chat.OpenAIChatGenerator(**options).run([message])["replies"][0].text
+    parts: list[str] = []
+    chat.OpenAIChatGenerator(**options, streaming_callback=lambda chunk: parts.append(chunk.content)).run([message])
+    assert "".join(parts) == whole != ""
+
+
 # ---- Node ----------------------------------------------------------------------------------------------------------
 
 

@@ -1,7 +1,9 @@
-"""The unchanged clients of Cohere, Triton and the Hugging Face hub, and other servers' bodies, with real encoders."""
+"""Unchanged clients of encoders (Cohere, Triton, the hub, frameworks), and other servers' bodies, with real encoders."""
 
 from __future__ import annotations
 
+import os
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -136,6 +138,71 @@ def test_the_hubs_client_compares_sentences(embedder: LiveServer, hub_client: Ca
     found = hub_client(f"{embedder.url}/similarity").sentence_similarity("hello", other_sentences=TEXTS)
     of_source, *others = native(embedder, ["hello", *TEXTS])
     assert found == pytest.approx([float(of_source @ other) for other in others], abs=1e-5)
+
+
+# ---- frameworks ----------------------------------------------------------------------------------------------------
+
+
+def framework(name: str, package: str) -> Any:
+    """Import a module of a framework, or skip the test."""
+    os.environ["LITELLM_LOCAL_MODEL_COST_MAP"] = "True"  # it is fetched otherwise
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return pytest.importorskip(name, reason=f"the client is not installed: pip install {package}, or make clients")
+
+
+def test_llama_index_embeds_by_text_embeddings_inference(embedder: LiveServer) -> None:
+    package = "llama-index-embeddings-text-embeddings-inference"
+    module = framework("llama_index.embeddings.text_embeddings_inference", package)
+    model = module.TextEmbeddingsInference(base_url=embedder.url, model_name="any")
+    assert numpy.array(model.get_text_embedding_batch(TEXTS)) == pytest.approx(native(embedder, TEXTS), abs=1e-5)
+
+
+def test_llama_index_reranks_by_text_embeddings_inference(cross_encoder: LiveServer) -> None:
+    module = framework("llama_index.postprocessor.tei_rerank", "llama-index-postprocessor-tei-rerank")
+    schema = framework("llama_index.core.schema", "llama-index-core")
+    nodes = [schema.NodeWithScore(node=schema.TextNode(text=text)) for text in TEXTS]
+    model = module.TextEmbeddingInference(base_url=cross_encoder.url, model_name="any", top_n=2)
+    expected = cross_encoder.client.post("/rerank", json={"query": "hello", "texts": TEXTS}).json()
+    found = model.postprocess_nodes(nodes, query_str="hello")
+    assert [node.text for node in found] == [TEXTS[one["index"]] for one in expected[:2]]
+
+
+def test_langchain_with_coheres_client(embedder: LiveServer, cross_encoder: LiveServer) -> None:
+    module = framework("langchain_cohere", "langchain-cohere")
+    cohere, documents = framework("cohere", "cohere"), framework("langchain_core.documents", "langchain-core")
+    vectors = module.CohereEmbeddings(cohere_api_key="none", base_url=embedder.url, model=embedder_name(embedder))
+    assert numpy.array(vectors.embed_documents(TEXTS)) == pytest.approx(native(embedder, TEXTS), abs=1e-5)
+    client = cohere.ClientV2(api_key="none", base_url=cross_encoder.url)
+    ranker = module.CohereRerank(client=client, model=embedder_name(cross_encoder), top_n=2)
+    ranked = ranker.compress_documents([documents.Document(text) for text in TEXTS], "hello")
+    assert len(ranked) == 2
+
+
+def embedder_name(server: LiveServer) -> str:
+    return str(server.client.get("/v1/models").json()["data"][0]["id"])
+
+
+@pytest.mark.parametrize("provider", ["hosted_vllm", "cohere", "jina_ai", "huggingface"])
+def test_litellm_reranks(cross_encoder: LiveServer, provider: str) -> None:
+    litellm = framework("litellm", "litellm")
+    base = cross_encoder.url + ("/v1/rerank" if provider == "cohere" else "")
+    model = f"{provider}/{embedder_name(cross_encoder)}"
+    answer = litellm.rerank(model=model, query="hello", documents=TEXTS, top_n=2, api_base=base, api_key="none")
+    expected = cross_encoder.client.post("/rerank", json={"query": "hello", "texts": TEXTS}).json()
+    assert [one["index"] for one in answer.results] == [one["index"] for one in expected[:2]]
+
+
+def test_haystack_embeds(embedder: LiveServer) -> None:
+    embedders = framework("haystack.components.embedders", "haystack-ai")
+    secret = framework("haystack.utils", "haystack-ai").Secret.from_token("none")
+    model = embedders.OpenAITextEmbedder(
+        api_key=secret, model=embedder_name(embedder), api_base_url=f"{embedder.url}/v1"
+    )
+    assert numpy.array(model.run(TEXTS[0])["embedding"]) == pytest.approx(native(embedder, TEXTS[:1])[0], abs=1e-5)
+
+
+# ---- bodies --------------------------------------------------------------------------------------------------------
 
 
 def test_bodies_of_text_embeddings_inference(embedder: LiveServer, cross_encoder: LiveServer) -> None:

@@ -40,6 +40,7 @@ static const struct {
     {"a row of fp32 alone, bit for bit", fp32_rows_alone, OP_LINEAR_FP32},
     {"rows of weights in fp32", fp32_rows, OP_ROWS},
     {"the top elements of rows", top_elements, OP_TOP},
+    {"products of adapters, added to rows", adapters, OP_LORA},
     {"attention", attends, OP_ATTENTION},
     {"positions turned, keys and values cached", turns, OP_TURN},
     {"scales of weights in four bits", int4_scales, OP_INT4_SCALES},

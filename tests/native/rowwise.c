@@ -117,10 +117,15 @@ int64_t layer_norms(void) {
     return 18;
 }
 
+#define POSITIVE 0.75 /* factors of XIELU */
+#define NEGATIVE 0.25
+
 static double gated(int64_t activation, double x) {
     if (activation == GELU_ERF) return x / 2 * erfc(x * -0.7071067811865476); /* 1 + erf would lose all precision where erf is near -1 */
     if (activation == RELU) return x < 0 ? 0 : x;
     if (activation == TANH) return tanh(x);
+    if (activation == RELU_SQUARED) return x < 0 ? 0 : x * x;
+    if (activation == XIELU) return (x > 0 ? POSITIVE * x * x : NEGATIVE * (expm1(x) - x)) + x / 2;
     return x / (1 + exp(activation == SILU ? -x : -1.5957691216057308 * (x + 0.044715 * x * x * x)));
 }
 
@@ -128,13 +133,13 @@ int64_t activated_rows(void) {
     for (int64_t i = 0; i < 20; i++) {
         activations a = some_rows(i);
         const sink out = new_sink(&a, i % 4);
-        const int64_t stride = a.size + below(3), count = (a.rows - 1) * stride + a.size, activation = SILU + i % 5, wide = i / 2 % 2;
+        const int64_t stride = a.size + below(3), count = (a.rows - 1) * stride + a.size, activation = SILU + i % 7, wide = i / 2 % 2;
         void *x = room(count * (wide ? 4 : 2));
         double *expected = room(a.rows * a.size * 8);
         for (int64_t at = 0; at < count; at++) set_element(x, wide, at, (below(20) ? 5 : 90) * number());
         if (i % 5 == 4) set_element(x, wide, below(a.rows) * stride, NAN);
         for (int64_t at = 0; at < a.rows * a.size; at++) expected[at] = gated(activation, get_element(x, wide, at / a.size * stride + at % a.size));
-        const activate_arguments arguments = {x, stride, a.rows, a.size, activation, wide, out};
+        const activate_arguments arguments = {x, stride, a.rows, a.size, activation, wide, POSITIVE, NEGATIVE, out};
         run(OP_ACTIVATE, &arguments);
         check_sink(&a, expected);
         free(x), free(expected), free_activations(&a);

@@ -20,8 +20,9 @@ from app.engine.scheduler.queues import EngineLimits
 from app.engine.scheduler.scheduler import Scheduler
 from app.kernels.attention.attention import max_decode_queries
 from app.kernels.linear.bf16_panels import Bf16PanelLinear, FixedOrderFactory
+from app.kernels.native.arguments import OpCode
 from app.kernels.native.library import native_library
-from app.kernels.native.operations import OpCode, has_kernel
+from app.kernels.native.operations import has_kernel
 from app.messages import Generate, RequestFailed, SamplingParams, SequenceFinished, TokensReady
 from app.models.decoders.decoder import Decoder
 from loaded_models import load

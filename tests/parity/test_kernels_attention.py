@@ -21,7 +21,8 @@ from app.kernels.attention.attention import (
 )
 from app.kernels.attention.attention import attend as native_attend
 from app.kernels.attention.context import AttentionSpec
-from app.kernels.native.operations import OpCode, has_kernel, observe_operations, run_operation
+from app.kernels.native.arguments import OpCode
+from app.kernels.native.operations import has_kernel, observe_operations, run_operation
 from hypothesis_examples import examples
 from native_levels import at_level, levels
 from ragged_batches import Share, attend, make_batch

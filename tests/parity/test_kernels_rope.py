@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -9,7 +11,8 @@ from hypothesis import strategies as st
 
 from app.kernels.attention.attention import KvRows, QkvHeads, token_bytes, view_kv_rows
 from app.kernels.elementwise.rope import apply_rope_and_write_kv, apply_rope_to_qkv_torch
-from app.kernels.native.operations import OpCode, has_kernel
+from app.kernels.native.arguments import OpCode
+from app.kernels.native.operations import has_kernel
 from hypothesis_examples import examples
 from native_levels import at_level, levels
 
@@ -73,6 +76,37 @@ def test_rope_is_applied_and_kv_written_as_the_reference_does(
             assert bool(((read[0].float() - wanted.float()).abs() <= near).all())
     others = [row for row in range(20) if row not in written.tolist()]
     assert bool((memory[others] == MARK).all())
+
+
+@needs_levels
+@settings(max_examples=examples(80))
+@given(
+    level=a_level, tokens=st.integers(1, 9), kv_heads=st.integers(1, 4), group=st.integers(1, 5),
+    head_dim=st.sampled_from([8, 16, 24, 64, 80, 256]), turned=st.sampled_from([0, 0.5, 1]), own=st.booleans(),
+    subtracts_mean=st.booleans(), together=st.booleans(), last=st.booleans(),
+    dtype=st.sampled_from([torch.bfloat16, torch.float32]),
+)  # fmt: skip
+def test_other_norms_of_heads_equal_their_reference(
+    level: str, tokens: int, kv_heads: int, group: int, head_dim: int, turned: float, own: bool, subtracts_mean: bool,
+    together: bool, last: bool, dtype: torch.dtype,
+) -> None:  # fmt: skip
+    num_heads, wide = kv_heads * group, dtype == torch.float32
+    heads = heads_of(tokens, num_heads, kv_heads, head_dim, int(head_dim * turned), True, dtype)
+    together = together and not subtracts_mean  # no model has both
+    last = last and not together  # its statistics are those before RoPE, which rotates; the angles here do not
+    heads = replace(heads, subtracts_mean=subtracts_mean, together=together, norm_after_rope=last)
+    if own:
+        generator = torch.Generator().manual_seed(head_dim)
+        norms = (1 + 0.2 * torch.randn(count * head_dim, generator=generator) for count in (num_heads, kv_heads))
+        heads = replace(heads, query_norm=next(norms), key_norm=next(norms))
+    expected = apply_rope_to_qkv_torch(heads)
+    kv, _ = rows_of(kv_heads, head_dim, dtype)
+    with at_level(level):
+        query = apply_rope_and_write_kv(heads, kv, torch.arange(tokens))
+    close = CLOSE_FP32 if wide else CLOSE
+    torch.testing.assert_close(query, expected[0], **close)
+    torch.testing.assert_close(kv.read(0, tokens)[0], expected[1], **close)
+    torch.testing.assert_close(kv.read(0, tokens)[1], expected[2], **close)
 
 
 @needs_levels

@@ -15,7 +15,8 @@ from app.kernels.elementwise.activations import TopLogits, TopLogitsRequest
 from app.kernels.linear.bf16_product import WideRows
 from app.kernels.linear.fp32_panels import Fp32PanelFactory
 from app.kernels.linear.int_panels import IntPanelFactory, IntPanelLinear
-from app.kernels.native.operations import OpCode, has_kernel
+from app.kernels.native.arguments import OpCode
+from app.kernels.native.operations import has_kernel
 from hypothesis_examples import examples
 
 pytestmark = pytest.mark.skipif(not has_kernel(OpCode.TOP_LOGITS), reason="no native kernels here")

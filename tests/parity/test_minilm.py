@@ -18,7 +18,8 @@ import torch.nn.functional as F
 from app.bench.engine.encoder_quality import measure_encoder_quality
 from app.bench.engine.quality import QualityJob
 from app.hardware.probe.probe import probe
-from app.kernels.native.operations import OpCode, has_kernel
+from app.kernels.native.arguments import OpCode
+from app.kernels.native.operations import has_kernel
 from app.models.encoders.encoder import Encoder
 from app.settings import load_settings
 from app.text.tokenizer import Tokenizer

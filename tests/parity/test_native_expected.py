@@ -26,16 +26,10 @@ from torch import Tensor
 from app.kernels.elementwise.embedding import EmbeddingTable, TableLayout
 from app.kernels.linear.activations import quantise, unpack_tiles
 from app.kernels.linear.layout import PanelLayout
+from app.kernels.native.arguments import LinearIntArguments, OpCode, PackIntArguments, ProductOutput
 from app.kernels.native.library import native_library
 from app.kernels.native.memory import aligned_bytes
-from app.kernels.native.operations import (
-    LinearIntArguments,
-    OpCode,
-    PackIntArguments,
-    ProductOutput,
-    has_kernel,
-    run_operation,
-)
+from app.kernels.native.operations import has_kernel, run_operation
 
 EXPECTED = Path(__file__).parent / "native_expected.json"
 LEVELS = ("amx", "avx512bf16", "avx512", "avxvnni", "avx2", "i8mm", "dotprod", "neon", "portable")

@@ -9,7 +9,8 @@ import torch
 
 from app.bench.engine.quality import QualityJob, measure_quality
 from app.hardware.probe.probe import probe
-from app.kernels.native.operations import OpCode, has_kernel
+from app.kernels.native.arguments import OpCode
+from app.kernels.native.operations import has_kernel
 from app.settings import load_settings
 from app.weights.checkpoint import open_checkpoint
 from real_model import real_model

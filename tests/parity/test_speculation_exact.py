@@ -27,7 +27,8 @@ from app.engine.scheduler.queues import EngineLimits
 from app.engine.scheduler.scheduler import Scheduler
 from app.engine.scheduler.speculation import NgramDrafter, Speculation
 from app.kernels.attention.attention import max_decode_queries
-from app.kernels.native.operations import OpCode, has_kernel
+from app.kernels.native.arguments import OpCode
+from app.kernels.native.operations import has_kernel
 from app.messages import Generate, RequestFailed, SamplingParams, SequenceFinished, TokenLogprob, TokensReady
 from app.metrics.stats import StepStats
 from app.models.decoders.decoder import Decoder

@@ -15,7 +15,8 @@ import torch
 
 from app.engine.scheduler.speculation import NgramDrafter, Speculation
 from app.kernels.linear.activations import rows_of
-from app.kernels.native.operations import OpCode, ProductOutput, has_kernel
+from app.kernels.native.arguments import OpCode, ProductOutput
+from app.kernels.native.operations import has_kernel
 from app.messages import Generate, Grammar, SamplingParams
 from app.text.grammar import GrammarCompiler, GrammarSource
 from app.text.tokenizer import Tokenizer

@@ -15,7 +15,8 @@ from safetensors.torch import save_file
 
 from app.errors import CheckpointInvalid
 from app.kernels.linear.torchao_linear import build_config, torchao_module
-from app.kernels.native.operations import OpCode, has_kernel
+from app.kernels.native.arguments import OpCode
+from app.kernels.native.operations import has_kernel
 from app.weights.checkpoint import open_checkpoint
 from app.weights.safetensors import QuantizedEntry
 from loaded_models import load
@@ -154,6 +155,6 @@ def int8_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_the_weights_of_other_libraries_are_refused(tmp_path: Path) -> None:
-    directory = write_checkpoint(tmp_path, quantization_config={"quant_method": "gptq", "bits": 4})
-    with pytest.raises(CheckpointInvalid, match="already quantized by gptq"):
+    directory = write_checkpoint(tmp_path, quantization_config={"quant_method": "hqq", "bits": 4})
+    with pytest.raises(CheckpointInvalid, match="already quantized by hqq"):
         open_checkpoint(directory)

@@ -10,7 +10,8 @@ from app.hardware.plan.torchao_config import INT4_REFERENCE, INT8_REFERENCE
 from app.kernels.linear.linear import QUANTISED_FORMS
 from app.kernels.linear.quantization import Int4Weight, quantise_int4, quantise_int8
 from app.kernels.linear.torchao_linear import TorchaoFactory, torchao_module
-from app.kernels.native.operations import OpCode, has_kernel
+from app.kernels.native.arguments import OpCode
+from app.kernels.native.operations import has_kernel
 
 OUTPUTS, INPUTS, ROWS = 96, 256, 9
 

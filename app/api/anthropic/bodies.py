@@ -151,13 +151,19 @@ class ConversationBody(Body):
     }
 
     model: str | None = None
-    messages: Annotated[tuple[AnthropicMessage, ...], Field(fail_fast=True, min_length=1, max_length=MAX_MESSAGES)]
+    messages: Annotated[tuple[AnthropicMessage, ...], Field(fail_fast=True, max_length=MAX_MESSAGES)]
     system: str | TextBlocks | None = None
     tools: Annotated[tuple[AnthropicTool, ...], Field(fail_fast=True, max_length=MAX_TOOLS)] | None = None
     tool_choice: AnthropicToolChoice | None = None
     thinking: Thinking | None = None
     output_config: OutputConfig | None = None
     output_format: OutputFormat | None = None
+
+    def refuse_unknown(self, path: str = "") -> None:
+        """Refuse a conversation without a message, in Anthropic's words."""
+        if not self.messages:
+            raise InvalidRequest("messages: at least one message is required", field="messages")
+        super().refuse_unknown(path)
 
     @property
     def thinks(self) -> bool:

@@ -46,10 +46,10 @@ async def messages(request: Request, unread: RequestBody[MessagesBody]) -> Respo
     with renamed_fields(_FIELD_NAMES):
         with count_refusals(runtime.metrics, "messages"):
             body = await unread.parse()
-            check_model(runtime, body.model)
+            name = check_model(runtime, body.model)
             chat = chat_request(chat_body(body), request_id(request), sampling_defaults(runtime))
-        format_ = MessageFormat(f"msg_{uuid.uuid4().hex}", runtime.service.model.name, body.thinks)
-        stream = runtime.service.generate(replace(chat, api="messages", clips_max_tokens=True))
+        format_ = MessageFormat(f"msg_{uuid.uuid4().hex}", name, body.thinks)
+        stream = runtime.service.generate(replace(chat, api="messages", clips_max_tokens=True, model=name))
         return await respond(stream, format_, _EVENTS, streams=body.stream, headers=headers)
 
 

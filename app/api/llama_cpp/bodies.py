@@ -34,14 +34,17 @@ TokenBiases = Annotated[
 
 # Caches and slots, and parameters of samplers that are off.
 _IGNORED = frozenset(
-    "model cache_prompt id_slot slot_id n_keep n_discard n_indent min_keep timings_per_token return_progress samplers "
+    "cache_prompt id_slot slot_id n_keep n_discard n_indent min_keep timings_per_token return_progress samplers "
     "repeat_last_n penalize_nl mirostat_tau mirostat_eta dynatemp_exponent xtc_threshold dry_base dry_allowed_length "
     "dry_penalty_last_n dry_sequence_breakers n_cache_reuse api_key".split()
 )
 
 
 class LlamaCppBody(SamplingFields):
-    """Body of `POST /completion`. `n_predict` below 0 means up to the end of the context."""
+    """Body of `POST /completion`. `n_predict` below 0 means up to the end of the context.
+
+    `model` may name an adapter; other names mean the model, as llama.cpp does.
+    """
 
     IGNORED: ClassVar[frozenset[str]] = _IGNORED
     NEUTRAL: ClassVar[Mapping[str, tuple[Any, ...]]] = {
@@ -53,11 +56,11 @@ class LlamaCppBody(SamplingFields):
         "dry_multiplier": (0.0,),
         "top_n_sigma": (-1.0,),
         "t_max_predict_ms": (0, -1),
-        "post_sampling_probs": (False,),
         "lora": ([],),
         "image_data": ([],),
     }
 
+    model: str | None = None
     prompt: LlamaCppPrompts
     n_predict: Int64 | None = None
     max_tokens: Int64 | None = None
@@ -65,6 +68,7 @@ class LlamaCppBody(SamplingFields):
     repeat_penalty: float | None = None
     logit_bias: TokenBiases = None
     n_probs: Int64 | None = None
+    post_sampling_probs: bool | None = None
     grammar: str | None = None
     json_schema: dict[str, Any] | None = None
     return_tokens: bool | None = None

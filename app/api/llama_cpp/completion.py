@@ -11,9 +11,9 @@ from starlette.responses import Response
 from typing_extensions import TypedDict
 
 from app.api.llama_cpp.bodies import LLAMA_CPP_ERRORS, InfillBody, LlamaCppBody
+from app.api.llama_cpp.probabilities import model_probabilities, num_scored_tokens, sampled_probabilities
 from app.api.llama_cpp.prompts import PromptParts, joined_ids
 from app.api.openai.bodies import CompletionBody
-from app.api.openai.responses import chat_logprobs
 from app.api.openai.translate import MAX_TOTAL_CHOICES, completion_requests
 from app.api.routing import (
     BODY_ERRORS,
@@ -130,9 +130,10 @@ async def infill(request: Request, unread: RequestBody[InfillBody]) -> Response:
 
 async def _respond(runtime: ApiRuntime, body: LlamaCppBody, requests: list[GenerationRequest]) -> Response:
     params = requests[0].params
-    streams: list[GenerationStream] = [runtime.service.generate(each) for each in requests]
+    name = body.model if body.model and runtime.service.adapters.find(body.model) else runtime.service.model.name
+    streams: list[GenerationStream] = [runtime.service.generate(replace(each, model=name)) for each in requests]
     stream = streams[0] if len(streams) == 1 else merge_streams(streams, params.n)
-    format_ = _LlamaCppFormat(runtime, body, params, await _prompt_texts(runtime, requests))
+    format_ = _LlamaCppFormat(runtime, name, body, params, await _prompt_texts(runtime, requests))
     return await respond(stream, format_, _EVENTS, streams=body.stream)
 
 
@@ -167,6 +168,8 @@ async def _base_request(runtime: ApiRuntime, body: LlamaCppBody, identity: str) 
     ]
     # Without n_predict there is no limit, unlike with OpenAI.
     params = replace(chosen.params, max_tokens=shared["max_tokens"])
+    if body.post_sampling_probs and body.n_probs:
+        params = replace(params, logprobs=num_scored_tokens(params, body.n_probs, chosen.grammar is not None))
     return replace(chosen, params=params, api="llama_cpp", clips_max_tokens=True)
 
 
@@ -197,9 +200,11 @@ async def _prompt_texts(runtime: ApiRuntime, requests: Iterable[GenerationReques
 
 
 class _LlamaCppFormat:
-    def __init__(self, runtime: ApiRuntime, body: LlamaCppBody, params: SamplingParams, prompts: list[str]) -> None:
+    def __init__(
+        self, runtime: ApiRuntime, name: str, body: LlamaCppBody, params: SamplingParams, prompts: list[str]
+    ) -> None:
         served = runtime.service.decoder
-        self._model, self._body, self._params, self._prompts = served.name, body, params, prompts
+        self._model, self._body, self._params, self._prompts = name, body, params, prompts
         self._eos_token_ids, self._context = served.tokenizer.eos_token_ids, served.limits.max_model_len
 
     def whole(self, completion: CollectedCompletion) -> Json | list[Json]:
@@ -214,7 +219,7 @@ class _LlamaCppFormat:
         assert choice.finished is not None, "a complete response has finished"
         last = self._last(choice.finished, num_prompt, "\n" in choice.text)
         tokens = choice.token_ids if self._body.return_tokens else []
-        return last | {"content": choice.text, "tokens": tokens} | _probabilities(choice.logprobs)
+        return last | {"content": choice.text, "tokens": tokens} | self._probabilities(choice.logprobs)
 
     async def events(self, stream: GenerationStream) -> AsyncIterator[Json]:
         """Yield an event for each delta, and one that ends each choice."""
@@ -231,7 +236,12 @@ class _LlamaCppFormat:
                 continue
             predicted[event.choice] = predicted.get(event.choice, 0) + len(event.token_ids)
             lines |= {event.choice} if "\n" in event.text else set()
-            yield self._delta(event, num_prompt, predicted[event.choice]) | _probabilities(event.logprobs)
+            yield self._delta(event, num_prompt, predicted[event.choice]) | self._probabilities(event.logprobs)
+
+    def _probabilities(self, tokens: Iterable[ScoredToken]) -> Json:
+        if self._body.post_sampling_probs:
+            return sampled_probabilities(tokens, self._params, self._body.n_probs or 0)
+        return model_probabilities(tokens)
 
     def _delta(self, event: TextDelta, num_prompt: int, num_predicted: int) -> Json:
         return {
@@ -330,16 +340,3 @@ def _timings(finished: ChoiceFinished, num_prompt: int) -> Json:
         "predicted_per_token_ms": predicted_ms / predicted if predicted else 0.0,
         "predicted_per_second": predicted / predicted_ms * 1e3 if predicted_ms else 0.0,
     }
-
-
-def _probabilities(tokens: Iterable[ScoredToken]) -> Json:
-    each = list(tokens)
-    scored = chat_logprobs(each)
-    if scored is None:
-        return {}
-    bodies: list[Json] = scored["content"]
-    for token, body in zip(each, bodies, strict=True):
-        body["id"] = token.token_id
-        for other, top in zip(token.top, body["top_logprobs"], strict=True):
-            top["id"] = other.token_id
-    return {"completion_probabilities": bodies}

@@ -17,6 +17,7 @@ from app.api.routing import (
     DialectRouter,
     RequestBody,
     UnreadBody,
+    check_model,
     count_refusals,
     request_id,
     runtime_of,
@@ -77,11 +78,13 @@ async def _respond(request: Request, unread: UnreadBody[OipGenerateBody], stream
     with count_refusals(runtime.metrics, "oip"):
         check_origin(request)
         requested_model(request)
-        model = runtime.service.decoder
+        name, model = check_model(runtime, request.path_params["name"]), runtime.service.decoder
         body, parameters = await unread.translate(partial(_parse_body, stream=stream))
         params = _sampling_params(parameters, sampling_defaults(runtime))
-    format_ = _GenerateFormat(model, body.id, params, bool(parameters.get("details")))
-    generation = GenerationRequest(params=params, api="oip", request_id=request_id(request), prompt=body.text_input)
+    format_ = _GenerateFormat(model, name, body.id, params, bool(parameters.get("details")))
+    generation = GenerationRequest(
+        params=params, api="oip", request_id=request_id(request), prompt=body.text_input, model=name
+    )
     return await respond(runtime.service.generate(generation), format_, _EVENTS, streams=stream)
 
 
@@ -119,9 +122,11 @@ def _sampling_params(given: Json, defaults: Mapping[str, float]) -> SamplingPara
 class _GenerateFormat:
     """Formatter of complete responses and stream events."""
 
-    def __init__(self, model: ServedDecoder, identity: str | None, params: SamplingParams, details: bool) -> None:
+    def __init__(
+        self, model: ServedDecoder, name: str, identity: str | None, params: SamplingParams, details: bool
+    ) -> None:
         self._model, self._params, self._details = model, params, details
-        self._model_fields: Json = {"model_name": model.name, "model_version": VERSION} | (
+        self._model_fields: Json = {"model_name": name, "model_version": VERSION} | (
             {} if identity is None else {"id": identity}
         )
 

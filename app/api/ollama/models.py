@@ -12,7 +12,7 @@ from starlette.responses import JSONResponse, Response
 from app.api.ollama.bodies import ShowBody
 from app.api.ollama.output import timestamp
 from app.api.ollama.schemas import OLLAMA_ERRORS, OllamaModels, OllamaShow, OllamaVersion
-from app.api.routing import BODY_ERRORS, ApiRuntime, DialectRouter, RequestBody, check_model, runtime_of
+from app.api.routing import BODY_ERRORS, ApiRuntime, DialectRouter, RequestBody, check_model, runtime_of, served_names
 from app.errors import InvalidRequest
 from app.service.served_model import ServedDecoder, ServedEncoder, ServedModel
 from app.version import VERSION
@@ -25,9 +25,9 @@ _MILLION = 1_000_000
 router = DialectRouter("Ollama", OLLAMA_ERRORS)
 
 
-def check_name(runtime: ApiRuntime, name: str) -> None:
-    """Check that the name is one of the served model's, with or without the tag `latest`. Raises `ModelNotFound`."""
-    check_model(runtime, name.removesuffix(TAG))
+def check_name(runtime: ApiRuntime, name: str) -> str:
+    """Return the name that answers have (`check_model`), for a name with or without the tag `latest`."""
+    return check_model(runtime, name.removesuffix(TAG))
 
 
 @router.get(
@@ -36,7 +36,7 @@ def check_name(runtime: ApiRuntime, name: str) -> None:
 async def tags(request: Request) -> Response:
     """Serve `GET /api/tags`."""
     runtime = runtime_of(request)
-    names = (runtime.service.model.name, *runtime.names.aliases)
+    names = served_names(runtime)
     modified = {"modified_at": timestamp(runtime.created)}
     return JSONResponse({"models": [_model(runtime, name) | modified for name in names]})
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 from pydantic_core import to_json
@@ -92,12 +93,14 @@ async def _generate(request: Request, unread: UnreadBody[Any], translate: Transl
     runtime = runtime_of(request)
     with renamed_fields(_FIELD_NAMES), count_refusals(runtime.metrics, "ollama"):
         body: OllamaGenerationBody = await unread.parse(needs_type=False)
-        check_name(runtime, body.model)
-        format_ = OllamaFormat(runtime.service.decoder.name, is_chat)
+        name = check_name(runtime, body.model)
+        runtime.service.decoder  # noqa: B018  # another kind of model is refused whatever the body is
+        format_ = OllamaFormat(name, is_chat)
         generation = translate(runtime, body, request_id(request))
     if generation is None:
         return JSONResponse(format_.loaded())
-    return await respond(runtime.service.generate(generation), format_, _LINES, streams=body.stream is not False)
+    stream = runtime.service.generate(replace(generation, model=name))
+    return await respond(stream, format_, _LINES, streams=body.stream is not False)
 
 
 @router.post(

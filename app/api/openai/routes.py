@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 import uuid
 from collections.abc import AsyncIterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from starlette.requests import Request
@@ -41,6 +41,7 @@ from app.api.routing import (
     request_id,
     runtime_of,
     sampling_defaults,
+    served_names,
 )
 from app.api.streaming import DONE, CollectedCompletion, EventEncoding, GenerationStream, merge_streams, respond
 
@@ -61,15 +62,15 @@ async def chat_completions(request: Request, unread: RequestBody[ChatBody]) -> R
     runtime = runtime_of(request)
     with count_refusals(runtime.metrics, "chat"):
         body = await unread.parse()
-        check_model(runtime, body.model)
-        generation = chat_request(body, request_id(request), sampling_defaults(runtime))
+        name = check_model(runtime, body.model)
+        generation = replace(chat_request(body, request_id(request), sampling_defaults(runtime)), model=name)
     format_ = ChatFormat(
         body.include_reasoning is not False,
         body.functions is not None,
         _shown(body),
         body.echoed,
     )
-    return await _respond(request, body, format_, runtime.service.generate(generation))
+    return await _respond(name, body, format_, runtime.service.generate(generation))
 
 
 @router.post(
@@ -84,15 +85,17 @@ async def completions(request: Request, unread: RequestBody[CompletionBody]) -> 
     runtime = runtime_of(request)
     with count_refusals(runtime.metrics, "completions"):
         body = await unread.parse()
-        check_model(runtime, body.model)
+        name = check_model(runtime, body.model)
         generations = completion_requests(body, request_id(request), sampling_defaults(runtime))
-    streams: list[GenerationStream] = [runtime.service.generate(generation) for generation in generations]
+    streams: list[GenerationStream] = [
+        runtime.service.generate(replace(generation, model=name)) for generation in generations
+    ]
     each = generations[0].params.n
     stream = streams[0] if len(streams) == 1 else merge_streams(streams, each)
     echoed = body.logprobs if body.echo else None
     format_ = CompletionFormat(_shown(body), echoed)
     keep = (body.n or 1, each, body.logprobs is None) if each > (body.n or 1) else None
-    return await _respond(request, body, format_, stream, keep)
+    return await _respond(name, body, format_, stream, keep)
 
 
 @router.post(
@@ -127,8 +130,7 @@ async def num_chat_tokens(request: Request, body: ChatBody) -> int:
 async def models(request: Request) -> Response:
     """Serve `GET /v1/models`."""
     runtime = runtime_of(request)
-    names = (runtime.service.model.name, *runtime.names.aliases)
-    return JSONResponse({"object": "list", "data": [_model_body(runtime, name) for name in names]})
+    return JSONResponse({"object": "list", "data": [_model_body(runtime, name) for name in served_names(runtime)]})
 
 
 @router.get(
@@ -146,15 +148,16 @@ async def model(request: Request) -> Response:
 
 
 def _model_body(runtime: ApiRuntime, name: str) -> dict[str, Any]:
-    served = runtime.service.model
-    return {
+    served, adapter = runtime.service.model, runtime.service.adapters.find(name)
+    body = {
         "id": name,
         "object": "model",
         "created": runtime.created,
         "owned_by": "armature",
-        "root": served.name,
+        "root": served.name if adapter is None else adapter.name,
         "max_model_len": served.limits.max_model_len,
     }
+    return body if adapter is None else body | {"parent": served.name}
 
 
 def _shown(body: GenerationBody) -> ShownTokens:
@@ -188,13 +191,12 @@ class _ResponseFormat:
 
 
 async def _respond(
-    request: Request,
+    name: str,
     body: GenerationBody,
     choices: OpenAIFormat,
     stream: GenerationStream,
     best_of: tuple[int, int, bool] | None = None,
 ) -> Response:
-    name = runtime_of(request).service.model.name
     kind = choices.chunk_object if body.stream else choices.object
     metadata = ResponseMetadata(f"{choices.id_prefix}-{uuid.uuid4().hex}", kind, int(time.time()), name)
     return await respond(stream, _ResponseFormat(choices, metadata, body, best_of), _EVENTS, streams=body.stream)

@@ -47,12 +47,12 @@ async def responses(request: Request, unread: RequestBody[ResponsesBody]) -> Res
     with renamed_fields(_FIELD_NAMES):
         with count_refusals(runtime.metrics, "responses"):
             body = await unread.parse()
-            check_model(runtime, body.model)
+            name = check_model(runtime, body.model)
             if body.n is not None and body.n != 1:
                 raise InvalidRequest("A response has one answer: n must be 1.", field="n")
             chat = chat_request(chat_body(body), request_id(request), sampling_defaults(runtime))
-        format_ = ResponseObjectFormat(body, chat.params, runtime.service.model.name, int(time.time()))
-        stream = runtime.service.generate(replace(chat, api="responses"))
+        format_ = ResponseObjectFormat(body, chat.params, name, int(time.time()))
+        stream = runtime.service.generate(replace(chat, api="responses", model=name))
         return await respond(stream, format_, _EVENTS, streams=body.stream)
 
 

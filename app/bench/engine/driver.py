@@ -7,8 +7,9 @@ engine is driven by its worker instead.
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import count
+from itertools import count, cycle
 
 import torch
 
@@ -19,7 +20,7 @@ from app.hardware.facts import Facts
 from app.kernels.ceilings import cache_bytes
 from app.kernels.linear.bf16_panels import HybridLinear
 from app.kernels.linear.linear import Linear, LinearForm
-from app.messages import Abort, Generate, RequestFailed, SamplingParams
+from app.messages import Abort, Generate, LoadedAdapter, RequestFailed, SamplingParams
 
 PROMPT_TOKENS = 128
 SEGMENT_STEPS = 100  # more steps would measure the growing context instead of the step
@@ -39,7 +40,12 @@ class DecoderDriver:
         self._prompts = prompts
         self._max_tokens = max_model_len - PROMPT_TOKENS
         self._names = count()
+        self._adapters: Iterator[LoadedAdapter | None] = cycle((None,))
         self.segment_steps = min(SEGMENT_STEPS, max(1, self._max_tokens // 2))
+
+    def use_adapters(self, adapters: Sequence[LoadedAdapter | None]) -> None:
+        """Give each following request the next of these adapters, in turns."""
+        self._adapters = cycle(adapters)
 
     def decode(self, rows: int, steps: int) -> list[float]:
         """Return the seconds of `steps` steps, each of which only decodes `rows` sequences."""
@@ -84,7 +90,8 @@ class DecoderDriver:
     def _add(self, num_tokens: int, max_tokens: int) -> str:
         name = f"bench-{next(self._names)}"
         params = SamplingParams(max_tokens=max_tokens, temperature=0.0, ignore_eos=True)
-        refused = self._engine.add(Generate(name, tuple(self._prompts.prompt(num_tokens)), params, time.monotonic()))
+        prompt, adapter = tuple(self._prompts.prompt(num_tokens)), next(self._adapters)
+        refused = self._engine.add(Generate(name, prompt, params, time.monotonic(), adapter=adapter))
         for event in refused:
             if isinstance(event, RequestFailed):
                 raise MeasurementFailed(event.error.message)

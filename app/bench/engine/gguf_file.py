@@ -15,7 +15,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from app.errors import CheckpointInvalid
-from app.models.decoders.config import ModelConfig, RopeConfig
+from app.models.decoders.config import ModelConfig
+from app.models.decoders.rope import RopeConfig
 from app.weights.checkpoint import Checkpoint
 from app.weights.gguf import tensors
 from app.weights.safetensors import EncodedEntry, TensorEntry

@@ -24,9 +24,10 @@ from app.kernels.attention.attention import AttentionSequence, AttentionStep, Kv
 from app.kernels.linear.activations import quantise
 from app.kernels.linear.int_panels import IntPanelFactory, IntPanelLinear
 from app.kernels.linear.torchao_linear import TorchaoFactory, TorchaoLinear
+from app.kernels.native.arguments import OpCode, ProductOutput
 from app.kernels.native.library import native_library
 from app.kernels.native.memory import aligned_bytes
-from app.kernels.native.operations import OpCode, ProductOutput, has_kernel, observe_operations, operation_array
+from app.kernels.native.operations import has_kernel, observe_operations, operation_array
 
 SEQUENCES, KV_TOKENS = 8, 4000
 

@@ -257,6 +257,8 @@ _PERCENTILES = ("p50", "p99", "p99.9", "longest")
 # Decisions that follow from others, or are a path on one machine's disk.
 _NOT_COMPARED = (
     "pack_folder",
+    "prompt_cache",
+    "prompt_cache_bytes",
     "decode_tokens_per_second",
     "prefill_tokens_per_second",
     "capacity_tokens_per_second",

@@ -31,8 +31,9 @@ from app.kernels.linear.linear import Linear
 from app.kernels.timing import MAX_ADJUSTMENT, extrapolate_by_size, monotone_table
 from app.messages import Generate, SamplingParams
 from app.models.decoders.config import ModelConfig
-from app.models.decoders.decoder import Embedding, RMSNorm
-from app.models.decoders.shapes import products_of
+from app.models.decoders.decoder import Embedding
+from app.models.decoders.layer import HeadNorm, Norm, SelectionBias, Xielu
+from app.models.decoders.shapes import active_weights
 from app.models.registry import build_decoder_model
 from app.weights.form_choice import form_choice
 
@@ -65,7 +66,9 @@ class DecoderTrial:
         self.plan = plan
         self._device = device
         self._forms = SyntheticForms(replace(form_choice(plan, config, device=device), most_few=0), memory)
-        self.few_layers = num_trial_layers(self.config.num_layers, scope, *self._sizes(self.config))
+        self.few_layers = num_trial_layers(
+            self.config.num_layers, scope, *self._sizes(self.config), held=self._held_share(config)
+        )
         whole = self.few_layers == self.decode_layers  # then nothing has to be extrapolated
         self.layer_counts = [self.few_layers] if whole else sorted({1, 2, self.few_layers})
         self.max_len = min(plan.max_model_len.value, plan.max_batch_tokens.value + CONTEXT_TOKENS + CHUNK_TOKENS)
@@ -154,7 +157,7 @@ class DecoderTrial:
     @property
     def operations_per_token(self) -> float:
         """Operations of all layers for one token: two for each multiply-add."""
-        return 2.0 * sum(rows * columns for (rows, columns), _ in products_of(self._whole))
+        return 2.0 * active_weights(self._whole)
 
     @property
     def decode_layers(self) -> float:
@@ -197,13 +200,18 @@ class DecoderTrial:
         layers, output = self._forms.read_sizes(model.modules())
         return layers / config.num_layers, output
 
+    def _held_share(self, config: ModelConfig) -> float:
+        """Return how many times the weights that a token reads are held in a layer."""
+        experts = config.experts
+        return 1.0 if experts is None else experts.routing.num_experts / experts.routing.top_k
+
     def _runner(self, layers: int) -> RunBatch:
         device = self._device
         model = build_decoder_model(_truncated_config(self.config, layers), self._dtype, self.max_len, device)
         modules = list(model.modules())
         for module in modules:
-            if isinstance(module, RMSNorm):
-                module.set_weight(torch.ones(module.weight.shape, device=device))
+            if isinstance(module, Norm | HeadNorm | SelectionBias | Xielu):
+                module.fill(1.0, device)
             elif isinstance(module, Linear):
                 module.form = self._forms.form(module)
         for module in modules:
@@ -217,11 +225,16 @@ class DecoderTrial:
         if isinstance(tied, Bf16PanelLinear | IntPanelLinear | HybridLinear | DeviceLinear):
             embedding.tie(tied)
         else:
-            embedding.set_weight(synthetic_table(self._num_ids, self.config.hidden_size, self._device))
+            is_token_table = len(embedding.weight) == self.config.vocab_size
+            rows = self._num_ids if is_token_table else len(embedding.weight) + embedding.first
+            embedding.set_weight(synthetic_table(rows, self.config.hidden_size, self._device))
 
 
 def _truncated_config(config: ModelConfig, layers: int) -> ModelConfig:
-    return replace(config, num_layers=layers, windows=config.windows[:layers], ropes=config.ropes[:layers])
+    # Layers without experts come first, and most layers have experts.
+    experts = None if config.experts is None else replace(config.experts, layers=config.experts.layers[-layers:])
+    windows, ropes = config.windows[:layers], config.ropes[:layers]
+    return replace(config, num_layers=layers, windows=windows, ropes=ropes, experts=experts)
 
 
 def _context_token_seconds(own: Mapping[TrialStep, float], kind: str, size: int, num_layers: int) -> float:

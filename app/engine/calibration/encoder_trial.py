@@ -26,7 +26,8 @@ from app.hardware.step_times import TABLE_TEXT_TOKENS
 from app.kernels.linear.linear import Linear
 from app.kernels.timing import MAX_ADJUSTMENT, extrapolate_by_size, monotone_table
 from app.messages import Encode, Text
-from app.models.decoders.decoder import Embedding, RMSNorm
+from app.models.decoders.decoder import Embedding
+from app.models.decoders.layer import HeadNorm, Norm, Xielu
 from app.models.encoders.config import EncoderConfig, encoder_products_of
 from app.models.encoders.encoder import DistanceBias, Encoder
 from app.models.encoders.heads import DenseLayer, LayerNorm
@@ -176,8 +177,8 @@ class EncoderTrial:
                 is_token_table = len(module.weight) == self.config.vocab_size
                 rows = self._num_ids if is_token_table else len(module.weight) + module.first
                 module.set_weight(synthetic_table(rows, module.weight.shape[1], device))
-            elif isinstance(module, RMSNorm):
-                module.set_weight(torch.ones(module.weight.shape, device=device))
+            elif isinstance(module, Norm | HeadNorm | Xielu):
+                module.fill(1.0, device)
             elif isinstance(module, LayerNorm | DenseLayer | DistanceBias):
                 bias = torch.zeros(module.weight.shape[0], device=device) if module.has_bias else None
                 module.set_weight(torch.full(module.weight.shape, 0.01, device=device), bias)

@@ -38,6 +38,7 @@ from app.kernels.linear.linear import ExactLinear, Linear, LinearForm
 from app.kernels.linear.quantization import MAX_CORRELATED, InputStatistics
 from app.kernels.linear.row_split import RowSplitLinear
 from app.models.decoders.decoder import Decoder
+from app.models.decoders.shapes import is_expert, is_router
 from app.text.tokenizer import Tokenizer
 from app.weights.checkpoint import Checkpoint
 from app.weights.forms import is_value
@@ -81,23 +82,48 @@ class WatchedForm:
 
 
 @dataclass(slots=True)
+class InputSums:
+    """Sums over the inputs of a product, or of several products with the same kind of inputs."""
+
+    squares: Tensor
+    correlations: list[Tensor]
+    least_rows: int = 0  # with fewer rows the correlations say too little
+    num_rows: int = 0
+
+    @classmethod
+    def of(cls, size: int, correlate: bool, least_rows: int = 0) -> InputSums:
+        """Return sums of inputs [tokens, size]."""
+        sizes = [min(MAX_CORRELATED, size - first) for first in range(0, size, MAX_CORRELATED)] if correlate else []
+        return cls(torch.zeros(size), [torch.zeros(part, part) for part in sizes], least_rows)
+
+    def observe(self, rows: Tensor) -> None:
+        """Add rows [tokens, in] FP32."""
+        self.squares += rows.square().sum(0)
+        self.num_rows += len(rows)
+        for total, part in zip(self.correlations, torch.split(rows, MAX_CORRELATED, dim=1), strict=False):
+            total.addmm_(part.T, part)
+
+    def statistics(self) -> InputStatistics:
+        """Return the statistics of all rows."""
+        correlations = tuple(self.correlations) if self.num_rows >= self.least_rows else ()
+        return InputStatistics(self.squares / max(1, self.num_rows), correlations, self.num_rows)
+
+
+@dataclass(slots=True)
 class InputMeter(WatchedForm):
     """Collects the statistics of its inputs, as long as `counts`.
 
     `product`: the result to return for any input, instead of multiplying again.
     """
 
-    squares: Tensor
-    correlations: list[Tensor]
-    num_rows: int = 0
+    sums: InputSums
     counts: bool = True
     product: Tensor | None = None
 
     @classmethod
     def of(cls, form: ExactLinear, size: int, correlate: bool) -> InputMeter:
         """Return a meter for inputs [tokens, size]."""
-        sizes = [min(MAX_CORRELATED, size - first) for first in range(0, size, MAX_CORRELATED)] if correlate else []
-        return cls(form, torch.zeros(size), [torch.zeros(part, part) for part in sizes])
+        return cls(form, InputSums.of(size, correlate))
 
     def multiply(self, x: Activations) -> Tensor:
         """Multiply x and collect its statistics."""
@@ -110,15 +136,11 @@ class InputMeter(WatchedForm):
         """Add rows [tokens, in] to the statistics."""
         if not self.counts:
             return
-        rows = x.float()
-        self.squares += rows.square().sum(0)
-        self.num_rows += len(rows)
-        for total, part in zip(self.correlations, torch.split(rows, MAX_CORRELATED, dim=1), strict=False):
-            total.addmm_(part.T, part)
+        self.sums.observe(x.float())
 
     def statistics(self) -> InputStatistics:
         """Return the statistics of all rows."""
-        return InputStatistics(self.squares / max(1, self.num_rows), tuple(self.correlations), self.num_rows)
+        return self.sums.statistics()
 
 
 @dataclass(slots=True)
@@ -187,10 +209,10 @@ class StreamedCalibration:
         self, model: Decoder, exact: Callable[[Linear], ExactLinear]
     ) -> Iterator[Mapping[Linear, InputStatistics]]:
         """Yield the statistics of the products of each layer in turn (`PackCalibrator.stages`)."""
-        hidden = [model.embedding(torch.tensor(window)) for window in self._windows]
+        hidden = [model.embedded(torch.tensor(window), torch.arange(len(window))) for window in self._windows]
         for index, layer in enumerate(model.layers):
             linears = [module for module in layer.modules() if isinstance(module, Linear)]
-            meters = {one: InputMeter.of(exact(one), one.in_features, self._correlate) for one in linears}
+            meters = self._meters(linears, exact)
             for linear, meter in meters.items():
                 linear.form = meter
             probe = hidden[self._probed][: self._probe_tokens].clone()
@@ -212,6 +234,26 @@ class StreamedCalibration:
             else:
                 self._expected[number] = last.clone()
         yield {model.output: output.statistics()}
+
+    def _meters(self, linears: Sequence[Linear], exact: Callable[[Linear], ExactLinear]) -> dict[Linear, InputMeter]:
+        """Return a meter for each product of a layer.
+
+        The first products of all experts share sums, since they read parts of the same rows. What an expert's second
+        product reads is its own; if it saw fewer rows than it has inputs, its weights are rounded without GPTQ.
+        """
+        meters, shared = dict[Linear, InputMeter](), dict[int, InputSums]()
+        for one in linears:
+            size = one.in_features
+            if not is_expert(one.sources[0]):
+                sums = InputSums.of(size, self._correlate)
+            elif one.sources[0].endswith(".down_proj"):
+                sums = InputSums.of(size, self._correlate, least_rows=size)
+            else:
+                if size not in shared:
+                    shared[size] = InputSums.of(size, self._correlate)
+                sums = shared[size]
+            meters[one] = InputMeter(exact(one), sums)
+        return meters
 
     def measure_cost(self, model: Decoder, exact: Callable[[Linear], ExactLinear]) -> float | None:
         """Return the relative increase of perplexity (`PackCalibrator.measure_cost`).
@@ -245,7 +287,7 @@ class StreamedCalibration:
         """Run one layer on the hidden states of a window's first tokens; `hidden` is overwritten."""
         attend = self._attention.begin((window_span(window, 0, len(hidden), samples=False),))
         positions = torch.arange(len(hidden))
-        angles = model.angles.by_layer(model.angles(positions))[index]
+        angles = model.layer_angles(positions)[index]
         result: Tensor = model.layers[index](hidden, angles, attend, None)
         return result
 
@@ -257,7 +299,9 @@ class StreamedCalibration:
         packed, products = {linear: linear.form for linear in meters}, dict[Linear, Tensor]()
         window = self._windows[self._probed]
         for linear, meter in meters.items():
-            linear.form = _RecordingForm(meter.form, linear, products)
+            meter.counts = False
+            kept = is_expert(linear.sources[0]) or is_router(linear.sources[0])  # never upgraded
+            linear.form = meter if kept else _RecordingForm(meter.form, linear, products)
         expected = self._run(model, index, probe.clone(), window)
         for linear, meter in meters.items():
             linear.form, meter.counts = meter, False

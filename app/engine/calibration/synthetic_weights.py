@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from app.engine.calibration.stages import TrialScope
+from app.kernels.linear.activations import Activations, rows_of
 from app.kernels.linear.bf16_panels import HybridFactory
 from app.kernels.linear.device import DeviceFactory
 from app.kernels.linear.device_int4 import DeviceInt4Factory
@@ -19,6 +20,8 @@ from app.kernels.linear.fp32_panels import FloatPanelLinear
 from app.kernels.linear.linear import FormFactory, Linear, LinearForm
 from app.kernels.linear.torchao_linear import TorchaoFactory
 from app.kernels.native.memory import allocate_weights
+from app.models.decoders.layer import MixtureOfExperts
+from app.models.decoders.shapes import is_router
 from app.weights.form_choice import CacheablePacking, FormChoice
 from app.weights.forms import OUTPUT_SOURCES
 
@@ -27,6 +30,7 @@ FILL_WEIGHT = 0.0115  # the value where a form packs whole weights
 # limit of the layers; filled in a fraction of a second and released before the model is loaded
 MAX_LAYER_BYTES = 768 * 2**20
 MAX_TOKEN_IDS = 4096  # number of different token ids in steps
+MAX_ROUTED_ROWS = 8192  # rows of a step
 NOISE_ELEMENTS = 2**23  # elements of a weight that are generated on a device at a time
 DevicePackings = DeviceFactory | DeviceInt4Factory
 # Address space of a region: enough for `MAX_LAYER_BYTES` and an output layer. Only what trials use takes memory.
@@ -72,6 +76,9 @@ class SyntheticForms:
     def form(self, linear: Linear) -> LinearForm:
         """Return the form of this product, made on first use."""
         if linear.sources not in self.by_sources:
+            if is_router(linear.sources[0]) and self.choice.device is None:
+                self.by_sources[linear.sources] = RandomLogits(linear.out_features)
+                return self.by_sources[linear.sources]
             bias = torch.zeros(linear.out_features, dtype=self.choice.dtype) if linear.has_bias else None
             self.by_sources[linear.sources] = synthetic_form(
                 self.choice.packing(linear), linear, bias, self.choice.dtype, self._take
@@ -87,10 +94,16 @@ class SyntheticForms:
         return found
 
     def read_sizes(self, modules: Iterable[nn.Module]) -> tuple[int, int]:
-        """Return the bytes that products of few rows read: those of the layers, and those of the output layer."""
-        linears = [module for module in modules if isinstance(module, Linear)]
+        """Return the bytes that products of one row read: those of the layers, and those of the output layer."""
+        linears, shares = [], dict[Linear, float]()
+        for module in modules:
+            if isinstance(module, Linear):
+                linears.append(module)
+            elif isinstance(module, MixtureOfExperts):
+                used = module.routing.top_k / module.routing.num_experts
+                shares |= {one: used for one in module.experts.modules() if isinstance(one, Linear)}
         output = sum(self._read_bytes(one) for one in linears if one.sources in OUTPUT_SOURCES)
-        return sum(self._read_bytes(one) for one in linears) - output, output
+        return round(sum(shares.get(one, 1.0) * self._read_bytes(one) for one in linears)) - output, output
 
     def _read_bytes(self, linear: Linear) -> int:
         packing = self.choice.packing(linear)
@@ -104,14 +117,41 @@ class SyntheticForms:
         return linear.out_features * linear.in_features * self.choice.dtype.itemsize
 
 
-def num_trial_layers(num_layers: int, scope: TrialScope, layer_bytes: float, output_bytes: int) -> int:
+class RandomLogits:
+    """In place of a router's weights: the same logits for each row at every step, since all synthetic rows are equal."""
+
+    def __init__(self, outputs: int) -> None:
+        generator = torch.Generator().manual_seed(outputs)
+        self._logits = torch.randn(MAX_ROUTED_ROWS, outputs, generator=generator)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the logits."""
+        return self._logits.nbytes
+
+    def activation_group(self, rows: int) -> None:
+        """Return None: activations are not quantised."""
+
+    def multiply(self, x: Activations) -> Tensor:
+        """Return logits [tokens, out] fp32 for x [tokens, in]."""
+        assert rows_of(x) <= MAX_ROUTED_ROWS, "a trial's steps have fewer rows"
+        return self._logits[: rows_of(x)]
+
+    def add_to(self, hidden: Tensor, x: Activations) -> None:
+        """Add the logits to hidden [tokens, out] fp32 in place."""
+        hidden += self.multiply(x)
+
+
+def num_trial_layers(
+    num_layers: int, scope: TrialScope, layer_bytes: float, output_bytes: int, held: float = 1.0
+) -> int:
     """Return the number of layers to build, so that they and the output layer exceed the cache twice.
 
-    At least two, so that the cost of one more layer can be measured.
+    At least two, so that the cost of one more layer can be measured. A layer holds `held` times what a step reads.
     """
     beyond = math.ceil((2 * scope.cache_bytes - output_bytes) / layer_bytes)
     wanted = max(2, beyond, math.ceil(num_layers / scope.layers_share))
-    return min(num_layers, wanted, max(2, int(MAX_LAYER_BYTES / layer_bytes)))
+    return min(num_layers, wanted, max(2, int(MAX_LAYER_BYTES / (held * layer_bytes))))
 
 
 def synthetic_table(rows: int, size: int, device: torch.device | None = None) -> Tensor:

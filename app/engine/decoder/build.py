@@ -12,9 +12,11 @@ from typing import TYPE_CHECKING
 from app.backends.base import DeviceBackend
 from app.backends.selection import select_device_backend, select_host_backend
 from app.engine.build import BuildRequest, BuiltEngine, ReportStage, load_on_device, percent_reporter
+from app.engine.decoder.adapters import load_adapter_slots
 from app.engine.decoder.cpu_runner import CpuDecoderRunner, DecoderReplay
 from app.engine.decoder.engine import DecoderEngine, DecoderRunner
 from app.engine.decoder.kv_cache import KvCache, KvShape, kv_dtype
+from app.engine.decoder.prompt_cache import open_prompt_cache
 from app.engine.sampling.sampler import Sampler
 from app.engine.scheduler.batch import Batch, ScheduledSpan, Sequence, make_sequence
 from app.engine.scheduler.kv_allocator import KvSlots
@@ -55,14 +57,16 @@ def build_decoder_engine(
     request.report("reserving KV memory")
     kv_cache = KvCache(kv_shape(config, plan), kv_dtype(plan))
     replay = DecoderReplay(model, request.eager_reason)
-    runner = CpuDecoderRunner(
-        replay, kv_cache, backend, Sampler(config.vocab_size), deterministic_query_limit(config, plan)
-    )
+    max_queries_together = deterministic_query_limit(config, plan)
+    adapters = None if request.adapters is None else load_adapter_slots(model, request.adapters, request.report)
+    runner = CpuDecoderRunner(replay, kv_cache, backend, Sampler(config.vocab_size), max_queries_together, adapters)
     request.report("warming up")
     warm_up_decoder(runner)
     capacity = min(plan.kv_cache_bytes.value // kv_cache.bytes_per_token, kv_cache.shape.num_slots * kv_cache.stride)
     pool = KvSlots(kv_cache.shape.num_slots, capacity, kv_cache.tokens_per_page)
     engine = _decoder_engine(request, runner, pool, _speculation(config, plan, request.step_time_model))
+    engine.scheduler.prefix_store = open_prompt_cache(request, kv_cache, max_queries_together)
+    engine.adapters = adapters
     return BuiltEngine(engine, runner, model, backend)
 
 
@@ -75,6 +79,7 @@ def build_device_decoder_engine(
     """
     from app.engine.decoder.device_runner import DeviceDecoderRunner
 
+    assert request.adapters is None, "adapters were refused for a device before"
     model, backend = load_on_device(request, select_device_backend)
     assert isinstance(model, Decoder), "a decoder's checkpoint"
     request.report("reserving KV memory")

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from app.backends.base import HostBackend
+from app.engine.decoder.adapters import AdapterSlots
 from app.engine.decoder.kv_cache import KvCache
 from app.engine.sampling.masks import TokenMasks
 from app.engine.sampling.prompt_scores import score_prompts
@@ -77,8 +78,10 @@ class CpuDecoderRunner:
         backend: HostBackend,
         sampler: Sampler,
         max_queries_together: int | None = None,
+        adapters: AdapterSlots | None = None,
     ) -> None:
         self.model = model
+        self._adapters = adapters
         self.kv_cache = kv_cache
         self.backend = backend
         self.sampler = sampler
@@ -129,10 +132,7 @@ class CpuDecoderRunner:
         pages hold nothing that this step needs.
         """
         with torch.inference_mode():
-            for copy in batch.copies:
-                self.kv_cache.copy(copy)
-            for slot, start, end in batch.released:
-                self.kv_cache.release(slot, start, end)
+            self.kv_cache.move(batch.copies, batch.released)
             rows = logit_rows_of(batch.spans)
             masks = self._masks.for_step(batch.spans, len(rows))
             self._masks = masks or self._masks
@@ -183,6 +183,8 @@ class CpuDecoderRunner:
             if span.samples:
                 logit_rows += range(len(token_ids) - len(draft_ids) - 1, len(token_ids))
         attend = self._attention.begin(spans)
+        if self._adapters is not None:
+            self._adapters.begin(spans)
         num_rows = len(token_ids) if all_rows else len(logit_rows)
         which = None if num_rows == len(token_ids) else self._to_model_device(self._logit_rows.fill(logit_rows))
         ids, places = (

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable
 from collections.abc import Sequence as Items
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from app.engine.scheduler.batch import (
     Batch,
@@ -26,8 +26,11 @@ from app.engine.scheduler.kv_allocator import KvAllocator
 from app.engine.scheduler.scheduler import Scheduler
 from app.errors import RequestError, StepFailed
 from app.hardware.step_times import ThrottleCorrection
-from app.messages import Abort, Event, Generate, SamplingParams, TokenScore
+from app.messages import Abort, Event, Generate, SamplingParams, SetAdapter, TokenScore
 from app.metrics.stats import EngineSnapshot, StepStats
+
+if TYPE_CHECKING:
+    from app.engine.decoder.adapters import AdapterSlots
 
 log = logging.getLogger(__name__)
 
@@ -106,6 +109,7 @@ class DecoderEngine:
     ) -> None:
         self.scheduler = scheduler
         self.runner = runner
+        self.adapters: AdapterSlots | None = None  # set if the server has LoRA adapters
         self.stats: StepStats | None = None
         self.throttle_correction = throttle_correction or ThrottleCorrection()
         self.batching_delay_seconds = 0.0  # 0: a new request joins the next step in any case
@@ -125,8 +129,12 @@ class DecoderEngine:
         """
         return self.scheduler.has_work
 
-    def add(self, request: Generate) -> list[Event]:
-        """Queue a request. Returns the events of a request that is rejected at once."""
+    def add(self, request: Generate | SetAdapter) -> list[Event]:
+        """Queue a request, or change the adapter of a slot. Returns the events of a request that is rejected at once."""
+        if isinstance(request, SetAdapter):
+            assert self.adapters is not None, "only a server with adapters changes them"
+            self.adapters.set_weights(request.slot, request.weights)
+            return []
         return self.scheduler.add(request)
 
     def abort(self, command: Abort) -> list[Event]:
@@ -195,6 +203,11 @@ class DecoderEngine:
         """End all requests with this error."""
         self._batch = self._launched_ahead = None
         return self.scheduler.fail_all(error)
+
+    def save_prefixes(self, is_wanted: Callable[[], bool]) -> None:
+        """Keep the prefixes of finished sequences, if there is a store for them, until `is_wanted` returns True."""
+        if self.scheduler.prefix_store is not None:
+            self.scheduler.prefix_store.save(self.scheduler.pool.slots, is_wanted)
 
     def snapshot(self) -> EngineSnapshot:
         """Return the counts of running and waiting sequences and of KV memory."""

@@ -102,6 +102,32 @@ class KvCache:
             return (tail,)
         return (KvSegment(self.row(span.prefix_slot, 0), prefix, 0), tail)
 
+    def move(self, copies: Iterable[KvCopy], released: Iterable[tuple[int, int, int]]) -> None:
+        """Do a batch's copies, and then its releases, because a released page may be the source of a copy."""
+        for copy in copies:
+            self.copy(copy)
+        for slot, start, end in released:
+            self.release(slot, start, end)
+
+    def read_block(self, rows: Tensor, slot: int, prefix_slot: int | None, prefix_tokens: int, start: int) -> None:
+        """Copy the tokens from position `start` on of a slot's context to `rows`.
+
+        `rows` is uint8 [layers * tokens * token_bytes]; its size says how many tokens are copied. Those of positions
+        below `prefix_tokens` are in `prefix_slot`.
+        """
+        block = rows.view(self.shape.num_layers, -1, self.token_bytes)
+        shared = 0 if prefix_slot is None else min(max(prefix_tokens - start, 0), block.shape[1])
+        if prefix_slot is not None and shared:
+            block[:, :shared].copy_(self._rows.narrow(1, self.row(prefix_slot, start), shared))
+        own = block.shape[1] - shared
+        if own:
+            block[:, shared:].copy_(self._rows.narrow(1, self.row(slot, start + shared), own))
+
+    def write_block(self, rows: Tensor, slot: int, start: int, first: int, end: int) -> None:
+        """Store the tokens of positions `[first, end)` of `rows`, whose first token has position `start`, in a slot."""
+        block = rows.view(self.shape.num_layers, -1, self.token_bytes)
+        self._rows.narrow(1, self.row(slot, first), end - first).copy_(block[:, first - start : end - start])
+
     def copy(self, copy: KvCopy) -> None:
         """Do one copy, in all layers."""
         source, target = self.row(copy.source, copy.start), self.row(copy.target, copy.start)

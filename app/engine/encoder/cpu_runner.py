@@ -26,9 +26,9 @@ from app.engine.encoder.batching import TextSpan
 from app.engine.encoder.sharding import DEFAULT_PLANNER, LanePlan, LanePlanner, TextBatch, max_lane_tokens
 from app.kernels.attention.context import EncodeContext
 from app.kernels.elementwise.pooling import unit_rows
+from app.kernels.native.arguments import LaneOperations, LanesArguments
 from app.kernels.native.library import native_library
 from app.kernels.native.memory import Int64Buffer
-from app.kernels.native.operations import LaneOperations, LanesArguments
 from app.kernels.native.recording import (
     NotRecordable,
     RecordedOperations,

@@ -19,8 +19,8 @@ from app.engine.encoder.batching import TextSpan
 from app.kernels.attention.attention import QkvHeads
 from app.kernels.attention.context import AttentionSpec, EncodeContext
 from app.kernels.attention.texts import TextStarts, attend_texts
+from app.kernels.native.arguments import TextBuffers
 from app.kernels.native.memory import Int64Buffer
-from app.kernels.native.operations import TextBuffers
 
 # Fewest tokens of a lane. Each lane reads all weights, and a product of fewer rows would wait for them.
 MIN_LANE_TOKENS = 64

@@ -12,7 +12,7 @@ from collections.abc import Sequence as Items
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
-from app.messages import Generate, GrammarState, SamplingParams, TokenLogprob
+from app.messages import Generate, GrammarState, LoadedAdapter, SamplingParams, TokenLogprob
 
 _SEED_MASK = 2**63 - 1
 # increment of SplitMix64: Steele et al., "Fast splittable pseudorandom number generators", 2014
@@ -70,6 +70,7 @@ class Sequence:
     grammar: GrammarState | None = None  # after the tokens of `token_ids`
     bad_word_ids: tuple[tuple[int, ...], ...] = ()
     scoring: PromptScoring | None = None  # set if the request wants scores of its prompt
+    adapter: LoadedAdapter | None = None
 
     @property
     def num_completion_tokens(self) -> int:
@@ -147,6 +148,7 @@ def make_sequence(request: Generate, choice: int = 0, eos_token_ids: frozenset[i
         arrived_at=request.arrived_at,
         grammar=None if request.grammar is None else request.grammar.start(),
         bad_word_ids=request.bad_word_ids,
+        adapter=request.adapter,
     )
 
 

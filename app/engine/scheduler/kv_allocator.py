@@ -13,6 +13,7 @@ from collections.abc import Sequence as Items
 from dataclasses import dataclass, field
 
 from app.engine.scheduler.batch import KvCopy, Sequence
+from app.messages import LoadedAdapter
 
 # If fewer tokens than this are shared, they are computed again. They are part of a step that reads all weights
 # anyway (measured: a product of 16 rows costs about as much as one of 8 rows), and sharing would pin a slot for
@@ -27,7 +28,7 @@ _EMPTY_RANGE: PositionRange = (0, 0)
 class KvSlot:
     """One long region of KV memory.
 
-    Positions `[0, num_tokens)` of `token_ids` are computed; those below `prefix_tokens` are stored in
+    Positions `[0, num_tokens)` of `token_ids` are computed, with `adapter`; those below `prefix_tokens` are stored in
     `prefix_slot`. Invariant: a slot whose prefix is shared does not share a prefix itself, so a context has at
     most two segments.
     """
@@ -44,6 +45,7 @@ class KvSlot:
         _EMPTY_RANGE  # positions whose pages may use memory: those accounted for, and those not given back yet
     )
     used_at: int = 0
+    adapter: LoadedAdapter | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,8 +78,8 @@ class KvSlots:
         self._shrunk: set[int] = set()
         self._ticks = 0
 
-    def allocate(self, placement: Placement, token_ids: list[int]) -> int | None:
-        """Return the slot that now runs these tokens, with capacity for all of them.
+    def allocate(self, placement: Placement, token_ids: list[int], adapter: LoadedAdapter | None = None) -> int | None:
+        """Return the slot that now runs these tokens with an adapter, with capacity for all of them.
 
         Returns None, with nothing changed, if there is no capacity.
         """
@@ -87,6 +89,7 @@ class KvSlots:
         for source in self._sources(placement):
             self._tick(self.slots[source])
         slot.running, slot.token_ids, slot.num_tokens = True, token_ids, placement.cached
+        slot.adapter = adapter
         self._set(slot, placement.prefix_slot, placement.prefix_tokens, min(slot.reserved, placement.cached))
         reserved = self.reserve(slot.index, len(token_ids))
         assert reserved, "a placement that fits must have capacity"
@@ -274,6 +277,7 @@ def placements(
     alone: bool = False,
     minimum: int = MIN_SHARED_TOKENS,
     maximum: int | None = None,
+    adapter: LoadedAdapter | None = None,
 ) -> Iterator[Placement]:
     """Yield the possible placements of a sequence, best first. The last one always computes all tokens.
 
@@ -283,8 +287,9 @@ def placements(
         alone: The placement may not share another slot's prefix.
         minimum: Shortest prefix that is reused, in tokens.
         maximum: Longest prefix that is reused; by default all tokens but the last, because its logits are needed.
+        adapter: Adapter of the sequence. Keys and values of another one differ, even if it had the same name.
     """
-    best = _longest_match(slots, token_ids, len(token_ids) - 1 if maximum is None else maximum)
+    best = _longest_match(slots, token_ids, len(token_ids) - 1 if maximum is None else maximum, adapter)
     if best is not None and best[1] >= minimum:
         source, length = best
         reusable = not source.running and not source.sharers and not (alone and source.prefix_slot is not None)
@@ -323,7 +328,9 @@ def _reused_placement(source: KvSlot, length: int) -> Placement:
     return Placement(length, reused_slot=source.index, prefix_slot=source.prefix_slot, prefix_tokens=shared)
 
 
-def _longest_match(slots: Items[KvSlot], token_ids: list[int], limit: int) -> tuple[KvSlot, int] | None:
+def _longest_match(
+    slots: Items[KvSlot], token_ids: list[int], limit: int, adapter: LoadedAdapter | None
+) -> tuple[KvSlot, int] | None:
     """Return the slot with the longest common prefix, and its length, which is at most `limit`.
 
     Among equals, a slot that can be reused in place comes first, then one that can be shared, then the one with
@@ -331,12 +338,13 @@ def _longest_match(slots: Items[KvSlot], token_ids: list[int], limit: int) -> tu
     """
     found: dict[int, int] = {}
     for slot in slots:
-        if slot.prefix_slot is None and slot.num_tokens:
+        if slot.prefix_slot is None and slot.num_tokens and slot.adapter == adapter:
             found[slot.index] = shared_prefix_length(slot.token_ids, token_ids, 0, min(slot.num_tokens, limit))
     bases = dict(found)
     for slot in slots:  # a sharing slot can be longer than its base only if the whole shared part matches
         if (
             slot.prefix_slot is not None
+            and slot.adapter == adapter
             and bases.get(slot.prefix_slot, 0) >= slot.prefix_tokens
             and slot.num_tokens > slot.prefix_tokens
         ):
@@ -434,10 +442,17 @@ class KvAllocator:
         # The prompt of a further choice was computed in order to be shared, so any length is reused. A beam search
         # begins in a slot without a shared prefix, because its beams will share that slot.
         minimum = MIN_SHARED_TOKENS if sequence.choice == 0 else 1
-        return placements(self.pool.slots, sequence.token_ids, sequence.is_beam, minimum, sequence.max_cached_tokens)
+        return placements(
+            self.pool.slots,
+            sequence.token_ids,
+            sequence.is_beam,
+            minimum,
+            sequence.max_cached_tokens,
+            sequence.adapter,
+        )
 
     def _allocate(self, sequence: Sequence, placement: Placement) -> bool:
-        slot = self.pool.allocate(placement, sequence.token_ids)
+        slot = self.pool.allocate(placement, sequence.token_ids, sequence.adapter)
         if slot is None:
             return False
         sequence.slot, sequence.num_computed = slot, placement.cached

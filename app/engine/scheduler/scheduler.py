@@ -8,7 +8,7 @@ selects beams.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from collections.abc import Sequence as Items
 from dataclasses import replace
 from itertools import chain, count
@@ -29,6 +29,7 @@ from app.engine.scheduler.batch import (
 from app.engine.scheduler.beam_search import BeamGroup, Continuation
 from app.engine.scheduler.kv_allocator import KvAllocator, KvSlots
 from app.engine.scheduler.policy import PrefillBudget, TokenBudget, admit_oldest, share_in_order
+from app.engine.scheduler.prefix_store import READ_SECONDS_ALONE, READ_SECONDS_BESIDE_DECODES, PrefixStore
 from app.engine.scheduler.queues import (
     EngineLimits,
     RequestQueues,
@@ -51,7 +52,8 @@ class Scheduler:
     """The scheduler of one engine.
 
     `schedule` and `update` alternate; `add` and `abort` come between steps. `schedule_ahead` may come between a
-    step and its `update`. If `speculation` is set, steps that only decode carry draft tokens if they pay off.
+    step and its `update`. If `speculation` is set, steps that only decode carry draft tokens if they pay off. Prefixes
+    in `prefix_store` are read in place of being computed.
     """
 
     def __init__(
@@ -64,6 +66,7 @@ class Scheduler:
         speculation: Speculation | None = None,
     ) -> None:
         self.speculation = speculation
+        self.prefix_store: PrefixStore | None = None
         self._allocator = KvAllocator(pool)
         self.pool = pool
         self._prefill = prefill_budget
@@ -120,11 +123,14 @@ class Scheduler:
         spans = [next_span(sequence, 1) for sequence in self._ready()]
         prompts = [sequence for sequence in self.queues.running if sequence.num_uncomputed > 1]
         prefills: list[ScheduledSpan] = []
+        cached = 0
         if prompts or self.queues.waiting:
             admitted = admit_oldest(self._free_places(), self.queues.oldest_width, self.queues.admit)
             shares = share_in_order(
                 chain(prompts, admitted), self._prefill_tokens(prompts, len(spans)), _num_uncomputed
             )
+            if self.prefix_store is not None:
+                shares, cached = self._read_prefixes(self.prefix_store, list(shares), bool(spans))
             prefills = [next_span(sequence, tokens) for sequence, tokens in shares]
             spans += prefills
         if not spans:
@@ -133,7 +139,7 @@ class Scheduler:
         spans.sort(key=lambda span: not span.is_decode)
         if self.speculation is not None and all(span.is_decode for span in spans):
             spans = self.speculation.add_draft_tokens(spans, self._token_budget.tokens, self._allocator.grow)
-        cached = sum(self._record_first_step(span.sequence) for span in prefills)
+        cached += sum(self._record_first_step(span.sequence) for span in prefills)
         copies = self._allocator.take_copies()
         released, scored = self.pool.take_released(), scored_spans(prefills) if prefills else ()
         return Batch(tuple(spans), copies, released, cached, self._num_preempted, scored=scored)
@@ -273,6 +279,29 @@ class Scheduler:
         """Return True if the next step would admit a sequence, as far as is known now."""
         fits = 0 < self.queues.oldest_width() <= self._free_places()
         return fits and self._allocator.can_admit(self.queues.waiting[0])
+
+    def _read_prefixes(
+        self, store: PrefixStore, shares: Items[tuple[Sequence, int]], beside_decodes: bool
+    ) -> tuple[Iterator[tuple[Sequence, int]], int]:
+        """Read stored prefixes of the sequences that prefill now.
+
+        Returns the tokens that each of them still computes, and the number of cached tokens of prompts whose first
+        step was an earlier one.
+        """
+        store.move(self._allocator.take_copies(), self.pool.take_released())
+        max_seconds = READ_SECONDS_BESIDE_DECODES if beside_decodes else READ_SECONDS_ALONE
+        left: list[tuple[Sequence, int]] = []
+        cached = 0
+        for sequence, tokens in shares:
+            before = sequence.num_computed
+            end, has_more = store.read(sequence, max_seconds)
+            if end > before:
+                self._allocator.set_computed(sequence, end)
+                if sequence.scheduled_at is not None and sequence.num_admitted == 1:
+                    sequence.cached_tokens += end - before
+                    cached += end - before
+            left.append((sequence, 1 if has_more else min(tokens, sequence.num_uncomputed)))
+        return iter(left), cached
 
     def _record_first_step(self, sequence: Sequence) -> int:
         """Record a sequence's first step, and return the number of cached tokens of its request's prompt.

@@ -131,7 +131,7 @@ def estimated_timing(inputs: EstimateInputs, precision: str, threads: int) -> Tr
 
     def table(sizes: tuple[int, ...], output: float = 0.0) -> dict[int, float]:
         each = (operations + output) / ceilings.products_per_second
-        return {size: _STEP_SECONDS + reading + size * each for size in sizes}
+        return {size: _STEP_SECONDS + reading * needs.read_share(size) + size * each for size in sizes}
 
     texts = _PROGRAM_ROWS if needs.kind == "program" else _TEXT_TOKENS
     plain = "fp32" if precision == "fp32" else "bf16"
@@ -143,7 +143,7 @@ def estimated_timing(inputs: EstimateInputs, precision: str, threads: int) -> Tr
         prefill_seconds=table(_PROMPT_TOKENS) if needs.generates else {},
         encode_seconds={} if needs.generates else table(texts),
         context_token_seconds=kv_bytes_per_token(needs, plain) / ceilings.read_bytes_per_second,
-        read_bytes=nbytes,
+        read_bytes=round(nbytes * needs.read_share(1)),
         operations_per_token=operations,
     )
     return TrialTiming(trial, StepTimeTable.from_trial(trial), source="estimated")
@@ -169,7 +169,8 @@ def find_ceilings(inputs: EstimateInputs, precision: str, threads: int) -> Ceili
     shown = [timing.trial.read_bytes / timing.steps.decode(FEW_SEQS) for timing in _decoding_trials(inputs)]
     for name in () if measured.fallback else measured.single_steps:
         seconds, nbytes = _single_step(measured, name), _read_bytes(inputs, name)
-        shown += [nbytes / seconds] if seconds and nbytes else []
+        share = 1.0 if inputs.needs is None else inputs.needs.read_share(1)
+        shown += [share * nbytes / seconds] if seconds and nbytes else []
     return Ceilings(
         read or max([_reads(inputs.facts, cores), *shown]),
         products or cores * per_core,

@@ -76,14 +76,15 @@ class MemoryDemand:
         """Bytes of the weights in memory."""
         if self.needs is None:
             return 0
-        copy = self.needs.int8_copy_bytes if self.int8_copy else 0
+        exact_bytes = 4 if self.kv_precision == "fp32" else 2
+        added = (self.needs.int8_copy_bytes if self.int8_copy else 0) + exact_bytes * self.needs.adapter_elements
         held = dict(self.needs.bytes_by_precision)
         if self.device is not None:
             held |= {"fp16": held["bf16"]} if "bf16" in held else {}
             held |= self.needs.device_bytes_by_precision
         if is_torchao(self.precision):
-            return torchao_bytes(self.needs, held, self.precision, 4 if self.kv_precision == "fp32" else 2)
-        return held.get(self.precision, self.needs.weight_bytes) + copy
+            return torchao_bytes(self.needs, held, self.precision, exact_bytes) + added
+        return held.get(self.precision, self.needs.weight_bytes) + added
 
     @property
     def weights_name(self) -> str:

@@ -21,13 +21,16 @@ class StepOptions:
     """Decisions about steps.
 
     `itl_target_seconds` is None if the target is relative to the decode steps measured while serving. `compile` is
-    true if steps are recorded and replayed, natively or by the device.
+    true if steps are recorded and replayed, natively or by the device. `prompt_cache` is the folder in which prefixes
+    are kept, if any.
     """
 
     itl_target_seconds: Decision[float | None] = decided(("decoder",))
     compile: Decision[bool] = decided(ALL_KINDS)
     calibrate: Decision[bool] = decided()
     speculation: Decision[bool] = decided(("decoder",))
+    prompt_cache: Decision[str | None] = decided(("decoder",))
+    prompt_cache_bytes: Decision[int] = decided((), "bytes")
     deterministic: Decision[bool] = decided()
 
 
@@ -50,6 +53,10 @@ def decide_step_options(settings: Settings, measurements: Measurements | None, s
         compile=_decide_recording(settings, served),
         calibrate=_calibrate(settings, measurements, served),
         speculation=_speculation(settings, served),
+        prompt_cache=_prompt_cache(settings, served),
+        prompt_cache_bytes=Decision(
+            settings.prompt_cache_bytes, "Bound of the files of the prompt cache; the least recently used are removed."
+        ),
         deterministic=decide_deterministic(
             settings, served.precision, served.int8_copy, served.level, served.needs is None or served.needs.generates
         ),
@@ -163,6 +170,22 @@ def _speculation(settings: Settings, served: StepOptionInputs) -> Decision[bool]
     return Decision(
         True,
         "Tokens after a repeated phrase are drafted and verified in one step (n-gram speculation); it pauses while it gains nothing.",
+    )
+
+
+def _prompt_cache(settings: Settings, served: StepOptionInputs) -> Decision[str | None]:
+    """Decide the folder in which keys and values of prompts are kept for later starts; None: they are not kept."""
+    if settings.prompt_cache is None:
+        return Decision(None, "Not asked for: prefixes are cached in memory only.")
+    if served.device != "cpu":
+        raise PlanImpossible(
+            "prompt_cache is set, but keys and values in a GPU's memory are not kept: leave it out, or serve on the processor "
+            "(device=cpu)."
+        )
+    return Decision(
+        str(settings.prompt_cache.expanduser()),
+        "Asked for: keys and values of prompts are written to this folder while nothing is computed, and read where that is "
+        "faster than computing. Prompts can be recovered from it.",
     )
 
 

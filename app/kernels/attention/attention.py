@@ -17,9 +17,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from app.kernels.native.arguments import AttentionArguments, KvAddresses, OpCode
 from app.kernels.native.library import native_library
 from app.kernels.native.memory import Int64Buffer, aligned_bytes, empty
-from app.kernels.native.operations import AttentionArguments, KvAddresses, OpCode, has_kernel, run_operation
+from app.kernels.native.operations import has_kernel, run_operation
 
 _ROW_ALIGNMENT = 64  # an int8 row is padded to a multiple of this many bytes
 
@@ -108,7 +109,9 @@ RopeAngles = tuple[Tensor, Tensor]  # cos and signed sin, each [tokens, 1, dim],
 class QkvHeads:
     """A layer's QKV product, [tokens, (num_heads + 2 * num_kv_heads) * head_dim], and the transforms its heads need.
 
-    Queries and keys have an RMSNorm each (weights [head_dim] fp32) and RoPE angles, if the model has them.
+    Queries and keys have a norm each and RoPE angles, if the model has them. The norm is an RMSNorm, or a LayerNorm if it
+    `subtracts_mean`. Its weights fp32 are [head_dim], or [heads * head_dim]. `together`: the statistics are those of all
+    heads of a token instead of each one's.
     """
 
     product: Tensor
@@ -119,6 +122,15 @@ class QkvHeads:
     key_norm: Tensor | None = None
     eps: float = 0.0
     angles: RopeAngles | None = None
+    subtracts_mean: bool = False
+    together: bool = False
+    norm_after_rope: bool = False
+
+    @property
+    def has_plain_norm(self) -> bool:
+        """True if each norm is an RMSNorm of single heads with shared weights before RoPE, or if there is none."""
+        shared = self.query_norm is None or self.query_norm.numel() == self.head_dim
+        return shared and not (self.subtracts_mean or self.together or self.norm_after_rope)
 
     @property
     def is_final(self) -> bool:

@@ -18,8 +18,9 @@ from torch import Tensor
 from app.kernels.attention.attention import KvRows, QkvHeads
 from app.kernels.attention.context import AttentionSpec
 from app.kernels.elementwise.rope import apply_rope_and_write_kv, apply_rope_to_qkv_torch
+from app.kernels.native.arguments import OpCode, TextAttentionArguments
 from app.kernels.native.memory import Int64Buffer, empty
-from app.kernels.native.operations import OpCode, TextAttentionArguments, has_kernel, run_operation
+from app.kernels.native.operations import has_kernel, run_operation
 
 _MAX_HEAD_DIM, _MAX_QUERIES_PER_KV_HEAD = 256, 64  # csrc/texts.h
 _UNBOUNDED = 2**40  # more than any text has

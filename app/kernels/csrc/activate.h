@@ -36,6 +36,23 @@ INLINE vf tanh_of(vf x) {
     return vf_select((vf)((vi)x & 0x7fffffff) < 0.25f, x + x * square * y, vf_tanh(x));
 }
 
+INLINE vf relu_squared(vf x) {
+    const vf above = relu(x);
+    return above * above;
+}
+
+/* arXiv 2411.13010: positive x² + x / 2 above 0, negative (e^x - 1 - x) + x / 2 below. Near 0 the terms of the exponential
+ * cancel: use its series there. */
+INLINE vf xielu(vf x, float positive, float negative) {
+    const vf below = vf_min(x, vf_all(0));
+    vf y = below * (1.0f / 720) + 1.0f / 120;
+    y = y * below + 1.0f / 24;
+    y = y * below + 1.0f / 6;
+    y = y * below + 0.5f;
+    const vf curve = vf_select(below > -0.25f, y * below * below, vf_exp(below) - 1.0f - below);
+    return vf_select(x > 0.0f, positive * (x * x), negative * curve) + 0.5f * x;
+}
+
 /* `activation` is a compile-time constant at every call. */
 INLINE vf activated(int activation, vf x) {
     switch (activation) {
@@ -44,6 +61,7 @@ INLINE vf activated(int activation, vf x) {
         case GELU_ERF: return gelu_erf(x);
         case RELU: return relu(x);
         case TANH: return tanh_of(x);
+        case RELU_SQUARED: return relu_squared(x);
         default: return x;
     }
 }
@@ -55,11 +73,17 @@ INLINE vf activated(int activation, vf x) {
         case GELU_ERF: CALL(GELU_ERF); break;     \
         case RELU: CALL(RELU); break;             \
         case TANH: CALL(TANH); break;             \
+        case RELU_SQUARED: CALL(RELU_SQUARED); break; \
         default: CALL(IDENTITY); break;           \
     }
 
 INLINE void activate_values(int activation, int64_t wide, const void *x, int64_t count, float *values) {
     for (int64_t i = 0; i < count; i += LANES) vf_store(values + i, activated(activation, row_load_part(wide, x, i, count - i)));
+}
+
+INLINE void xielu_values(const activate_arguments *a, const void *x, int64_t count, float *values) {
+    for (int64_t i = 0; i < count; i += LANES)
+        vf_store(values + i, xielu(row_load_part(a->wide, x, i, count - i), (float)a->positive, (float)a->negative));
 }
 
 static void activate(const void *arguments) {
@@ -70,7 +94,8 @@ static void activate(const void *arguments) {
         const part p = nth_part(&a->out, a->size, index);
         const void *x = element_of(a->wide, a->x, p.row * a->stride + p.from);
 #define ACTIVATE(WHICH) activate_values(WHICH, a->wide, x, p.count, values)
-        FOR_ACTIVATION(a->activation, ACTIVATE)
+        if (a->activation == XIELU) xielu_values(a, x, p.count, values);
+        else FOR_ACTIVATION(a->activation, ACTIVATE)
         emit(&a->out, a->rows, a->size, p, values);
     }
 }

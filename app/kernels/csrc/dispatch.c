@@ -159,6 +159,9 @@ EXPORT int64_t armature_size(int64_t code) {
         [OP_TEXTS] = sizeof(texts_arguments),           [OP_INT4_SCALES] = sizeof(int4_scales_arguments),
         [OP_INT4_GPTQ] = sizeof(int4_gptq_arguments),   [OP_LINEAR_FP32] = sizeof(linear_fp32_arguments),
         [OP_TOP] = sizeof(top_arguments),               [OP_POOL] = sizeof(pool_arguments),
+        [OP_LORA] = sizeof(lora_arguments),
+        [OP_TOP] = sizeof(top_arguments),               [OP_ROUTE] = sizeof(route_arguments),
+        [OP_EXPERTS] = sizeof(experts_arguments),
     };
     return code >= 0 && code < OP_COUNT ? sizes[code] : 0;
 }

@@ -11,6 +11,7 @@
 #include "angles.h"
 #include "layer_norm.h"
 #include "linear_fp32.h"
+#include "lora.h"
 #include "pick.h"
 #include "pool.h"
 #include "quantise.h"
@@ -21,6 +22,7 @@
 #include "top.h"
 #include "turn.h"
 
+#define BF16_PRODUCT (AMX_TILES || ATTENTION_PANELS || BF16_UNITS)
 #if AMX_TILES
 #include "linear_amx.h"
 #elif ATTENTION_PANELS /* bf16 products */
@@ -28,6 +30,9 @@
 #elif BF16_UNITS
 #include "linear_bf16_arm.h"
 #endif
+
+#include "experts.h"
+#include "route.h"
 
 #ifndef MIN_WIDE_ROWS
 #define MIN_WIDE_ROWS 0
@@ -60,9 +65,10 @@ const level LEVEL = {
             [OP_LINEAR_FP32] = linear_fp32,
             [OP_TOP] = top,
             [OP_POOL] = pool,
-#if AMX_TILES
-            [OP_LINEAR_BF16] = linear_amx,
-#elif ATTENTION_PANELS || BF16_UNITS
+            [OP_LORA] = lora,
+            [OP_ROUTE] = route,
+            [OP_EXPERTS] = experts,
+#if BF16_PRODUCT
             [OP_LINEAR_BF16] = linear_bf16,
 #endif
         },

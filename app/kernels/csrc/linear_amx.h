@@ -17,21 +17,24 @@ INLINE int64_t blocks_of(const linear_bf16_arguments *a) { return (a->inputs + A
 /* Rows of a register: 16, or all if there are fewer. */
 INLINE int register_rows(const linear_bf16_arguments *a) { return a->rows < AMX_ROWS ? (int)a->rows : AMX_ROWS; }
 
-/* Copy the rows to blocks [ceil(rows / 16)][inputs / 32][16][32], padded with zeros. */
-static void copy_blocks(const linear_bf16_arguments *a) {
+/* Rows of the copy below: whole registers. */
+INLINE int64_t copies_bf16(const linear_bf16_arguments *a) {
+    const int64_t rows = register_rows(a);
+    return (a->rows + rows - 1) / rows * rows;
+}
+
+/* Copy a row to blocks [ceil(rows / 16)][inputs / 32][16][32], padded with zeros. */
+static void copy_bf16(const linear_bf16_arguments *a, int64_t row) {
     const int64_t blocks = blocks_of(a), rows = register_rows(a), whole = a->inputs / AMX_INPUTS;
-#pragma omp for schedule(static)
-    for (int64_t row = 0; row < (a->rows + rows - 1) / rows * rows; row++) {
-        uint8_t *to = (uint8_t *)a->tiles + (row / rows * blocks * rows + row % rows) * 64;
-        const uint16_t *from = a->x + row * a->x_stride;
-        for (int64_t k = 0; k < blocks; k++, to += rows * 64) {
-            if (row < a->rows && k < whole) {
-                memcpy(to, from + k * AMX_INPUTS, 64);
-                continue;
-            }
-            memset(to, 0, 64);
-            if (row < a->rows) memcpy(to, from + k * AMX_INPUTS, (size_t)(a->inputs - k * AMX_INPUTS) * 2);
+    uint8_t *to = (uint8_t *)a->tiles + (row / rows * blocks * rows + row % rows) * 64;
+    const uint16_t *from = a->x + row * a->x_stride;
+    for (int64_t k = 0; k < blocks; k++, to += rows * 64) {
+        if (row < a->rows && k < whole) {
+            memcpy(to, from + k * AMX_INPUTS, 64);
+            continue;
         }
+        memset(to, 0, 64);
+        if (row < a->rows) memcpy(to, from + k * AMX_INPUTS, (size_t)(a->inputs - k * AMX_INPUTS) * 2);
     }
 }
 
@@ -91,25 +94,39 @@ static void run_amx(const linear_bf16_arguments *a, const amx_task *t, float (*s
         store_all(a, sums[panel - t->panel0], t->row0, (int)(t->row1 - t->row0), panel * PANEL_OUTPUTS);
 }
 
-static void linear_amx(const void *arguments) {
-    const linear_bf16_arguments *a = arguments;
-    if (a->rows < 1) return;
-    copy_blocks(a);
-    const int64_t num_panels = (a->outputs + PANEL_OUTPUTS - 1) / PANEL_OUTPUTS, row_blocks = (a->rows + BLOCK_ROWS - 1) / BLOCK_ROWS;
-    int64_t panels = a->rows <= 4 * AMX_ROWS ? 1 : num_panels * row_blocks / (4 * omp_get_num_threads());
-    panels = panels < 1 ? 1 : panels < MOST_PANELS ? panels : MOST_PANELS;
-    const int64_t panel_tasks = (num_panels + panels - 1) / panels;
-    const int chunk = row_blocks > 1 || panels > 1 ? 1 : panels_together(num_panels, (amx_panel_bytes(a) + SUM_STRIDE - 1) / SUM_STRIDE);
+/* Tiles of the division are blocks of BLOCK_ROWS rows. */
+INLINE division divide_bf16(const linear_bf16_arguments *a) {
+    division d = {.num_panels = (a->outputs + PANEL_OUTPUTS - 1) / PANEL_OUTPUTS, .num_tiles = (a->rows + BLOCK_ROWS - 1) / BLOCK_ROWS, .tiles = 1};
+    const int64_t panels = a->rows <= 4 * AMX_ROWS ? 1 : d.num_panels * d.num_tiles / (4 * omp_get_num_threads());
+    d.panels = panels < 1 ? 1 : panels < MOST_PANELS ? panels : MOST_PANELS;
+    d.panel_tasks = (d.num_panels + d.panels - 1) / d.panels;
+    d.tile_tasks = d.num_tiles;
+    return d;
+}
+
+/* Set up the registers for the tasks of a product. */
+INLINE void begin_bf16(const linear_bf16_arguments *a) { use_rows(register_rows(a)); }
+INLINE void end_bf16(void) { tile_release(); }
+
+static void task_bf16(const linear_bf16_arguments *a, const division *d, int64_t task) {
+    const int64_t panel0 = task % d->panel_tasks * d->panels, row0 = task / d->panel_tasks * BLOCK_ROWS;
+    const amx_task t = {panel0, panel0 + d->panels < d->num_panels ? panel0 + d->panels : d->num_panels, row0, row0 + BLOCK_ROWS < a->rows ? row0 + BLOCK_ROWS : a->rows};
     float sums[MOST_PANELS][BLOCK_ROWS * PANEL_OUTPUTS] __attribute__((aligned(64)));
     uint8_t part[PART_INPUTS / 2 * SUM_STRIDE] __attribute__((aligned(64)));
-    use_rows(register_rows(a));
+    run_amx(a, &t, sums, part);
+}
+
+static void linear_bf16(const void *arguments) {
+    const linear_bf16_arguments *a = arguments;
+    if (a->rows < 1) return;
+#pragma omp for schedule(static)
+    for (int64_t i = 0; i < copies_bf16(a); i++) copy_bf16(a, i);
+    const division d = divide_bf16(a);
+    const int chunk = d.num_tiles > 1 || d.panels > 1 ? 1 : panels_together(d.num_panels, (amx_panel_bytes(a) + SUM_STRIDE - 1) / SUM_STRIDE);
+    begin_bf16(a);
 #pragma omp for schedule(dynamic, chunk)
-    for (int64_t task = 0; task < panel_tasks * row_blocks; task++) {
-        const int64_t panel0 = task % panel_tasks * panels, row0 = task / panel_tasks * BLOCK_ROWS;
-        const amx_task t = {panel0, panel0 + panels < num_panels ? panel0 + panels : num_panels, row0, row0 + BLOCK_ROWS < a->rows ? row0 + BLOCK_ROWS : a->rows};
-        run_amx(a, &t, sums, part);
-    }
-    tile_release();
+    for (int64_t task = 0; task < d.panel_tasks * d.tile_tasks; task++) task_bf16(a, &d, task);
+    end_bf16();
 }
 
 #endif

@@ -22,22 +22,24 @@ INLINE int64_t first_of_mmla(const linear_bf16_arguments *a, int64_t tiles, int6
     return row < a->rows ? row : a->rows;
 }
 
-/* Rows to tiles: for each four inputs all pairs of rows, four inputs of each row. What does not exist is zero. */
-static void pack_mmla(const linear_bf16_arguments *a, int64_t tiles) {
-    const int64_t quads = quads_of(a), parts = (quads + QUADS_TOGETHER - 1) / QUADS_TOGETHER;
-#pragma omp for schedule(static)
-    for (int64_t i = 0; i < tiles * parts; i++) {
-        const int64_t row = first_of_mmla(a, tiles, i / parts), count = first_of_mmla(a, tiles, i / parts + 1) - row, padded = (count + 1) / 2 * 2;
-        const int64_t from = i % parts * QUADS_TOGETHER, to = from + QUADS_TOGETHER < quads ? from + QUADS_TOGETHER : quads;
-        uint16_t *tile = (uint16_t *)a->tiles + row * quads * 4;
-        for (int64_t r = 0; r < padded; r++)
-            for (int64_t q = from; q < to; q++) {
-                const int64_t left = a->inputs - 4 * q;
-                uint16_t four[4] = {0};
-                if (r < count) memcpy(four, a->x + (row + r) * a->x_stride + 4 * q, (size_t)(left < 4 ? left : 4) * 2);
-                memcpy(tile + (q * padded + r) * 4, four, 8);
-            }
-    }
+INLINE int64_t mmla_tiles(const linear_bf16_arguments *a) { return (a->rows + MMLA_ROWS - 1) / MMLA_ROWS; }
+INLINE int64_t mmla_parts(const linear_bf16_arguments *a) { return (quads_of(a) + QUADS_TOGETHER - 1) / QUADS_TOGETHER; }
+INLINE int uses_dot(const linear_bf16_arguments *a) { return a->rows == 1 && !a->fixed; }
+INLINE int64_t copies_bf16(const linear_bf16_arguments *a) { return uses_dot(a) ? 0 : mmla_tiles(a) * mmla_parts(a); }
+
+/* Part i of rows to tiles: for each four inputs all pairs of rows, four inputs of each row. What does not exist is zero. */
+static void copy_bf16(const linear_bf16_arguments *a, int64_t i) {
+    const int64_t quads = quads_of(a), parts = mmla_parts(a), tiles = mmla_tiles(a);
+    const int64_t row = first_of_mmla(a, tiles, i / parts), count = first_of_mmla(a, tiles, i / parts + 1) - row, padded = (count + 1) / 2 * 2;
+    const int64_t from = i % parts * QUADS_TOGETHER, to = from + QUADS_TOGETHER < quads ? from + QUADS_TOGETHER : quads;
+    uint16_t *tile = (uint16_t *)a->tiles + row * quads * 4;
+    for (int64_t r = 0; r < padded; r++)
+        for (int64_t q = from; q < to; q++) {
+            const int64_t left = a->inputs - 4 * q;
+            uint16_t four[4] = {0};
+            if (r < count) memcpy(four, a->x + (row + r) * a->x_stride + 4 * q, (size_t)(left < 4 ? left : 4) * 2);
+            memcpy(tile + (q * padded + r) * 4, four, 8);
+        }
 }
 
 /* sums[row * 32 + output] for `count` pairs of rows and MMLA_OUTPUTS outputs from `panel` on. */
@@ -101,46 +103,52 @@ INLINE linear_fp32_arguments epilogue_of(const linear_bf16_arguments *a) {
     return (linear_fp32_arguments){.bias = a->bias, .y = a->y, .y_stride = a->y_stride, .outputs = a->outputs, .output = a->output, .activation = a->activation};
 }
 
-static void one_row_dot(const linear_bf16_arguments *a, int64_t num_panels) {
+static void one_row_dot(const linear_bf16_arguments *a, int64_t panel) {
     const linear_fp32_arguments epilogue = epilogue_of(a);
     float sums[PANEL_OUTPUTS] __attribute__((aligned(64)));
-#pragma omp for schedule(dynamic, 1)
-    for (int64_t panel = 0; panel < num_panels; panel++) {
-        multiply_dot(a, a->panels + panel * pairs_of(a) * 128, sums);
-        store_rows_fp32(&epilogue, sums, PANEL_OUTPUTS, 0, 1, panel * PANEL_OUTPUTS);
-    }
+    multiply_dot(a, a->panels + panel * pairs_of(a) * 128, sums);
+    store_rows_fp32(&epilogue, sums, PANEL_OUTPUTS, 0, 1, panel * PANEL_OUTPUTS);
 }
 
-static void rows_mmla(const linear_bf16_arguments *a, int64_t num_panels, int64_t tiles) {
+static void rows_mmla(const linear_bf16_arguments *a, const division *d, int64_t task) {
     const linear_fp32_arguments epilogue = epilogue_of(a);
-    const int64_t bytes = pairs_of(a) * 128;
-    const division d = divide(num_panels, tiles, FIT_MMLA / bytes);
+    const int64_t bytes = pairs_of(a) * 128, tiles = d->num_tiles;
+    const int64_t panel0 = task / d->tile_tasks * d->panels, panel1 = panel0 + d->panels < d->num_panels ? panel0 + d->panels : d->num_panels;
+    const int64_t tile0 = task % d->tile_tasks * d->tiles, tile1 = tile0 + d->tiles < tiles ? tile0 + d->tiles : tiles;
     float sums[MMLA_ROWS * PANEL_OUTPUTS] __attribute__((aligned(64)));
-#pragma omp for schedule(dynamic, 1)
-    for (int64_t task = 0; task < d.panel_tasks * d.tile_tasks; task++) {
-        const int64_t panel0 = task / d.tile_tasks * d.panels, panel1 = panel0 + d.panels < num_panels ? panel0 + d.panels : num_panels;
-        const int64_t tile0 = task % d.tile_tasks * d.tiles, tile1 = tile0 + d.tiles < tiles ? tile0 + d.tiles : tiles;
-        for (int64_t tile = tile0; tile < tile1; tile++) {
-            const int64_t row = first_of_mmla(a, tiles, tile), count = first_of_mmla(a, tiles, tile + 1) - row;
-            for (int64_t panel = panel0; panel < panel1; panel++) {
-                const uint8_t *weights = a->panels + panel * bytes, *ahead = tile == tile0 && tiles <= FEW_TILES ? weights + AHEAD_DOT : NULL;
-                multiply_mmla_tile((int)count, (const uint16_t *)a->tiles + row * quads_of(a) * 4, weights, pairs_of(a), ahead, sums);
-                store_rows_fp32(&epilogue, sums, PANEL_OUTPUTS, row, count, panel * PANEL_OUTPUTS);
-            }
+    for (int64_t tile = tile0; tile < tile1; tile++) {
+        const int64_t row = first_of_mmla(a, tiles, tile), count = first_of_mmla(a, tiles, tile + 1) - row;
+        for (int64_t panel = panel0; panel < panel1; panel++) {
+            const uint8_t *weights = a->panels + panel * bytes, *ahead = tile == tile0 && tiles <= FEW_TILES ? weights + AHEAD_DOT : NULL;
+            multiply_mmla_tile((int)count, (const uint16_t *)a->tiles + row * quads_of(a) * 4, weights, pairs_of(a), ahead, sums);
+            store_rows_fp32(&epilogue, sums, PANEL_OUTPUTS, row, count, panel * PANEL_OUTPUTS);
         }
     }
 }
 
+/* A task of a single row is one panel. */
+INLINE division divide_bf16(const linear_bf16_arguments *a) {
+    return divide((a->outputs + PANEL_OUTPUTS - 1) / PANEL_OUTPUTS, mmla_tiles(a), FIT_MMLA / (pairs_of(a) * 128));
+}
+
+INLINE void begin_bf16(const linear_bf16_arguments *a) { (void)a; }
+INLINE void end_bf16(void) {}
+
+static void task_bf16(const linear_bf16_arguments *a, const division *d, int64_t task) {
+    if (uses_dot(a)) one_row_dot(a, task);
+    else rows_mmla(a, d, task);
+}
+
 static void linear_bf16(const void *arguments) {
     const linear_bf16_arguments *a = arguments;
-    const int64_t num_panels = (a->outputs + PANEL_OUTPUTS - 1) / PANEL_OUTPUTS, tiles = (a->rows + MMLA_ROWS - 1) / MMLA_ROWS;
     if (a->rows < 1) return;
-    if (a->rows == 1 && !a->fixed) {
-        one_row_dot(a, num_panels);
-        return;
+    if (copies_bf16(a)) {
+#pragma omp for schedule(static)
+        for (int64_t i = 0; i < copies_bf16(a); i++) copy_bf16(a, i);
     }
-    pack_mmla(a, tiles);
-    rows_mmla(a, num_panels, tiles);
+    const division d = divide_bf16(a);
+#pragma omp for schedule(dynamic, 1)
+    for (int64_t task = 0; task < d.panel_tasks * d.tile_tasks; task++) task_bf16(a, &d, task);
 }
 
 #endif

@@ -55,13 +55,15 @@ INLINE float *part_of_tile(const linear_fp32_arguments *a, int64_t row, int64_t 
     return a->tiles + from * a->rows + row * (end_of_part(a, from) - from);
 }
 
-static void interleave_fp32(const linear_fp32_arguments *a) {
-    const int64_t parts = (padded_inputs(a) + INPUTS_FP32 - 1) / INPUTS_FP32;
-#pragma omp for schedule(static)
-    for (int64_t i = 0; i < tiles_of(a) * parts; i++) {
-        const int64_t row = first_of_tile(a, i / parts), count = first_of_tile(a, i / parts + 1) - row, from = i % parts * INPUTS_FP32;
-        interleave_part(a, row, count, from, end_of_part(a, from), part_of_tile(a, row, from));
-    }
+/* A single row is read where it is. */
+INLINE int is_single(const linear_fp32_arguments *a) { return a->rows == 1 && !(a->narrow_panels && a->inputs % 2); }
+INLINE int64_t parts_fp32(const linear_fp32_arguments *a) { return (padded_inputs(a) + INPUTS_FP32 - 1) / INPUTS_FP32; }
+INLINE int64_t copies_fp32(const linear_fp32_arguments *a) { return is_single(a) ? 0 : tiles_of(a) * parts_fp32(a); }
+
+/* Part i of the copy of all rows to tiles. */
+static void copy_fp32(const linear_fp32_arguments *a, int64_t i) {
+    const int64_t parts = parts_fp32(a), row = first_of_tile(a, i / parts), count = first_of_tile(a, i / parts + 1) - row, from = i % parts * INPUTS_FP32;
+    interleave_part(a, row, count, from, end_of_part(a, from), part_of_tile(a, row, from));
 }
 
 /* Store a row's sums of the outputs from `first` on, as the arguments require. */
@@ -92,19 +94,14 @@ INLINE int claim_fp32(const linear_fp32_arguments *a, int64_t num_panels) {
     return chunk < 1 ? 1 : (int)chunk;
 }
 
-/* A single row, which is read where it is. */
-static void one_row_fp32(const linear_fp32_arguments *a, int64_t num_panels) {
-    const int chunk = claim_fp32(a, num_panels);
+static void one_row_fp32(const linear_fp32_arguments *a, int64_t panel) {
+    const uint8_t *weights = a->panels + panel * panel_bytes_fp32(a);
     float sums[PANEL_OUTPUTS] __attribute__((aligned(64)));
-#pragma omp for schedule(dynamic, chunk)
-    for (int64_t panel = 0; panel < num_panels; panel++) {
-        const uint8_t *weights = a->panels + panel * panel_bytes_fp32(a);
-        if (a->narrow_panels && a->narrow_x) multiply_one_row(1, 1, a->x, weights, a->inputs, AHEAD_FP32, sums);
-        else if (a->narrow_panels) multiply_one_row(1, 0, a->x, weights, a->inputs, AHEAD_FP32, sums);
-        else if (a->narrow_x) multiply_one_row(0, 1, a->x, weights, a->inputs, AHEAD_FP32, sums);
-        else multiply_one_row(0, 0, a->x, weights, a->inputs, AHEAD_FP32, sums);
-        store_rows_fp32(a, sums, PANEL_OUTPUTS, 0, 1, panel * PANEL_OUTPUTS);
-    }
+    if (a->narrow_panels && a->narrow_x) multiply_one_row(1, 1, a->x, weights, a->inputs, AHEAD_FP32, sums);
+    else if (a->narrow_panels) multiply_one_row(1, 0, a->x, weights, a->inputs, AHEAD_FP32, sums);
+    else if (a->narrow_x) multiply_one_row(0, 1, a->x, weights, a->inputs, AHEAD_FP32, sums);
+    else multiply_one_row(0, 0, a->x, weights, a->inputs, AHEAD_FP32, sums);
+    store_rows_fp32(a, sums, PANEL_OUTPUTS, 0, 1, panel * PANEL_OUTPUTS);
 }
 
 /* Inputs [from, to) of tiles [tile0, tile1) times panels [panel0, panel1): the part of a panel that is multiplied at a
@@ -132,7 +129,8 @@ INLINE void multiply_part(int narrow, const linear_fp32_arguments *a, int64_t ti
 }
 
 /* Several rows. */
-static void task_fp32(const linear_fp32_arguments *a, const division *d, int64_t task, float *sums) {
+static void rows_fp32(const linear_fp32_arguments *a, const division *d, int64_t task) {
+    float sums[TOGETHER_FP32 * ROWS_FP32 * PANEL_OUTPUTS] __attribute__((aligned(64)));
     const int64_t panel0 = task / d->tile_tasks * d->panels, panel1 = panel0 + d->panels < d->num_panels ? panel0 + d->panels : d->num_panels;
     const int64_t first = task % d->tile_tasks * d->tiles, last = first + d->tiles < d->num_tiles ? first + d->tiles : d->num_tiles;
     const int64_t inputs = a->narrow_panels ? padded_inputs(a) : a->inputs, most = ROWS_FP32 / WIDE_ROWS, groups = (last - first + most - 1) / most;
@@ -149,24 +147,27 @@ static void task_fp32(const linear_fp32_arguments *a, const division *d, int64_t
     }
 }
 
-static void rows_fp32(const linear_fp32_arguments *a, int64_t num_panels) {
-    const division d = divide(num_panels, tiles_of(a), TOGETHER_FP32);
-    const int chunk = d.num_tiles <= FEW_TILES ? claim_fp32(a, num_panels) : 1;
-    float sums[TOGETHER_FP32 * ROWS_FP32 * PANEL_OUTPUTS] __attribute__((aligned(64)));
-#pragma omp for schedule(dynamic, chunk)
-    for (int64_t task = 0; task < d.panel_tasks * d.tile_tasks; task++) task_fp32(a, &d, task, sums);
+/* A task of few rows is one panel. */
+INLINE division divide_fp32(const linear_fp32_arguments *a) {
+    return divide((a->outputs + PANEL_OUTPUTS - 1) / PANEL_OUTPUTS, tiles_of(a), TOGETHER_FP32);
+}
+
+static void task_fp32(const linear_fp32_arguments *a, const division *d, int64_t task) {
+    if (is_single(a)) one_row_fp32(a, task);
+    else rows_fp32(a, d, task);
 }
 
 static void linear_fp32(const void *arguments) {
     const linear_fp32_arguments *a = arguments;
-    const int64_t num_panels = (a->outputs + PANEL_OUTPUTS - 1) / PANEL_OUTPUTS;
     if (a->rows < 1) return; /* a step that requests no rows */
-    if (a->rows == 1 && !(a->narrow_panels && a->inputs % 2)) {
-        one_row_fp32(a, num_panels);
-        return;
+    if (copies_fp32(a)) {
+#pragma omp for schedule(static)
+        for (int64_t i = 0; i < copies_fp32(a); i++) copy_fp32(a, i);
     }
-    interleave_fp32(a);
-    rows_fp32(a, num_panels);
+    const division d = divide_fp32(a);
+    const int chunk = d.num_tiles <= FEW_TILES ? claim_fp32(a, d.num_panels) : 1;
+#pragma omp for schedule(dynamic, chunk)
+    for (int64_t task = 0; task < d.panel_tasks * d.tile_tasks; task++) task_fp32(a, &d, task);
 }
 
 #endif

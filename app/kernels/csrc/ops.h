@@ -57,6 +57,9 @@ enum {
     OP_LINEAR_FP32, /* rows times fp32 panels, or bf16 panels that are widened while they are read */
     OP_TOP,         /* each row's top elements of an fp32 matrix */
     OP_POOL,        /* rows of each text to one, or rows to unit length */
+    OP_LORA,        /* the products of LoRA adapters, added to a product's rows */
+    OP_ROUTE,       /* each row's experts and their weights, from the router's logits */
+    OP_EXPERTS,     /* each row's experts, added to the residual stream */
     OP_COUNT
 };
 
@@ -99,12 +102,14 @@ typedef struct {
     sink out;
 } layer_norm_arguments;
 
-enum { IDENTITY, SILU, GELU_TANH, GELU_ERF, RELU, TANH };
+enum { IDENTITY, SILU, GELU_TANH, GELU_ERF, RELU, TANH, RELU_SQUARED, XIELU };
 
-/* x [rows, size] bf16 or, if `wide`, fp32 (row stride in elements) to act(x). */
+/* x [rows, size] bf16 or, if `wide`, fp32 (row stride in elements) to act(x). Only this operation has XIELU, whose two
+ * factors are `positive` and `negative`. */
 typedef struct {
     const void *x;
     int64_t stride, rows, size, activation, wide;
+    double positive, negative;
     sink out;
 } activate_arguments;
 
@@ -252,6 +257,89 @@ typedef struct {
     double softcap;
 } top_arguments;
 
+/* The LoRA adapter of one slot in a product, or in one part of it: the parts are layers of the model whose outputs follow
+ * each other. bf16, or fp32 if `wide_weights`. a: for each 4 ranks and 16 inputs, the 16 inputs of each rank; ranks and
+ * inputs are padded with zeros. b: for each panel of outputs (the last padded with zeros) and rank, its outputs. `rank` 0:
+ * the adapter does not change this part, and has no weights there. */
+typedef struct {
+    const void *a, *b;
+    int64_t rank;
+} lora_part;
+
+#define LORA_ROWS 4
+#define LORA_PARTS 3
+
+/* Up to LORA_ROWS rows of the step with the same adapter. */
+typedef struct {
+    int64_t slot, count, rows[LORA_ROWS];
+} lora_block;
+
+/* Every row of the step that has an adapter, once. Read when the operation runs. */
+typedef struct {
+    int64_t num_blocks;
+    lora_block blocks[];
+} lora_step;
+
+/* y [rows, first_outputs[part] + i] += b (a x) for i < outputs[part] and each row in `step`; row strides in elements. x is
+ * bf16, fp32 if `wide_x`, or quantised if `tiles` is given; y is bf16, or fp32 if `wide_y`. parts [slots, num_parts].
+ * shrunk [rows, num_parts, max_rank] is a buffer; max_rank is a multiple of 4 and at least every rank. */
+typedef struct {
+    const void *x;
+    const int8_t *tiles;
+    const float *scales;
+    void *y;
+    const lora_part *parts;
+    const lora_step *step;
+    float *shrunk;
+    int64_t x_stride, y_stride, rows, inputs, padded, group, height, num_parts, max_rank, wide_x, wide_y, wide_weights;
+    int64_t first_outputs[LORA_PARTS], outputs[LORA_PARTS];
+} lora_arguments;
+
+/* How a score follows from the router's logits of a row. */
+enum { SCORE_SOFTMAX, SCORE_SIGMOID };
+
+/* How a group of experts is rated: not at all, by its best score, or by the sum of its two best. */
+enum { GROUPS_ALL, GROUPS_BY_BEST, GROUPS_BY_TWO };
+
+#define MOST_EXPERTS 1024
+
+/* Each row's `k` experts with the best scores, best first, and the lower id first among equals: ids [rows, k], and their
+ * weights [rows, k]: scores, divided by their sum plus `epsilon` if `renormalise`, times `scale`. logits [rows, experts]
+ * fp32 (row stride in elements). `bias` [experts], if given, is added to the scores for the selection only. With
+ * `groups` > 1 experts are selected from the `best_groups` of these groups, which are rated as `rating` says. A row with
+ * a NaN has weights that are NaN. At most MOST_EXPERTS experts. */
+typedef struct {
+    const float *logits, *bias;
+    int64_t *ids;
+    float *weights;
+    int64_t stride, rows, experts, k, scoring, renormalise, groups, best_groups, rating;
+    double scale, epsilon;
+} route_arguments;
+
+/* One product of all experts: their packed weights [outputs, inputs] and, if given, biases [outputs] fp32. `form` 4 or 8:
+ * panels of integers with `group` and `header`, which are multiplied with bf16 rows from `wide_from` rows of an expert on
+ * (0: never). FORM_BF16_PANELS: the product of OP_LINEAR_BF16, in the order that `fixed` says. FORM_FP32_PANELS: the
+ * product of OP_LINEAR_FP32, of bf16 panels if `narrow_panels`. */
+typedef struct {
+    const uint8_t *const *panels;
+    const float *const *biases;
+    int64_t outputs, inputs, form, group, header, wide_from, fixed, narrow_panels;
+} expert_weights;
+
+/* hidden [rows, down.outputs] fp32 += the sum over j < k, in this order, of weights[i, j] times expert ids[i, j] of x[i]:
+ * down(act(gate x) * up x), gate and up being the halves of one product. x [rows, inputs] is bf16 or, if `wide`, fp32;
+ * row strides in elements. ids and weights [rows, k] are read when the operation runs, and each expert's weights are read
+ * once for all of its rows. `scratch` has `armature_experts_scratch` bytes. */
+typedef struct {
+    const void *x;
+    float *hidden;
+    const int64_t *ids;
+    const float *weights;
+    uint8_t *scratch;
+    expert_weights gate_up, down;
+    int64_t x_stride, hidden_stride, rows, experts, k, wide, activation;
+} experts_arguments;
+
 /* Keys and values
  *   A layer's cache is rows of `token_bytes`, one per token: the keys of all heads, then their values, bf16, or fp32 where an
  *   operation is `wide`. Or int8 codes for
@@ -314,9 +402,11 @@ typedef struct {
 
 /* heads [rows, heads + 2 * kv_heads, head_dim] (stride between rows in elements): queries, keys, values, bf16 or, if
  * `wide`, fp32 as the cache is then. Queries
- * and keys are normalised (weights [head_dim] fp32, if given), and RoPE is applied to the first `dim` elements of
- * each: (a, b) to (a cos - b sin, b cos + a sin), cos and sin [rows, dim] fp32, the sign of sin in the angle (dim 0:
- * none). Queries stay in place; keys and values go to rows written[i] of the cache. */
+ * and keys are normalised (weights fp32, if given: [head_dim], or [heads, head_dim] with `own_weights`), and RoPE is applied
+ * to the first `dim` elements of each: (a, b) to (a cos - b sin, b cos + a sin), cos and sin [rows, dim] fp32, the sign of
+ * sin in the angle (dim 0: none). Queries stay in place; keys and values go to rows written[i] of the cache. The norm
+ * divides by the rms of a head, after `subtracts_mean` the mean; with `scales` [rows, 2], which is overwritten, by the rms
+ * of all heads of a row. It comes before RoPE, or after it if `norm_last`. */
 typedef struct {
     void *x;
     const float *query_norm, *key_norm, *cos, *sin;
@@ -324,6 +414,8 @@ typedef struct {
     kv_rows kv;
     int64_t stride, rows, heads, kv_heads, head_dim, dim, wide;
     double eps;
+    float *scales;
+    int64_t own_weights, subtracts_mean, norm_last;
 } turn_arguments;
 
 /* ---- Lanes: texts of one batch that go through recorded operations separately (lanes.c) ---- */

@@ -8,11 +8,44 @@
 
 #define MOST_HEAD 256 /* elements of a head */
 
-INLINE void normalise(float *x, ptrdiff_t size, const float *weight, float eps) {
-    vf squares = vf_all(0);
-    for (ptrdiff_t i = 0; i < size; i += LANES) squares += vf_load(x + i) * vf_load(x + i); /* elements beyond the head are zero */
-    const float scale = 1.0f / float_sqrt(vf_sum(squares) / (float)size + eps);
+INLINE void subtract_mean(float *x, ptrdiff_t size) {
+    vf sum = vf_all(0);
+    for (ptrdiff_t i = 0; i < size; i += LANES) sum += vf_load(x + i); /* elements beyond the head are zero, and stay so */
+    const float mean = vf_sum(sum) / (float)size;
+    for (ptrdiff_t i = 0; i < size; i += LANES) vf_store_part(x + i, vf_load(x + i) - mean, size - i);
+}
+
+INLINE void normalise(float *x, ptrdiff_t size, const float *weight, float scale) {
     for (ptrdiff_t i = 0; i < size; i += LANES) vf_store(x + i, vf_load(x + i) * scale * vf_load_part(weight + i, size - i));
+}
+
+/* 1 / rms of x [size]; elements beyond it are zero. */
+INLINE float head_scale(const float *x, ptrdiff_t size, float eps) {
+    vf squares = vf_all(0);
+    for (ptrdiff_t i = 0; i < size; i += LANES) squares += vf_load(x + i) * vf_load(x + i);
+    return 1.0f / float_sqrt(vf_sum(squares) / (float)size + eps);
+}
+
+/* 1 / rms of all queries of a row, and of all its keys, to `scales`; before queries are overwritten. */
+INLINE void row_scales(const turn_arguments *a) {
+#pragma omp for schedule(static)
+    for (int64_t i = 0; i < a->rows * 2; i++) {
+        const int64_t first = i % 2 ? a->heads * a->head_dim : 0, size = (i % 2 ? a->kv_heads : a->heads) * a->head_dim;
+        const void *x = element_of(a->wide, a->x, i / 2 * a->stride + first);
+        vf squares = vf_all(0);
+        for (int64_t k = 0; k < size; k += LANES) {
+            const vf value = row_load_part(a->wide, x, k, size - k);
+            squares += value * value;
+        }
+        a->scales[i] = 1.0f / float_sqrt(vf_sum(squares) / (float)size + (float)a->eps);
+    }
+}
+
+INLINE void normalise_head(const turn_arguments *a, int64_t row, int64_t head, float *x) {
+    const int64_t is_key = head >= a->heads, own = is_key ? head - a->heads : head;
+    const float *weight = (is_key ? a->key_norm : a->query_norm) + (a->own_weights ? own * a->head_dim : 0);
+    if (a->subtracts_mean) subtract_mean(x, a->head_dim);
+    normalise(x, a->head_dim, weight, a->scales ? a->scales[row * 2 + is_key] : head_scale(x, a->head_dim, (float)a->eps));
 }
 
 /* RoPE of x [dim] to out: halves (a, b) to (a cos - b sin, b cos + a sin). */
@@ -59,20 +92,23 @@ INLINE void store_head(const turn_arguments *a, int64_t row, int64_t head, const
 static void turn(const void *arguments) {
     const turn_arguments *a = arguments;
     const int64_t heads = a->heads + 2 * a->kv_heads, size = a->head_dim, turning = a->heads + a->kv_heads;
+    if (a->scales) row_scales(a);
 #pragma omp for schedule(static)
     for (int64_t i = 0; i < a->rows * heads; i++) {
         const int64_t row = i / heads, head = i % heads;
-        const float *weight = head < a->heads ? a->query_norm : head < turning ? a->key_norm : NULL;
+        const int has_norm = (head < a->heads ? a->query_norm : head < turning ? a->key_norm : NULL) != NULL;
         void *source = element_of(a->wide, a->x, row * a->stride + head * size);
         float x[MOST_HEAD + LANES], turned[MOST_HEAD + LANES];
         for (int64_t k = 0; k < size; k += LANES) vf_store(x + k, row_load_part(a->wide, source, k, size - k));
-        if (weight) normalise(x, size, weight, (float)a->eps);
+        if (has_norm && !a->norm_last) normalise_head(a, row, head, x);
         const int64_t dim = head < turning ? a->dim : 0;
         if (dim) {
             memcpy(turned, x, sizeof x);
             turn_head(x, dim, a->cos + row * a->dim, a->sin + row * a->dim, turned);
         }
-        store_head(a, row, head, dim ? turned : x, source);
+        float *result = dim ? turned : x;
+        if (has_norm && a->norm_last) normalise_head(a, row, head, result);
+        store_head(a, row, head, result, source);
     }
 }
 

@@ -16,17 +16,18 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from app.kernels.linear.activations import ROW_DTYPES, Activations, allocate_output, quantise
-from app.kernels.native import operations
+from app.kernels.native.arguments import ACTIVATION_CODES, ActivateArguments, OpCode, TopElementsArguments
 from app.kernels.native.memory import empty
-from app.kernels.native.operations import ActivateArguments, OpCode, TopElementsArguments, has_kernel, run_operation
+from app.kernels.native.operations import has_kernel, run_operation
 from app.kernels.triton.support import triton_usable
 
-Activation = Literal["relu", "gelu", "gelu_tanh", "silu", "tanh"]
+Activation = Literal["relu", "relu2", "gelu", "gelu_tanh", "silu", "tanh"]
 ACTIVATIONS: Mapping[str, Callable[[Tensor], Tensor]] = {
     "silu": F.silu,
     "gelu": F.gelu,
     "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
     "relu": F.relu,
+    "relu2": lambda x: F.relu(x).square_(),
     "tanh": torch.tanh,
 }
 
@@ -41,8 +42,45 @@ def activate(x: Tensor, activation: str, group: int | None = None) -> Activation
         return result if group is None else quantise(result, group)
     rows, size = x.shape
     out, sink = allocate_output(rows, size, group, x.dtype)
-    sizes = (x.stride(0), rows, size, operations.ACTIVATION_CODES[activation], x.dtype == torch.float32)
-    run_operation(ActivateArguments(x.data_ptr(), *sizes, sink), OpCode.ACTIVATE, rows * size)
+    sizes = (x.stride(0), rows, size, ACTIVATION_CODES[activation], x.dtype == torch.float32)
+    run_operation(ActivateArguments(x.data_ptr(), *sizes, 0.0, 0.0, sink), OpCode.ACTIVATE, rows * size)
+    return out
+
+
+def xielu(x: Tensor, positive: float, negative: float, group: int | None = None) -> Activations:
+    """Return xIELU(x) (arXiv 2411.13010) in the dtype of x [tokens, size], quantised if `group` is given."""
+    if x.dtype not in ROW_DTYPES or x.stride(1) != 1 or x.device.type != "cpu" or not has_kernel(OpCode.ACTIVATE):
+        result = xielu_torch(x, positive, negative)
+        return result if group is None else quantise(result, group)
+    rows, size = x.shape
+    out, sink = allocate_output(rows, size, group, x.dtype)
+    sizes = (x.stride(0), rows, size, ACTIVATION_CODES["xielu"], x.dtype == torch.float32)
+    run_operation(ActivateArguments(x.data_ptr(), *sizes, positive, negative, sink), OpCode.ACTIVATE, rows * size)
+    return out
+
+
+def xielu_torch(x: Tensor, positive: float, negative: float) -> Tensor:
+    """Return xIELU(x) computed by torch in at least fp32, in the dtype of x."""
+    wide = x.to(torch.promote_types(x.dtype, torch.float32))
+    below = wide.clamp_max(0)
+    return (torch.where(wide > 0, positive * wide * wide, (below.expm1() - below) * negative) + 0.5 * wide).to(x.dtype)
+
+
+def convert_rows(hidden: Tensor, dtype: torch.dtype, group: int | None = None) -> Activations:
+    """Return hidden [tokens, size] fp32 as the input of a product: in `dtype`, or quantised if `group` is given.
+
+    The result may be `hidden` itself.
+    """
+    if group is None and dtype == hidden.dtype:
+        return hidden
+    native = dtype in ROW_DTYPES and hidden.stride(1) == 1 and hidden.device.type == "cpu"
+    if not native or not has_kernel(OpCode.ACTIVATE):
+        result = hidden.to(dtype)
+        return result if group is None else quantise(result, group)
+    rows, size = hidden.shape
+    out, sink = allocate_output(rows, size, group, dtype)
+    sizes = (hidden.stride(0), rows, size, ACTIVATION_CODES["identity"], True)
+    run_operation(ActivateArguments(hidden.data_ptr(), *sizes, 0.0, 0.0, sink), OpCode.ACTIVATE, rows * size)
     return out
 
 

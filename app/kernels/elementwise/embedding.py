@@ -15,8 +15,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from app.kernels.linear.layout import PanelHeader
+from app.kernels.native.arguments import EmbeddingArguments, OpCode
 from app.kernels.native.memory import empty
-from app.kernels.native.operations import EmbeddingArguments, OpCode, has_kernel, run_operation
+from app.kernels.native.operations import has_kernel, run_operation
 from app.kernels.triton.support import triton_usable
 
 RowFactor = float | Tensor  # one factor for all rows, or one per input: fp32 [inputs]

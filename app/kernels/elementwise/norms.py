@@ -13,18 +13,17 @@ from torch import Tensor
 
 from app.kernels.elementwise.activations import ACTIVATIONS
 from app.kernels.linear.activations import ROW_DTYPES, Activations, allocate_output, quantise
-from app.kernels.native import operations
-from app.kernels.native.memory import empty
-from app.kernels.native.operations import (
+from app.kernels.native.arguments import (
+    ACTIVATION_CODES,
     GateArguments,
     GatherArguments,
     LayerNormArguments,
     NormArguments,
     OpCode,
     RowSink,
-    has_kernel,
-    run_operation,
 )
+from app.kernels.native.memory import empty
+from app.kernels.native.operations import has_kernel, run_operation
 from app.kernels.triton.support import triton_usable
 
 
@@ -101,7 +100,7 @@ def gate(gate_up: Tensor, activation: str, group: int | None = None) -> Activati
         return _quantise_if(_gate_elsewhere(gate_up, activation), group)
     rows, size = gate_up.shape[0], gate_up.shape[1] // 2
     out, sink = allocate_output(rows, size, group, gate_up.dtype)
-    sizes = (rows, size, operations.ACTIVATION_CODES[activation], gate_up.dtype == torch.float32)
+    sizes = (rows, size, ACTIVATION_CODES[activation], gate_up.dtype == torch.float32)
     run_operation(GateArguments(gate_up.data_ptr(), *sizes, sink), OpCode.GATE, rows * size)
     return out
 

@@ -10,8 +10,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from app.kernels.native.arguments import OpCode, PoolArguments
 from app.kernels.native.memory import empty
-from app.kernels.native.operations import OpCode, PoolArguments, has_kernel, run_operation
+from app.kernels.native.operations import has_kernel, run_operation
 
 SUM, MEAN = 0, 1  # modes, equal to those of torch.embedding_bag
 

@@ -7,12 +7,12 @@ library and Triton.
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from app.kernels.attention.attention import KvRows, QkvHeads, RopeAngles, supports_kv
+from app.kernels.native.arguments import OpCode, RopeAnglesArguments, RopeArguments
 from app.kernels.native.memory import empty
-from app.kernels.native.operations import OpCode, RopeAnglesArguments, RopeArguments, has_kernel, run_operation
+from app.kernels.native.operations import has_kernel, run_operation
 from app.kernels.triton.support import triton_usable
 
 _MAX_HEAD_DIM = 256  # csrc/turn.h
@@ -69,12 +69,15 @@ def apply_rope_and_write_kv(heads: QkvHeads, kv: KvRows, written: Tensor) -> Ten
     tokens, dim = len(product), 0 if cos is None else cos.shape[-1]
     wide = product.dtype == torch.float32
     sizes = (product.stride(0), tokens, heads.num_heads, heads.num_kv_heads, heads.head_dim, dim, wide)
-    run_operation(RopeArguments(*addresses, kv.addresses(), *sizes, heads.eps), OpCode.ROPE)
+    scales = empty((tokens, 2), torch.float32) if heads.together and heads.query_norm is not None else None
+    own = heads.query_norm is not None and heads.query_norm.numel() > heads.head_dim
+    norm = (None if scales is None else scales.data_ptr(), own, heads.subtracts_mean, heads.norm_after_rope)
+    run_operation(RopeArguments(*addresses, kv.addresses(), *sizes, heads.eps, *norm), OpCode.ROPE)
     return product[:, : heads.num_heads * heads.head_dim].view(tokens, heads.num_heads, heads.head_dim)
 
 
 def _apply_rope_elsewhere(heads: QkvHeads, kv: KvRows, written: Tensor) -> Tensor:
-    if triton_usable(heads.product) and kv.key_scales is None:
+    if triton_usable(heads.product) and kv.key_scales is None and heads.has_plain_norm:
         from app.kernels.triton import rope
 
         return rope.apply_rope_and_write_kv(heads, kv, written)
@@ -88,7 +91,7 @@ def apply_rope_to_qkv(heads: QkvHeads) -> tuple[Tensor, Tensor, Tensor]:
 
     Some or all of them are views of the product.
     """
-    if triton_usable(heads.product):
+    if triton_usable(heads.product) and heads.has_plain_norm:
         from app.kernels.triton import rope
 
         return rope.apply_rope(heads)
@@ -105,9 +108,22 @@ def _norm_and_rope(x: Tensor, norm: Tensor | None, heads: QkvHeads) -> Tensor:
     if norm is None and heads.angles is None:
         return x
     wide = x.float()
-    if norm is not None:
-        wide = F.rms_norm(wide, norm.shape, norm, heads.eps)
-    return (wide if heads.angles is None else apply_rope_torch(wide, heads.angles)).to(x.dtype)
+    if norm is not None and not heads.norm_after_rope:
+        wide = _normed_heads(wide, norm, heads)
+    if heads.angles is not None:
+        wide = apply_rope_torch(wide, heads.angles)
+    if norm is not None and heads.norm_after_rope:
+        wide = _normed_heads(wide, norm, heads)
+    return wide.to(x.dtype)
+
+
+def _normed_heads(x: Tensor, norm: Tensor, heads: QkvHeads) -> Tensor:
+    """Return the norm of x [tokens, heads, head_dim] fp32, with the statistics of each head or of all together."""
+    if heads.subtracts_mean:
+        x = x - x.mean(-1, keepdim=True)
+    squares = x.square().mean((-2, -1) if heads.together else -1, keepdim=True)
+    weight = norm if norm.numel() == heads.head_dim else norm.view(x.shape[1:])
+    return x * torch.rsqrt(squares + heads.eps) * weight
 
 
 def apply_rope_torch(x: Tensor, angles: RopeAngles) -> Tensor:

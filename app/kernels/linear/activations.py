@@ -12,9 +12,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from app.kernels.native.arguments import OpCode, QuantiseArguments, RowSink
 from app.kernels.native.library import native_library
 from app.kernels.native.memory import empty
-from app.kernels.native.operations import OpCode, QuantiseArguments, RowSink, run_operation
+from app.kernels.native.operations import run_operation
 
 _MAX_GROUP = 65536  # csrc/sink.h
 

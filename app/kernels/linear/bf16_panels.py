@@ -20,9 +20,10 @@ from app.kernels.linear.activations import QuantisedActivations, rows_of
 from app.kernels.linear.bf16_product import PackedWeight, run_bf16_product
 from app.kernels.linear.fp32_panels import FloatPanelLinear
 from app.kernels.linear.int_panels import IntPanelFactory, IntPanelLinear
-from app.kernels.linear.quantization import GptqFactors, Int4Weight
+from app.kernels.linear.quantization import GptqFactors, Int4Weight, Int8Weight
 from app.kernels.linear.row_split import RowSplitFactory, RowSplitLinear
-from app.kernels.native.operations import OpCode, ProductOutput, has_kernel
+from app.kernels.native.arguments import OpCode, ProductOutput
+from app.kernels.native.operations import has_kernel
 
 PANEL_WIDTH = 32  # outputs
 
@@ -147,7 +148,11 @@ class HybridLinear:
         return (*self.few.parts, *self.many.parts)
 
     def fill(
-        self, first: int, rows: Tensor, gptq_factors: Sequence[GptqFactors] = (), stored: Int4Weight | None = None
+        self,
+        first: int,
+        rows: Tensor,
+        gptq_factors: Sequence[GptqFactors] = (),
+        stored: Int4Weight | Int8Weight | None = None,
     ) -> None:
         """Quantise rows [n, in] as outputs `[first, first + n)` of both forms; `few` takes the codes that are given."""
         self.few.fill(first, rows, gptq_factors, stored)

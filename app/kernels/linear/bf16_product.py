@@ -11,9 +11,10 @@ from enum import Enum, auto
 import torch
 from torch import Tensor
 
+from app.kernels.native.arguments import LinearBf16Arguments, OpCode, ProductOutput
 from app.kernels.native.library import native_library
 from app.kernels.native.memory import empty
-from app.kernels.native.operations import LinearBf16Arguments, OpCode, ProductOutput, run_operation
+from app.kernels.native.operations import run_operation
 
 _BLOCK_BYTES, _BLOCK_INPUTS, _BLOCK_ROWS = 64, 32, 16  # of the copy of the rows that a product makes (csrc/ops.h)
 

@@ -18,16 +18,10 @@ from app.kernels.elementwise.activations import TopLogits, TopLogitsRequest, emp
 from app.kernels.elementwise.embedding import EmbeddingTable, RowFactor, TableLayout
 from app.kernels.linear.activations import Activations, unquantised
 from app.kernels.linear.layout import PANEL_OUTPUTS
+from app.kernels.native.arguments import ACTIVATION_CODES, LinearFp32Arguments, OpCode, ProductOutput
 from app.kernels.native.library import native_library
 from app.kernels.native.memory import allocate_weights, empty
-from app.kernels.native.operations import (
-    ACTIVATION_CODES,
-    LinearFp32Arguments,
-    OpCode,
-    ProductOutput,
-    has_kernel,
-    run_operation,
-)
+from app.kernels.native.operations import has_kernel, run_operation
 
 _LOGIT_ROWS = 64  # rows whose logits are in memory at a time
 

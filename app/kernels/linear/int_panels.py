@@ -26,19 +26,18 @@ from app.kernels.elementwise.embedding import EmbeddingTable, RowFactor, TableLa
 from app.kernels.linear.activations import QuantisedActivations, quantise, quantise_torch, rows_of
 from app.kernels.linear.bf16_product import PackedWeight, WideRows, run_bf16_product
 from app.kernels.linear.layout import PanelLayout
-from app.kernels.linear.quantization import GptqFactors, Int4Weight, gptq_int4, quantise_int4, quantise_int8
-from app.kernels.native.library import native_library
-from app.kernels.native.memory import allocate_weights, empty
-from app.kernels.native.operations import (
+from app.kernels.linear.quantization import GptqFactors, Int4Weight, Int8Weight, gptq_int4, quantise_int4, quantise_int8
+from app.kernels.native.arguments import (
     ACTIVATION_CODES,
     LinearIntArguments,
     OpCode,
     PackIntArguments,
     ProductOutput,
     TopLogitsArguments,
-    has_kernel,
-    run_operation,
 )
+from app.kernels.native.library import native_library
+from app.kernels.native.memory import allocate_packed, empty
+from app.kernels.native.operations import has_kernel, run_operation
 
 _STREAM_ROWS = 2048  # outputs quantised at a time
 
@@ -101,7 +100,7 @@ class IntPanelLinear:
         self.group = packing.layout.group_of(inputs)
         self.padded = -(-inputs // self.group) * self.group
         self.bias = None if bias is None else bias.to(torch.float32, copy=True)
-        self.panels = allocate_weights(self.panels_bytes).zero_() if panels is None else panels
+        self.panels = allocate_packed(self.panels_bytes).zero_() if panels is None else panels
         assert self.panels.numel() == self.panels_bytes and self.panels.data_ptr() % 64 == 0, (
             "panels must have the size of this weight and begin at a cache line"
         )
@@ -122,7 +121,11 @@ class IntPanelLinear:
         return (self.panels,)
 
     def fill(
-        self, first: int, rows: Tensor, gptq_factors: Sequence[GptqFactors] = (), stored: Int4Weight | None = None
+        self,
+        first: int,
+        rows: Tensor,
+        gptq_factors: Sequence[GptqFactors] = (),
+        stored: Int4Weight | Int8Weight | None = None,
     ) -> None:
         """Quantise rows [n, in] of any float dtype as outputs `[first, first + n)`, each given once.
 
@@ -133,6 +136,7 @@ class IntPanelLinear:
         if self.packing.bits == 4:
             zero_points, double_quantized = self.packing.zero_points, self.packing.double_quantized
             if stored is not None:
+                assert isinstance(stored, Int4Weight), "codes of another form"
                 four = stored
                 assert (stored.minimums is not None, stored.group) == (zero_points, self.group), "codes of another form"
                 assert not double_quantized, "codes have plain scales"
@@ -143,6 +147,9 @@ class IntPanelLinear:
             codes, scales, others = four.codes, four.scales, four.minimums
             if four.double_scales is not None:
                 scales, others = four.double_scales.codes, four.double_scales.output_scales
+        elif isinstance(stored, Int8Weight):
+            codes, scales, others = stored.codes, stored.scales, None
+            assert scales.shape == (len(codes), self.padded // self.group), "codes of another form"
         else:
             codes, scales, others = *self._eight_bits(rows), None
         self.fill_codes(first, codes.contiguous(), scales.contiguous(), others)

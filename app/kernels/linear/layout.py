@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from enum import IntEnum
 
 PANEL_OUTPUTS = 32
+MAX_LORA_RANK = 64
+LORA_RANK_STEP, LORA_INPUT_STEP = 4, 16  # ranks and inputs are padded to multiples of these (csrc/ops.h)
 _MULTIPLE = 32  # inputs that share a scale are padded to a multiple of this, which the kernels read at a time
 
 
@@ -22,6 +24,12 @@ class PanelHeader(IntEnum):
 
 
 _HEADER_BYTES = {PanelHeader.SCALES: 2, PanelHeader.SCALES_AND_MINIMUMS: 4, PanelHeader.DOUBLE_QUANTIZED: 1}
+
+
+def lora_elements(rank: int, outputs: int, inputs: int) -> int:
+    """Return the number of elements of the packed matrices of an adapter for a layer."""
+    ranks, columns = (-(-n // step) * step for n, step in ((rank, LORA_RANK_STEP), (inputs, LORA_INPUT_STEP)))
+    return ranks * columns + -(-outputs // PANEL_OUTPUTS) * PANEL_OUTPUTS * rank
 
 
 @dataclass(frozen=True, slots=True)

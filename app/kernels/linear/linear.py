@@ -23,6 +23,7 @@ from app.kernels.linear.device_int4 import DeviceInt4Factory
 from app.kernels.linear.fp32_panels import Fp32PanelFactory, Fp32PanelLinear
 from app.kernels.linear.int_panels import IntPanelFactory
 from app.kernels.linear.layout import LAYOUTS
+from app.kernels.linear.lora import LoraProduct
 from app.kernels.native.memory import allocate_weights
 
 
@@ -282,7 +283,8 @@ class OneDnnLinear:
 
     def multiply_activated(self, x: Activations, activation: str) -> Tensor:
         """Return act(x times the weight) [tokens, out]; oneDNN applies the activation to its output."""
-        return self._multiplied(x, *_ONEDNN_ACTIVATIONS[activation])
+        product = self._multiplied(x, *_ONEDNN_ACTIVATIONS[activation])
+        return product.square_() if activation == "relu2" else product
 
     def _multiplied(self, x: Activations, pointwise: str, algorithm: str) -> Tensor:
         product: Tensor = torch.ops.mkldnn._linear_pointwise(
@@ -302,6 +304,7 @@ _ONEDNN_ACTIVATIONS = {
     "gelu_tanh": ("gelu", "tanh"),
     "silu": ("swish", ""),
     "tanh": ("tanh", ""),
+    "relu2": ("relu", ""),
 }
 
 
@@ -347,10 +350,14 @@ class Linear(nn.Module):
     """A linear layer, [tokens, in_features] to [tokens, out_features], through the form that the loader packs.
 
     `sources` names the checkpoint's tensors, without `.weight`, whose rows are concatenated in the product (for
-    example q, k and v). `source_rows` are their numbers of rows; if not given, all have equally many.
+    example q, k and v). `source_rows` are their numbers of rows; if not given, all have equally many. `input_scales`
+    [in_features]: the inputs are divided by them, and the packed weight is multiplied by them. `lora` adds the products of
+    the adapters of the step's rows; None if the server has no adapters.
     """
 
     form: LinearForm
+    input_scales: Tensor | None = None
+    lora: LoraProduct | None = None
 
     def __init__(
         self,
@@ -366,7 +373,17 @@ class Linear(nn.Module):
 
     def forward(self, x: Activations) -> Tensor:
         """Multiply x [tokens, in_features] to [tokens, out_features]."""
-        return self.form.multiply(x)
+        product = self.form.multiply(x)
+        if self.lora is not None:
+            self.lora.add(product, x)
+        return product
+
+    def multiply_wide(self, x: Tensor) -> Tensor:
+        """Multiply x [tokens, in_features] to [tokens, out_features] fp32."""
+        if isinstance(self.form, Fp32PanelLinear):
+            return self.form.multiply_wide(x)
+        product = self.form.multiply(x)
+        return product if product.dtype == torch.float32 else product.float()
 
     def activation_group(self, rows: int) -> int | None:
         """Return the quantisation group of the activations at this many rows; None for a plain tensor."""
@@ -375,11 +392,13 @@ class Linear(nn.Module):
     def add_to(self, hidden: Tensor, x: Activations) -> None:
         """Add the product to hidden [tokens, out_features] fp32 in place."""
         self.form.add_to(hidden, x)
+        if self.lora is not None:
+            self.lora.add(hidden, x)
 
     def multiply_activated(self, x: Activations, activation: str, feeds: Linear) -> Activations:
         """Return act(x times the weight), in the format that the layer `feeds` reads at this many rows."""
-        if not isinstance(self.form, ActivatingForm):
-            product = self.form.multiply(x)
+        if self.lora is not None or not isinstance(self.form, ActivatingForm):
+            product = self.forward(x)
             return activate(product, activation, feeds.activation_group(len(product)))
         rows = self.form.multiply_activated(x, activation)
         group = feeds.activation_group(len(rows))

@@ -26,7 +26,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from app.kernels.native.operations import Int4GptqArguments, Int4ScalesArguments, OpCode, has_kernel, run_operation
+from app.kernels.native.arguments import Int4GptqArguments, Int4ScalesArguments, OpCode
+from app.kernels.native.operations import has_kernel, run_operation
 
 # A group whose largest magnitude is below this is zero, because the inverse of its scale would not be finite.
 MIN_MAGNITUDE = 1e-35
@@ -90,8 +91,8 @@ class DoubleScales:
 class Int8Weight:
     """A weight [out, in] with value = scale * code."""
 
-    codes: Tensor  # int8 [out, in], -127 to 127
-    scales: Tensor  # bf16 [out, 1]
+    codes: Tensor  # int8 [out, in], -127 to 127; -128 too if a checkpoint has it
+    scales: Tensor  # bf16 [out, 1]; [out, groups] of a checkpoint's codes
 
     def dequantise(self) -> Tensor:
         """Return the values, fp32 [out, in]."""

@@ -15,9 +15,9 @@ from torch import Tensor
 
 from app.kernels.linear.activations import QuantisedActivations, quantise, rows_of
 from app.kernels.linear.int_panels import IntPanelFactory, IntPanelLinear
-from app.kernels.linear.quantization import GptqFactors, Int4Weight
+from app.kernels.linear.quantization import GptqFactors, Int4Weight, Int8Weight
+from app.kernels.native.arguments import ACTIVATION_CODES, ProductOutput
 from app.kernels.native.memory import empty
-from app.kernels.native.operations import ACTIVATION_CODES, ProductOutput
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +88,11 @@ class RowSplitLinear:
         return tuple(part for form in self.forms for part in form.parts)
 
     def fill(
-        self, first: int, rows: Tensor, gptq_factors: Sequence[GptqFactors] = (), stored: Int4Weight | None = None
+        self,
+        first: int,
+        rows: Tensor,
+        gptq_factors: Sequence[GptqFactors] = (),
+        stored: Int4Weight | Int8Weight | None = None,
     ) -> None:
         """Quantise rows [n, in] as outputs `[first, first + n)`, which may lie in several forms, or take their codes."""
         begin = 0
@@ -130,8 +134,10 @@ class RowSplitLinear:
             first += form.outputs
 
 
-def _rows(stored: Int4Weight, start: int, end: int) -> Int4Weight:
+def _rows(stored: Int4Weight | Int8Weight, start: int, end: int) -> Int4Weight | Int8Weight:
     """Return outputs `[start, end)` of codes whose scales are not quantized."""
+    if isinstance(stored, Int8Weight):
+        return Int8Weight(stored.codes[start:end], stored.scales[start:end])
     assert stored.double_scales is None, "only plain scales are divided"
     minimums = None if stored.minimums is None else stored.minimums[start:end]
     return Int4Weight(stored.codes[start:end], stored.scales[start:end], minimums, stored.group, stored.inputs)

@@ -35,6 +35,7 @@ _SIGNATURES: dict[str, tuple[type, tuple[type, ...]]] = {
     "armature_pack_bf16": (type(None), (_POINTER, _POINTER, _SIZE, _SIZE, _SIZE)),
     "armature_pack_fp32": (type(None), (_POINTER, _POINTER, _SIZE, _SIZE, _SIZE)),
     "armature_attention_scratch": (ctypes.c_int64, (_POINTER,)),
+    "armature_experts_scratch": (ctypes.c_int64, (_POINTER,)),
 }
 
 

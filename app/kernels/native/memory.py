@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import mmap
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -27,6 +28,28 @@ def allocate_weights(nbytes: int) -> Tensor:
     whole = torch.frombuffer(region, dtype=torch.uint8)
     start = -whole.data_ptr() % _HUGE_PAGE
     return whole[start : start + nbytes]
+
+
+_REGION_BYTES = 16 * _HUGE_PAGE
+_region_lock = threading.Lock()
+_region: list[tuple[Tensor, int]] = []  # the region that is being filled, and the bytes of it that are used
+
+
+def allocate_packed(nbytes: int) -> Tensor:
+    """Allocate uint8 [nbytes] for packed weights that are kept, 64-byte aligned and not yet touched.
+
+    Small ones share regions on huge pages, which are released with the last of them: one row reads an expert's weights
+    8% faster there (Sapphire Rapids).
+    """
+    if nbytes >= _MIN_HUGE_BYTES or not hasattr(mmap, "MADV_HUGEPAGE"):
+        return allocate_weights(nbytes)
+    # Regions outlive the mode in which they begin: tensors of the inference mode cannot be written outside it.
+    with _region_lock, torch.inference_mode(False):
+        whole, used = _region.pop() if _region else (allocate_weights(_REGION_BYTES), 0)
+        if used + nbytes > len(whole):
+            whole, used = allocate_weights(_REGION_BYTES), 0
+        _region.append((whole, used + -(-nbytes // 64) * 64))
+        return whole[used : used + nbytes]
 
 
 Allocate = Callable[[tuple[int, ...], torch.dtype], Tensor]

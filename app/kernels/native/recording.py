@@ -26,8 +26,8 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from app.kernels.native import memory, operations
+from app.kernels.native.arguments import OpCode, RowCountAddress, RowSink
 from app.kernels.native.library import native_library
-from app.kernels.native.operations import OpCode, RowCountAddress, RowSink
 
 _CACHE_LINE = 64
 # Functions that only inspect a tensor or return a view. Some copy if they must, so a result is checked to share

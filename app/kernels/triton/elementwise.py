@@ -41,6 +41,8 @@ def apply_activation(x, activation: tl.constexpr):
         result = x / (1.0 + tl.exp(-1.5957691216057308 * (x + 0.044715 * x * x * x)))
     elif activation == "relu":
         result = tl.where(x < 0.0, 0.0, x)
+    elif activation == "relu2":
+        result = tl.where(x < 0.0, 0.0, x * x)
     else:
         tl.static_assert(activation == "tanh", "no such activation")
         result = tanh(x)

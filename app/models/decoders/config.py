@@ -1,19 +1,22 @@
 """Reads a decoder's config.json into one frozen `ModelConfig`: every difference between families is a value.
 
-Rotary position embeddings are read in both formats of transformers. Absent values get the family's default, as in
-transformers; values that are not understood are rejected by name. Torch is not needed.
+Absent values get the family's default, as in transformers; values that are not understood are rejected by name. Torch
+is not needed.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from app.errors import CheckpointInvalid
 from app.models.config_reader import MAX_LAYERS, ConfigReader
-
-Activation = Literal["silu", "gelu", "gelu_tanh"]
+from app.models.decoders.families import DECODER_FAMILIES
+from app.models.decoders.family import DecoderFamily, Fields
+from app.models.decoders.layer_config import Activation, ExpertsConfig, HeadNormConfig, NormConfig, Placement, QkvLayout
+from app.models.decoders.refusals import refusal
+from app.models.decoders.rope import RopeConfig, parse_rope
 
 ACTIVATIONS: Mapping[str, Activation] = {
     "silu": "silu",
@@ -21,46 +24,10 @@ ACTIVATIONS: Mapping[str, Activation] = {
     "gelu": "gelu",
     "gelu_pytorch_tanh": "gelu_tanh",
     "gelu_new": "gelu_tanh",
-}
-
-
-@dataclass(frozen=True, slots=True)
-class DecoderFamily:
-    """The defaults of an architecture's config.json, and the weights and norms that only this family has."""
-
-    model_type: str
-    default_window: int | None = None
-    tie_embeddings: bool = False
-    head_dim: int | None = None  # None: hidden_size / num_attention_heads
-    theta: float = 10_000.0
-    local_theta: float | None = None  # theta of sliding layers, if it differs
-    attention_biases: Literal["config", "qkv", "none"] = "config"
-    has_mlp_bias: bool = False
-    qk_norm: bool = False
-    fused_weights: bool = False
-    gemma: bool = False
-    norm_eps: float = 1e-6
-
-
-# The defaults are those of transformers' configuration classes, which omit default values from a saved config.json.
-DECODER_FAMILIES: Mapping[str, DecoderFamily] = {
-    "LlamaForCausalLM": DecoderFamily("llama", has_mlp_bias=True),
-    "MistralForCausalLM": DecoderFamily("mistral", default_window=4096, attention_biases="none"),
-    "Qwen2ForCausalLM": DecoderFamily("qwen2", default_window=4096, attention_biases="qkv"),
-    "Qwen3ForCausalLM": DecoderFamily("qwen3", default_window=4096, head_dim=128, qk_norm=True),
-    "Phi3ForCausalLM": DecoderFamily("phi3", attention_biases="none", fused_weights=True, norm_eps=1e-5),
-    "SmolLM3ForCausalLM": DecoderFamily("smollm3", tie_embeddings=True, theta=2_000_000.0, has_mlp_bias=True),
-    "Gemma2ForCausalLM": DecoderFamily("gemma2", default_window=4096, tie_embeddings=True, head_dim=256, gemma=True),
-    "Gemma3ForCausalLM": DecoderFamily(
-        "gemma3_text",
-        default_window=4096,
-        tie_embeddings=True,
-        head_dim=256,
-        theta=1_000_000.0,
-        local_theta=10_000.0,
-        qk_norm=True,
-        gemma=True,
-    ),
+    "gelu_fast": "gelu_tanh",
+    "relu": "relu",
+    "relu2": "relu2",
+    "xielu": "xielu",
 }
 
 
@@ -69,8 +36,12 @@ class ModelConfig:
     """The shape of a decoder.
 
     `windows` and `ropes` have one entry per layer; None means full attention, or no rotary embedding.
-    `attention_scale` multiplies scores, `embedding_scale` the embeddings. `gemma` means norms with weight 1 + w,
-    and one more norm after each branch.
+    `attention_scale` multiplies scores, `embedding_scale` the embeddings, `logit_scale` the logits. `norm` are the norms of
+    hidden states, `head_norm` those of queries and keys. `shares_norm`: the two branches of a parallel layer have the same
+    norm. `is_gated`: act(gate x) * up x instead of act(up x). `fused_qkv` and `fused_gate_up`: the checkpoint holds them as
+    one tensor each. `num_positions`: learned positions, from row `first_position` of their table; 0: none.
+    `interleaved_rope`: the checkpoint orders the rows of queries and keys for a rotation of neighbours. `experts`: the mixture
+    of experts that some layers have; `intermediate_size` is that of the other layers.
     """
 
     architecture: str
@@ -82,7 +53,7 @@ class ModelConfig:
     intermediate_size: int
     vocab_size: int
     max_model_len: int
-    norm_eps: float
+    norm: NormConfig
     activation: Activation
     windows: tuple[int | None, ...]
     ropes: tuple[RopeConfig | None, ...]
@@ -91,17 +62,36 @@ class ModelConfig:
     qkv_bias: bool = False
     output_bias: bool = False
     mlp_bias: bool = False
-    qk_norm: bool = False
-    fused_weights: bool = False  # the checkpoint holds qkv_proj and gate_up_proj as one tensor each
-    gemma: bool = False
+    logits_bias: bool = False
+    head_norm: HeadNormConfig | None = None
+    placement: Placement = "pre"
+    shares_norm: bool = False
+    is_gated: bool = True
+    fused_qkv: bool = False
+    fused_gate_up: bool = False
+    qkv_layout: QkvLayout = "stacked"
+    interleaved_rope: bool = False
+    num_positions: int = 0
+    first_position: int = 0
     attention_softcap: float | None = None
     logit_softcap: float | None = None
     embedding_scale: float = 1.0
+    logit_scale: float = 1.0
+    experts: ExpertsConfig | None = None
 
     @property
     def kind(self) -> Literal["decoder"]:
         """The kind of checkpoint, as engines are selected by."""
         return "decoder"
+
+    @property
+    def norm_eps(self) -> float:
+        """The epsilon of the norms of hidden states."""
+        return self.norm.eps
+
+    def has_experts(self, layer: int) -> bool:
+        """Return True if a layer has a mixture of experts in place of the MLP."""
+        return self.experts is not None and self.experts.layers[layer]
 
     @classmethod
     def from_hf(cls, values: Mapping[str, Any]) -> ModelConfig:
@@ -109,41 +99,39 @@ class ModelConfig:
 
         Raises `CheckpointInvalid` for values that are missing, wrong or unknown.
         """
-        config, architecture = ConfigReader(values), decoder_architecture(values)
+        architecture = decoder_architecture(values)
         family = DECODER_FAMILIES[architecture]
-        num_layers = config.integer("num_hidden_layers", at_most=MAX_LAYERS)
-        num_heads = config.integer("num_attention_heads")
-        hidden_size = config.integer("hidden_size")
-        head_dim = config.integer("head_dim", family.head_dim or max(1, hidden_size // num_heads))
-        types = _layer_types(config, family, num_layers)
-        bias = family.attention_biases == "config" and config.boolean("attention_bias", False)
-        ropes = _ropes(config, family, head_dim, types)
-        return cls(
-            architecture=architecture,
-            num_layers=num_layers,
-            num_heads=num_heads,
-            num_kv_heads=_kv_heads(config, num_heads),
-            head_dim=head_dim,
-            hidden_size=hidden_size,
-            intermediate_size=config.integer("intermediate_size"),
-            vocab_size=config.integer("vocab_size"),
-            max_model_len=_max_model_len(config, ropes),
-            norm_eps=config.number("rms_norm_eps", family.norm_eps),
-            activation=_activation(config, family),
-            windows=_windows(config, family, types),
-            ropes=ropes,
-            attention_scale=(config.number("query_pre_attn_scalar", 256) if family.gemma else head_dim) ** -0.5,
-            tie_embeddings=config.boolean("tie_word_embeddings", family.tie_embeddings),
-            qkv_bias=bias or family.attention_biases == "qkv",
-            output_bias=bias,
-            mlp_bias=family.has_mlp_bias and config.boolean("mlp_bias", False),
-            qk_norm=family.qk_norm,
-            fused_weights=family.fused_weights,
-            gemma=family.gemma,
-            attention_softcap=_softcap(config, family, "attn_logit_softcapping", 50.0),
-            logit_softcap=_softcap(config, family, "final_logit_softcapping", 30.0),
-            embedding_scale=hidden_size**0.5 if family.gemma else 1.0,
-        )
+        config = _usual_names(values, family)
+        fields = _shape(config, family) | {"architecture": architecture}
+        fields |= _attention(config, family, fields)
+        fields |= {
+            "vocab_size": config.integer("vocab_size"),
+            "norm": replace(family.norm, eps=config.number(family.norm_eps, family.eps)),
+            "activation": _activation(config, family),
+            "tie_embeddings": config.boolean("tie_word_embeddings", family.tie_embeddings),
+            "mlp_bias": family.has_mlp_bias and config.boolean("mlp_bias", False),
+            **family.fields,
+        }
+        if family.head_norm is not None:
+            fields["head_norm"] = replace(family.head_norm, eps=fields["norm"].eps)
+        if family.read is not None:
+            fields |= family.read(config, fields)
+        if "max_model_len" not in fields:
+            fields["max_model_len"] = _max_model_len(config, fields["ropes"])
+        return _unscaled_branches(fields)
+
+
+def _unscaled_branches(fields: Fields) -> ModelConfig:
+    """Return the config without the factor m of the branches' results, h + m · f(norm h).
+
+    The model computes g = h / m instead: g + f(norm g). The norm of g is that of h if its epsilon is divided by m².
+    """
+    m = fields.pop("residual_multiplier", 1.0)
+    config = ModelConfig(**fields)
+    if m == 1.0:
+        return config
+    norm = replace(config.norm, eps=config.norm.eps / m**2)
+    return replace(config, norm=norm, embedding_scale=config.embedding_scale / m)
 
 
 def decoder_architecture(values: Mapping[str, Any]) -> str:
@@ -160,15 +148,8 @@ def decoder_architecture(values: Mapping[str, Any]) -> str:
         else []
     )
     if not known:
-        said = (
-            ", ".join(str(name) for name in names)
-            if isinstance(names, list) and names
-            else str(values.get("model_type"))
-        )
-        raise CheckpointInvalid(
-            f"config.json: architecture {said} is not supported; supported are {', '.join(DECODER_FAMILIES)} and the"
-            " encoders of docs/encoders.md."
-        )
+        listed = [str(name) for name in names] if isinstance(names, list) else []
+        raise CheckpointInvalid(f"config.json: {refusal(listed, str(values.get('model_type')))}")
     if values.get("use_bidirectional_attention"):
         raise CheckpointInvalid(
             "config.json: use_bidirectional_attention makes this decoder an encoder. It is served for embeddings with the architecture"
@@ -177,30 +158,60 @@ def decoder_architecture(values: Mapping[str, Any]) -> str:
     return known[0]
 
 
+def _usual_names(values: Mapping[str, Any], family: DecoderFamily) -> ConfigReader:
+    """Return the decoder's values by their usual names."""
+    config = ConfigReader(values)
+    if family.text_config is not None:
+        inner = config.section(family.text_config)
+        # The embeddings are tied if either place says so: transformers writes it to one of them.
+        shared = {name: values[name] for name in ("tie_word_embeddings",) if name in values}
+        config = ConfigReader({**shared, **inner.values}, inner.where)
+    named = {usual: config.values[own] for usual, own in family.aliases.items() if config.has(own)}
+    return ConfigReader({**named, **config.values}, config.where) if named else config
+
+
+def _shape(config: ConfigReader, family: DecoderFamily) -> Fields:
+    num_heads, hidden_size = config.integer("num_attention_heads"), config.integer("hidden_size")
+    inner = None if config.has("intermediate_size") or family.fields.get("is_gated", True) else 4 * hidden_size
+    return {
+        "num_layers": config.integer("num_hidden_layers", at_most=MAX_LAYERS),
+        "num_heads": num_heads,
+        "num_kv_heads": _kv_heads(config, num_heads),
+        "head_dim": config.integer("head_dim", family.head_dim or max(1, hidden_size // num_heads)),
+        "hidden_size": hidden_size,
+        "intermediate_size": inner or config.integer("intermediate_size"),
+    }
+
+
+def _attention(config: ConfigReader, family: DecoderFamily, fields: Fields) -> Fields:
+    head_dim, types = fields["head_dim"], _layer_types(config, family, fields["num_layers"])
+    by_config = family.attention_biases in ("config", "config_qkv") and config.boolean("attention_bias", False)
+    return {
+        "windows": _windows(config, family, types),
+        "ropes": _ropes(config, family, head_dim, types),
+        "interleaved_rope": family.interleaved,
+        "attention_scale": head_dim**-0.5,
+        "qkv_bias": by_config or family.attention_biases == "qkv",
+        "output_bias": by_config and family.attention_biases == "config",
+    }
+
+
 def _kv_heads(config: ConfigReader, num_heads: int) -> int:
     num_kv_heads = config.integer("num_key_value_heads", num_heads)
     if num_heads % num_kv_heads:
         raise CheckpointInvalid(
-            f"config.json: {num_heads} attention heads cannot share {num_kv_heads} key/value heads evenly."
+            f"{config.where}: {num_heads} attention heads cannot share {num_kv_heads} key/value heads evenly."
         )
     return num_kv_heads
 
 
 def _activation(config: ConfigReader, family: DecoderFamily) -> Activation:
-    # Gemma's first config files have hidden_act "gelu" but use the tanh form; transformers reads only
-    # hidden_activation.
-    name = config.text("hidden_activation", "gelu_pytorch_tanh") if family.gemma else config.text("hidden_act", "silu")
+    name = config.text(*family.activation)
     if name not in ACTIVATIONS:
-        raise CheckpointInvalid(f"config.json: activation {name!r} is not known; known are {', '.join(ACTIVATIONS)}.")
+        raise CheckpointInvalid(
+            f"{config.where}: activation {name!r} is not known; known are {', '.join(ACTIVATIONS)}."
+        )
     return ACTIVATIONS[name]
-
-
-def _softcap(config: ConfigReader, family: DecoderFamily, name: str, default: float) -> float | None:
-    if not family.gemma or (name in config.values and not config.has(name)):
-        return None
-    if family.model_type == "gemma3_text" and not config.has(name):
-        return None  # Gemma 3 replaced the caps by norms of queries and keys
-    return config.number(name, default)
 
 
 # ---- layers with a sliding window, and layers with RoPE ------------------------------------------------------------
@@ -218,63 +229,32 @@ def _layer_types(config: ConfigReader, family: DecoderFamily, num_layers: int) -
         unknown = set(types) - set(_LAYER_TYPES)
         if unknown:
             raise CheckpointInvalid(
-                f"config.json: layer_types {sorted(unknown)} are not known; known are {', '.join(_LAYER_TYPES)}."
+                f"{config.where}: layer_types {sorted(unknown)} are not known; known are {', '.join(_LAYER_TYPES)}."
             )
         return types
-    slides = _SLIDES.get(family.model_type)
+    slides = family.slides
     return tuple(_LAYER_TYPES[slides is not None and slides(config, layer)] for layer in range(num_layers))
-
-
-def _qwen_slides(config: ConfigReader, layer: int) -> bool:
-    return config.boolean("use_sliding_window", False) and layer >= config.integer("max_window_layers", 28, at_least=0)
-
-
-def _smollm3_slides(config: ConfigReader, layer: int) -> bool:
-    return config.boolean("use_sliding_window", False) and config.has("sliding_window") and not _has_rope(config, layer)
-
-
-_SLIDES: Mapping[str, Callable[[ConfigReader, int], bool]] = {
-    "mistral": lambda config, layer: True,
-    "phi3": lambda config, layer: True,
-    "qwen2": _qwen_slides,
-    "qwen3": _qwen_slides,
-    "smollm3": _smollm3_slides,
-    "gemma2": lambda config, layer: layer % 2 == 0,
-    "gemma3_text": lambda config, layer: (layer + 1) % config.integer("sliding_window_pattern", 6) != 0,
-}
 
 
 def _windows(config: ConfigReader, family: DecoderFamily, types: tuple[str, ...]) -> tuple[int | None, ...]:
     # A null means full attention; an absent key means the family's default.
-    window = config.optional_integer(
-        "sliding_window", None if "sliding_window" in config.values else family.default_window
-    )
-    if family.model_type in ("qwen2", "qwen3") and not config.boolean("use_sliding_window", False):
-        window = None
+    has_switch = family.model_type in ("qwen2", "qwen3", "qwen2_moe", "qwen3_moe")
+    if has_switch and not config.boolean("use_sliding_window", False):
+        return (None,) * len(types)  # sliding_window may be 0 then
+    window = config.optional_integer("sliding_window", None if "sliding_window" in config.values else family.window)
     return tuple(window if name == "sliding_attention" else None for name in types)
-
-
-def _has_rope(config: ConfigReader, layer: int) -> bool:
-    """Return True if a layer has RoPE. SmolLM3 leaves every fourth layer without positions."""
-    listed = config.values.get("no_rope_layers")
-    if isinstance(listed, list) and layer < len(listed):
-        return bool(listed[layer])
-    return (layer + 1) % config.integer("no_rope_layer_interval", 4) != 0
 
 
 def _ropes(
     config: ConfigReader, family: DecoderFamily, head_dim: int, types: tuple[str, ...]
 ) -> tuple[RopeConfig | None, ...]:
-    if family.local_theta is None:
-        rope = parse_rope(config, head_dim, family.theta)
-        return tuple(
-            rope if family.model_type != "smollm3" or _has_rope(config, layer) else None for layer in range(len(types))
-        )
+    if not family.sliding_ropes:
+        return (parse_rope(config, head_dim, family.theta, partial=family.partial),) * len(types)
     full = parse_rope(config, head_dim, family.theta, "full_attention")
     nested = config.section("rope_parameters").section("sliding_attention")
     if nested.text("rope_type", "default") != "default":
         raise CheckpointInvalid(f"{nested.where}: sliding layers must have rope_type 'default', without scaling.")
-    theta = nested.number("rope_theta", config.number("rope_local_base_freq", family.local_theta))
+    theta = nested.number("rope_theta", config.number("rope_local_base_freq", family.local_theta or full.theta))
     sliding = RopeConfig(theta, head_dim)
     return tuple(sliding if name == "sliding_attention" else full for name in types)
 
@@ -286,107 +266,3 @@ def _max_model_len(config: ConfigReader, ropes: tuple[RopeConfig | None, ...]) -
     """
     extended = [rope.factor * rope.original_max_position_embeddings for rope in ropes if rope and rope.kind == "yarn"]
     return max([config.integer("max_position_embeddings"), *(int(length) for length in extended)])
-
-
-RopeKind = Literal["default", "linear", "llama3", "yarn", "longrope"]
-
-# Phi-3's first releases called longrope "su". "dynamic" differs only beyond max_position_embeddings, which is never
-# served.
-ROPE_KINDS: Mapping[str, RopeKind] = {
-    "default": "default",
-    "dynamic": "default",
-    "linear": "linear",
-    "llama3": "llama3",
-    "yarn": "yarn",
-    "longrope": "longrope",
-    "su": "longrope",
-}
-
-
-@dataclass(frozen=True, slots=True)
-class RopeConfig:
-    """Rotary embeddings of one layer: they rotate the first `dim` elements of a head, with base `theta`.
-
-    `factor` scales the context beyond `original_max_position_embeddings`. Each other field belongs to one kind,
-    and is None or empty for the others.
-    """
-
-    theta: float
-    dim: int
-    kind: RopeKind = "default"
-    factor: float = 1.0
-    original_max_position_embeddings: int = 0
-    low_freq_factor: float = 1.0  # llama3
-    high_freq_factor: float = 4.0
-    beta_fast: float = 32.0  # yarn
-    beta_slow: float = 1.0
-    mscale: float | None = None
-    mscale_all_dim: float | None = None
-    truncate: bool = True
-    attention_factor: float | None = None  # yarn, longrope
-    short_factor: tuple[float, ...] = ()  # longrope
-    long_factor: tuple[float, ...] = ()
-
-
-def parse_rope(config: ConfigReader, head_dim: int, default_theta: float, layer_type: str | None = None) -> RopeConfig:
-    """Read the rotary embeddings of one kind of layer.
-
-    `layer_type` selects among nested `rope_parameters`, as in Gemma 3.
-    """
-    section = _section(config, layer_type)
-    theta = section.number("rope_theta", config.number("rope_theta", default_theta))
-    partial = section.number("partial_rotary_factor", config.number("partial_rotary_factor", 1.0))
-    dim = int(head_dim * partial)
-    if dim % 2 or not 0 < dim <= head_dim:
-        raise CheckpointInvalid(
-            f"{section.where}: rotary embeddings rotate pairs, and {dim} of {head_dim} elements cannot be paired."
-        )
-    name = section.text("rope_type", section.text("type", "default"))
-    kind = ROPE_KINDS.get(name)
-    if kind is None:
-        raise CheckpointInvalid(
-            f"{section.where}: rope_type {name!r} is not known; known are {', '.join(sorted(ROPE_KINDS))}."
-        )
-    if kind == "yarn" and section.has("short_factor"):
-        kind = "longrope"  # Phi-3's second releases called it yarn
-    return RopeConfig(theta, dim) if kind == "default" else _scaled(config, section, RopeConfig(theta, dim, kind))
-
-
-def _section(config: ConfigReader, layer_type: str | None) -> ConfigReader:
-    new, old = config.section("rope_parameters"), config.section("rope_scaling")
-    if new.has("full_attention") or new.has("sliding_attention"):
-        full, sliding = new.section("full_attention"), new.section("sliding_attention")
-        if layer_type is None and full.values and sliding.values and full.values != sliding.values:
-            raise CheckpointInvalid(
-                f"{new.where} differs between kinds of layers, which is supported for Gemma 3 only."
-            )
-        return new.section(layer_type or "full_attention")
-    return old if old.values and not new.values else new
-
-
-def _scaled(config: ConfigReader, section: ConfigReader, plain: RopeConfig) -> RopeConfig:
-    longest = config.integer("max_position_embeddings")
-    original = config.optional_integer("original_max_position_embeddings")
-    original = original or section.integer("original_max_position_embeddings", longest)
-    half = plain.dim // 2
-    is_longrope, is_llama3 = plain.kind == "longrope", plain.kind == "llama3"
-    factor = (
-        section.number("factor", longest / original) if plain.kind in ("longrope", "yarn") else section.number("factor")
-    )
-    return RopeConfig(
-        theta=plain.theta,
-        dim=plain.dim,
-        kind=plain.kind,
-        factor=factor,
-        original_max_position_embeddings=original,
-        low_freq_factor=section.number("low_freq_factor") if is_llama3 else 1.0,
-        high_freq_factor=section.number("high_freq_factor") if is_llama3 else 4.0,
-        beta_fast=section.number("beta_fast", 32.0),
-        beta_slow=section.number("beta_slow", 1.0),
-        mscale=section.optional_number("mscale"),
-        mscale_all_dim=section.optional_number("mscale_all_dim"),
-        truncate=section.boolean("truncate", True),
-        attention_factor=section.optional_number("attention_factor"),
-        short_factor=section.numbers("short_factor", half) if is_longrope else (),
-        long_factor=section.numbers("long_factor", half) if is_longrope else (),
-    )

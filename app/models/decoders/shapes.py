@@ -1,6 +1,6 @@
-"""The tensors that a decoder's checkpoint must hold, and their shapes.
+"""The tensors that serving a decoder needs, by Llama's names, and their shapes.
 
-Derived from the config alone, without torch.
+Derived from the config alone, without torch. `stored.py` says how checkpoints of other families name and order them.
 """
 
 from __future__ import annotations
@@ -8,44 +8,143 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from app.models.decoders.config import ModelConfig
+from app.models.decoders.layer_config import NormConfig
 
 Shape = tuple[int, ...]
 
 
 def tensors_of(config: ModelConfig) -> dict[str, Shape]:
     """Return name to shape of every tensor that serving needs; weights are [out, in] as in torch."""
-    shapes: dict[str, Shape] = {"model.embed_tokens.weight": (config.vocab_size, config.hidden_size)}
+    size = config.hidden_size
+    shapes: dict[str, Shape] = {"model.embed_tokens.weight": (config.vocab_size, size)}
+    if config.num_positions:
+        shapes["model.embed_positions.weight"] = (config.first_position + config.num_positions, size)
     for layer in range(config.num_layers):
         at = f"model.layers.{layer}"
         shapes.update((f"{at}.{name}", shape) for name, shape in _attention(config))
-        shapes.update((f"{at}.{name}", shape) for name, shape in _mlp(config))
-        shapes.update((f"{at}.{name}.weight", (config.hidden_size,)) for name in norms_of(config))
-    shapes["model.norm.weight"] = (config.hidden_size,)
+        shapes.update((f"{at}.{name}", shape) for name, shape in _mlp(config, layer))
+        for name in norms_of(config):
+            shapes.update((f"{at}.{tensor}", shape) for tensor, shape in _norm(name, config.norm, size))
+    shapes.update(_norm("model.norm", config.norm, size))
     if not config.tie_embeddings:
-        shapes["lm_head.weight"] = (config.vocab_size, config.hidden_size)
+        shapes["lm_head.weight"] = (config.vocab_size, size)
+    if config.logits_bias:
+        shapes["lm_head.bias"] = (config.vocab_size,)
     return shapes
 
 
+def tables_of(config: ModelConfig) -> list[str]:
+    """Return the tensors whose rows are looked up as stored: embeddings without those tied to the output layer."""
+    tables = [] if config.tie_embeddings else ["model.embed_tokens.weight"]
+    return [*tables, "model.embed_positions.weight"] if config.num_positions else tables
+
+
 def products_of(config: ModelConfig) -> Iterator[tuple[Shape, bool]]:
-    """Yield the shape of every product of the layers, and True if it has a bias.
+    """Yield the shape of every product of the layers except routers, and True if it has a bias.
 
     Products are listed as computed: queries, keys and values are one product, gate and up too.
     """
+    yield from dense_products_of(config)
+    for shape in expert_products_of(config):
+        assert config.experts is not None, "there are products of experts"
+        yield from [(shape, False)] * config.experts.routing.num_experts
+
+
+def dense_products_of(config: ModelConfig) -> Iterator[tuple[Shape, bool]]:
+    """Yield the shapes of `products_of` that every token passes: without experts of which it passes some."""
     queries, keys = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
-    for _ in range(config.num_layers):
+    for layer in range(config.num_layers):
         yield (queries + 2 * keys, config.hidden_size), config.qkv_bias
         yield (config.hidden_size, queries), config.output_bias
-        yield (2 * config.intermediate_size, config.hidden_size), config.mlp_bias
-        yield (config.hidden_size, config.intermediate_size), config.mlp_bias
+        inner = config.intermediate_size
+        if config.experts is not None and config.has_experts(layer):
+            inner = config.experts.shared_size
+        if inner:
+            yield ((2 if config.is_gated else 1) * inner, config.hidden_size), config.mlp_bias
+            yield (config.hidden_size, inner), config.mlp_bias
+
+
+def expert_products_of(config: ModelConfig) -> Iterator[Shape]:
+    """Yield the shapes of the products of one expert, for each layer that has experts."""
+    if config.experts is not None:
+        for _ in filter(None, config.experts.layers):
+            yield 2 * config.experts.size, config.hidden_size
+            yield config.hidden_size, config.experts.size
+
+
+def router_weights(config: ModelConfig) -> int:
+    """Return the number of weights of all routers."""
+    experts = config.experts
+    if experts is None:
+        return 0
+    return sum(experts.layers) * (experts.routing.num_experts + experts.shared_gate) * config.hidden_size
+
+
+def active_weights(config: ModelConfig) -> int:
+    """Return the number of weights of products and routers that one token is multiplied with."""
+    top_k = 0 if config.experts is None else config.experts.routing.top_k
+    dense = sum(rows * columns for (rows, columns), _ in dense_products_of(config))
+    return dense + top_k * expert_weights(config) + router_weights(config)
+
+
+def expert_weights(config: ModelConfig) -> int:
+    """Return the number of weights of one expert of each layer that has experts."""
+    return sum(rows * columns for rows, columns in expert_products_of(config))
+
+
+def is_expert(source: str) -> bool:
+    """Return True for the weights of an expert of which tokens pass some."""
+    return ".mlp.experts." in source
+
+
+def is_router(source: str) -> bool:
+    """Return True for the weights of a router."""
+    return source.endswith((".mlp.gate", ".mlp.shared_expert_gate"))
+
+
+def qkv_sources(config: ModelConfig) -> tuple[str, ...]:
+    """Return the names in a layer of the tensors of one product: queries, keys and values."""
+    return ("self_attn.qkv_proj",) if config.fused_qkv else ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
+
+
+def mlp_name(config: ModelConfig, layer: int) -> str | None:
+    """Return the name in a layer of the MLP that every token passes; None if there are only experts."""
+    if config.experts is None or not config.has_experts(layer):
+        return "mlp"
+    return "mlp.shared_expert" if config.experts.shared_size else None
+
+
+def up_sources(config: ModelConfig, mlp: str = "mlp") -> tuple[str, ...]:
+    """Return the names in a layer of the tensors of the first product of an MLP."""
+    if not config.is_gated:
+        return (f"{mlp}.up_proj",)
+    return (f"{mlp}.gate_up_proj",) if config.fused_gate_up else (f"{mlp}.gate_proj", f"{mlp}.up_proj")
 
 
 def norms_of(config: ModelConfig) -> tuple[str, ...]:
-    """Return the names of one layer's norms.
+    """Return the names of one layer's norms of hidden states."""
+    match config.placement:
+        case "pre":
+            return ("input_layernorm", "post_attention_layernorm")
+        case "parallel":
+            return ("input_layernorm",) if config.shares_norm else ("input_layernorm", "post_attention_layernorm")
+        case "post":
+            return ("post_attention_layernorm", "post_feedforward_layernorm")
+        case "sandwich":
+            return (
+                *("input_layernorm", "post_attention_layernorm"),
+                *("pre_feedforward_layernorm", "post_feedforward_layernorm"),
+            )
 
-    In Gemma `post_attention_layernorm` follows attention; elsewhere it precedes the MLP.
-    """
-    llama = ("input_layernorm", "post_attention_layernorm")
-    return (*llama, "pre_feedforward_layernorm", "post_feedforward_layernorm") if config.gemma else llama
+
+def norm_elements(config: ModelConfig) -> int:
+    """Return the number of elements of all norms, which are FP32."""
+    parts = config.norm.has_weight + config.norm.has_bias
+    heads = 0
+    if config.head_norm is not None:
+        counts = (config.head_norm.num_weights(one, config.head_dim) for one in (config.num_heads, config.num_kv_heads))
+        heads = sum(counts)
+    return config.num_layers * (parts * len(norms_of(config)) * config.hidden_size + heads) + parts * config.hidden_size
 
 
 def _linear(name: str, rows: int, columns: int, bias: bool) -> Iterator[tuple[str, Shape]]:
@@ -54,24 +153,46 @@ def _linear(name: str, rows: int, columns: int, bias: bool) -> Iterator[tuple[st
         yield f"{name}.bias", (rows,)
 
 
+def _norm(name: str, norm: NormConfig, size: int) -> Iterator[tuple[str, Shape]]:
+    if norm.has_weight:
+        yield f"{name}.weight", (size,)
+    if norm.has_bias:
+        yield f"{name}.bias", (size,)
+
+
 def _attention(config: ModelConfig) -> Iterator[tuple[str, Shape]]:
     queries, keys = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
-    if config.fused_weights:
-        yield from _linear("self_attn.qkv_proj", queries + 2 * keys, config.hidden_size, config.qkv_bias)
-    else:
-        for name, rows in (("q_proj", queries), ("k_proj", keys), ("v_proj", keys)):
-            yield from _linear(f"self_attn.{name}", rows, config.hidden_size, config.qkv_bias)
+    rows = (queries + 2 * keys,) if config.fused_qkv else (queries, keys, keys)
+    for name, count in zip(qkv_sources(config), rows, strict=True):
+        yield from _linear(name, count, config.hidden_size, config.qkv_bias)
     yield from _linear("self_attn.o_proj", config.hidden_size, queries, config.output_bias)
-    if config.qk_norm:
-        yield "self_attn.q_norm.weight", (config.head_dim,)
-        yield "self_attn.k_norm.weight", (config.head_dim,)
+    if config.head_norm is not None:
+        yield "self_attn.q_norm.weight", (config.head_norm.num_weights(config.num_heads, config.head_dim),)
+        yield "self_attn.k_norm.weight", (config.head_norm.num_weights(config.num_kv_heads, config.head_dim),)
 
 
-def _mlp(config: ModelConfig) -> Iterator[tuple[str, Shape]]:
-    inner, outer = config.intermediate_size, config.hidden_size
-    if config.fused_weights:
-        yield from _linear("mlp.gate_up_proj", 2 * inner, outer, config.mlp_bias)
-    else:
-        yield from _linear("mlp.gate_proj", inner, outer, config.mlp_bias)
-        yield from _linear("mlp.up_proj", inner, outer, config.mlp_bias)
-    yield from _linear("mlp.down_proj", outer, inner, config.mlp_bias)
+def _mlp(config: ModelConfig, layer: int) -> Iterator[tuple[str, Shape]]:
+    experts = config.experts
+    if experts is None or not config.has_experts(layer):
+        yield from _one_mlp(config, "mlp", config.intermediate_size)
+        return
+    count = experts.routing.num_experts
+    yield "mlp.gate.weight", (count, config.hidden_size)
+    if experts.selection_bias:
+        yield "mlp.gate.e_score_correction_bias", (count,)
+    for number in range(count):
+        yield from _one_mlp(config, f"mlp.experts.{number}", experts.size)
+    if experts.shared_size:
+        yield from _one_mlp(config, "mlp.shared_expert", experts.shared_size)
+    if experts.shared_gate:
+        yield "mlp.shared_expert_gate.weight", (1, config.hidden_size)
+
+
+def _one_mlp(config: ModelConfig, name: str, inner: int) -> Iterator[tuple[str, Shape]]:
+    outer = config.hidden_size
+    for source in up_sources(config, name):
+        yield from _linear(source, 2 * inner if config.fused_gate_up else inner, outer, config.mlp_bias)
+    if config.activation == "xielu":
+        yield f"{name}.act_fn.alpha_p", (1,)
+        yield f"{name}.act_fn.alpha_n", (1,)
+    yield from _linear(f"{name}.down_proj", outer, inner, config.mlp_bias)

@@ -11,8 +11,10 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
-from app.models.decoders.config import Activation, ModelConfig, RopeConfig
-from app.models.decoders.shapes import Shape, norms_of, products_of, tensors_of
+from app.models.decoders.config import ModelConfig
+from app.models.decoders.layer_config import Activation
+from app.models.decoders.rope import RopeConfig
+from app.models.decoders.shapes import Shape, norm_elements, products_of, tensors_of
 
 EncoderActivation = Activation | Literal["relu"]
 PoolingMode = Literal["cls", "mean", "max", "mean_sqrt_len", "weighted_mean", "last"]
@@ -172,9 +174,7 @@ def encoder_norm_elements(config: EncoderConfig) -> int:
     These are norms, the distance bias, the head and the dense modules after pooling.
     """
     if config.decoder is not None:
-        decoder = config.decoder
-        heads = 2 * decoder.head_dim if decoder.qk_norm else 0
-        norms = decoder.num_layers * (len(norms_of(decoder)) * decoder.hidden_size + heads) + decoder.hidden_size
+        norms = norm_elements(config.decoder)
     else:
         norms = sum(
             _elements(shape) for name, shape in _body(config) if "norm." in name or name.startswith("distance_bias")

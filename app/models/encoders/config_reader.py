@@ -12,7 +12,8 @@ from typing import Any
 
 from app.errors import CheckpointInvalid
 from app.models.config_reader import MAX_INTEGER, MAX_LAYERS, ConfigReader
-from app.models.decoders.config import ACTIVATIONS, ModelConfig, RopeConfig, parse_rope
+from app.models.decoders.config import ACTIVATIONS, ModelConfig
+from app.models.decoders.rope import RopeConfig, parse_rope
 from app.models.encoders.config import EncoderActivation, EncoderConfig, PoolingConfig, ScoreFunction
 from app.models.encoders.families import (
     ENCODER_FAMILIES,

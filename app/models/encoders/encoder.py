@@ -21,7 +21,8 @@ from app.kernels.attention.context import Attend, AttentionSpec, EncodeContext
 from app.kernels.elementwise.norms import gate, gather
 from app.kernels.linear.activations import Activations
 from app.kernels.linear.linear import Linear
-from app.models.decoders.decoder import DecoderBody, Embedding, LayerRopeAngles
+from app.models.decoders.decoder import DecoderBody, Embedding
+from app.models.decoders.rotary import LayerRopeAngles
 from app.models.encoders.config import EncoderConfig
 from app.models.encoders.heads import LabelHead, LayerNorm, VectorHead
 

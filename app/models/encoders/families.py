@@ -13,7 +13,7 @@ from typing import Any
 
 from app.errors import CheckpointInvalid
 from app.models.config_reader import ConfigReader
-from app.models.decoders.config import DECODER_FAMILIES
+from app.models.decoders.families import DECODER_FAMILIES
 
 
 @dataclass(frozen=True, slots=True)
@@ -208,7 +208,7 @@ CLASSIFIER_SUFFIX = "ForSequenceClassification"
 _SUFFIXES = ("Model", "ForMaskedLM", "ForPreTraining", CLASSIFIER_SUFFIX)
 # Decoders served for their hidden states: prefix of the class name -> name in `DECODER_FAMILIES`.
 DECODER_STEMS: Mapping[str, str] = {
-    **{name.removesuffix("ForCausalLM"): name for name in DECODER_FAMILIES if name.endswith("ForCausalLM")},
+    **{name.removesuffix("ForCausalLM"): name for name, family in DECODER_FAMILIES.items() if family.embeds},
     "Gemma3Text": "Gemma3ForCausalLM",
     "EuroBert": "LlamaForCausalLM",  # its attention is bidirectional
 }

@@ -95,7 +95,9 @@ def _only_program(name: HubName, listing: Collection[str]) -> str:
     if len(programs) == 1:
         return programs[0]
     if "adapter_config.json" in listing:
-        raise CheckpointInvalid(f"{name} is an adapter, which is not served alone: merge it into its base model.")
+        raise CheckpointInvalid(
+            f"{name} is an adapter, which is not served alone: give its base model with --model, and --lora NAME=DIR with its directory."
+        )
     raise CheckpointInvalid(f"{name} has no {CONFIG}, so it is no model that is served.{_gguf_note(name, listing)}")
 
 

@@ -12,7 +12,8 @@ from app.cli.main import pack
 from app.errors import PlanImpossible, SettingsInvalid
 from app.hardware.plan.plan import make_plan
 from app.hardware.probe.probe import probe
-from app.kernels.native.operations import OpCode, has_kernel
+from app.kernels.native.arguments import OpCode
+from app.kernels.native.operations import has_kernel
 from app.settings import Settings, load_settings
 from app.weights.checkpoint import open_checkpoint
 from app.weights.forms import RECIPES

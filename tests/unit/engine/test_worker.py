@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import threading
+import time
 from collections.abc import Callable
 from queue import Empty, SimpleQueue
 
@@ -309,6 +310,42 @@ def test_idle_time_is_used_until_nothing_is_left_to_do(bench: Bench, error: Exce
     bench.end()
     assert 1 <= work.calls.qsize() <= 3
     assert bench.worker.state == "stopped", "a failure of idle work ends nothing"
+
+
+def test_every_pause_is_used_and_the_end_too(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(worker_module, "PAUSE_SECONDS", 0.001)
+    work = IdleWork(again=100)
+    bench.callbacks = dataclasses.replace(bench.callbacks, on_pause=work)
+    bench.start()
+    for name in "ab":
+        assert work.begun.wait(PATIENCE_SECONDS)
+        work.begun.clear()
+        bench.worker.put(request(name))
+        bench.heard_until(1, SequenceFinished)
+    assert work.begun.wait(PATIENCE_SECONDS)
+    before = work.calls.qsize()
+    bench.worker.put(Stop())
+    bench.end()
+    assert work.calls.qsize() == before + 1
+    assert not any(work.calls.get() for _ in range(before + 1)), "nobody waited as it began"
+
+
+def test_work_at_the_end_is_told_when_its_time_is_over(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(worker_module, "CLOSE_SECONDS", 0.01)
+    ended = threading.Event()
+
+    def work(engine: Engine, is_wanted: Callable[[], bool]) -> None:
+        deadline = time.monotonic() + PATIENCE_SECONDS
+        while not is_wanted() and time.monotonic() < deadline:
+            pass
+        assert is_wanted()
+        ended.set()
+
+    bench.callbacks = dataclasses.replace(bench.callbacks, on_pause=work)
+    bench.worker.put(Stop())
+    bench.start()
+    bench.end()
+    assert ended.is_set() and bench.worker.state == "stopped"
 
 
 def test_nothing_is_done_while_commands_come(bench: Bench) -> None:

@@ -13,7 +13,8 @@ import torch
 from app.engine.calibration import idle
 from app.hardware.decision import Measurements
 from app.hardware.probe.probe import probe
-from app.kernels.native.operations import OpCode, has_kernel
+from app.kernels.native.arguments import OpCode
+from app.kernels.native.operations import has_kernel
 from app.server.prepare import with_kept_calibration
 from app.server.startup import ServerRuntime
 from app.settings import DEMO_DIRECTORY, Settings

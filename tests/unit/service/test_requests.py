@@ -184,6 +184,7 @@ REFUSED: list[tuple[dict[str, Any], type[RequestError], str | None, str]] = [
         "max_tokens",
         r"requested 65 tokens \(60 in",
     ),
+    ({"prompt": "a" * 99}, ContextLengthExceeded, "prompt", "However, the prompt has [0-9]+ tokens"),
     ({"messages": ()}, InvalidRequest, "messages", "at least one"),
 ]
 

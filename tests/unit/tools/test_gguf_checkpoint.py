@@ -9,8 +9,9 @@ import torch
 
 from app.bench.engine import gguf_file
 from app.errors import CheckpointInvalid
-from app.models.decoders.config import ModelConfig, RopeConfig
-from app.models.decoders.decoder import RotaryEmbedding
+from app.models.decoders.config import ModelConfig
+from app.models.decoders.rope import RopeConfig
+from app.models.decoders.rotary import RotaryEmbedding
 from app.models.decoders.shapes import tensors_of
 from app.weights.checkpoint import open_checkpoint
 from tools.gguf_checkpoint import byte_level

@@ -11,7 +11,8 @@ import torch
 from app.kernels.linear.int_panels import IntPanelLinear
 from app.kernels.linear.linear import Linear
 from app.kernels.linear.row_split import RowSplitLinear
-from app.kernels.native.operations import OpCode, has_kernel
+from app.kernels.native.arguments import OpCode
+from app.kernels.native.operations import has_kernel
 from app.weights.checkpoint import open_checkpoint
 from app.weights.tensor_reader import MappedFiles, TensorReader
 from gguf_files import convert, write_tensor
@@ -105,7 +106,9 @@ def test_the_plan_counts_the_bytes_that_are_held(tmp_path: Path, kind: str, tied
     needs = open_checkpoint(file).needs()
     model = load(file, PRECISIONS[kind])
     table = 0 if tied else 4 * 320 * 256
-    norms = 4 * sum(module.weight.numel() for module in model.modules() if type(module).__name__ == "RMSNorm")
+    norms = 4 * sum(
+        module.weight.numel() for module in model.modules() if type(module).__name__ in ("Norm", "HeadNorm")
+    )
     assert needs.codes_precision == PRECISIONS[kind] and needs.stored_quantization == kind
     assert needs.bytes_by_precision[PRECISIONS[kind]] == table + norms + sum(
         linear.form.nbytes for linear in linears(model).values()

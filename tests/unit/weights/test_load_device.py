@@ -20,7 +20,8 @@ from app.kernels.linear import device_int4
 from app.kernels.linear.device import DeviceLinear
 from app.kernels.linear.device_int4 import DeviceInt4Linear
 from app.kernels.linear.linear import Linear
-from app.models.decoders.decoder import Embedding, RotaryEmbedding
+from app.models.decoders.decoder import Embedding
+from app.models.decoders.rotary import RotaryEmbedding
 from app.models.encoders.encoder import DistanceBias
 from app.weights.checkpoint import open_checkpoint
 from app.weights.load import Packing, load_model

@@ -11,7 +11,8 @@ import torch
 import torch.nn.functional as F
 
 from app.backends.base import HostBackend
-from app.kernels.native.operations import OpCode, has_kernel
+from app.kernels.native.arguments import OpCode
+from app.kernels.native.operations import has_kernel
 from app.models.encoders.encoder import BertBody, Encoder
 from app.weights.checkpoint import open_checkpoint
 from app.weights.load import Model, Packing, load_model

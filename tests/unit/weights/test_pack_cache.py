@@ -15,7 +15,8 @@ from torch import nn
 
 from app.backends.base import HostBackend
 from app.kernels.linear.linear import Linear
-from app.kernels.native.operations import OpCode, has_kernel
+from app.kernels.native.arguments import OpCode
+from app.kernels.native.operations import has_kernel
 from app.weights import cache_file
 from app.weights import load as loading
 from app.weights import packs as pack_cache

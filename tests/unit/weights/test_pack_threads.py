@@ -14,7 +14,8 @@ from app.hardware.probe.probe import probe
 from app.kernels.compute_threads import ComputeThreads
 from app.kernels.linear.layout import PANEL_OUTPUTS
 from app.kernels.linear.linear import Linear
-from app.kernels.native.operations import OpCode, has_kernel
+from app.kernels.native.arguments import OpCode
+from app.kernels.native.operations import has_kernel
 from app.settings import load_settings
 from app.weights import load as loading
 from app.weights import tensor_reader

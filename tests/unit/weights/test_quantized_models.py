@@ -12,8 +12,9 @@ from torch import nn
 from app.kernels.linear.bf16_panels import HybridLinear
 from app.kernels.linear.int_panels import IntPanelLinear
 from app.kernels.linear.linear import Linear, host_architecture
-from app.kernels.native.operations import OpCode, has_kernel
-from app.models.decoders.decoder import RMSNorm
+from app.kernels.native.arguments import OpCode
+from app.kernels.native.operations import has_kernel
+from app.models.decoders.layer import HeadNorm, Norm
 from app.weights.checkpoint import open_checkpoint
 from app.weights.forms import find_recipe, upgrade_budget
 from loaded_models import load
@@ -45,7 +46,7 @@ def test_logits_are_near_those_of_fp32(tmp_path: Path, architecture: str, tied: 
 def held_bytes(model: nn.Module) -> int:
     """Of what the products, norms and an embedding of its own hold."""
     forms = {id(module.form): module.form.nbytes for module in model.modules() if isinstance(module, Linear)}
-    norms = sum(module.weight.nbytes for module in model.modules() if isinstance(module, RMSNorm))
+    norms = sum(module.weight.nbytes for module in model.modules() if isinstance(module, Norm | HeadNorm))
     table = 0 if model.embedding.form is not None else model.embedding.weight.nbytes
     return sum(forms.values()) + norms + table
 

@@ -92,7 +92,7 @@ def run(suite: Suite, work: Path, arguments: argparse.Namespace) -> list[dict[st
     if not files:
         return []
     tests = unpack_tests(suite.package, work) if suite.package else ROOT
-    python = interpreter(work, suite.requirements)
+    python = interpreter(work / suite.environment, suite.requirements)
     outcomes = work / f"{suite.name}.jsonl"
     outcomes.unlink(missing_ok=True)
     start = tests.parent if suite.above else tests

@@ -16,6 +16,7 @@ class Suite:
 
     `package` has the tests; without one they are ours. `above` says that the tests are imported as a package, from the
     folder above. `decoder` is a checkpoint, or `real` for the one that `make real-model` writes.
+    `environment` is the folder of the virtual environment: packages that exclude each other have their own.
     """
 
     name: str
@@ -26,6 +27,7 @@ class Suite:
     above: bool = False
     requirements: list[str] = field(default_factory=list)
     node_packages: tuple[str, ...] = ()
+    environment: str = "venv"
 
 
 LLAMA_CPP_FILES = (
@@ -67,6 +69,7 @@ VLLM_FILES = (
 )
 ROOT = Path(__file__).resolve().parents[3]
 CLIENTS = ROOT / "requirements" / "clients.in"
+CLIENT_FILES = ("clients", "dialects", "openai_tools", "encoder_clients", "oip")
 NODE_PACKAGES = ("ai@6", "zod@4", "@ai-sdk/openai@3", "@ai-sdk/openai-compatible@2")
 SUITES = {
     suite.name: suite
@@ -94,10 +97,18 @@ SUITES = {
         Suite(
             "clients",
             None,
-            tuple(f"tests/live/test_live_{name}.py" for name in ("clients", "dialects", "openai_tools")),
+            tuple(f"tests/live/test_live_{name}.py" for name in CLIENT_FILES),
             ("-W", "default", "-p", "tools.peers.suites.outcomes"),
             requirements=["-r", str(CLIENTS)],
             node_packages=NODE_PACKAGES,
+        ),
+        Suite(
+            "chroma",
+            None,
+            ("tests/live/test_live_chroma.py",),
+            ("-W", "default", "-p", "tools.peers.suites.outcomes"),
+            requirements=["chromadb"],
+            environment="venv-chroma",
         ),
         Suite("schemas", None, (), ()),
     )

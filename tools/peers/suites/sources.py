@@ -80,12 +80,15 @@ def download(package: Package, work: Path) -> None:
     shutil.rmtree(stub)
 
 
-def interpreter(work: Path, requirements: list[str]) -> Path:
-    """Return an interpreter in `work` that sees this environment's packages and the given ones. Raises `SystemExit`."""
-    python = work / "venv" / "bin" / "python"
+def interpreter(folder: Path, requirements: list[str]) -> Path:
+    """Return an interpreter of the environment in `folder` that sees this environment's packages and the given ones.
+
+    Raises `SystemExit`.
+    """
+    python = folder / "bin" / "python"
     if not python.exists():
-        subprocess.run([sys.executable, "-m", "venv", str(work / "venv")], check=True)
-        scheme = {"base": str(work / "venv"), "platbase": str(work / "venv")}
+        subprocess.run([sys.executable, "-m", "venv", str(folder)], check=True)
+        scheme = {"base": str(folder), "platbase": str(folder)}
         packages = Path(sysconfig.get_path("purelib", vars=scheme))
         # Older versions take many minutes to find versions of the clients that agree.
         subprocess.run([str(python), "-m", "pip", "install", "-q", "--upgrade", "pip"], check=False)

@@ -13,7 +13,8 @@ from app.bench.engine import encoder_quality
 from app.bench.engine.encoder_quality import MAX_WORDS, cut_texts, measure_encoder_quality
 from app.bench.engine.quality import QualityJob
 from app.hardware.probe.probe import probe
-from app.kernels.native.operations import OpCode, has_kernel
+from app.kernels.native.arguments import OpCode
+from app.kernels.native.operations import has_kernel
 from app.settings import load_settings
 from app.weights.checkpoint import open_checkpoint
 from tiny_encoders import WORDS, write_encoder

@@ -22,7 +22,8 @@ from app.bench.engine.quality import (
 )
 from app.engine.calibration.perplexity import WindowScorer
 from app.hardware.probe.probe import probe
-from app.kernels.native.operations import OpCode, has_kernel
+from app.kernels.native.arguments import OpCode
+from app.kernels.native.operations import has_kernel
 from app.settings import load_settings
 from app.weights.checkpoint import Checkpoint, open_checkpoint
 from tiny_checkpoints import write_checkpoint

@@ -18,7 +18,8 @@ from app.hardware.plan.plan import ServingPlan, make_plan
 from app.hardware.plan.precision import describe_cost
 from app.hardware.probe.probe import probe
 from app.kernels.linear.linear import ExactLinear, Linear
-from app.kernels.native.operations import OpCode, has_kernel
+from app.kernels.native.arguments import OpCode
+from app.kernels.native.operations import has_kernel
 from app.models.encoders.encoder import Encoder
 from app.settings import load_settings
 from app.weights.checkpoint import Checkpoint, open_checkpoint

@@ -21,7 +21,8 @@ from app.hardware.decision import Decision, Measurements, TrialTimes
 from app.hardware.plan.plan import ServingPlan, make_plan
 from app.hardware.probe.probe import probe
 from app.kernels import ceilings
-from app.kernels.native.operations import OpCode, has_kernel
+from app.kernels.native.arguments import OpCode
+from app.kernels.native.operations import has_kernel
 from app.kernels.timing import MAX_SPREAD
 from app.settings import Settings
 from app.weights.checkpoint import Checkpoint, open_checkpoint

@@ -20,7 +20,8 @@ from app.hardware.probe.probe import probe
 from app.kernels.linear.fp32_panels import Fp32PanelLinear
 from app.kernels.linear.linear import ExactLinear, Linear
 from app.kernels.linear.quantization import activation_aware_scales, compute_gptq_factors
-from app.kernels.native.operations import OpCode, has_kernel
+from app.kernels.native.arguments import OpCode
+from app.kernels.native.operations import has_kernel
 from app.settings import load_settings
 from app.weights.checkpoint import Checkpoint, open_checkpoint
 from app.weights.forms import RECIPES
@@ -150,9 +151,9 @@ def test_wide_inputs_are_correlated_in_blocks(monkeypatch: pytest.MonkeyPatch) -
     meter = InputMeter.of(ExactLinear([torch.zeros(8, 160)], None), 160, correlate=True)
     x = torch.randn(50, 160)
     meter.observe(x)
-    assert [len(part) for part in meter.correlations] == [64, 64, 32]
-    torch.testing.assert_close(meter.correlations[1], x[:, 64:128].T @ x[:, 64:128])
-    assert compute_gptq_factors(meter.correlations[2]).rounding_order.shape == (32,)
+    assert [len(part) for part in meter.sums.correlations] == [64, 64, 32]
+    torch.testing.assert_close(meter.sums.correlations[1], x[:, 64:128].T @ x[:, 64:128])
+    assert compute_gptq_factors(meter.sums.correlations[2]).rounding_order.shape == (32,)
 
 
 def test_every_token_counts_alike_in_a_loss() -> None:

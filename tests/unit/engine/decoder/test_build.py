@@ -19,7 +19,8 @@ from app.errors import PlanImpossible
 from app.hardware.decision import Decision
 from app.hardware.plan.plan import ServingPlan, make_plan
 from app.hardware.probe.probe import probe
-from app.kernels.native.operations import OpCode, has_kernel
+from app.kernels.native.arguments import OpCode
+from app.kernels.native.operations import has_kernel
 from app.messages import Generate, SamplingParams
 from app.metrics.instruments import Metrics
 from app.metrics.load_progress import LoadProgress

@@ -17,7 +17,8 @@ from app.engine.encoder.sharding import DEFAULT_PLANNER, LanePlan, TextBatch
 from app.kernels.attention.context import EncodeContext
 from app.kernels.elementwise.embedding import add_embedding_rows, embedding_rows
 from app.kernels.elementwise.norms import gather
-from app.kernels.native.operations import OpCode, has_kernel
+from app.kernels.native.arguments import OpCode
+from app.kernels.native.operations import has_kernel
 from app.kernels.native.recording import NotRecordable
 from app.messages import Encode, Text
 

@@ -14,6 +14,7 @@ from app.engine.scheduler.queues import EngineLimits, max_sequence_tokens
 from app.messages import Abort, Generate, SamplingParams
 from engine_simulation import EOS, Simulation, plain_beams, plain_completion, plain_scores
 from hypothesis_examples import examples
+from kept_prefixes import KeptPrefixes
 
 FAMILIES = {"a": [1, 2, 3, 4] * 20, "b": [1, 2, 3, 4] * 6 + [5] * 60, "c": [6] * 80}  # a and b part after 24 tokens
 
@@ -36,6 +37,7 @@ class AnyRun(RuleBasedStateMachine):
         itl=st.sampled_from([None, 1.0, 50.0]),
         guessed=st.sampled_from([None, None, 0.0, 0.5, 0.9, 1.0]),
         flying=st.sampled_from([0.0, 0.5, 1.0, 1.0]),
+        kept=st.sampled_from([None, None, 0.0, 0.5]),
     )
     def begin(
         self,
@@ -47,11 +49,14 @@ class AnyRun(RuleBasedStateMachine):
         itl: float | None,
         guessed: float | None,
         flying: float,
+        kept: float | None,
     ) -> None:
         limits = EngineLimits(max_model_len=90, max_running_seqs=running, max_batch_tokens=batch_tokens)
         self.sim = Simulation(num_slots, capacity, page, limits, PrefillBudget(batch_tokens, itl)).flying(flying)
         if guessed is not None:
             self.sim.with_guesses(guessed)
+        if kept is not None:  # on a device there is no store, and on a processor nothing is launched ahead
+            self.sim.flying(0.0).scheduler.prefix_store = KeptPrefixes(self.sim.runner, kept)
 
     @rule(
         family=st.sampled_from(sorted(FAMILIES)),
@@ -94,6 +99,10 @@ class AnyRun(RuleBasedStateMachine):
     def step(self, times: int) -> None:
         for _ in range(times):
             self.sim.step()
+
+    @rule()
+    def keep_prefixes(self) -> None:
+        self.sim.engine.save_prefixes(lambda: False)
 
     @precondition(lambda self: self.asked)
     @rule(which=st.integers(0, 1000), choice=st.sampled_from([None, None, 0, 1]))

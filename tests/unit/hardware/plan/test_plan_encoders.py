@@ -183,6 +183,7 @@ def test_memory_shortens_the_longest_text_and_the_step() -> None:
         ),
         ({"kv_precision": "int8"}, "kv_precision is int8"),
         ({"itl_target_ms": 20.0}, "itl_target_ms is 20"),
+        ({"prompt_cache": "/kept"}, "prompt_cache is /kept, but this model generates no text: leave it out"),
         ({"max_model_len": 513}, "supports at most 512"),
         ({"max_model_len": 300, "max_batch_tokens": 200}, "never divided"),
         ({"max_running_seqs": 600, "max_batch_tokens": 512}, "each text needs one token"),

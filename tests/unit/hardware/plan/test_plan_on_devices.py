@@ -220,6 +220,11 @@ def test_how_a_gpu_makes_its_steps(recorded: Recorded, llama_1b: Needs) -> None:
         chosen(recorded("mac-m4-pro"), llama_1b, compile="on", device="mps")
 
 
+def test_prompts_are_not_kept_from_a_gpu(recorded: Recorded, llama_1b: Needs) -> None:
+    with pytest.raises(PlanImpossible, match="prompt_cache is set, but keys and values in a GPU's memory are not kept"):
+        chosen(recorded("h200"), llama_1b, prompt_cache="/kept", device="cuda")
+
+
 def test_encoders_on_a_gpu(recorded: Recorded, llama_1b: Needs) -> None:
     bert = dataclasses.replace(llama_1b, kind="encoder", kv_elements_per_token=0, max_model_len=512, hidden_size=1024)
     plan = chosen(recorded("h200"), bert)

@@ -41,6 +41,9 @@ FORCED: list[tuple[dict[str, Any], str, Any]] = [
     ({"calibrate": "off"}, "calibrate", False),
     ({"calibrate": "on"}, "calibrate", True),
     ({"speculation": "off"}, "speculation", False),
+    ({}, "prompt_cache", None),
+    ({"prompt_cache": "/kept"}, "prompt_cache", "/kept"),
+    ({"prompt_cache_bytes": GIB}, "prompt_cache_bytes", GIB),
 ]
 
 REFUSED: list[tuple[dict[str, Any], type[Exception], str]] = [

@@ -14,7 +14,8 @@ from torch import Tensor
 from app.kernels.attention.attention import QkvHeads
 from app.kernels.attention.context import AttentionSpec
 from app.kernels.attention.texts import TextStarts, attend_texts, attend_texts_torch
-from app.kernels.native.operations import OpCode, has_kernel
+from app.kernels.native.arguments import OpCode
+from app.kernels.native.operations import has_kernel
 from hypothesis_examples import examples
 from native_levels import at_level
 from row_checks import LEVELS, a_level, needs_levels, rows_of

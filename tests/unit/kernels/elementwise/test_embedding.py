@@ -11,7 +11,8 @@ from app.kernels.elementwise.embedding import add_embedding_rows, embedding_rows
 from app.kernels.elementwise.rope import rope_angles, rope_angles_torch
 from app.kernels.linear.bf16_panels import Bf16PanelLinear, HybridFactory
 from app.kernels.linear.int_panels import IntPanelFactory
-from app.kernels.native.operations import OpCode, has_kernel
+from app.kernels.native.arguments import OpCode
+from app.kernels.native.operations import has_kernel
 from hypothesis_examples import examples
 from native_levels import at_level, levels
 

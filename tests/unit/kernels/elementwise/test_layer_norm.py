@@ -8,12 +8,13 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from app.kernels.elementwise.activations import ACTIVATIONS, activate, activate_torch
+from app.kernels.elementwise.activations import ACTIVATIONS, activate, activate_torch, convert_rows, xielu, xielu_torch
 from app.kernels.elementwise.norms import layer_norm, layer_norm_in_place, layer_norm_torch
 from app.kernels.linear.activations import ROW_DTYPES, Activations, quantise, unquantised
 from app.kernels.linear.int_panels import IntPanelFactory
 from app.kernels.linear.linear import FORMS, ActivatingForm, Linear
-from app.kernels.native.operations import OpCode, has_kernel
+from app.kernels.native.arguments import OpCode
+from app.kernels.native.operations import has_kernel
 from hypothesis_examples import examples
 from native_levels import at_level
 from row_checks import (
@@ -91,6 +92,34 @@ def test_an_activation_equals_its_reference(
             activate_torch(wide[:, :size].double(), activation).float(),
             group,
         )
+
+
+@needs_levels
+@often
+@given(
+    level=a_level, rows=num_rows, size=sizes, group=groups, spread=st.sampled_from([0.01, 1.0, 20.0]),
+    factors=st.tuples(st.floats(0.1, 2.0), st.floats(0.1, 2.0)), dtype=st.sampled_from(ROW_DTYPES),
+)  # fmt: skip
+def test_xielu_equals_its_reference(
+    level: str, rows: int, size: int, group: int | None, spread: float, factors: tuple[float, float],
+    dtype: torch.dtype,
+) -> None:  # fmt: skip
+    wide, group = rows_of(rows, size + 8, spread, None).to(dtype), group_of(group, size)
+    with at_level(level):
+        assume(has_kernel(OpCode.ACTIVATE))
+        check(xielu(wide[:, :size], *factors, group), xielu_torch(wide[:, :size].double(), *factors).float(), group)
+
+
+@needs_levels
+@often
+@given(level=a_level, rows=num_rows, size=sizes, group=groups, dtype=st.sampled_from(ROW_DTYPES))
+def test_rows_are_converted_to_what_a_product_reads(
+    level: str, rows: int, size: int, group: int | None, dtype: torch.dtype
+) -> None:
+    wide, group = rows_of(rows, size + 8), group_of(group, size)
+    with at_level(level):
+        assume(has_kernel(OpCode.ACTIVATE))
+        check(convert_rows(wide[:, :size], dtype, group), wide[:, :size], group)
 
 
 @needs_levels

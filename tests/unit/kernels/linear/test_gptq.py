@@ -19,7 +19,8 @@ from app.kernels.linear.quantization import (
     symmetric_scales,
     symmetric_scales_torch,
 )
-from app.kernels.native.operations import OpCode, has_kernel
+from app.kernels.native.arguments import OpCode
+from app.kernels.native.operations import has_kernel
 from tests.native_levels import at_level, levels
 
 

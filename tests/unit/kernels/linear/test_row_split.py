@@ -7,7 +7,8 @@ import torch
 
 from app.kernels.linear.int_panels import IntPanelFactory
 from app.kernels.linear.row_split import RowSplitFactory
-from app.kernels.native.operations import OpCode, has_kernel
+from app.kernels.native.arguments import OpCode
+from app.kernels.native.operations import has_kernel
 
 pytestmark = pytest.mark.skipif(not has_kernel(OpCode.LINEAR_INT), reason="integer forms need the native library")
 

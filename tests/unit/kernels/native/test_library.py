@@ -15,9 +15,10 @@ from hypothesis import strategies as st
 from app.errors import PlanImpossible
 from app.kernels.linear.bf16_panels import Bf16PanelLinear
 from app.kernels.native import library as native_module
+from app.kernels.native.arguments import OpCode
 from app.kernels.native.library import native_library
 from app.kernels.native.memory import allocate_weights
-from app.kernels.native.operations import OpCode, has_kernel
+from app.kernels.native.operations import has_kernel
 from hypothesis_examples import examples
 
 needs_native = pytest.mark.skipif(not has_kernel(OpCode.LINEAR_BF16), reason=native_library().reason)

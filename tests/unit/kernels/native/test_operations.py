@@ -9,8 +9,9 @@ import pytest
 
 from app.errors import PlanImpossible
 from app.kernels.native import operations
+from app.kernels.native.arguments import OpCode
 from app.kernels.native.library import native_library
-from app.kernels.native.operations import OpCode, has_kernel
+from app.kernels.native.operations import has_kernel
 
 pytestmark = pytest.mark.skipif(native_library().library is None, reason="no native library here")
 

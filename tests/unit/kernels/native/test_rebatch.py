@@ -12,8 +12,9 @@ from app.kernels.elementwise.rope import rope_angles
 from app.kernels.linear.bf16_product import WideRows
 from app.kernels.linear.int_panels import IntPanelFactory
 from app.kernels.linear.linear import Linear
+from app.kernels.native.arguments import OpCode
 from app.kernels.native.memory import Int64Buffer
-from app.kernels.native.operations import OpCode, has_kernel
+from app.kernels.native.operations import has_kernel
 from app.kernels.native.recording import NotRecordable, RecordedRowCounts, ResultPool, record_operations
 
 SIZE, INNER, MOST = 64, 96, 40

@@ -10,7 +10,8 @@ from torch import Tensor
 
 from app.kernels.linear.activations import QuantisedActivations, quantise, unpack_tiles
 from app.kernels.linear.int_panels import IntPanelFactory
-from app.kernels.native.operations import OpCode, has_kernel
+from app.kernels.native.arguments import OpCode
+from app.kernels.native.operations import has_kernel
 from app.kernels.native.recording import NotRecordable, ResultPool, record_dry_run, record_operations
 
 pytestmark = pytest.mark.skipif(not has_kernel(OpCode.LINEAR_INT), reason="no native kernels here")

@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 
 from app.errors import CheckpointInvalid
-from app.models.decoders.config import DECODER_FAMILIES, ModelConfig
+from app.models.decoders.config import ModelConfig
+from app.models.decoders.families import DECODER_FAMILIES
 from tiny_checkpoints import ARCHITECTURES, config_values
 
 
@@ -15,8 +16,48 @@ def read(architecture: str = "LlamaForCausalLM", **values: Any) -> ModelConfig:
     return ModelConfig.from_hf(config_values(architecture, **values))
 
 
-def test_every_family_has_a_tiny_checkpoint() -> None:
-    assert set(ARCHITECTURES) == set(DECODER_FAMILIES)
+def test_tiny_checkpoints_are_of_known_families() -> None:
+    assert set(ARCHITECTURES) <= set(DECODER_FAMILIES)
+
+
+def test_multipliers_are_folded() -> None:
+    values = {**config_values(), "architectures": ["GraniteForCausalLM"], "head_dim": None}
+    plain = ModelConfig.from_hf(values)
+    halved = ModelConfig.from_hf({**values, "residual_multiplier": 0.5, "embedding_multiplier": 3.0})
+    assert halved.embedding_scale == 6.0 and halved.norm.eps == 4 * plain.norm.eps
+    assert ModelConfig.from_hf({**values, "logits_scaling": 8.0}).logit_scale == 1 / 8
+
+
+@pytest.mark.parametrize(
+    ("architecture", "values", "sentence"),
+    [
+        ("FalconForCausalLM", {"alibi": True}, "ALiBi, a bias of scores by distance, is not offered"),
+        ("OlmoForCausalLM", {"clip_qkv": 8.0}, "clip_qkv is 8.0"),
+        ("StableLmForCausalLM", {"qk_layernorm": True}, "a separate norm for each head is not offered"),
+        ("OPTForCausalLM", {"word_embed_proj_dim": 16}, "word_embed_proj_dim is 16"),
+        ("GPT2LMHeadModel", {"scale_attn_by_inverse_layer_idx": True}, "a scale of attention for each layer"),
+    ],
+)
+def test_what_a_family_cannot_do_is_refused_by_name(architecture: str, values: dict[str, Any], sentence: str) -> None:
+    with pytest.raises(CheckpointInvalid) as caught:
+        ModelConfig.from_hf({**config_values(), "architectures": [architecture], **values})
+    assert sentence in caught.value.message
+
+
+def test_ministral_3_ends_where_queries_would_be_scaled() -> None:
+    rope = {"rope_type": "yarn", "factor": 16.0, "original_max_position_embeddings": 64, "llama_4_scaling_beta": 0.1}
+    values = {**config_values(), "architectures": ["Ministral3ForCausalLM"], "rope_parameters": rope}
+    assert ModelConfig.from_hf(values).max_model_len == 64
+
+
+@pytest.mark.parametrize(
+    ("architecture", "need"),
+    [("MambaForCausalLM", "state-space layers"), ("BloomForCausalLM", "ALiBi"), ("Lfm2ForCausalLM", "convolutions")],
+)
+def test_a_known_architecture_is_refused_with_what_it_needs(architecture: str, need: str) -> None:
+    with pytest.raises(CheckpointInvalid) as caught:
+        ModelConfig.from_hf({"architectures": [architecture]})
+    assert need in caught.value.message and "docs/families.md" in caught.value.message
 
 
 def test_model_type_alone_names_the_architecture() -> None:
@@ -84,8 +125,8 @@ def test_gemma3_has_two_thetas_and_smollm3_layers_without() -> None:
 TYPES = ("full_attention", "sliding_attention")
 REFUSALS: dict[str, tuple[dict[str, Any], str]] = {
     "architecture": (
-        {"architectures": ["BloomForCausalLM"]},
-        "BloomForCausalLM is not supported; supported are LlamaForCausalLM",
+        {"architectures": ["DoubtfulForCausalLM"]},
+        "DoubtfulForCausalLM is not supported; supported are Llama",
     ),
     "no architecture": ({"architectures": None, "model_type": "t5"}, "t5 is not supported"),
     "architectures not a list": ({"architectures": "LlamaForCausalLM"}, "is not supported"),

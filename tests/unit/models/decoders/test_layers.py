@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import count
 
 import pytest
@@ -13,9 +14,11 @@ from app.kernels.attention.context import AttentionSpec
 from app.kernels.linear.activations import Activations, QuantisedActivations
 from app.kernels.linear.int_panels import IntPanelFactory
 from app.kernels.linear.linear import Linear, PlainLinear
-from app.kernels.native.operations import OpCode, has_kernel
+from app.kernels.native.arguments import OpCode
+from app.kernels.native.operations import has_kernel
 from app.models.decoders.config import ModelConfig
-from app.models.decoders.decoder import GemmaLayer, LlamaLayer, RMSNorm
+from app.models.decoders.layer import DecoderLayer, HeadNorm, Norm
+from app.models.decoders.layer_config import Placement
 from tiny_checkpoints import config_values
 
 needs_integers = pytest.mark.skipif(
@@ -23,11 +26,10 @@ needs_integers = pytest.mark.skipif(
 )
 
 
-def layer_of(
-    kind: type[LlamaLayer | GemmaLayer], packing: IntPanelFactory | type[PlainLinear]
-) -> LlamaLayer | GemmaLayer:
+def layer_of(placement: Placement, packing: IntPanelFactory | type[PlainLinear]) -> DecoderLayer:
     """Random weights, the same at every call, in the form that is asked for."""
-    layer = kind(ModelConfig.from_hf(config_values()), 0, torch.bfloat16)
+    config = replace(ModelConfig.from_hf(config_values()), placement=placement)
+    layer = DecoderLayer(config, 0, torch.bfloat16)
     seeds = count()
     for module in layer.modules():
         generator = torch.Generator().manual_seed(next(seeds))
@@ -36,7 +38,7 @@ def layer_of(
                 torch.randn(module.out_features, module.in_features, generator=generator) * module.in_features**-0.5
             )
             module.form = packing.pack(weight.bfloat16(), None)
-        elif isinstance(module, RMSNorm):
+        elif isinstance(module, Norm | HeadNorm):
             module.set_weight(1 + 0.1 * torch.randn(module.weight.shape, generator=generator))
     return layer
 
@@ -46,27 +48,27 @@ def attend(layer: int, heads: QkvHeads, spec: AttentionSpec) -> Tensor:
 
 
 @needs_integers
-@pytest.mark.parametrize("kind", [LlamaLayer, GemmaLayer])
+@pytest.mark.parametrize("placement", ["pre", "post", "sandwich", "parallel"])
 @pytest.mark.parametrize("bits", [4, 8])
 @pytest.mark.parametrize("wanted", [None, [6, 2]])
 def test_a_layer_in_integers_says_what_the_plain_one_says(
-    kind: type[LlamaLayer], bits: int, wanted: list[int] | None
+    placement: Placement, bits: int, wanted: list[int] | None
 ) -> None:
     packing = IntPanelFactory(bits, None if bits == 8 else 32)
     rows = None if wanted is None else torch.tensor(wanted)
     results = []
     for form in (PlainLinear, packing):
-        layer = layer_of(kind, form)
+        layer = layer_of(placement, form)
         hidden = torch.randn(9, layer.attention.qkv.in_features, generator=torch.Generator().manual_seed(99))
         results.append(layer(hidden, None, attend, rows))
     plain, ours = results
     assert ours.shape == plain.shape == (9 if rows is None else 2, plain.shape[1])
-    assert (ours - plain).norm() < (0.02 if bits == 8 else 0.2) * plain.norm()
+    assert (ours - plain).norm() < (0.02 if bits == 8 else 0.25) * plain.norm()
 
 
 @needs_integers
 def test_who_feeds_a_product_writes_what_it_reads(monkeypatch: pytest.MonkeyPatch) -> None:
-    layer, seen = layer_of(LlamaLayer, IntPanelFactory(4, 32)), []
+    layer, seen = layer_of("pre", IntPanelFactory(4, 32)), []
     multiply = Linear.forward
 
     def seeing(self: Linear, x: Activations) -> Tensor:
@@ -80,6 +82,6 @@ def test_who_feeds_a_product_writes_what_it_reads(monkeypatch: pytest.MonkeyPatc
     assert all(isinstance(x, QuantisedActivations) and (x.rows, x.group) == (3, 32) for x in (qkv, gate_up, down))
     assert isinstance(out, Tensor)
     seen.clear()
-    layer_of(LlamaLayer, PlainLinear)(torch.randn(3, layer.attention.qkv.in_features), None, attend, None)
+    layer_of("pre", PlainLinear)(torch.randn(3, layer.attention.qkv.in_features), None, attend, None)
     assert len(seen) == 4
     assert all(isinstance(x, Tensor) and x.dtype == torch.bfloat16 for x in seen)

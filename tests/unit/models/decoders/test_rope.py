@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 
 from app.kernels.elementwise.rope import apply_rope_torch as turn
-from app.models.decoders.config import RopeConfig
-from app.models.decoders.decoder import LayerRopeAngles, RotaryEmbedding
+from app.models.decoders.rope import RopeConfig
+from app.models.decoders.rotary import LayerRopeAngles, RotaryEmbedding
 
 CPU = torch.device("cpu")
 

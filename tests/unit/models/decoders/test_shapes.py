@@ -8,15 +8,12 @@ import pytest
 import torch
 
 from app.kernels.linear.linear import Linear
-from app.models.decoders.config import DECODER_FAMILIES, ModelConfig
-from app.models.decoders.decoder import Embedding, RMSNorm
+from app.models.decoders.config import ModelConfig
+from app.models.decoders.decoder import Embedding
+from app.models.decoders.layer import HeadNorm, Norm
 from app.models.decoders.shapes import tensors_of
-from app.models.registry import LAYERS, build_decoder_model
+from app.models.registry import build_decoder_model
 from tiny_checkpoints import ARCHITECTURES, config_values
-
-
-def test_registry_and_families_know_the_same_architectures() -> None:
-    assert set(LAYERS) == set(DECODER_FAMILIES)
 
 
 @pytest.mark.parametrize("biases", [False, True])
@@ -28,12 +25,17 @@ def test_modules_want_exactly_the_tensors_listed(architecture: str, biases: bool
     wanted: Counter[str] = Counter()
     shapes = tensors_of(config)
     for module in model.modules():
-        if isinstance(module, Embedding | RMSNorm):
+        if isinstance(module, Embedding):
             wanted[f"{module.source}.weight"] += 1
+        elif isinstance(module, Norm | HeadNorm):
+            wanted.update(f"{module.source}.{kind}" for kind in module.kinds)
         elif isinstance(module, Linear):
             kinds = ("weight", "bias") if module.has_bias else ("weight",)
             wanted.update(f"{source}.{kind}" for source in module.sources for kind in kinds)
             assert sum(shapes[f"{source}.weight"][0] for source in module.sources) == module.out_features
+    if config.shares_norm:  # a parallel layer computes it for each of its two products
+        assert {wanted[f"model.layers.0.input_layernorm.{kind}"] for kind in ("weight",)} == {2}
+        wanted = Counter(dict.fromkeys(wanted, 1))
     assert wanted == Counter(list(shapes))
 
 

@@ -118,7 +118,7 @@ def test_what_is_pooled_must_fit() -> None:
 
 def test_a_decoder_keeps_its_layers() -> None:
     config = read("Qwen3Model")
-    assert config.decoder is not None and config.decoder.architecture == "Qwen3ForCausalLM" and config.decoder.qk_norm
+    assert config.decoder is not None and config.decoder.architecture == "Qwen3ForCausalLM" and config.decoder.head_norm
     assert not config.bidirectional and config.pooling.modes == ("last",)
     assert read("EuroBertModel").bidirectional and read("Gemma3TextModel").bidirectional
     with pytest.raises(CheckpointInvalid, match="makes this decoder an encoder"):

@@ -8,22 +8,27 @@ from __future__ import annotations
 
 import json
 import re
+from base64 import b64encode
 from collections.abc import Iterator, Mapping
+from hashlib import sha256
 from html import escape
 from typing import Any
 
 from starlette.responses import HTMLResponse
 
-_HEADERS = {
-    "content-security-policy": "default-src 'none'; style-src 'unsafe-inline'; frame-ancestors 'none'; base-uri 'none'",
-    "x-content-type-options": "nosniff",
-}
 _STYLE = """
 body { font: 16px/1.5 system-ui, sans-serif; max-width: 60rem; margin: 2rem auto; padding: 0 1rem; color-scheme: light dark }
 code, pre { font: 14px/1.4 ui-monospace, monospace } pre { overflow: auto; padding: .5rem; border: 1px solid #8886 }
 details { border-bottom: 1px solid #8886; padding: .3rem 0 } summary { cursor: pointer }
 td, th { text-align: left; padding-right: 1rem; vertical-align: top }
 """
+_STYLE_HASH = b64encode(sha256(_STYLE.encode()).digest()).decode()
+_HEADERS = {
+    "content-security-policy": f"default-src 'none'; style-src 'sha256-{_STYLE_HASH}'; img-src data:;"
+    " form-action 'none'; frame-ancestors 'none'; base-uri 'none'",
+    "x-content-type-options": "nosniff",
+    "referrer-policy": "no-referrer",
+}
 _REFERENCE = re.compile(r'"#/components/schemas/([^"]+)"')
 
 
@@ -38,9 +43,9 @@ def documentation_response(document: Mapping[str, Any]) -> HTMLResponse:
     schemas = "".join(_schema(name, schema) for name, schema in sorted(document["components"]["schemas"].items()))
     page = (
         f'<!doctype html><html lang="en"><head><meta charset="utf-8"><title>{title}</title><link rel="icon" href="data:,">'
-        f"<style>{_STYLE}</style></head><body><h1>{title}</h1>"
+        f"<style>{_STYLE}</style></head><body><main><h1>{title}</h1>"
         '<p>The same as a document for programs: <a href="openapi.json">openapi.json</a>.</p>'
-        f"{sections}<h2>Schemas</h2>{schemas}</body></html>"
+        f"{sections}<h2>Schemas</h2>{schemas}</main></body></html>"
     )
     return HTMLResponse(page, headers=_HEADERS)
 

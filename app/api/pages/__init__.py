@@ -1,0 +1,1 @@
+"""Pages for browsers: the web page at `/`, and the list of routes at `/docs`."""

@@ -1,0 +1,88 @@
+"""The LoRA adapters of a decoder on a CPU: slots for their weights, and which rows of a step use which of them.
+
+A step is one batch whatever the adapters of its sequences are: the model's own products serve all rows together, and
+each product then adds the adapters of the rows that have one (`kernels/linear/lora.py`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+
+from torch import Tensor
+
+from app.engine.scheduler.batch import ScheduledSpan
+from app.kernels.linear.linear import Linear
+from app.kernels.linear.lora import LoraProduct, LoraRows, LoraSlots, LoraWeights, RowRun
+from app.models.decoders.decoder import Decoder
+from app.weights.files import readable_or_invalid
+from app.weights.lora.adapter import LoraAdapter, ServedAdapters
+from app.weights.lora.load import load_adapter
+
+MAX_STEP_TOKENS = 2**16  # larger steps are not recorded
+
+
+class AdapterSlots:
+    """The adapters of one model. It is used on the worker thread only, except `read`."""
+
+    def __init__(self, model: Decoder, layers: Iterable[str], slots: LoraSlots) -> None:
+        """Let the products of these layers add adapters.
+
+        Args:
+            model: The model, with its weights.
+            layers: Names of the layers that adapters may change (`adapted_layers`).
+            slots: Number of adapters, their highest rank and their dtype.
+        """
+        self._dtype = slots.dtype
+        self._input_scales: dict[str, Tensor] = {}  # what the inputs of a layer are divided by
+        self._rows = LoraRows(MAX_STEP_TOKENS)
+        self._places: dict[str, tuple[LoraProduct, int]] = {}
+        names = set(layers)
+        for linear in model.modules():
+            if not isinstance(linear, Linear) or not names.intersection(linear.sources):
+                continue
+            linear.lora = LoraProduct(self._rows, linear.in_features, linear.source_rows, slots)
+            for source, name in enumerate(linear.sources):
+                self._places[name] = linear.lora, source
+                if linear.input_scales is not None:
+                    self._input_scales[name] = linear.input_scales
+        assert names == self._places.keys(), "every layer that an adapter may change is a product of the model"
+
+    def read(self, adapter: LoraAdapter) -> dict[str, LoraWeights]:
+        """Return the packed weights of an adapter. Any thread may call it.
+
+        Raises:
+            CheckpointInvalid: The file is damaged or cannot be read.
+        """
+        with readable_or_invalid(adapter.directory):
+            return load_adapter(adapter, self._dtype, self._input_scales)
+
+    def set_weights(self, slot: int, weights: Mapping[str, LoraWeights] | None) -> None:
+        """Put an adapter's weights, by the name of the layer, into a slot; None: empty it."""
+        for name, (product, source) in self._places.items():
+            product.set_weights(slot, source, None if weights is None else weights.get(name))
+
+    def begin(self, spans: Iterable[ScheduledSpan]) -> None:
+        """Set the rows of the next step."""
+        tokens: list[RowRun] = []
+        wanted: list[RowRun] = []
+        num_tokens = num_wanted = 0
+        for span in spans:
+            slot = None if span.sequence.adapter is None else span.sequence.adapter.slot
+            tokens.append((slot, num_tokens, span.num_tokens))
+            wanted.append((slot, num_wanted, span.num_samples))
+            num_tokens += span.num_tokens
+            num_wanted += span.num_samples
+        self._rows.fill(tokens, wanted, num_tokens)
+
+
+def load_adapter_slots(model: Decoder, served: ServedAdapters, report: Callable[[str], None]) -> AdapterSlots:
+    """Return the slots of a loaded model, with the weights of the named adapters in the first ones.
+
+    Raises:
+        CheckpointInvalid: The weights of an adapter are damaged.
+    """
+    slots = AdapterSlots(model, served.layers, LoraSlots(served.slots, served.max_rank, model.norm.dtype))
+    for slot, (name, adapter) in enumerate(served.named.items()):
+        report(f"loading the adapter {name}")
+        slots.set_weights(slot, slots.read(adapter))
+    return slots

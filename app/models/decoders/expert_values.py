@@ -1,0 +1,121 @@
+"""Reads the values of config.json that describe a mixture of experts. Torch is not needed."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from app.errors import CheckpointInvalid
+from app.kernels.elementwise.routing_rule import MAX_EXPERTS, Routing
+from app.models.config_reader import ConfigReader
+from app.models.decoders.family import Fields
+from app.models.decoders.family_values import granite, refuse
+from app.models.decoders.layer_config import ExpertsConfig
+
+
+def _checked(config: ConfigReader, experts: ExpertsConfig) -> Fields:
+    """Return the field of the experts.
+
+    Raises:
+        CheckpointInvalid: The numbers contradict each other, or are too large.
+    """
+    routing = experts.routing
+    if routing.num_experts > MAX_EXPERTS:
+        raise CheckpointInvalid(f"{config.where}: {routing.num_experts} experts are more than {MAX_EXPERTS}.")
+    groups, kept = routing.num_groups, routing.top_groups
+    if routing.num_experts % groups or kept > groups:
+        raise CheckpointInvalid(
+            f"{config.where}: {kept} of {groups} groups cannot be selected from {routing.num_experts} experts."
+        )
+    if groups > 1 and routing.group_rating == "two best" and routing.num_experts // groups < 2:
+        raise CheckpointInvalid(f"{config.where}: groups of experts must have two at least.")
+    if routing.top_k > routing.num_experts // groups * kept:
+        raise CheckpointInvalid(
+            f"{config.where}: {routing.top_k} experts of each token cannot be selected from"
+            f" {routing.num_experts // groups * kept}."
+        )
+    return {"experts": experts}
+
+
+def _everywhere(fields: Fields) -> tuple[bool, ...]:
+    return (True,) * int(fields["num_layers"])
+
+
+def _sparse_layers(config: ConfigReader, fields: Fields) -> tuple[bool, ...]:
+    """Return which layers have experts: each `decoder_sparse_step`-th one, without those of `mlp_only_layers`."""
+    step, dense = config.integer("decoder_sparse_step", 1), config.values.get("mlp_only_layers") or []
+    if not isinstance(dense, Sequence):
+        raise CheckpointInvalid(f"{config.where}: mlp_only_layers must be a list of layers.")
+    return tuple((layer + 1) % step == 0 and layer not in dense for layer in range(fields["num_layers"]))
+
+
+def _routing(config: ConfigReader, number: str, count: int, top_k: int) -> Routing:
+    return Routing(
+        config.integer(number, count),
+        config.integer("num_experts_per_tok", top_k),
+        renormalize=config.boolean("norm_topk_prob", False),
+    )
+
+
+def mixtral(config: ConfigReader, fields: Fields) -> Fields:
+    """Read the experts of Mixtral, whose weights always have the sum 1."""
+    routing = Routing(config.integer("num_local_experts", 8), config.integer("num_experts_per_tok", 2))
+    return _checked(config, ExpertsConfig(routing, fields["intermediate_size"], _everywhere(fields)))
+
+
+def granite_moe(config: ConfigReader, fields: Fields) -> Fields:
+    """Read the experts of Granite: a softmax over the logits of the selected ones gives their weights."""
+    return {**granite(config, fields), **mixtral(config, fields)}
+
+
+def olmoe(config: ConfigReader, fields: Fields) -> Fields:
+    """Read the experts of OLMoE."""
+    refuse(config, "clip_qkv", None, "clipping queries, keys and values")
+    routing = _routing(config, "num_experts", 64, 8)
+    return _checked(config, ExpertsConfig(routing, fields["intermediate_size"], _everywhere(fields)))
+
+
+def qwen2_moe(config: ConfigReader, fields: Fields) -> Fields:
+    """Read the experts of Qwen 1.5 and 2, with a gated shared expert, and the biases of attention."""
+    experts = ExpertsConfig(
+        _routing(config, "num_experts", 60, 4),
+        config.integer("moe_intermediate_size", 1408),
+        _sparse_layers(config, fields),
+        shared_size=config.integer("shared_expert_intermediate_size", 5632),
+        shared_gate=True,
+    )
+    return {**_checked(config, experts), "qkv_bias": config.boolean("qkv_bias", True)}
+
+
+def qwen3_moe(config: ConfigReader, fields: Fields) -> Fields:
+    """Read the experts of Qwen 3."""
+    size = config.integer("moe_intermediate_size", 768)
+    routing = _routing(config, "num_experts", 128, 8)
+    return _checked(config, ExpertsConfig(routing, size, _sparse_layers(config, fields)))
+
+
+def _sigmoid_routing(config: ConfigReader, count: int, top_k: int, scale: float) -> Routing:
+    return Routing(
+        config.integer("n_routed_experts", count),
+        config.integer("num_experts_per_tok", top_k),
+        "sigmoid",
+        config.boolean("norm_topk_prob", True),
+        config.number("routed_scaling_factor", scale),
+        1e-20,
+        config.integer("n_group", 1),
+        config.integer("topk_group", 1),
+        "two best",
+    )
+
+
+def glm4_moe(config: ConfigReader, fields: Fields) -> Fields:
+    """Read the experts of GLM 4.5, which begin after some dense layers, and the norms of queries and keys."""
+    dense, size = config.integer("first_k_dense_replace", 1, at_least=0), config.integer("moe_intermediate_size", 1408)
+    experts = ExpertsConfig(
+        _sigmoid_routing(config, 128, 8, 1.0),
+        size,
+        tuple(layer >= dense for layer in range(fields["num_layers"])),
+        shared_size=size * config.integer("n_shared_experts", 1, at_least=0),
+        selection_bias=True,
+    )
+    norms = {} if config.boolean("use_qk_norm", False) else {"head_norm": None}
+    return {**_checked(config, experts), **norms}

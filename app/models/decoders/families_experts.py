@@ -1,0 +1,73 @@
+"""The supported families of decoders with a mixture of experts: a part of the table in `families.py`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from app.models.decoders import expert_values as experts
+from app.models.decoders import family_values as values
+from app.models.decoders.family import DecoderFamily
+from app.models.decoders.layer_config import HeadNormConfig
+
+_PER_HEAD = HeadNormConfig()
+
+EXPERT_FAMILIES: Mapping[str, DecoderFamily] = {
+    "MixtralForCausalLM": DecoderFamily(
+        model_type="mixtral",
+        title="Mixtral",
+        attention_biases="none",
+        eps=1e-5,
+        theta=1_000_000.0,
+        slides=lambda config, layer: True,
+        read=experts.mixtral,
+        parts={"block_sparse_moe.": "mlp.", ".w1.": ".gate_proj.", ".w2.": ".down_proj.", ".w3.": ".up_proj."},
+    ),
+    "Qwen2MoeForCausalLM": DecoderFamily(
+        model_type="qwen2_moe",
+        aliases={"num_experts": "num_local_experts"},
+        title="Qwen 1.5 and 2 with experts",
+        window=4096,
+        attention_biases="qkv",
+        slides=values.qwen_slides,
+        read=experts.qwen2_moe,
+    ),
+    "Qwen3MoeForCausalLM": DecoderFamily(
+        model_type="qwen3_moe",
+        aliases={"num_experts": "num_local_experts"},
+        title="Qwen 3 with experts",
+        window=4096,
+        head_norm=_PER_HEAD,
+        slides=lambda config, layer: True,
+        read=experts.qwen3_moe,
+    ),
+    "OlmoeForCausalLM": DecoderFamily(
+        model_type="olmoe",
+        aliases={"num_experts": "num_local_experts"},
+        title="OLMoE",
+        eps=1e-5,
+        head_norm=HeadNormConfig(scope="together"),
+        read=experts.olmoe,
+    ),
+    "GraniteMoeForCausalLM": DecoderFamily(
+        model_type="granitemoe",
+        title="Granite 3 with experts",
+        read=experts.granite_moe,
+        parts={
+            "block_sparse_moe.input_linear.weight": "mlp.experts.gate_up_proj",
+            "block_sparse_moe.output_linear.weight": "mlp.experts.down_proj",
+            "block_sparse_moe.router.layer.": "mlp.gate.",
+        },
+    ),
+    "Glm4MoeForCausalLM": DecoderFamily(
+        model_type="glm4_moe",
+        aliases={"n_routed_experts": "num_local_experts"},
+        title="GLM 4.5 and newer with experts",
+        partial=0.5,
+        attention_biases="config_qkv",
+        eps=1e-5,
+        head_norm=_PER_HEAD,
+        read=experts.glm4_moe,
+        parts={".mlp.shared_experts.": ".mlp.shared_expert."},
+        has_more_layers=True,
+    ),
+}

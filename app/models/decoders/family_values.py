@@ -1,0 +1,306 @@
+"""Reads the values of config.json that single families of decoders have. Each function is `DecoderFamily.read` of one."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from app.errors import CheckpointInvalid
+from app.models.config_reader import ConfigReader
+from app.models.decoders.family import Fields
+from app.models.decoders.layer_config import HeadNormConfig, NormConfig
+from app.models.decoders.rope import RopeConfig
+
+
+def refuse(config: ConfigReader, name: str, unless: object, reason: str) -> None:
+    """Check that a value is absent or `unless`.
+
+    Raises:
+        CheckpointInvalid: It is something else; the message says that `reason` is not offered.
+    """
+    value = config.values.get(name)
+    if value is not None and value != unless:
+        raise CheckpointInvalid(f"{config.where}: {name} is {value!r}, and {reason} is not offered.")
+
+
+def _shared_kv_heads(config: ConfigReader, fields: Fields, kv_heads: int) -> Fields:
+    if fields["num_heads"] % kv_heads:
+        raise CheckpointInvalid(
+            f"{config.where}: {fields['num_heads']} attention heads cannot share {kv_heads} key/value heads evenly."
+        )
+    return {"num_kv_heads": kv_heads}
+
+
+def _learned_positions(config: ConfigReader, fields: Fields, first: int = 0) -> Fields:
+    return {
+        "ropes": (None,) * fields["num_layers"],
+        "num_positions": config.integer("max_position_embeddings"),
+        "first_position": first,
+    }
+
+
+def _without_rope(ropes: Sequence[RopeConfig | None], kept: Sequence[bool]) -> tuple[RopeConfig | None, ...]:
+    return tuple(rope if keeps else None for rope, keeps in zip(ropes, kept, strict=True))
+
+
+# ---- families like Llama --------------------------------------------------------------------------------------------
+
+
+def qwen_slides(config: ConfigReader, layer: int) -> bool:
+    """Return True for the layers of Qwen 2 and 3 with a window."""
+    return config.boolean("use_sliding_window", False) and layer >= config.integer("max_window_layers", 28, at_least=0)
+
+
+def smollm3_slides(config: ConfigReader, layer: int) -> bool:
+    """Return True for the layers of SmolLM3 with a window, if there are any."""
+    return config.boolean("use_sliding_window", False) and config.has("sliding_window") and not _has_rope(config, layer)
+
+
+def smollm3(config: ConfigReader, fields: Fields) -> Fields:
+    """Leave some layers without rotary embeddings."""
+    kept = [_has_rope(config, layer) for layer in range(fields["num_layers"])]
+    return {"ropes": _without_rope(fields["ropes"], kept)}
+
+
+def _has_rope(config: ConfigReader, layer: int) -> bool:
+    """Return True if a layer has RoPE. SmolLM3 leaves every fourth layer without positions."""
+    listed = config.values.get("no_rope_layers")
+    if isinstance(listed, list) and layer < len(listed):
+        return bool(listed[layer])
+    return (layer + 1) % config.integer("no_rope_layer_interval", 4) != 0
+
+
+def granite(config: ConfigReader, fields: Fields) -> Fields:
+    """Read the four multipliers of Granite."""
+    return {
+        "attention_scale": config.number("attention_multiplier", 1.0),
+        "embedding_scale": config.number("embedding_multiplier", 1.0),
+        "residual_multiplier": config.number("residual_multiplier", 1.0),
+        "logit_scale": 1.0 / config.number("logits_scaling", 1.0),
+    }
+
+
+def gemma(config: ConfigReader, fields: Fields) -> Fields:
+    """Scale embeddings by the square root of their size."""
+    return {"embedding_scale": fields["hidden_size"] ** 0.5}
+
+
+def gemma2(config: ConfigReader, fields: Fields) -> Fields:
+    """Read the scale of attention and the two caps."""
+    return {
+        **gemma3(config, fields),
+        "attention_softcap": _cap(config, "attn_logit_softcapping", 50.0),
+        "logit_softcap": _cap(config, "final_logit_softcapping", 30.0),
+    }
+
+
+def gemma3(config: ConfigReader, fields: Fields) -> Fields:
+    """Read the scale of attention, and caps, which Gemma 3 replaced by norms of queries and keys."""
+    return {
+        **gemma(config, fields),
+        "attention_scale": config.number("query_pre_attn_scalar", 256) ** -0.5,
+        "attention_softcap": config.optional_number("attn_logit_softcapping"),
+        "logit_softcap": config.optional_number("final_logit_softcapping"),
+    }
+
+
+def _cap(config: ConfigReader, name: str, default: float) -> float | None:
+    return None if name in config.values and not config.has(name) else config.number(name, default)
+
+
+def hyperclovax(config: ConfigReader, fields: Fields) -> Fields:
+    """Read the multipliers; the norms after the branches can be left out."""
+    refuse(config, "use_post_norm", True, "leaving out the norms after the branches")
+    scale = config.number("logits_scaling", 1.0)
+    default = fields["attention_scale"]
+    return {
+        **granite(config, fields),
+        "attention_scale": config.number("attention_multiplier", default),
+        "logit_scale": scale,
+    }
+
+
+def ministral3(config: ConfigReader, fields: Fields) -> Fields:
+    """Limit the context to the original one, where queries are not scaled by their position."""
+    section = config.section("rope_parameters")
+    if not section.has("llama_4_scaling_beta"):
+        return {}
+    most = section.integer("original_max_position_embeddings")
+    return {"max_model_len": min(most, config.integer("max_position_embeddings"))}
+
+
+def jais2(config: ConfigReader, fields: Fields) -> Fields:
+    """Read the biases, which Jais 2 has by default."""
+    bias = config.boolean("attention_bias", True)
+    return {"qkv_bias": bias, "output_bias": bias, "mlp_bias": config.boolean("mlp_bias", True)}
+
+
+def olmo(config: ConfigReader, fields: Fields) -> Fields:
+    """Refuse clipped queries, keys and values."""
+    refuse(config, "clip_qkv", None, "clipping queries, keys and values")
+    return {}
+
+
+def seed_oss(config: ConfigReader, fields: Fields) -> Fields:
+    """Read the biases, which differ between products of attention."""
+    return {
+        "qkv_bias": config.boolean("attention_bias", True),
+        "output_bias": config.boolean("attention_out_bias", False),
+    }
+
+
+def glm(config: ConfigReader, fields: Fields) -> Fields:
+    """Read the biases of queries, keys and values, which GLM has by default."""
+    return {"qkv_bias": config.boolean("attention_bias", True)}
+
+
+def ernie(config: ConfigReader, fields: Fields) -> Fields:
+    """Read use_bias, which is about all products."""
+    bias = config.boolean("use_bias", False)
+    return {"qkv_bias": bias, "output_bias": bias, "mlp_bias": bias}
+
+
+def hunyuan(config: ConfigReader, fields: Fields) -> Fields:
+    """Read the base of the rotary embeddings, which alpha raises for long contexts."""
+    for name in ("rope_parameters", "rope_scaling"):
+        section = config.section(name)
+        if section.text("rope_type", section.text("type", "default")) == "dynamic" and section.has("alpha"):
+            alpha, dim = section.number("alpha"), fields["head_dim"]
+            raised = [rope and replace(rope, theta=rope.theta * alpha ** (dim / (dim - 2))) for rope in fields["ropes"]]
+            return {"ropes": tuple(raised)}
+    return {}
+
+
+def exaone4(config: ConfigReader, fields: Fields) -> Fields:
+    """Leave layers of full attention without rotary embeddings, if others have a window."""
+    if not config.has("sliding_window") and "sliding_window" in config.values:
+        return {}
+    return {"ropes": _without_rope(fields["ropes"], [window is not None for window in fields["windows"]])}
+
+
+def exaone4_slides(config: ConfigReader, layer: int) -> bool:
+    """Return True unless it is the last layer of a pattern, or of the model."""
+    pattern = config.values.get("sliding_window_pattern", 4)
+    if isinstance(pattern, str):
+        return pattern[layer % len(pattern)] == "L"
+    return (layer + 1) % config.integer("sliding_window_pattern", 4) != 0
+
+
+# ---- families with LayerNorm ----------------------------------------------------------------------------------------
+
+
+def cohere(config: ConfigReader, fields: Fields) -> Fields:
+    """Read the scale of the logits, and the norms of queries and keys if there are any."""
+    norms = HeadNormConfig("layer", "each", fields["norm"].eps) if config.boolean("use_qk_norm", False) else None
+    return {"logit_scale": config.number("logit_scale", 0.0625), "head_norm": norms}
+
+
+def cohere2(config: ConfigReader, fields: Fields) -> Fields:
+    """Read the scale of the logits; only layers with a window have rotary embeddings."""
+    kept = [window is not None for window in fields["windows"]]
+    return {
+        "logit_scale": config.number("logit_scale", 0.0625),
+        "ropes": _without_rope(fields["ropes"], kept),
+    }
+
+
+def phi(config: ConfigReader, fields: Fields) -> Fields:
+    """Read the norms of queries and keys."""
+    refuse(config, "qk_layernorm", False, "LayerNorm of queries and keys with biases")
+    return {}
+
+
+def stablelm(config: ConfigReader, fields: Fields) -> Fields:
+    """Read the biases and the placement of the norms."""
+    refuse(config, "qk_layernorm", False, "a separate norm for each head")
+    parallel = config.boolean("use_parallel_residual", False)
+    return {
+        "qkv_bias": config.boolean("use_qkv_bias", False),
+        "output_bias": False,
+        "placement": "parallel" if parallel else "pre",
+        "shares_norm": parallel,
+    }
+
+
+def starcoder2(config: ConfigReader, fields: Fields) -> Fields:
+    """Read use_bias, which is about all products."""
+    bias = config.boolean("use_bias", True)
+    return {"qkv_bias": bias, "output_bias": bias, "mlp_bias": bias}
+
+
+def falcon(config: ConfigReader, fields: Fields) -> Fields:
+    """Read which of the three layouts of Falcon it is."""
+    refuse(config, "alibi", False, "ALiBi, a bias of scores by distance,")
+    heads, bias = fields["num_heads"], config.boolean("bias", False)
+    is_new, multi_query = config.boolean("new_decoder_architecture", False), config.boolean("multi_query", True)
+    kv_heads = config.integer("num_kv_heads", heads) if is_new else 1 if multi_query else heads
+    parallel = is_new or config.boolean("parallel_attn", True)
+    norms = config.integer("num_ln_in_parallel_attn", 2 if is_new else 1)
+    return {
+        **_shared_kv_heads(config, fields, kv_heads),
+        "intermediate_size": config.integer("ffn_hidden_size", 4 * fields["hidden_size"]),
+        "placement": "parallel" if parallel else "pre",
+        "shares_norm": parallel and norms == 1,
+        "qkv_layout": "stacked" if multi_query and not is_new else "grouped",
+        "qkv_bias": bias,
+        "output_bias": bias,
+        "mlp_bias": bias,
+        "max_model_len": config.integer("max_position_embeddings", 2048),
+    }
+
+
+def gpt_neox(config: ConfigReader, fields: Fields) -> Fields:
+    """Read the placement of the norms and the biases of attention."""
+    bias = config.boolean("attention_bias", True)
+    return {
+        "placement": "parallel" if config.boolean("use_parallel_residual", True) else "pre",
+        "qkv_bias": bias,
+        "output_bias": bias,
+    }
+
+
+def gptj(config: ConfigReader, fields: Fields) -> Fields:
+    """Read the number of elements of a head that are rotated."""
+    dim = config.integer("rotary_dim", 64)
+    if dim % 2 or dim > fields["head_dim"]:
+        raise CheckpointInvalid(f"{config.where}: rotary_dim {dim} cannot be paired in heads of {fields['head_dim']}.")
+    return {"ropes": (RopeConfig(10_000.0, dim),) * fields["num_layers"]}
+
+
+def gpt2(config: ConfigReader, fields: Fields) -> Fields:
+    """Read the learned positions."""
+    refuse(config, "scale_attn_by_inverse_layer_idx", False, "a scale of attention for each layer")
+    refuse(config, "add_cross_attention", False, "attention to an encoder")
+    scale = fields["attention_scale"] if config.boolean("scale_attn_weights", True) else 1.0
+    return {**_learned_positions(config, fields), "attention_scale": scale}
+
+
+def gpt_neo(config: ConfigReader, fields: Fields) -> Fields:
+    """Read the learned positions and the windows; scores are not scaled."""
+    kinds = config.values.get("attention_layers")
+    if not isinstance(kinds, list):
+        types = config.values.get("attention_types") or [[["global", "local"], fields["num_layers"] // 2]]
+        kinds = [kind for pattern, times in types for _ in range(times) for kind in pattern]
+    if len(kinds) != fields["num_layers"] or not set(kinds) <= {"global", "local"}:
+        raise CheckpointInvalid(f"{config.where}: attention_types must give `global` or `local` for each layer.")
+    window = config.integer("window_size", 256)
+    return {
+        **_learned_positions(config, fields),
+        "attention_scale": 1.0,
+        "windows": tuple(window if kind == "local" else None for kind in kinds),
+    }
+
+
+def opt(config: ConfigReader, fields: Fields) -> Fields:
+    """Read the learned positions, whose table begins with two rows for padding, and the biases."""
+    refuse(config, "word_embed_proj_dim", fields["hidden_size"], "a projection of the embeddings")
+    refuse(config, "do_layer_norm_before", True, "a norm after each branch")
+    refuse(config, "_remove_final_layer_norm", False, "an output without a norm")
+    bias, affine = config.boolean("enable_bias", True), config.boolean("layer_norm_elementwise_affine", True)
+    return {
+        **_learned_positions(config, fields, first=2),
+        "qkv_bias": bias,
+        "output_bias": bias,
+        "mlp_bias": bias,
+        "norm": NormConfig("layer", 1e-5, has_weight=affine, has_bias=affine),
+    }

@@ -1,0 +1,340 @@
+"""One layer of a decoder, described by the values of its `ModelConfig`: attention, MLP, and norms around them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from app.kernels.attention.attention import QkvHeads, RopeAngles
+from app.kernels.attention.context import Attend, AttentionSpec
+from app.kernels.elementwise.activations import convert_rows, xielu
+from app.kernels.elementwise.norms import add_rms_norm, gate, gather, layer_norm, rms_norm
+from app.kernels.elementwise.routing import route
+from app.kernels.elementwise.routing_rule import Routing
+from app.kernels.linear.activations import Activations, unquantised
+from app.kernels.linear.experts import ExpertForms, ExpertStack, run_experts_torch
+from app.kernels.linear.linear import Linear, LinearForm
+from app.models.decoders.config import ModelConfig
+from app.models.decoders.layer_config import ExpertsConfig, HeadNormConfig, NormConfig
+from app.models.decoders.shapes import qkv_sources, up_sources
+
+
+class Norm(nn.Module):
+    """An RMSNorm or a LayerNorm, in FP32.
+
+    The result is in `dtype`, or in the input format of the product that it `feeds`. The result is multiplied by `gain`.
+    """
+
+    def __init__(
+        self,
+        source: str,
+        size: int,
+        norm: NormConfig,
+        dtype: torch.dtype = torch.float32,
+        feeds: Linear | None = None,
+        gain: float = 1.0,
+    ) -> None:
+        super().__init__()
+        self.source, self.norm, self.dtype, self.feeds, self.gain = source, norm, dtype, feeds, gain
+        self.weight = nn.Parameter(torch.empty(size), requires_grad=False)
+        self.bias = nn.Parameter(torch.empty(size), requires_grad=False) if norm.has_bias else None
+
+    @property
+    def kinds(self) -> tuple[str, ...]:
+        """The kinds of its stored tensors, in the order in which `set_weight` takes them."""
+        return ("weight",) * self.norm.has_weight + ("bias",) * self.norm.has_bias
+
+    def set_weight(self, *tensors: Tensor) -> None:
+        """Set the stored tensors of `kinds` [size], converted to FP32."""
+        wide = {kind: tensor.to(torch.float32, copy=True) for kind, tensor in zip(self.kinds, tensors, strict=True)}
+        self.weight = nn.Parameter((wide["weight"] + self.norm.offset) * self.gain, requires_grad=False)
+        if self.bias is not None:
+            self.bias = nn.Parameter(wide["bias"] * self.gain, requires_grad=False)
+
+    def fill(self, weight: float, device: torch.device | None) -> None:
+        """Set all weights to one value, and the bias to 0."""
+        self.weight = nn.Parameter(
+            torch.full(self.weight.shape, weight * self.gain, device=device), requires_grad=False
+        )
+        if self.bias is not None:
+            self.bias = nn.Parameter(torch.zeros(self.bias.shape, device=device), requires_grad=False)
+
+    def divide_weight(self, factors: Tensor) -> None:
+        """Divide the weight by the smooth scales of the product that it feeds (kernels/linear/quantization.py)."""
+        self.weight.div_(factors)
+        if self.bias is not None:
+            self.bias.div_(factors)
+
+    def forward(self, x: Tensor) -> Activations:
+        """Return the norm of x [tokens, size].
+
+        Without `feeds`, x may have more dimensions and the result is a tensor.
+        """
+        group = None if self.feeds is None else self.feeds.activation_group(x.shape[0])
+        if self.norm.kind == "layer":
+            return layer_norm(x, (self.weight, self.bias, self.norm.eps), self.dtype, group)
+        return rms_norm(x, self.weight, self.norm.eps, self.dtype, group)
+
+    def add_to(self, hidden: Tensor, x: Tensor) -> None:
+        """Add the norm of x [tokens, size] to hidden [tokens, size] FP32. Only an RMSNorm can do that."""
+        assert self.norm.kind == "rms", "no family has a LayerNorm after a branch"
+        add_rms_norm(hidden, x, self.weight, self.norm.eps)
+
+
+class HeadNorm(nn.Module):
+    """The weights of the norm of queries or keys, FP32; `QkvHeads` says how they are applied."""
+
+    def __init__(self, source: str, norm: HeadNormConfig, heads: int, head_dim: int) -> None:
+        super().__init__()
+        self.source, self.norm, self.kinds = source, norm, ("weight",)
+        self.weight = nn.Parameter(torch.empty(norm.num_weights(heads, head_dim)), requires_grad=False)
+
+    def set_weight(self, tensor: Tensor) -> None:
+        """Set the weights, converted to FP32."""
+        self.weight = nn.Parameter(tensor.to(torch.float32, copy=True) + self.norm.offset, requires_grad=False)
+
+    def fill(self, weight: float, device: torch.device | None) -> None:
+        """Set all weights to one value."""
+        self.weight = nn.Parameter(torch.full(self.weight.shape, weight, device=device), requires_grad=False)
+
+
+class Attention(nn.Module):
+    """Grouped-query attention: one product for queries, keys and values, then `attend`, which also applies RoPE.
+
+    The layer calls the product `out`, since it knows for which tokens the result is needed and where it is added.
+    """
+
+    def __init__(self, config: ModelConfig, layer: int, dtype: torch.dtype) -> None:
+        super().__init__()
+        at = f"model.layers.{layer}"
+        self.layer, self.head_dim, self.norm = layer, config.head_dim, config.head_norm
+        self.num_heads, self.num_kv_heads = config.num_heads, config.num_kv_heads
+        queries, keys = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+        sources = tuple(f"{at}.{name}" for name in qkv_sources(config))
+        rows = () if config.fused_qkv else (queries, keys, keys)
+        self.qkv = Linear(sources, config.hidden_size, queries + 2 * keys, config.qkv_bias, rows)
+        self.out = Linear((f"{at}.self_attn.o_proj",), queries, config.hidden_size, config.output_bias)
+        self.query_norm, self.key_norm = (
+            None
+            if config.head_norm is None
+            else HeadNorm(f"{at}.self_attn.{name}_norm", config.head_norm, heads, config.head_dim)
+            for name, heads in (("q", config.num_heads), ("k", config.num_kv_heads))
+        )
+        self.spec = AttentionSpec(config.attention_scale, config.windows[layer], config.attention_softcap)
+
+    def forward(self, x: Activations, angles: RopeAngles | None, attend: Attend) -> Tensor:
+        """Map x [tokens, hidden] to the attention output [tokens, heads * head_dim]."""
+        return attend(self.layer, self._heads(self.qkv(x), angles), self.spec)
+
+    def _heads(self, product: Tensor, angles: RopeAngles | None) -> QkvHeads:
+        sizes = (product, self.num_heads, self.num_kv_heads, self.head_dim)
+        if self.norm is None or self.query_norm is None or self.key_norm is None:
+            return QkvHeads(*sizes, angles=angles)
+        return QkvHeads(
+            *sizes,
+            self.query_norm.weight,
+            self.key_norm.weight,
+            self.norm.eps,
+            angles,
+            subtracts_mean=self.norm.kind == "layer",
+            together=self.norm.scope == "together",
+            norm_after_rope=self.norm.after_rope,
+        )
+
+
+class Xielu(nn.Module):
+    """The activation xIELU with the two trained factors of a layer."""
+
+    kinds = ("alpha_p", "alpha_n")
+
+    def __init__(self, source: str) -> None:
+        super().__init__()
+        self.source = source
+        self.positive, self.negative = 0.8, 0.8
+
+    def set_weight(self, positive: Tensor, negative: Tensor) -> None:
+        """Set the factors from the stored logarithms [1]."""
+        self.positive = float(F.softplus(positive.float()))
+        self.negative = 0.5 + float(F.softplus(negative.float()))
+
+    def fill(self, weight: float, device: torch.device | None) -> None:
+        """Set both factors to one value."""
+        self.positive = self.negative = weight
+
+    def forward(self, x: Tensor, group: int | None) -> Activations:
+        """Return xIELU(x) [tokens, size], quantised if `group` is given."""
+        return xielu(x, self.positive, self.negative, group)
+
+
+class DecoderMLP(nn.Module):
+    """down(act(gate x) * up x), with gate and up in one product; or down(act(up x))."""
+
+    def __init__(self, config: ModelConfig, layer: int, name: str = "mlp", inner: int | None = None) -> None:
+        super().__init__()
+        at = f"model.layers.{layer}"
+        inner = inner or config.intermediate_size
+        sources = tuple(f"{at}.{source}" for source in up_sources(config, name))
+        self.is_gated, self.activation = config.is_gated, config.activation
+        self.gate_up = Linear(sources, config.hidden_size, (2 if self.is_gated else 1) * inner, config.mlp_bias)
+        self.xielu = Xielu(f"{at}.mlp.act_fn") if config.activation == "xielu" else None
+        self.down = Linear((f"{at}.{name}.down_proj",), inner, config.hidden_size, config.mlp_bias)
+
+    @property
+    def first(self) -> Linear:
+        """The product that reads the input of the MLP; the norm before it writes what it reads."""
+        return self.gate_up
+
+    def forward(self, x: Activations) -> Tensor:
+        """Map x [tokens, hidden] to [tokens, hidden]."""
+        result: Tensor = self.down(self._activated(x))
+        return result
+
+    def add_to(self, hidden: Tensor, x: Activations) -> None:
+        """Add the MLP of x to hidden [tokens, hidden]."""
+        self.down.add_to(hidden, self._activated(x))
+
+    def _activated(self, x: Activations) -> Activations:
+        if self.xielu is not None:
+            product = self.gate_up(x)
+            result: Activations = self.xielu(product, self.down.activation_group(product.shape[0]))
+            return result
+        if not self.is_gated:
+            return self.gate_up.multiply_activated(x, self.activation, self.down)
+        gate_up = self.gate_up(x)
+        return gate(gate_up, self.activation, self.down.activation_group(gate_up.shape[0]))
+
+
+class MixtureOfExperts(nn.Module):
+    """The sum of the experts that the router selects for each token, times their weights, and of a shared expert.
+
+    A shared expert with a gate is a mixture of one expert, whose weight is the sigmoid of the gate.
+    """
+
+    def __init__(self, config: ModelConfig, experts: ExpertsConfig, layer: int) -> None:
+        super().__init__()
+        at, routing = f"model.layers.{layer}.mlp", experts.routing
+        self.routing, self.activation = routing, config.activation
+        sources = (f"{at}.gate", *((f"{at}.shared_expert_gate",) if experts.shared_gate else ()))
+        rows = (routing.num_experts, 1)[: len(sources)]
+        self.router = Linear(sources, config.hidden_size, sum(rows), source_rows=rows)
+        self.experts = nn.ModuleList(
+            DecoderMLP(config, layer, f"mlp.experts.{number}", experts.size) for number in range(routing.num_experts)
+        )
+        self.shared = (
+            DecoderMLP(config, layer, "mlp.shared_expert", experts.shared_size) if experts.shared_size else None
+        )
+        self.has_shared_gate = experts.shared_gate
+        self.bias = SelectionBias(f"{at}.gate", routing.num_experts) if experts.selection_bias else None
+        self._stacks: dict[str, tuple[tuple[LinearForm, ...], ExpertStack | None]] = {}
+
+    @property
+    def first(self) -> Linear:
+        """The product that reads the input of the MLP; the experts read the same."""
+        return self.router
+
+    def forward(self, x: Activations) -> Tensor:
+        """Map x [tokens, hidden] to [tokens, hidden] FP32."""
+        result = torch.zeros(len(unquantised(x)), self.router.in_features)
+        self.add_to(result, x)
+        return result
+
+    def add_to(self, hidden: Tensor, x: Activations) -> None:
+        """Add the experts of x to hidden [tokens, hidden]."""
+        rows, number = unquantised(x), self.routing.num_experts
+        logits = self.router.multiply_wide(rows)
+        ids, weights = route(logits, self.routing, None if self.bias is None else self.bias.weight)
+        self._run("experts", self.experts, hidden, rows, ids, weights)
+        if self.shared is not None and self.has_shared_gate:
+            ids, weights = route(logits[:, number:], _GATE)
+            self._run("shared", (self.shared,), hidden, rows, ids, weights)
+        elif self.shared is not None:
+            self.shared.add_to(hidden, rows)
+
+    def _run(
+        self, name: str, experts: Iterable[nn.Module], hidden: Tensor, rows: Tensor, ids: Tensor, weights: Tensor
+    ) -> None:
+        forms = [ExpertForms(one.gate_up.form, one.down.form) for one in experts if isinstance(one, DecoderMLP)]
+        known = tuple(form for one in forms for form in one)
+        if name not in self._stacks or self._stacks[name][0] != known:  # forms change while weights are packed
+            self._stacks[name] = (known, ExpertStack.of(forms))
+        stack = self._stacks[name][1]
+        if stack is not None:
+            stack.add_to(hidden, rows, ids, weights, self.activation)
+        else:
+            run_experts_torch(forms, hidden, rows, ids, weights, self.activation)
+
+
+_GATE = Routing(1, 1, "sigmoid", renormalize=False)
+
+
+class SelectionBias(nn.Module):
+    """What is added to the scores of experts for their selection, FP32 [experts]."""
+
+    def __init__(self, source: str, experts: int) -> None:
+        super().__init__()
+        self.source, self.kinds = source, ("e_score_correction_bias",)
+        self.weight = nn.Parameter(torch.empty(experts), requires_grad=False)
+
+    def fill(self, weight: float, device: torch.device | None) -> None:
+        """Set all elements to one value."""
+        self.weight = nn.Parameter(torch.full(self.weight.shape, weight, device=device), requires_grad=False)
+
+    def set_weight(self, tensor: Tensor) -> None:
+        """Set the bias, converted to FP32."""
+        self.weight = nn.Parameter(tensor.to(torch.float32, copy=True), requires_grad=False)
+
+
+def mlp_of(config: ModelConfig, layer: int) -> DecoderMLP | MixtureOfExperts:
+    """Return the MLP of a layer, or its experts."""
+    if config.experts is None or not config.has_experts(layer):
+        return DecoderMLP(config, layer)
+    return MixtureOfExperts(config, config.experts, layer)
+
+
+class DecoderLayer(nn.Module):
+    """Attention and MLP with the norms of the config's `placement` (layer_config.py)."""
+
+    def __init__(self, config: ModelConfig, layer: int, dtype: torch.dtype) -> None:
+        super().__init__()
+        at, size, norm = f"model.layers.{layer}", config.hidden_size, config.norm
+        self.placement, self.dtype = config.placement, dtype
+        self.attention, self.mlp = Attention(config, layer, dtype), mlp_of(config, layer)
+        self.attention_norm = self.mlp_norm = self.mixed_norm = self.gated_norm = None
+        if config.placement != "post":
+            before_mlp = {"sandwich": "pre_feedforward_layernorm"}.get(config.placement, "post_attention_layernorm")
+            before_mlp = "input_layernorm" if config.shares_norm else before_mlp
+            self.attention_norm = Norm(f"{at}.input_layernorm", size, norm, dtype, self.attention.qkv)
+            self.mlp_norm = Norm(f"{at}.{before_mlp}", size, norm, dtype, self.mlp.first)
+        if config.placement in ("post", "sandwich"):
+            self.mixed_norm = Norm(f"{at}.post_attention_layernorm", size, norm)
+            self.gated_norm = Norm(f"{at}.post_feedforward_layernorm", size, norm)
+
+    def forward(self, hidden: Tensor, angles: RopeAngles | None, attend: Attend, rows: Tensor | None) -> Tensor:
+        """Run the layer on hidden [tokens, hidden], which is overwritten.
+
+        `rows` are the only tokens needed after this layer (None: all).
+        """
+        mixed = self.attention(self._input(hidden, self.attention_norm, self.attention.qkv), angles, attend)
+        if rows is not None:
+            hidden, mixed = gather(hidden, rows), gather(mixed, rows)
+        parallel = self._input(hidden, self.mlp_norm, self.mlp.first) if self.placement == "parallel" else None
+        if self.mixed_norm is None:
+            self.attention.out.add_to(hidden, mixed)
+        else:
+            self.mixed_norm.add_to(hidden, self.attention.out(mixed))
+        x = self._input(hidden, self.mlp_norm, self.mlp.first) if parallel is None else parallel
+        if self.gated_norm is None:
+            self.mlp.add_to(hidden, x)
+        else:
+            self.gated_norm.add_to(hidden, self.mlp(x))
+        return hidden
+
+    def _input(self, hidden: Tensor, norm: Norm | None, product: Linear) -> Activations:
+        """Return what a product reads: the norm of hidden, or hidden itself."""
+        if norm is None:
+            return convert_rows(hidden, self.dtype, product.activation_group(hidden.shape[0]))
+        result: Activations = norm(hidden)
+        return result

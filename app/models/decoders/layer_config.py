@@ -1,0 +1,71 @@
+"""Values that describe the parts of a decoder's layer. Torch is not needed."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from app.kernels.elementwise.routing_rule import Routing
+
+Activation = Literal["silu", "gelu", "gelu_tanh", "relu", "relu2", "xielu"]
+
+# Where the norms of a layer are:
+# - pre: h + attention(norm h), then h + mlp(norm h)
+# - post: h + norm(attention h), then h + norm(mlp h)
+# - sandwich: h + norm(attention(norm h)), then h + norm(mlp(norm h))
+# - parallel: h + attention(norm h) + mlp(norm h)
+Placement = Literal["pre", "post", "sandwich", "parallel"]
+
+# How the rows of a fused product of queries, keys and values are stored: all queries, all keys, all values; or for each
+# key/value head its queries, its key and its value.
+QkvLayout = Literal["stacked", "grouped"]
+
+
+@dataclass(frozen=True, slots=True)
+class NormConfig:
+    """A norm of hidden states: RMSNorm, or LayerNorm.
+
+    `offset` is added to the stored weights. Without `has_weight` the weights are 1.
+    """
+
+    kind: Literal["rms", "layer"] = "rms"
+    eps: float = 1e-6
+    offset: float = 0.0
+    has_weight: bool = True
+    has_bias: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class HeadNormConfig:
+    """The norm of queries and the norm of keys.
+
+    `scope`: the statistics and the weights are those of one head, which all heads share; those of each head; or those of
+    all heads together. `after_rope`: rotary embeddings are applied first.
+    """
+
+    kind: Literal["rms", "layer"] = "rms"
+    scope: Literal["shared", "each", "together"] = "shared"
+    eps: float = 1e-6
+    offset: float = 0.0
+    after_rope: bool = False
+
+    def num_weights(self, heads: int, head_dim: int) -> int:
+        """Return the number of weights for this many heads."""
+        return head_dim if self.scope == "shared" else heads * head_dim
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertsConfig:
+    """A mixture of experts in place of the MLP of some layers: gated MLPs with an inner size of `size`.
+
+    `layers` says for each layer whether it has experts. Every token also passes a shared expert of `shared_size`, unless
+    that is 0; with `shared_gate` its result is multiplied by the sigmoid of a further output of the router. With
+    `selection_bias` the checkpoint holds a bias that is added to the scores for the selection only.
+    """
+
+    routing: Routing
+    size: int
+    layers: tuple[bool, ...]
+    shared_size: int = 0
+    shared_gate: bool = False
+    selection_bias: bool = False

@@ -1,0 +1,120 @@
+"""Reads the rotary position embeddings of a decoder's config.json, in both formats of transformers. Torch is not needed."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+from app.errors import CheckpointInvalid
+from app.models.config_reader import ConfigReader
+
+RopeKind = Literal["default", "linear", "llama3", "yarn", "longrope"]
+
+# Phi-3's first releases called longrope "su". "dynamic" differs only beyond max_position_embeddings, which is never
+# served.
+ROPE_KINDS: Mapping[str, RopeKind] = {
+    "default": "default",
+    "dynamic": "default",
+    "linear": "linear",
+    "llama3": "llama3",
+    "yarn": "yarn",
+    "longrope": "longrope",
+    "su": "longrope",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class RopeConfig:
+    """Rotary embeddings of one layer: they rotate the first `dim` elements of a head, with base `theta`.
+
+    `factor` scales the context beyond `original_max_position_embeddings`. Each other field belongs to one kind,
+    and is None or empty for the others.
+    """
+
+    theta: float
+    dim: int
+    kind: RopeKind = "default"
+    factor: float = 1.0
+    original_max_position_embeddings: int = 0
+    low_freq_factor: float = 1.0  # llama3
+    high_freq_factor: float = 4.0
+    beta_fast: float = 32.0  # yarn
+    beta_slow: float = 1.0
+    mscale: float | None = None
+    mscale_all_dim: float | None = None
+    truncate: bool = True
+    attention_factor: float | None = None  # yarn, longrope
+    short_factor: tuple[float, ...] = ()  # longrope
+    long_factor: tuple[float, ...] = ()
+
+
+def parse_rope(
+    config: ConfigReader, head_dim: int, default_theta: float, layer_type: str | None = None, partial: float = 1.0
+) -> RopeConfig:
+    """Read the rotary embeddings of one kind of layer.
+
+    Args:
+        config: The values of config.json.
+        head_dim: Elements of a head.
+        default_theta: The base, unless config.json has one.
+        layer_type: The kind of layer among nested `rope_parameters`, as in Gemma 3.
+        partial: The share of a head that is rotated, unless config.json has one.
+    """
+    section = _section(config, layer_type)
+    theta = section.number("rope_theta", config.number("rope_theta", default_theta))
+    share = section.number("partial_rotary_factor", config.number("partial_rotary_factor", partial))
+    dim = int(head_dim * share)
+    if dim % 2 or not 0 < dim <= head_dim:
+        raise CheckpointInvalid(
+            f"{section.where}: rotary embeddings rotate pairs, and {dim} of {head_dim} elements cannot be paired."
+        )
+    name = section.text("rope_type", section.text("type", "default"))
+    kind = ROPE_KINDS.get(name)
+    if kind is None:
+        raise CheckpointInvalid(
+            f"{section.where}: rope_type {name!r} is not known; known are {', '.join(sorted(ROPE_KINDS))}."
+        )
+    if kind == "yarn" and section.has("short_factor"):
+        kind = "longrope"  # Phi-3's second releases called it yarn
+    return RopeConfig(theta, dim) if kind == "default" else _scaled(config, section, RopeConfig(theta, dim, kind))
+
+
+def _section(config: ConfigReader, layer_type: str | None) -> ConfigReader:
+    new, old = config.section("rope_parameters"), config.section("rope_scaling")
+    if new.has("full_attention") or new.has("sliding_attention"):
+        full, sliding = new.section("full_attention"), new.section("sliding_attention")
+        if layer_type is None and full.values and sliding.values and full.values != sliding.values:
+            raise CheckpointInvalid(
+                f"{new.where} differs between kinds of layers, which is supported for Gemma 3 and OLMo 3 only."
+            )
+        return new.section(layer_type or "full_attention")
+    return old if old.values and not new.values else new
+
+
+def _scaled(config: ConfigReader, section: ConfigReader, plain: RopeConfig) -> RopeConfig:
+    longest = config.integer("max_position_embeddings")
+    original = config.optional_integer("original_max_position_embeddings")
+    original = original or section.integer("original_max_position_embeddings", longest)
+    half = plain.dim // 2
+    is_longrope, is_llama3 = plain.kind == "longrope", plain.kind == "llama3"
+    factor = (
+        section.number("factor", longest / original) if plain.kind in ("longrope", "yarn") else section.number("factor")
+    )
+    return RopeConfig(
+        theta=plain.theta,
+        dim=plain.dim,
+        kind=plain.kind,
+        factor=factor,
+        original_max_position_embeddings=original,
+        low_freq_factor=section.number("low_freq_factor") if is_llama3 else 1.0,
+        high_freq_factor=section.number("high_freq_factor") if is_llama3 else 4.0,
+        beta_fast=section.number("beta_fast", 32.0),
+        beta_slow=section.number("beta_slow", 1.0),
+        mscale=section.optional_number("mscale"),
+        mscale_all_dim=section.optional_number("mscale_all_dim"),
+        truncate=section.boolean("truncate", True),
+        attention_factor=section.optional_number("attention_factor"),
+        short_factor=section.numbers("short_factor", half) if is_longrope else (),
+        long_factor=section.numbers("long_factor", half) if is_longrope else (),
+    )

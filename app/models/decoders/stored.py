@@ -1,0 +1,134 @@
+"""How checkpoints name and order the tensors of a decoder. Torch is not needed."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache
+
+from app.models.decoders.config import ModelConfig
+from app.models.decoders.families import DECODER_FAMILIES
+
+_NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
+
+
+def our_name(config: ModelConfig, stored: str) -> str | None:
+    """Return our name of a stored tensor; None if it is not part of the text model."""
+    family = DECODER_FAMILIES[config.architecture]
+    if stored.startswith(family.ignored):
+        return None
+    for prefix, ours in family.prefixes.items():
+        if stored.startswith(prefix):
+            stored = ours + stored.removeprefix(prefix)
+            break
+    for part, ours in family.parts.items():
+        stored = stored.replace(part, ours)
+    stem, _, kind = stored.rpartition(".")
+    number = _NUMBER.search(f".{stem}.")
+    layer = "" if number is None else number.group()
+    if layer and family.has_more_layers and int(layer) >= config.num_layers:
+        return None
+    pattern = stem if number is None else f".{stem}.".replace(f".{layer}.", ".{}.", 1).strip(".")
+    known = family.names.get(pattern)
+    return stored if known is None else f"{known.replace('{}', layer)}.{kind}"
+
+
+def is_computed(config: ModelConfig, stored: str) -> bool:
+    """Return True for tensors of old files that are computed here."""
+    return stored.endswith(DECODER_FAMILIES[config.architecture].computed)
+
+
+def is_transposed(config: ModelConfig, name: str) -> bool:
+    """Return True if a weight, by our name, is stored as [in, out]."""
+    return DECODER_FAMILIES[config.architecture].transposed and name.endswith("_proj.weight")
+
+
+@dataclass(frozen=True, slots=True)
+class HeadRows:
+    """The order in which a file has the rows of `heads` query heads, then `kv_heads` key and value heads.
+
+    `grouped`: for each key/value head its queries, its key and its value follow each other. `rotated`: so many elements of
+    each query and key are ordered for a rotation of neighbours: element 2i + j in the file is i + j · rotated / 2 here.
+    """
+
+    heads: int
+    kv_heads: int
+    head_dim: int
+    grouped: bool = False
+    rotated: int = 0
+
+    def stored_rows(self) -> tuple[int, ...]:
+        """Return the row in the file of each row here."""
+        return _stored_rows(self)
+
+
+@cache
+def _stored_rows(order: HeadRows) -> tuple[int, ...]:
+    return tuple(
+        head * order.head_dim + element for head, is_value in _heads(order) for element in _elements(order, is_value)
+    )
+
+
+def _heads(order: HeadRows) -> Iterator[tuple[int, bool]]:
+    """Yield the head in the file of each head here, and True if it is a value."""
+    heads, kv_heads = order.heads, order.kv_heads
+    shared = heads // kv_heads if order.grouped else 0
+    for head in range(heads):
+        yield head + 2 * (head // shared) if order.grouped else head, False
+    for part in range(2):
+        for head in range(kv_heads):
+            yield (head + 1) * (shared + 2) - 2 + part if order.grouped else heads + part * kv_heads + head, part == 1
+
+
+def _elements(order: HeadRows, is_value: bool) -> Iterator[int]:
+    half = 0 if is_value else order.rotated // 2
+    for element in range(order.head_dim):
+        yield 2 * (element % half) + element // half if element < 2 * half else element
+
+
+def head_rows(config: ModelConfig, name: str) -> HeadRows | None:
+    """Return the order of the stored rows of a tensor, by our name; None: as here."""
+    rope = next((rope for rope in config.ropes if rope is not None), None)
+    rotated = rope.dim if config.interleaved_rope and rope is not None else 0
+    grouped = config.qkv_layout == "grouped"
+    part = name.rpartition(".")[0].rpartition(".")[2]
+    norm = config.head_norm
+    if part == "qkv_proj" and (rotated or grouped):
+        return HeadRows(config.num_heads, config.num_kv_heads, config.head_dim, grouped, rotated)
+    if not rotated:
+        return None
+    if part in ("q_norm", "k_norm") and norm is not None and norm.scope == "shared":
+        return HeadRows(1, 0, config.head_dim, rotated=rotated)
+    if part in ("q_proj", "q_norm"):
+        return HeadRows(config.num_heads, 0, config.head_dim, rotated=rotated)
+    if part in ("k_proj", "k_norm"):
+        return HeadRows(config.num_kv_heads, 0, config.head_dim, rotated=rotated)
+    return None
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertPart:
+    """Rows `[first, end)` of one expert in a tensor that holds those of all experts, by our name."""
+
+    name: str
+    expert: int
+    first: int
+    end: int
+
+
+def expert_parts(ours: str, shape: tuple[int, ...]) -> list[ExpertPart]:
+    """Return the tensors in a tensor [experts, rows, columns]; none if it does not hold all experts of a layer.
+
+    The rows of gates come before those of ups.
+    """
+    at, _, kind = ours.rpartition(".")
+    if len(shape) != 3 or not at.endswith(".mlp.experts") or kind not in ("gate_up_proj", "down_proj"):
+        return []
+    names = ("gate_proj", "up_proj") if kind == "gate_up_proj" else ("down_proj",)
+    rows = shape[1] // len(names)
+    return [
+        ExpertPart(f"{at}.{expert}.{name}.weight", expert, place * rows, (place + 1) * rows)
+        for expert in range(shape[0])
+        for place, name in enumerate(names)
+    ]

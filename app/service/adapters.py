@@ -1,0 +1,147 @@
+"""The LoRA adapters that requests choose by model name: loading and unloading them, and which requests use them.
+
+Everything runs on the event loop, except reading an adapter. The mailbox keeps the order: a request that was accepted
+comes after the weights of its adapter, and a slot is emptied after its last request has left the engine.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import count
+from typing import Any, NoReturn
+
+from app.errors import InvalidRequest, ModelNotFound
+from app.messages import Command, LoadedAdapter, SetAdapter
+
+MAX_NAME = 256  # characters of an adapter's name
+
+
+@dataclass(slots=True)
+class Adapter:
+    """An adapter that is served. `num_open` requests use it; `is_leaving` if it is unloaded after them."""
+
+    name: str
+    path: str
+    loaded: LoadedAdapter
+    num_open: int = 0
+    is_leaving: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterStore:
+    """What the server provides.
+
+    `initial` are the names and paths of the adapters that are loaded, in the order of their slots, of which there are
+    `num_slots`. `read` returns the packed weights of a path; it runs in a thread, and raises `InvalidRequest`. It is None
+    if clients may not load adapters.
+    """
+
+    initial: Sequence[tuple[str, str]] = ()
+    num_slots: int = 0
+    read: Callable[[str], Mapping[str, Any]] | None = None
+
+
+class Adapters:
+    """The adapters by name. Names of the model itself take precedence and are never among them."""
+
+    def __init__(self, store: AdapterStore, put: Callable[[Command], None]) -> None:
+        self._read, self._put = store.read, put
+        self._numbers = count()
+        self._free = list(range(store.num_slots))
+        self._by_name: dict[str, Adapter] = {}
+        self._loading: set[str] = set()
+        for name, path in store.initial:
+            self._by_name[name] = Adapter(name, path, LoadedAdapter(self._free.pop(0), next(self._numbers)))
+
+    def __iter__(self) -> Iterator[Adapter]:
+        return iter(list(self._by_name.values()))
+
+    def find(self, name: str) -> Adapter | None:
+        """Return the adapter of this name, if it is served."""
+        return self._by_name.get(name)
+
+    @contextmanager
+    def use(self, name: str) -> Iterator[LoadedAdapter]:
+        """Keep the adapter loaded while the block runs.
+
+        Raises:
+            ModelNotFound: It is not served, or no longer.
+        """
+        adapter = self._by_name.get(name)
+        if adapter is None:
+            _not_loaded(name)
+        adapter.num_open += 1
+        try:
+            yield adapter.loaded
+        finally:
+            adapter.num_open -= 1
+            self._drop_if_unused(adapter)
+
+    async def load(self, name: str, path: str, reserved: Sequence[str]) -> None:
+        """Load an adapter and serve it under its name.
+
+        Args:
+            name: The name.
+            path: Its directory, below the one that the operator gave.
+            reserved: Names of the model itself.
+
+        Raises:
+            InvalidRequest: It may not or cannot be loaded, or the name is in use.
+        """
+        if self._read is None:
+            _not_allowed()
+        if not name or len(name) > MAX_NAME or not name.isprintable():
+            raise InvalidRequest(f"lora_name must have 1 to {MAX_NAME} printable characters.", field="lora_name")
+        if name in reserved:
+            raise InvalidRequest(f"{name!r} is a name of the model itself: choose another.", field="lora_name")
+        if name in self._by_name or name in self._loading:
+            raise InvalidRequest(f"The adapter {name!r} is loaded already: unload it first.", field="lora_name")
+        if not self._free:
+            raise InvalidRequest(
+                f"All {len(self._by_name)} places for adapters are in use (max_loras): unload one first, and let its requests"
+                " end.",
+                field="lora_name",
+            )
+        slot = self._free.pop(0)
+        self._loading.add(name)
+        try:
+            weights = await asyncio.to_thread(self._read, path)
+            self._put(SetAdapter(slot, weights))
+            self._by_name[name] = Adapter(name, path, LoadedAdapter(slot, next(self._numbers)))
+        finally:
+            self._loading.discard(name)
+            if name not in self._by_name:
+                self._free.insert(0, slot)
+
+    def unload(self, name: str) -> None:
+        """Serve the adapter to no further request, and free its place after its last one.
+
+        Raises:
+            InvalidRequest: Clients may not unload adapters.
+            ModelNotFound: There is no such adapter.
+        """
+        if self._read is None:
+            _not_allowed()
+        adapter = self._by_name.pop(name, None)
+        if adapter is None:
+            _not_loaded(name)
+        adapter.is_leaving = True
+        self._drop_if_unused(adapter)
+
+    def _drop_if_unused(self, adapter: Adapter) -> None:
+        if adapter.is_leaving and not adapter.num_open:
+            self._put(SetAdapter(adapter.loaded.slot, None))
+            self._free.append(adapter.loaded.slot)
+
+
+def _not_allowed() -> NoReturn:
+    raise InvalidRequest(
+        "Adapters are loaded at the start only (--lora NAME=DIR); with lora_root, clients may load those in that directory."
+    )
+
+
+def _not_loaded(name: str) -> NoReturn:
+    raise ModelNotFound(f"The adapter {name[:100]!r} is not loaded.", field="model")

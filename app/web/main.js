@@ -1,0 +1,160 @@
+// The frame of the page: which parts suit the served model, the API key, the theme, and a server that is still loading.
+
+import { ApiError, getJson, hasKey, setKey } from "./api.js";
+import { announce, button, el, errorBox, field, seconds } from "./dom.js";
+
+const THEMES = ["auto", "light", "dark"];
+const POLL_SECONDS = 1;
+const main = document.getElementById("main");
+const pages = new Map(); // by name: the title and, once it was opened, the page
+let shown = null;
+
+/** The parts of each kind of model. A part is loaded when it is opened. */
+const PARTS = {
+  talk: ["Talk", async (info) => new (await import("./talk.js")).TalkPage(await describeDecoder(info))],
+  compare: ["Compare", async (info) => new (await import("./compare.js")).ComparePage(info)],
+  infer: ["Infer", async (info) => new (await import("./infer.js")).InferPage(info)],
+  machine: ["Machine", async () => new (await import("./machine.js")).MachinePage()],
+  now: ["Now", async (info) => new (await import("./now.js")).NowPage(info)],
+};
+const FIRST = { decoder: "talk", encoder: "compare", program: "infer" };
+
+async function describeDecoder(info) {
+  const props = await getJson("props").catch(() => ({}));
+  return { name: info.model.name, defaults: info.sampling_defaults ?? {}, chats: Boolean(props.chat_template) };
+}
+
+// ---- start ------------------------------------------------------------------------------------------------------------
+
+async function start() {
+  applyTheme(recall("armature.theme") ?? "auto");
+  try {
+    const info = await waitUntilReady();
+    if (!("version" in info)) return askForKey(hasKey() ? "The key is not known to this server." : "This server needs an API key.");
+    open(info);
+  } catch (error) {
+    if (error.status === 401) return;
+    main.replaceChildren(errorBox(error), button("Try again", start));
+  }
+}
+
+/** Return /info once the server is ready; until then show how far it is. */
+async function waitUntilReady() {
+  for (;;) {
+    let info = null;
+    try {
+      info = await getJson("info");
+    } catch (error) {
+      if (!(error instanceof ApiError) || error.status === 401 || error.status === 0) throw error;
+    }
+    if (info?.stage === "ready") return info;
+    // The readiness probe answers 503 with the stage until the server is ready.
+    const ready = await fetch("readyz", { cache: "no-store" }).then((response) => response.json(), () => ({}));
+    main.replaceChildren(loading(ready));
+    await new Promise((resolve) => setTimeout(resolve, POLL_SECONDS * 1000));
+  }
+}
+
+function loading({ stage, progress }) {
+  const left = progress?.remaining_seconds;
+  return el(
+    "div",
+    { class: "notice" },
+    el("h1", {}, "The model is loading"),
+    el("p", {}, progress ? `${progress.phase}: ${progress.percent}%${left ? `, about ${seconds(left)} left` : ""}` : (stage ?? "")),
+    el("progress", { max: "100", value: progress?.percent ?? null, "aria-label": "Loading" }),
+  );
+}
+
+function open(info) {
+  const { name, kind, architecture } = info.model;
+  document.title = `${name} – Armature`;
+  const model = document.getElementById("model");
+  model.textContent = name;
+  model.title = architecture ?? "";
+  for (const part of [FIRST[kind], "machine", "now"]) pages.set(part, { title: PARTS[part][0], make: () => PARTS[part][1](info) });
+  document.getElementById("tabs").replaceChildren(
+    ...[...pages].map(([part, { title }]) => el("a", { href: `#${part}`, id: `tab-${part}` }, title)),
+    hasKey() ? "" : el("a", { href: "docs", class: "aside" }, "API"),
+  );
+  const key = document.getElementById("key");
+  key.hidden = !hasKey();
+  key.onclick = () => askForKey("Give another key, or none.");
+  addEventListener("hashchange", route);
+  route();
+}
+
+async function route() {
+  const wanted = location.hash.slice(1);
+  const name = pages.has(wanted) ? wanted : [...pages.keys()][0];
+  const entry = pages.get(name);
+  for (const link of document.querySelectorAll("#tabs a"))
+    link.id === `tab-${name}` ? link.setAttribute("aria-current", "page") : link.removeAttribute("aria-current");
+  shown?.hidden?.();
+  shown = null;
+  try {
+    entry.page ??= await entry.make();
+  } catch (error) {
+    main.replaceChildren(errorBox(error), button("Try again", route));
+    return;
+  }
+  main.replaceChildren(entry.page.element);
+  shown = entry.page;
+  shown.shown?.();
+  announce(`${entry.title} is shown.`);
+}
+
+// ---- key --------------------------------------------------------------------------------------------------------------
+
+function askForKey(message) {
+  shown?.hidden?.();
+  const box = el("input", { type: "password", autocomplete: "off", spellcheck: "false" });
+  const use = (event) => {
+    event.preventDefault();
+    setKey(box.value.trim());
+    pages.clear();
+    removeEventListener("hashchange", route);
+    start();
+  };
+  const form = el(
+    "form",
+    { class: "notice", onsubmit: use },
+    el("h1", {}, "API key"),
+    el("p", { role: "alert" }, message),
+    field("Key", box, "It is kept in this tab until you close it, and sent to this server alone."),
+    el("button", { type: "submit", class: "primary" }, "Use the key"),
+  );
+  main.replaceChildren(form);
+  box.focus();
+}
+
+// The key can be refused at any request, for example after the server was started again with others.
+addEventListener("armature:key", ({ detail }) => askForKey(detail));
+
+// ---- theme ------------------------------------------------------------------------------------------------------------
+
+function recall(name) {
+  try {
+    return localStorage.getItem(name);
+  } catch {
+    return null;
+  }
+}
+
+function applyTheme(theme) {
+  const known = THEMES.includes(theme) ? theme : "auto";
+  document.documentElement.dataset.theme = known;
+  document.getElementById("theme").textContent = `Theme: ${known}`;
+}
+
+document.getElementById("theme").addEventListener("click", () => {
+  const next = THEMES[(THEMES.indexOf(document.documentElement.dataset.theme) + 1) % THEMES.length];
+  applyTheme(next);
+  try {
+    localStorage.setItem("armature.theme", next);
+  } catch {
+    // The browser keeps nothing for this page.
+  }
+});
+
+start();

@@ -1,0 +1,259 @@
+"""Opens a LoRA adapter's directory as peft saves it, and checks it against the model before anything is read.
+
+An adapter is untrusted, like a checkpoint. What cannot be served exactly is refused by its name in peft's configuration:
+ignoring it would give other results than peft. Torch is not needed.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from app.errors import CheckpointInvalid
+from app.kernels.linear.layout import MAX_LORA_RANK, lora_elements
+from app.models.decoders.config import ModelConfig
+from app.models.decoders.shapes import Shape, tensors_of
+from app.weights.files import file_in, join_names, read_object
+from app.weights.safetensors import TensorEntry, read_header
+
+CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+_FLOATS = ("F32", "F16", "BF16")
+_PREFIX = "base_model.model."
+_MATRIX = re.compile(r"(?P<module>.+)\.lora_(?P<matrix>[AB])\.weight")
+_MAX_SHOWN = 80  # characters of a name or value from the adapter in a message
+
+# Parts of peft's configuration that change the model in another way than y += scale * B A x, with what they are. Values
+# that are empty, false or "none" are peft's defaults.
+_REFUSED: Mapping[str, str] = {
+    "use_dora": "DoRA",
+    "bias": "trained biases",
+    "lora_bias": "biases of the adapter",
+    "modules_to_save": "whole trained layers",
+    "trainable_token_indices": "trained embeddings of tokens",
+    "layer_replication": "repeated layers",
+    "target_parameters": "adapters on parameters, such as a mixture's experts",
+    "fan_in_fan_out": "transposed weights",
+    "alora_invocation_tokens": "activated LoRA",
+    "use_qalora": "QALoRA",
+    "use_bdlora": "BD-LoRA",
+    "arrow_config": "routing between adapters",
+    "megatron_config": "Megatron's layers",
+    "monteclora_config": "MonteCLoRA",
+    "lora_ga_config": "LoRA-GA",
+}
+_CHANGING_STARTS = ("pissa", "olora", "corda", "loftq", "lora_ga")  # initializations that change the base's weights
+
+
+@dataclass(frozen=True, slots=True)
+class LoraMatrices:
+    """The adapter's matrices for one layer, A [rank, inputs] and B [outputs, rank], and the scale of their product."""
+
+    a: TensorEntry
+    b: TensorEntry
+    scale: float
+
+    @property
+    def rank(self) -> int:
+        """Rank of the product."""
+        return self.a.shape[0]
+
+
+@dataclass(frozen=True, slots=True)
+class LoraAdapter:
+    """An adapter that was checked: its matrices by the name of the layer, such as `model.layers.0.self_attn.q_proj`."""
+
+    directory: Path
+    matrices: Mapping[str, LoraMatrices]
+
+    @property
+    def rank(self) -> int:
+        """Highest rank of a layer."""
+        return max(each.rank for each in self.matrices.values())
+
+
+def adapted_layers(config: ModelConfig) -> dict[str, Shape]:
+    """Return the linear layers that an adapter may change, with the shapes [outputs, inputs] of their weights."""
+    found: dict[str, Shape] = {}
+    for name, shape in tensors_of(config).items():
+        if re.fullmatch(r"model\.layers\.\d+\.(self_attn|mlp)\.\w+_proj\.weight", name) and len(shape) == 2:
+            found[name.removesuffix(".weight")] = shape
+    return found
+
+
+def is_adapter(directory: Path) -> bool:
+    """Return True if a directory has the files of an adapter."""
+    return (directory / CONFIG).exists() or (directory / WEIGHTS).exists()
+
+
+def adapter_as_model_message(directory: Path) -> str:
+    """Return the refusal of an adapter that was given as the model."""
+    try:
+        base = read_object(file_in(directory, CONFIG)).get("base_model_name_or_path")
+    except (CheckpointInvalid, OSError):
+        base = None
+    known = isinstance(base, str) and base != ""
+    return (
+        f"{directory} is a LoRA adapter{f' for {str(base)[:_MAX_SHOWN]}' if known else ''}, not a model: give"
+        f" --model {str(base)[:_MAX_SHOWN] if known else 'BASE'} --lora NAME={directory}."
+    )
+
+
+def open_adapter(directory: Path, config: ModelConfig, max_rank: int = MAX_LORA_RANK) -> LoraAdapter:
+    """Read and check everything except the weights' values.
+
+    Args:
+        directory: The adapter, as peft saves it.
+        config: The model that it changes.
+        max_rank: The highest rank that may be loaded.
+
+    Raises:
+        CheckpointInvalid: Something is missing, damaged, not supported, or made for another model.
+        OSError: A file cannot be read.
+    """
+    if not directory.is_dir():
+        raise CheckpointInvalid(f"The LoRA adapter {directory} is no directory here.")
+    if not file_in(directory, CONFIG).is_file():
+        raise CheckpointInvalid(
+            f"{directory} is no LoRA adapter: it has no {CONFIG}. An adapter is the directory that peft's save_pretrained writes."
+        )
+    values = read_object(file_in(directory, CONFIG))
+    _check_config(directory, values)
+    file = file_in(directory, WEIGHTS)
+    if not file.is_file():
+        pickled = " It has adapter_model.bin, which can run code when read; convert it with peft's save_pretrained."
+        has_pickle = (directory / "adapter_model.bin").exists()
+        raise CheckpointInvalid(f"The LoRA adapter {directory} has no {WEIGHTS}.{pickled if has_pickle else ''}")
+    pairs = _pair_matrices(directory, read_header(file))
+    layers = adapted_layers(config)
+    matrices = {}
+    for module, pair in pairs.items():
+        matrices[module] = _check_layer(directory, module, pair, layers, values)
+    highest = max(each.rank for each in matrices.values())
+    if highest > max_rank:
+        raise CheckpointInvalid(
+            f"The LoRA adapter {directory} has rank {highest}, and at most {max_rank} is served"
+            f"{f': max_lora_rank may be up to {MAX_LORA_RANK}' if max_rank < MAX_LORA_RANK else ''}."
+        )
+    return LoraAdapter(directory, matrices)
+
+
+def _check_config(directory: Path, values: Mapping[str, Any]) -> None:
+    kind = values.get("peft_type")
+    if kind != "LORA":
+        raise CheckpointInvalid(
+            f"{directory}/{CONFIG}: peft_type is {str(kind)[:_MAX_SHOWN]}, and only adapters of type LORA are served."
+        )
+    for name, what in _REFUSED.items():
+        if values.get(name) not in (None, False, "none", [], {}, ""):
+            shown = str(values[name])[:_MAX_SHOWN]
+            raise CheckpointInvalid(
+                f"{directory}/{CONFIG}: {name} is {shown}, and {what} cannot be served: merge the adapter into the model with"
+                " peft's merge_and_unload."
+            )
+    start = values.get("init_lora_weights")
+    if isinstance(start, str) and start.lower().startswith(_CHANGING_STARTS):
+        raise CheckpointInvalid(
+            f"{directory}/{CONFIG}: init_lora_weights is {start[:_MAX_SHOWN]}, which changes the model's own weights: convert the"
+            " adapter with path_initial_model_for_weight_conversion of peft's save_pretrained."
+        )
+
+
+def _pair_matrices(directory: Path, found: Mapping[str, TensorEntry]) -> dict[str, dict[str, TensorEntry]]:
+    """Return the matrices A and B of each layer."""
+    pairs: dict[str, dict[str, TensorEntry]] = {}
+    for name, entry in found.items():
+        match = _MATRIX.fullmatch(name)
+        if match is None:
+            raise CheckpointInvalid(f"{directory}/{WEIGHTS}: {name[:_MAX_SHOWN]} {_what(name)}")
+        module = match["module"].removeprefix(_PREFIX)
+        module = f"model.{module}" if module.startswith("layers.") else module  # saved without the output layer
+        if match["matrix"] in pairs.setdefault(module, {}):
+            raise CheckpointInvalid(f"{directory}/{WEIGHTS}: {module[:_MAX_SHOWN]} has two matrices {match['matrix']}.")
+        pairs[module][match["matrix"]] = entry
+    if not pairs:
+        raise CheckpointInvalid(f"{directory}/{WEIGHTS} has no matrices of an adapter.")
+    single = [name for name, pair in pairs.items() if len(pair) < 2]
+    if single:
+        raise CheckpointInvalid(
+            f"{directory}/{WEIGHTS}: only one of lora_A and lora_B is there for {join_names(single)}."
+        )
+    return pairs
+
+
+def _what(name: str) -> str:
+    """Return the end of the sentence on a tensor that is neither A nor B of a linear layer."""
+    if "lora_magnitude_vector" in name:
+        return "belongs to DoRA, which cannot be served: merge the adapter into the model with peft's merge_and_unload."
+    if "lora_embedding" in name or "embed_tokens" in name or "lm_head" in name:
+        return "changes the embedding or the output layer, and only adapters of the layers' linear products are served."
+    return "is no matrix of a LoRA adapter (lora_A.weight or lora_B.weight of a layer)."
+
+
+def _check_layer(
+    directory: Path,
+    module: str,
+    pair: Mapping[str, TensorEntry],
+    layers: Mapping[str, Shape],
+    values: Mapping[str, Any],
+) -> LoraMatrices:
+    where, a, b = f"{directory}/{WEIGHTS}", pair["A"], pair["B"]
+    if module not in layers:
+        known = "embed_tokens" not in module and "lm_head" not in module
+        raise CheckpointInvalid(
+            f"{where}: it changes {module[:_MAX_SHOWN]}, "
+            + ("which is no linear layer of this model." if known else _what(module).removeprefix("changes ") + "")
+        )
+    outputs, inputs = layers[module]
+    for matrix, entry in pair.items():
+        if entry.dtype not in _FLOATS:
+            raise CheckpointInvalid(
+                f"{where}: lora_{matrix} of {module} is stored as {entry.dtype}; supported: {', '.join(_FLOATS)}."
+            )
+    rank = a.shape[0] if len(a.shape) == 2 else 0
+    if rank < 1 or a.shape != (rank, inputs) or b.shape != (outputs, rank):
+        raise CheckpointInvalid(
+            f"{where}: the matrices of {module} have the shapes {list(a.shape)[:4]} and {list(b.shape)[:4]}; this model needs"
+            f" [rank, {inputs}] and [{outputs}, rank]. Was the adapter made for another model?"
+        )
+    return LoraMatrices(a, b, _scale(directory, module, rank, values))
+
+
+def _scale(directory: Path, module: str, rank: int, values: Mapping[str, Any]) -> float:
+    """Return alpha / rank, or with rsLoRA alpha / sqrt(rank). `alpha_pattern` may give single layers another alpha."""
+    alpha, patterns = values.get("lora_alpha"), values.get("alpha_pattern") or {}
+    if not isinstance(patterns, dict):
+        raise CheckpointInvalid(f"{directory}/{CONFIG}: alpha_pattern must map names of layers to numbers.")
+    for pattern, own in patterns.items():
+        name = pattern.removeprefix("^")
+        if not re.fullmatch(r"[\w.]+", name):
+            raise CheckpointInvalid(
+                f"{directory}/{CONFIG}: alpha_pattern has {pattern[:_MAX_SHOWN]!r}, and only names of layers are supported there."
+            )
+        if module == name or (name == pattern and module.endswith(f".{name}")):
+            alpha = own
+            break
+    if isinstance(alpha, bool) or not isinstance(alpha, int | float) or abs(alpha) > 1e6 or not math.isfinite(alpha):
+        raise CheckpointInvalid(f"{directory}/{CONFIG}: lora_alpha must be a number, not {str(alpha)[:_MAX_SHOWN]}.")
+    return alpha / (math.sqrt(rank) if values.get("use_rslora") is True else rank)
+
+
+@dataclass(frozen=True, slots=True)
+class ServedAdapters:
+    """The adapters that a server may serve: those that it loads at its start, by name, and places for as many as `slots`.
+
+    `layers` are those that adapters may change, with the shapes of their weights.
+    """
+
+    layers: Mapping[str, Shape]
+    named: Mapping[str, LoraAdapter]
+    slots: int
+    max_rank: int
+
+    @property
+    def num_elements(self) -> int:
+        """Elements of the packed weights of all slots, if each adapter changes every layer with the highest rank."""
+        return self.slots * sum(lora_elements(self.max_rank, *shape) for shape in self.layers.values())

@@ -1,0 +1,159 @@
+"""A quantized weight that is stored as several tensors, and checks of these tensors. Torch is not needed.
+
+The files are untrusted: dtypes and shapes of all parts are checked against each other before anything is read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from enum import Enum
+
+from app.errors import CheckpointInvalid
+from app.weights.safetensors import EncodedEntry, TensorEntry
+
+FLOATS = ("F32", "F16", "BF16")
+GROUP = 32  # inputs that share a scale in our forms
+
+
+class CodeLayout(Enum):
+    """How the codes of a weight are stored; `values.py` reads each."""
+
+    GPTQ = "gptq"  # int32 [inputs * bits / 32, outputs], packed along the inputs
+    AWQ = "awq"  # int32 [inputs, outputs / 8], packed along the outputs in the order 0, 2, 4, 6, 1, 3, 5, 7
+    WORDS = "words"  # [outputs, inputs * bits / 32] of 32 bits, packed along the inputs
+    INTEGERS = "integers"  # int8 [outputs, inputs]
+    FP8 = "fp8"  # 8-bit floats [outputs, inputs]
+    BITSANDBYTES = "bitsandbytes"  # a byte for each two values, in one row
+
+
+@dataclass(frozen=True, slots=True)
+class PackedEntry(EncodedEntry):
+    """A weight [outputs, inputs] that is stored as codes and other tensors; the location is that of the codes.
+
+    `kind` names the format for people. `parts` are the tensors by their role: codes, scales, and zeros (integers that
+    mean zero), minimums, order (the group of each input), or what the packing needs. `form` is the layout
+    (`kernels/linear/layout.py`) that holds the values, empty if none does without a visible cost.
+
+    `group` inputs share a scale. `added` is added to each stored zero; codes without zeros have the zero `middle`.
+    `block` is the number of outputs and inputs that share a scale of FP8.
+    """
+
+    kind: str
+    packing: CodeLayout
+    parts: tuple[tuple[str, TensorEntry], ...]
+    form: str = ""
+    bits: int = 8
+    group: int = 0
+    added: int = 0
+    middle: int = 0
+    block: tuple[int, int] = (0, 0)
+    table: str = ""
+    offset: float = 0.0
+    nested_block: int = 0
+
+    @property
+    def nbytes(self) -> int:
+        """Number of stored bytes of all parts."""
+        return sum(part.end - part.start for _, part in self.parts)
+
+    def part(self, role: str) -> TensorEntry | None:
+        """Return the tensor with a role; None if the weight has none."""
+        return next((entry for name, entry in self.parts if name == role), None)
+
+
+def packed_entry(
+    values: tuple[int, ...], kind: str, packing: CodeLayout, parts: Mapping[str, TensorEntry | None], **options: object
+) -> PackedEntry:
+    """Return the entry of a weight with these sizes; parts that are None are left out."""
+    codes = parts["codes"]
+    assert codes is not None, "a quantized weight has codes"
+    there = tuple((role, part) for role, part in parts.items() if part is not None)
+    return PackedEntry(codes.file, "F32", values, codes.start, codes.end, kind, packing, there, **options)  # type: ignore[arg-type]
+
+
+class Parts:
+    """The tensors of a checkpoint, from which the parts of quantized weights are taken."""
+
+    def __init__(self, found: Mapping[str, TensorEntry]) -> None:
+        self.tensors = dict(found)
+
+    def stems(self, suffix: str) -> list[str]:
+        """Return the names of all tensors with a suffix, without it."""
+        return [name.removesuffix(suffix) for name in self.tensors if name.endswith(suffix)]
+
+    def take(self, name: str, dtypes: Collection[str], shape: tuple[int, ...] | None = None) -> TensorEntry:
+        """Remove and return a tensor.
+
+        Args:
+            name: Its name.
+            dtypes: The dtypes that it may have.
+            shape: Its shape. None: any matrix.
+
+        Raises:
+            CheckpointInvalid: It is missing, or has another dtype or shape.
+        """
+        entry = self.take_optional(name, dtypes, shape)
+        if entry is None:
+            raise CheckpointInvalid(
+                f"{name[:120]} is missing: the weight is quantized, and not all of its parts are stored."
+            )
+        return entry
+
+    def take_optional(
+        self, name: str, dtypes: Collection[str], shape: tuple[int, ...] | None = None
+    ) -> TensorEntry | None:
+        """Remove and return a tensor that may be missing. Raises as `take`."""
+        entry = self.tensors.pop(name, None)
+        if entry is None:
+            return None
+        if entry.dtype not in dtypes:
+            raise CheckpointInvalid(
+                f"{entry.file.name}: {name[:120]} is stored as {entry.dtype}; its quantization asks for {' or '.join(dtypes)}."
+            )
+        fits = len(entry.shape) == 2 and entry.num_elements > 0 if shape is None else entry.shape == shape
+        if not fits:
+            asked = "a matrix" if shape is None else f"{list(shape)}"
+            raise CheckpointInvalid(
+                f"{entry.file.name}: {name[:120]} has shape {list(entry.shape)}, and its quantization asks for {asked}."
+            )
+        return entry
+
+    def take_vector(self, name: str, dtypes: Collection[str], count: int | None = None) -> TensorEntry:
+        """Remove and return a vector of `count` elements. Raises as `take`."""
+        entry = self.tensors.get(name)
+        size = count if count is not None or entry is None else entry.num_elements
+        return self.take(name, dtypes, (size or 0,))
+
+    def take_any(self, name: str) -> TensorEntry:
+        """Remove and return a tensor of any shape and dtype. Raises as `take`."""
+        entry = self.tensors.get(name)
+        return self.take(name, () if entry is None else (entry.dtype,), None if entry is None else entry.shape)
+
+    def drop(self, *names: str) -> None:
+        """Remove tensors that serving does not use."""
+        for name in names:
+            self.tensors.pop(name, None)
+
+
+def group_count(name: str, inputs: int, group: int) -> int:
+    """Return the number of groups of a weight, the last of which may be shorter.
+
+    Raises:
+        CheckpointInvalid: A group is larger than the weight.
+    """
+    if group > inputs:
+        raise CheckpointInvalid(f"config.json: groups of {group} do not fit {name[:120]}, which has {inputs} inputs.")
+    return -(-inputs // group)
+
+
+def has_whole_groups(inputs: int, group: int) -> bool:
+    """Return True if groups of 32 divide the weight and its groups, so that our forms can repeat its scales."""
+    return group % GROUP == 0 and inputs % GROUP == 0
+
+
+def four_bit_form(inputs: int, group: int, *, symmetric: bool) -> str:
+    """Return the form that holds codes of up to four bits; empty if groups are not multiples of 32."""
+    if not has_whole_groups(inputs, group):
+        return ""
+    return "int4/32" if symmetric else "int4/32 with zero points"

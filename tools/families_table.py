@@ -1,0 +1,51 @@
+"""Write docs/families.md from app/models/decoders: `python -m tools.families_table`; `--check` only compares it."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+from app.models.decoders.families import DECODER_FAMILIES
+from app.models.decoders.refusals import UNSUPPORTED
+from tools.generated_page import write_or_check
+
+TARGET = Path(__file__).resolve().parent.parent / "docs" / "families.md"
+HEAD = """# Families of decoders
+
+This page is for people who ask whether a text model can be served. `make docs` writes it from
+`app/models/decoders/families.py`. [Encoders](encoders.md) and [exported programs](programs.md) have their own pages.
+
+Each family has the logits of transformers in FP32 on tiny random checkpoints
+(`tests/parity/test_families_logits.py`; `python -m tools.measure.families` prints the differences). All of them are
+served in every precision of the processor. A value of config.json that is not supported is refused by its name.
+
+## Served
+
+| `architectures` | models |
+|---|---|
+"""
+REFUSED = """
+## Refused
+
+An architecture in this table is refused with its reason, any other one with a list of those that are served. A name
+stands for all classes that begin with it.
+
+| what the model needs | architectures |
+|---|---|
+"""
+
+
+def page() -> str:
+    """Return the whole page."""
+    served = (f"| `{name}` | {family.title} |\n" for name, family in DECODER_FAMILIES.items())
+    refused = (f"| {need} | {', '.join(prefixes)} |\n" for need, prefixes in UNSUPPORTED.items())
+    return HEAD + "".join(served) + REFUSED + "".join(refused)
+
+
+def main(arguments: list[str]) -> int:
+    """Write the page. With `--check`, return 1 if it is out of date."""
+    return write_or_check(arguments, TARGET, page())
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

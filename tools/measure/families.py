@@ -1,0 +1,297 @@
+"""Compares every family of language models with transformers, on tiny random checkpoints that transformers writes.
+
+    python -m tools.measure.families            # all
+    python -m tools.measure.families Olmo2ForCausalLM Gpt2LMHeadModel
+
+For each class it prints `equal` with the largest difference of a logit in FP32, `refused` with the reason, or
+`DIFFERENT`. Nothing is fetched: the configurations are transformers' own classes with small sizes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import tempfile
+from collections import Counter
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from app.backends.selection import select_host_backend
+from app.engine.calibration.perplexity import window_logits
+from app.engine.decoder.cpu_runner import StepAttention
+from app.engine.decoder.kv_cache import KvCache, KvShape, kv_dtype
+from app.errors import CheckpointInvalid
+from app.hardware.plan.plan import make_plan
+from app.hardware.probe.probe import probe
+from app.models.decoders.families import DECODER_FAMILIES
+from app.models.decoders.refusals import refusal
+from app.settings import Settings
+from app.weights.checkpoint import open_checkpoint
+from app.weights.forms import RECIPES
+from app.weights.load import load_model
+
+TINY: dict[str, Any] = {
+    "vocab_size": 320,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 256,
+    "bos_token_id": 0,
+    "eos_token_id": 1,
+    "pad_token_id": 1,
+}
+_GPT = {
+    "vocab_size": 320,
+    "n_embd": 32,
+    "n_layer": 4,
+    "n_head": 4,
+    "n_positions": 256,
+    "bos_token_id": 0,
+    "eos_token_id": 1,
+}
+_EXPERTS = {"num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 24}
+_NO_HEAD_DIM = {name: value for name, value in TINY.items() if name != "head_dim"}
+_ALIKE = {name: value for name, value in _NO_HEAD_DIM.items() if name != "num_key_value_heads"}
+_WINDOW = {"sliding_window": 6}
+_GEMMA = {**_WINDOW, "query_pre_attn_scalar": 12}
+_MULTIPLIERS = {
+    "embedding_multiplier": 3.0,
+    "attention_multiplier": 0.2,
+    "residual_multiplier": 0.3,
+    "logits_scaling": 2.0,
+}
+_FALCON = {
+    "vocab_size": 320,
+    "hidden_size": 32,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "ffn_hidden_size": 80,
+    "bos_token_id": 0,
+    "eos_token_id": 1,
+}
+
+# class of transformers: what its configuration gets instead of `TINY`, or None if `TINY` suffices
+SERVED: Mapping[str, dict[str, Any]] = {
+    "LlamaForCausalLM": {**TINY, "attention_bias": True, "mlp_bias": True},
+    "MistralForCausalLM": {**TINY, **_WINDOW},
+    "Qwen2ForCausalLM": TINY,
+    "Qwen3ForCausalLM": TINY,
+    "Phi3ForCausalLM": TINY,
+    "SmolLM3ForCausalLM": TINY,
+    "GemmaForCausalLM": TINY,
+    "Gemma2ForCausalLM": {**TINY, **_GEMMA, "attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0},
+    "Gemma3ForCausalLM": {**TINY, **_GEMMA},
+    "Gemma3ForConditionalGeneration": {
+        "text_config": {**TINY, **_GEMMA, "num_hidden_layers": 7},
+        "vision_config": {
+            "hidden_size": 16,
+            "intermediate_size": 16,
+            "num_hidden_layers": 1,
+            "num_attention_heads": 2,
+            "image_size": 28,
+            "patch_size": 14,
+        },
+        "mm_tokens_per_image": 4,
+    },
+    "VaultGemmaForCausalLM": {**TINY, **_GEMMA},
+    "GraniteForCausalLM": {**_NO_HEAD_DIM, **_MULTIPLIERS},
+    "HyperCLOVAXForCausalLM": {**TINY, **_MULTIPLIERS},
+    "OlmoForCausalLM": _NO_HEAD_DIM,
+    "Olmo2ForCausalLM": _NO_HEAD_DIM,
+    "Olmo3ForCausalLM": {**_NO_HEAD_DIM, **_WINDOW},
+    "Exaone4ForCausalLM": {**TINY, **_WINDOW},
+    "MinistralForCausalLM": {**TINY, **_WINDOW},
+    "Ministral3ForCausalLM": {**TINY, **_WINDOW},
+    "SeedOssForCausalLM": {**TINY, "attention_bias": True, "attention_out_bias": False},
+    "Ernie4_5ForCausalLM": {**TINY, "use_bias": True},
+    "HunYuanDenseV1ForCausalLM": {**TINY, "attention_bias": True},
+    "ArceeForCausalLM": {**TINY, "mlp_bias": True},
+    "ApertusForCausalLM": TINY,
+    "GlmForCausalLM": TINY,
+    "Glm4ForCausalLM": TINY,
+    "HeliumForCausalLM": TINY,
+    "CwmForCausalLM": {**TINY, **_WINDOW},
+    "PhiForCausalLM": _NO_HEAD_DIM,
+    "FalconForCausalLM": {**_FALCON, "bias": True},
+    "GPT2LMHeadModel": _GPT,
+    "GPTNeoForCausalLM": {
+        "vocab_size": 320,
+        "hidden_size": 32,
+        "num_layers": 4,
+        "num_heads": 4,
+        "max_position_embeddings": 256,
+        "attention_types": [[["global", "local"], 2]],
+        "window_size": 6,
+        "bos_token_id": 0,
+        "eos_token_id": 1,
+    },
+    "GPTNeoXForCausalLM": {**_ALIKE, "hidden_size": 64},
+    "GPTJForCausalLM": {**_GPT, "rotary_dim": 4},
+    "OPTForCausalLM": {**_ALIKE, "ffn_dim": 48, "word_embed_proj_dim": 32},
+    "StableLmForCausalLM": {**_NO_HEAD_DIM, "hidden_size": 64, "use_qkv_bias": True},
+    "Starcoder2ForCausalLM": {**_NO_HEAD_DIM, **_WINDOW},
+    "CohereForCausalLM": {**_NO_HEAD_DIM, "use_qk_norm": True},
+    "Cohere2ForCausalLM": {**TINY, **_WINDOW},
+    "NemotronForCausalLM": {**TINY, "attention_bias": True, "mlp_bias": True},
+    "Jais2ForCausalLM": TINY,
+    "MixtralForCausalLM": {**TINY, "num_local_experts": 5, "num_experts_per_tok": 2},
+    "Qwen2MoeForCausalLM": {**_NO_HEAD_DIM, **_EXPERTS, "shared_expert_intermediate_size": 40},
+    "Qwen3MoeForCausalLM": {**TINY, **_EXPERTS},
+    "OlmoeForCausalLM": {**_NO_HEAD_DIM, "num_experts": 6, "num_experts_per_tok": 2},
+    "GraniteMoeForCausalLM": {**_NO_HEAD_DIM, **_MULTIPLIERS, "num_local_experts": 4, "num_experts_per_tok": 2},
+    "Glm4MoeForCausalLM": {**TINY, **_EXPERTS, "n_routed_experts": 6, "use_qk_norm": True},
+}
+# Families that are refused by their names.
+NOT_SERVED = (
+    *("Qwen3NextForCausalLM", "GraniteMoeHybridForCausalLM", "Llama4ForCausalLM", "Gemma3nForConditionalGeneration"),
+    *("FalconH1ForCausalLM", "MptForCausalLM", "BloomForCausalLM", "MambaForCausalLM", "Mamba2ForCausalLM"),
+    *("JambaForCausalLM", "DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM", "Lfm2ForCausalLM", "MiniCPM3ForCausalLM"),
+    *("BitNetForCausalLM", "RwkvForCausalLM", "T5ForConditionalGeneration", "BartForConditionalGeneration"),
+    *("WhisperForConditionalGeneration", "GptOssForCausalLM", "PhimoeForCausalLM", "Ernie4_5_MoeForCausalLM"),
+    *("Qwen3VLForConditionalGeneration",),
+)
+TOLERANCE = 2e-4  # of logits of a standard deviation near 1: the order of sums differs, nothing else does
+# Further forms of these families.
+VARIANTS: Mapping[str, tuple[str, dict[str, Any]]] = {
+    "falcon-new": ("FalconForCausalLM", {**_FALCON, "new_decoder_architecture": True, "num_kv_heads": 2}),
+    "falcon-one-norm": (
+        "FalconForCausalLM",
+        {**_FALCON, "new_decoder_architecture": True, "num_kv_heads": 2, "num_ln_in_parallel_attn": 1},
+    ),
+    "falcon-sequential": (
+        "FalconForCausalLM",
+        {**_FALCON, "multi_query": False, "parallel_attn": False, "tie_word_embeddings": False},
+    ),
+    "neox-sequential": ("GPTNeoXForCausalLM", {**_ALIKE, "hidden_size": 64, "use_parallel_residual": False}),
+    "stablelm-parallel": ("StableLmForCausalLM", {**_NO_HEAD_DIM, "hidden_size": 64, "use_parallel_residual": True}),
+    "cohere-plain": ("CohereForCausalLM", {**_NO_HEAD_DIM, "attention_bias": True}),
+    "exaone4-no-window": (
+        "Exaone4ForCausalLM",
+        {**TINY, "sliding_window": None, "sliding_window_pattern": 4, "layer_types": ["full_attention"] * 4},
+    ),
+    "olmo3-yarn": (
+        "Olmo3ForCausalLM",
+        {
+            **_NO_HEAD_DIM,
+            **_WINDOW,
+            "rope_parameters": {
+                "sliding_attention": {"rope_type": "default", "rope_theta": 5000.0},
+                "full_attention": {
+                    "rope_type": "yarn",
+                    "factor": 4.0,
+                    "original_max_position_embeddings": 64,
+                    "rope_theta": 5000.0,
+                    "attention_factor": 1.2,
+                    "beta_fast": 32.0,
+                    "beta_slow": 1.0,
+                },
+            },
+        },
+    ),
+    "opt-no-bias": ("OPTForCausalLM", {**_ALIKE, "ffn_dim": 48, "word_embed_proj_dim": 32, "enable_bias": False}),
+    "gptj-whole-heads": ("GPTJForCausalLM", {**_GPT, "rotary_dim": 8, "tie_word_embeddings": False}),
+    "granite-tied": ("GraniteForCausalLM", {**_NO_HEAD_DIM, **_MULTIPLIERS, "tie_word_embeddings": True}),
+    "glm-biases": ("GlmForCausalLM", {**TINY, "attention_bias": False}),
+}
+
+
+def prompt_of(length: int) -> list[int]:
+    """Return a random prompt of token ids."""
+    return torch.randint(4, 320, (length,), generator=torch.Generator().manual_seed(length)).tolist()
+
+
+def write_family(directory: Path, architecture: str, values: Mapping[str, Any], seed: int = 0) -> None:
+    """Write a random checkpoint of transformers' class, without a tokenizer.
+
+    Every weight matters: norms and biases are random too.
+    """
+    import transformers
+
+    kind = getattr(transformers, architecture)
+    torch.manual_seed(seed)
+    model = kind(kind.config_class(**values)).eval()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if parameter.dim() == 2 and "emb" not in name and "wte" not in name and "wpe" not in name:
+                parameter.copy_(torch.randn_like(parameter) / min(parameter.shape) ** 0.5)
+            elif parameter.dim() == 2 and parameter.shape[0] >= 256:
+                parameter.copy_(torch.randn_like(parameter) * 0.5)
+            else:
+                parameter.add_(torch.randn_like(parameter) * 0.2)
+    model.save_pretrained(directory)
+
+
+@torch.inference_mode()
+def expected_logits(directory: Path, architecture: str, prompt: list[int]) -> Tensor:
+    """Return transformers' logits [tokens, vocab] of a prompt, in FP32."""
+    import transformers
+
+    kind = getattr(transformers, architecture)
+    model = kind.from_pretrained(
+        directory, dtype=torch.float32, attn_implementation="eager", local_files_only=True
+    ).eval()
+    logits: Tensor = model(torch.tensor([prompt]), use_cache=False).logits[0]
+    return logits
+
+
+@torch.inference_mode()
+def our_logits(directory: Path, prompt: list[int]) -> Tensor:
+    """Return the logits [tokens, vocab] of a prompt in FP32, by the forms and the attention that serve."""
+    checkpoint = open_checkpoint(directory)
+    settings = Settings(precision="fp32", device="cpu")
+    plan = make_plan(probe(), None, settings, checkpoint.needs(), RECIPES)
+    backend = select_host_backend(plan)
+    model, config = load_model(checkpoint, plan, backend), checkpoint.decoder
+    shape = KvShape(config.num_layers, 1, len(prompt), config.num_kv_heads, config.head_dim)
+    attention = StepAttention(KvCache(shape, kv_dtype(plan)), backend)
+    return window_logits(model, attention, prompt, 0, len(prompt))
+
+
+def compare(architecture: str, values: Mapping[str, Any]) -> tuple[str, str]:
+    """Return `equal`, `refused`, `DIFFERENT` or `not compared`, with the largest difference or the reason."""
+    import transformers
+
+    if not hasattr(transformers, architecture):
+        return "not compared", "this transformers does not have it"
+    with tempfile.TemporaryDirectory() as folder:
+        directory, prompt = Path(folder), prompt_of(24)
+        write_family(directory, architecture, values)
+        (directory / "tokenizer.json").write_text("{}")  # it is not read
+        try:
+            found = our_logits(directory, prompt)
+        except CheckpointInvalid as error:
+            return "refused", error.message
+        expected = expected_logits(directory, architecture, prompt)
+    difference = float((found - expected).abs().max())
+    return "equal" if difference <= TOLERANCE else "DIFFERENT", f"{difference:.1e}"
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("names", nargs="*", help="classes, or names of variants; all of them by default")
+    wanted = parser.parse_args().names
+    cases = {name: (name, values) for name, values in SERVED.items()} | dict(VARIANTS)
+    counts: Counter[str] = Counter()
+    for name, (architecture, values) in cases.items():
+        if not wanted or name in wanted:
+            verdict, detail = compare(architecture, values)
+            counts[verdict] += name not in VARIANTS
+            print(f"{name:34} {verdict:10} {detail}", flush=True)
+    for name in NOT_SERVED:
+        if not wanted or name in wanted:
+            verdict = "refused" if name not in DECODER_FAMILIES else "DIFFERENT"
+            counts[verdict] += 1
+            print(f"{name:34} {verdict:10} {refusal([name], '')}", flush=True)
+    print(", ".join(f"{count} {verdict}" for verdict, count in counts.items()))
+    return 1 if counts["DIFFERENT"] else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

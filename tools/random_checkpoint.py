@@ -1,0 +1,94 @@
+"""Write a checkpoint with random weights of a shape, to measure speed and memory: neither depends on the values.
+
+    python -m tools.random_checkpoint moe-3b DIR
+
+`moe-3b` has 3.2B weights in the layers of Qwen 3 with experts, of which a token uses 0.6B.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+from app.models.decoders.config import ModelConfig
+from app.models.decoders.shapes import tensors_of
+
+SHAPES: Mapping[str, Mapping[str, Any]] = {
+    "moe-3b": {
+        "architectures": ["Qwen3MoeForCausalLM"],
+        "model_type": "qwen3_moe",
+        "hidden_size": 2048,
+        "intermediate_size": 6144,
+        "moe_intermediate_size": 768,
+        "num_experts": 32,
+        "num_experts_per_tok": 4,
+        "norm_topk_prob": True,
+        "num_hidden_layers": 20,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 4,
+        "head_dim": 128,
+        "vocab_size": 32000,
+        "max_position_embeddings": 8192,
+        "rope_theta": 1_000_000.0,
+        "rms_norm_eps": 1e-6,
+        "tie_word_embeddings": True,
+        "bos_token_id": 0,
+        "eos_token_id": 1,
+    },
+}
+_SHARD_BYTES = 2 * 2**30
+
+
+def write_checkpoint(shape: str, directory: Path) -> int:
+    """Write config.json, weights in BF16 and a tokenizer, and return the number of weights."""
+    directory.mkdir(parents=True, exist_ok=True)
+    values = {**SHAPES[shape], "torch_dtype": "bfloat16"}
+    (directory / "config.json").write_text(json.dumps(values, indent=1))
+    generator, shard, places, held, total = torch.Generator().manual_seed(0), dict[str, torch.Tensor](), {}, 0, 0
+    number = 0
+    for name, size in tensors_of(ModelConfig.from_hf(values)).items():
+        tensor = torch.ones(size) if len(size) == 1 else torch.randn(size, generator=generator) * 0.02
+        shard[name], places[name] = tensor.bfloat16(), f"model-{number:05}.safetensors"
+        held, total = held + 2 * tensor.numel(), total + tensor.numel()
+        if held > _SHARD_BYTES:
+            save_file(shard, directory / places[name])
+            shard, held, number = {}, 0, number + 1
+    if shard:
+        save_file(shard, directory / f"model-{number:05}.safetensors")
+    index = {"metadata": {"total_size": 2 * total}, "weight_map": places}
+    (directory / "model.safetensors.index.json").write_text(json.dumps(index))
+    _tokenizer(values["vocab_size"]).save(str(directory / "tokenizer.json"))
+    return total
+
+
+def _tokenizer(size: int) -> Tokenizer:
+    """Return a tokenizer of bytes, in which every id has a text."""
+    vocab = {"<s>": 0, "</s>": 1}
+    for letter in sorted(pre_tokenizers.ByteLevel.alphabet()):
+        vocab[letter] = len(vocab)
+    vocab |= {f"\u0120w{number}": number for number in range(len(vocab), size)}
+    tokenizer = Tokenizer(models.BPE(vocab, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens(["<s>", "</s>"])
+    return tokenizer
+
+
+def main() -> None:
+    """Write the checkpoint that the command line names."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("shape", choices=SHAPES)
+    parser.add_argument("directory", type=Path)
+    given = parser.parse_args()
+    print(f"{write_checkpoint(given.shape, given.directory):,} weights in {given.directory}")
+
+
+if __name__ == "__main__":
+    main()
