@@ -35,8 +35,13 @@ class TextFormatter(logging.Formatter):
     """
 
     def __init__(self, console: Console) -> None:
-        super().__init__("%(asctime)s %(levelname)s %(message)s")
-        self._console = console
+        # People at a terminal know the date.
+        super().__init__(datefmt="%H:%M:%S" if console.is_terminal else None)
+        self._has_styles = console.is_terminal and not console.no_color and not console.is_dumb_terminal
+
+    def usesTime(self) -> bool:  # noqa: N802  # logging's own name
+        """Return True: each line begins with the time."""
+        return True
 
     def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802  # logging's own name
         """Return the record's line."""
@@ -46,10 +51,7 @@ class TextFormatter(logging.Formatter):
         return f"{self._styled(record.asctime, 'dim')} {level} {column}{record.message}"
 
     def _styled(self, text: str, style: str) -> str:
-        console = self._console
-        if not style or not console.is_terminal or console.no_color or console.is_dumb_terminal:
-            return text
-        return Style.parse(style).render(text)
+        return Style.parse(style).render(text) if style and self._has_styles else text
 
 
 class JsonFormatter(logging.Formatter):

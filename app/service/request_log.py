@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 from contextvars import ContextVar
 from dataclasses import dataclass
+from functools import lru_cache
 from urllib.parse import quote
 
 REQUEST_LOGGER = "armature.requests"
@@ -65,7 +66,7 @@ def log_request(
     fields: dict[str, object] = {
         "id": request_id,
         "method": method,
-        "route": quote(path[:MAX_PATH_CHARACTERS], safe="/:@!$&'()*+,;=~"),
+        "route": _escaped(path[:MAX_PATH_CHARACTERS]),
         "status": status,
         "prompt_tokens": known.prompt_tokens,
         "completion_tokens": known.completion_tokens,
@@ -76,6 +77,11 @@ def log_request(
     shown = " ".join(f"{name}={'-' if value is None else value}" for name, value in list(fields.items())[4:])
     message = f"{method} {fields['route']} {status} id={request_id} {shown}"
     log.log(request_level(method), "%s", message, extra={"fields": fields})
+
+
+@lru_cache(maxsize=128)  # most requests are for a few routes
+def _escaped(path: str) -> str:
+    return quote(path, safe="/:@!$&'()*+,;=~")
 
 
 def _milliseconds(seconds: float | None) -> float | None:

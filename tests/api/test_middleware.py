@@ -268,3 +268,13 @@ async def test_events_are_sent_as_they_come(conversation: Talk, service: Scripte
     gate.set()
     await talk.over()
     assert talk.body.count(b"data: ") == 3
+
+
+async def test_each_request_has_a_line(client: httpx.AsyncClient, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level("INFO", "armature.requests"):
+        await client.post("/nothing?q=secret", content=PROMPT, headers={"x-request-id": "mine"})
+        await client.get("/healthz")
+    (line,) = [record.getMessage() for record in caplog.records if record.name == "armature.requests"]
+    assert line.startswith(
+        "POST /nothing 404 id=mine prompt_tokens=0 completion_tokens=0 queue_ms=- first_token_ms=- total_ms="
+    )
