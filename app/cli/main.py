@@ -72,9 +72,12 @@ def _settings(arguments: Namespace) -> Settings:
 
 
 def _serve(arguments: Namespace) -> int:
-    from app.server.process import serve
+    settings = _settings(arguments)
+    with closing(StartConsole(has_bars=settings.log_format == "text")) as console:
+        console.show("starting")  # the import takes a second
+        from app.server.process import serve
 
-    return serve(_settings(arguments))
+    return serve(settings)
 
 
 def _probe(arguments: Namespace) -> int:
