@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -27,13 +28,8 @@ MEASURED_SETTINGS = (
     "device", "precision", "quantization", "threads", "compile", "max_batch_tokens", "max_running_seqs", "max_model_len", "kv_precision",
     "int8_copy", "numa_node", "deterministic", "quality_budget",
 )  # fmt: skip
-GENERATION_SETTINGS = (
-    "kv_cache_bytes",
-    "kv_precision",
-    "itl_target_ms",
-    "keep_layers",
-    "prompt_cache",
-)  # refused for models that do not generate
+# Refused for models that do not generate.
+GENERATION_SETTINGS = ("kv_cache_bytes", "kv_precision", "itl_target_ms", "keep_layers", "prompt_cache")
 _SIZE = re.compile(r"^\s*(\d+(?:\.\d+)?)\s*([kmgt]?)(i?)b?\s*$", re.IGNORECASE)
 _PERCENT = re.compile(r"^\s*(\d+(?:\.\d+)?)\s*%\s*$")
 KEPT_PRECISIONS = ("int4", "int8", "bf16")  # of layers that `keep_layers` names
@@ -59,11 +55,6 @@ def parse_kept_layers(text: str) -> tuple[tuple[str, str], ...]:
             raise ValueError(f"{item!r} is not PATTERN=PRECISION with a precision of {', '.join(KEPT_PRECISIONS)}")
         pairs.append((pattern, precision))
     return tuple(pairs)
-
-
-def _check_kept_layers(text: str) -> str:
-    parse_kept_layers(text)
-    return text
 
 
 def parse_bytes(value: Any) -> Any:
@@ -125,20 +116,11 @@ def parse_rate_limit(text: str) -> tuple[int | None, int | None]:
     limits: dict[str, int] = {}
     for item in filter(None, (part.strip() for part in text.split(","))):
         name, _, number = (word.strip() for word in item.partition("="))
-        if (
-            name not in ("requests", "tokens")
-            or name in limits
-            or not number.isdecimal()
-            or not 0 < int(number) < 10**12
-        ):
+        is_count = number.isdecimal() and 0 < int(number) < 10**12
+        if name not in ("requests", "tokens") or name in limits or not is_count:
             raise ValueError(f"{item!r} is not requests=N or tokens=N with a number of at least 1, each at most once")
         limits[name] = int(number)
     return limits.get("requests"), limits.get("tokens")
-
-
-def _check_rate_limit(text: str) -> str:
-    parse_rate_limit(text)
-    return text
 
 
 def _check_keys(keys: tuple[str, ...]) -> tuple[str, ...]:
@@ -169,9 +151,14 @@ def parse_adapters(names: tuple[str, ...]) -> tuple[tuple[str, Path], ...]:
     return tuple((name, Path(directory).expanduser()) for name, _, directory in pairs)
 
 
-def _check_adapters(names: tuple[str, ...]) -> tuple[str, ...]:
-    parse_adapters(names)
-    return names
+def _checked_by(parse: Callable[[Any], object]) -> AfterValidator:
+    """Return a validator that refuses what `parse` refuses, and keeps the value as it was given."""
+
+    def check(value: Any) -> Any:
+        parse(value)
+        return value
+
+    return AfterValidator(check)
 
 
 # NoDecode: a variable too may be separated by commas, which pydantic-settings would refuse as no JSON.
@@ -205,7 +192,7 @@ class Settings(BaseSettings):
     any_model_name: Literal["off", "on"] = Field(
         "off", description="Accept every model name, for clients that send a fixed one such as gpt-4o."
     )
-    lora: Annotated[TextList, AfterValidator(_check_adapters)] = Field(
+    lora: Annotated[TextList, _checked_by(parse_adapters)] = Field(
         (),
         description="LoRA adapters, as NAME=DIR with peft's directory; a request chooses one by its name as the model.",
     )
@@ -251,7 +238,7 @@ class Settings(BaseSettings):
         0.03,
         description="Largest measured increase of perplexity, or of 1 - cosine for vectors, at which auto quantizes; 0: never.",
     )
-    keep_layers: Annotated[str, AfterValidator(_check_kept_layers)] = Field(
+    keep_layers: Annotated[str, _checked_by(parse_kept_layers)] = Field(
         "",
         description="Layers in another precision than the other quantized ones, as PATTERN=PRECISION, separated by commas;"
         " patterns match tensor names: *.down_proj=int8,lm_head=bf16.",
@@ -305,7 +292,7 @@ class Settings(BaseSettings):
         description="API keys accepted as Bearer tokens, separated by commas or as a JSON list; none: no key is needed.",
     )
     api_key_file: Path | None = Field(None, description="File with one API key per line.")
-    rate_limit: Annotated[str, AfterValidator(_check_rate_limit)] = Field(
+    rate_limit: Annotated[str, _checked_by(parse_rate_limit)] = Field(
         "",
         description="Most that each API key, or each address without one, may use per minute, as requests=N, tokens=N or both,"
         " separated by a comma; none: no limit.",
@@ -334,6 +321,12 @@ class Settings(BaseSettings):
         description="Serve the web page at /, where people try the model and see what the machine does; --no-page: off.",
     )
     log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="Least severe message to log.")
+    log_format: Literal["text", "json"] = Field(
+        "text", description="Form of the log on standard error: text, or json: one JSON object a line."
+    )
+    request_log: Literal["on", "off"] = Field(
+        "on", description="Log one line for each request, without its content; --no-request-log: off."
+    )
     hourly_price: PositiveFloat | None = Field(
         None, description="Price of this machine in dollars per hour, for cost metrics."
     )

@@ -26,6 +26,8 @@ from app.api.json_size import SCAN_BYTES
 from app.api.streaming import format_sse
 from app.errors import BodyTooLarge, InvalidRequest, Overloaded, RequestError, ServiceStopping
 from app.service.rate_limit import ACCOUNT
+from app.service.request_log import REQUEST_FIGURES, RequestFigures, log_request, request_level
+from app.service.request_log import log as request_log
 
 DISCARD_SECONDS = 2.0  # time for discarding a refused body, so that the client can read the response
 
@@ -137,6 +139,7 @@ MAX_TENSOR_BODY_BYTES = 4 * MAX_BODY_BYTES  # 100 images of 224 × 224 in FP32; 
 TENSOR_HEADER = b"inference-header-content-length"
 MAX_HELD_BODIES = 8  # bodies of full size in memory at the same time; once parsed, a body takes several times its size
 BODY_TIMEOUT_SECONDS = 60.0  # time limit for receiving a body
+CLIENT_LEFT = 499  # status in the log of a request whose client left, as in nginx's
 SLOW_SECONDS = 0.001  # a message takes microseconds unless the client must read first
 _VALID_ID = re.compile(rb"[\x21-\x7e]{1,128}")
 
@@ -171,16 +174,29 @@ class RequestGate:
         self._held_bytes = 0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Serve one request and convert every exception to a response."""
+        """Serve one request, convert every exception to a response, and log the request."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
         sender = ResponseSender(scope, send, self._error_format)
+        if not request_log.isEnabledFor(request_level(scope["method"])):
+            await self._answer(scope, receive, sender)
+            return
+        began, figures = time.monotonic(), RequestFigures()
+        REQUEST_FIGURES.set(figures)
+        try:
+            await self._answer(scope, receive, sender)
+        finally:
+            seconds = time.monotonic() - began
+            log_request(scope["method"], scope["path"], sender.request_id, sender.status, seconds, figures)
+
+    async def _answer(self, scope: Scope, receive: Receive, sender: ResponseSender) -> None:
         try:
             if (account := self._access.check(scope)) is not None:
                 ACCOUNT.set(account)
             await self._forward(scope, receive, sender)
         except ClientDisconnected:
+            sender.status = CLIENT_LEFT
             log.debug("request %s: the client left", sender.request_id)
             return
         except (RequestError, HTTPException) as error:
@@ -263,7 +279,10 @@ async def _receive_part(receive: Receive) -> Message:
 
 
 class ResponseSender:
-    """Sender of the response to one client. It adds the request id and tracks how far the response is."""
+    """Sender of the response to one client. It adds the request id and tracks how far the response is.
+
+    `status` is that of the response, or `CLIENT_LEFT` before there is one.
+    """
 
     def __init__(self, scope: Scope, send: Send, error_format: Callable[[str], ErrorFormat]) -> None:
         offered = header(scope, b"x-request-id")
@@ -272,11 +291,12 @@ class ResponseSender:
         self._state["request_id"] = self.request_id
         self._path, self._send, self._error_format = scope["path"], send, error_format
         self._started = self._ended = self._is_event_stream = False
+        self.status = CLIENT_LEFT
 
     async def send(self, message: Message) -> None:
         """Forward an ASGI message; the response's start gets the header `x-request-id`."""
         if message["type"] == "http.response.start":
-            self._started = True
+            self._started, self.status = True, message["status"]
             headers = message["headers"] = [*message.get("headers", ()), (b"x-request-id", self.request_id.encode())]
             self._is_event_stream = any(
                 name == b"content-type" and value.startswith(b"text/event-stream") for name, value in headers

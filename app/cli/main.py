@@ -7,18 +7,16 @@ quantizes and packs the weights and caches them, so that a start does not have t
 from __future__ import annotations
 
 import json
+import logging
 import os
 import sys
 import time
 from argparse import Namespace
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import closing, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
-
-from rich.console import Console
-from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeElapsedColumn
 
 from app.cli.models import list_models, pull_model, remove_models
 from app.cli.parser import given_settings, parse_arguments
@@ -29,13 +27,13 @@ from app.hardware.plan.precision import describe_cost
 from app.hardware.probe.probe import probe
 from app.server.model_source import open_or_fetch_model
 from app.server.prepare import CALIBRATE_COMMAND_SECONDS, Prepared, calibrate, prepare, with_kept_calibration
+from app.server.start_console import StartConsole
 from app.server.termination_log import TerminationMessage
 from app.settings import Settings, load_settings
 from app.weights.forms import RECIPES
 from app.weights.open import require_checkpoint
 
 if TYPE_CHECKING:
-    from app.metrics.load_progress import LoadProgress
     from app.weights.packs import PackFile
 
 
@@ -74,9 +72,12 @@ def _settings(arguments: Namespace) -> Settings:
 
 
 def _serve(arguments: Namespace) -> int:
-    from app.server.process import serve
+    settings = _settings(arguments)
+    with closing(StartConsole(has_bars=settings.log_format == "text")) as console:
+        console.show("starting")  # the import takes a second
+        from app.server.process import serve
 
-    return serve(_settings(arguments))
+    return serve(settings)
 
 
 def _probe(arguments: Namespace) -> int:
@@ -206,8 +207,8 @@ def calibrate_now(settings: Settings) -> PlanExplanation:
     os.environ.update(
         prepared.plan.environment()
     )  # must be set before torch is imported: its thread pools read it then
-    with _stage_display() as report:
-        measured = calibrate(prepared, report, CALIBRATE_COMMAND_SECONDS)
+    with _progress("calibrate") as console:
+        measured = calibrate(prepared, console.show, CALIBRATE_COMMAND_SECONDS)
     assert measured.calibration is not None, "it was not final"
     found, checkpoint, again = measured.calibration.measurements, measured.checkpoint, measured.calibration_file.read()
     is_kept = again is not None and again.measured_at == measured.calibration.measured_at
@@ -217,19 +218,20 @@ def calibrate_now(settings: Settings) -> PlanExplanation:
 
 
 @contextmanager
-def _stage_display() -> Iterator[Callable[[str | LoadProgress], None]]:
-    """Yield a callback that shows the current stage on standard error; silent if that is not a terminal."""
-    console = Console(stderr=True)
-    if not console.is_terminal:
-        yield lambda stage: None
-        return
-    with console.status("importing torch") as status:
-        yield lambda stage: status.update(str(stage))
-
-
-StartProgress = Callable[
-    [str], Callable[[int, int], None]
-]  # takes a stage's name, returns its progress callback (bytes done, total bytes)
+def _progress(command: str) -> Iterator[StartConsole]:
+    """Yield the progress of a command: a bar on a terminal, else lines that begin with the command's name."""
+    lines = logging.getLogger(StartConsole.__module__)
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(logging.Formatter(f"armature {command}: %(message)s"))
+    lines.addHandler(handler)
+    before = lines.level
+    lines.setLevel(logging.INFO)
+    try:
+        with closing(StartConsole()) as console:
+            yield console
+    finally:
+        lines.setLevel(before)
+        lines.removeHandler(handler)
 
 
 def pack(settings: Settings, text: Path | None = None) -> str:
@@ -246,8 +248,8 @@ def pack(settings: Settings, text: Path | None = None) -> str:
         prepared.plan.environment()
     )  # must be set before torch is imported: its thread pools read it then
     began = time.monotonic()
-    with _progress_bars() as stage:
-        packed, cost = _pack_weights(prepared, Path(folder.value), stage, text)
+    with _progress("pack") as console:
+        packed, cost = _pack_weights(prepared, Path(folder.value), console, text)
     if packed is None:
         raise PlanImpossible(
             f"On this machine {prepared.plan.precision.value} runs on torch's matrix products, which pack the weights at each start."
@@ -263,7 +265,7 @@ def pack(settings: Settings, text: Path | None = None) -> str:
 
 
 def _pack_weights(
-    prepared: Prepared, folder: Path, stage: StartProgress, text: Path | None
+    prepared: Prepared, folder: Path, console: StartConsole, text: Path | None
 ) -> tuple[PackFile | None, float | None]:
     """Return the pack, and the measured cost in quality, which is also noted for later starts."""
     from app.backends.selection import select_host_backend
@@ -277,27 +279,13 @@ def _pack_weights(
     checkpoint = require_checkpoint(prepared.checkpoint)
     costs: list[float] = []
     packing = Packing(
-        PackFolder(folder, stage("writing packed weights")),
+        PackFolder(folder, console.show_bytes("writing packed weights")),
         make_calibrator=partial(calibration_for, checkpoint, prepared.plan, backend, text),
         replaces_pack=text is not None,
         measure_encoder=partial(measure_encoder_cost, checkpoint, prepared.plan),
         report_cost=costs.append,
     )
-    packed = pack_weights(checkpoint, prepared.plan, backend, stage("packing weights"), packing)
+    packed = pack_weights(checkpoint, prepared.plan, backend, console.show_bytes("packing weights"), packing)
     for cost in costs:
         prepared.with_quality_cost(cost)
     return packed, next(iter(costs), None)
-
-
-@contextmanager
-def _progress_bars() -> Iterator[StartProgress]:
-    """Yield a function that starts a stage's progress bar on standard error; silent if that is not a terminal."""
-    console = Console(stderr=True)
-    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=console, disable=not console.is_terminal) as bars:
-
-        def stage(name: str) -> Callable[[int, int], None]:
-            task = bars.add_task(name, total=None)
-            return lambda done, total: bars.update(task, completed=done, total=total)
-
-        yield stage

@@ -119,12 +119,25 @@ BENCHES: Mapping[str, BenchCommand] = {
 }
 
 
+FIRST_STEPS = """\
+armature serves small language models on ordinary processors. Type one of these first:
+
+  armature serve                          serve the small demo model that comes with the package
+  armature serve --model ORG/NAME         fetch and serve a model of Hugging Face's hub
+  armature serve --model DIR              serve a checkpoint directory, a GGUF file or an exported program
+  armature probe --model ORG/NAME         show what would be chosen for it on this machine, and why
+  armature --help                         list all commands"""
+
+
 def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     """Parse the command line into a namespace with `command` (and `bench`) and their flags.
 
     Raises:
-        UnknownArgument: A flag or argument is unknown. For a bad value, argparse itself exits with status 2.
+        UnknownArgument: There is no argument, or a flag or argument is unknown. For a bad value, argparse itself exits
+            with status 2.
     """
+    if argv is not None and not argv:
+        raise UnknownArgument(FIRST_STEPS)
     arguments, unknown = _parser().parse_known_args(argv)
     if unknown:
         command = " ".join(filter(None, (arguments.command, getattr(arguments, "bench", None))))

@@ -327,11 +327,7 @@ def prepare(settings: Settings) -> Prepared:
     """
     facts = probe()
     checkpoint = open_or_fetch_model(settings)
-    log.info("serving %s from %s", checkpoint.needs().architecture, checkpoint.location)
-    prepared = with_kept_calibration(facts, settings, checkpoint)
-    if prepared.is_final:
-        _log_plan(prepared.plan)
-    return prepared
+    return with_kept_calibration(facts, settings, checkpoint)
 
 
 def with_kept_calibration(facts: Facts, settings: Settings, checkpoint: OpenedModel) -> Prepared:
@@ -378,7 +374,7 @@ def calibrate(prepared: Prepared, report: ReportStage, budget_seconds: float | N
     if found.fallback:
         log.warning("calibration: decided from facts alone, because %s (%.1f s)", found.fallback, found.seconds)
     else:
-        log.info("calibrated in %.1f s", found.seconds)
+        log.debug("calibrated in %.1f s", found.seconds)
         for trial in found.trials:
             if trial.noise:
                 log.warning(
@@ -395,7 +391,6 @@ def calibrate(prepared: Prepared, report: ReportStage, budget_seconds: float | N
         prepared.calibration_file.write(Calibration(replace(found, trials=noisy), time.time(), from_cache=False))
     elif final.calibration is not None:
         prepared.calibration_file.write(final.calibration)
-    _log_plan(final.plan)
     return final
 
 
@@ -483,8 +478,3 @@ def _thread_counts(settings: Settings, plan: ServingPlan) -> tuple[int, ...]:
 
 def _plan(facts: Facts, measurements: Measurements | None, settings: Settings, needs: Needs) -> ServingPlan:
     return make_plan(facts, measurements, settings, needs, RECIPES.keys())
-
-
-def _log_plan(plan: ServingPlan) -> None:
-    for name, decision in plan.decisions():
-        log.info("plan: %s = %s (%s)", name, decision.value, decision.reason)

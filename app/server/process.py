@@ -20,6 +20,9 @@ from fastapi import FastAPI
 from app.api.http_protocol import ConnectionLimits, protocol_factory
 from app.errors import ServingFailed, SettingsInvalid, StartupError
 from app.server.app import create_app
+from app.server.log_output import log_to_stderr
+from app.server.prepare import Prepared
+from app.server.start_summary import start_summary
 from app.server.startup import ServerRuntime
 from app.server.termination_log import describe_exception
 from app.server.unfetched_model import prepare_start
@@ -46,7 +49,7 @@ def serve(settings: Settings) -> int:
         StartupError: The server could not start.
         ServingFailed: The worker failed while serving.
     """
-    _log_to_stderr(settings.log_level)
+    log_to_stderr(settings)
     sys.setswitchinterval(SWITCH_SECONDS)
     check_tls(settings)
     prepared = prepare_start(settings)
@@ -56,14 +59,21 @@ def serve(settings: Settings) -> int:
         failures.append(error)
         server.should_exit = True  # uvicorn reads it ten times a second
 
-    serving = ServerRuntime(prepared, on_fatal)
+    addresses: list[str] = []  # known before the worker starts
+
+    def on_ready(ready: Prepared, seconds: float, has_chat: bool) -> None:
+        for label, text in start_summary(ready, addresses[0], seconds, has_chat):
+            log.info("%s", text, extra={"label": label})
+
+    serving = ServerRuntime(prepared, on_fatal, on_ready)
     server = PunctualServer(server_config(create_app(serving.runtime()), settings), settings.drain_seconds)
     # uvicorn raises the signal again after draining. This harmless handler receives it, so that the process ends by
     # returning.
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, server.handle_exit)
     listener = listen(settings.host, settings.port)
-    sys.stdout.write(f"listening on {url_of(listener, settings.tls_cert is not None)}\n")
+    addresses.append(url_of(listener, settings.tls_cert is not None))
+    sys.stdout.write(f"listening on {addresses[0]}\n")
     sys.stdout.flush()
     try:
         server.run(sockets=[listener])
@@ -195,12 +205,3 @@ def check_tls(settings: Settings) -> None:
             f"tls_cert {settings.tls_cert} and tls_key {settings.tls_key} cannot be used: {error}. Both are PEM files; "
             "the key has no password."
         ) from error
-
-
-def _log_to_stderr(level: str) -> None:
-    logging.basicConfig(
-        level=level.upper(), format="%(asctime)s %(levelname)s %(message)s", stream=sys.stderr, force=True
-    )
-    # This process logs its events itself. uvicorn would also log malformed requests, which are not events of the
-    # server.
-    logging.getLogger("uvicorn.error").setLevel(logging.DEBUG if level == "debug" else logging.ERROR)

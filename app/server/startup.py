@@ -166,12 +166,18 @@ def save_prefixes(engine: Engine, is_wanted: Callable[[], bool]) -> None:
 class ServerRuntime:
     """The worker, the service and the metrics of one process, connected.
 
-    `on_fatal` is called from the worker thread when the worker cannot continue.
+    `on_fatal` is called from the worker thread when the worker cannot continue; `on_ready` when it can serve, with the
+    final plan, the seconds since the start, and whether the model has a chat template.
     """
 
-    def __init__(self, start: Prepared | UnfetchedModel, on_fatal: Callable[[BaseException], None]) -> None:
+    def __init__(
+        self,
+        start: Prepared | UnfetchedModel,
+        on_fatal: Callable[[BaseException], None],
+        on_ready: Callable[[Prepared, float, bool], None] = lambda prepared, seconds, has_chat: None,
+    ) -> None:
         self._start = start
-        self._on_fatal = on_fatal
+        self._on_fatal, self._on_ready = on_fatal, on_ready
         self._began = time.monotonic()
         self._stopping = Flag()
         self._cpu_stat = find_cpu_stat(HostFiles(Path("/")))
@@ -179,7 +185,7 @@ class ServerRuntime:
         self._step_monitor = StepMonitor(self.metrics)
         self._step_time_model = StepTimeModel()
         self._idle_attempts = 0
-        self._console = StartConsole()
+        self._console = StartConsole(has_bars=start.settings.log_format == "text")
         self.worker = Worker(self._build, self._step_monitor)
         self.service = Service(self.worker, self.metrics)
         facts, settings, gpu = start.facts, start.settings, start.plan.gpu(start.facts)
@@ -244,10 +250,17 @@ class ServerRuntime:
             self._console.show(stage)
 
         with closing(self._console):
-            return self._build_calibrated(report_stage)
+            engine, has_chat = self._build_calibrated(report_stage)
+        for name, decision in self._prepared.plan.decisions():
+            log.debug("plan: %s = %s (%s)", name, decision.value, decision.reason)
+        self._on_ready(self._prepared, time.monotonic() - self._began, has_chat)
+        return engine
 
-    def _build_calibrated(self, report_stage: Callable[[str | LoadProgress], None]) -> Engine:
-        """Measure the machine, and build the engine; again if its measured quality changes the plan."""
+    def _build_calibrated(self, report_stage: Callable[[str | LoadProgress], None]) -> tuple[Engine, bool]:
+        """Measure the machine, and build the engine; again if its measured quality changes the plan.
+
+        Return also whether the model has a chat template.
+        """
         if isinstance(self._start, UnfetchedModel):
             self._start = self._start.fetch(report_stage)
         os.environ.update(self._prepared.plan.environment())  # torch's thread pools read it at import
@@ -257,11 +270,11 @@ class ServerRuntime:
         began = time.monotonic()
         import torch  # noqa: F401  # imported here so that the time is logged
 
-        log.info("torch imported in %.1f s", time.monotonic() - began)
+        log.debug("torch imported in %.1f s", time.monotonic() - began)
         self._prepared = calibrate(self._prepared, report_stage)
         while True:
             try:
-                return self._build_planned(tokenizer, chat, report_stage)
+                return self._build_planned(tokenizer, chat, report_stage), chat is not None
             except PrecisionTooCostly as found:
                 log.warning("%s: loading the weights in %s", found.message, self._prepared.plan.precision.value)
 
@@ -299,8 +312,7 @@ class ServerRuntime:
         self.service.serve_adapters(adapter_store(prepared.settings, prepared.adapters, prepared.checkpoint, slots))
         self._step_time_model = step_time_model
         self._step_monitor.watch_slow_steps(self._slow_step_detector(step_time_model))
-        log.info("weights loaded and warmed up in %.1f s", time.monotonic() - began)
-        log.info("ready in %.1f s", time.monotonic() - self._began)
+        log.debug("weights loaded and warmed up in %.1f s", time.monotonic() - began)
         return engine
 
     def _take_quality_cost(self, cost: float) -> None:
@@ -315,7 +327,7 @@ class ServerRuntime:
         if now.value != before.value:
             kind = self._prepared.needs.kind
             raise PrecisionTooCostly(f"Weights in {before.value}: {describe_cost(kind, cost)}. {now.reason}")
-        log.info("plan: precision = %s (%s)", now.value, now.reason)
+        log.debug("plan: precision = %s (%s)", now.value, now.reason)
 
     def _use_idle_time(self, engine: Engine, is_wanted: Callable[[], bool]) -> bool:
         """Time steps of the engine if the start could not, or not well; return True to be called again."""

@@ -34,7 +34,7 @@ async def encode(
             else await pipeline.read(texts_size(request), tokenize_texts, model, request)
         )
         lengths = tuple(len(text.token_ids) for text in texts)
-        record.count_tokens = lambda: sum(lengths)
+        record.count_tokens = lambda: (sum(lengths), 0)
         name = pipeline.client.name(request.request_id)
         command = Encode(name, texts, request.outputs, record.arrived_at, request.normalize, request.dimensions)
         permit.hold(_text_request_bytes(model, request.outputs, lengths))
@@ -109,5 +109,5 @@ async def _send_and_wait(
     assert isinstance(event, ArraysReady), "an Encode or Infer is answered by ArraysReady"
     if predicted is not None:
         pipeline.metrics.wait_measured(predicted, now - sent_at)
-    record.outcome = "stop"
+    record.outcome, record.queue_seconds = "stop", event.timings.queue_seconds
     return event

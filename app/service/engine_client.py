@@ -24,6 +24,7 @@ from app.metrics.load_progress import LoadProgress
 from app.metrics.stats import EngineSnapshot
 from app.service.admission import Admission, Permit
 from app.service.rate_limit import ACCOUNT
+from app.service.request_log import REQUEST_FIGURES
 from app.service.served_model import ServingLimits
 from app.service.text_pool import TextPool
 
@@ -140,11 +141,14 @@ class EngineClient:
 class RequestRecord:
     """Progress of one request.
 
-    `accepted` is true once it was found valid and the worker has it. `count_tokens` returns the tokens that it has used.
+    `accepted` is true once it was found valid and the worker has it. `count_tokens` returns the tokens of its prompt and
+    of its completion so far. The seconds are those from its arrival; None until they are known.
     """
 
     arrived_at: float
-    count_tokens: Callable[[], int] = lambda: 0
+    count_tokens: Callable[[], tuple[int, int]] = lambda: (0, 0)
+    queue_seconds: float | None = None
+    first_token_seconds: float | None = None
     accepted: bool = False
     outcome: Outcome = "failed"
 
@@ -176,7 +180,10 @@ class RequestPipeline:
 
     @contextmanager
     def track(self, api: Api) -> Iterator[RequestRecord]:
-        """Report the request's outcome to the metrics, and its tokens to its client's account, however the block ends."""
+        """Report the request's outcome to the metrics, its tokens to its client's account, and its figures to the log.
+
+        This happens however the block ends.
+        """
         record, account = RequestRecord(self.clock()), ACCOUNT.get()
         try:
             yield record
@@ -187,8 +194,11 @@ class RequestPipeline:
             record.outcome = _failure_outcome(error, record.accepted)
             raise
         finally:
+            prompt, completion = record.count_tokens()
             if account is not None:
-                account.charge(record.count_tokens())
+                account.charge(prompt + completion)
+            if (figures := REQUEST_FIGURES.get()) is not None:
+                figures.add(prompt, completion, record.queue_seconds, record.first_token_seconds)
             if record.outcome == "refused":
                 self.metrics.refused(api)
             else:

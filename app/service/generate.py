@@ -105,6 +105,12 @@ class CompletionBuilder:
         return sum(choice.num_tokens for choice in self._choices)
 
     @property
+    def first_token(self) -> tuple[float, Timings] | None:
+        """When the first token of any choice came, and that choice's timings; None before."""
+        begun = [(choice.first_token_at, choice.timings) for choice in self._choices]
+        return min(((at, timings) for at, timings in begun if at is not None), key=lambda pair: pair[0], default=None)
+
+    @property
     def outcome(self) -> FinishReason:
         """Finish reason of the whole request: the worst one of its choices."""
         reasons = {choice.reason for choice in self._choices}
@@ -241,7 +247,7 @@ async def generate(
         completion = CompletionBuilder(
             command, model.tokenizer, pipeline.metrics, request.messages is None, prompt.literals
         )
-        record.count_tokens = lambda: completion.num_prompt_tokens + completion.num_completion_tokens
+        record.count_tokens = lambda: (completion.num_prompt_tokens, completion.num_completion_tokens)
         parser = OutputParser(request, model, prompt)
         with _submitted(pipeline, completion, command, permit, pipeline.deadline(record)) as event_queue:
             record.accepted = True
@@ -256,12 +262,19 @@ async def generate(
                         yield delta
                     continue
                 for event in _stream_events(pipeline, completion, command, timed_event):
+                    _note_first_token(record, completion)
                     for parsed in parser.parse(event):
                         yield parsed
         pipeline.admission.observe(
             completion.num_prompt_tokens, completion.num_cached_tokens, completion.num_completion_tokens
         )
         record.outcome = completion.outcome
+
+
+def _note_first_token(record: RequestRecord, completion: CompletionBuilder) -> None:
+    if record.first_token_seconds is None and (first := completion.first_token) is not None:
+        record.first_token_seconds = first[0] - record.arrived_at
+        record.queue_seconds = first[1].queue_seconds
 
 
 @contextmanager

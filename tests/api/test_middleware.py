@@ -190,8 +190,9 @@ async def test_a_client_that_leaves_before_its_body_is_nobody(app: Any, service:
 @pytest.mark.parametrize("body", [PROMPT, STREAM])
 @pytest.mark.parametrize("begun", [0, 1])
 async def test_a_client_that_leaves_ends_its_request(
-    conversation: Talk, service: ScriptedService, body: bytes, begun: int
+    conversation: Talk, service: ScriptedService, body: bytes, begun: int, caplog: pytest.LogCaptureFixture
 ) -> None:
+    caplog.set_level("INFO", "armature.requests")
     never = asyncio.Event()
     service.scripts = [[*deltas("a")[:begun], never]]
     talk = conversation("/generate", body)
@@ -203,6 +204,8 @@ async def test_a_client_that_leaves_ends_its_request(
     await talk.over()
     assert service.num_open == 0
     assert all(message["type"] != "http.response.start" for message in talk.sent) or begun
+    (line,) = [record.getMessage() for record in caplog.records if record.name == "armature.requests"]
+    assert line.startswith("POST /generate 499 id=")
 
 
 @pytest.mark.parametrize("stream", [b"false", b"true"])
@@ -268,3 +271,13 @@ async def test_events_are_sent_as_they_come(conversation: Talk, service: Scripte
     gate.set()
     await talk.over()
     assert talk.body.count(b"data: ") == 3
+
+
+async def test_each_request_has_a_line(client: httpx.AsyncClient, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level("INFO", "armature.requests"):
+        await client.post("/nothing?q=secret", content=PROMPT, headers={"x-request-id": "mine"})
+        await client.get("/healthz")
+    (line,) = [record.getMessage() for record in caplog.records if record.name == "armature.requests"]
+    assert line.startswith(
+        "POST /nothing 404 id=mine prompt_tokens=0 completion_tokens=0 queue_ms=- first_token_ms=- total_ms="
+    )

@@ -169,7 +169,7 @@ def write_template(directory: Path, source: str) -> Path:
 )
 def test_a_start_with_a_bad_template_ends_with_2_and_names_the_file(tmp_path: Path, name: str) -> None:
     checkpoint = write_template(tmp_path, SOURCE[name])
-    with server_process(checkpoint) as process:
+    with server_process(checkpoint, "--log-level", "debug") as process:
         status, said = process.finish()
     assert status == 2, said
     assert str(checkpoint / "chat_template.jinja") in said.splitlines()[-1]

@@ -25,7 +25,7 @@ def ready(process: ServerProcess) -> str:
 
 
 def test_on_sigterm_open_answers_are_finished(tiny: Path) -> None:
-    with server_process(tiny) as process:
+    with server_process(tiny, "--log-level", "debug") as process:
         url = ready(process)
         before = process.cpu_seconds() if Path("/proc").exists() else 0.0
         time.sleep(1.0)  # the second that is being measured

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from argparse import Namespace
@@ -95,7 +96,7 @@ def test_what_is_not_understood_is_named_with_what_was_meant(
 
 
 @pytest.mark.parametrize(
-    "argv", [[], ["srve"], ["bench"], ["bench", "speed"], ["bench", "itl", "--rounds", "0"], ["serve", "--port"]]
+    "argv", [["srve"], ["bench"], ["bench", "speed"], ["bench", "itl", "--rounds", "0"], ["serve", "--port"]]
 )
 def test_a_command_line_that_cannot_be_ends_with_status_2(argv: list[str]) -> None:
     with pytest.raises(SystemExit) as ended:
@@ -205,3 +206,14 @@ def test_a_reader_that_has_enough_is_no_error() -> None:
     result = subprocess.run(command, shell=True, capture_output=True, text=True, check=False)
     assert result.stdout == "{"
     assert "Traceback" not in result.stderr
+
+
+def test_the_command_alone_says_what_to_type(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main.main([]) == 2
+    said = capsys.readouterr()
+    assert said.out == ""
+    for line in said.err.splitlines()[2:]:
+        words = re.split(r" {3,}", line.strip())[0].split()
+        if words[-1] == "--help":
+            continue
+        assert parse_arguments(words[1:]).command == words[1], line

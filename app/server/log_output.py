@@ -1,0 +1,115 @@
+"""Form of the log on standard error: lines of text, coloured on a terminal, or one JSON object a line.
+
+Lines of requests are written by a thread of their own. So the event loop never waits for a reader of the log, and a
+server whose log nobody reads loses these lines instead of standing still.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import queue
+import sys
+import threading
+import time
+from contextlib import suppress
+from typing import Any
+
+from rich.console import Console
+from rich.style import Style
+
+from app.service.request_log import REQUEST_LOGGER
+from app.settings import Settings
+
+MAX_QUEUED_LINES = 10_000  # lines of requests that wait to be written, some 1 KB each
+CLOSE_SECONDS = 0.5  # longest wait for their writing at the end of the process
+LABEL_COLUMNS = 10
+_LEVEL_STYLES = {"WARNING": "yellow", "ERROR": "red", "CRITICAL": "red"}
+
+
+class TextFormatter(logging.Formatter):
+    """Time, level and message. A record with a `label` has it before the message, in a column.
+
+    Args:
+        console: Says whether there is a terminal and whether colours are wanted (`NO_COLOR`, `FORCE_COLOR`, `TERM`).
+    """
+
+    def __init__(self, console: Console) -> None:
+        # People at a terminal know the date.
+        super().__init__(datefmt="%H:%M:%S" if console.is_terminal else None)
+        self._has_styles = console.is_terminal and not console.no_color and not console.is_dumb_terminal
+
+    def usesTime(self) -> bool:  # noqa: N802  # logging's own name
+        """Return True: each line begins with the time."""
+        return True
+
+    def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802  # logging's own name
+        """Return the record's line."""
+        level = self._styled(record.levelname, _LEVEL_STYLES.get(record.levelname, ""))
+        label = getattr(record, "label", "")
+        column = f"{self._styled(label.ljust(LABEL_COLUMNS), 'bold')} " if label else ""
+        return f"{self._styled(record.asctime, 'dim')} {level} {column}{record.message}"
+
+    def _styled(self, text: str, style: str) -> str:
+        return Style.parse(style).render(text) if style and self._has_styles else text
+
+
+class JsonFormatter(logging.Formatter):
+    """One JSON object: `time` (UTC), `level`, `message`, and what the record has of `label`, `fields`, `exception`."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        """Return the record as one line."""
+        when = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(record.created))
+        line: dict[str, Any] = {
+            "time": f"{when}.{int(record.msecs):03d}Z",
+            "level": record.levelname.lower(),
+            "message": record.getMessage(),
+        }
+        if label := getattr(record, "label", ""):
+            line["label"] = label
+        line.update(getattr(record, "fields", {}))
+        if record.exc_info:
+            line["exception"] = self.formatException(record.exc_info)
+        return json.dumps(line)
+
+
+class WritingThreadHandler(logging.Handler):
+    """Handler whose thread hands records to the root logger's handlers. It never waits: without room, one is dropped."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._records: queue.Queue[logging.LogRecord | None] = queue.Queue(MAX_QUEUED_LINES)
+        self._thread = threading.Thread(target=self._write, name="armature-request-log", daemon=True)
+        self._thread.start()
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Queue the record if there is room."""
+        with suppress(queue.Full):
+            self._records.put_nowait(record)
+
+    def close(self) -> None:
+        """Write what is queued, for a limited time. `logging.shutdown`, which runs at exit, calls this."""
+        with suppress(queue.Full):
+            self._records.put_nowait(None)
+        self._thread.join(CLOSE_SECONDS)
+        super().close()
+
+    def _write(self) -> None:
+        while (record := self._records.get()) is not None:
+            for handler in logging.getLogger().handlers:
+                handler.handle(record)
+
+
+def log_to_stderr(settings: Settings) -> None:
+    """Send the log to standard error, in the level and form of the settings."""
+    handler = logging.StreamHandler(sys.stderr)
+    is_json = settings.log_format == "json"
+    handler.setFormatter(JsonFormatter() if is_json else TextFormatter(Console(stderr=True)))
+    logging.basicConfig(level=settings.log_level.upper(), handlers=[handler], force=True)
+    # This process logs its events itself. uvicorn would also log malformed requests, which are not events of the
+    # server.
+    logging.getLogger("uvicorn.error").setLevel(logging.DEBUG if settings.log_level == "debug" else logging.ERROR)
+    requests = logging.getLogger(REQUEST_LOGGER)
+    requests.disabled = settings.request_log == "off"
+    if not requests.disabled:
+        requests.handlers, requests.propagate = [WritingThreadHandler()], False
