@@ -10,9 +10,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from app.engine.scheduler.batch import ScheduledSpan, Sequence
+
+if TYPE_CHECKING:
+    from app.engine.scheduler.model_drafting import ModelDrafting
 
 NGRAM_SIZES = (3, 2)  # lengths of the n-grams to match; the longest match is used
 # Number of tokens whose n-grams are indexed per step, which takes 0.3 ms. A long prompt is indexed from its end
@@ -153,6 +156,8 @@ class Speculation:
         self._rate = AcceptanceRate(_SHARED_DECAY)
         self._forced_rate = AcceptanceRate(_SHARED_DECAY, _FORCED_ACCEPTED)
         self._states: dict[Sequence, DraftState] = {}
+        self.drafting: ModelDrafting | None = None
+        self._by_model: set[Sequence] = set()  # sequences whose present draft tokens are the draft model's
 
     def with_drafter(self, drafter: Callable[[Sequence], Drafter]) -> Speculation:
         """Return another policy with the same cost model and no acceptance history."""
@@ -166,17 +171,46 @@ class Speculation:
         A step has at most `max_rows` rows.
         """
         left = min(max_rows, MAX_SPECULATIVE_ROWS) - len(spans)
-        proposals = self._proposals(spans) if self._could_pay(spans, left) else []
-        if not proposals:
-            return spans
+        could_pay = self._could_pay(spans, left)
+        proposals = self._proposals(spans) if could_pay else []
         drafts: dict[Sequence, tuple[int, ...]] = {}
         for (span, ids), count in zip(proposals, self._draft_counts(spans, proposals, left), strict=True):
             if count and reserve(span.sequence, count):
                 drafts[span.sequence] = ids[:count]
+        self._by_model.clear()
+        if self.drafting is not None and could_pay:
+            self._add_model_drafts(self.drafting, spans, drafts, left, reserve)
         return [span.with_drafts(drafts.get(span.sequence, ())) for span in spans] if drafts else spans
+
+    def _add_model_drafts(
+        self,
+        drafting: ModelDrafting,
+        spans: list[ScheduledSpan],
+        drafts: dict[Sequence, tuple[int, ...]],
+        left: int,
+        reserve: ReserveDraftTokens,
+    ) -> None:
+        """Add the draft model's tokens for sequences that have no others."""
+        rest = [
+            span
+            for span in spans
+            if span.sequence not in drafts
+            and not span.sequence.is_beam
+            and not span.sequence.params.has_penalties
+            and span.sequence.max_length - len(span.sequence.token_ids) > 1
+        ]
+        for sequence, ids in drafting.drafts(rest, spans, left - sum(map(len, drafts.values()))).items():
+            grammar = sequence.grammar
+            valid = ids if grammar is None else ids[: grammar.count_valid(ids)]
+            if valid and reserve(sequence, len(valid)):
+                drafts[sequence] = valid
+                self._by_model.add(sequence)
 
     def observe_acceptance(self, sequence: Sequence, drafted: int, accepted: int) -> None:
         """Record how many of a sequence's draft tokens were accepted in a step."""
+        if sequence in self._by_model and self.drafting is not None:
+            self.drafting.observe(sequence, drafted, accepted)
+            return
         state = self._states[sequence]
         if state.is_forced:
             self._forced_rate.observe(drafted, accepted)
@@ -191,6 +225,8 @@ class Speculation:
     def forget(self, sequence: Sequence) -> None:
         """Drop the state of a finished sequence."""
         self._states.pop(sequence, None)
+        if self.drafting is not None:
+            self.drafting.forget(sequence)
 
     def _seconds(self, spans: list[ScheduledSpan]) -> Callable[[int], float]:
         """Return the cost of the step as a function of the number of draft tokens.
