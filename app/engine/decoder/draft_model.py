@@ -16,7 +16,9 @@ from app.engine.decoder.cpu_runner import CpuDecoderRunner
 from app.engine.scheduler.batch import Batch, ScheduledSpan, Sequence, make_sequence
 from app.messages import Generate, SamplingParams
 
-CATCH_UP_TOKENS = 128  # of all sequences that a step may compute in order to draft later
+CATCH_UP_TOKENS = 64  # of a sequence that are computed beside a step in order to draft later
+_MOST_CATCH_UP = 8  # tokens that are computed for each token that may still be drafted, at most
+_MAX_AHEAD = 16  # tokens after the known ones for which there is room, and known ones that a draft may compute
 _COST_GAIN = 0.2
 
 ChooseToken = Callable[[Sequence, int, int], int]  # sequence, position, the draft model's token
@@ -33,9 +35,10 @@ class _DraftedSequence:
 class DraftModel:
     """Drafts for several sequences at once. It is used on the worker thread only."""
 
-    def __init__(self, runner: CpuDecoderRunner, choose: ChooseToken | None = None) -> None:
+    def __init__(self, runner: CpuDecoderRunner, capacity_tokens: int, choose: ChooseToken | None = None) -> None:
+        """`capacity_tokens` bounds the tokens in KV memory. `choose` replaces draft tokens, for measurements."""
         self.seconds = 0.0  # spent since `take_seconds`
-        self._runner, self._choose = runner, choose
+        self._runner, self._choose, self._capacity_tokens = runner, choose, capacity_tokens
         self._free = list(range(runner.kv_cache.shape.num_slots))
         self._drafted: dict[Sequence, _DraftedSequence] = {}
         self._step_seconds: dict[int, float] = {}  # by number of sequences
@@ -46,8 +49,15 @@ class DraftModel:
         The last tokens are computed with the first draft token.
         """
         known = self._drafted.get(sequence)
+        length = len(sequence.token_ids)
+        others = sum(len(one.own.token_ids) for one in self._drafted.values() if one is not known)
+        too_long = length + _MAX_AHEAD >= self._runner.kv_cache.shape.max_len
+        if too_long or others + length + _MAX_AHEAD > self._capacity_tokens:
+            self.forget(sequence)
+            return False
         if known is None:
-            if not self._free or len(sequence.token_ids) >= self._runner.kv_cache.shape.max_len - 8:
+            # What is left of the sequence must be worth computing its tokens.
+            if not self._free or length > _MOST_CATCH_UP * (sequence.max_length - length):
                 return False
             own = make_sequence(
                 Generate("draft", tuple(sequence.token_ids), SamplingParams(temperature=0.0), arrived_at=0.0)
@@ -55,7 +65,7 @@ class DraftModel:
             known = self._drafted[sequence] = _DraftedSequence(own, self._free.pop())
         self._follow(known, sequence)
         missing = known.own.num_uncomputed - 1
-        if missing <= 8:
+        if missing <= _MAX_AHEAD:
             return True
         began = time.perf_counter()
         count = min(missing, CATCH_UP_TOKENS)

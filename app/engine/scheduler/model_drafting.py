@@ -10,17 +10,17 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from app.engine.scheduler.batch import ScheduledSpan, Sequence
-from app.engine.scheduler.speculation import (
-    _DECAY,
-    _PRIOR_WEIGHT,
-    _SHARED_DECAY,
+from app.engine.scheduler.acceptance import (
+    DECAY,
     MAX_PAUSE_STEPS,
     MIN_PAUSE_STEPS,
     MIN_SPEEDUP,
+    PRIOR_WEIGHT,
+    SHARED_DECAY,
     AcceptanceRate,
     DecodeCostModel,
 )
+from app.engine.scheduler.batch import ScheduledSpan, Sequence
 
 
 class DraftProposer(Protocol):
@@ -49,7 +49,7 @@ class DraftProposer(Protocol):
 
 @dataclass(slots=True)
 class _ModelState:
-    rate: AcceptanceRate = field(default_factory=lambda: AcceptanceRate(_DECAY, 0.0, 0.0))
+    rate: AcceptanceRate = field(default_factory=lambda: AcceptanceRate(DECAY, 0.0, 0.0))
     pause: int = 0
     next_pause: int = MIN_PAUSE_STEPS
     is_probe: bool = False
@@ -60,7 +60,7 @@ class ModelDrafting:
 
     def __init__(self, model: DraftProposer, costs: DecodeCostModel, max_draft_tokens: int) -> None:
         self.model, self._costs, self._max_draft_tokens = model, costs, max_draft_tokens
-        self._rate = AcceptanceRate(_SHARED_DECAY)
+        self._rate = AcceptanceRate(SHARED_DECAY)
         self._states: dict[Sequence, _ModelState] = {}
 
     def drafts(
@@ -84,6 +84,14 @@ class ModelDrafting:
                 state.pause = state.next_pause
         return self.model.propose(ready, max(count, 1))
 
+    def is_better(self, sequence: Sequence, acceptance: float, num_sequences: int, step_seconds: float) -> bool:
+        """Return True if this draft model gains more per draft token than another method with this acceptance."""
+        state, each = self._states.get(sequence), self.model.step_seconds(1)
+        if state is None or not each or state.pause > 0:
+            return False
+        own = state.rate.value(self._rate.value(), PRIOR_WEIGHT)
+        return own - num_sequences * each / step_seconds > acceptance
+
     def observe(self, sequence: Sequence, drafted: int, accepted: int) -> None:
         """Record how many draft tokens were accepted."""
         state = self._states[sequence]
@@ -105,7 +113,7 @@ class ModelDrafting:
         alone, each = self._costs.decode(rows, context), self.model.step_seconds(len(ready))
         if not each:
             return 0
-        rates = [self._states[one].rate.value(self._rate.value(), _PRIOR_WEIGHT) for one in ready]
+        rates = [self._states[one].rate.value(self._rate.value(), PRIOR_WEIGHT) for one in ready]
         room = min(sequence.max_length - len(sequence.token_ids) - 1 for sequence in ready)
         best, taken, tokens = MIN_SPEEDUP * rows / alone, 0, float(rows)
         for count in range(1, min(self._max_draft_tokens, room, left // len(ready)) + 1):
