@@ -29,13 +29,8 @@ MEASURED_SETTINGS = (
     "device", "precision", "quantization", "threads", "compile", "max_batch_tokens", "max_running_seqs", "max_model_len", "kv_precision",
     "int8_copy", "numa_node", "deterministic", "quality_budget",
 )  # fmt: skip
-GENERATION_SETTINGS = (
-    "kv_cache_bytes",
-    "kv_precision",
-    "itl_target_ms",
-    "keep_layers",
-    "prompt_cache",
-)  # refused for models that do not generate
+# Refused for models that do not generate.
+GENERATION_SETTINGS = ("kv_cache_bytes", "kv_precision", "itl_target_ms", "keep_layers", "prompt_cache", "draft_model")
 _SIZE = re.compile(r"^\s*(\d+(?:\.\d+)?)\s*([kmgt]?)(i?)b?\s*$", re.IGNORECASE)
 _PERCENT = re.compile(r"^\s*(\d+(?:\.\d+)?)\s*%\s*$")
 KEPT_PRECISIONS = ("int4", "int8", "bf16")  # of layers that `keep_layers` names
@@ -127,12 +122,8 @@ def parse_rate_limit(text: str) -> tuple[int | None, int | None]:
     limits: dict[str, int] = {}
     for item in filter(None, (part.strip() for part in text.split(","))):
         name, _, number = (word.strip() for word in item.partition("="))
-        if (
-            name not in ("requests", "tokens")
-            or name in limits
-            or not number.isdecimal()
-            or not 0 < int(number) < 10**12
-        ):
+        is_known = name in ("requests", "tokens") and name not in limits
+        if not is_known or not number.isdecimal() or not 0 < int(number) < 10**12:
             raise ValueError(f"{item!r} is not requests=N or tokens=N with a number of at least 1, each at most once")
         limits[name] = int(number)
     return limits.get("requests"), limits.get("tokens")
@@ -355,6 +346,10 @@ class Settings(BaseSettings):
     speculation: Literal["auto", "off"] = Field(
         "auto",
         description="Speculative decoding: n-gram drafts from the text so far, verified by the model in one step.",
+    )
+    draft_model: Annotated[Path | None, BeforeValidator(parse_model)] = Field(
+        None,
+        description="A smaller decoder with the same tokens, given like model, that drafts too, where it is measured to pay.",
     )
     numa_node: Annotated[int, Field(ge=0)] | Auto = Field("auto", description="NUMA node to serve on.")
     deterministic: Literal["off", "on"] = Field(

@@ -16,19 +16,12 @@ from app.engine.decoder.kv_cache import KvCache, KvShape
 from app.engine.sampling.sampler import Sampler
 from app.engine.scheduler.batch import Sequence
 from app.engine.scheduler.model_drafting import ModelDrafting
-from app.engine.scheduler.speculation import NgramDrafter, Speculation
+from app.engine.scheduler.speculation import NgramDrafter, NoDrafter, Speculation
 from app.models.decoders.decoder import Decoder
 from engine_simulation import FreeRows
 from loaded_models import load
 from tests.parity.test_speculation_exact import MAX_LEN, REQUESTS, Engine, MakeSpeculation, tokens_of
 from tiny_checkpoints import write_checkpoint
-
-
-class NoDrafter:
-    """N-gram lookup that never finds anything."""
-
-    def propose(self, token_ids: list[int], max_tokens: int) -> tuple[int, ...]:
-        return ()
 
 
 class FreeDrafts(DraftModel):
@@ -102,7 +95,7 @@ def test_drafts_that_are_partly_replaced_change_nothing(model: torch.nn.Module, 
     def make() -> Speculation:
         speculation = drafting(model)()
         assert speculation.drafting is not None
-        cast(Any, speculation.drafting.model)._choose = choose
+        cast(Any, speculation.drafting.model).choose = choose
         return speculation
 
     plain = tokens_of(Engine(model, torch.float32).generate(REQUESTS))

@@ -11,6 +11,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from itertools import takewhile
 
 from app.engine.decoder.cpu_runner import CpuDecoderRunner
 from app.engine.scheduler.batch import Batch, ScheduledSpan, Sequence, make_sequence
@@ -35,10 +36,19 @@ class _DraftedSequence:
 class DraftModel:
     """Drafts for several sequences at once. It is used on the worker thread only."""
 
-    def __init__(self, runner: CpuDecoderRunner, capacity_tokens: int, choose: ChooseToken | None = None) -> None:
-        """`capacity_tokens` bounds the tokens in KV memory. `choose` replaces draft tokens, for measurements."""
+    def __init__(self, runner: CpuDecoderRunner, capacity_tokens: int, vocab_size: int | None = None) -> None:
+        """Draft with a runner that is used for nothing else.
+
+        Args:
+            runner: The draft model's runner.
+            capacity_tokens: Bound of the tokens in KV memory.
+            vocab_size: Rows of the served model's embedding; None: as many as the draft model has.
+        """
         self.seconds = 0.0  # spent since `take_seconds`
-        self._runner, self._choose, self._capacity_tokens = runner, choose, capacity_tokens
+        self.choose: ChooseToken | None = None  # replaces draft tokens, for measurements
+        self._runner, self._capacity_tokens = runner, capacity_tokens
+        self._own_vocab_size = runner.sampler.vocab_size
+        self._vocab_size = vocab_size or self._own_vocab_size
         self._free = list(range(runner.kv_cache.shape.num_slots))
         self._drafted: dict[Sequence, _DraftedSequence] = {}
         self._step_seconds: dict[int, float] = {}  # by number of sequences
@@ -60,7 +70,7 @@ class DraftModel:
             if not self._free or length > _MOST_CATCH_UP * (sequence.max_length - length):
                 return False
             own = make_sequence(
-                Generate("draft", tuple(sequence.token_ids), SamplingParams(temperature=0.0), arrived_at=0.0)
+                Generate("draft", tuple(self._known_ids(sequence)), SamplingParams(temperature=0.0), arrived_at=0.0)
             )
             known = self._drafted[sequence] = _DraftedSequence(own, self._free.pop())
         self._follow(known, sequence)
@@ -76,7 +86,10 @@ class DraftModel:
         return False
 
     def propose(self, sequences: list[Sequence], num_tokens: int) -> Mapping[Sequence, tuple[int, ...]]:
-        """Return `num_tokens` draft tokens for each of these sequences, which are all ready."""
+        """Return `num_tokens` draft tokens for each of these sequences, which are all ready.
+
+        They end before one that the served model does not have.
+        """
         began = time.perf_counter()
         known = [self._drafted[sequence] for sequence in sequences]
         lengths = [len(one.own.token_ids) for one in known]
@@ -90,13 +103,14 @@ class DraftModel:
             for sequence, one, sample in zip(sequences, known, samples, strict=True):
                 position, token = len(one.own.token_ids), sample.token_ids[0]
                 one.own.num_computed = position
-                one.own.token_ids.append(token if self._choose is None else self._choose(sequence, position, token))
+                chosen = token if self.choose is None else self.choose(sequence, position, token)
+                one.own.token_ids.append(chosen if chosen < self._own_vocab_size else token)
             if not self._runner.is_first:
                 old, now = self._step_seconds.get(len(known)), time.perf_counter() - started
                 self._step_seconds[len(known)] = now if old is None else old + _COST_GAIN * (min(now, 2 * old) - old)
         self.seconds += time.perf_counter() - began
         return {
-            sequence: tuple(one.own.token_ids[length:])
+            sequence: tuple(takewhile(lambda token: token < self._vocab_size, one.own.token_ids[length:]))
             for sequence, one, length in zip(sequences, known, lengths, strict=True)
         }
 
@@ -121,11 +135,17 @@ class DraftModel:
 
     def _follow(self, known: _DraftedSequence, sequence: Sequence) -> None:
         """Take over a sequence's tokens; those that differ from what was drafted are computed again."""
-        own, tokens = known.own, sequence.token_ids
+        own, tokens = known.own, self._known_ids(sequence)
         same, most = own.num_prompt_tokens, min(own.num_computed, len(tokens) - 1)
         same = min(same, most)
         while same < most and own.token_ids[same] == tokens[same]:
             same += 1
         own.num_computed = same
-        own.token_ids = list(tokens)
+        own.token_ids = tokens
         own.num_prompt_tokens = len(tokens)
+
+    def _known_ids(self, sequence: Sequence) -> list[int]:
+        """Return the tokens of a sequence; those that the draft model's embedding lacks are replaced by 0."""
+        if self._vocab_size <= self._own_vocab_size:
+            return list(sequence.token_ids)
+        return [token if token < self._own_vocab_size else 0 for token in sequence.token_ids]

@@ -63,6 +63,11 @@ class ModelDrafting:
         self._rate = AcceptanceRate(SHARED_DECAY)
         self._states: dict[Sequence, _ModelState] = {}
 
+    @property
+    def acceptance(self) -> float:
+        """Estimated probability that a draft token is accepted, of all sequences together."""
+        return self._rate.value()
+
     def drafts(
         self, spans: list[ScheduledSpan], all_spans: list[ScheduledSpan], left: int
     ) -> Mapping[Sequence, tuple[int, ...]]:

@@ -1,6 +1,6 @@
-"""Speculative decoding: draft tokens from n-gram lookup, in the number that maximizes tokens per second.
+"""Speculative decoding: draft tokens from n-gram lookup or a draft model, in the number that maximizes tokens per second.
 
-No second model is needed: an earlier occurrence of the last tokens is found, and what followed it is proposed. The
+N-gram lookup needs no second model: an earlier occurrence of the last tokens is found, and what followed it is proposed. The
 model verifies the draft tokens. Their number depends on the acceptance rate of earlier ones, of this sequence and of
 all sequences, and on the cost of a step by number of rows. If draft tokens do not pay off, drafting pauses. After the
 pause it tries a single draft token; the pause doubles after each failure, so a wrong choice costs almost nothing.
@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
 from app.engine.scheduler.acceptance import (
     DECAY,
@@ -23,7 +23,7 @@ from app.engine.scheduler.acceptance import (
     DecodeCostModel,
 )
 from app.engine.scheduler.batch import ScheduledSpan, Sequence
-from app.engine.scheduler.model_drafting import ModelDrafting
+from app.engine.scheduler.model_drafting import DraftProposer, ModelDrafting
 
 NGRAM_SIZES = (3, 2)  # lengths of the n-grams to match; the longest match is used
 # Number of tokens whose n-grams are indexed per step, which takes 0.3 ms. A long prompt is indexed from its end
@@ -84,6 +84,14 @@ class NgramDrafter:
         self._first, self._last = begin, end
 
 
+class NoDrafter:
+    """Drafter that proposes nothing."""
+
+    def propose(self, token_ids: list[int], max_tokens: int) -> tuple[int, ...]:
+        """Return no tokens."""
+        return ()
+
+
 def ngram_drafter(sequence: Sequence) -> NgramDrafter:
     """Return a new drafter for a sequence."""
     return NgramDrafter()
@@ -93,6 +101,7 @@ def ngram_drafter(sequence: Sequence) -> NgramDrafter:
 MAX_SPECULATIVE_ROWS = 64
 MAX_DRAFT_TOKENS = 7  # per sequence and step
 MAX_FORCED_TOKENS = 32  # per sequence and step: draft tokens that a grammar forces
+_METHODS = ("ngram", "grammar", "draft_model")  # of drafting, as `GET /info` names them
 _FORCED_ACCEPTED = 19.0  # initial observations of forced tokens; only another split of the same text is rejected
 
 
@@ -130,6 +139,17 @@ class Speculation:
         self._states: dict[Sequence, DraftState] = {}
         self.drafting: ModelDrafting | None = None
         self._by_model: set[Sequence] = set()  # sequences whose present draft tokens are the draft model's
+        self._counts = {method: [0, 0] for method in _METHODS}  # draft tokens, and those that were accepted
+
+    def with_draft_model(self, model: DraftProposer) -> Speculation:
+        """Return another policy, without acceptance history, in which only this model drafts."""
+        speculation = self.with_drafter(lambda sequence: NoDrafter())
+        speculation.set_draft_model(model)
+        return speculation
+
+    def set_draft_model(self, model: DraftProposer) -> None:
+        """Let a draft model draft where it gains more than n-gram lookup."""
+        self.drafting = ModelDrafting(model, self._costs, self._max_draft_tokens)
 
     def with_drafter(self, drafter: Callable[[Sequence], Drafter]) -> Speculation:
         """Return another policy with the same cost model and no acceptance history."""
@@ -189,9 +209,11 @@ class Speculation:
     def observe_acceptance(self, sequence: Sequence, drafted: int, accepted: int) -> None:
         """Record how many of a sequence's draft tokens were accepted in a step."""
         if sequence in self._by_model and self.drafting is not None:
+            self._count("draft_model", drafted, accepted)
             self.drafting.observe(sequence, drafted, accepted)
             return
         state = self._states[sequence]
+        self._count("grammar" if state.is_forced else "ngram", drafted, accepted)
         if state.is_forced:
             self._forced_rate.observe(drafted, accepted)
             return
@@ -201,6 +223,28 @@ class Speculation:
             state.next_pause = MIN_PAUSE_STEPS
         elif state.is_probe:
             state.next_pause = min(2 * state.next_pause, MAX_PAUSE_STEPS)
+
+    def to_json(self) -> dict[str, Any]:
+        """Return what each method drafted, and what its choice is made from: the `speculation` object of `GET /info`.
+
+        Any thread may call it.
+        """
+        rates = {"ngram": self._rate.value(), "grammar": self._forced_rate.value()}
+        if self.drafting is not None:
+            rates["draft_model"] = self.drafting.acceptance
+        methods: dict[str, dict[str, float]] = {
+            method: {"draft_tokens": counts[0], "accepted_tokens": counts[1], "acceptance": round(rates[method], 3)}
+            for method, counts in self._counts.items()
+            if method in rates
+        }
+        if self.drafting is not None:
+            methods["draft_model"]["seconds_per_token"] = round(self.drafting.model.step_seconds(1), 6)
+        return methods
+
+    def _count(self, method: str, drafted: int, accepted: int) -> None:
+        counts = self._counts[method]
+        counts[0] += drafted
+        counts[1] += accepted
 
     def forget(self, sequence: Sequence) -> None:
         """Drop the state of a finished sequence."""
