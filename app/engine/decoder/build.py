@@ -142,7 +142,7 @@ def _load_draft_model(request: BuildRequest[Checkpoint], draft: Checkpoint) -> D
     plan, config = request.plan, draft.decoder
     request.report("loading the draft model")
     length = min(plan.max_model_len.value, config.max_model_len)
-    precision = draft_precision(plan.precision.value, plan.kv_precision.value)
+    precision = draft_precision(plan.precision.value, kv_dtype(plan).itemsize)
     own = replace(
         plan,
         precision=replace(plan.precision, value=precision),

@@ -97,7 +97,7 @@ class MemoryDemand:
         """
         if self.needs is None or self.needs.draft is None:
             return 0
-        draft, precision = self.needs.draft, draft_precision(self.precision, self.kv_precision)
+        draft, precision = self.needs.draft, draft_precision(self.precision, KV_PRECISIONS[self.kv_precision][1])
         length = min(draft.max_model_len, self.needs.max_model_len)
         tokens = DRAFT_SEQS * min(length, draft_kv_tokens(length)) if reserved else draft_kv_tokens(length)
         weights = draft.bytes_by_precision.get(precision, draft.weight_bytes)
@@ -127,11 +127,16 @@ class MemoryDemand:
         return (seqs * -(-length // KV_PAGE_TOKENS) + 1) * KV_PAGE_TOKENS * self.kv_bytes_per_token
 
 
-def draft_precision(precision: str, kv_precision: str) -> str:
-    """Return the precision of a draft model's weights: that of the model, or 16 or 32 bits beside a format of torchao."""
+def draft_precision(precision: str, kv_element_bytes: int) -> str:
+    """Return the precision of a draft model's weights: that of the model, or 16 or 32 bits beside a format of torchao.
+
+    Args:
+        precision: The precision of the model's weights.
+        kv_element_bytes: Bytes of an element of keys and values.
+    """
     if not is_torchao(precision):
         return precision
-    return "fp32" if kv_precision == "fp32" else "bf16"
+    return "fp32" if kv_element_bytes == 4 else "bf16"
 
 
 def draft_kv_tokens(max_model_len: int) -> int:
