@@ -115,11 +115,15 @@ class DraftModel:
         }
 
     def step_seconds(self, num_sequences: int) -> float:
-        """Return the time of one draft token for each of this number of sequences; 0 if nothing was measured."""
-        if num_sequences in self._step_seconds or not self._step_seconds:
-            return self._step_seconds.get(num_sequences, 0.0)
-        nearest = min(self._step_seconds, key=lambda known: abs(known - num_sequences))
-        return self._step_seconds[nearest] * max(1.0, num_sequences / nearest)
+        """Return the time of one draft token for each of this number of sequences; 0 if nothing was measured.
+
+        Any thread may call it.
+        """
+        measured = self._step_seconds.copy()
+        if num_sequences in measured or not measured:
+            return measured.get(num_sequences, 0.0)
+        nearest = min(measured, key=lambda known: abs(known - num_sequences))
+        return measured[nearest] * max(1.0, num_sequences / nearest)
 
     def take_seconds(self) -> float:
         """Return the seconds that drafting took since the last call."""
