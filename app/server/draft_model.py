@@ -20,7 +20,7 @@ def planned_draft(settings: Settings, model: OpenedModel) -> Checkpoint | None:
         SettingsInvalid: It cannot draft for the model.
         StartupError: It cannot be fetched or opened.
     """
-    if settings.draft_model is None or settings.speculation == "off":  # the plan refuses the combination
+    if settings.draft_model is None:
         return None
     if model.needs().kind != "decoder":
         raise SettingsInvalid(f"draft_model: {model.name} does not generate text, so nothing can be drafted for it.")
