@@ -29,7 +29,7 @@ MEASURED_SETTINGS = (
     "int8_copy", "numa_node", "deterministic", "quality_budget",
 )  # fmt: skip
 # Refused for models that do not generate.
-GENERATION_SETTINGS = ("kv_cache_bytes", "kv_precision", "itl_target_ms", "keep_layers", "prompt_cache")
+GENERATION_SETTINGS = ("kv_cache_bytes", "kv_precision", "itl_target_ms", "keep_layers", "prompt_cache", "draft_model")
 _SIZE = re.compile(r"^\s*(\d+(?:\.\d+)?)\s*([kmgt]?)(i?)b?\s*$", re.IGNORECASE)
 _PERCENT = re.compile(r"^\s*(\d+(?:\.\d+)?)\s*%\s*$")
 KEPT_PRECISIONS = ("int4", "int8", "bf16")  # of layers that `keep_layers` names
@@ -346,6 +346,10 @@ class Settings(BaseSettings):
     speculation: Literal["auto", "off"] = Field(
         "auto",
         description="Speculative decoding: n-gram drafts from the text so far, verified by the model in one step.",
+    )
+    draft_model: Annotated[Path | None, BeforeValidator(parse_model)] = Field(
+        None,
+        description="A smaller decoder with the same tokens, given like model, that drafts too, where it is measured to pay.",
     )
     numa_node: Annotated[int, Field(ge=0)] | Auto = Field("auto", description="NUMA node to serve on.")
     deterministic: Literal["off", "on"] = Field(

@@ -134,6 +134,7 @@ def _speculation(prepared: Prepared, arguments: Namespace) -> BenchOutcome:
         prepared.facts,
         prepared.step_time_table,
         arguments.rounds,
+        prepared.draft,
     )
 
 

@@ -46,7 +46,8 @@ BENCHES: Mapping[str, BenchCommand] = {
         {"--text": None, "--tokens": None, "--texts": None, "--peer": None, "--peer-python": None},
     ),
     "speculation": BenchCommand(
-        "speed-up by speculative decoding at given acceptance rates (set artificially), with one greedy sequence",
+        "speed-up by speculative decoding at given acceptance rates (set artificially), with one greedy sequence; also with"
+        " a draft model if draft_model is set",
         {"--rounds": 5},
     ),
     "eager": BenchCommand(

@@ -47,7 +47,7 @@ class BuildRequest(Generic[CheckpointT]):
     `report` is called with each stage of loading; it may raise, to stop. The engine updates
     `step_time_model` after each step. `eos_token_ids` end the output of a decoder. `report_cost` is called with the
     cost in quality of quantized weights; it may raise, to load them in another precision. `adapters` are those that the
-    model may get; None: it gets none.
+    model may get; None: it gets none. `draft` is the checkpoint of the draft model, if there is one.
     """
 
     checkpoint: CheckpointT
@@ -57,6 +57,7 @@ class BuildRequest(Generic[CheckpointT]):
     eos_token_ids: Collection[int] = ()
     report_cost: ReportCost = lambda cost: None
     adapters: ServedAdapters | None = None
+    draft: Checkpoint | None = None
 
     @property
     def eager_reason(self) -> str:

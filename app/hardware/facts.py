@@ -249,8 +249,8 @@ class Needs:
     of tables of which a step reads only some rows. `quality_costs` are the relative
     increases of perplexity by quantized precision, or of an encoder 1 minus the lowest cosine of its vectors with
     the exact ones, measured while these weights were packed. `has_vectors`: an encoder gives vectors, not only labels.
-    `adapter_elements` are the weights of all LoRA adapters that may be loaded at the same time.
-    the exact ones, measured while these weights were packed. Of `num_parameters`, `expert_weights` belong to experts, and
+    `adapter_elements` are the weights of all LoRA adapters that may be loaded at the same time. `draft` are the
+    requirements of the draft model, if there is one. Of `num_parameters`, `expert_weights` belong to experts, and
     a token uses the share `expert_use` of those.
     """
 
@@ -279,6 +279,7 @@ class Needs:
     adapter_elements: int = 0
     expert_weights: int = 0
     expert_use: float = 1.0
+    draft: Needs | None = None
 
     def read_share(self, rows: int) -> float:
         """Return the share of the weights that a step with this many rows reads, if experts are selected evenly."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import closing
+from pathlib import Path
 
 from app.errors import ModelUnavailable
 from app.server.start_console import StartConsole
@@ -14,14 +15,16 @@ from app.weights.hub.refusals import offline_message
 from app.weights.open import OpenedModel, is_here, open_model
 
 
-def missing_model(settings: Settings) -> HubName | None:
+def missing_model(settings: Settings, path: Path | None = None) -> HubName | None:
     """Return the hub's name of the model if files of it must be fetched; None if it can be opened, or only refused.
+
+    `path` is that of another model than the one to serve.
 
     Raises:
         ModelUnavailable: It must be fetched, and nothing may be.
         CheckpointInvalid: It is of a kind that is not served.
     """
-    path = settings.checkpoint_directory
+    path = path or settings.checkpoint_directory
     name = None if is_here(path) else parse_hub_name(path)
     if name is None or is_complete(name):
         return None
@@ -38,14 +41,14 @@ def is_offline(settings: Settings) -> bool:
     return settings.offline == "on" or library_is_offline()
 
 
-def open_or_fetch_model(settings: Settings) -> OpenedModel:
-    """Open the model of the settings. If it is fetched before, a terminal shows the progress.
+def open_or_fetch_model(settings: Settings, path: Path | None = None) -> OpenedModel:
+    """Open the model of the settings, or another one at `path`. If it is fetched before, a terminal shows the progress.
 
     Raises:
         StartupError: It cannot be fetched or opened.
     """
-    name = missing_model(settings)
+    name = missing_model(settings, path)
     if name is not None:
         with closing(StartConsole()) as console:
             fetch_or_use_cached(name, console.show)
-    return open_model(settings.checkpoint_directory)
+    return open_model(path or settings.checkpoint_directory)

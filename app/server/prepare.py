@@ -34,6 +34,7 @@ from app.hardware.probe.probe import probe
 from app.hardware.step_times import StepTimeTable
 from app.metrics.load_progress import LoadProgress
 from app.server.adapters import check_device, planned_adapters
+from app.server.draft_model import planned_draft
 from app.server.model_source import open_or_fetch_model
 from app.server.quality_notes import QualityNotes, planned_needs
 from app.settings import MEASURED_SETTINGS, Settings
@@ -231,6 +232,7 @@ class Prepared:
     calibration: Calibration | None = None
     is_final: bool = True
     adapters: ServedAdapters | None = None
+    draft: Checkpoint | None = None
 
     @property
     def model_name(self) -> str:
@@ -336,15 +338,15 @@ def with_kept_calibration(facts: Facts, settings: Settings, checkpoint: OpenedMo
     needs = planned_needs(checkpoint, settings)
     if adapters is not None:
         needs = replace(needs, adapter_elements=adapters.num_elements)
+    draft = planned_draft(settings, checkpoint)
+    needs = replace(needs, draft=None if draft is None else draft.needs())
     plan = _plan(facts, None, settings, needs)
     check_device(adapters, plan)
     calibration_file = CalibrationFile(
         settings.cache_directory, calibration_key(facts, settings, plan, _shapes(checkpoint))
     )
     is_final = not plan.calibrate.value
-    prepared = Prepared(
-        settings, facts, checkpoint, needs, plan, calibration_file, is_final=is_final, adapters=adapters
-    )
+    prepared = Prepared(settings, facts, checkpoint, needs, plan, calibration_file, None, is_final, adapters, draft)
     found = calibration_file.read() if plan.calibrate.value and settings.calibrate != "on" else None
     return prepared if found is None else prepared.with_calibration(found)
 

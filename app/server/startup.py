@@ -57,6 +57,7 @@ from app.weights.program import ProgramCheckpoint
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from app.engine.scheduler.speculation import Speculation
     from app.engine.worker import Engine
     from app.metrics.load_progress import LoadProgress
     from app.text.chat import ChatTemplate
@@ -185,6 +186,7 @@ class ServerRuntime:
         self._step_monitor = StepMonitor(self.metrics)
         self._step_time_model = StepTimeModel()
         self._idle_attempts = 0
+        self._speculation: Speculation | None = None
         self._console = StartConsole(has_bars=start.settings.log_format == "text")
         self.worker = Worker(self._build, self._step_monitor)
         self.service = Service(self.worker, self.metrics)
@@ -265,6 +267,10 @@ class ServerRuntime:
             self._start = self._start.fetch(report_stage)
         os.environ.update(self._prepared.plan.environment())  # torch's thread pools read it at import
         tokenizer = read_tokenizer(self._prepared.checkpoint, report_stage)
+        if tokenizer is not None and self._prepared.draft is not None:
+            from app.server.draft_model import check_vocabulary
+
+            check_vocabulary(tokenizer, self._prepared.draft)
         chat = read_chat_template(self._prepared, tokenizer)
         report_stage("importing torch")
         began = time.monotonic()
@@ -306,8 +312,10 @@ class ServerRuntime:
                     eos_token_ids,
                     self._take_quality_cost,
                     prepared.adapters,
+                    prepared.draft,
                 )
             )
+        self._speculation = engine.scheduler.speculation if isinstance(engine, DecoderEngine) else None
         slots = getattr(engine, "adapters", None)
         self.service.serve_adapters(adapter_store(prepared.settings, prepared.adapters, prepared.checkpoint, slots))
         self._step_time_model = step_time_model
@@ -435,4 +443,5 @@ class ServerRuntime:
             "calibration": None if calibration is None else calibration.to_json(),
             "speed": None if drift is None else drift.to_json(),
             "steps": self._step_monitor.steps_json(),
+            "speculation": None if self._speculation is None else self._speculation.to_json(),
         }

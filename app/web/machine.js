@@ -15,6 +15,7 @@ const MAIN_DECISIONS = {
   max_batch_tokens: "Most tokens in a step",
   kv_cache_bytes: "Memory for contexts",
   speculation: "Drafts tokens ahead",
+  draft_model: "Model that drafts too",
   compile: "Replays recorded steps",
 };
 const PHASES = {

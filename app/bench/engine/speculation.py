@@ -13,7 +13,7 @@ from __future__ import annotations
 import random
 import statistics
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -23,8 +23,10 @@ from app.bench.engine.driver import PROMPT_TOKENS
 from app.bench.http.workload import TokenPrompts
 from app.engine.build import BuildRequest
 from app.engine.decoder.build import build_decoder_engine
+from app.engine.decoder.draft_model import DraftModel
 from app.engine.decoder.engine import DecoderEngine, DecoderRunner
 from app.engine.scheduler.batch import Batch, InFlightStep, SampledTokens, logit_rows_of
+from app.engine.scheduler.batch import Sequence as ScheduledSequence
 from app.engine.scheduler.speculation import Speculation
 from app.hardware.facts import Facts
 from app.hardware.plan.plan import ServingPlan
@@ -35,6 +37,8 @@ from app.weights.checkpoint import Checkpoint
 
 # Speedup over no speculation, by acceptance probability.
 SPEEDUP_TARGETS: Mapping[float, float] = {0.0: 0.98, 0.3: 1.2, 0.6: 1.6, 0.9: 2.2}
+# The same with a draft model, whose own time counts; for one of a tenth of the parameters.
+DRAFT_MODEL_TARGETS: Mapping[float, float] = {0.0: 0.98, 0.6: 1.4, 0.8: 1.9}
 TOKENS_PER_ANSWER = 256  # tokens of each answer
 
 
@@ -74,6 +78,20 @@ class PlantedDrafter:
         """Return up to `most` draft tokens for the positions after `token_ids`."""
         ahead = self._truth[len(token_ids) : len(token_ids) + most]
         return tuple(token if self._rng.random() < self._probability else token ^ 1 for token in ahead)
+
+
+class PlantedChoice:
+    """Replaces what a draft model drafts: the token of the text with probability `probability`, else another one."""
+
+    def __init__(self, truth: Sequence[int], probability: float, rng: random.Random) -> None:
+        self._truth, self._probability, self._rng = truth, probability, rng
+
+    def __call__(self, sequence: ScheduledSequence, position: int, token: int) -> int:
+        """Return the draft token at `position`; the model's own `token` behind the end of the text."""
+        if position >= len(self._truth):
+            return token
+        right = self._truth[position]
+        return right if self._rng.random() < self._probability else right ^ 1
 
 
 class ForcedTextRunner:
@@ -177,37 +195,84 @@ class AnswerDriver:
 
 
 def measure_speculation(
-    checkpoint: Checkpoint, plan: ServingPlan, facts: Facts, steps: StepTimeTable | None, rounds: int
+    checkpoint: Checkpoint,
+    plan: ServingPlan,
+    facts: Facts,
+    steps: StepTimeTable | None,
+    rounds: int,
+    draft: Checkpoint | None = None,
 ) -> BenchOutcome:
-    """Build the engine as for serving and measure it.
+    """Build the engine as for serving and measure it, with n-gram lookup and then with the draft model if there is one.
 
     Every round has a new prompt; one additional first round is not counted.
 
     Raises:
         MeasurementFailed: The plan has no speculation, or a request failed.
     """
-    with progress(rounds + 2, "loading") as advance:
-        built = build_decoder_engine(BuildRequest(checkpoint, plan, step_time_model=StepTimeModel(steps)))
+    with progress((rounds + 1) * (1 if draft is None else 2) + 1, "loading") as advance:
+        request = BuildRequest(checkpoint, plan, step_time_model=StepTimeModel(steps), draft=draft)
+        built = build_decoder_engine(request)
         speculation = built.engine.scheduler.speculation
         if speculation is None:
             raise MeasurementFailed(f"this plan does not use speculation: {plan.speculation.reason}")
         driver = AnswerDriver(built.engine, min(TOKENS_PER_ANSWER, plan.max_model_len.value - PROMPT_TOKENS))
-        taken: SamplesByProbability = {chance: SpeculationSamples() for chance in (None, *SPEEDUP_TARGETS)}
         prompts = TokenPrompts(range(2, checkpoint.decoder.vocab_size))
+        methods = {"": SpeculationRound(driver, prompts, PlantedLookup(speculation), SPEEDUP_TARGETS)}
+        if speculation.drafting is not None and isinstance(speculation.drafting.model, DraftModel):
+            planted = PlantedDraftModel(speculation, speculation.drafting.model)
+            methods["draft model "] = SpeculationRound(driver, prompts, planted, DRAFT_MODEL_TARGETS)
+        figures: list[Figure] = []
+        complete = True
         with torch.inference_mode():
-            complete = _rounds(rounds, SpeculationRound(driver, prompts, speculation), taken, advance)
+            for name, one in methods.items():
+                taken: SamplesByProbability = {chance: SpeculationSamples() for chance in (None, *one.targets)}
+                complete = complete and _rounds(rounds, one, taken, advance)
+                figures += _figures(taken, one.targets, name)
     details = {"machine": facts.to_json(), "plan": plan.to_json(), "torch": torch.__version__}
     subject = f"{checkpoint.name}, {plan.precision.value}, {plan.threads.value} threads, greedy ×1"
-    return BenchOutcome("speculation", subject, tuple(_figures(taken)), details, complete, _notes(driver.forced_runner))
+    subject += "" if draft is None else f", draft model {draft.name}"
+    return BenchOutcome("speculation", subject, tuple(figures), details, complete, _notes(driver.forced_runner))
+
+
+PlantSpeculation = Callable[[Sequence[int], float, random.Random], Speculation]  # a text, the probability, randomness
+
+
+@dataclass(frozen=True, slots=True)
+class PlantedLookup:
+    """Makes policies whose drafter knows the text."""
+
+    speculation: Speculation
+
+    def __call__(self, text: Sequence[int], probability: float, rng: random.Random) -> Speculation:
+        """Return the policy for one answer."""
+        drafter = PlantedDrafter(text, probability, rng)
+        return self.speculation.with_drafter(lambda sequence: drafter)
+
+
+@dataclass(frozen=True, slots=True)
+class PlantedDraftModel:
+    """Makes policies in which only the draft model drafts. It computes as usual, and its tokens are replaced."""
+
+    speculation: Speculation
+    model: DraftModel
+
+    def __call__(self, text: Sequence[int], probability: float, rng: random.Random) -> Speculation:
+        """Return the policy for one answer."""
+        self.model.choose = PlantedChoice(text, probability, rng)
+        return self.speculation.with_draft_model(self.model)
 
 
 @dataclass(frozen=True, slots=True)
 class SpeculationRound:
-    """One round: a prompt is generated without speculation, once at each acceptance probability, and again without."""
+    """One round: a prompt is generated without speculation, once at each acceptance probability, and again without.
+
+    `targets` are the speedups to reach by probability.
+    """
 
     driver: AnswerDriver
     prompts: TokenPrompts
-    speculation: Speculation
+    plant: PlantSpeculation
+    targets: Mapping[float, float]
 
     def answers(self, probabilities: Sequence[float], seed: int) -> Mapping[float | None, list[GreedyAnswer]]:
         """Return the answers of one round by acceptance probability; None is without speculation."""
@@ -216,9 +281,8 @@ class SpeculationRound:
         text = [*prompt, *first.token_ids]
         answers: dict[float | None, list[GreedyAnswer]] = {}
         for probability in probabilities:
-            planted = PlantedDrafter(text, probability, random.Random(seed))
-            planted_speculation = self.speculation.with_drafter(lambda sequence, planted=planted: planted)  # type: ignore[misc]
-            answers[probability] = [self.driver.generate(prompt, planted_speculation, text)]
+            planted = self.plant(text, probability, random.Random(seed))
+            answers[probability] = [self.driver.generate(prompt, planted, text)]
         return {None: [first, self.driver.generate(prompt, None, text)], **answers}
 
 
@@ -226,7 +290,7 @@ def _rounds(rounds: int, one: SpeculationRound, taken: SamplesByProbability, adv
     """Run all rounds. Ctrl-C stops early, keeps the measurements, and makes the result False."""
     try:
         for number in range(rounds + 1):
-            probabilities = sorted(SPEEDUP_TARGETS, reverse=number % 2 == 1)
+            probabilities = sorted(one.targets, reverse=number % 2 == 1)
             advance("steps without and with draft tokens")
             answers = one.answers(probabilities, number)
             if number == 0:  # the first round records the steps of these sizes
@@ -245,9 +309,12 @@ def _speed(answers: Sequence[GreedyAnswer]) -> float:
     return sum(answer.made for answer in answers) / max(sum(sum(answer.step_seconds) for answer in answers), 1e-9)
 
 
-def _figures(taken: SamplesByProbability) -> Iterator[Figure]:
+def _figures(taken: SamplesByProbability, targets: Mapping[float, float], method: str) -> Iterator[Figure]:
+    """Yield the figures of a method, whose name begins those of its rows; the one without speculation only once."""
     for probability, samples in taken.items():
         if not samples.ratios:
+            continue
+        if probability is None and method:
             continue
         if probability is None:
             yield Figure("without speculation", _speed(samples.answers), "tok/s")
@@ -255,14 +322,14 @@ def _figures(taken: SamplesByProbability) -> Iterator[Figure]:
         counts = ("num_drafted", "accepted", "judged")
         drafted, accepted, judged = (sum(getattr(one, name) for one in samples.answers) for name in counts)
         steps = sum(len(one.step_seconds) for one in samples.answers)
-        name, ratio = f"right {probability:.0%} of the time", statistics.median(samples.ratios)
+        name, ratio = f"{method}right {probability:.0%} of the time", statistics.median(samples.ratios)
         yield Figure(
             name,
             _speed(samples.answers),
             "tok/s",
             ratio=ratio,
             against="without speculation",
-            target=SPEEDUP_TARGETS[probability],
+            target=targets[probability],
         )
         yield Figure(f"{name}, draft tokens", drafted / steps, "per step")
         yield Figure(f"{name}, measured", 100 * accepted / max(judged, 1), "% of verified draft tokens")

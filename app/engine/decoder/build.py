@@ -7,6 +7,7 @@ so the benchmark measures the engine that is served. The modules for a GPU are i
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from app.backends.base import DeviceBackend
@@ -14,6 +15,7 @@ from app.backends.selection import select_device_backend, select_host_backend
 from app.engine.build import BuildRequest, BuiltEngine, ReportStage, load_on_device, percent_reporter
 from app.engine.decoder.adapters import load_adapter_slots
 from app.engine.decoder.cpu_runner import CpuDecoderRunner, DecoderReplay
+from app.engine.decoder.draft_model import DraftModel
 from app.engine.decoder.engine import DecoderEngine, DecoderRunner
 from app.engine.decoder.kv_cache import KvCache, KvShape, kv_dtype
 from app.engine.decoder.prompt_cache import open_prompt_cache
@@ -25,6 +27,7 @@ from app.engine.scheduler.queues import EngineLimits
 from app.engine.scheduler.scheduler import Scheduler
 from app.engine.scheduler.speculation import MAX_DRAFT_TOKENS, Speculation, ngram_drafter
 from app.errors import PlanImpossible
+from app.hardware.plan.memory_budget import DRAFT_SEQS, draft_kv_tokens, draft_precision
 from app.hardware.plan.plan import ServingPlan
 from app.hardware.step_times import ThrottleCorrection
 from app.kernels.attention.attention import max_decode_queries, supports_heads, token_bytes
@@ -64,7 +67,10 @@ def build_decoder_engine(
     warm_up_decoder(runner)
     capacity = min(plan.kv_cache_bytes.value // kv_cache.bytes_per_token, kv_cache.shape.num_slots * kv_cache.stride)
     pool = KvSlots(kv_cache.shape.num_slots, capacity, kv_cache.tokens_per_page)
-    engine = _decoder_engine(request, runner, pool, _speculation(config, plan, request.step_time_model))
+    speculation = _speculation(config, plan, request.step_time_model)
+    if speculation is not None and request.draft is not None:
+        speculation.set_draft_model(_load_draft_model(request, request.draft))
+    engine = _decoder_engine(request, runner, pool, speculation)
     engine.scheduler.prefix_store = open_prompt_cache(request, kv_cache, max_queries_together)
     engine.adapters = adapters
     return BuiltEngine(engine, runner, model, backend)
@@ -129,6 +135,30 @@ def _speculation(config: ModelConfig, plan: ServingPlan, step_time_model: StepTi
     native = supports_heads(config.num_heads, config.num_kv_heads, config.head_dim)
     max_draft_tokens = max_decode_queries(config.num_heads, config.num_kv_heads) - 1 if native else MAX_DRAFT_TOKENS
     return Speculation(ngram_drafter, step_time_model, min(max_draft_tokens, MAX_DRAFT_TOKENS))
+
+
+def _load_draft_model(request: BuildRequest[Checkpoint], draft: Checkpoint) -> DraftModel:
+    """Load and warm up the draft model, in the model's precision and with the same threads."""
+    plan, config = request.plan, draft.decoder
+    request.report("loading the draft model")
+    length = min(plan.max_model_len.value, config.max_model_len)
+    precision = draft_precision(plan.precision.value, kv_dtype(plan).itemsize)
+    own = replace(
+        plan,
+        precision=replace(plan.precision, value=precision),
+        int8_copy=replace(plan.int8_copy, value=False),
+        keep_layers=replace(plan.keep_layers, value=()),
+        max_model_len=replace(plan.max_model_len, value=length),
+    )
+    model, backend = load_on_device(BuildRequest(draft, own, request.report), select_host_backend)
+    assert isinstance(model, Decoder), "a decoder's checkpoint"
+    capacity = draft_kv_tokens(length)
+    slots = min(DRAFT_SEQS, plan.max_running_seqs.value)
+    shape = KvShape(config.num_layers, slots, min(length, capacity), config.num_kv_heads, config.head_dim)
+    replay = DecoderReplay(model, request.eager_reason)
+    runner = CpuDecoderRunner(replay, KvCache(shape, kv_dtype(plan)), backend, Sampler(config.vocab_size))
+    warm_up_decoder(runner)
+    return DraftModel(runner, capacity, request.checkpoint.decoder.vocab_size)
 
 
 def kv_shape(config: ModelConfig, plan: ServingPlan) -> KvShape:

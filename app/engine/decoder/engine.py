@@ -262,6 +262,9 @@ class DecoderEngine:
 
     def _record_stats(self, batch: Batch, samples: Items[SampledTokens]) -> None:
         seconds = self._clock() - self._started_at
+        speculation = self.scheduler.speculation
+        if speculation is not None and speculation.drafting is not None:
+            seconds -= speculation.drafting.model.take_seconds()
         timing = StepTiming(
             seconds,
             self.runner.model_seconds,

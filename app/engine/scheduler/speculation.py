@@ -1,6 +1,6 @@
-"""Speculative decoding: draft tokens from n-gram lookup, in the number that maximizes tokens per second.
+"""Speculative decoding: draft tokens from n-gram lookup or a draft model, in the number that maximizes tokens per second.
 
-No second model is needed: an earlier occurrence of the last tokens is found, and what followed it is proposed. The
+N-gram lookup needs no second model: an earlier occurrence of the last tokens is found, and what followed it is proposed. The
 model verifies the draft tokens. Their number depends on the acceptance rate of earlier ones, of this sequence and of
 all sequences, and on the cost of a step by number of rows. If draft tokens do not pay off, drafting pauses. After the
 pause it tries a single draft token; the pause doubles after each failure, so a wrong choice costs almost nothing.
@@ -10,9 +10,20 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
+from app.engine.scheduler.acceptance import (
+    DECAY,
+    MAX_PAUSE_STEPS,
+    MIN_PAUSE_STEPS,
+    MIN_SPEEDUP,
+    PRIOR_WEIGHT,
+    SHARED_DECAY,
+    AcceptanceRate,
+    DecodeCostModel,
+)
 from app.engine.scheduler.batch import ScheduledSpan, Sequence
+from app.engine.scheduler.model_drafting import DraftProposer, ModelDrafting
 
 NGRAM_SIZES = (3, 2)  # lengths of the n-grams to match; the longest match is used
 # Number of tokens whose n-grams are indexed per step, which takes 0.3 ms. A long prompt is indexed from its end
@@ -73,6 +84,14 @@ class NgramDrafter:
         self._first, self._last = begin, end
 
 
+class NoDrafter:
+    """Drafter that proposes nothing."""
+
+    def propose(self, token_ids: list[int], max_tokens: int) -> tuple[int, ...]:
+        """Return no tokens."""
+        return ()
+
+
 def ngram_drafter(sequence: Sequence) -> NgramDrafter:
     """Return a new drafter for a sequence."""
     return NgramDrafter()
@@ -81,44 +100,9 @@ def ngram_drafter(sequence: Sequence) -> NgramDrafter:
 # maximum rows of a step with draft tokens; larger products are compute-bound, and each step size is recorded
 MAX_SPECULATIVE_ROWS = 64
 MAX_DRAFT_TOKENS = 7  # per sequence and step
-MIN_SPEEDUP = (
-    1.03  # required gain in tokens per second over no draft tokens; the gain must cover the cost of drafting too
-)
-MIN_PAUSE_STEPS, MAX_PAUSE_STEPS = 4, 32  # steps
-_DECAY = 0.9  # decay of earlier observations at each new one: about the last ten count
-_SHARED_DECAY = 0.99
 MAX_FORCED_TOKENS = 32  # per sequence and step: draft tokens that a grammar forces
+_METHODS = ("ngram", "grammar", "draft_model")  # of drafting, as `GET /info` names them
 _FORCED_ACCEPTED = 19.0  # initial observations of forced tokens; only another split of the same text is rejected
-_PRIOR_WEIGHT = 2.0  # number of observations that the rate of all sequences counts for in a sequence's estimate
-
-
-class DecodeCostModel(Protocol):
-    """The cost of decode steps, in any unit."""
-
-    def decode(self, rows: int, context_tokens: int = 0) -> float:
-        """Return the cost of a decode step with this many rows and this total context."""
-        ...
-
-
-@dataclass(slots=True)
-class AcceptanceRate:
-    """Decaying estimate of the probability that a draft token is accepted, given that those before it were.
-
-    It begins with one accepted and one rejected token.
-    """
-
-    decay: float
-    accepted: float = 1.0
-    rejected: float = 1.0
-
-    def observe(self, drafted: int, accepted: int) -> None:
-        """Record a result. Draft tokens after the first rejected one carry no information."""
-        self.accepted = self.accepted * self.decay + accepted
-        self.rejected = self.rejected * self.decay + (accepted < drafted)
-
-    def value(self, prior: float = 0.5, prior_weight: float = 0.0) -> float:
-        """Return the estimate, combined with a prior that counts as `prior_weight` observations."""
-        return (self.accepted + prior_weight * prior) / (self.accepted + self.rejected + prior_weight)
 
 
 @dataclass(slots=True)
@@ -126,7 +110,7 @@ class DraftState:
     """Drafting state of one sequence. While `pause` is positive, no draft tokens are requested."""
 
     drafter: Drafter
-    rate: AcceptanceRate = field(default_factory=lambda: AcceptanceRate(_DECAY, 0.0, 0.0))
+    rate: AcceptanceRate = field(default_factory=lambda: AcceptanceRate(DECAY, 0.0, 0.0))
     pause: int = 0
     next_pause: int = MIN_PAUSE_STEPS
     has_paused: bool = False
@@ -150,9 +134,22 @@ class Speculation:
         self, drafter: Callable[[Sequence], Drafter], costs: DecodeCostModel, max_draft_tokens: int = MAX_DRAFT_TOKENS
     ) -> None:
         self._drafter, self._costs, self._max_draft_tokens = drafter, costs, max_draft_tokens
-        self._rate = AcceptanceRate(_SHARED_DECAY)
-        self._forced_rate = AcceptanceRate(_SHARED_DECAY, _FORCED_ACCEPTED)
+        self._rate = AcceptanceRate(SHARED_DECAY)
+        self._forced_rate = AcceptanceRate(SHARED_DECAY, _FORCED_ACCEPTED)
         self._states: dict[Sequence, DraftState] = {}
+        self.drafting: ModelDrafting | None = None
+        self._by_model: set[Sequence] = set()  # sequences whose present draft tokens are the draft model's
+        self._counts = {method: [0, 0] for method in _METHODS}  # draft tokens, and those that were accepted
+
+    def with_draft_model(self, model: DraftProposer) -> Speculation:
+        """Return another policy, without acceptance history, in which only this model drafts."""
+        speculation = self.with_drafter(lambda sequence: NoDrafter())
+        speculation.set_draft_model(model)
+        return speculation
+
+    def set_draft_model(self, model: DraftProposer) -> None:
+        """Let a draft model draft where it gains more than n-gram lookup."""
+        self.drafting = ModelDrafting(model, self._costs, self._max_draft_tokens)
 
     def with_drafter(self, drafter: Callable[[Sequence], Drafter]) -> Speculation:
         """Return another policy with the same cost model and no acceptance history."""
@@ -166,18 +163,57 @@ class Speculation:
         A step has at most `max_rows` rows.
         """
         left = min(max_rows, MAX_SPECULATIVE_ROWS) - len(spans)
-        proposals = self._proposals(spans) if self._could_pay(spans, left) else []
-        if not proposals:
-            return spans
+        could_pay = self._could_pay(spans, left)
+        proposals = self._proposals(spans) if could_pay else []
         drafts: dict[Sequence, tuple[int, ...]] = {}
-        for (span, ids), count in zip(proposals, self._draft_counts(spans, proposals, left), strict=True):
-            if count and reserve(span.sequence, count):
+        counts = self._draft_counts(spans, proposals, left) if proposals else []
+        for (span, ids), count in zip(proposals, counts, strict=True):
+            if count and not self._is_left_to_model(span, spans) and reserve(span.sequence, count):
                 drafts[span.sequence] = ids[:count]
+        self._by_model.clear()
+        if self.drafting is not None and could_pay:
+            self._add_model_drafts(self.drafting, spans, drafts, left, reserve)
         return [span.with_drafts(drafts.get(span.sequence, ())) for span in spans] if drafts else spans
+
+    def _is_left_to_model(self, span: ScheduledSpan, spans: list[ScheduledSpan]) -> bool:
+        """Return True if the draft model is expected to gain more for this sequence than its other draft tokens."""
+        state = self._states[span.sequence]
+        if self.drafting is None or state.is_forced:
+            return False
+        return self.drafting.is_better(span.sequence, self._acceptance(state), len(spans), self._seconds(spans)(0))
+
+    def _add_model_drafts(
+        self,
+        drafting: ModelDrafting,
+        spans: list[ScheduledSpan],
+        drafts: dict[Sequence, tuple[int, ...]],
+        left: int,
+        reserve: ReserveDraftTokens,
+    ) -> None:
+        """Add the draft model's tokens for sequences that have no others."""
+        rest = [
+            span
+            for span in spans
+            if span.sequence not in drafts
+            and not span.sequence.is_beam
+            and not span.sequence.params.has_penalties
+            and span.sequence.max_length - len(span.sequence.token_ids) > 1
+        ]
+        for sequence, ids in drafting.drafts(rest, spans, left - sum(map(len, drafts.values()))).items():
+            grammar = sequence.grammar
+            valid = ids if grammar is None else ids[: grammar.count_valid(ids)]
+            if valid and reserve(sequence, len(valid)):
+                drafts[sequence] = valid
+                self._by_model.add(sequence)
 
     def observe_acceptance(self, sequence: Sequence, drafted: int, accepted: int) -> None:
         """Record how many of a sequence's draft tokens were accepted in a step."""
+        if sequence in self._by_model and self.drafting is not None:
+            self._count("draft_model", drafted, accepted)
+            self.drafting.observe(sequence, drafted, accepted)
+            return
         state = self._states[sequence]
+        self._count("grammar" if state.is_forced else "ngram", drafted, accepted)
         if state.is_forced:
             self._forced_rate.observe(drafted, accepted)
             return
@@ -188,9 +224,33 @@ class Speculation:
         elif state.is_probe:
             state.next_pause = min(2 * state.next_pause, MAX_PAUSE_STEPS)
 
+    def to_json(self) -> dict[str, Any]:
+        """Return what each method drafted, and what its choice is made from: the `speculation` object of `GET /info`.
+
+        Any thread may call it.
+        """
+        rates = {"ngram": self._rate.value(), "grammar": self._forced_rate.value()}
+        if self.drafting is not None:
+            rates["draft_model"] = self.drafting.acceptance
+        methods: dict[str, dict[str, float]] = {
+            method: {"draft_tokens": counts[0], "accepted_tokens": counts[1], "acceptance": round(rates[method], 3)}
+            for method, counts in self._counts.items()
+            if method in rates
+        }
+        if self.drafting is not None:
+            methods["draft_model"]["seconds_per_token"] = round(self.drafting.model.step_seconds(1), 6)
+        return methods
+
+    def _count(self, method: str, drafted: int, accepted: int) -> None:
+        counts = self._counts[method]
+        counts[0] += drafted
+        counts[1] += accepted
+
     def forget(self, sequence: Sequence) -> None:
         """Drop the state of a finished sequence."""
         self._states.pop(sequence, None)
+        if self.drafting is not None:
+            self.drafting.forget(sequence)
 
     def _seconds(self, spans: list[ScheduledSpan]) -> Callable[[int], float]:
         """Return the cost of the step as a function of the number of draft tokens.
@@ -279,7 +339,7 @@ class Speculation:
     def _acceptance(self, state: DraftState) -> float:
         if state.is_forced:
             return self._forced_rate.value()
-        return state.rate.value(self._rate.value(), _PRIOR_WEIGHT)
+        return state.rate.value(self._rate.value(), PRIOR_WEIGHT)
 
 
 def _with_pause_rule(count: int, state: DraftState, may_probe: bool) -> int:

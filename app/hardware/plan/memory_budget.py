@@ -50,6 +50,10 @@ MIN_BATCH_TOKENS = 64  # smallest useful step; used to judge what fits
 # supports less.
 USEFUL_SEQS, USEFUL_TOKENS = 8, 1024
 
+# Sequences that a draft model drafts for at the same time; its KV cache holds this number of sequences of
+# `USEFUL_TOKENS` tokens each. With more sequences, steps are too full for draft tokens to pay.
+DRAFT_SEQS = USEFUL_SEQS
+
 
 @dataclass(frozen=True, slots=True)
 class MemoryDemand:
@@ -86,6 +90,19 @@ class MemoryDemand:
             return torchao_bytes(self.needs, held, self.precision, exact_bytes) + added
         return held.get(self.precision, self.needs.weight_bytes) + added
 
+    def draft_bytes(self, reserved: bool = False) -> int:
+        """Return the bytes of a draft model: its weights, keys and values; 0 without one.
+
+        With `reserved`, all address space of keys and values counts, as it does under strict overcommit.
+        """
+        if self.needs is None or self.needs.draft is None:
+            return 0
+        draft, precision = self.needs.draft, draft_precision(self.precision, KV_PRECISIONS[self.kv_precision][1])
+        length = min(draft.max_model_len, self.needs.max_model_len)
+        tokens = DRAFT_SEQS * min(length, draft_kv_tokens(length)) if reserved else draft_kv_tokens(length)
+        weights = draft.bytes_by_precision.get(precision, draft.weight_bytes)
+        return weights + tokens * kv_bytes_per_token(draft, self.kv_precision)
+
     @property
     def weights_name(self) -> str:
         """Precision of the weights, for a sentence."""
@@ -108,6 +125,23 @@ class MemoryDemand:
         if self.device is None:
             return seqs * length * self.kv_bytes_per_token
         return (seqs * -(-length // KV_PAGE_TOKENS) + 1) * KV_PAGE_TOKENS * self.kv_bytes_per_token
+
+
+def draft_precision(precision: str, kv_element_bytes: int) -> str:
+    """Return the precision of a draft model's weights: that of the model, or 16 or 32 bits beside a format of torchao.
+
+    Args:
+        precision: The precision of the model's weights.
+        kv_element_bytes: Bytes of an element of keys and values.
+    """
+    if not is_torchao(precision):
+        return precision
+    return "fp32" if kv_element_bytes == 4 else "bf16"
+
+
+def draft_kv_tokens(max_model_len: int) -> int:
+    """Return the number of tokens that a draft model's KV cache holds, of all sequences together."""
+    return DRAFT_SEQS * min(max_model_len, USEFUL_TOKENS)
 
 
 def torchao_bytes(needs: Needs, held: Mapping[str, int], quantization: str, exact_bytes: int) -> int:
@@ -163,7 +197,8 @@ class MemoryBudget:
 def memory_budget(facts: Facts, demand: MemoryDemand, batch_tokens: int, running: int) -> MemoryBudget:
     """Return the available memory less the weights and less the other memory of the process."""
     available, source, taken = _available_and_overhead(facts, demand)
-    headroom = taken + _activation_bytes(demand, batch_tokens, running)
+    draft = demand.draft_bytes(reserved=facts.commit_left_bytes is not None)
+    headroom = taken + _activation_bytes(demand, batch_tokens, running) + draft
     held = f" less {format_bytes(demand.weight_bytes)} of weights" if demand.needs else ""
     return MemoryBudget(
         available - demand.weight_bytes - headroom,
@@ -184,9 +219,11 @@ def _available_and_overhead(facts: Facts, demand: MemoryDemand) -> tuple[int, st
 
 
 def _overhead_phrase(demand: MemoryDemand) -> str:
-    return (
-        "the process and its activations" if demand.device is None else f"{demand.device.overhead_name} and activations"
-    )
+    if demand.device is not None:
+        return f"{demand.device.overhead_name} and activations"
+    if demand.draft_bytes():
+        return f"the process, its activations and the draft model ({format_bytes(demand.draft_bytes())})"
+    return "the process and its activations"
 
 
 def smallest_step_budget(facts: Facts, settings: Settings, demand: MemoryDemand) -> MemoryBudget:

@@ -21,14 +21,15 @@ class StepOptions:
     """Decisions about steps.
 
     `itl_target_seconds` is None if the target is relative to the decode steps measured while serving. `compile` is
-    true if steps are recorded and replayed, natively or by the device. `prompt_cache` is the folder in which prefixes
-    are kept, if any.
+    true if steps are recorded and replayed, natively or by the device. `draft_model` names the draft model, if there
+    is one. `prompt_cache` is the folder in which prefixes are kept, if any.
     """
 
     itl_target_seconds: Decision[float | None] = decided(("decoder",))
     compile: Decision[bool] = decided(ALL_KINDS)
     calibrate: Decision[bool] = decided()
     speculation: Decision[bool] = decided(("decoder",))
+    draft_model: Decision[str | None] = decided(("decoder",))
     prompt_cache: Decision[str | None] = decided(("decoder",))
     prompt_cache_bytes: Decision[int] = decided((), "bytes")
     deterministic: Decision[bool] = decided()
@@ -53,6 +54,7 @@ def decide_step_options(settings: Settings, measurements: Measurements | None, s
         compile=_decide_recording(settings, served),
         calibrate=_calibrate(settings, measurements, served),
         speculation=_speculation(settings, served),
+        draft_model=_draft_model(settings, served),
         prompt_cache=_prompt_cache(settings, served),
         prompt_cache_bytes=Decision(
             settings.prompt_cache_bytes, "Bound of the files of the prompt cache; the least recently used are removed."
@@ -167,9 +169,38 @@ def _speculation(settings: Settings, served: StepOptionInputs) -> Decision[bool]
         return Decision(False, "Asked for.")
     if served.device != "cpu" or (served.needs is not None and not served.needs.generates):
         return Decision(False, "Only for models that generate, on processors.")
+    if settings.draft_model is not None:
+        return Decision(
+            True,
+            "Tokens after a repeated phrase (n-gram speculation) or of the draft model are verified in one step: for each sequence those "
+            "that were measured to gain more, and none while neither gains anything.",
+        )
     return Decision(
         True,
         "Tokens after a repeated phrase are drafted and verified in one step (n-gram speculation); it pauses while it gains nothing.",
+    )
+
+
+def _draft_model(settings: Settings, served: StepOptionInputs) -> Decision[str | None]:
+    """Decide which model drafts beside n-gram lookup; None: no model does.
+
+    Raises:
+        PlanImpossible: One was asked for where nothing is drafted.
+    """
+    if settings.draft_model is None:
+        return Decision(None, "Not asked for: only n-gram lookup drafts.")
+    if settings.speculation == "off":
+        raise PlanImpossible("draft_model is set, but speculation is off: set it to auto, or leave draft_model out.")
+    if served.device != "cpu":
+        raise PlanImpossible(
+            f"draft_model is set, but models draft on processors only, and the device is {served.device}: leave it out, or serve on "
+            "the processor (device=cpu)."
+        )
+    draft = None if served.needs is None else served.needs.draft
+    size = "" if draft is None else f" with {draft.num_parameters:,} parameters"
+    return Decision(
+        str(settings.draft_model),
+        f"Asked for: a model{size}, whose drafts decide the speed and not the text; its weights have the precision of the model's.",
     )
 
 

@@ -5,15 +5,23 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
 
 from app.bench.console import MeasurementFailed
 from app.bench.engine import speculation
-from app.bench.engine.speculation import SPEEDUP_TARGETS, AnswerDriver, PlantedDrafter, measure_speculation
+from app.bench.engine.speculation import (
+    DRAFT_MODEL_TARGETS,
+    SPEEDUP_TARGETS,
+    AnswerDriver,
+    PlantedDrafter,
+    measure_speculation,
+)
 from app.engine.build import BuildRequest
 from app.engine.decoder.build import build_decoder_engine
+from app.engine.decoder.draft_model import DraftModel
 from app.hardware.decision import Decision
 from app.hardware.facts import Core, Cpu, Facts
 from app.hardware.plan.plan import ServingPlan, make_plan
@@ -60,6 +68,25 @@ def test_each_probability_is_held_against_none(
     assert figures["right 90% of the time, measured"].value > 75
     assert figures["right 90% of the time, draft tokens"].value > figures["right 0% of the time, draft tokens"].value
     assert "Planted" in outcome.notes[0]
+
+
+def test_a_draft_model_is_measured_too(
+    prepared: tuple[Checkpoint, ServingPlan], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(speculation, "TOKENS_PER_ANSWER", 60)
+    draft = open_checkpoint(
+        write_checkpoint(tmp_path / "draft", seed=3, num_hidden_layers=1, max_position_embeddings=1024)
+    )
+    monkeypatch.setattr(DraftModel, "step_seconds", lambda self, rows: 1e-6)
+    outcome = measure_speculation(*prepared, FACTS, FREE, 1, draft)
+    figures = {figure.name: figure for figure in outcome.figures}
+    for chance, target in DRAFT_MODEL_TARGETS.items():
+        figure = figures[f"draft model right {chance:.0%} of the time"]
+        assert figure.target == target and figure.ratio is not None and figure.ratio > 0
+    assert figures["draft model right 0% of the time, measured"].value == 0
+    assert figures["draft model right 80% of the time, measured"].value > 60
+    assert len([name for name in figures if name == "without speculation"]) == 1
+    assert outcome.subject.endswith("draft model draft")
 
 
 def test_what_is_said_with_draft_tokens_is_what_was_said(prepared: tuple[Checkpoint, ServingPlan]) -> None:
