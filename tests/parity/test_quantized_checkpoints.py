@@ -44,5 +44,5 @@ def test_kept_codes_give_the_logits_of_their_values(tmp_path: Path, name: str) -
     expected = reference_logits(exact, PROMPT)
     kept, rounded = ((logits(one, KEPT[name]) - expected).norm() / expected.norm() for one in (directory, exact))
     assert kept < 0.015
-    if KEPT[name] == "int4":
+    if KEPT[name] == "int4" and FORMATS[name].options.get("bits", 4) == 4:  # rounding finds fewer codes again
         assert 2 * kept < rounded
