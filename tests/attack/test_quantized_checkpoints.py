@@ -131,15 +131,8 @@ def check_inside(entry: TensorEntry) -> None:
         assert math.prod(part.shape) * ITEM_BYTES[part.dtype] == part.end - part.start
 
 
-@pytest.mark.parametrize("name", FORMATS)
-@settings(max_examples=examples(24), suppress_health_check=[HealthCheck.too_slow])
-@given(mutations=MUTATIONS)
-def test_mutated_checkpoints(originals: dict[str, tuple[Path, Stored]], name: str, mutations: list[Any]) -> None:
-    """22 formats by 24 are more than 500 examples."""
-    directory, original = originals[name]
-    stored = copy.deepcopy(original)
-    for mutation in mutations:
-        stored.change(*mutation)
+def check(directory: Path, stored: Stored) -> bool:
+    """True if the checkpoint is read, False if it is refused."""
     stored.write(directory)
     try:
         checkpoint, files = open_checkpoint(directory), MappedFiles()
@@ -151,5 +144,46 @@ def test_mutated_checkpoints(originals: dict[str, tuple[Path, Stored]], name: st
             load(directory, kept)
     except CheckpointInvalid as error:
         assert 0 < len(error.message) < 2_000
-    finally:
-        original.write(directory)
+        return False
+    return True
+
+
+@pytest.mark.parametrize("name", FORMATS)
+@settings(max_examples=examples(24), suppress_health_check=[HealthCheck.too_slow])
+@given(mutations=MUTATIONS)
+def test_mutated_checkpoints(originals: dict[str, tuple[Path, Stored]], name: str, mutations: list[Any]) -> None:
+    """22 formats by 24 are more than 500 examples."""
+    directory, original = originals[name]
+    stored = copy.deepcopy(original)
+    for mutation in mutations:
+        stored.change(*mutation)
+    check(directory, stored)
+
+
+def test_the_originals_are_read(originals: dict[str, tuple[Path, Stored]]) -> None:
+    assert all(check(*original) for original in originals.values())
+
+
+@pytest.mark.parametrize("size", [math.inf, -math.inf, math.nan, 10**400, 0, -128, 1.5, True, None, "128", [128]])
+def test_sizes_of_blocks_that_are_none(originals: dict[str, tuple[Path, Stored]], size: Any) -> None:
+    directory, original = originals["fp8 in blocks"]
+    stored = copy.deepcopy(original)
+    stored.quantization["weight_block_size"] = [size, 48]
+    assert not check(directory, stored)
+
+
+@pytest.mark.parametrize("key", ["shape", "blocksize", "nested_blocksize", "nested_offset"])
+@pytest.mark.parametrize("value", ["1e999", "9" * 60, "null", "[[]]", "-1e5", "[1,1e999]", "[0,0]"])
+def test_states_of_bitsandbytes_that_are_damaged(
+    originals: dict[str, tuple[Path, Stored]], key: str, value: str
+) -> None:
+    directory, original = originals["nf4 nested"]
+    stored = copy.deepcopy(original)
+    name = next(name for name in stored.header if "quant_state" in name)
+    start, end = stored.header[name]["data_offsets"]
+    state = json.loads(stored.data[start:end])
+    state = {one: state[one] for one in ("blocksize", "shape", "nested_blocksize", "nested_offset") if one != key}
+    text = f'{{"{key}":{value},{json.dumps(state)[1:-1]}'.ljust(end - start - 1) + "}"
+    stored.data[start:end] = text.encode()
+    # Any finite number is an offset.
+    assert check(directory, stored) == (key == "nested_offset" and value in ("9" * 60, "-1e5"))
