@@ -76,3 +76,42 @@ def test_a_missing_part_is_named(tmp_path: Path) -> None:
     save_file(stored, directory / "model.safetensors")
     with pytest.raises(CheckpointInvalid, match=r"down_proj\.scales is missing"):
         open_checkpoint(directory)
+
+
+def changed(folder: Path, name: str, **tensors: torch.Tensor) -> Path:
+    """A checkpoint with other tensors of one weight, by the end of their names."""
+    directory, _ = quantized(folder, name)
+    stored = load_file(directory / "model.safetensors")
+    stored |= {NAME.replace("weight", part): tensor for part, tensor in tensors.items()}
+    save_file(stored, directory / "model.safetensors", metadata={"format": "pt"})
+    return directory
+
+
+def test_a_group_that_does_not_exist_is_refused_by_name(tmp_path: Path) -> None:
+    order = torch.arange(128, dtype=torch.int32) // 32
+    for wrong in (order + 1, order - 1):
+        entry = open_checkpoint(changed(tmp_path, "gptq", g_idx=wrong)).tensors[NAME]
+        with pytest.raises(CheckpointInvalid, match=r"layers\.1\.mlp\.down_proj\.weight has 4 groups, and its g_idx"):
+            MappedFiles().tensor(entry)
+
+
+@pytest.mark.skipif(not has_kernel(OpCode.LINEAR_INT), reason="integer forms need the native library")
+def test_an_order_and_zeros_that_config_json_denies_are_refused_by_name(tmp_path: Path) -> None:
+    order = torch.arange(128, dtype=torch.int32) % 4
+    directory = changed(tmp_path, "gptq", g_idx=order)
+    with pytest.raises(CheckpointInvalid, match=r"layers\.1\.mlp\.down_proj\.weight: its g_idx .* must be true"):
+        load(directory, "int4")
+    load(directory)  # values need no order
+    directory = changed(tmp_path, "gptq symmetric", qzeros=torch.full((4, 8), 0x11111111, dtype=torch.int32))
+    with pytest.raises(CheckpointInvalid, match=r"layers\.1\.mlp\.down_proj\.weight: its qzeros .* must be false"):
+        load(directory, "int4")
+
+
+def test_biases_of_zero_that_the_model_does_not_have_are_left_out(tmp_path: Path) -> None:
+    bias = torch.zeros(64, dtype=torch.float16)
+    assert NAME.replace("weight", "bias") not in open_checkpoint(changed(tmp_path, "gptq", bias=bias)).tensors
+    bias[63] = 1e-3
+    with pytest.raises(CheckpointInvalid, match=r"does not use: model\.layers\.1\.mlp\.down_proj\.bias"):
+        open_checkpoint(changed(tmp_path, "gptq", bias=bias))
+    with pytest.raises(CheckpointInvalid, match=r"does not use: model\.layers\.1\.mlp\.down_proj\.bias"):
+        open_checkpoint(changed(tmp_path, "gptq", bias=torch.zeros(63)))
