@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -58,6 +59,17 @@ def gptq_tensors(codes: Codes, zeros: Codes, scales: Tensor, bits: int, order: T
         "g_idx": order.int(),
     }
     return tensors, scales[:, order] * (torch.from_numpy(codes) - torch.from_numpy(zeros)[:, order])
+
+
+def round_to_gptq(weight: Tensor, group: int) -> dict[str, Tensor]:
+    """Round a weight to the nearest of 16 values for each group, and return it in GPTQ's format."""
+    grouped = weight.float().view(weight.shape[0], -1, group)
+    low, high = grouped.amin(-1).clamp(max=0), grouped.amax(-1).clamp(min=0)
+    scales = ((high - low) / 15).clamp(min=1e-7).half().float()
+    zeros = (-low / scales).round().clamp(1, 15)  # the format stores them less 1
+    codes = (grouped / scales[..., None] + zeros[..., None]).round().clamp(0, 15).flatten(1)
+    order = torch.arange(weight.shape[1]) // group
+    return gptq_tensors(codes.long().numpy(), zeros.long().numpy(), scales, 4, order)[0]
 
 
 def gptq(shape: tuple[int, int], bits: int = 4, *, sym: bool = False, less: int = 1, shuffled: bool = False) -> Packed:
@@ -226,6 +238,21 @@ def quantized(folder: Path, name: str, **overrides: Any) -> tuple[Path, dict[str
     save_file(stored, directory / "model.safetensors", metadata={"format": "pt"})
     change_config(directory, **{"quantization" if kind.pack is mlx else "quantization_config": kind.config})
     return directory, values
+
+
+def write_as_gptq(source: Path, directory: Path, group: int) -> Path:
+    """Write a copy of a checkpoint in one file, whose layers are in GPTQ's format."""
+    shutil.copytree(source, directory, ignore=shutil.ignore_patterns("*.safetensors"))
+    stored: dict[str, Tensor] = {}
+    for name, tensor in load_file(source / "model.safetensors").items():
+        if tensor.dim() == 2 and ".layers." in name:
+            parts = round_to_gptq(tensor, group)
+            stored |= {name.removesuffix("weight") + part: one.contiguous() for part, one in parts.items()}
+        else:
+            stored[name] = tensor
+    save_file(stored, directory / "model.safetensors", metadata={"format": "pt"})
+    change_config(directory, quantization_config={**_gptq().config, "group_size": group})
+    return directory
 
 
 def change_config(directory: Path, **values: Any) -> None:
