@@ -9,10 +9,8 @@ from __future__ import annotations
 import json
 import os
 import re
-from dataclasses import dataclass
 from pathlib import Path
-from types import UnionType
-from typing import Annotated, Any, Literal, Union, get_args, get_origin
+from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field, ValidationError
 from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict, SettingsError
@@ -392,6 +390,16 @@ class Settings(BaseSettings):
             return None
 
 
+def flag_of(name: str) -> str:
+    """Return the flag of a setting."""
+    return f"--{name.replace('_', '-')}"
+
+
+def variable_of(name: str) -> str:
+    """Return the environment variable of a setting."""
+    return PREFIX + name.upper()
+
+
 def kubernetes_link_variables(environ: dict[str, str]) -> list[str]:
     """Return the names of variables that Kubernetes injects for a Service called `armature`.
 
@@ -413,7 +421,7 @@ def load_settings(**flags: Any) -> tuple[Settings, list[str]]:
     warnings = [f"{name} was injected by Kubernetes for a Service named armature and is ignored." for name in injected]
     for name in injected:
         os.environ.pop(name, None)
-    known = {row.variable for row in setting_rows()}.union(NATIVE_VARIABLES)
+    known = {variable_of(name) for name in Settings.model_fields}.union(NATIVE_VARIABLES)
     unknown = sorted(name for name in os.environ if name.startswith(PREFIX) and name not in known)
     warnings += [f"{name} is not a setting and is ignored." for name in unknown]
     try:
@@ -436,70 +444,9 @@ def _error_messages(error: ValidationError) -> list[str]:
         branches.setdefault(name, []).append(item["msg"][:1].lower() + item["msg"][1:])
         secret = name in SECRETS
         inputs[name] = "" if secret else f", got {item.get('input')!r}"
-    rows = {row.name: row for row in setting_rows()}
     return [
-        f"{name} ({rows[name].flag}, {rows[name].variable}): {' or '.join(dict.fromkeys(texts))}{inputs[name]}"
-        if name in rows
+        f"{name} ({flag_of(name)}, {variable_of(name)}): {' or '.join(dict.fromkeys(texts))}{inputs[name]}"
+        if name in Settings.model_fields
         else f"{name} is not a setting"
         for name, texts in branches.items()
     ]
-
-
-# ---- text for the command line and the docs ------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class SettingRow:
-    """One setting as text. `values` is the accepted form; `default` is empty if there is none.
-
-    `is_list`: the flag takes several values, and the environment variable has them separated by commas.
-    """
-
-    name: str
-    flag: str
-    variable: str
-    values: str
-    default: str
-    description: str
-    is_list: bool = False
-
-    @property
-    def off_flag(self) -> str:
-        """Flag without a value that turns off what is on by default; empty for other settings."""
-        return f"--no-{self.flag.removeprefix('--')}" if self.values == "on|off" and self.default == "on" else ""
-
-
-def setting_rows() -> list[SettingRow]:
-    """Return every setting in the order of its declaration.
-
-    Flags, help texts and `docs/settings.md` are generated from these rows.
-    """
-    return [
-        SettingRow(
-            name=name,
-            flag=f"--{name.replace('_', '-')}",
-            variable=PREFIX + name.upper(),
-            values="LIST" if NoDecode in field.metadata else "|".join(dict.fromkeys(_accepted_forms(field.annotation))),
-            default="" if field.default in (None, ()) else str(field.default),
-            description=field.description or "",
-            is_list=NoDecode in field.metadata,
-        )
-        for name, field in Settings.model_fields.items()
-    ]
-
-
-_TYPE_NAMES: dict[Any, str] = {int: "INTEGER", float: "NUMBER", str: "TEXT", Path: "PATH"}
-
-
-def _accepted_forms(annotation: Any) -> list[str]:
-    """Return the accepted forms of a type, such as `auto` and `INTEGER`."""
-    if get_origin(annotation) is Annotated:
-        return _accepted_forms(get_args(annotation)[0])
-    if get_origin(annotation) is Literal:
-        return [str(value) for value in get_args(annotation)]
-    if get_origin(annotation) in (Union, UnionType):
-        parts = [part for part in get_args(annotation) if part is not type(None)]
-        return sorted((word for part in parts for word in _accepted_forms(part)), key=str.isupper)
-    if get_origin(annotation) is tuple:
-        return ["LIST"]
-    return [_TYPE_NAMES[annotation]]

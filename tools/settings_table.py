@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from app.settings import setting_rows
+from app.cli.setting_rows import setting_rows
 from tools.generated_page import write_or_check
 
 TARGET = Path(__file__).resolve().parent.parent / "docs" / "settings.md"

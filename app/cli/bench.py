@@ -32,10 +32,11 @@ from app.bench.http.loops import RunLimits
 from app.bench.http.tally import GenerateWorkload, LatencyObjective
 from app.bench.http.workload import LogNormalLengths, UniformLengths
 from app.cli.parser import given_settings
+from app.cli.setting_rows import setting_rows
 from app.hardware.plan.memory_budget import kv_bytes_per_token
 from app.hardware.probe.probe import probe
 from app.server.prepare import Prepared, calibrate, prepare
-from app.settings import Settings, setting_rows
+from app.settings import Settings
 from app.version import VERSION
 from app.weights.open import require_checkpoint
 from app.weights.program import ProgramCheckpoint

@@ -182,8 +182,16 @@ def cost_flags() -> dict[str, dict[str, Any]]:
         },
         "--published": {
             "action": "store_true",
-            "help": "a published comparison on BERT-Large, computed again from its inputs",
+            "help": "a published comparison on BERT-Large, computed again from its inputs and reviewed",
         },
+        "--machine": {
+            "action": "append",
+            "default": [],
+            "metavar": "NAME=RATE,P99_MS,WATTS,PRICE",
+            "help": "a machine by its figures, without a result file; '-' for one that is not known; repeatable",
+        },
+        "--hours-a-day": {"type": float, "default": 24, "metavar": "H", "help": "hours served and paid (default: 24)"},
+        "--days-a-year": {"type": float, "default": 365, "metavar": "D", "help": "days served and paid (default: 365)"},
         "--json": {"action": "store_true", "help": "print one JSON object"},
     }
 

@@ -148,8 +148,15 @@ def _tco(arguments: Namespace) -> int:
     from app.bench.console import MeasurementFailed
     from app.bench.tco.command import CostArguments, run_tco
 
-    results, published = tuple(arguments.results), arguments.published
-    asked = CostArguments(results, arguments.target, arguments.p99_ms, arguments.instances, published, arguments.json)
+    given = vars(arguments)
+    asked = CostArguments(
+        paths=tuple(given["results"]),
+        machines=tuple(given["machine"]),
+        **{
+            name: given[name]
+            for name in ("target", "p99_ms", "instances", "published", "json", "hours_a_day", "days_a_year")
+        },
+    )
     try:
         return run_tco(asked)
     except MeasurementFailed as error:

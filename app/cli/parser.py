@@ -14,8 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from app.cli.bench_parser import bench_flags, cost_flags
+from app.cli.setting_rows import setting_rows
 from app.errors import UnknownArgument
-from app.settings import Settings, setting_rows
+from app.settings import Settings
 from app.version import VERSION
 
 

@@ -26,16 +26,15 @@ from app.kernels.linear.device import DeviceLinear
 from app.kernels.linear.int_panels import IntPanelLinear
 from app.kernels.linear.layout import PANEL_OUTPUTS
 from app.kernels.linear.linear import EmptyForm, ExactLinear, FormFactory, Linear, LinearForm
-from app.kernels.linear.quantization import (
-    GptqFactors,
-    InputStatistics,
+from app.kernels.linear.quantization import GptqFactors, InputStatistics
+from app.kernels.linear.row_split import RowSplitLinear
+from app.kernels.linear.smoothing import (
     activation_aware_scales,
     column_maxima,
     column_squares,
     mean_of_squares,
     smooth_scales,
 )
-from app.kernels.linear.row_split import RowSplitLinear
 from app.kernels.linear.torchao_linear import TorchaoFactory
 from app.models.decoders.decoder import Decoder, Embedding
 from app.models.decoders.layer import HeadNorm, Norm, SelectionBias, Xielu

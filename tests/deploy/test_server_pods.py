@@ -7,8 +7,9 @@ import re
 
 import pytest
 
+from app.cli.setting_rows import setting_rows
 from app.server.startup import STOP_SECONDS
-from app.settings import PREFIX, Settings, load_settings, setting_rows
+from app.settings import PREFIX, Settings, load_settings
 from external_tools import ROOT, Manifest, built
 from tests.deploy.clusters import (
     CLAIM,

@@ -31,7 +31,8 @@ from loaded_models import load
 from reference_attention import PlainAttend, context_of
 from reference_models import reference_logits
 from tiny_adapters import merge_adapter, write_adapter
-from tiny_checkpoints import ARCHITECTURES, write_checkpoint
+from tiny_checkpoints import ARCHITECTURES, write_checkpoint, write_tokenizer
+from tools.measure.families import SERVED, expected_logits, write_family
 
 PROMPT = torch.randint(4, 320, (24,), generator=torch.Generator().manual_seed(3)).tolist()
 MAX_LEN, SLOTS = 120, 12
@@ -68,6 +69,25 @@ def test_logits_equal_those_of_merged_weights(architecture: str, use_rslora: boo
     torch.testing.assert_close(logits(model, slots, 0), expected, atol=3e-4, rtol=0)
     torch.testing.assert_close(logits(model, slots, None), unchanged, atol=1e-4, rtol=0)
     assert (expected - unchanged).abs().max() > 0.05
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["CohereForCausalLM"]
+    + [
+        pytest.param(f"{name}ForCausalLM", marks=pytest.mark.full)
+        for name in ("Glm", "Glm4", "Ernie4_5", "Helium", "Granite", "Olmo2", "StableLm", "Nemotron", "Qwen3Moe")
+    ],
+)
+def test_families_that_store_rows_in_another_order_take_adapters(name: str, tmp_path: Path) -> None:
+    write_family(tmp_path / "base", name, SERVED[name])
+    write_tokenizer(base := tmp_path / "base")
+    adapter = write_adapter(tmp_path / "adapter", base)
+    model = cast(Decoder, load(base))
+    expected = expected_logits(merge_adapter(base, adapter, tmp_path / "merged"), name, PROMPT)
+    spread = float(expected.std())
+    torch.testing.assert_close(logits(model, slots_of(model, base, [adapter]), 0), expected, atol=1e-3 * spread, rtol=0)
+    assert (expected - expected_logits(base, name, PROMPT)).abs().max() > 0.05 * spread
 
 
 def test_an_adapter_may_change_some_layers_and_have_several_ranks(tmp_path: Path) -> None:

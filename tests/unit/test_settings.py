@@ -9,8 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
+from app.cli.setting_rows import setting_rows
 from app.errors import SettingsInvalid
-from app.settings import Settings, load_settings, parse_bytes, setting_rows
+from app.settings import Settings, load_settings, parse_bytes
 
 
 def test_everything_is_auto_and_local_when_nothing_is_said() -> None:

@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 from app.bench.compare.result import CompareResult, LoadPoint, LoadSpec
 from app.bench.console import MeasurementFailed, percentile
-from app.bench.tco.prices import InstanceFamily, InstanceSize, PriceTable
+from app.bench.tco.prices import HOURS_A_YEAR, InstanceFamily, InstanceSize, PriceTable
 
 Unit = Literal["samples", "tokens"]
 SECONDS = {"s": 1, "sec": 1, "second": 1, "min": 60, "minute": 60, "h": 3600, "hour": 3600, "day": 86400, "d": 86400}
@@ -75,6 +75,7 @@ def _number(digits: str, text: str) -> float:
         raise MeasurementFailed(f"--target {text!r}: {digits!r} is not a number.") from None
 
 
+SERVER_PRICE = "server"  # the basis of a price that the measured server was given (--hourly-price)
 MIN_REQUESTS_FOR_P99 = 100  # requests; with fewer, the p99 is the slowest request
 
 
@@ -179,8 +180,9 @@ def _rate(point: LoadPoint, unit: Unit) -> float:
 class MachineOption:
     """A machine size to which a result applies.
 
-    `share`: its rate and watts relative to the measured machine, which has 1. `watts` is from the price table, or
-    None; measured watts take precedence.
+    `share`: its rate and watts relative to the measured machine, which has 1. `price_basis` is "server" if the price is
+    the one that the measured server was given, else "list" or "bought". `watts` is from the price table, or None;
+    measured watts take precedence.
     """
 
     name: str
@@ -189,11 +191,14 @@ class MachineOption:
     cores: int
     share: float
     dollars_an_hour: float | None
+    price_basis: str
     watts: float | None
     watts_basis: str
 
 
-def machine_options(result: CompareResult, prices: PriceTable) -> list[MachineOption]:
+def machine_options(
+    result: CompareResult, prices: PriceTable, hours_a_year: float = HOURS_A_YEAR
+) -> list[MachineOption]:
     """Return the named instance and the sizes of its family with more memory than the weights, small to large.
 
     If the result names no instance, or one that is not in the table, return the measured machine alone.
@@ -208,11 +213,11 @@ def machine_options(result: CompareResult, prices: PriceTable) -> list[MachineOp
     _check_instance(result, family, measured)
     weights = _weight_bytes(result)
     able = [size for size in family.sizes if size == measured or (family.memory_bytes(size) or weights + 1) > weights]
-    return [_machine_option(result, family, measured, size) for size in sorted(able, key=family.units)]
+    return [_machine_option(result, family, measured, size, hours_a_year) for size in sorted(able, key=family.units)]
 
 
 def _machine_option(
-    result: CompareResult, family: InstanceFamily, measured: InstanceSize, size: InstanceSize
+    result: CompareResult, family: InstanceFamily, measured: InstanceSize, size: InstanceSize, hours_a_year: float
 ) -> MachineOption:
     """Return the machine of one size. For the measured size, the operator's price takes precedence."""
     own = result.hourly_price if size == measured else None
@@ -222,7 +227,8 @@ def _machine_option(
         vcpus=size.vcpus,
         cores=family.cores(size),
         share=family.units(size) / family.units(measured),
-        dollars_an_hour=own or size.dollars_an_hour,
+        dollars_an_hour=own or size.hourly_cost(hours_a_year),
+        price_basis=SERVER_PRICE if own else size.price_basis,
         watts=family.watts(size),
         watts_basis="" if family.power is None else family.power.basis,
     )
@@ -237,6 +243,7 @@ def _measured_machine(result: CompareResult) -> MachineOption:
         cores=len(facts.get("cores", [])),
         share=1.0,
         dollars_an_hour=result.hourly_price,
+        price_basis="" if result.hourly_price is None else SERVER_PRICE,
         watts=result.watts,
         watts_basis="declared",
     )

@@ -17,15 +17,35 @@ from rich.table import Table
 from app.bench.compare.result import CompareResult, read_result
 from app.bench.console import MeasurementFailed
 from app.bench.tco.capacity import ServingTarget, parse_target
+from app.bench.tco.declared import (
+    CostDifference,
+    DeclaredCost,
+    DeclaredMachine,
+    beyond_p99,
+    cost_difference,
+    declared_costs,
+    parse_machines,
+)
 from app.bench.tco.prices import PriceTable, read_prices
-from app.bench.tco.published import SOURCE, costs_at_list_prices, published_costs, published_remarks, saving_ratio
+from app.bench.tco.published import (
+    PUBLISHED_MACHINES,
+    PUBLISHED_TARGET,
+    SOURCE,
+    PublishedComparison,
+    comparison_to_json,
+    costs_to_json,
+    differences_to_json,
+    machines_as_listed,
+    published_comparison,
+)
+from app.bench.tco.review import published_remarks
 from app.bench.tco.sizing import SizingSheet, sizing_sheets
 from app.bench.tco.tables import (
     cost_assumptions,
+    declared_table,
+    difference_table,
     missing_prices,
     pair_table,
-    published_table,
-    published_title,
     result_caveats,
     sheet_table,
 )
@@ -37,8 +57,8 @@ MAX_TABLE_WIDTH = 1000
 class CostArguments:
     """The arguments of `armature tco`.
 
-    `target` is unparsed text such as `10000/s`. `published` asks for a comparison published by others, which needs no
-    files.
+    `target` is unparsed text such as `10000/s`, `machines` are unparsed `NAME=RATE,P99_MS,WATTS,PRICE`. `published` asks
+    for a comparison published by others. Neither it nor `machines` needs result files.
     """
 
     paths: tuple[Path, ...] = ()
@@ -47,6 +67,14 @@ class CostArguments:
     instances: Path | None = None
     published: bool = False
     json: bool = False
+    machines: tuple[str, ...] = ()
+    hours_a_day: float = 24
+    days_a_year: float = 365
+
+    @property
+    def hours_a_year(self) -> float:
+        """The hours of a year in which the target is served."""
+        return self.hours_a_day * self.days_a_year
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,53 +87,115 @@ class CostReport:
     doubts: tuple[str, ...]
     missing: tuple[str, ...]
 
+    @property
+    def keeps_p99(self) -> bool:
+        """Whether a load of any result kept the p99."""
+        return any(sheet.rows for sheet in self.sheets)
+
     def to_json(self) -> dict[str, Any]:
         """Return the report as JSON-serializable values."""
         return dataclasses.asdict(self)
 
 
+@dataclass(frozen=True, slots=True)
+class DeclaredReport:
+    """What is reported on the machines of `--machine`: costs, the others against the first, and who is left out."""
+
+    target: ServingTarget
+    costs: tuple[DeclaredCost, ...]
+    differences: tuple[CostDifference, ...]
+    notes: tuple[str, ...]
+
+    @property
+    def keeps_p99(self) -> bool:
+        """Whether a machine keeps the p99."""
+        return bool(self.costs)
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the report as JSON-serializable values."""
+        return {
+            "target": dataclasses.asdict(self.target),
+            "lines": costs_to_json(self.costs),
+            "differences": differences_to_json(self.differences),
+            "notes": self.notes,
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class PublishedReport:
+    """What is reported on the published comparison. `listed`: at the price table's prices and watts, if it has all."""
+
+    target: ServingTarget
+    page: PublishedComparison
+    listed: PublishedComparison | None
+    notes: tuple[str, ...]
+    remarks: tuple[str, ...]
+
+    @property
+    def keeps_p99(self) -> bool:
+        """Whether a machine of the page keeps the p99."""
+        return bool(self.page.costs)
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the report as JSON-serializable values."""
+        return comparison_to_json(self.page) | {
+            "source": SOURCE,
+            "target": dataclasses.asdict(self.target),
+            "at_list_prices": None if self.listed is None else comparison_to_json(self.listed),
+            "notes": self.notes,
+            "remarks": self.remarks,
+        }
+
+
 def run_tco(asked: CostArguments) -> int:
-    """Print the cost tables and return the exit status: 1 if no load of any result kept the p99.
+    """Print the cost tables and return the exit status: 1 if nothing of what was given keeps the p99.
 
     Raises:
         MeasurementFailed: The arguments or files are invalid; the message says what would be right.
     """
     _check_arguments(asked)
     prices = read_prices(asked.instances)
-    costs = _build_report(asked, prices) if asked.paths else None
+    target = PUBLISHED_TARGET if asked.target is None else parse_target(asked.target)
+    costs = _build_report(asked, prices, target) if asked.paths else None
+    declared = _declared_report(asked, target) if asked.machines else None
+    published = _published_report(asked, prices, target) if asked.published else None
     if asked.json:
         fields = {} if costs is None else costs.to_json()
-        sys.stdout.write(
-            json.dumps(fields | ({"published": _published_json(prices)} if asked.published else {})) + "\n"
-        )
+        named = {"declared": declared, "published": published}
+        fields |= {name: report.to_json() for name, report in named.items() if report is not None}
+        sys.stdout.write(json.dumps(fields) + "\n")
     else:
         if costs is not None:
             _print_costs(costs)
-        if asked.published:
-            _print_published(prices)
-    return 0 if costs is None or any(sheet.rows for sheet in costs.sheets) else 1
+        if declared is not None:
+            _print_declared(declared, asked.hours_a_year)
+        if published is not None:
+            _print_published(published, asked.hours_a_year)
+    reports = [report for report in (costs, declared, published) if report is not None]
+    return 0 if any(report.keeps_p99 for report in reports) else 1
 
 
 def _check_arguments(asked: CostArguments) -> None:
-    if not asked.paths and not asked.published:
-        raise MeasurementFailed("no result files given: armature bench compare writes them; --published needs none.")
-    if asked.paths and asked.target is None:
+    if not asked.paths and not asked.published and not asked.machines:
+        raise MeasurementFailed(
+            "no result files given: armature bench compare writes them; --machine and --published need none."
+        )
+    if (asked.paths or (asked.machines and not asked.published)) and asked.target is None:
         raise MeasurementFailed(
             "--target is missing: give the load that all machines together must serve, such as 10000/s, 1e6/day or 5000tok/s."
         )
-    if not asked.paths and (asked.target is not None or asked.p99_ms is not None):
-        raise MeasurementFailed("--target and --p99-ms need result files; the published comparison has a fixed target.")
     if asked.p99_ms is not None and not 0 < asked.p99_ms < float("inf"):
         raise MeasurementFailed(f"--p99-ms must be above 0 and finite, not {asked.p99_ms:g}.")
+    for flag, value, most in (("--hours-a-day", asked.hours_a_day, 24), ("--days-a-year", asked.days_a_year, 366)):
+        if not 0 < value <= most:
+            raise MeasurementFailed(f"{flag} must be above 0 and at most {most}, not {value:g}.")
 
 
-def _build_report(asked: CostArguments, prices: PriceTable) -> CostReport:
-    assert asked.target is not None, "refused before"
-    target = parse_target(asked.target)
+def _build_report(asked: CostArguments, prices: PriceTable, target: ServingTarget) -> CostReport:
     results = _with_unique_names([read_result(path) for path in asked.paths])
     _check_same_model(results)
     limit = None if asked.p99_ms is None else asked.p99_ms / 1e3
-    found = sizing_sheets(results, prices, target, limit)
+    found = sizing_sheets(results, prices, target, limit, asked.hours_a_year)
     if not found:
         raise MeasurementFailed(
             "the result files hold no load that was served without failures, so no cost can be computed."
@@ -113,9 +203,36 @@ def _build_report(asked: CostArguments, prices: PriceTable) -> CostReport:
     return CostReport(
         target=target,
         sheets=tuple(found),
-        assumptions=tuple(cost_assumptions(results, prices, found, target, limit)),
+        assumptions=tuple(cost_assumptions(results, prices, found, target, limit, asked.hours_a_year)),
         doubts=tuple(result_caveats(results)),
         missing=tuple(missing_prices(results, prices)),
+    )
+
+
+def _declared_report(asked: CostArguments, target: ServingTarget) -> DeclaredReport:
+    machines = parse_machines(asked.machines)
+    beyond = beyond_p99(machines, asked.p99_ms)
+    kept = [machine for machine in machines if machine.name not in beyond]
+    costs = declared_costs(kept, target, asked.hours_a_year)
+    differences = tuple(cost_difference(costs[0], other) for other in costs[1:])
+    return DeclaredReport(target, costs, differences, tuple(beyond.values()))
+
+
+def _published_report(asked: CostArguments, prices: PriceTable, target: ServingTarget) -> PublishedReport:
+    if target.unit != "samples":
+        raise MeasurementFailed("the published comparison counts samples: give --target in samples, such as 10000/s.")
+    beyond, hours = beyond_p99(PUBLISHED_MACHINES, asked.p99_ms), asked.hours_a_year
+    listed = machines_as_listed(prices, hours)
+
+    def kept(machines: Sequence[DeclaredMachine]) -> PublishedComparison:
+        return published_comparison(target, hours, [each for each in machines if each.name not in beyond])
+
+    return PublishedReport(
+        target=target,
+        page=kept(PUBLISHED_MACHINES),
+        listed=None if listed is None else kept(listed),
+        notes=tuple(beyond.values()),
+        remarks=tuple(published_remarks(prices)),
     )
 
 
@@ -174,26 +291,25 @@ def _cheapest(sheet: SizingSheet) -> list[str]:
     ]
 
 
-def _print_published(prices: PriceTable) -> None:
-    pair, listed = published_costs(), costs_at_list_prices(prices)
-    _print_table(published_table(pair, published_title()))
-    _print_sentences(
-        "", [f"The second costs {saving_ratio(pair):.1%} less. Source (only its beginning was readable): {SOURCE}"]
-    )
-    if listed is not None:
-        _print_table(published_table(listed, "The same rates at the prices of the shipped table"))
-        _print_sentences("", [f"The second costs {saving_ratio(listed):.1%} less."])
-    _print_sentences("Review of the published figures", published_remarks(prices))
+def _print_declared(report: DeclaredReport, hours_a_year: float) -> None:
+    load = f"{report.target}, {hours_a_year:,.10g} hours a year"
+    if report.costs:
+        _print_table(declared_table(report.costs, report.target, f"As given by --machine: {load}"))
+    if report.differences:
+        _print_table(difference_table(report.differences, "The others against the first"))
+    _print_sentences("", report.notes)
 
 
-def _published_json(prices: PriceTable) -> dict[str, Any]:
-    listed = costs_at_list_prices(prices)
-    return {
-        "source": SOURCE,
-        "lines": [dataclasses.asdict(line) for line in published_costs()],
-        "at_list_prices": None if listed is None else [dataclasses.asdict(line) for line in listed],
-        "remarks": published_remarks(prices),
-    }
+def _print_published(report: PublishedReport, hours_a_year: float) -> None:
+    load = f"BERT-Large at {report.target}, {hours_a_year:,.10g} hours a year"
+    tables = ((report.page, f"As published: {load}"), (report.listed, "At the prices and watts of the price table"))
+    for comparison, title in tables:
+        if comparison is not None and comparison.costs:
+            _print_table(declared_table(comparison.costs, report.target, title))
+        if comparison is not None and comparison.differences:
+            _print_table(difference_table(comparison.differences, "Arm against x86 of the same size"))
+    _print_sentences("", [*report.notes, f"Source of the rates, of each p99 and of the first table: {SOURCE}"])
+    _print_sentences(f"Review of the published figures, at {PUBLISHED_TARGET} all year", report.remarks)
 
 
 def _print_table(table: Table) -> None:

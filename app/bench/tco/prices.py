@@ -57,10 +57,21 @@ class InstanceSize(_PriceModel):
         return self
 
     @property
+    def price_basis(self) -> str:
+        """How the price is known: "bought", "list", or "" if it is not."""
+        if self.purchase_price is not None:
+            return "bought"
+        return "" if self.hourly_price is None else "list"
+
+    @property
     def dollars_an_hour(self) -> float | None:
-        """Hourly price; for a bought machine, its price divided by the hours of its use. None if unknown."""
+        """The hourly cost of a machine that is used all year. None if unknown."""
+        return self.hourly_cost(HOURS_A_YEAR)
+
+    def hourly_cost(self, hours_a_year: float) -> float | None:
+        """Return the hourly price; for a bought machine, its price divided by the hours of its use."""
         if self.purchase_price is not None and self.years is not None:
-            return self.purchase_price / (self.years * HOURS_A_YEAR)
+            return self.purchase_price / (self.years * hours_a_year)
         return self.hourly_price
 
 

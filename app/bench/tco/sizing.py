@@ -21,8 +21,6 @@ from app.bench.tco.capacity import (
 )
 from app.bench.tco.prices import HOURS_A_YEAR, PriceTable
 
-SECONDS_A_YEAR = HOURS_A_YEAR * 3600
-
 ROUNDING = 1e-9  # tolerance for floating-point error in a quotient that is a whole number
 
 
@@ -51,12 +49,13 @@ class SizingRow:
 class ArmX86Pair:
     """An Arm machine and an x86 machine with the same number of vCPUs.
 
-    `dollars`, `watts` and `machines` are ratios of Arm to x86; None if one of the two is unknown.
+    `dollars`, `p99`, `watts` and `machines` are ratios of Arm to x86; None if one of the two is unknown.
     """
 
     arm: SizingRow
     x86: SizingRow
     dollars: float | None
+    p99: float | None
     watts: float | None
     machines: float
 
@@ -82,7 +81,11 @@ class SizingSheet:
 
 
 def sizing_sheets(
-    results: Sequence[CompareResult], prices: PriceTable, target: ServingTarget, p99_limit: float | None
+    results: Sequence[CompareResult],
+    prices: PriceTable,
+    target: ServingTarget,
+    p99_limit: float | None,
+    hours_a_year: float = HOURS_A_YEAR,
 ) -> list[SizingSheet]:
     """Return a sheet for each kind of work. A result without that work has no rows in it.
 
@@ -91,11 +94,12 @@ def sizing_sheets(
         prices: The price table.
         target: The load that all machines together must serve.
         p99_limit: The highest p99 in seconds, or None.
+        hours_a_year: The hours during which the target is served and the machines are paid.
 
     Raises:
         MeasurementFailed: A result does not fit the instance that it names.
     """
-    named = [(result, machine_options(result, prices), points_by_work(result)) for result in results]
+    named = [(result, machine_options(result, prices, hours_a_year), points_by_work(result)) for result in results]
     found: list[SizingSheet] = []
     for work in dict.fromkeys(work for _, _, each in named for work in each):
         rows: list[SizingRow] = []
@@ -107,7 +111,7 @@ def sizing_sheets(
             sustained = best_sustained_load(each[work], target.unit, p99_limit)
             notes += _remarks(result.name, sustained, p99_limit)
             if isinstance(sustained, SustainedLoad):
-                rows += [_row(result.name, machine, sustained, target) for machine in machines]
+                rows += [_row(result.name, machine, sustained, target, hours_a_year) for machine in machines]
         found.append(SizingSheet(work, tuple(rows), tuple(pair_arm_with_x86(rows)), tuple(notes)))
     return found
 
@@ -118,14 +122,16 @@ def pair_arm_with_x86(rows: Sequence[SizingRow]) -> list[ArmX86Pair]:
     return [_pair(arm, x86) for arm in arms for x86 in x86s if arm.machine.vcpus == x86.machine.vcpus]
 
 
-def _row(result: str, machine: MachineOption, sustained: SustainedLoad, target: ServingTarget) -> SizingRow:
+def _row(
+    result: str, machine: MachineOption, sustained: SustainedLoad, target: ServingTarget, hours: float
+) -> SizingRow:
     rate = sustained.rate * machine.share
     machines = machines_needed(target.per_second, rate)
     samples, tokens = (
         target.per_second * each / sustained.rate
         for each in (sustained.samples_per_second, sustained.tokens_per_second)
     )
-    annual = None if machine.dollars_an_hour is None else annual_dollars(machines, machine.dollars_an_hour)
+    annual = None if machine.dollars_an_hour is None else annual_dollars(machines, machine.dollars_an_hour, hours)
     watts, basis = _watts(sustained, machine)
     return SizingRow(
         result=result,
@@ -136,8 +142,8 @@ def _row(result: str, machine: MachineOption, sustained: SustainedLoad, target: 
         p99_seconds=sustained.p99,
         machines=machines,
         annual_dollars=annual,
-        dollars_per_million_samples=None if annual is None else dollars_per_million(annual, samples),
-        dollars_per_million_tokens=None if annual is None or not tokens else dollars_per_million(annual, tokens),
+        dollars_per_million_samples=None if annual is None else dollars_per_million(annual, samples, hours),
+        dollars_per_million_tokens=None if annual is None or not tokens else dollars_per_million(annual, tokens, hours),
         watts=None if watts is None else watts * machines,
         watts_basis=basis,
     )
@@ -158,7 +164,8 @@ def _pair(arm: SizingRow, x86: SizingRow) -> ArmX86Pair:
     Watts are compared only if they have the same source: a TDP is not comparable with a measurement.
     """
     watts = _ratio(arm.watts, x86.watts) if arm.watts_basis == x86.watts_basis else None
-    return ArmX86Pair(arm, x86, _ratio(arm.annual_dollars, x86.annual_dollars), watts, arm.machines / x86.machines)
+    dollars, p99 = _ratio(arm.annual_dollars, x86.annual_dollars), _ratio(arm.p99_seconds, x86.p99_seconds)
+    return ArmX86Pair(arm, x86, dollars, p99, watts, arm.machines / x86.machines)
 
 
 def _ratio(one: float | None, other: float | None) -> float | None:
@@ -186,11 +193,11 @@ def machines_needed(per_second: float, rate: float) -> int:
     return max(1, math.ceil(per_second / rate - ROUNDING))
 
 
-def annual_dollars(machines: int, dollars_an_hour: float) -> float:
-    """Return the cost of machines that run all year."""
-    return machines * dollars_an_hour * HOURS_A_YEAR
+def annual_dollars(machines: int, dollars_an_hour: float, hours_a_year: float = HOURS_A_YEAR) -> float:
+    """Return the cost of machines that run so many hours of a year."""
+    return machines * dollars_an_hour * hours_a_year
 
 
-def dollars_per_million(annual: float, per_second: float) -> float:
-    """Return the cost of a million units, if `per_second` of them are served all year for `annual` dollars."""
-    return annual / (per_second * SECONDS_A_YEAR) * 1e6
+def dollars_per_million(annual: float, per_second: float, hours_a_year: float = HOURS_A_YEAR) -> float:
+    """Return the cost of a million units, if `per_second` of them are served in those hours for `annual` dollars."""
+    return annual / (per_second * hours_a_year * 3600) * 1e6

@@ -11,9 +11,9 @@ from rich.table import Table
 
 from app.bench.compare.result import CompareResult
 from app.bench.console import format_number
-from app.bench.tco.capacity import ServingTarget
-from app.bench.tco.prices import HOURS_A_YEAR, InstanceFamily, PriceTable
-from app.bench.tco.published import CLAIMS, SAMPLES_PER_SECOND, PublishedCost
+from app.bench.tco.capacity import SERVER_PRICE, ServingTarget
+from app.bench.tco.declared import CostDifference, DeclaredCost
+from app.bench.tco.prices import InstanceFamily, PriceTable
 from app.bench.tco.sizing import ArmX86Pair, SizingRow, SizingSheet
 
 NONE = "–"
@@ -32,13 +32,15 @@ def sheet_table(sheet: SizingSheet, target: ServingTarget) -> Table:
         "of its peak": [f"{row.utilisation:.0%}" for row in sheet.rows],
         "p99 ms": [_milliseconds(row.p99_seconds) for row in sheet.rows],
         "machines": [f"{row.machines:,}" for row in sheet.rows],
+        "$/h": [_price(row.machine.dollars_an_hour) for row in sheet.rows],
+        "price by": [row.machine.price_basis or NONE for row in sheet.rows],
         "$/year": [_dollars(row.annual_dollars) for row in sheet.rows],
         "$/M samples": [_number(row.dollars_per_million_samples) for row in sheet.rows],
         "$/M tokens": [_number(row.dollars_per_million_tokens) for row in sheet.rows],
         "kW": [_kilowatts(row.watts) for row in sheet.rows],
         "watts by": [row.watts_basis or NONE for row in sheet.rows],
     }
-    return _table(f"{sheet.work}: {target}", columns, left=("result", "machine", "at load", "watts by"))
+    return _table(f"{sheet.work}: {target}", columns, left=("result", "machine", "at load", "price by", "watts by"))
 
 
 def pair_table(pairs: Sequence[ArmX86Pair]) -> Table:
@@ -51,30 +53,44 @@ def pair_table(pairs: Sequence[ArmX86Pair]) -> Table:
         "Arm $/year": [_dollars(pair.arm.annual_dollars) for pair in pairs],
         "x86 $/year": [_dollars(pair.x86.annual_dollars) for pair in pairs],
         "Arm/x86 $": [_ratio(pair.dollars) for pair in pairs],
+        "Arm/x86 p99": [_ratio(pair.p99) for pair in pairs],
         "Arm/x86 kW": [_ratio(pair.watts) for pair in pairs],
     }
     return _table("Arm against x86, with the same number of vCPUs", columns, left=("Arm", "x86"))
 
 
-def published_table(lines: Iterable[PublishedCost], title: str) -> Table:
-    """Return the table of a published comparison."""
-    rows = list(lines)
+def declared_table(costs: Iterable[DeclaredCost], target: ServingTarget, title: str) -> Table:
+    """Return the table of machines by stated figures."""
+    rows = list(costs)
+    unit = target.unit
     columns = {
-        "machine": [line.claim.instance for line in rows],
-        "samples/s": [f"{line.claim.samples_per_second:g}" for line in rows],
-        "$/h": [f"{line.claim.dollars_an_hour:g}" for line in rows],
-        "exactly": [f"{line.exactly:.2f}" for line in rows],
-        "machines": [str(line.machines) for line in rows],
-        "$/year": [_dollars(line.annual_dollars) for line in rows],
-        "$/M samples": [f"{line.dollars_per_million:.3f}" for line in rows],
+        "machine": [cost.machine.name for cost in rows],
+        f"{unit}/s": [f"{cost.machine.rate:,.10g}" for cost in rows],
+        "p99 ms": [_figure(cost.machine.p99_ms) for cost in rows],
+        "W": [_figure(cost.machine.watts) for cost in rows],
+        "$/h": [_price(cost.machine.dollars_an_hour) for cost in rows],
+        "exactly": [f"{cost.exactly:,.2f}" for cost in rows],
+        "machines": [f"{cost.machines:,}" for cost in rows],
+        "$/year": [_dollars(cost.annual_dollars) for cost in rows],
+        f"$/M {unit}": [_thousandths(cost.dollars_per_million) for cost in rows],
+        "kW": [_kilowatts(cost.watts) for cost in rows],
+        f"{unit}/s/W": [_ratio(cost.machine.rate_per_watt) for cost in rows],
     }
     return _table(title, columns, left=("machine",))
 
 
-def published_title() -> str:
-    """Return the title of the published comparison."""
-    names = " and ".join(claim.instance for claim in CLAIMS)
-    return f"As published: BERT-Large at {SAMPLES_PER_SECOND:,.0f} samples/s all year, {names}"
+def difference_table(differences: Sequence[CostDifference], title: str) -> Table:
+    """Return the table of what each second machine saves against the first."""
+    columns = {
+        "machine": [each.second.machine.name for each in differences],
+        "against": [each.first.machine.name for each in differences],
+        "machines": [f"{each.second.machines:,} : {each.first.machines:,}" for each in differences],
+        "$/year less": [_dollars(each.dollars) for each in differences],
+        "$ less": [_share(each.dollars_share) for each in differences],
+        "p99 less": [_share(each.p99_share) for each in differences],
+        "kW less": [_share(each.watts_share) for each in differences],
+    }
+    return _table(title, columns, left=("machine", "against"))
 
 
 def _table(title: str, columns: dict[str, list[str]], left: Sequence[str]) -> Table:
@@ -107,6 +123,22 @@ def _milliseconds(value: float | None) -> str:
     return NONE if value is None else _number(value * 1e3)
 
 
+def _price(value: float | None) -> str:
+    return NONE if value is None else f"{value:.4g}"
+
+
+def _figure(value: float | None) -> str:
+    return NONE if value is None else f"{value:,.10g}"
+
+
+def _thousandths(value: float | None) -> str:
+    return NONE if value is None else f"{value:.3f}"
+
+
+def _share(value: float | None) -> str:
+    return NONE if value is None else f"{value:.1%}"
+
+
 def _kilowatts(value: float | None) -> str:
     return NONE if value is None else _number(value / 1e3)
 
@@ -117,13 +149,15 @@ def cost_assumptions(
     sheets: Sequence[SizingSheet],
     target: ServingTarget,
     limit: float | None,
+    hours_a_year: float,
 ) -> list[str]:
     """Return the assumptions that apply to these tables. `limit`: highest allowed p99 in seconds, or None."""
     rows = [row for sheet in sheets for row in sheet.rows]
     found = [prices.find(result.instance) for result in results if result.instance]
     families = {each[0].name: each[0] for each in found if each}
     said = [
-        f"The target of {target} arrives evenly during all {HOURS_A_YEAR:,} hours of a year; only whole machines count.",
+        f"The target of {target} arrives evenly during {hours_a_year:,.10g} hours of a year, and machines are paid for these; "
+        "only whole machines count.",
         _utilisation_sentence(limit),
     ]
     if any(row.machine.share != 1 for row in rows):
@@ -135,6 +169,7 @@ def cost_assumptions(
         said.append(
             "Dollars are the machines' rent alone: no traffic, storage, staff, taxes or discounts; electricity is not added."
         )
+    said += _price_sentences(results, prices)
     said += _watts_sentences({row.watts_basis for row in rows if row.watts is not None})
     return said + [_family_sentence(family) for family in families.values()]
 
@@ -178,6 +213,22 @@ def _utilisation_sentence(limit: float | None) -> str:
         "no interpolation between measured loads, no reserve for a failed machine, and clients waited for their answers: "
         "traffic that does not wait has a longer tail at the same rate."
     )
+
+
+def _price_sentences(results: Sequence[CompareResult], prices: PriceTable) -> list[str]:
+    """Name each price that comes from a server, with the list price that it replaces."""
+    said = []
+    for result in results:
+        if result.hourly_price is None:
+            continue
+        found = None if result.instance is None else prices.find(result.instance)
+        listed = None if found is None else found[1].dollars_an_hour
+        machine = result.instance or result.name
+        beside = f"; the table has {listed:.4g} for it, and its own prices for the other sizes" if listed else ""
+        said.append(
+            f"{machine}: {result.hourly_price:.4g} dollars an hour are its {SERVER_PRICE}'s --hourly-price{beside}."
+        )
+    return said
 
 
 def _watts_sentences(bases: set[str]) -> list[str]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ from app.errors import CheckpointInvalid
 from app.kernels.linear.layout import MAX_LORA_RANK, lora_elements
 from app.models.decoders.config import ModelConfig
 from app.models.decoders.shapes import Shape, tensors_of
+from app.models.decoders.stored import head_rows
 from app.weights.files import file_in, join_names, read_object
 from app.weights.safetensors import TensorEntry, read_header
 
@@ -50,11 +51,15 @@ _CHANGING_STARTS = ("pissa", "olora", "corda", "loftq", "lora_ga")  # initializa
 
 @dataclass(frozen=True, slots=True)
 class LoraMatrices:
-    """The adapter's matrices for one layer, A [rank, inputs] and B [outputs, rank], and the scale of their product."""
+    """The adapter's matrices for one layer, A [rank, inputs] and B [outputs, rank], and the scale of their product.
+
+    `rows`: the row of B for each output of our layer, if the family stores its weights in another order.
+    """
 
     a: TensorEntry
     b: TensorEntry
     scale: float
+    rows: tuple[int, ...] | None = None
 
     @property
     def rank(self) -> int:
@@ -131,7 +136,9 @@ def open_adapter(directory: Path, config: ModelConfig, max_rank: int = MAX_LORA_
     layers = adapted_layers(config)
     matrices = {}
     for module, pair in pairs.items():
-        matrices[module] = _check_layer(directory, module, pair, layers, values)
+        order = head_rows(config, f"{module}.weight")
+        checked = _check_layer(directory, module, pair, layers, values)
+        matrices[module] = checked if order is None else replace(checked, rows=order.stored_rows())
     highest = max(each.rank for each in matrices.values())
     if highest > max_rank:
         raise CheckpointInvalid(

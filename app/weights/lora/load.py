@@ -32,6 +32,8 @@ def load_adapter(
     packed = {}
     for layer, matrices in adapter.matrices.items():
         a, b = _read(matrices.a), _read(matrices.b) * matrices.scale
+        if matrices.rows is not None:
+            b = b[torch.tensor(matrices.rows)]
         if layer in input_scales:
             a = a * input_scales[layer]
         if not all(bool(matrix.to(dtype).isfinite().all()) for matrix in (a, b)):

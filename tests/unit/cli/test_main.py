@@ -12,9 +12,9 @@ import pytest
 
 from app.cli import main
 from app.cli.parser import BENCHES, given_settings, parse_arguments
+from app.cli.setting_rows import setting_rows
 from app.errors import CheckpointInvalid, RequestTimeout, StartupError, UnknownArgument
 from app.hardware.facts import Core, Cpu, Facts
-from app.settings import setting_rows
 from app.version import VERSION
 
 FACTS = Facts("linux", "x86_64", Cpu("Maker", "Processor"), (Core((0,)), Core((1,))), 2**34, 2**33, (0, 1))

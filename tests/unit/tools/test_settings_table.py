@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from app.settings import setting_rows
+from app.cli.setting_rows import setting_rows
 from tools import settings_table
 
 

@@ -78,14 +78,48 @@ def test_json_is_one_object(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     assert fields["target"] == {"per_second": 1000.0, "unit": "samples"}
     assert fields["sheets"][0]["rows"][0]["machines"] > 0
     assert fields["sheets"][0]["pairs"]
-    assert [line["machines"] for line in fields["published"]["lines"]] == [84, 61]
+    assert [line["machines"] for line in fields["published"]["lines"]] == [34, 24, 9, 7, 11], "at the given target"
 
 
 def test_the_published_comparison_needs_no_files(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["tco", "--published"]) == 0
     out = capsys.readouterr().out
-    for figure in ("84", "61", "2,001,485", "1,116,812", "44.2% less", "38.1% less"):
+    for figure in ("84", "61", "2,001,485", "1,116,812", "884,672", "44.2%", "38.1%", "334", "239", "1.58"):
         assert figure in out
+
+
+def test_the_published_comparison_takes_a_target_and_a_p99(capsys: pytest.CaptureFixture[str]) -> None:
+    out = printed(capsys, published=True, target="500/s", p99_ms=30)
+    assert "As published: BERT-Large at 500 samples a second" in out
+    assert "c6i.4xlarge is left out: its p99 of 35 ms is above 30 ms." in out
+    assert "left out" in printed_status(capsys, 1, published=True, p99_ms=1)
+
+
+def printed_status(capsys: pytest.CaptureFixture[str], status: int, **asked: Any) -> str:
+    assert run_tco(CostArguments(**asked)) == status
+    return capsys.readouterr().out
+
+
+def test_a_price_of_the_server_is_named_beside_list_prices(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    paths = saved(tmp_path, synthetic_results.made_encoder(X86, instance="c6i.4xlarge", hourly_price=0.5))
+    out = printed(capsys, paths=paths, target="1000/s")
+    cells = {line.split()[1]: line.split() for line in out.splitlines() if " batch " in line}
+    price = {
+        name: row[row.index(basis) - 1] for name, row in cells.items() for basis in row if basis in {"server", "list"}
+    }
+    assert (price["c6i.4xlarge"], price["c6i.8xlarge"]) == ("0.5", "1.36")
+    assert "server" in cells["c6i.4xlarge"]
+    assert "list" in cells["c6i.8xlarge"]
+    assert "c6i.4xlarge: 0.5 dollars an hour are its server's --hourly-price; the table has 0.68 for it" in out
+
+
+def test_hours_are_those_of_the_target(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    asked = {"paths": two(tmp_path), "target": "1000/s", "json": True}
+    year = json.loads(printed(capsys, **asked))["sheets"][0]["rows"][0]
+    half = json.loads(printed(capsys, **asked, hours_a_day=12))["sheets"][0]["rows"][0]
+    assert half["annual_dollars"] == pytest.approx(year["annual_dollars"] / 2)
+    assert half["dollars_per_million_samples"] == pytest.approx(year["dollars_per_million_samples"])
+    assert "during 4,380 hours of a year" in printed(capsys, **asked | {"json": False}, hours_a_day=12)
 
 
 def test_a_p99_that_nothing_keeps_ends_with_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -102,7 +136,6 @@ def test_a_p99_that_nothing_keeps_ends_with_one(tmp_path: Path, capsys: pytest.C
         ({"paths": (Path("a.json"),), "target": "1/s", "p99_ms": 0.0}, "--p99-ms must be above 0"),
         ({"paths": (Path("a.json"),), "target": "1/s", "p99_ms": float("nan")}, "--p99-ms must be above 0"),
         ({"paths": (Path("a.json"),), "target": "1/s"}, "a.json cannot be read"),
-        ({"published": True, "target": "1/s"}, "a fixed target"),
     ],
 )
 def test_what_says_nothing_is_refused(

@@ -37,11 +37,11 @@ def test_the_published_comparison_is_printed_as_the_page_shows_it(
     root: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run_tco(CostArguments(published=True))
-    told = capsys.readouterr().out.partition("Review of the published figures")[0]
+    told = capsys.readouterr().out
     shown = re.findall(r"^```\n(As published.*?)^```", text(root), re.MULTILINE | re.DOTALL)[0]
-    assert [line.rstrip() for line in told.strip().splitlines()] == [
-        line.rstrip() for line in shown.strip().splitlines()
-    ]
+    assert told.split() == shown.split(), "all of it, with its lines folded"
+    lines = [line.rstrip() for line in told.splitlines() if not line.startswith("- ")]
+    assert set(lines) <= {line.rstrip() for line in shown.splitlines()}, "the tables as they are"
 
 
 def test_the_example_of_a_table_is_one(root: Path, tmp_path: Path) -> None:

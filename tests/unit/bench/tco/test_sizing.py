@@ -146,11 +146,12 @@ def test_the_operators_own_price_goes_before_the_tables_for_what_they_measured()
 
 def test_arm_is_held_against_x86_of_as_many_vcpus() -> None:
     found = sheet(
-        result([point(100, 0.01)], instance="c6i.4xlarge"), result([point(120, 0.01)], ARM, instance="c7g.4xlarge")
+        result([point(100, 0.01)], instance="c6i.4xlarge"), result([point(120, 0.02)], ARM, instance="c7g.4xlarge")
     )
     pair = next(each for each in found.pairs if each.arm.machine.vcpus == 16)
     assert (pair.arm.machine.name, pair.x86.machine.name) == ("c7g.4xlarge", "c6i.4xlarge")
     assert pair.dollars == pytest.approx(9 * 0.58 / (10 * 0.68))
+    assert pair.p99 == pytest.approx(2), "20 ms against 10"
     assert pair.machines == pytest.approx(0.9)
     assert pair.watts == pytest.approx(9 * 55 / (10 * 75)), "both by TDP"
     assert all(each.arm.machine.vcpus == each.x86.machine.vcpus for each in found.pairs)

@@ -19,7 +19,8 @@ from app.hardware.plan.plan import ServingPlan, make_plan
 from app.hardware.probe.probe import probe
 from app.kernels.linear.fp32_panels import Fp32PanelLinear
 from app.kernels.linear.linear import ExactLinear, Linear
-from app.kernels.linear.quantization import activation_aware_scales, compute_gptq_factors
+from app.kernels.linear.quantization import compute_gptq_factors
+from app.kernels.linear.smoothing import activation_aware_scales
 from app.kernels.native.arguments import OpCode
 from app.kernels.native.operations import has_kernel
 from app.settings import load_settings
