@@ -114,7 +114,7 @@ _EVENTS = EventEncoding(NATIVE_ERRORS)
     "/generate",
     summary="Generate from text or token ids; returns text and token ids",
     response_model=GenerateResponse,
-    responses=router.failures(*BODY_ERRORS, 504) | router.event_stream(GenerateEvent),
+    responses=router.failures(*BODY_ERRORS, 404, 504) | router.event_stream(GenerateEvent),
     response_description="The generated text; with `stream`, its events.",
 )
 async def generate(request: Request, unread: RequestBody[GenerateBody]) -> Response:
