@@ -115,3 +115,24 @@ def test_biases_of_zero_that_the_model_does_not_have_are_left_out(tmp_path: Path
         open_checkpoint(changed(tmp_path, "gptq", bias=bias))
     with pytest.raises(CheckpointInvalid, match=r"does not use: model\.layers\.1\.mlp\.down_proj\.bias"):
         open_checkpoint(changed(tmp_path, "gptq", bias=torch.zeros(63)))
+
+
+@pytest.mark.parametrize(
+    ("name", "part"),
+    [("nf4", "weight.absmax"), ("nf4 nested", "weight.absmax"), ("nf4 nested", "weight.nested_absmax"),
+    ("nf4 nested", "weight.nested_quant_map"), ("bitsandbytes int8", "SCB"), ("gptq", "g_idx")],
+)  # fmt: skip
+def test_vectors_of_another_length_are_refused_by_name(tmp_path: Path, name: str, part: str) -> None:
+    directory, _ = quantized(tmp_path, name)
+    vector = load_file(directory / "model.safetensors")[NAME.replace("weight", part)]
+    for wrong in (vector[:-1], torch.cat((vector, vector[:1]))):
+        with pytest.raises(CheckpointInvalid, match=rf"down_proj\.{part} has shape .* its quantization asks for"):
+            open_checkpoint(changed(tmp_path, name, **{part: wrong.clone()}))
+
+
+def test_codes_of_another_length_are_refused_by_name(tmp_path: Path) -> None:
+    directory, _ = quantized(tmp_path, "nf4")
+    codes = load_file(directory / "model.safetensors")[NAME]
+    for wrong in (codes[:-1], torch.cat((codes, codes[:1]))):
+        with pytest.raises(CheckpointInvalid, match=r"down_proj\.weight\.quant_state does not fit the \d+ bytes"):
+            open_checkpoint(changed(tmp_path, "nf4", weight=wrong.clone()))
