@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import math
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -50,7 +50,7 @@ class ConfigReader:
     def number(self, name: str, default: float | object = _REQUIRED) -> float:
         """Return a finite number greater than 0."""
         value = self._get(name, default)
-        if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value) or value <= 0:
+        if not _is_finite(value) or value <= 0:
             raise self._wrong(name, "a number greater than 0", value)
         return float(value)
 
@@ -73,13 +73,9 @@ class ConfigReader:
         return value
 
     def numbers(self, name: str, length: int) -> tuple[float, ...]:
-        """Return a list of exactly `length` numbers."""
+        """Return a list of exactly `length` finite numbers."""
         value = self._get(name, _REQUIRED)
-        if (
-            not isinstance(value, list)
-            or len(value) != length
-            or not all(isinstance(item, int | float) for item in value)
-        ):
+        if not isinstance(value, list) or len(value) != length or not all(map(_is_finite, value)):
             raise self._wrong(name, f"a list of {length} numbers", value)
         return tuple(float(item) for item in value)
 
@@ -97,6 +93,13 @@ class ConfigReader:
             raise self._wrong(name, "an object", value)
         return ConfigReader(value, f"{self.where}: {name}")
 
+    def offset(self, name: str) -> float:
+        """Return a finite number of any sign."""
+        value = self._get(name, _REQUIRED)
+        if not _is_finite(value):
+            raise self._wrong(name, "a number", value)
+        return float(value)
+
     def _get(self, name: str, default: Any) -> Any:
         value = self.values.get(name)
         if value is not None:
@@ -108,3 +111,8 @@ class ConfigReader:
     def _wrong(self, name: str, wanted: str, value: Any) -> CheckpointInvalid:
         shown = repr(value)
         return CheckpointInvalid(f"{self.where}: {name} must be {wanted}, not {shown[:80]}.")
+
+
+def _is_finite(value: object) -> bool:
+    """Return True for a number that a float can hold; JSON's integers have any length."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= sys.float_info.max

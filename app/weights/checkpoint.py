@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -45,6 +45,7 @@ from app.weights.gguf.tensors import checkpoint_tensors
 from app.weights.gguf.tokenizer import check_tokenizer
 from app.weights.lora.adapter import WEIGHTS as ADAPTER_WEIGHTS
 from app.weights.lora.adapter import adapter_as_model_message, is_adapter
+from app.weights.quantized.entries import is_zero_bias
 from app.weights.quantized.methods import check_not_quantized, join_weights, quantization_method
 from app.weights.safetensors import TensorEntry, read_header
 from app.weights.sentence_transformers import read_sentence_config
@@ -308,6 +309,7 @@ def _check_tokenizer(directory: Path) -> None:
 
 def _decoder_tensors(config: ModelConfig, found: Mapping[str, TensorEntry]) -> dict[str, TensorEntry]:
     renamed = rename_decoder_tensors(found, config)
+    renamed = replace(renamed, unused=[name for name in renamed.unused if not is_zero_bias(name, found)])
     missing = [name for name in tensors_of(config) if name not in renamed.tensors]
     if missing == ["lm_head.weight"]:
         raise CheckpointInvalid(

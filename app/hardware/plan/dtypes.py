@@ -110,14 +110,23 @@ def decide_weights_and_kv(
 def _with_stored_type(candidates: PrecisionCandidates, chosen: Decision[str]) -> Decision[str]:
     """Return the decision with the type that the weights are converted from, if the checkpoint's are quantized."""
     stored = candidates.needs.stored_quantization if candidates.needs else ""
-    return Decision(chosen.value, f"{chosen.reason} The checkpoint's weights are {stored}.") if stored else chosen
+    if not stored:
+        return chosen
+    is_rounded = chosen.value in precision.QUANTIZED_PRECISIONS and not _keeps_codes(candidates, chosen.value)
+    how = "; their values are computed and rounded again" if is_rounded else ""
+    return Decision(chosen.value, f"{chosen.reason} The checkpoint's weights are {stored}{how}.")
+
+
+def _keeps_codes(candidates: PrecisionCandidates, name: str) -> bool:
+    """Return whether weights in this precision have the codes of the checkpoint."""
+    is_native = candidates.kind == "cpu" and candidates.level != TORCH_KERNELS
+    return is_native and candidates.needs is not None and name == candidates.needs.codes_precision != ""
 
 
 def _codes_precision(candidates: PrecisionCandidates) -> Decision[str] | None:
     """Return the decision for the precision of the checkpoint's own codes; None if it has none, or if none can be kept."""
     name = candidates.needs.codes_precision if candidates.needs else ""
-    is_native = candidates.kind == "cpu" and candidates.level != TORCH_KERNELS
-    if not is_native or name not in candidates.available or not candidates.settings.quality_budget:
+    if not _keeps_codes(candidates, name) or name not in candidates.available or not candidates.settings.quality_budget:
         return None
     return Decision(
         name, "It keeps the codes of the checkpoint, and rounds types without an equal form more finely than they are."

@@ -40,19 +40,16 @@ def join_bitsandbytes(parts: Parts, config: ConfigReader) -> dict[str, PackedEnt
 def _four_bits(parts: Parts, stem: str, table: str) -> PackedEntry:
     name = f"{stem}.weight"
     state = ConfigReader(_state(parts.take_vector(f"{stem}{_STATE}{table}", ("U8",))), f"{name[:120]}.quant_state")
-    sizes = tuple(int(size) for size in state.numbers("shape", 2) if math.isfinite(size))
+    sizes = tuple(int(size) for size in state.numbers("shape", 2))
     block = state.integer("blocksize", at_least=2, at_most=2**20)
     codes = parts.take_any(name)
-    if len(sizes) != 2 or min(sizes) < 1 or -(-math.prod(sizes) // 2) != codes.nbytes or block % 2:
+    if min(sizes) < 1 or -(-math.prod(sizes) // 2) != codes.nbytes or block % 2:
         raise CheckpointInvalid(f"{state.where} does not fit the {codes.nbytes} bytes of the weight.")
     blocks = -(-math.prod(sizes) // block)
     nested, offset, scales, nested_scales, nested_table = 0, 0.0, None, None, None
     if f"{name}.nested_absmax" in parts.tensors:
         nested = state.integer("nested_blocksize", at_most=2**20)
-        value = state.values.get("nested_offset")
-        if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-            raise CheckpointInvalid(f"{state.where}: nested_offset must be a number.")
-        offset = float(value)
+        offset = state.offset("nested_offset")
         scales = parts.take_vector(f"{name}.absmax", ("U8",), blocks)
         nested_scales = parts.take_vector(f"{name}.nested_absmax", ("F32",), -(-blocks // nested))
         nested_table = parts.take_vector(f"{name}.nested_quant_map", ("F32",), 256)

@@ -31,9 +31,10 @@ class CodeLayout(Enum):
 class PackedEntry(EncodedEntry):
     """A weight [outputs, inputs] that is stored as codes and other tensors; the location is that of the codes.
 
-    `kind` names the format for people. `parts` are the tensors by their role: codes, scales, and zeros (integers that
-    mean zero), minimums, order (the group of each input), or what the packing needs. `form` is the layout
-    (`kernels/linear/layout.py`) that holds the values, empty if none does without a visible cost.
+    `name` is that of the weight, and `kind` that of the format, for messages. `parts` are the tensors by their role:
+    codes, scales, and zeros (integers that mean zero), minimums, order (the group of each input), or what the packing
+    needs. `form` is the layout (`kernels/linear/layout.py`) that holds the values, empty if none does without a visible
+    cost.
 
     `group` inputs share a scale. `added` is added to each stored zero; codes without zeros have the zero `middle`.
     `block` is the number of outputs and inputs that share a scale of FP8.
@@ -51,6 +52,7 @@ class PackedEntry(EncodedEntry):
     table: str = ""
     offset: float = 0.0
     nested_block: int = 0
+    name: str = ""
 
     @property
     def nbytes(self) -> int:
@@ -134,6 +136,26 @@ class Parts:
         """Remove tensors that serving does not use."""
         for name in names:
             self.tensors.pop(name, None)
+
+
+def is_zero_bias(name: str, found: Mapping[str, TensorEntry]) -> bool:
+    """Return True for a bias of a quantized weight that is zero: old exports of GPTQ have one for every weight.
+
+    Args:
+        name: Name of a stored tensor.
+        found: The stored tensors, with the parts of quantized weights joined.
+
+    Raises:
+        OSError: Its file cannot be read.
+    """
+    bias, weight = found.get(name), found.get(f"{name.removesuffix('.bias')}.weight")
+    if bias is None or not name.endswith(".bias") or not isinstance(weight, PackedEntry):
+        return False
+    if bias.shape != weight.shape[:1]:
+        return False
+    with bias.file.open("rb") as stream:
+        stream.seek(bias.start)
+        return not any(stream.read(bias.nbytes))
 
 
 def group_count(name: str, inputs: int, group: int) -> int:

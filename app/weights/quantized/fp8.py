@@ -18,8 +18,8 @@ def join_fp8(parts: Parts, config: ConfigReader) -> dict[str, PackedEntry]:
     block = None
     if config.has("weight_block_size"):
         rows, columns = config.numbers("weight_block_size", 2)
-        if min(rows, columns) < 1:
-            raise CheckpointInvalid(f"{config.where}: weight_block_size must be two sizes of at least 1.")
+        if min(rows, columns) < 1 or not (rows.is_integer() and columns.is_integer()):
+            raise CheckpointInvalid(f"{config.where}: weight_block_size must be two whole numbers of at least 1.")
         block = (int(rows), int(columns))
     found: dict[str, PackedEntry] = {}
     for scale in ("weight_scale_inv", "weight_scale"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 from app.errors import CheckpointInvalid
@@ -75,7 +76,7 @@ def join_weights(method: str, config: Mapping[str, Any], found: Mapping[str, Ten
     both = sorted(set(joined) & set(parts.tensors))
     if both:
         raise CheckpointInvalid(f"The weights hold {both[0][:120]} twice: quantized, and as it was before.")
-    return {**parts.tensors, **joined}
+    return {**parts.tensors, **{name: replace(entry, name=name) for name, entry in joined.items()}}
 
 
 def check_not_quantized(found: Mapping[str, TensorEntry]) -> None:

@@ -100,7 +100,9 @@ def held_codes(entry: PackedEntry, rows: range, read: _Read, bits: int) -> Int4W
         return None
     found = row_codes(entry, rows, read)
     if found.places is not None:
-        raise CheckpointInvalid("g_idx orders the inputs, and config.json says desc_act: false; it must be true.")
+        raise CheckpointInvalid(
+            f"{entry.name[:120]}: its g_idx orders the inputs, and config.json says desc_act: false; it must be true."
+        )
     found = replace(found, places=None)
     repeats, inputs = found.group // GROUP, found.codes.shape[1]
     scales = found.scales.repeat_interleave(repeats, 1)[:, : inputs // GROUP].to(torch.bfloat16)
@@ -112,7 +114,9 @@ def held_codes(entry: PackedEntry, rows: range, read: _Read, bits: int) -> Int4W
     if entry.form == "int4/32":
         centered = found.centered() + 8
         if int(centered.amin()) < 0 or int(centered.amax()) > 15:
-            raise CheckpointInvalid("The zeros of the weights are not symmetric, and config.json says that they are.")
+            raise CheckpointInvalid(
+                f"{entry.name[:120]}: its qzeros are not in the middle, and config.json says sym: true; it must be false."
+            )
         return Int4Weight(centered.to(torch.uint8), scales, None, GROUP, inputs)
     minimums = found.minimums
     if minimums is None:
@@ -181,7 +185,9 @@ def _places(entry: PackedEntry, order: Tensor | None, groups: int) -> Tensor | N
         return None
     places = order.to(torch.int64)
     if int(places.amin()) < 0 or int(places.amax()) >= groups:
-        raise CheckpointInvalid(f"{entry.file.name}: g_idx of a weight names a group that it does not have.")
+        raise CheckpointInvalid(
+            f"{entry.file.name}: {entry.name[:120]} has {groups} groups, and its g_idx names another one."
+        )
     return None if torch.equal(places, torch.arange(len(places)) // entry.group) else places
 
 

@@ -193,7 +193,19 @@ def test_the_codes_of_a_quantized_file_are_kept(recipes: Recipes, llama_1b: Need
     assert planned(machine(isa=AVX2), recipes, quantized).precision.value == "fp32"
     exact = make_plan(host, None, Settings(quality_budget=0), quantized, recipes).precision
     assert exact.value == "bf16" and "The checkpoint is in Q4_K" in exact.reason
-    assert make_plan(host, None, Settings(precision="int8"), quantized, recipes).precision.value == "int8"
+    other = make_plan(host, None, Settings(precision="int8"), quantized, recipes).precision
+    assert other.value == "int8" and other.reason.endswith(
+        "weights are Q4_K; their values are computed and rounded again."
+    )
+    assert not any("rounded again" in one.reason for one in (precision, asked, exact))
+
+
+def test_values_without_an_equal_form_are_rounded_again_at_a_measured_cost(recipes: Recipes, llama_1b: Needs) -> None:
+    host, recipes = machine(isa=AVX2, native=AVX2_LEVEL), recipes | {("cpu", "x86_64", "int4")}
+    needs = replace(llama_1b, stored_dtype="float32", stored_quantization="FP8")
+    precision = make_plan(host, None, Settings(precision="int4"), needs, recipes).precision
+    assert "its cost in quality is not measured for this model (it is, when the weights are packed)" in precision.reason
+    assert precision.reason.endswith("weights are FP8; their values are computed and rounded again.")
 
 
 def test_bf16_that_was_asked_for_is_slow_only_without_our_kernels(recipes: Recipes) -> None:

@@ -60,6 +60,12 @@ def test_a_known_architecture_is_refused_with_what_it_needs(architecture: str, n
     assert need in caught.value.message and "docs/families.md" in caught.value.message
 
 
+@pytest.mark.parametrize("value", [10**400, float("inf"), float("nan"), True, "1"])
+def test_numbers_that_no_float_holds_are_refused(value: Any) -> None:
+    with pytest.raises(CheckpointInvalid, match="rope_theta must be a number greater than 0"):
+        read(rope_theta=value)
+
+
 def test_model_type_alone_names_the_architecture() -> None:
     assert read("Gemma3ForCausalLM", architectures=None).architecture == "Gemma3ForCausalLM"
 

@@ -1,0 +1,48 @@
+"""Checkpoints that other libraries quantized: logits are those of transformers with the values that the formats hold."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from app.kernels.native.arguments import OpCode
+from app.kernels.native.operations import has_kernel
+from loaded_models import load
+from quantized_files import FORMATS, quantized, write_values
+from reference_attention import PlainAttend, context_of
+from reference_models import reference_logits
+
+PROMPT = list(range(5, 29))
+KEPT = {name: kind.kept for name, kind in FORMATS.items() if kind.kept}
+# Blocks of 128 need weights of several.
+OVERRIDES: dict[str, dict[str, Any]] = {"fp8 in blocks of 128": {"hidden_size": 160, "intermediate_size": 320}}
+
+
+@torch.inference_mode()
+def logits(directory: Path, precision: str = "float32") -> torch.Tensor:
+    found: torch.Tensor = load(directory, precision)(context_of(PROMPT, PlainAttend()))
+    return found.float()
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_logits_are_those_of_transformers(tmp_path: Path, name: str) -> None:
+    overrides = OVERRIDES.get(name, {})
+    directory, values = quantized(tmp_path, name, **overrides)
+    expected = reference_logits(write_values(tmp_path, values, **overrides), PROMPT)
+    torch.testing.assert_close(logits(directory), expected, atol=1e-3, rtol=1e-3)
+
+
+@pytest.mark.skipif(not has_kernel(OpCode.LINEAR_INT), reason="integer forms need the native library")
+@pytest.mark.parametrize("name", KEPT)
+def test_kept_codes_give_the_logits_of_their_values(tmp_path: Path, name: str) -> None:
+    """Activations and the output layer are rounded to eight bits, and weights in four bits are not rounded again."""
+    directory, values = quantized(tmp_path, name)
+    exact = write_values(tmp_path, values)
+    expected = reference_logits(exact, PROMPT)
+    kept, rounded = ((logits(one, KEPT[name]) - expected).norm() / expected.norm() for one in (directory, exact))
+    assert kept < 0.015
+    if KEPT[name] == "int4" and FORMATS[name].options.get("bits", 4) == 4:  # rounding finds fewer codes again
+        assert 2 * kept < rounded
