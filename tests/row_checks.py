@@ -32,14 +32,14 @@ def group_of(group: int | None, size: int) -> int | None:
     return -(-size // 32) * 32 if group == 0 else group
 
 
-def check(found: Activations, meant: Tensor, group: int | None) -> None:
+def check(found: Activations, meant: Tensor, group: int | None, atol: float = 1e-10) -> None:
     """meant: fp32. Codes may be one off, as the values may differ in their last bit."""
     if group is None and unquantised(found).dtype == torch.float32:
-        torch.testing.assert_close(unquantised(found), meant, rtol=1e-4, atol=1e-10, equal_nan=True)
+        torch.testing.assert_close(unquantised(found), meant, rtol=1e-4, atol=atol, equal_nan=True)
         return
     if group is None:
         # GELU in fp64 loses 2^-53 of 1 + erf, times a gate and an up of some ten thousand.
-        torch.testing.assert_close(unquantised(found), meant.bfloat16(), rtol=2**-7, atol=1e-10, equal_nan=True)
+        torch.testing.assert_close(unquantised(found), meant.bfloat16(), rtol=2**-7, atol=atol, equal_nan=True)
         return
     assert isinstance(found, QuantisedActivations)
     codes, scales = unpack_tiles(found)

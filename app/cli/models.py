@@ -48,7 +48,7 @@ def pull_model(settings: Settings) -> str:
         raise ModelUnavailable(offline_message(name))
     # Log lines are this command's only output while it fetches, so they have no time and level.
     logging.basicConfig(level=settings.log_level.upper(), format="armature pull: %(message)s", stream=sys.stderr)
-    with closing(StartConsole()) as console:
+    with closing(StartConsole(first_seconds=0)) as console:
         snapshot = fetch_model(name, console.show)
     path = snapshot / name.file
     if not name.file:

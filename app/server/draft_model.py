@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from app.errors import CheckpointInvalid, SettingsInvalid
 from app.models.decoders.config import ModelConfig
 from app.server.model_source import open_or_fetch_model
 from app.settings import Settings
-from app.text.tokenizer import Tokenizer
 from app.weights.checkpoint import Checkpoint
 from app.weights.open import OpenedModel
+
+if TYPE_CHECKING:
+    from app.text.tokenizer import Tokenizer
 
 MAX_MISSING_TOKENS = 128  # ids that only one of the two vocabularies may have: unused ones, and some added ones
 
@@ -41,6 +45,8 @@ def check_vocabulary(tokenizer: Tokenizer, draft: Checkpoint) -> None:
     Raises:
         CheckpointInvalid: They are not.
     """
+    from app.text.tokenizer import Tokenizer  # with numpy, which settings and plans do without
+
     other, missing = Tokenizer(draft.location), 0
     for token_id in range(max(tokenizer.vocab_size, other.vocab_size)):
         ours, its = tokenizer.token_text(token_id), other.token_text(token_id)

@@ -39,9 +39,13 @@ class StartConsole:
     Args:
         console: Console of standard error by default.
         has_bars: False for log lines on a terminal too.
+        first_seconds: Seconds of a stage before its first log line. 0: at once.
     """
 
-    def __init__(self, console: Console | None = None, has_bars: bool = True) -> None:
+    def __init__(
+        self, console: Console | None = None, has_bars: bool = True, first_seconds: float = FIRST_SECONDS
+    ) -> None:
+        self._first_seconds = first_seconds
         self._console = console or Console(stderr=True)
         self._has_bars = has_bars and self._console.is_terminal and not self._console.is_dumb_terminal
         self._bar: Progress | None = None
@@ -56,7 +60,7 @@ class StartConsole:
             self._show_bar(stage)
             return
         if self._lines is None:
-            self._lines = StageLines()
+            self._lines = StageLines(first_seconds=self._first_seconds)
             self._lines.start()
         self._lines.show(stage)
 
@@ -119,9 +123,10 @@ class StartConsole:
 
 
 class StageLines:
-    """Log lines of stages: one when a stage has lasted `FIRST_SECONDS`, and then one every `LOG_SECONDS`."""
+    """Log lines of stages: one when a stage has lasted `first_seconds`, and then one every `LOG_SECONDS`."""
 
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, clock: Callable[[], float] = time.monotonic, first_seconds: float = FIRST_SECONDS) -> None:
+        self._first_seconds = first_seconds
         self._clock = clock
         self._stopped = Event()
         self._stage: tuple[str | LoadProgress, float] | None = None  # with the time at which it began
@@ -140,7 +145,10 @@ class StageLines:
     def show(self, stage: str | LoadProgress) -> None:
         """Take the present stage. One of the same name goes on: `calibrating: int8` after `calibrating: bf16`."""
         if self._stage is None or _name(stage) != _name(self._stage[0]):
-            self._stage, self._logged_at = (stage, self._clock()), None
+            if self._first_seconds == 0:
+                self._log(stage, 0.0)
+            self._logged_at = self._clock() if self._first_seconds == 0 else None
+            self._stage = (stage, self._clock())
         else:
             self._stage = (stage, self._stage[1])
 
@@ -149,14 +157,18 @@ class StageLines:
         if self._stage is None:
             return
         (stage, began), now = self._stage, self._clock()
-        due = began + FIRST_SECONDS if self._logged_at is None else self._logged_at + LOG_SECONDS
+        due = began + self._first_seconds if self._logged_at is None else self._logged_at + LOG_SECONDS
         if now < due:
             return
         self._logged_at = now
+        self._log(stage, now - began)
+
+    @staticmethod
+    def _log(stage: str | LoadProgress, seconds: float) -> None:
         if isinstance(stage, LoadProgress):
             log.info("%s", stage.description)
         else:
-            log.info("%s, for %.0f s so far", stage, now - began)
+            log.info("%s, for %.0f s so far", stage, seconds)
 
     def _run(self) -> None:
         while not self._stopped.wait(TICK_SECONDS):

@@ -49,9 +49,8 @@ def test_a_stage_that_reports_nothing_has_lines_too(
     """The thread writes them."""
     written = threading.Event()
     monkeypatch.setattr(logging.getLogger("app.server.start_console"), "filters", [lambda line: not written.set()])
-    monkeypatch.setattr("app.server.start_console.FIRST_SECONDS", 0.0)
     monkeypatch.setattr("app.server.start_console.TICK_SECONDS", 0.001)
-    console = StartConsole(Console(file=io.StringIO()))
+    console = StartConsole(Console(file=io.StringIO()), first_seconds=0.001)
     with caplog.at_level(logging.INFO):
         console.show("importing torch")
         assert written.wait(60)

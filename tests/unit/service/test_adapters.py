@@ -31,8 +31,10 @@ def commands(worker: FakeWorker) -> list[Any]:
 async def test_a_request_names_its_adapter_and_others_have_none() -> None:
     async with serving() as (service, worker, _):
         service.serve_adapters(store())
-        clients = [Client(service, request(model=name)) for name in ("med", "demo", "law")]
-        orders = await worker.orders(3)
+        clients = []
+        for number, name in enumerate(("med", "demo", "law"), 1):  # one after the other, so that their order is known
+            clients.append(Client(service, request(model=name)))
+            orders = await worker.orders(number)
         assert [order.adapter for order in orders] == [LoadedAdapter(1, 1), None, LoadedAdapter(0, 0)]
         service.on_events([finished(order.request_id) for order in orders])
         for client in clients:

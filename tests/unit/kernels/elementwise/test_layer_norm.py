@@ -107,7 +107,9 @@ def test_xielu_equals_its_reference(
     wide, group = rows_of(rows, size + 8, spread, None).to(dtype), group_of(group, size)
     with at_level(level):
         assume(has_kernel(OpCode.ACTIVATE))
-        check(xielu(wide[:, :size], *factors, group), xielu_torch(wide[:, :size].double(), *factors).float(), group)
+        meant = xielu_torch(wide[:, :size].double(), *factors).float()
+        # Below zero it is the difference of two numbers of the size of x.
+        check(xielu(wide[:, :size], *factors, group), meant, group, atol=2e-7 * spread)
 
 
 @needs_levels
