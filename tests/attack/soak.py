@@ -10,6 +10,7 @@ from __future__ import annotations
 import http.client
 import json
 import random
+import statistics
 import sys
 import threading
 import time
@@ -144,9 +145,12 @@ def soak(url: str, pid: int, seconds: float, every: float) -> tuple[list[Usage],
 
 
 def growth(values: list[int]) -> float:
-    """By how much the highest of the last third is above the highest of the first."""
+    """By how much the median of the last third is above the highest of the first.
+
+    What leaks is there in most samples; what a single sample meets, such as a process that is being started, is not.
+    """
     third = max(len(values) // 3, 1)
-    return max(values[-third:]) / max(values[:third]) - 1
+    return statistics.median(values[-third:]) / max(values[:third]) - 1
 
 
 def faults(samples: list[Usage], outcomes: Counter[str]) -> list[str]:
