@@ -169,7 +169,7 @@ def test_slots_are_free_when_all_have_ended(model: torch.nn.Module) -> None:
     draft = cast(Any, drafting_of.model)
     assert sorted(draft._free) == list(range(5))
     assert not draft._drafted
-    assert not cast(Any, drafting_of)._states
+    assert not cast(Any, drafting_of)._histories
 
 
 def test_each_method_is_counted(model: torch.nn.Module) -> None:

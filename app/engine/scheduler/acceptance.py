@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 MIN_SPEEDUP = (
@@ -41,3 +41,29 @@ class AcceptanceRate:
     def value(self, prior: float = 0.5, prior_weight: float = 0.0) -> float:
         """Return the estimate, combined with a prior that counts as `prior_weight` observations."""
         return (self.accepted + prior_weight * prior) / (self.accepted + self.rejected + prior_weight)
+
+
+@dataclass(slots=True)
+class DraftHistory:
+    """What became of one sequence's draft tokens. While `pause` is positive, none are requested.
+
+    `is_probe`: the present draft is a single trial token.
+    """
+
+    rate: AcceptanceRate = field(default_factory=lambda: AcceptanceRate(DECAY, 0.0, 0.0))
+    pause: int = 0
+    next_pause: int = MIN_PAUSE_STEPS
+    is_probe: bool = False
+
+    def acceptance(self, shared: AcceptanceRate) -> float:
+        """Return the probability that a draft token is accepted, with the rate of all sequences as the prior."""
+        return self.rate.value(shared.value(), PRIOR_WEIGHT)
+
+    def observe(self, drafted: int, accepted: int, shared: AcceptanceRate) -> None:
+        """Record a result, also in the rate of all sequences. A trial token that is rejected doubles the next pause."""
+        self.rate.observe(drafted, accepted)
+        shared.observe(drafted, accepted)
+        if accepted:
+            self.next_pause = MIN_PAUSE_STEPS
+        elif self.is_probe:
+            self.next_pause = min(2 * self.next_pause, MAX_PAUSE_STEPS)

@@ -7,19 +7,9 @@ draft tokens do not pay off pauses, as with n-gram lookup.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from typing import Protocol
 
-from app.engine.scheduler.acceptance import (
-    DECAY,
-    MAX_PAUSE_STEPS,
-    MIN_PAUSE_STEPS,
-    MIN_SPEEDUP,
-    PRIOR_WEIGHT,
-    SHARED_DECAY,
-    AcceptanceRate,
-    DecodeCostModel,
-)
+from app.engine.scheduler.acceptance import MIN_SPEEDUP, SHARED_DECAY, AcceptanceRate, DecodeCostModel, DraftHistory
 from app.engine.scheduler.batch import ScheduledSpan, Sequence
 
 
@@ -47,21 +37,13 @@ class DraftProposer(Protocol):
         ...
 
 
-@dataclass(slots=True)
-class _ModelState:
-    rate: AcceptanceRate = field(default_factory=lambda: AcceptanceRate(DECAY, 0.0, 0.0))
-    pause: int = 0
-    next_pause: int = MIN_PAUSE_STEPS
-    is_probe: bool = False
-
-
 class ModelDrafting:
     """The policy of one draft model."""
 
     def __init__(self, model: DraftProposer, costs: DecodeCostModel, max_draft_tokens: int) -> None:
         self.model, self._costs, self._max_draft_tokens = model, costs, max_draft_tokens
         self._rate = AcceptanceRate(SHARED_DECAY)
-        self._states: dict[Sequence, _ModelState] = {}
+        self._histories: dict[Sequence, DraftHistory] = {}
 
     @property
     def acceptance(self) -> float:
@@ -74,42 +56,35 @@ class ModelDrafting:
         """Return draft tokens for those of `spans` for which they pay off. At most `left` rows may be added."""
         ready: list[Sequence] = []
         for span in spans:
-            state = self._states.setdefault(span.sequence, _ModelState())
-            if state.pause > 0:
-                state.pause -= 1
+            history = self._histories.setdefault(span.sequence, DraftHistory())
+            if history.pause > 0:
+                history.pause -= 1
             elif self.model.is_ready(span.sequence):
                 ready.append(span.sequence)
         if not ready or left < len(ready):
             return {}
         count = self._count(ready, all_spans, left)
         for sequence in ready:
-            state = self._states[sequence]
-            state.is_probe = count == 0
+            history = self._histories[sequence]
+            history.is_probe = count == 0
             if count == 0:
-                state.pause = state.next_pause
+                history.pause = history.next_pause
         return self.model.propose(ready, max(count, 1))
 
     def is_better(self, sequence: Sequence, acceptance: float, num_sequences: int, step_seconds: float) -> bool:
         """Return True if this draft model gains more per draft token than another method with this acceptance."""
-        state, each = self._states.get(sequence), self.model.step_seconds(1)
-        if state is None or not each or state.pause > 0:
+        history, each = self._histories.get(sequence), self.model.step_seconds(1)
+        if history is None or not each or history.pause > 0:
             return False
-        own = state.rate.value(self._rate.value(), PRIOR_WEIGHT)
-        return own - num_sequences * each / step_seconds > acceptance
+        return history.acceptance(self._rate) - num_sequences * each / step_seconds > acceptance
 
     def observe(self, sequence: Sequence, drafted: int, accepted: int) -> None:
         """Record how many draft tokens were accepted."""
-        state = self._states[sequence]
-        state.rate.observe(drafted, accepted)
-        self._rate.observe(drafted, accepted)
-        if accepted:
-            state.next_pause = MIN_PAUSE_STEPS
-        elif state.is_probe:
-            state.next_pause = min(2 * state.next_pause, MAX_PAUSE_STEPS)
+        self._histories[sequence].observe(drafted, accepted, self._rate)
 
     def forget(self, sequence: Sequence) -> None:
         """Drop the state of a finished sequence."""
-        self._states.pop(sequence, None)
+        self._histories.pop(sequence, None)
         self.model.forget(sequence)
 
     def _count(self, ready: list[Sequence], spans: list[ScheduledSpan], left: int) -> int:
@@ -118,7 +93,7 @@ class ModelDrafting:
         alone, each = self._costs.decode(rows, context), self.model.step_seconds(len(ready))
         if not each:
             return 0
-        rates = [self._states[one].rate.value(self._rate.value(), PRIOR_WEIGHT) for one in ready]
+        rates = [self._histories[one].acceptance(self._rate) for one in ready]
         room = min(sequence.max_length - len(sequence.token_ids) - 1 for sequence in ready)
         best, taken, tokens = MIN_SPEEDUP * rows / alone, 0, float(rows)
         for count in range(1, min(self._max_draft_tokens, room, left // len(ready)) + 1):

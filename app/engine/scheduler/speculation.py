@@ -12,16 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from app.engine.scheduler.acceptance import (
-    DECAY,
-    MAX_PAUSE_STEPS,
-    MIN_PAUSE_STEPS,
-    MIN_SPEEDUP,
-    PRIOR_WEIGHT,
-    SHARED_DECAY,
-    AcceptanceRate,
-    DecodeCostModel,
-)
+from app.engine.scheduler.acceptance import MIN_SPEEDUP, SHARED_DECAY, AcceptanceRate, DecodeCostModel, DraftHistory
 from app.engine.scheduler.batch import ScheduledSpan, Sequence
 from app.engine.scheduler.model_drafting import DraftProposer, ModelDrafting
 
@@ -107,14 +98,11 @@ _FORCED_ACCEPTED = 19.0  # initial observations of forced tokens; only another s
 
 @dataclass(slots=True)
 class DraftState:
-    """Drafting state of one sequence. While `pause` is positive, no draft tokens are requested."""
+    """Drafting state of one sequence."""
 
     drafter: Drafter
-    rate: AcceptanceRate = field(default_factory=lambda: AcceptanceRate(DECAY, 0.0, 0.0))
-    pause: int = 0
-    next_pause: int = MIN_PAUSE_STEPS
+    history: DraftHistory = field(default_factory=DraftHistory)
     has_paused: bool = False
-    is_probe: bool = False  # the current draft is a single trial token
     is_forced: bool = False  # a grammar forces the text of the current draft
 
 
@@ -195,8 +183,7 @@ class Speculation:
             span
             for span in spans
             if span.sequence not in drafts
-            and not span.sequence.is_beam
-            and not span.sequence.params.has_penalties
+            and _can_have_drafts(span.sequence)
             and span.sequence.max_length - len(span.sequence.token_ids) > 1
         ]
         for sequence, ids in drafting.drafts(rest, spans, left - sum(map(len, drafts.values()))).items():
@@ -217,12 +204,7 @@ class Speculation:
         if state.is_forced:
             self._forced_rate.observe(drafted, accepted)
             return
-        state.rate.observe(drafted, accepted)
-        self._rate.observe(drafted, accepted)
-        if accepted:
-            state.next_pause = MIN_PAUSE_STEPS
-        elif state.is_probe:
-            state.next_pause = min(2 * state.next_pause, MAX_PAUSE_STEPS)
+        state.history.observe(drafted, accepted, self._rate)
 
     def to_json(self) -> dict[str, Any]:
         """Return what each method drafted, and what its choice is made from: the `speculation` object of `GET /info`.
@@ -273,15 +255,11 @@ class Speculation:
         )
 
     def _proposals(self, spans: list[ScheduledSpan]) -> list[DraftProposal]:
-        """Return the proposed draft tokens of the sequences that can have them.
-
-        Sequences with penalties are left out: penalties count earlier tokens, so rows of one sequence cannot be
-        sampled in parallel. Beams are left out because they fork at every token.
-        """
+        """Return the proposed draft tokens of the sequences that can have them."""
         proposals: list[DraftProposal] = []
         for span in spans:
             sequence = span.sequence
-            if sequence.is_beam or sequence.params.has_penalties:
+            if not _can_have_drafts(sequence):
                 continue
             state = self._states.get(sequence)
             if state is None:
@@ -304,8 +282,8 @@ class Speculation:
             state.is_forced = bool(ids)
             if ids:
                 return ids
-        if state.pause > 0:
-            state.pause -= 1
+        if state.history.pause > 0:
+            state.history.pause -= 1
             return ()
         most = min(self._max_draft_tokens, left)
         ids = state.drafter.propose(sequence.token_ids, most) if most > 0 else ()
@@ -339,7 +317,15 @@ class Speculation:
     def _acceptance(self, state: DraftState) -> float:
         if state.is_forced:
             return self._forced_rate.value()
-        return state.rate.value(self._rate.value(), PRIOR_WEIGHT)
+        return state.history.acceptance(self._rate)
+
+
+def _can_have_drafts(sequence: Sequence) -> bool:
+    """Return True if rows of a sequence can be sampled in parallel.
+
+    Those with penalties cannot, because penalties count earlier tokens. Beams cannot, because they fork at every token.
+    """
+    return not sequence.is_beam and not sequence.params.has_penalties
 
 
 def _with_pause_rule(count: int, state: DraftState, may_probe: bool) -> int:
@@ -350,8 +336,9 @@ def _with_pause_rule(count: int, state: DraftState, may_probe: bool) -> int:
     """
     if state.is_forced:
         return count
-    state.is_probe = count == 0 and state.has_paused and may_probe
-    state.has_paused = count == 0 and not state.is_probe
+    history = state.history
+    history.is_probe = count == 0 and state.has_paused and may_probe
+    state.has_paused = count == 0 and not history.is_probe
     if state.has_paused:
-        state.pause = state.next_pause
-    return max(count, int(state.is_probe))
+        history.pause = history.next_pause
+    return max(count, int(history.is_probe))
