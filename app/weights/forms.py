@@ -45,7 +45,7 @@ class Recipe:
     `linear` is for the linear layers, `output` for the output layer and an embedding tied to it (None: as `linear`). With
     `upgrade`, the output layer has its own forms only if it is upgraded.
     The forms "plain" and "device" suit any weight. `equalise`: channels are equalized before quantization
-    (kernels/linear/quantization.py). `int8_copy_from`: if an int8 copy is held in addition to int4 weights, the copy
+    (kernels/linear/smoothing.py). `int8_copy_from`: if an int8 copy is held in addition to int4 weights, the copy
     multiplies from this number of rows on. `upgrade`: form of the layers that lose most in the first form, see
     `choose_upgrades`. `layer_bits`: mean bits of the layers' weights, upgraded ones included, of small models and of
     others.

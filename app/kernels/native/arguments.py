@@ -11,8 +11,6 @@ from enum import IntEnum
 
 _ADDRESS, _INT, _FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_double
 
-_C_ADDRESS, _C_INT = ctypes.c_void_p, ctypes.c_int64
-
 
 class OpCode(IntEnum):
     """Operation codes, equal to the `enum` in csrc/ops.h."""
@@ -362,13 +360,13 @@ class ExpertsArguments(ctypes.Structure):
 class RowCountAddress(ctypes.Structure):
     """The structure `row_place` of csrc/ops.h."""
 
-    _fields_ = (("word", _C_ADDRESS), ("which", _C_INT), ("is_height", _C_INT))
+    _fields_ = (("word", _ADDRESS), ("which", _INT), ("is_height", _INT))
 
 
 class TextBuffers(ctypes.Structure):
     """The structure `text_words` of csrc/ops.h."""
 
-    _fields_ = tuple((name, _C_ADDRESS) for name in ("token_ids", "positions", "types", "wanted", "texts"))
+    _fields_ = tuple((name, _ADDRESS) for name in ("token_ids", "positions", "types", "wanted", "texts"))
 
 
 class LaneOperations(ctypes.Structure):
@@ -376,11 +374,11 @@ class LaneOperations(ctypes.Structure):
 
     _fields_ = (
         ("words", TextBuffers),
-        ("hidden", _C_ADDRESS),
-        ("operations", _C_ADDRESS),
-        ("count", _C_INT),
-        ("places", _C_ADDRESS),
-        ("num_places", _C_INT),
+        ("hidden", _ADDRESS),
+        ("operations", _ADDRESS),
+        ("count", _INT),
+        ("places", _ADDRESS),
+        ("num_places", _INT),
     )
 
 
@@ -389,6 +387,6 @@ class LanesArguments(ctypes.Structure):
 
     _fields_ = (
         ("batch", TextBuffers),
-        *((name, _C_ADDRESS) for name in ("hidden", "texts", "wanted", "steps")),
-        *((name, _C_INT) for name in ("count", "together", "threads", "size")),
+        *((name, _ADDRESS) for name in ("hidden", "texts", "wanted", "steps")),
+        *((name, _INT) for name in ("count", "together", "threads", "size")),
     )

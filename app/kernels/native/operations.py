@@ -44,13 +44,9 @@ from app.kernels.native.arguments import (
 )
 from app.kernels.native.library import native_library
 
-_ADDRESS, _INT, _FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_double
-
-_C_ADDRESS, _C_INT = ctypes.c_void_p, ctypes.c_int64
-
 
 class _Operation(ctypes.Structure):
-    _fields_ = (("code", _INT), ("arguments", _ADDRESS))
+    _fields_ = (("code", ctypes.c_int64), ("arguments", ctypes.c_void_p))
 
 
 _MIN_POOL_VALUES = 16384  # values: for fewer, waking the other threads costs more than they save

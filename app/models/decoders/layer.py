@@ -63,7 +63,7 @@ class Norm(nn.Module):
             self.bias = nn.Parameter(torch.zeros(self.bias.shape, device=device), requires_grad=False)
 
     def divide_weight(self, factors: Tensor) -> None:
-        """Divide the weight by the smooth scales of the product that it feeds (kernels/linear/quantization.py)."""
+        """Divide the weight by the smooth scales of the product that it feeds (kernels/linear/smoothing.py)."""
         self.weight.div_(factors)
         if self.bias is not None:
             self.bias.div_(factors)

@@ -42,7 +42,7 @@ def quantization_method(config: Mapping[str, Any]) -> str:
     Raises:
         CheckpointInvalid: The method is unknown or not supported.
     """
-    quantization = config.get("quantization_config") or config.get("quantization")
+    quantization = _quantization(config)
     if not quantization:
         return ""
     method = quantization.get("quant_method") if isinstance(quantization, dict) else None
@@ -54,6 +54,11 @@ def quantization_method(config: Mapping[str, Any]) -> str:
         f"config.json: the weights are already quantized by {str(method)[:40]} (quantization_config), which is not supported."
         f" Supported are {', '.join((*METHODS, TORCHAO))}. Use the original weights, or another quantization of them."
     )
+
+
+def _quantization(config: Mapping[str, Any]) -> Any:
+    """Return the entry of config.json on quantization, whatever it holds. MLX calls it `quantization`."""
+    return config.get("quantization_config") or config.get("quantization")
 
 
 def join_weights(method: str, config: Mapping[str, Any], found: Mapping[str, TensorEntry]) -> dict[str, TensorEntry]:
@@ -70,8 +75,7 @@ def join_weights(method: str, config: Mapping[str, Any], found: Mapping[str, Ten
     if method == TORCHAO:
         return join_quantized(found)
     parts = Parts(found)
-    values = config.get("quantization_config") or config["quantization"]
-    reader = ConfigReader(values, "config.json: quantization_config")
+    reader = ConfigReader(_quantization(config), "config.json: quantization_config")
     joined = METHODS[method](parts, reader)
     both = sorted(set(joined) & set(parts.tensors))
     if both:
