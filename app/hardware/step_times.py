@@ -136,6 +136,8 @@ def _interpolate(points: _Points, number: int) -> float:
     if at == len(points):
         return low_seconds * number / low
     high, high_seconds = points[at]
+    if number == low or high_seconds == low_seconds:  # also of steps that never end, whose difference is no number
+        return low_seconds
     return low_seconds + (high_seconds - low_seconds) * (number - low) / (high - low)
 
 

@@ -6,7 +6,6 @@ memory of a step. The number of tokens up to which texts are batched together is
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -261,8 +260,6 @@ def _max_waiting(settings: Settings, needs: Needs, timing: TrialTiming | None, t
         (1, "rows") if needs.kind == "program" else (TABLE_TEXT_TOKENS, f"texts of {TABLE_TEXT_TOKENS} tokens")
     )
     requests = timing.encode_rate(target) / tokens * _WAITING_SECONDS
-    if math.isnan(requests):  # between two steps that never ended
-        requests = 0.0
     estimated = ""
     if timing.source != "measured":  # estimates are low: no request is refused for them
         estimated, requests = ", estimated from bytes and operations", max(requests, _WAITING_REQUESTS)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 import pytest
@@ -94,3 +95,9 @@ def test_pairs_in_tokens_leave_out_those_that_the_table_has() -> None:
     assert StepTimeTable.from_trial(measured).pair_tokens == pytest.approx(1e-6 / 1e-4)
     assert StepTimeTable.from_trial(replace(measured, pair_seconds=0.0)).pair_tokens is None
     assert StepTimeTable.from_trial(replace(measured, pair_seconds=2e-6)).pair_tokens is None  # more than there is
+
+
+def test_steps_that_never_end_stay_so_between_and_at_the_points() -> None:
+    steps = StepTimeTable.from_trial(TrialTimes("int8", 2, {1: 1.0, 8: math.inf, 16: math.inf}, {}))
+    assert steps.decode(1) == 1.0
+    assert [steps.decode(rows) for rows in (4, 8, 12, 16, 20)] == [math.inf] * 5
