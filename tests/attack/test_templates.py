@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import resource
 import signal
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -213,6 +215,45 @@ def test_a_stop_while_templates_run_and_texts_are_read_ends_in_time(
     assert status == 0, said
     assert len(outcomes) == 2
     assert took < drain + 5 + 10  # 5 s is promised; 10 s more for a busy machine
+
+
+# A server whose shutdown hangs for a reason that nobody foresaw.
+HANGING = """
+import time
+from app.server import process
+from app.settings import Settings
+
+async def app(scope, receive, send):
+    await receive()
+    await send({"type": "lifespan.startup.complete"})
+    await receive()
+    time.sleep(600)
+
+process.STOP_SECONDS = 0.5
+listener = process.listen("127.0.0.1", 0)
+server = process.PunctualServer(process.server_config(app, Settings(drain_seconds=0)), 0.0)
+startup = server.startup
+
+async def start(sockets):
+    await startup(sockets)
+    print("ready", flush=True)
+
+server.startup = start
+server.run(sockets=[listener])
+"""
+
+
+def test_a_stop_that_hangs_ends_the_process(root: Path) -> None:
+    command = [sys.executable, "-c", HANGING]
+    with subprocess.Popen(command, cwd=root, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stdout is not None and process.stdout.readline() == "ready\n"
+            process.terminate()
+            _, said = process.communicate(timeout=60)
+        finally:
+            process.kill()
+    assert process.returncode == 0, said
+    assert "stopping took longer than expected" in said
 
 
 def test_a_tokenizer_template_names_its_file(tmp_path: Path) -> None:
