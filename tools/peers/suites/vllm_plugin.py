@@ -116,6 +116,8 @@ class RemoteOpenAIServer:
             settings["max_model_len"] = min(int(longest), shape["max_position_embeddings"])
         if key := _value(given, "--api-key"):
             settings["api_keys"] = key
+        if limit := _value(given, "--max-logprobs"):
+            settings["max_logprobs"] = int(limit)
         self.url_root = self.pool.url(self._checkpoint(encoder), **settings)
         self.host, _, port = self.url_root.removeprefix("http://").partition(":")
         self.port = int(port)
