@@ -180,6 +180,7 @@ def test_a_start_with_a_bad_template_ends_with_2_and_names_the_file(tmp_path: Pa
         status, said = process.finish()
     assert status == 2, said
     assert str(checkpoint / "chat_template.jinja") in said.splitlines()[-1]
+    assert "its process ended" not in said, "the last line says why"
     assert "Traceback" not in said
     assert "torch imported" not in said
 
