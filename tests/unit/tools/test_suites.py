@@ -58,6 +58,8 @@ def test_an_endless_checkpoint_leaves_the_original_alone(tmp_path: Path) -> None
     assert json.loads((copy / "tokenizer_config.json").read_text()) == {"chat_template": "b"}
     assert '"eos_token_id": 1' in (base / "config.json").read_text()
     assert endless_checkpoint(base, tmp_path) != copy
+    longer = endless_checkpoint(base, tmp_path, context=99)
+    assert json.loads((longer / "config.json").read_text())["max_position_embeddings"] == 99
 
 
 def test_a_small_vocabulary_is_filled_up(tmp_path: Path) -> None:

@@ -31,6 +31,13 @@ ENDLESS = ("completion/test_completion.py", "test_return_token_ids.py", "test_re
 
 
 # Files with token ids that the demo's vocabulary has not, and a size that is enough for them.
+# Files with longer texts than the demo's context. Tests of the others count on its default.
+LONG_TEXTS = (
+    "test_chunked_prompt.py",
+    "test_tokenization.py",
+    "anthropic/test_messages.py",
+    "serve/instrumentator/test_basic.py",
+)
 LARGE_VOCABULARY, VOCABULARY = ("test_logprob_token_ids.py", "completion/test_completion.py"), 5120
 
 
@@ -109,28 +116,30 @@ class RemoteOpenAIServer:
             given = [word for word in given if "lora" not in word]
         self.model = _value(given, "--served-model-name") or model
         settings: dict[str, object] = {"served_model_name": self.model}
-        encoder = _is_encoder(model)
+        encoder, context = _is_encoder(model), 0
         longest = _value(given, "--max-model-len", "--max_model_len")
         if longest and not encoder:
             shape = json.loads(Path(self.pool.configuration["decoder_directory"], "config.json").read_text("utf-8"))
-            settings["max_model_len"] = min(int(longest), shape["max_position_embeddings"])
+            given_context = shape["max_position_embeddings"]
+            context = int(longest) if _runs(LONG_TEXTS) and int(longest) > given_context else 0
+            settings["max_model_len"] = context or min(int(longest), given_context)
         if key := _value(given, "--api-key"):
             settings["api_keys"] = key
         if limit := _value(given, "--max-logprobs"):
             settings["max_logprobs"] = int(limit)
-        self.url_root = self.pool.url(self._checkpoint(encoder), **settings)
+        self.url_root = self.pool.url(self._checkpoint(encoder, context), **settings)
         self.host, _, port = self.url_root.removeprefix("http://").partition(":")
         self.port = int(port)
 
-    def _checkpoint(self, encoder: bool) -> str:
+    def _checkpoint(self, encoder: bool, context: int) -> str:
         configuration = self.pool.configuration
         if encoder:
             return str(configuration["encoder"])
         decoder, work = Path(configuration["decoder_directory"]), Path(configuration["work"])
-        if any(file in os.environ["PYTEST_CURRENT_TEST"] for file in LARGE_VOCABULARY):
+        if _runs(LARGE_VOCABULARY):
             return str(endless_checkpoint(decoder, work, vocab_size=VOCABULARY))
-        if any(file in os.environ["PYTEST_CURRENT_TEST"] for file in ENDLESS):
-            return str(endless_checkpoint(decoder, work))
+        if _runs(ENDLESS) or context:
+            return str(endless_checkpoint(decoder, work, context=context))
         return str(configuration["decoder"])
 
     def __enter__(self) -> RemoteOpenAIServer:
@@ -172,6 +181,11 @@ def _value(words: Sequence[str], *names: str) -> str | None:
         if name in names:
             return value if equals else words[at + 1]
     return None
+
+
+def _runs(files: Sequence[str]) -> bool:
+    """Return whether the test that runs now is in one of the files."""
+    return any(file in os.environ["PYTEST_CURRENT_TEST"] for file in files)
 
 
 def _is_encoder(model: str) -> bool:
