@@ -19,12 +19,12 @@ from app.kernels.linear.layout import LAYOUTS, PANEL_OUTPUTS, device_int4_bytes,
 from app.models.decoders.config import ModelConfig
 from app.models.decoders.shapes import (
     Shape,
+    attention_products,
     dense_products_of,
     is_router,
     mlp_name,
     norm_elements,
     products_of,
-    qkv_sources,
     router_weights,
     tables_of,
     tensors_of,
@@ -211,9 +211,9 @@ def choose_upgrades(
 def _upgrade_costs(config: ModelConfig) -> dict[tuple[str, ...], int]:
     """Return the additional bytes of what can be upgraded, by its sources: products, and values by themselves."""
     shapes = tensors_of(config)
-    qkv = qkv_sources(config)
-    attention = [tuple(name for name in qkv if is_value(name) is value) for value in (False, True)]
-    groups = [*filter(None, attention), ("self_attn.o_proj",)]
+    products = [product.sources for product in attention_products(config)]
+    parts = [tuple(name for name in names if is_value(name) is value) for names in products for value in (False, True)]
+    groups = [*filter(None, parts)]
     costs = {}
     for layer in range(config.num_layers):
         mlp = mlp_name(config, layer)

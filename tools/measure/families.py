@@ -77,6 +77,28 @@ _FALCON = {
     "eos_token_id": 1,
 }
 
+_DEEPSEEK = {
+    **_ALIKE,
+    "num_key_value_heads": 4,
+    "q_lora_rank": 24,
+    "kv_lora_rank": 16,
+    "qk_nope_head_dim": 12,
+    "qk_rope_head_dim": 4,
+    "v_head_dim": 10,
+    "n_routed_experts": 6,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 24,
+    "n_shared_experts": 2,
+}
+_YARN = {
+    "rope_type": "yarn",
+    "factor": 4.0,
+    "original_max_position_embeddings": 64,
+    "rope_theta": 5000.0,
+    "beta_fast": 32,
+    "beta_slow": 1,
+}
+
 # class of transformers: what its configuration gets instead of `TINY`, or None if `TINY` suffices
 SERVED: Mapping[str, dict[str, Any]] = {
     "LlamaForCausalLM": {**TINY, "attention_bias": True, "mlp_bias": True},
@@ -147,12 +169,14 @@ SERVED: Mapping[str, dict[str, Any]] = {
     "OlmoeForCausalLM": {**_NO_HEAD_DIM, "num_experts": 6, "num_experts_per_tok": 2},
     "GraniteMoeForCausalLM": {**_NO_HEAD_DIM, **_MULTIPLIERS, "num_local_experts": 4, "num_experts_per_tok": 2},
     "Glm4MoeForCausalLM": {**TINY, **_EXPERTS, "n_routed_experts": 6, "use_qk_norm": True},
+    "DeepseekV2ForCausalLM": {**_DEEPSEEK, "first_k_dense_replace": 1, "routed_scaling_factor": 1.5},
+    "DeepseekV3ForCausalLM": {**_DEEPSEEK, "first_k_dense_replace": 2, "n_group": 2, "topk_group": 1},
 }
 # Families that are refused by their names.
 NOT_SERVED = (
     *("Qwen3NextForCausalLM", "GraniteMoeHybridForCausalLM", "Llama4ForCausalLM", "Gemma3nForConditionalGeneration"),
     *("FalconH1ForCausalLM", "MptForCausalLM", "BloomForCausalLM", "MambaForCausalLM", "Mamba2ForCausalLM"),
-    *("JambaForCausalLM", "DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM", "Lfm2ForCausalLM", "MiniCPM3ForCausalLM"),
+    *("JambaForCausalLM", "Lfm2ForCausalLM", "MiniCPM3ForCausalLM"),
     *("BitNetForCausalLM", "RwkvForCausalLM", "T5ForConditionalGeneration", "BartForConditionalGeneration"),
     *("WhisperForConditionalGeneration", "GptOssForCausalLM", "PhimoeForCausalLM", "Ernie4_5_MoeForCausalLM"),
     *("Qwen3VLForConditionalGeneration",),
@@ -198,6 +222,30 @@ VARIANTS: Mapping[str, tuple[str, dict[str, Any]]] = {
     "opt-no-bias": ("OPTForCausalLM", {**_ALIKE, "ffn_dim": 48, "word_embed_proj_dim": 32, "enable_bias": False}),
     "gptj-whole-heads": ("GPTJForCausalLM", {**_GPT, "rotary_dim": 8, "tie_word_embeddings": False}),
     "granite-tied": ("GraniteForCausalLM", {**_NO_HEAD_DIM, **_MULTIPLIERS, "tie_word_embeddings": True}),
+    "deepseek-lite": (
+        "DeepseekV2ForCausalLM",
+        {**_DEEPSEEK, "q_lora_rank": None, "rope_parameters": {**_YARN, "mscale": 0.707, "mscale_all_dim": 0.707}},
+    ),
+    "deepseek-groups": (
+        "DeepseekV2ForCausalLM",
+        {**_DEEPSEEK, "topk_method": "group_limited_greedy", "n_group": 3, "topk_group": 2},
+    ),
+    "deepseek-yarn": (
+        "DeepseekV3ForCausalLM",
+        {
+            **_DEEPSEEK,
+            **{"n_group": 3, "topk_group": 2, "norm_topk_prob": False, "attention_bias": True},
+            "rope_parameters": {**_YARN, "mscale": 1.0, "mscale_all_dim": 0.8},
+        },
+    ),
+    "kimi": (
+        "DeepseekV3ForCausalLM",
+        {
+            **_DEEPSEEK,
+            **{"n_group": 1, "topk_group": 1, "first_k_dense_replace": 1, "n_shared_experts": 1},
+            **{"routed_scaling_factor": 2.827, "v_head_dim": 16, "rope_interleave": False},
+        },
+    ),
     "glm-biases": ("GlmForCausalLM", {**TINY, "attention_bias": False}),
 }
 

@@ -9,6 +9,7 @@
 
 #include "activate.h"
 #include "angles.h"
+#include "latent.h"
 #include "layer_norm.h"
 #include "linear_fp32.h"
 #include "lora.h"
@@ -68,6 +69,7 @@ const level LEVEL = {
             [OP_LORA] = lora,
             [OP_ROUTE] = route,
             [OP_EXPERTS] = experts,
+            [OP_LATENT] = latent,
 #if BF16_PRODUCT
             [OP_LINEAR_BF16] = linear_bf16,
 #endif

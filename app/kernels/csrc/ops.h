@@ -60,6 +60,7 @@ enum {
     OP_LORA,        /* the products of LoRA adapters, added to a product's rows */
     OP_ROUTE,       /* each row's experts and their weights, from the router's logits */
     OP_EXPERTS,     /* each row's experts, added to the residual stream */
+    OP_LATENT,      /* queries, keys and values of multi-head latent attention as rows of heads */
     OP_COUNT
 };
 
@@ -82,7 +83,7 @@ typedef struct {
 
 /* out = hidden / rms(hidden) * weight, hidden [rows, size] fp32 (row stride in elements), weight [size] fp32. If
  * `branch` [rows, size] is given, bf16 or, if `wide`, fp32, its norm is added to hidden instead, and `out` is not used:
- * hidden += branch / rms(branch) * weight. */
+ * hidden += branch / rms(branch) * weight. Without `hidden`, out is the norm of `branch`, whose rows have the stride. */
 typedef struct {
     float *hidden;
     const void *branch;
@@ -192,7 +193,7 @@ typedef struct {
     double factor;
 } rows_arguments;
 
-/* out [count, size] fp32 = rows ids[i] of x (row stride in elements). */
+/* out [count, size] fp32 = rows ids[i] of x (row stride in elements); without `ids`, row i. */
 typedef struct {
     const float *x;
     const int64_t *ids;
@@ -417,6 +418,17 @@ typedef struct {
     float *scales;
     int64_t own_weights, subtracts_mean, norm_last;
 } turn_arguments;
+
+/* Rows as OP_TURN reads them, out [rows, 3 * heads, rotated + plain], from the products of multi-head latent attention:
+ * queries [rows, heads, plain + rotated], others [rows, heads, plain + value] with keys and values, and one rotated part
+ * of the keys of all heads, rotated_keys [rows, rotated]. Row strides in elements; bf16, or fp32 if `wide`. In `out` the
+ * rotated part of a head comes first, and values are padded with zeros. `interleaved`: element 2i + j of a rotated part
+ * becomes element i + j * rotated / 2. value <= rotated + plain. */
+typedef struct {
+    const void *queries, *others, *rotated_keys;
+    void *out;
+    int64_t query_stride, other_stride, key_stride, rows, heads, plain, rotated, value, interleaved, wide;
+} latent_arguments;
 
 /* ---- Lanes: texts of one batch that go through recorded operations separately (lanes.c) ---- */
 

@@ -37,6 +37,7 @@ class OpCode(IntEnum):
     LORA = 19
     ROUTE = 20
     EXPERTS = 21
+    LATENT = 22
 
 
 class ProductOutput(IntEnum):
@@ -354,6 +355,17 @@ class ExpertsArguments(ctypes.Structure):
         *((name, _ADDRESS) for name in ("x", "hidden", "ids", "weights", "scratch")),
         *((name, ExpertWeights) for name in ("gate_up", "down")),
         *((name, _INT) for name in ("x_stride", "hidden_stride", "rows", "experts", "k", "wide", "activation")),
+    )
+
+
+class LatentArguments(ctypes.Structure):
+    """Arguments of arranging queries, keys and values of multi-head latent attention as rows of heads."""
+
+    code = OpCode.LATENT
+    _fields_ = (
+        *((name, _ADDRESS) for name in ("queries", "others", "rotated_keys", "out")),
+        *((name, _INT) for name in ("query_stride", "other_stride", "key_stride", "rows", "heads")),
+        *((name, _INT) for name in ("plain", "rotated", "value", "interleaved", "wide")),
     )
 
 

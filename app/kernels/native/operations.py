@@ -25,6 +25,7 @@ from app.kernels.native.arguments import (
     Int4ScalesArguments,
     LaneOperations,
     LanesArguments,
+    LatentArguments,
     LayerNormArguments,
     LinearBf16Arguments,
     LinearFp32Arguments,
@@ -144,6 +145,7 @@ def _version_matches() -> bool:
         LoraArguments,
         RouteArguments,
         ExpertsArguments,
+        LatentArguments,
     )
     expected = {arguments.__name__: (int(arguments.code), ctypes.sizeof(arguments)) for arguments in structures}
     expected["Lanes"] = (len(OpCode), sum(map(ctypes.sizeof, (LanesArguments, LaneOperations, RowCountAddress))))

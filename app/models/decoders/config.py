@@ -14,7 +14,7 @@ from app.errors import CheckpointInvalid
 from app.models.config_reader import MAX_LAYERS, ConfigReader
 from app.models.decoders.families import DECODER_FAMILIES
 from app.models.decoders.family import DecoderFamily, Fields
-from app.models.decoders.layer_config import Activation, ExpertsConfig, HeadNormConfig, NormConfig, Placement, QkvLayout
+from app.models.decoders.layer_config import Activation, ExpertsConfig, HeadNormConfig, LatentConfig, NormConfig, Placement, QkvLayout
 from app.models.decoders.refusals import refusal
 from app.models.decoders.rope import RopeConfig, parse_rope
 
@@ -41,7 +41,8 @@ class ModelConfig:
     norm. `is_gated`: act(gate x) * up x instead of act(up x). `fused_qkv` and `fused_gate_up`: the checkpoint holds them as
     one tensor each. `num_positions`: learned positions, from row `first_position` of their table; 0: none.
     `interleaved_rope`: the checkpoint orders the rows of queries and keys for a rotation of neighbours. `experts`: the mixture
-    of experts that some layers have; `intermediate_size` is that of the other layers.
+    of experts that some layers have; `intermediate_size` is that of the other layers. `latent`:
+    attention is latent, and `head_dim` is the size of a head of queries and keys.
     """
 
     architecture: str
@@ -78,6 +79,7 @@ class ModelConfig:
     embedding_scale: float = 1.0
     logit_scale: float = 1.0
     experts: ExpertsConfig | None = None
+    latent: LatentConfig | None = None
 
     @property
     def kind(self) -> Literal["decoder"]:

@@ -26,7 +26,7 @@ UNSUPPORTED: Mapping[str, tuple[str, ...]] = {
     ),
     "chunked attention and experts that alternate with dense layers": ("Llama4",),
     "several hidden states for each token, and embeddings for each layer": ("Gemma3n",),
-    "compressed keys and values (multi-head latent attention)": ("MiniCPM3", "Youtu", "DeepseekV2", "DeepseekV3"),
+    "compressed keys and values (multi-head latent attention)": ("MiniCPM3", "Youtu"),
     "weights of one and a half bits": ("BitNet",),
     "ALiBi, a bias of scores by distance": ("Mpt", "Bloom"),
     "a mixture of experts of its own kind": (
