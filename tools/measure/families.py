@@ -77,7 +77,7 @@ _FALCON = {
     "eos_token_id": 1,
 }
 
-_DEEPSEEK = {
+_LATENT = {
     **_ALIKE,
     "num_key_value_heads": 4,
     "q_lora_rank": 24,
@@ -85,6 +85,9 @@ _DEEPSEEK = {
     "qk_nope_head_dim": 12,
     "qk_rope_head_dim": 4,
     "v_head_dim": 10,
+}
+_DEEPSEEK = {
+    **_LATENT,
     "n_routed_experts": 6,
     "num_experts_per_tok": 2,
     "moe_intermediate_size": 24,
@@ -140,6 +143,7 @@ SERVED: Mapping[str, dict[str, Any]] = {
     "Glm4ForCausalLM": TINY,
     "HeliumForCausalLM": TINY,
     "CwmForCausalLM": {**TINY, **_WINDOW},
+    "Lfm2ForCausalLM": {**_NO_HEAD_DIM, "layer_types": ["conv", "full_attention", "conv", "conv"], "block_multiple_of": 8},
     "PhiForCausalLM": _NO_HEAD_DIM,
     "FalconForCausalLM": {**_FALCON, "bias": True},
     "GPT2LMHeadModel": _GPT,
@@ -170,13 +174,16 @@ SERVED: Mapping[str, dict[str, Any]] = {
     "GraniteMoeForCausalLM": {**_NO_HEAD_DIM, **_MULTIPLIERS, "num_local_experts": 4, "num_experts_per_tok": 2},
     "Glm4MoeForCausalLM": {**TINY, **_EXPERTS, "n_routed_experts": 6, "use_qk_norm": True},
     "DeepseekV2ForCausalLM": {**_DEEPSEEK, "first_k_dense_replace": 1, "routed_scaling_factor": 1.5},
+    "Glm4MoeLiteForCausalLM": {**_DEEPSEEK, "v_head_dim": 16, "n_shared_experts": 1},
+    "YoutuForCausalLM": _LATENT,
+    "MiniCPM3ForCausalLM": {**_LATENT, "v_head_dim": 8, "dim_model_base": 16},
     "DeepseekV3ForCausalLM": {**_DEEPSEEK, "first_k_dense_replace": 2, "n_group": 2, "topk_group": 1},
 }
 # Families that are refused by their names.
 NOT_SERVED = (
     *("Qwen3NextForCausalLM", "GraniteMoeHybridForCausalLM", "Llama4ForCausalLM", "Gemma3nForConditionalGeneration"),
     *("FalconH1ForCausalLM", "MptForCausalLM", "BloomForCausalLM", "MambaForCausalLM", "Mamba2ForCausalLM"),
-    *("JambaForCausalLM", "Lfm2ForCausalLM", "MiniCPM3ForCausalLM"),
+    *("JambaForCausalLM", "Lfm2MoeForCausalLM", "DeepseekV32ForCausalLM"),
     *("BitNetForCausalLM", "RwkvForCausalLM", "T5ForConditionalGeneration", "BartForConditionalGeneration"),
     *("WhisperForConditionalGeneration", "GptOssForCausalLM", "PhimoeForCausalLM", "Ernie4_5_MoeForCausalLM"),
     *("Qwen3VLForConditionalGeneration",),
@@ -297,7 +304,7 @@ def our_logits(directory: Path, prompt: list[int]) -> Tensor:
     plan = make_plan(probe(), None, settings, checkpoint.needs(), RECIPES)
     backend = select_host_backend(plan)
     model, config = load_model(checkpoint, plan, backend), checkpoint.decoder
-    shape = KvShape(config.num_layers, 1, len(prompt), config.num_kv_heads, config.head_dim)
+    shape = KvShape(config.num_layers, 1, len(prompt), config.cache_heads, config.head_dim)
     attention = StepAttention(KvCache(shape, kv_dtype(plan)), backend)
     return window_logits(model, attention, prompt, 0, len(prompt))
 

@@ -61,6 +61,8 @@ enum {
     OP_ROUTE,       /* each row's experts and their weights, from the router's logits */
     OP_EXPERTS,     /* each row's experts, added to the residual stream */
     OP_LATENT,      /* queries, keys and values of multi-head latent attention as rows of heads */
+    OP_CONVOLVE,    /* a short convolution over cached rows, times gates */
+    OP_CONVOLVED_ROWS, /* what a short convolution multiplies and caches */
     OP_COUNT
 };
 
@@ -429,6 +431,27 @@ typedef struct {
     void *out;
     int64_t query_stride, other_stride, key_stride, rows, heads, plain, rotated, value, interleaved, wide;
 } latent_arguments;
+
+/* out [rows, 2 * size] = (b, a * c) of x [rows, 3 * size] = (a, b, c) with a row stride in elements; bf16, or fp32 if
+ * `wide`. */
+typedef struct {
+    const void *x;
+    void *out;
+    int64_t stride, rows, size, wide;
+} convolved_rows_arguments;
+
+/* A short convolution of each channel over cached rows: out [tokens, channels] = query * the sum over i < width of
+ * filters[i] * row of position p - width + 1 + i, p being the token's position; earlier positions than 0 count as zero.
+ * A row's channels are the keys of all heads, then their values. filters [width, channels] fp32. query and out have
+ * strides between tokens in elements; bf16 or, if `wide`, fp32 as the rows are then. channels = 2 * heads * head_dim. */
+typedef struct {
+    const void *query;
+    void *out;
+    const attention_step *step;
+    kv_rows kv;
+    const float *filters;
+    int64_t query_stride, out_stride, heads, head_dim, width, wide;
+} convolve_arguments;
 
 /* ---- Lanes: texts of one batch that go through recorded operations separately (lanes.c) ---- */
 

@@ -17,6 +17,8 @@ from app.errors import PlanImpossible
 from app.kernels.native.arguments import (
     ActivateArguments,
     AttentionArguments,
+    ConvolveArguments,
+    ConvolvedRowsArguments,
     EmbeddingArguments,
     ExpertsArguments,
     GateArguments,
@@ -146,6 +148,8 @@ def _version_matches() -> bool:
         RouteArguments,
         ExpertsArguments,
         LatentArguments,
+        ConvolveArguments,
+        ConvolvedRowsArguments,
     )
     expected = {arguments.__name__: (int(arguments.code), ctypes.sizeof(arguments)) for arguments in structures}
     expected["Lanes"] = (len(OpCode), sum(map(ctypes.sizeof, (LanesArguments, LaneOperations, RowCountAddress))))

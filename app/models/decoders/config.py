@@ -14,7 +14,16 @@ from app.errors import CheckpointInvalid
 from app.models.config_reader import MAX_LAYERS, ConfigReader
 from app.models.decoders.families import DECODER_FAMILIES
 from app.models.decoders.family import DecoderFamily, Fields
-from app.models.decoders.layer_config import Activation, ExpertsConfig, HeadNormConfig, LatentConfig, NormConfig, Placement, QkvLayout
+from app.models.decoders.layer_config import (
+    Activation,
+    ConvolutionConfig,
+    ExpertsConfig,
+    HeadNormConfig,
+    LatentConfig,
+    NormConfig,
+    Placement,
+    QkvLayout,
+)
 from app.models.decoders.refusals import refusal
 from app.models.decoders.rope import RopeConfig, parse_rope
 
@@ -42,7 +51,8 @@ class ModelConfig:
     one tensor each. `num_positions`: learned positions, from row `first_position` of their table; 0: none.
     `interleaved_rope`: the checkpoint orders the rows of queries and keys for a rotation of neighbours. `experts`: the mixture
     of experts that some layers have; `intermediate_size` is that of the other layers. `latent`:
-    attention is latent, and `head_dim` is the size of a head of queries and keys.
+    attention is latent, and `head_dim` is the size of a head of queries and keys. `convolution`: some layers have a short
+    convolution in place of attention.
     """
 
     architecture: str
@@ -80,6 +90,7 @@ class ModelConfig:
     logit_scale: float = 1.0
     experts: ExpertsConfig | None = None
     latent: LatentConfig | None = None
+    convolution: ConvolutionConfig | None = None
 
     @property
     def kind(self) -> Literal["decoder"]:
@@ -90,6 +101,20 @@ class ModelConfig:
     def norm_eps(self) -> float:
         """The epsilon of the norms of hidden states."""
         return self.norm.eps
+
+    @property
+    def cache_heads(self) -> int:
+        """The heads of keys, and of values, in a row of the cache.
+
+        The inputs of a short convolution may need more than attention has.
+        """
+        if self.convolution is None:
+            return self.num_kv_heads
+        return max(self.num_kv_heads, self.hidden_size // (2 * self.head_dim))
+
+    def has_convolution(self, layer: int) -> bool:
+        """Return True if a layer has a short convolution in place of attention."""
+        return self.convolution is not None and self.convolution.layers[layer]
 
     def has_experts(self, layer: int) -> bool:
         """Return True if a layer has a mixture of experts in place of the MLP."""
@@ -226,7 +251,7 @@ def _layer_types(config: ConfigReader, family: DecoderFamily, num_layers: int) -
 
     If config.json does not list them, the family's rule decides.
     """
-    if config.has("layer_types") and family.model_type not in ("llama", "mistral", "phi3"):
+    if config.has("layer_types") and family.model_type not in ("llama", "mistral", "phi3", "lfm2"):
         types = config.texts("layer_types", num_layers)
         unknown = set(types) - set(_LAYER_TYPES)
         if unknown:

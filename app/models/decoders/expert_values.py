@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 
 from app.errors import CheckpointInvalid
-from app.kernels.elementwise.latent_sizes import LatentHeads
 from app.kernels.elementwise.routing_rule import MAX_EXPERTS, Routing
 from app.models.config_reader import ConfigReader
 from app.models.decoders.family import Fields
-from app.models.decoders.family_values import granite, refuse
-from app.models.decoders.layer_config import ExpertsConfig, LatentConfig
+from app.models.decoders.family_values import LATENT, LatentDefaults, granite, latent, refuse
+from app.models.decoders.layer_config import ExpertsConfig
 
 
 def _checked(config: ConfigReader, experts: ExpertsConfig) -> Fields:
@@ -131,39 +129,6 @@ def glm4_moe(config: ConfigReader, fields: Fields) -> Fields:
     return {**_checked(config, experts), **norms}
 
 
-# ---- multi-head latent attention -----------------------------------------------------------------------------------
-
-
-def _latent(config: ConfigReader, fields: Fields, interleaved: bool, query_rank: int | None = 1536) -> Fields:
-    """Read latent attention; `head_dim` of the fields so far is that of the rotated part.
-
-    With YaRN, `mscale_all_dim` also scales the scores.
-    """
-    heads = LatentHeads(
-        fields["num_heads"],
-        config.integer("qk_nope_head_dim", 128),
-        fields["head_dim"],
-        config.integer("v_head_dim", 128),
-        interleaved,
-    )
-    if heads.value > heads.size:
-        raise CheckpointInvalid(
-            f"{config.where}: v_head_dim is {heads.value}, and values larger than keys, of {heads.size}, are not offered."
-        )
-    rank = config.optional_integer("q_lora_rank", None if "q_lora_rank" in config.values else query_rank)
-    if rank is None and fields["qkv_bias"]:
-        raise CheckpointInvalid(f"{config.where}: attention_bias without q_lora_rank is not offered.")
-    rope, scale = fields["ropes"][0], heads.size**-0.5
-    if rope.mscale_all_dim and rope.factor > 1.0:
-        scale *= (0.1 * rope.mscale_all_dim * math.log(rope.factor) + 1.0) ** 2
-    return {
-        "latent": LatentConfig(heads, config.integer("kv_lora_rank", 512), rank),
-        "num_kv_heads": heads.heads,
-        "head_dim": heads.size,
-        "attention_scale": scale,
-    }
-
-
 def deepseek_v2(config: ConfigReader, fields: Fields) -> Fields:
     """Read latent attention and the experts of DeepSeek-V2, whose weights are not divided by their sum."""
     refuse(config, "norm_topk_prob", False, "dividing the weights of experts by their sum, which implementations do differently,")
@@ -185,7 +150,7 @@ def deepseek_v2(config: ConfigReader, fields: Fields) -> Fields:
     )
     shared = size * config.integer("n_shared_experts", 2, at_least=0)
     experts = ExpertsConfig(routing, size, _experts_after(config, fields, 0), shared)
-    return {**_checked(config, experts), **_latent(config, fields, interleaved=True)}
+    return {**_checked(config, experts), **latent(config, fields, LATENT)}
 
 
 def deepseek_v3(config: ConfigReader, fields: Fields) -> Fields:
@@ -201,5 +166,23 @@ def deepseek_v3(config: ConfigReader, fields: Fields) -> Fields:
         shared_size=size * config.integer("n_shared_experts", 1, at_least=0),
         selection_bias=True,
     )
-    interleaved = config.boolean("rope_interleave", True)
-    return {**_checked(config, experts), **_latent(config, fields, interleaved)}
+    return {**_checked(config, experts), **latent(config, fields, LATENT)}
+
+
+def glm4_moe_lite(config: ConfigReader, fields: Fields) -> Fields:
+    """Read latent attention and the experts of GLM 4.7 Flash."""
+    size, layers = config.integer("moe_intermediate_size", 1536), fields["num_layers"]
+    sparse = tuple(layer > 0 for layer in range(layers))
+    if config.has("mlp_layer_types"):
+        sparse = tuple(name == "sparse" for name in config.texts("mlp_layer_types", layers))
+    elif config.has("first_k_dense_replace"):
+        sparse = _experts_after(config, fields, 1)
+    experts = ExpertsConfig(
+        _sigmoid_routing(config, 64, 4, 1.8),
+        size,
+        sparse,
+        shared_size=size * config.integer("n_shared_experts", 1, at_least=0),
+        selection_bias=True,
+    )
+    sizes = LatentDefaults(plain=192, value=256, query_rank=768)
+    return {**_checked(config, experts), **latent(config, fields, sizes)}

@@ -92,4 +92,11 @@ EXPERT_FAMILIES: Mapping[str, DecoderFamily] = {
         read=experts.deepseek_v3,
         **_LATENT,
     ),
+    "Glm4MoeLiteForCausalLM": DecoderFamily(
+        model_type="glm4_moe_lite",
+        title="GLM 4.7 Flash",
+        eps=1e-5,
+        read=experts.glm4_moe_lite,
+        **_LATENT,
+    ),
 }

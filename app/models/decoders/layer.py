@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from app.kernels.attention.attention import QkvHeads, RopeAngles
 from app.kernels.attention.context import Attend, AttentionSpec
+from app.kernels.attention.convolution import convolved_rows
 from app.kernels.elementwise.activations import convert_rows, xielu
 from app.kernels.elementwise.latent import latent_heads
 from app.kernels.elementwise.norms import add_rms_norm, contiguous, gate, gather, layer_norm, rms_norm
@@ -19,8 +20,8 @@ from app.kernels.linear.activations import Activations, unquantised
 from app.kernels.linear.experts import ExpertForms, ExpertStack, run_experts_torch
 from app.kernels.linear.linear import Linear, LinearForm
 from app.models.decoders.config import ModelConfig
-from app.models.decoders.layer_config import ExpertsConfig, HeadNormConfig, LatentConfig, NormConfig
-from app.models.decoders.shapes import Product, attention_products, up_sources
+from app.models.decoders.layer_config import ConvolutionConfig, ExpertsConfig, HeadNormConfig, LatentConfig, NormConfig
+from app.models.decoders.shapes import Product, mixer_products, up_sources
 
 
 def linear_of(product: Product, layer: int) -> Linear:
@@ -119,7 +120,7 @@ class Attention(nn.Module):
         at = f"model.layers.{layer}"
         self.layer, self.head_dim, self.norm = layer, config.head_dim, config.head_norm
         self.num_heads, self.num_kv_heads = config.num_heads, config.num_kv_heads
-        self.qkv, self.out = (linear_of(product, layer) for product in attention_products(config))
+        self.qkv, self.out = (linear_of(product, layer) for product in mixer_products(config, layer))
         self.query_norm, self.key_norm = (
             None
             if config.head_norm is None
@@ -163,7 +164,7 @@ class LatentAttention(nn.Module):
         super().__init__()
         at = f"model.layers.{layer}.self_attn"
         self.layer, self.latent, self.heads = layer, latent, latent.heads
-        linears = [linear_of(product, layer) for product in attention_products(config)]
+        linears = [linear_of(product, layer) for product in mixer_products(config, layer)]
         self.first, self.others, self.out = linears[0], linears[-2], linears[-1]
         self.queries, self.query_norm, norm = None, None, NormConfig(eps=latent.eps)
         if latent.query_rank is not None:
@@ -183,6 +184,48 @@ class LatentAttention(nn.Module):
         heads = QkvHeads(product, sizes.heads, sizes.heads, sizes.size, angles=angles)
         mixed = attend(self.layer, heads, self.spec).view(-1, sizes.size)
         return contiguous(mixed[:, : sizes.value]).view(len(rows), sizes.heads * sizes.value)
+
+
+class ShortConvolution(nn.Module):
+    """A convolution over the last positions of each channel, with two gates: out((conv(a * c)) * b), (a, b, c) = in x.
+
+    Its inputs are in the cache, so `attend` computes it.
+    """
+
+    def __init__(self, config: ModelConfig, convolution: ConvolutionConfig, layer: int) -> None:
+        super().__init__()
+        self.layer, self.head_dim, self.heads = layer, config.head_dim, config.cache_heads
+        self.first, self.out = (linear_of(product, layer) for product in mixer_products(config, layer))
+        self.filters = Filters(f"model.layers.{layer}.conv.conv", convolution.width, config.hidden_size)
+
+    def forward(self, x: Activations, angles: RopeAngles | None, attend: Attend) -> Tensor:
+        """Map x [tokens, hidden] to [tokens, hidden]; there are no positions."""
+        product = convolved_rows(self.first(x))
+        blocks = product.shape[1] // (2 * self.head_dim)
+        return attend(
+            self.layer,
+            QkvHeads(product, blocks, blocks // 2, self.head_dim),
+            AttentionSpec(1.0, filters=self.filters.weight),
+        )
+
+
+class Filters(nn.Module):
+    """The filters of a short convolution, FP32 [width, channels]."""
+
+    kinds = ("weight",)
+
+    def __init__(self, source: str, width: int, channels: int) -> None:
+        super().__init__()
+        self.source = source
+        self.weight = nn.Parameter(torch.empty(width, channels), requires_grad=False)
+
+    def set_weight(self, tensor: Tensor) -> None:
+        """Set the filters from the stored ones [channels, 1, width]."""
+        self.weight = nn.Parameter(tensor.float().squeeze(1).T.contiguous(), requires_grad=False)
+
+    def fill(self, weight: float, device: torch.device | None) -> None:
+        """Set all elements to one value."""
+        self.weight = nn.Parameter(torch.full(self.weight.shape, weight, device=device), requires_grad=False)
 
 
 class Xielu(nn.Module):
@@ -327,8 +370,12 @@ class SelectionBias(nn.Module):
         self.weight = nn.Parameter(tensor.to(torch.float32, copy=True), requires_grad=False)
 
 
-def attention_of(config: ModelConfig, layer: int, dtype: torch.dtype) -> Attention | LatentAttention:
-    """Return the attention of a layer."""
+def attention_of(
+    config: ModelConfig, layer: int, dtype: torch.dtype
+) -> Attention | LatentAttention | ShortConvolution:
+    """Return the attention of a layer, or its convolution."""
+    if config.convolution is not None and config.has_convolution(layer):
+        return ShortConvolution(config, config.convolution, layer)
     if config.latent is None:
         return Attention(config, layer, dtype)
     return LatentAttention(config, config.latent, layer, dtype)

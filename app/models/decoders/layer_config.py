@@ -69,6 +69,14 @@ class LatentConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class ConvolutionConfig:
+    """Short convolutions of `width` positions in place of the attention of some layers, those of `layers`."""
+
+    width: int
+    layers: tuple[bool, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class ExpertsConfig:
     """A mixture of experts in place of the MLP of some layers: gated MLPs with an inner size of `size`.
 

@@ -14,7 +14,7 @@ UNSUPPORTED: Mapping[str, tuple[str, ...]] = {
     "recurrent layers with a state, such as linear attention": (
         *("Rwkv", "RecurrentGemma", "Qwen3Next", "Qwen3_5", "MiniMax", "KimiLinear", "OlmoHybrid", "xLSTM"),
     ),
-    "short convolutions, whose state is not a KV cache": ("Lfm2",),
+    "short convolutions, whose state is not a KV cache": ("Lfm2Moe", "Lfm2Vl", "Lfm3"),
     "an encoder that reads the text and a decoder that attends to it": (
         *("T5", "MT5", "UMT5", "Bart", "MBart", "Pegasus", "Marian", "BigBirdPegasus", "LED", "SwitchTransformers"),
         *("M2M100", "MvpFor", "PLBart", "ProphetNet"),
@@ -26,7 +26,7 @@ UNSUPPORTED: Mapping[str, tuple[str, ...]] = {
     ),
     "chunked attention and experts that alternate with dense layers": ("Llama4",),
     "several hidden states for each token, and embeddings for each layer": ("Gemma3n",),
-    "compressed keys and values (multi-head latent attention)": ("MiniCPM3", "Youtu"),
+    "sparse attention, for which an indexer selects tokens": ("DeepseekV32", "DeepseekV4", "GlmMoeDsa"),
     "weights of one and a half bits": ("BitNet",),
     "ALiBi, a bias of scores by distance": ("Mpt", "Bloom"),
     "a mixture of experts of its own kind": (

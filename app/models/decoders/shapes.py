@@ -22,7 +22,7 @@ def tensors_of(config: ModelConfig) -> dict[str, Shape]:
         shapes["model.embed_positions.weight"] = (config.first_position + config.num_positions, size)
     for layer in range(config.num_layers):
         at = f"model.layers.{layer}"
-        shapes.update((f"{at}.{name}", shape) for name, shape in _attention(config))
+        shapes.update((f"{at}.{name}", shape) for name, shape in _mixer(config, layer))
         shapes.update((f"{at}.{name}", shape) for name, shape in _mlp(config, layer))
         for name in norms_of(config):
             shapes.update((f"{at}.{tensor}", shape) for tensor, shape in _norm(name, config.norm, size))
@@ -53,9 +53,9 @@ def products_of(config: ModelConfig) -> Iterator[tuple[Shape, bool]]:
 
 def dense_products_of(config: ModelConfig) -> Iterator[tuple[Shape, bool]]:
     """Yield the shapes of `products_of` that every token passes: without experts of which it passes some."""
-    products = attention_products(config)
     for layer in range(config.num_layers):
-        yield from (((sum(product.rows), product.inputs), product.bias) for product in products)
+        for product in mixer_products(config, layer):
+            yield (sum(product.rows), product.inputs), product.bias
         inner = config.intermediate_size
         if config.experts is not None and config.has_experts(layer):
             inner = config.experts.shared_size
@@ -116,9 +116,14 @@ class Product(NamedTuple):
     bias: bool
 
 
-def attention_products(config: ModelConfig) -> tuple[Product, ...]:
-    """Return the products of attention as computed; the last one is the output's."""
+def mixer_products(config: ModelConfig, layer: int) -> tuple[Product, ...]:
+    """Return the products of a layer's attention, or of its convolution, as computed; the last one is the output's."""
     hidden, queries = config.hidden_size, config.num_heads * config.head_dim
+    if config.has_convolution(layer):
+        return (
+            Product(("conv.in_proj",), (3 * hidden,), hidden, bias=False),
+            Product(("conv.out_proj",), (hidden,), hidden, bias=False),
+        )
     if config.latent is not None:
         return _latent_products(config, config.latent)
     keys = config.num_kv_heads * config.head_dim
@@ -171,7 +176,7 @@ def norms_of(config: ModelConfig) -> tuple[str, ...]:
 
 
 def norm_elements(config: ModelConfig) -> int:
-    """Return the number of elements of all norms, which are FP32."""
+    """Return the number of elements of all norms, and of the filters of convolutions, which are FP32."""
     parts = config.norm.has_weight + config.norm.has_bias
     heads = 0
     if config.head_norm is not None:
@@ -179,7 +184,10 @@ def norm_elements(config: ModelConfig) -> int:
         heads = sum(counts)
     if config.latent is not None:
         heads += config.latent.rank + (config.latent.query_rank or 0)
-    return config.num_layers * (parts * len(norms_of(config)) * config.hidden_size + heads) + parts * config.hidden_size
+    convolved = 0 if config.convolution is None else sum(config.convolution.layers)
+    filters = 0 if config.convolution is None else convolved * config.convolution.width * config.hidden_size
+    whole = (config.num_layers * len(norms_of(config)) + 1) * parts * config.hidden_size
+    return whole + (config.num_layers - convolved) * heads + filters
 
 
 def _linear(name: str, rows: int, columns: int, bias: bool) -> Iterator[tuple[str, Shape]]:
@@ -195,10 +203,13 @@ def _norm(name: str, norm: NormConfig, size: int) -> Iterator[tuple[str, Shape]]
         yield f"{name}.bias", (size,)
 
 
-def _attention(config: ModelConfig) -> Iterator[tuple[str, Shape]]:
-    for product in attention_products(config):
+def _mixer(config: ModelConfig, layer: int) -> Iterator[tuple[str, Shape]]:
+    for product in mixer_products(config, layer):
         for name, count in zip(product.sources, product.rows, strict=True):
             yield from _linear(name, count, product.inputs, product.bias)
+    if config.convolution is not None and config.has_convolution(layer):
+        yield "conv.conv.weight", (config.hidden_size, 1, config.convolution.width)
+        return
     if config.latent is not None:
         yield "self_attn.kv_a_layernorm.weight", (config.latent.rank,)
         if config.latent.query_rank is not None:
