@@ -74,7 +74,7 @@ class Engine:
         self, model: torch.nn.Module, dtype: torch.dtype, fixed: bool = False, off: str = "", capacity: int = 0
     ) -> None:
         config: Any = model.config
-        cache = KvCache(KvShape(config.num_layers, SLOTS, MAX_LEN, config.num_kv_heads, config.head_dim), dtype)
+        cache = KvCache(KvShape(config.num_layers, SLOTS, MAX_LEN, config.cache_heads, config.head_dim), dtype)
         self.replay = DecoderReplay(cast(Decoder, model), off)
         few = max_decode_queries(config.num_heads, config.num_kv_heads) if fixed else None
         runner = CpuDecoderRunner(self.replay, cache, CpuBackend(dtype), Sampler(config.vocab_size), few)
@@ -134,7 +134,7 @@ def tokens_of(said: Said) -> dict[tuple[str, int], list[int]]:
     return {key: [one.token_id for one in told] for key, told in said.items()}
 
 
-@pytest.fixture(scope="module", params=["LlamaForCausalLM", "Gemma2ForCausalLM"])
+@pytest.fixture(scope="module", params=["LlamaForCausalLM", "Gemma2ForCausalLM", "Lfm2ForCausalLM"])
 def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> torch.nn.Module:
     return load(write_checkpoint(tmp_path_factory.mktemp("model"), request.param, seed=11), max_model_len=MAX_LEN)
 

@@ -143,7 +143,7 @@ SERVED: Mapping[str, dict[str, Any]] = {
     "Glm4ForCausalLM": TINY,
     "HeliumForCausalLM": TINY,
     "CwmForCausalLM": {**TINY, **_WINDOW},
-    "Lfm2ForCausalLM": {**_NO_HEAD_DIM, "layer_types": ["conv", "full_attention", "conv", "conv"], "block_multiple_of": 8},
+    "Lfm2ForCausalLM": {**_NO_HEAD_DIM, "num_key_value_heads": 1, "layer_types": ["conv", "full_attention", "conv", "conv"], "block_multiple_of": 8},
     "PhiForCausalLM": _NO_HEAD_DIM,
     "FalconForCausalLM": {**_FALCON, "bias": True},
     "GPT2LMHeadModel": _GPT,
@@ -175,7 +175,7 @@ SERVED: Mapping[str, dict[str, Any]] = {
     "Glm4MoeForCausalLM": {**TINY, **_EXPERTS, "n_routed_experts": 6, "use_qk_norm": True},
     "DeepseekV2ForCausalLM": {**_DEEPSEEK, "first_k_dense_replace": 1, "routed_scaling_factor": 1.5},
     "Glm4MoeLiteForCausalLM": {**_DEEPSEEK, "v_head_dim": 16, "n_shared_experts": 1},
-    "YoutuForCausalLM": _LATENT,
+    "YoutuForCausalLM": {**_LATENT, "pad_token_id": None},  # transformers clears the row of a padding token
     "MiniCPM3ForCausalLM": {**_LATENT, "v_head_dim": 8, "dim_model_base": 16},
     "DeepseekV3ForCausalLM": {**_DEEPSEEK, "first_k_dense_replace": 2, "n_group": 2, "topk_group": 1},
 }
