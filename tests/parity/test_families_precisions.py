@@ -33,8 +33,8 @@ FEATURES = {
     "NemotronForCausalLM": "LayerNorm of weight + 1, squared ReLU",
     "ApertusForCausalLM": "xIELU",
     "OPTForCausalLM": "positions from the second row on",
-    "DeepseekV2ForCausalLM": "latent attention with short rows of queries, experts in groups",
-    "deepseek-lite": "latent attention without them, scaled scores",
+    "MiniCPM3ForCausalLM": "latent attention",
+    "youtu-queries": "latent attention without a short row of queries, interleaved rotation",
     "Lfm2ForCausalLM": "short convolutions",
 }
 CASES = {name: (name, values) for name, values in SERVED.items()} | dict(VARIANTS)

@@ -186,7 +186,7 @@ def test_a_text_that_repeats_itself_takes_fewer_steps(model: torch.nn.Module) ->
     without, with_guesses = Engine(model, torch.float32), Engine(model, torch.float32)
     lookup: MakeSpeculation = lambda: Speculation(lambda sequence: NgramDrafter(), FreeRows())  # noqa: E731
     assert tokens_of(without.generate(request)) == tokens_of(with_guesses.generate(request, lookup))
-    assert len(without.stats) == 150 and len(with_guesses.stats) < 130
+    assert len(without.stats) == 150 and len(with_guesses.stats) < 140
 
 
 @pytest.mark.skipif(not has_kernel(OpCode.ROPE), reason="no native kernels here")

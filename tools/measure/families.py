@@ -245,6 +245,7 @@ VARIANTS: Mapping[str, tuple[str, dict[str, Any]]] = {
             "rope_parameters": {**_YARN, "mscale": 1.0, "mscale_all_dim": 0.8},
         },
     ),
+    "youtu-queries": ("YoutuForCausalLM", {**_LATENT, "pad_token_id": None, "q_lora_rank": None}),
     "kimi": (
         "DeepseekV3ForCausalLM",
         {
