@@ -38,7 +38,12 @@ FEATURES = {
     "Lfm2ForCausalLM": "short convolutions",
 }
 CASES = {name: (name, values) for name, values in SERVED.items()} | dict(VARIANTS)
-FAST = {("GPT2LMHeadModel", "int4"), ("Olmo2ForCausalLM", "int8"), ("CohereForCausalLM", "float32"), ("Lfm2ForCausalLM", "bfloat16")}
+FAST = {
+    ("GPT2LMHeadModel", "int4"),
+    ("Olmo2ForCausalLM", "int8"),
+    ("CohereForCausalLM", "float32"),
+    ("Lfm2ForCausalLM", "bfloat16"),
+}
 CLOSENESS = {"float32": 0.99999, "bfloat16": 0.999, "int8": 0.99, "int4": 0.75}  # cosine of logits with FP32's
 
 

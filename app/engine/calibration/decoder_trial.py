@@ -238,9 +238,7 @@ def _truncated_config(config: ModelConfig, layers: int) -> ModelConfig:
         first = convolution.layers.index(False)
         order = (*convolution.layers[first:], *convolution.layers[:first])
         convolution = replace(convolution, layers=order[:layers])
-    return replace(
-        config, num_layers=layers, windows=windows, ropes=ropes, experts=experts, convolution=convolution
-    )
+    return replace(config, num_layers=layers, windows=windows, ropes=ropes, experts=experts, convolution=convolution)
 
 
 def _context_token_seconds(own: Mapping[TrialStep, float], kind: str, size: int, num_layers: int) -> float:

@@ -32,9 +32,7 @@ def convolved_rows(x: Tensor) -> Tensor:
         return convolved_rows_torch(x)
     rows, size = len(x), x.shape[1] // 3
     out = empty((rows, 2 * size), x.dtype)
-    arguments = ConvolvedRowsArguments(
-        x.data_ptr(), out.data_ptr(), x.stride(0), rows, size, x.dtype == torch.float32
-    )
+    arguments = ConvolvedRowsArguments(x.data_ptr(), out.data_ptr(), x.stride(0), rows, size, x.dtype == torch.float32)
     run_operation(arguments, OpCode.CONVOLVED_ROWS, out.numel())
     return out
 

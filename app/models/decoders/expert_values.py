@@ -131,7 +131,12 @@ def glm4_moe(config: ConfigReader, fields: Fields) -> Fields:
 
 def deepseek_v2(config: ConfigReader, fields: Fields) -> Fields:
     """Read latent attention and the experts of DeepSeek-V2, whose weights are not divided by their sum."""
-    refuse(config, "norm_topk_prob", False, "dividing the weights of experts by their sum, which implementations do differently,")
+    refuse(
+        config,
+        "norm_topk_prob",
+        False,
+        "dividing the weights of experts by their sum, which implementations do differently,",
+    )
     refuse(config, "scoring_func", "softmax", "another score of experts than softmax")
     refuse(config, "moe_layer_freq", 1, "a dense layer between layers with experts")
     size, method = config.integer("moe_intermediate_size", 1407), config.text("topk_method", "greedy")

@@ -168,7 +168,9 @@ def lfm2(config: ConfigReader, fields: Fields) -> Fields:
     if all(convolves):
         raise CheckpointInvalid(f"{config.where}: layer_types must have a layer with full_attention.")
     if hidden % block:
-        raise CheckpointInvalid(f"{config.where}: short convolutions of {hidden} channels do not fit heads of {block // 2}.")
+        raise CheckpointInvalid(
+            f"{config.where}: short convolutions of {hidden} channels do not fit heads of {block // 2}."
+        )
     size = config.integer("block_ff_dim", fields["intermediate_size"])
     if config.boolean("block_auto_adjust_ff_dim", True):
         multiple = config.integer("block_multiple_of", 256)

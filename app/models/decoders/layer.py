@@ -370,9 +370,7 @@ class SelectionBias(nn.Module):
         self.weight = nn.Parameter(tensor.to(torch.float32, copy=True), requires_grad=False)
 
 
-def attention_of(
-    config: ModelConfig, layer: int, dtype: torch.dtype
-) -> Attention | LatentAttention | ShortConvolution:
+def attention_of(config: ModelConfig, layer: int, dtype: torch.dtype) -> Attention | LatentAttention | ShortConvolution:
     """Return the attention of a layer, or its convolution."""
     if config.convolution is not None and config.has_convolution(layer):
         return ShortConvolution(config, config.convolution, layer)
