@@ -52,7 +52,7 @@ def test_ministral_3_ends_where_queries_would_be_scaled() -> None:
 
 @pytest.mark.parametrize(
     ("architecture", "need"),
-    [("MambaForCausalLM", "state-space layers"), ("BloomForCausalLM", "ALiBi"), ("Lfm2ForCausalLM", "convolutions")],
+    [("MambaForCausalLM", "state-space layers"), ("BloomForCausalLM", "ALiBi"), ("Lfm2MoeForCausalLM", "convolutions")],
 )
 def test_a_known_architecture_is_refused_with_what_it_needs(architecture: str, need: str) -> None:
     with pytest.raises(CheckpointInvalid) as caught:
