@@ -265,6 +265,7 @@ VARIANTS: Mapping[str, tuple[str, dict[str, Any]]] = {
             "routed_scaling_factor": 2.827,
             "v_head_dim": 16,
             "rope_interleave": False,
+            "rms_norm_eps": 0.05,
         },
     ),
     "glm-biases": ("GlmForCausalLM", {**TINY, "attention_bias": False}),
