@@ -27,7 +27,7 @@ A plan counts what a token takes in the cache of keys and values. Two kinds of l
   are computed and cached, values padded to the size of keys, not the short row from which they come. So attention is
   the same operation as in other models. In BF16 a token of DeepSeek-V2-Lite takes 324 KiB (27 layers, 16 heads of 192),
   and its short rows would take 30 KiB.
-- **Short convolutions** (LFM2): the inputs of the convolutions are cached like keys and values, a row for each token,
+- **Short convolutions** (LFM2, also with experts): the inputs of the convolutions are cached like keys and values, a row for each token,
   though a convolution of three positions reads three rows. So shared prefixes, the prompt cache, preemption and
   speculation are exact. All rows have the size of the largest: in BF16 a token of LFM2-1.2B takes 64 KiB (16 layers of
   2,048 elements).

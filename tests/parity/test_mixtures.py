@@ -57,6 +57,16 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "glm4-groups": ("glm4_moe", {**GLM, "n_group": 4, "topk_group": 2, "n_shared_experts": 2, "norm_topk_prob": False}),
     "deepseek3": ("deepseek_v3", {**DEEPSEEK, "n_group": 4, "topk_group": 2}),
     "deepseek3-one-group": ("deepseek_v3", {**DEEPSEEK, "n_group": 1, "topk_group": 1, "norm_topk_prob": False}),
+    "lfm2": (
+        "lfm2_moe",
+        {
+            **QWEN,
+            "head_dim": None,
+            "num_hidden_layers": 3,
+            "num_dense_layers": 1,
+            "layer_types": ["conv", "full_attention", "conv"],
+        },
+    ),
     "deepseek2-groups": (
         "deepseek_v2",
         {**DEEPSEEK, "topk_method": "group_limited_greedy", "n_group": 4, "topk_group": 2, "norm_topk_prob": False},

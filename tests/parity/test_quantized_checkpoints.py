@@ -54,6 +54,4 @@ def test_latent_attention_reads_rows_in_the_order_of_the_file(tmp_path: Path, na
     sizes = {"architecture": "DeepseekV3ForCausalLM", "q_lora_rank": 96, "kv_lora_rank": 96, "v_head_dim": 16}
     sizes |= {"moe_intermediate_size": 64, "head_dim": None}
     directory, values = quantized(tmp_path, name, **sizes)
-    torch.testing.assert_close(
-        logits(directory), logits(write_values(tmp_path, values, **sizes)), atol=1e-3, rtol=1e-3
-    )
+    torch.testing.assert_close(logits(directory), logits(write_values(tmp_path, values, **sizes)), atol=1e-3, rtol=1e-3)

@@ -77,6 +77,8 @@ _FALCON = {
     "eos_token_id": 1,
 }
 
+# A row of the cache is wider than attention needs.
+_CONVOLUTIONS = {"num_key_value_heads": 1, "layer_types": ["conv", "full_attention", "conv", "conv"]}
 _LATENT = {
     **_ALIKE,
     "num_key_value_heads": 4,
@@ -143,12 +145,8 @@ SERVED: Mapping[str, dict[str, Any]] = {
     "Glm4ForCausalLM": TINY,
     "HeliumForCausalLM": TINY,
     "CwmForCausalLM": {**TINY, **_WINDOW},
-    "Lfm2ForCausalLM": {
-        **_NO_HEAD_DIM,
-        "num_key_value_heads": 1,
-        "layer_types": ["conv", "full_attention", "conv", "conv"],
-        "block_multiple_of": 8,
-    },
+    "Lfm2MoeForCausalLM": {**_NO_HEAD_DIM, **_EXPERTS, **_CONVOLUTIONS, "num_dense_layers": 1},
+    "Lfm2ForCausalLM": {**_NO_HEAD_DIM, **_CONVOLUTIONS, "block_multiple_of": 8},
     "PhiForCausalLM": _NO_HEAD_DIM,
     "FalconForCausalLM": {**_FALCON, "bias": True},
     "GPT2LMHeadModel": _GPT,
@@ -188,7 +186,7 @@ SERVED: Mapping[str, dict[str, Any]] = {
 NOT_SERVED = (
     *("Qwen3NextForCausalLM", "GraniteMoeHybridForCausalLM", "Llama4ForCausalLM", "Gemma3nForConditionalGeneration"),
     *("FalconH1ForCausalLM", "MptForCausalLM", "BloomForCausalLM", "MambaForCausalLM", "Mamba2ForCausalLM"),
-    *("JambaForCausalLM", "Lfm2MoeForCausalLM", "DeepseekV32ForCausalLM"),
+    *("JambaForCausalLM", "DeepseekV32ForCausalLM"),
     *("BitNetForCausalLM", "RwkvForCausalLM", "T5ForConditionalGeneration", "BartForConditionalGeneration"),
     *("WhisperForConditionalGeneration", "GptOssForCausalLM", "PhimoeForCausalLM", "Ernie4_5_MoeForCausalLM"),
     *("Qwen3VLForConditionalGeneration",),

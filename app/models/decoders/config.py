@@ -251,7 +251,7 @@ def _layer_types(config: ConfigReader, family: DecoderFamily, num_layers: int) -
 
     If config.json does not list them, the family's rule decides.
     """
-    if config.has("layer_types") and family.model_type not in ("llama", "mistral", "phi3", "lfm2"):
+    if config.has("layer_types") and family.model_type not in ("llama", "mistral", "phi3", "lfm2", "lfm2_moe"):
         types = config.texts("layer_types", num_layers)
         unknown = set(types) - set(_LAYER_TYPES)
         if unknown:

@@ -8,7 +8,7 @@ from app.errors import CheckpointInvalid
 from app.kernels.elementwise.routing_rule import MAX_EXPERTS, Routing
 from app.models.config_reader import ConfigReader
 from app.models.decoders.family import Fields
-from app.models.decoders.family_values import LATENT, LatentDefaults, granite, latent, refuse
+from app.models.decoders.family_values import LATENT, LatentDefaults, convolutions, granite, latent, refuse
 from app.models.decoders.layer_config import ExpertsConfig
 
 
@@ -127,6 +127,26 @@ def glm4_moe(config: ConfigReader, fields: Fields) -> Fields:
     )
     norms = {} if config.boolean("use_qk_norm", False) else {"head_norm": None}
     return {**_checked(config, experts), **norms}
+
+
+def lfm2_moe(config: ConfigReader, fields: Fields) -> Fields:
+    """Read the short convolutions of LFM2, and the experts, which begin after some dense layers."""
+    routing = Routing(
+        config.integer("num_experts", 32),
+        config.integer("num_experts_per_tok", 4),
+        "sigmoid",
+        config.boolean("norm_topk_prob", True),
+        config.number("routed_scaling_factor", 1.0),
+        1e-6,
+    )
+    dense = config.integer("num_dense_layers", 2, at_least=0)
+    experts = ExpertsConfig(
+        routing,
+        config.integer("moe_intermediate_size", 1792),
+        tuple(layer >= dense for layer in range(fields["num_layers"])),
+        selection_bias=config.boolean("use_expert_bias", True),
+    )
+    return {**_checked(config, experts), **convolutions(config, fields)}
 
 
 def deepseek_v2(config: ConfigReader, fields: Fields) -> Fields:

@@ -158,6 +158,16 @@ def glm(config: ConfigReader, fields: Fields) -> Fields:
 
 def lfm2(config: ConfigReader, fields: Fields) -> Fields:
     """Read which layers have a short convolution, and the size of the MLP, which is adjusted unless it says otherwise."""
+    size = config.integer("block_ff_dim", fields["intermediate_size"])
+    if config.boolean("block_auto_adjust_ff_dim", True):
+        multiple = config.integer("block_multiple_of", 256)
+        size = int(config.number("block_ffn_dim_multiplier", 1.0) * int(2 * size / 3))
+        size = -(-size // multiple) * multiple
+    return {**convolutions(config, fields), "intermediate_size": size}
+
+
+def convolutions(config: ConfigReader, fields: Fields) -> Fields:
+    """Read which layers of LFM2 have a short convolution, and whether embeddings are tied."""
     refuse(config, "conv_bias", False, "a bias of short convolutions")
     layers, hidden, block = fields["num_layers"], fields["hidden_size"], 2 * fields["head_dim"]
     attends = config.values.get("full_attn_idxs")
@@ -171,14 +181,11 @@ def lfm2(config: ConfigReader, fields: Fields) -> Fields:
         raise CheckpointInvalid(
             f"{config.where}: short convolutions of {hidden} channels do not fit heads of {block // 2}."
         )
-    size = config.integer("block_ff_dim", fields["intermediate_size"])
-    if config.boolean("block_auto_adjust_ff_dim", True):
-        multiple = config.integer("block_multiple_of", 256)
-        size = int(config.number("block_ffn_dim_multiplier", 1.0) * int(2 * size / 3))
-        size = -(-size // multiple) * multiple
     convolution = ConvolutionConfig(config.integer("conv_L_cache", 3), convolves) if any(convolves) else None
-    tied = config.boolean("tie_embedding", fields["tie_embeddings"])
-    return {"convolution": convolution, "intermediate_size": size, "tie_embeddings": tied}
+    return {
+        "convolution": convolution,
+        "tie_embeddings": config.boolean("tie_embedding", fields["tie_embeddings"]),
+    }
 
 
 def ernie(config: ConfigReader, fields: Fields) -> Fields:
