@@ -19,8 +19,8 @@ from app.kernels.attention.attention import (
     token_bytes,
     view_kv_rows,
 )
-from app.kernels.attention.attention import attend as native_attend
 from app.kernels.attention.context import AttentionSpec
+from app.kernels.attention.ragged import attend as native_attend
 from app.kernels.native.arguments import OpCode
 from app.kernels.native.operations import has_kernel, observe_operations, run_operation
 from hypothesis_examples import examples
@@ -205,7 +205,7 @@ def test_an_operation_run_again_finds_the_next_step_at_the_same_address() -> Non
     kv, step, heard = long.kv, AttentionStep(), []
     step.fill(short.rows)
     with observe_operations(lambda code, arguments: heard.append((code, arguments))):
-        out = native_attend(long.query, kv, step, 0.125, None, None)
+        out = native_attend(long.query, kv, step, AttentionSpec(0.125))
     address = step.address
     step.fill(long.rows)
     assert step.address == address
