@@ -133,7 +133,7 @@ def expert_parts(config: ModelConfig, ours: str, shape: tuple[int, ...]) -> list
     interleaved = DECODER_FAMILIES[config.architecture].expert_layout == "interleaved"
     is_bias = interleaved and stored.endswith("_bias")
     names = EXPERT_PRODUCTS.get(stored.removesuffix("_bias") if is_bias else stored, ())
-    if not names or len(shape) != (2 if is_bias else 3) or not at.endswith(".mlp.experts"):
+    if not names or 0 in shape or len(shape) != (2 if is_bias else 3) or not at.endswith(".mlp.experts"):
         return []
     rows, kind = shape[-1] if interleaved else shape[1], "bias" if is_bias else "weight"
     each = rows // len(names)

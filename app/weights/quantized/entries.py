@@ -38,8 +38,8 @@ class PackedEntry(EncodedEntry):
     cost.
 
     `group` inputs share a scale. `added` is added to each stored zero; codes without zeros have the zero `middle`.
-    `block` is the number of outputs and inputs that share a scale of FP8. `place`: whose turn it is, where the rows of
-    several weights take turns.
+    `block` is the number of outputs and inputs that share a scale of FP8. The rows of `turns` weights may take
+    turns in the parts; this is weight `place` of them.
     """
 
     kind: str
@@ -54,13 +54,14 @@ class PackedEntry(EncodedEntry):
     table: str = ""
     offset: float = 0.0
     nested_block: int = 0
+    turns: int = 1
     place: int = 0
     name: str = ""
 
     @property
     def nbytes(self) -> int:
         """Number of stored bytes of all parts."""
-        return sum(part.end - part.start for _, part in self.parts)
+        return sum(part.end - part.start for _, part in self.parts) // self.turns
 
     def part(self, role: str) -> TensorEntry | None:
         """Return the tensor with a role; None if the weight has none."""

@@ -51,17 +51,16 @@ def _experts(parts: Parts, stem: str) -> Iterator[tuple[str, PackedEntry]]:
                 "codes": _of_expert(codes, expert, len(names)),
                 "scales": _of_expert(scales, expert, len(names)),
             }
-            yield (
-                f"{at}.{expert}.{name}.weight",
-                packed_entry(
-                    (outputs, inputs), "MXFP4", CodeLayout.MXFP4, stored, form="int8/32", group=GROUP, place=place
-                ),
-            )
+            entry = packed_entry(
+                (outputs, inputs), "MXFP4", CodeLayout.MXFP4, stored,
+                form="int8/32", group=GROUP, turns=len(names), place=place,
+            )  # fmt: skip
+            yield f"{at}.{expert}.{name}.weight", entry
 
 
 def _of_expert(entry: TensorEntry, expert: int, turns: int) -> TensorEntry:
-    """Return an expert's rows, in turns: [outputs, turns, ...]. Its end counts the bytes of one turn only."""
+    """Return an expert's rows, in turns: [outputs, turns, ...]."""
     nbytes = entry.nbytes // entry.shape[0]
     start = entry.start + expert * nbytes
     shape = (entry.shape[1] // turns, turns, *entry.shape[2:])
-    return replace(entry, shape=shape, start=start, end=start + nbytes // turns)
+    return replace(entry, shape=shape, start=start, end=start + nbytes)
