@@ -110,9 +110,11 @@ class HeadNorm(nn.Module):
 class StoredVector(nn.Module):
     """A stored vector of a layer, in FP32."""
 
+    kinds: tuple[str, ...]
+
     def __init__(self, source: str, kind: str, size: int) -> None:
         super().__init__()
-        self.source, self.kinds = source, (kind,)
+        self.source, self.kinds = source, (kind,) if kind else ()
         self.weight = nn.Parameter(torch.empty(size), requires_grad=False)
 
     def fill(self, weight: float, device: torch.device | None) -> None:
@@ -129,7 +131,7 @@ class AlibiSlopes(StoredVector):
 
     def __init__(self, slopes: Sequence[float]) -> None:
         super().__init__("", "", len(slopes))
-        self.kinds, self.slopes = (), tuple(slopes)
+        self.slopes = tuple(slopes)
 
     def fill(self, weight: float, device: torch.device | None) -> None:
         """Compute the slopes."""
