@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from app.cli.bench_parser import bench_flags, cost_flags
-from app.cli.setting_rows import setting_rows
+from app.cli.setting_rows import SettingRow, setting_rows
 from app.errors import UnknownArgument
-from app.settings import Settings
+from app.settings import SETTING_GROUPS, Settings
 from app.version import VERSION
 
 
@@ -119,6 +119,8 @@ BENCHES: Mapping[str, BenchCommand] = {
     ),
 }
 
+
+ABOUT_SETTINGS = "Each setting can also be given as the environment variable in brackets; the flag takes precedence."
 
 FIRST_STEPS = """\
 armature serves small language models on ordinary processors. Type one of these first:
@@ -241,25 +243,31 @@ class _CommaJoined(argparse.Action):
         setattr(namespace, self.dest, ",".join(values if before is None else [before, *values]))
 
 
-def _add_settings(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group(
-        "settings", "Each setting can also be given as the environment variable in brackets; the flag takes precedence."
-    )
-    for row in setting_rows():
-        default = f" Default: {row.default}." if row.default else ""
-        text = f"{row.description}{default} [{row.variable}]".replace("%", "%%")
-        metavar = row.values.replace(" ", "_")
-        several: dict[str, Any] = {"nargs": "+", "action": _CommaJoined} if row.is_list else {}
-        group.add_argument(row.flag, dest=row.name, metavar=metavar, default=argparse.SUPPRESS, help=text, **several)
-        if row.off_flag:
-            group.add_argument(
-                row.off_flag,
-                dest=row.name,
-                action="store_const",
-                const="off",
-                default=argparse.SUPPRESS,
-                help=f"the same as {row.flag} off",
-            )
+def _add_settings(parser: argparse.ArgumentParser, groups: Sequence[str] = tuple(SETTING_GROUPS)) -> None:
+    """Add the flags of these groups of settings, each group under its own heading."""
+    rows = setting_rows()
+    for name in groups:
+        group = parser.add_argument_group(f"{name} settings", ABOUT_SETTINGS if name == groups[0] else None)
+        for row in rows:
+            if row.group == name:
+                _add_setting(group, row)
+
+
+def _add_setting(group: Any, row: SettingRow) -> None:
+    default = f" Default: {row.default}." if row.default else ""
+    text = f"{row.description}{default} [{row.variable}]".replace("%", "%%")
+    metavar = row.values.replace(" ", "_")
+    several: dict[str, Any] = {"nargs": "+", "action": _CommaJoined} if row.is_list else {}
+    group.add_argument(row.flag, dest=row.name, metavar=metavar, default=argparse.SUPPRESS, help=text, **several)
+    if row.off_flag:
+        group.add_argument(
+            row.off_flag,
+            dest=row.name,
+            action="store_const",
+            const="off",
+            default=argparse.SUPPRESS,
+            help=f"the same as {row.flag} off",
+        )
 
 
 def _describe_unknown(unknown: list[str], takes_files: bool) -> str:
