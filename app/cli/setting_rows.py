@@ -17,7 +17,8 @@ from app.settings import SETTING_GROUPS, Settings, flag_of, variable_of
 class SettingRow:
     """One setting as text. `values` is the accepted form; `default` is empty if there is none.
 
-    `group` is its name in `SETTING_GROUPS`. `is_list`: the flag takes several values, and the environment variable has them separated by commas.
+    `group` is a key of `SETTING_GROUPS`.
+    `is_list`: the flag takes several values, and the environment variable has them separated by commas.
     """
 
     name: str
