@@ -31,8 +31,7 @@ from app.bench.http.load import (
 from app.bench.http.loops import RunLimits
 from app.bench.http.tally import GenerateWorkload, LatencyObjective
 from app.bench.http.workload import LogNormalLengths, UniformLengths
-from app.cli.parser import given_settings
-from app.cli.setting_rows import setting_rows
+from app.cli.parser import given_settings, setting_flags
 from app.hardware.plan.memory_budget import kv_bytes_per_token
 from app.hardware.probe.probe import probe
 from app.server.prepare import Prepared, calibrate, prepare
@@ -163,15 +162,10 @@ IN_PROCESS_BENCHES: Mapping[str, Callable[[Prepared, Namespace], BenchOutcome]] 
 def _http_job(settings: Settings, arguments: Namespace) -> ServerBenchJob:
     """Return the job of a bench over HTTP. `bench/http/load.py` has these benches by name."""
     url = getattr(arguments, "url", None)
-    flags = _flags(arguments)
+    flags = setting_flags(arguments)
     subject, tokens = url or settings.checkpoint_directory.name, getattr(arguments, "tokens", 0)
     job = ServerBenchJob(arguments.bench, subject, flags, url, arguments.rounds, tokens)
     return _with_memory(job, settings) if job.bench == "memory" else job
-
-
-def _flags(arguments: Namespace) -> tuple[str, ...]:
-    """Return the given settings as flags for a server started by this client."""
-    return tuple(f"{row.flag}={getattr(arguments, row.name)}" for row in setting_rows() if hasattr(arguments, row.name))
 
 
 def _compare_job(settings: Settings, arguments: Namespace) -> CompareJob:
@@ -185,7 +179,7 @@ def _compare_job(settings: Settings, arguments: Namespace) -> CompareJob:
             f"--{of_a_server[0].replace('_', '-')} does not apply to a server that is already running: leave out --url or this flag"
         )
     target = ServerTarget(
-        url, () if url else _flags(arguments), model=getattr(arguments, "model", None), api_key=arguments.api_key
+        url, () if url else setting_flags(arguments), model=getattr(arguments, "model", None), api_key=arguments.api_key
     )
     place = MachineLabels(arguments.name, arguments.instance, settings.hourly_price, settings.watts)
     seconds = POINT_SECONDS if seconds is None else seconds
@@ -198,7 +192,7 @@ def _load_job(settings: Settings, arguments: Namespace) -> LoadJob:
     api = _api(arguments, kind)
     url, key = arguments.url, arguments.api_key
     name = getattr(arguments, "model", None) if url else None
-    targets = [ServerTarget(url, () if url else _flags(arguments), api, name, key)]
+    targets = [ServerTarget(url, () if url else setting_flags(arguments), api, name, key)]
     if arguments.against:
         targets.append(ServerTarget(arguments.against, api=api, api_key=key))
     clients = arguments.concurrency or (() if arguments.rate else DEFAULT_CLIENTS)

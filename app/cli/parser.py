@@ -14,9 +14,10 @@ from pathlib import Path
 from typing import Any
 
 from app.cli.bench_parser import bench_flags, cost_flags
+from app.cli.clients_parser import chat_flags
 from app.cli.setting_rows import SettingRow, setting_rows
 from app.errors import UnknownArgument
-from app.settings import SETTING_GROUPS, Settings
+from app.settings import SETTING_GROUPS, Settings, flag_of
 from app.version import VERSION
 
 
@@ -120,6 +121,8 @@ BENCHES: Mapping[str, BenchCommand] = {
 }
 
 
+# The groups of settings for a server that `chat` starts. Its network is that of the command alone.
+CHAT_GROUPS = tuple(group for group in SETTING_GROUPS if group != "network")
 ABOUT_SETTINGS = "Each setting can also be given as the environment variable in brackets; the flag takes precedence."
 
 FIRST_STEPS = """\
@@ -128,6 +131,7 @@ armature serves small language models on ordinary processors. Type one of these 
   armature serve                          serve the small demo model that comes with the package
   armature serve --model ORG/NAME         fetch and serve a model of Hugging Face's hub
   armature serve --model DIR              serve a checkpoint directory, a GGUF file or an exported program
+  armature chat                           talk to the server in a terminal; without one, to the demo model
   armature probe --model ORG/NAME         show what would be chosen for it on this machine, and why
   armature --help                         list all commands"""
 
@@ -152,6 +156,11 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
 def given_settings(arguments: argparse.Namespace) -> dict[str, str]:
     """Return the settings that were given on the command line, as unparsed text by name."""
     return {name: getattr(arguments, name) for name in Settings.model_fields if hasattr(arguments, name)}
+
+
+def setting_flags(arguments: argparse.Namespace) -> tuple[str, ...]:
+    """Return the given settings as flags for a server that the command starts."""
+    return tuple(f"{flag_of(name)}={value}" for name, value in given_settings(arguments).items())
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -188,6 +197,7 @@ def _parser() -> argparse.ArgumentParser:
     for name, each in BENCHES.items():
         _add_bench(benches, name, each)
     _add_model_commands(commands)
+    _add_client_commands(commands)
     costs = _command(
         commands, "tco", "cost of a given load on each machine, from result files and prices", files="[RESULT…] "
     )
@@ -207,6 +217,19 @@ def _add_model_commands(commands: Any) -> None:
         "names", metavar="NAME", nargs="+", help="ORG/NAME, or ORG/NAME@REVISION for this revision alone"
     )
     remove.add_argument("--yes", action="store_true", help="do not ask")
+
+
+def _add_client_commands(commands: Any) -> None:
+    """Add the commands that talk to a server in a terminal."""
+    chat = _command(
+        commands,
+        "chat",
+        "talk to a running server, or to one that is started for it with these settings",
+        files="[PROMPT…] ",
+    )
+    for flag, options in chat_flags().items():
+        chat.add_argument(flag, **options)
+    _add_settings(chat, CHAT_GROUPS)
 
 
 def _add_bench(benches: Any, name: str, bench: BenchCommand) -> None:
@@ -279,7 +302,7 @@ def _describe_unknown(unknown: list[str], takes_files: bool) -> str:
         return f"{word!r} is not understood. A model is given as --model {word}."
     flag = word.partition("=")[0]  # the value may be a secret
     settings = [flag for row in setting_rows() for flag in (row.flag, row.off_flag) if flag]
-    known = [*settings, *bench_flags(), *cost_flags(), "--help", "--yes"]
+    known = [*settings, *bench_flags(), *cost_flags(), *chat_flags(), "--help", "--yes"]
     near = difflib.get_close_matches(
         flag, [one for one in known if one != flag], n=1
     )  # exclude the flag itself: it may belong to another command
