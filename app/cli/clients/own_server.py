@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import secrets
-import signal
 import subprocess
 import sys
 import tempfile
@@ -16,15 +15,15 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from threading import Thread
 
 from app.cli.clients.connection import ServerConnection, ServerRefused, parse_object
-from app.errors import ArmatureError, ServingFailed, StartupError
+from app.errors import ServingFailed, StartupError
 from app.settings import SETTING_GROUPS, variable_of
 
 POLL_SECONDS = 0.1
 STOP_SECONDS = 10.0
 _PACKAGES = Path(__file__).resolve().parents[3]  # the folder from which this package `app` was imported
+CHILD_MODULE = "app.cli.clients.child_server"
 _SENTENCE = "armature: "  # what the server prints before the reason why it ends
 
 _NETWORK_VARIABLES = frozenset(variable_of(name) for name in SETTING_GROUPS["network"])
@@ -44,7 +43,7 @@ def own_server(flags: Sequence[str], show: ShowStage) -> Iterator[ServerConnecti
     environment[variable_of("api_keys")] = key
     environment["PYTHONPATH"] = os.pathsep.join(filter(None, (str(_PACKAGES), os.environ.get("PYTHONPATH"))))
     # -P: a folder `app` in the current directory is not imported.
-    command = (sys.executable, "-P", "-m", __name__, "--host=127.0.0.1", "--port=0", "--no-request-log", *flags)
+    command = (sys.executable, "-P", "-m", CHILD_MODULE, "--host=127.0.0.1", "--port=0", "--no-request-log", *flags)
     with tempfile.TemporaryFile() as log:
         process = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, env=environment, process_group=0
@@ -103,28 +102,3 @@ def _stop(process: subprocess.Popen[bytes]) -> None:
         process.kill()
         process.wait()
     process.stdout.close()
-
-
-def _serve(flags: Sequence[str]) -> int:
-    """Serve until standard input ends, and return the exit status."""
-    from app.cli.main import COMMANDS
-    from app.cli.parser import parse_arguments
-
-    Thread(target=_stop_at_the_end_of_input, name="armature-input", daemon=True).start()
-    try:
-        # Not `main`, which writes a pod's termination message: this command does not end the pod.
-        return COMMANDS["serve"](parse_arguments(["serve", *flags]))
-    except ArmatureError as error:
-        sys.stderr.write(f"{_SENTENCE}{error.message}\n")
-        return error.exit_code if isinstance(error, StartupError) else 1
-
-
-def _stop_at_the_end_of_input() -> None:
-    # Not sys.stdin, whose lock this thread would hold while the interpreter ends.
-    while os.read(0, 4096):
-        pass
-    os.kill(os.getpid(), signal.SIGTERM)
-
-
-if __name__ == "__main__":
-    sys.exit(_serve(sys.argv[1:]))
