@@ -186,6 +186,12 @@ def _chat(arguments: Namespace) -> int:
     return run_chat(_settings(arguments), arguments)
 
 
+def _top(arguments: Namespace) -> int:
+    from app.cli.clients.command import run_top
+
+    return run_top(_settings(arguments), arguments)
+
+
 COMMANDS: Mapping[str, Callable[[Namespace], int]] = {
     "serve": _serve,
     "probe": _probe,
@@ -197,6 +203,7 @@ COMMANDS: Mapping[str, Callable[[Namespace], int]] = {
     "list": _list,
     "rm": _rm,
     "tco": _tco,
+    "top": _top,
 }
 
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from app.cli.bench_parser import bench_flags, cost_flags
-from app.cli.clients_parser import chat_flags
+from app.cli.clients_parser import chat_flags, top_flags
 from app.cli.setting_rows import SettingRow, setting_rows
 from app.errors import UnknownArgument
 from app.settings import SETTING_GROUPS, Settings, flag_of
@@ -230,6 +230,9 @@ def _add_client_commands(commands: Any) -> None:
     for flag, options in chat_flags().items():
         chat.add_argument(flag, **options)
     _add_settings(chat, CHAT_GROUPS)
+    top = _command(commands, "top", "show what a running server does now, in this terminal, until Ctrl-C")
+    for flag, options in top_flags().items():
+        top.add_argument(flag, **options)
 
 
 def _add_bench(benches: Any, name: str, bench: BenchCommand) -> None:
@@ -302,7 +305,7 @@ def _describe_unknown(unknown: list[str], takes_files: bool) -> str:
         return f"{word!r} is not understood. A model is given as --model {word}."
     flag = word.partition("=")[0]  # the value may be a secret
     settings = [flag for row in setting_rows() for flag in (row.flag, row.off_flag) if flag]
-    known = [*settings, *bench_flags(), *cost_flags(), *chat_flags(), "--help", "--yes"]
+    known = [*settings, *bench_flags(), *cost_flags(), *chat_flags(), *top_flags(), "--help", "--yes"]
     near = difflib.get_close_matches(
         flag, [one for one in known if one != flag], n=1
     )  # exclude the flag itself: it may belong to another command

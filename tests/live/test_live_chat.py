@@ -2,68 +2,20 @@
 
 from __future__ import annotations
 
-import os
-import pty
-import select
 import subprocess
 import sys
-import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
-from tests.live.live_server import PATIENCE, LiveServer, until
+from tests.live.live_server import LiveServer, until
+from tests.live.pseudo_terminal import pseudo_terminal
 
 CHAT = [sys.executable, "-m", "app", "chat"]
 
 
-class Terminal:
-    """A program on a pseudo-terminal: what it shows, and what a user types."""
-
-    def __init__(self, *flags: str) -> None:
-        self._end, self._theirs = pty.openpty()
-        # The first terminal that the leader of a session opens becomes the one whose Ctrl-C it gets.
-        opened = ["sh", "-c", 'exec "$@" <"$0" >"$0" 2>&1', os.ttyname(self._theirs)]
-        environment = {**os.environ, "TERM": "xterm", "NO_COLOR": "1"}
-        self.process = subprocess.Popen([*opened, *CHAT, *flags], env=environment, start_new_session=True)
-        self._shown = ""
-
-    def type(self, text: str) -> None:
-        os.write(self._end, text.encode())
-
-    def wait_for(self, words: str) -> str:
-        """Read until the words are shown, and return what was shown up to them."""
-        deadline = time.monotonic() + PATIENCE
-        while words not in self._shown:
-            assert time.monotonic() < deadline, (words, self._shown)
-            if select.select([self._end], [], [], 0.1)[0]:
-                self._shown += os.read(self._end, 4096).decode(errors="replace")
-        before, _, self._shown = self._shown.partition(words)
-        return before
-
-    def status(self) -> int:
-        return self.process.wait(PATIENCE)
-
-    def close(self) -> None:
-        self.process.kill()
-        self.process.wait()
-        os.close(self._theirs)
-        os.close(self._end)
-
-
-@contextmanager
-def terminal(*flags: str) -> Iterator[Terminal]:
-    shown = Terminal(*flags)
-    try:
-        yield shown
-    finally:
-        shown.close()
-
-
 def test_a_conversation_on_a_terminal(server: LiveServer) -> None:
-    with terminal("--url", server.url, "--max-tokens", "4", "--temperature", "0") as chat:
+    with pseudo_terminal("chat", "--url", server.url, "--max-tokens", "4", "--temperature", "0") as chat:
         chat.wait_for("/help lists the commands.")
         chat.type("/sta\t\n")  # the tab key completes it
         chat.wait_for("The speed of each answer is shown.")
@@ -81,14 +33,14 @@ def test_a_conversation_on_a_terminal(server: LiveServer) -> None:
 
 
 def test_ctrl_c_twice_and_ctrl_d_leave(server: LiveServer) -> None:
-    with terminal("--url", server.url) as chat:
+    with pseudo_terminal("chat", "--url", server.url) as chat:
         chat.wait_for("> ")
         chat.type("\x03")
         chat.wait_for("Ctrl-C again, Ctrl-D or /exit leaves.")
         chat.wait_for("> ")
         chat.type("\x03")
         assert chat.status() == 0
-    with terminal("--url", server.url) as chat:
+    with pseudo_terminal("chat", "--url", server.url) as chat:
         chat.wait_for("> ")
         chat.type("\x04")
         assert chat.status() == 0
@@ -105,7 +57,7 @@ def test_a_pipe_has_the_answer_alone(server: LiveServer) -> None:
 
 @pytest.mark.full
 def test_it_starts_a_server_and_ends_it(tiny: Path) -> None:
-    with terminal("--model", str(tiny), "--threads", "1", "--max-tokens", "4") as chat:
+    with pseudo_terminal("chat", "--model", str(tiny), "--threads", "1", "--max-tokens", "4") as chat:
         chat.wait_for("/help lists the commands.")
         [own] = _children_of(chat.process.pid)
         chat.type("Once\n")

@@ -11,7 +11,9 @@ from contextlib import contextmanager
 from app.cli.clients.chat import Chat, converse
 from app.cli.clients.connection import ServerConnection, ServerRefused, parse_object, parse_server_url
 from app.cli.clients.conversation import Conversation
+from app.cli.clients.live_figures import open_figures
 from app.cli.clients.own_server import POLL_SECONDS, is_ready, own_server
+from app.cli.clients.top import show_figures
 from app.cli.parser import given_settings, setting_flags
 from app.cli.progress import command_progress
 from app.errors import SettingsInvalid
@@ -52,6 +54,19 @@ def _prompt(words: Sequence[str]) -> str | None:
     if not prompt.strip():
         raise SettingsInvalid("There is nothing to send: give a prompt, or text on standard input.")
     return prompt
+
+
+def run_top(settings: Settings, arguments: Namespace) -> int:
+    """Show what the chosen server does, and return the exit status.
+
+    Raises:
+        SettingsInvalid: The URL is none.
+        ServerRefused: The server cannot be reached, is no Armature, or needs another key.
+    """
+    server = connect(settings, arguments)
+    if not arguments.once:
+        _ready_server(server, "top")
+    return show_figures(open_figures(server), arguments.interval, arguments.once)
 
 
 @contextmanager
