@@ -10,6 +10,7 @@ import sys
 from argparse import Namespace
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 from app.bench.compare.measure import POINT_SECONDS, CompareJob, MachineLabels, run_compare
@@ -31,6 +32,8 @@ from app.bench.http.load import (
 from app.bench.http.loops import RunLimits
 from app.bench.http.tally import GenerateWorkload, LatencyObjective
 from app.bench.http.workload import LogNormalLengths, UniformLengths
+from app.bench.report.load_page import check_page, write_load_page
+from app.bench.report.load_picture import load_picture
 from app.cli.parser import given_settings, setting_flags
 from app.hardware.plan.memory_budget import kv_bytes_per_token
 from app.hardware.probe.probe import probe
@@ -51,7 +54,7 @@ def run_bench(settings: Settings, arguments: Namespace) -> BenchOutcome:
         StartupError: The model cannot be opened or planned.
     """
     if arguments.bench == "http":
-        return measure_load(_load_job(settings, arguments))
+        return _measure_load(_load_job(settings, arguments), arguments.report)
     if arguments.bench == "compare":
         return run_compare(_compare_job(settings, arguments))
     inside = IN_PROCESS_BENCHES.get(arguments.bench)
@@ -78,6 +81,17 @@ def report_results(arguments: Namespace) -> int:
     return make_report(
         arguments.results, arguments.report, bool(arguments.force), ReportOrigin(VERSION, probe().to_json())
     )
+
+
+def _measure_load(job: LoadJob, page: Path | None) -> BenchOutcome:
+    """Run the bench, draw its picture, and write its page if one was asked for."""
+    if page is not None:
+        check_page(page)
+    outcome = measure_load(job)
+    if page is not None:
+        write_load_page(outcome, page, VERSION)
+        outcome = replace(outcome, notes=(*outcome.notes, f"The page is {page}."))
+    return replace(outcome, picture=load_picture(outcome.details["runs"]))
 
 
 def _prepare_in_process(settings: Settings) -> Prepared:

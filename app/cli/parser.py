@@ -82,6 +82,7 @@ BENCHES: Mapping[str, BenchCommand] = {
             "--slo-itl-ms": None,
             "--against": None,
             "--rounds": 1,
+            "--report": None,
         },
     ),
     "compare": BenchCommand(
@@ -241,7 +242,7 @@ def _add_bench(benches: Any, name: str, bench: BenchCommand) -> None:
     )
     known = bench_flags()
     for flag, default in {"--json": None, **bench.flags}.items():
-        options = dict(known[flag])
+        options = dict(known.get(f"{name} {flag}") or known[flag])
         shown = default[0] if isinstance(default, tuple) else default
         text = options.pop("help") + ("" if default is None else f" (default {shown})")
         parser.add_argument(flag, default=default, help=text, **options)
@@ -307,6 +308,6 @@ def _describe_unknown(unknown: list[str], takes_files: bool) -> str:
     settings = [flag for row in setting_rows() for flag in (row.flag, row.off_flag) if flag]
     known = [*settings, *bench_flags(), *cost_flags(), *chat_flags(), *top_flags(), "--help", "--yes"]
     near = difflib.get_close_matches(
-        flag, [one for one in known if one != flag], n=1
+        flag, [one for one in known if one.startswith("--") and one != flag], n=1
     )  # exclude the flag itself: it may belong to another command
     return f"there is no flag {flag}." + (f" Did you mean {near[0]}?" if near else "")
