@@ -38,7 +38,7 @@ def _table(measure: LatencyMeasure, all_series: Sequence[LoadSeries]) -> Table:
             series.label,
             format_number(1e3 * statistics.median(series.seconds)),
             draw_distribution(series, bounds),
-            draw_course(series, most),
+            draw_over_time(series, most),
         )
     return table
 
@@ -53,7 +53,7 @@ def draw_distribution(series: LoadSeries, bounds: tuple[float, float]) -> str:
     return "".join(_bar(count / max(counts)) for count in counts)
 
 
-def draw_course(series: LoadSeries, most: float) -> str:
+def draw_over_time(series: LoadSeries, most: float) -> str:
     """Return the median latency of each part of the run as bars from zero to `most`; blank where nothing was due."""
     if len(series.seconds) < MIN_REQUESTS or most <= 0:
         return ""

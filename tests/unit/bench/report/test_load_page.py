@@ -14,7 +14,7 @@ from rich.console import Console
 
 from app.bench.console import BenchOutcome, Figure, MeasurementFailed
 from app.bench.report.load_page import MAX_DOTS, check_page, render_load_page, write_load_page
-from app.bench.report.load_picture import draw_course, draw_distribution, load_picture
+from app.bench.report.load_picture import draw_over_time, draw_distribution, load_picture
 from app.bench.report.load_series import MEASURES, LoadSeries, load_series, log_bounds, log_place
 from app.cli.parser import parse_arguments
 
@@ -89,9 +89,9 @@ def test_the_picture() -> None:
 def test_bars() -> None:
     series = LoadSeries("", (0.0, 5.0, 10.0), (0.01, 0.01, 1.0))
     assert draw_distribution(series, (0.01, 1.0)) == "█" + " " * 30 + "▅"
-    assert draw_course(series, 1.0) == "▁" + " " * 11 + "▁" + " " * 10 + "█"
+    assert draw_over_time(series, 1.0) == "▁" + " " * 11 + "▁" + " " * 10 + "█"
     alone = LoadSeries("", (0.0,), (0.01,))
-    assert draw_distribution(alone, (0.01, 0.02)) == draw_course(alone, 0.01) == ""
+    assert draw_distribution(alone, (0.01, 0.02)) == draw_over_time(alone, 0.01) == ""
     assert len(printed([run("×1", [0.0])])) > 3, "a latency of nothing can be drawn"
 
 
