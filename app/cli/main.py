@@ -17,8 +17,9 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from app.cli.completion import completion_script
 from app.cli.models import list_models, pull_model, remove_models
-from app.cli.parser import given_settings, parse_arguments
+from app.cli.parser import given_settings, make_parser, parse_arguments
 from app.cli.progress import command_progress
 from app.cli.tables import PlanExplanation
 from app.errors import ArmatureError, PlanImpossible, SettingsInvalid, StartupError, UnknownArgument
@@ -192,6 +193,11 @@ def _top(arguments: Namespace) -> int:
     return run_top(_settings(arguments), arguments)
 
 
+def _completion(arguments: Namespace) -> int:
+    print(completion_script(make_parser(), arguments.shell), end="")
+    return 0
+
+
 COMMANDS: Mapping[str, Callable[[Namespace], int]] = {
     "serve": _serve,
     "probe": _probe,
@@ -199,6 +205,7 @@ COMMANDS: Mapping[str, Callable[[Namespace], int]] = {
     "calibrate": _calibrate,
     "bench": _bench,
     "chat": _chat,
+    "completion": _completion,
     "pull": _pull,
     "list": _list,
     "rm": _rm,

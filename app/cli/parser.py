@@ -15,6 +15,7 @@ from typing import Any
 
 from app.cli.bench_parser import bench_flags, cost_flags
 from app.cli.clients_parser import chat_flags, top_flags
+from app.cli.completion import SHELLS
 from app.cli.setting_rows import SettingRow, setting_rows
 from app.errors import UnknownArgument
 from app.settings import SETTING_GROUPS, Settings, flag_of
@@ -146,7 +147,7 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     """
     if argv is not None and not argv:
         raise UnknownArgument(FIRST_STEPS)
-    arguments, unknown = _parser().parse_known_args(argv)
+    arguments, unknown = make_parser().parse_known_args(argv)
     if unknown:
         command = " ".join(filter(None, (arguments.command, getattr(arguments, "bench", None))))
         complaint = _describe_unknown(unknown, hasattr(arguments, "results"))
@@ -164,7 +165,8 @@ def setting_flags(arguments: argparse.Namespace) -> tuple[str, ...]:
     return tuple(f"{flag_of(name)}={value}" for name, value in given_settings(arguments).items())
 
 
-def _parser() -> argparse.ArgumentParser:
+def make_parser() -> argparse.ArgumentParser:
+    """Return the parser of all commands."""
     parser = argparse.ArgumentParser(
         prog="armature", description="Serves small language models on ordinary processors.", allow_abbrev=False
     )
@@ -234,6 +236,10 @@ def _add_client_commands(commands: Any) -> None:
     top = _command(commands, "top", "show what a running server does now, in this terminal, until Ctrl-C")
     for flag, options in top_flags().items():
         top.add_argument(flag, **options)
+    script = _command(
+        commands, "completion", "print the script that completes this command's words in a shell", files="SHELL "
+    )
+    script.add_argument("shell", choices=SHELLS, metavar="SHELL", help=", ".join(SHELLS))
 
 
 def _add_bench(benches: Any, name: str, bench: BenchCommand) -> None:

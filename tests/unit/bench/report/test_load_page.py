@@ -14,7 +14,7 @@ from rich.console import Console
 
 from app.bench.console import BenchOutcome, Figure, MeasurementFailed
 from app.bench.report.load_page import MAX_DOTS, check_page, render_load_page, write_load_page
-from app.bench.report.load_picture import draw_over_time, draw_distribution, load_picture
+from app.bench.report.load_picture import draw_distribution, draw_over_time, load_picture
 from app.bench.report.load_series import MEASURES, LoadSeries, load_series, log_bounds, log_place
 from app.cli.parser import parse_arguments
 
