@@ -19,6 +19,7 @@ from app.cli.progress import command_progress
 from app.errors import SettingsInvalid
 from app.settings import Settings
 
+FIND_SECONDS = 2.0  # another program may have the port, and say nothing
 ANY_ADDRESS = {"0.0.0.0": "127.0.0.1", "::": "::1", "": "127.0.0.1"}
 
 
@@ -108,7 +109,7 @@ def connect(settings: Settings, arguments: Namespace) -> ServerConnection:
 def _running_server(server: ServerConnection) -> ServerConnection | None:
     """Return the server if an Armature is there. It gets no key before that is known."""
     try:
-        status, body = ServerConnection(server.url).get("/info")
+        status, body = ServerConnection(server.url).get("/info", FIND_SECONDS)
     except ServerRefused:
         return None
     found = parse_object(body.decode(errors="replace")) if status == 200 else None

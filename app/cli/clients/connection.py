@@ -43,13 +43,13 @@ class ServerConnection:
     url: str
     api_key: str | None = None
 
-    def get(self, path: str) -> tuple[int, bytes]:
-        """Return the status and the body, whatever the status.
+    def get(self, path: str, seconds: float = ANSWER_SECONDS) -> tuple[int, bytes]:
+        """Return the status and the body, whatever the status. The server has `seconds` for each part of its answer.
 
         Raises:
             ServerRefused: No answer arrived.
         """
-        with closing(self._send(self._connect(ANSWER_SECONDS), "GET", path, None)) as response:
+        with closing(self._send(self._connect(seconds), "GET", path, None)) as response:
             try:
                 return response.status, response.read()
             except (OSError, http.client.HTTPException) as error:

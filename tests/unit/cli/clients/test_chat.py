@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import io
+import socket
 from typing import Any
 
 import pytest
 
-from app.cli.clients import chat
+from app.cli.clients import chat, command
 from app.cli.clients.chat import AnswerPrinter, Chat
 from app.cli.clients.connection import ServerConnection, ServerRefused
 from app.cli.clients.conversation import Conversation, StreamedAnswer
@@ -115,6 +116,15 @@ def test_a_server_on_this_machine_is_found_and_gets_no_key_before(monkeypatch: p
         assert run(monkeypatch, "hi\n") == 0
     assert script.keys[0] is None
     assert set(script.keys[1:]) == {"Bearer mine"}
+
+
+def test_a_silent_program_at_the_port_is_no_server(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(command, "FIND_SECONDS", 0.01)
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        address = ServerConnection(f"http://127.0.0.1:{silent.getsockname()[1]}")
+        assert command._running_server(address) is None
+    with running(ScriptedServer({"/info": (200, "<html>")})) as script:
+        assert command._running_server(ServerConnection(script.url)) is None
 
 
 def test_a_conversation_goes_on(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
