@@ -187,7 +187,9 @@ def disk(findings: Findings, fleet: Fleet) -> None:
         "a pod that fills its disk is evicted and replaced", status.get("reason") == "Evicted",
         f"{status.get('reason')} after {took:.0f} s: {status.get('message')}", "Evicted",
     )  # fmt: skip
-    findings.check("meanwhile the other pod answers", bool(outcome.answers), outcome, "answers; its own requests are lost")
+    findings.check(
+        "meanwhile the other pod answers", bool(outcome.answers), outcome, "answers; its own requests are lost"
+    )
 
 
 def _gone(fleet: Fleet) -> None:
