@@ -1,4 +1,4 @@
-"""What is done to a running service: a rollout, pods deleted, killed and evicted, a drained node, and more load."""
+"""What is done to a running service: a rollout, pods deleted and killed, a drained node, and more load."""
 
 from __future__ import annotations
 
@@ -24,8 +24,6 @@ held = []
 while True:
     held.append(bytearray(64 << 20))
 """
-# More than the volume at /tmp may hold.
-FILL = "open('/tmp/full', 'wb').write(bytes(200 << 20))"
 
 
 def run(findings: Findings, fleet: Fleet) -> None:
@@ -36,7 +34,6 @@ def run(findings: Findings, fleet: Fleet) -> None:
         scraping(findings, fleet, prometheus)
         autoscaling(findings, fleet)
     memory(findings, fleet)
-    disk(findings, fleet)
 
 
 def seconds_between(earlier: str, later: str) -> float:
@@ -169,26 +166,6 @@ def memory(findings: Findings, fleet: Fleet) -> None:
         bool(outcome.answers),
         outcome,
         "answers; requests on the killed pod are lost",
-    )
-
-
-def disk(findings: Findings, fleet: Fleet) -> None:
-    """Fill a volume beyond its limit: the kubelet evicts the pod, and another takes its place."""
-    pod = fleet.ready()[0]["metadata"]["name"]
-
-    def evicted() -> None:
-        fleet.execute(pod, FILL)
-        wait(lambda: pod not in {each["metadata"]["name"] for each in fleet.ready()}, 180, f"{pod} was not evicted")
-        fleet.rolled_out()
-
-    outcome, took = under_load(fleet, evicted)
-    status = fleet.cluster.get("pod", pod, "-n", NAMESPACE)["status"]
-    findings.check(
-        "a pod that fills its disk is evicted and replaced", status.get("reason") == "Evicted",
-        f"{status.get('reason')} after {took:.0f} s: {status.get('message')}", "Evicted",
-    )  # fmt: skip
-    findings.check(
-        "meanwhile the other pod answers", bool(outcome.answers), outcome, "answers; its own requests are lost"
     )
 
 
