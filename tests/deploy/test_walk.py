@@ -81,7 +81,7 @@ def test_both_pools_are_there_with_the_images_that_were_pushed(walked: tuple[Pat
         "buildx bake --push",
         "buildx build --push --platform linux/amd64,linux/arm64 --tag registry.example/you/my-model:1 --file - my-model",
         f"FROM registry.example/you/armature:{VERSION}",
-        "COPY . /model",
+        "COPY --chmod=755 . /model",
     ]
     assert '"${REGISTRY}armature:${VERSION}"' in (ROOT / "docker-bake.hcl").read_text(encoding="utf-8")
 

@@ -19,6 +19,7 @@ from external_tools import ROOT, run, tool
 from tools.proofs.cluster import part
 from tools.proofs.cluster.disturbances import seconds_between
 from tools.proofs.cluster.load import Outcome, ask
+from tools.proofs.cluster.namespaces import Lab, Unready
 from tools.proofs.cluster.programs import KUBERNETES, NEEDED, Missing, gather
 from tools.proofs.cluster.service import REPLICAS, SMALL, Fleet
 from tools.proofs.containers import Image
@@ -107,6 +108,16 @@ def test_an_outcome_names_its_failures() -> None:
 
 def test_times_of_kubernetes_are_subtracted() -> None:
     assert seconds_between("2026-11-24T00:00:58Z", "2026-11-24T00:01:03Z") == 5.0
+
+
+def test_a_program_that_has_ended_is_not_waited_for(tmp_path: Path) -> None:
+    program = tmp_path / "etcd"
+    program.write_text("#!/bin/sh\necho 'no such flag' >&2\nexit 3\n")
+    program.chmod(0o755)
+    lab = Lab(tmp_path, tmp_path)
+    lab.start("etcd", SimpleNamespace(command=lambda *words: list(words)), "etcd")
+    with pytest.raises(Unready, match="etcd ended with status 3: no such flag"):
+        lab.until(lambda: False, 600, "etcd")
 
 
 def test_what_is_missing_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

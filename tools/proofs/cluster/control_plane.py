@@ -123,6 +123,7 @@ class ControlPlane:
             "tls-private-key-file": keys / "server.key",
             "client-ca-file": keys / "ca.crt",
             "authorization-mode": "Node,RBAC",
+            "allow-privileged": "true",  # so that it is the namespace's pod security that refuses such a pod
             "enable-admission-plugins": "NodeRestriction",
             "service-cluster-ip-range": SERVICES,
             "service-account-issuer": "https://kubernetes.default.svc",
@@ -133,6 +134,7 @@ class ControlPlane:
             "kubelet-client-key": keys / "to-kubelet.key",
             "kubelet-preferred-address-types": "InternalIP",
             "requestheader-client-ca-file": keys / "ca.crt",
+            "requestheader-allowed-names": "front-proxy",
             "requestheader-username-headers": "X-Remote-User",
             "requestheader-group-headers": "X-Remote-Group",
             "requestheader-extra-headers-prefix": "X-Remote-Extra-",

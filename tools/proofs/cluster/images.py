@@ -35,7 +35,7 @@ def server(tag: str, into: Path) -> None:
 def model(checkpoint: Path, name: str, into: Path) -> str:
     """Save an image of this checkpoint alone, in the folder `name`. Returns its tag."""
     tag = f"{name}:1"
-    _build(checkpoint, f"FROM scratch\nCOPY . /{name}\n", tag)
+    _build(checkpoint, f"FROM scratch\nCOPY --chmod=755 . /{name}\n", tag)
     docker("save", tag, "-o", str(into), seconds=SECONDS)
     return tag
 

@@ -22,7 +22,7 @@ from typing import Any
 from tools.proofs.cluster.namespaces import Place
 
 ROOT = Path(__file__).resolve().parents[3]
-TIMEOUT_SECONDS = 120.0
+TIMEOUT_SECONDS = 60.0
 PAUSE_SECONDS = 0.05  # after a failure, so that a refused client does not count thousands
 MAX_TOKENS = 24
 

@@ -30,10 +30,9 @@ class Place:
     @classmethod
     def open(cls, name: str, mounts: bool = False) -> Place:
         flags = ["--net", *(["--mount", "--propagation=private"] if mounts else [])]
-        own = {Path(f"/proc/self/ns/{each}").readlink() for each in ("net", "mnt")}
         holder = subprocess.Popen(["unshare", *flags, "sleep", "infinity"], start_new_session=True)
-        last = "mnt" if mounts else "net"
-        wait(lambda: Path(f"/proc/{holder.pid}/ns/{last}").readlink() not in own, 10, f"no namespace for {name}")
+        # Not before unshare has ended: until then what is mounted there would be mounted on the machine too.
+        wait(lambda: Path(f"/proc/{holder.pid}/comm").read_text() == "sleep\n", 10, f"no namespace for {name}")
         return cls(name, holder, mounts)
 
     def command(self, *words: str) -> list[str]:
@@ -80,9 +79,12 @@ class Lab:
         self.processes.append((name, process))
 
     def until(self, ready: Callable[[], bool], seconds: float, name: str) -> None:
-        """Wait until `ready`. Raises `Unready` with the last lines of that program's log."""
+        """Wait until `ready`. Raises `Unready` with the last lines of that program's log, at once if it has ended."""
+        (process,) = (process for each, process in self.processes if each == name)
         try:
-            wait(ready, seconds, f"{name} was not ready after {seconds:g} s")
+            wait(lambda: process.poll() is not None or ready(), seconds, f"{name} was not ready after {seconds:g} s")
+            if process.poll() is not None:
+                raise TimeoutError(f"{name} ended with status {process.returncode}")
         except TimeoutError as error:
             log = (self.folder / "logs" / name).read_text(errors="replace").splitlines()[-5:]
             raise Unready(f"{error}: {' / '.join(log)}") from error
