@@ -55,7 +55,7 @@ def install(venv: Path, kind: str) -> None:
     """Create the environment if needed, install the pins and the project, and write a stamp for make."""
     python = make_venv(venv)
     requirement, options, reason = choose_torch(
-        platform.system(), platform.machine(), has_nvidia_gpu(), cpu_index_answers
+        platform.system(), platform.machine(), has_nvidia_gpu(), cpu_index_answers, lambda: pip_finds(python, TORCH_CPU)
     )
     print(f"{requirement}: {reason}.", flush=True)
     print(f"Installing what {kind} needs into {venv} ...", flush=True)
@@ -103,8 +103,18 @@ def make_venv(venv: Path) -> Path:
     return python
 
 
-def choose_torch(system: str, machine: str, gpu: bool, index_answers: Callable[[], bool]) -> tuple[str, list[str], str]:
-    """Return torch's requirement, pip options and the reason. `index_answers` is called only if the answer matters."""
+def choose_torch(
+    system: str,
+    machine: str,
+    gpu: bool,
+    index_answers: Callable[[], bool],
+    has_cpu_build: Callable[[], bool] = lambda: False,
+) -> tuple[str, list[str], str]:
+    """Return torch's requirement, pip options and the reason.
+
+    `index_answers` and `has_cpu_build`, which looks where pip is configured to look, are called only if the answer
+    matters.
+    """
     arm_linux = system == "Linux" and machine in ("aarch64", "arm64")
     if system == "Darwin":
         if machine != "arm64":
@@ -114,9 +124,18 @@ def choose_torch(system: str, machine: str, gpu: bool, index_answers: Callable[[
         return TORCH, [], "there is an NVIDIA GPU, and PyPI has the CUDA build"
     if index_answers():
         return TORCH_CPU, ["--extra-index-url", CPU_INDEX], f"no NVIDIA GPU here, and {CPU_INDEX} has the CPU build"
+    # By name, because pip prefers a wheel whose hash an index names, PyPI's CUDA build, to a file in a local folder.
+    if has_cpu_build():
+        return TORCH_CPU, [], f"{CPU_INDEX} does not answer; what pip is configured with has the CPU build"
     if arm_linux:
         return TORCH_ARM_LINUX, [], f"{CPU_INDEX} does not answer; this is the last CPU build for 64-bit Arm on PyPI"
     return TORCH, [], f"{CPU_INDEX} does not answer; pip uses its own configuration"
+
+
+def pip_finds(python: Path, requirement: str) -> bool:
+    """Return True if pip, as it is configured, has a wheel for the requirement, or it is installed."""
+    command = [python, "-m", "pip", "install", "-q", "--dry-run", "--no-deps", "--only-binary=:all:", requirement]
+    return subprocess.run(command, capture_output=True, check=False).returncode == 0
 
 
 def build_tools() -> list[str]:

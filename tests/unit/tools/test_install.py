@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 import tomllib
+import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +38,28 @@ def test_each_machine_gets_its_build(
     machine: tuple[str, str], gpu: bool, index: Any, requirement: str, options: list[str]
 ) -> None:
     assert install.choose_torch(*machine, gpu, index)[:2] == (requirement, options)
+
+
+def test_a_cpu_build_in_a_local_folder_is_asked_for_by_name() -> None:
+    """Both builds have allowed hashes, and pip takes the one whose hash an index names: gigabytes of CUDA."""
+    machine = ("Linux", "x86_64", False)
+    assert install.choose_torch(*machine, lambda: False, lambda: True)[:2] == (install.TORCH_CPU, [])
+    assert install.choose_torch(*machine, lambda: False, lambda: False)[:2] == (install.TORCH, [])
+    assert install.choose_torch("Linux", "x86_64", True, never, never)[0] == install.TORCH
+
+
+@pytest.mark.parametrize(("requirement", "found"), [("a==1", True), ("a==2", False)])
+def test_pip_finds_what_its_configuration_has(
+    requirement: str, found: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = "a-1.dist-info"
+    with zipfile.ZipFile(tmp_path / "a-1-py3-none-any.whl", "w") as wheel:
+        wheel.writestr(f"{folder}/METADATA", "Metadata-Version: 2.1\nName: a\nVersion: 1\n")
+        wheel.writestr(f"{folder}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
+        wheel.writestr(f"{folder}/RECORD", "")
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    monkeypatch.setenv("PIP_FIND_LINKS", str(tmp_path))
+    assert install.pip_finds(Path(sys.executable), requirement) == found
 
 
 def test_an_intel_mac_is_refused_with_a_reason() -> None:
