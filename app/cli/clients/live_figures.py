@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from app.cli.clients.connection import ServerConnection, ServerRefused
-from app.cli.clients.samples import MetricSamples, parse_samples
 from app.hardware.decision import format_bytes
+from app.metrics.samples import MetricSamples, parse_samples
 
 MAX_POINTS = 60
 MAX_SLOW_STEPS = 10

@@ -12,9 +12,9 @@ import pytest
 from app.cli.clients import live_figures
 from app.cli.clients.connection import ServerConnection, ServerRefused
 from app.cli.clients.live_figures import CAUSES, LiveFigures, format_seconds, open_figures
-from app.cli.clients.samples import parse_samples
 from app.cli.clients.top import draw_line, show_figures
 from app.cli.main import main
+from app.metrics.samples import parse_samples
 from app.metrics.stats import Cause
 from scripted_http import ScriptedServer, running
 

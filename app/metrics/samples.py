@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import math
-import re
 from dataclasses import dataclass
 
-_LINE = re.compile(r"^([a-zA-Z_:][\w:]*)(?:\{(.*)\})? (\S+)")
-_LABEL = re.compile(r'(\w+)="((?:[^"\\]|\\.)*)"')
+from prometheus_client.parser import text_string_to_metric_families
+
 _PREFIX = "armature_"
 
 Labels = dict[str, str]
@@ -32,9 +31,8 @@ class MetricSamples:
 def parse_samples(text: str) -> MetricSamples:
     """Return the samples of a text in Prometheus' format."""
     found: dict[str, list[tuple[Labels, float]]] = {}
-    for line in text.splitlines():
-        match = _LINE.match(line)
-        if match and not match[1].endswith("_bucket"):
-            labels = dict(_LABEL.findall(match[2] or ""))
-            found.setdefault(match[1], []).append((labels, float(match[3])))
+    for family in text_string_to_metric_families(text):
+        for sample in family.samples:
+            if not sample.name.endswith("_bucket"):
+                found.setdefault(sample.name, []).append((sample.labels, sample.value))
     return MetricSamples(found)
