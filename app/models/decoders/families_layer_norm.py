@@ -21,6 +21,13 @@ _GPT_TOP = {"wte": "model.embed_tokens", "wpe": "model.embed_positions", "ln_f":
 _GPT_NORMS = {"ln_1": "input_layernorm", "ln_2": "post_attention_layernorm"}
 _FC_MLP = {"mlp.c_fc": "mlp.up_proj", "mlp.c_proj": "mlp.down_proj"}
 _NEOX_MLP = {"mlp.dense_h_to_4h": "mlp.up_proj", "mlp.dense_4h_to_h": "mlp.down_proj"}
+_FALCON_LAYER = {
+    "self_attention.query_key_value": "self_attn.qkv_proj",
+    "self_attention.dense": "self_attn.o_proj",
+    "input_layernorm": "input_layernorm",
+    "post_attention_layernorm": "post_attention_layernorm",
+    **_NEOX_MLP,
+}
 _QKV = ("q_proj", "k_proj", "v_proj")
 
 LAYER_NORM_FAMILIES: Mapping[str, DecoderFamily] = {
@@ -65,15 +72,7 @@ LAYER_NORM_FAMILIES: Mapping[str, DecoderFamily] = {
             "ln_f": "model.norm",
             **layer_names(
                 "h",
-                {
-                    "self_attention.query_key_value": "self_attn.qkv_proj",
-                    "self_attention.dense": "self_attn.o_proj",
-                    "input_layernorm": "input_layernorm",
-                    "ln_attn": "input_layernorm",
-                    "post_attention_layernorm": "post_attention_layernorm",
-                    "ln_mlp": "post_attention_layernorm",
-                    **_NEOX_MLP,
-                },
+                {**_FALCON_LAYER, "ln_attn": "input_layernorm", "ln_mlp": "post_attention_layernorm"},
             ),
         },
     ),
@@ -99,16 +98,7 @@ LAYER_NORM_FAMILIES: Mapping[str, DecoderFamily] = {
             "word_embeddings": "model.embed_tokens",
             "word_embeddings_layernorm": "model.embed_norm",
             "ln_f": "model.norm",
-            **layer_names(
-                "h",
-                {
-                    "self_attention.query_key_value": "self_attn.qkv_proj",
-                    "self_attention.dense": "self_attn.o_proj",
-                    "input_layernorm": "input_layernorm",
-                    "post_attention_layernorm": "post_attention_layernorm",
-                    **_NEOX_MLP,
-                },
-            ),
+            **layer_names("h", _FALCON_LAYER),
         },
     ),
     "MptForCausalLM": DecoderFamily(
