@@ -217,9 +217,8 @@ class CompletionFormat:
         top: dict[str, float] = (
             {name: own} if self.shown.names_ids else {}
         )  # vLLM's clients take the first as the token
-        for other in _likeliest(
-            score, num_top
-        ):  # parts of characters have the same text; the likeliest one stands for all
+        # Parts of characters have the same text; the likeliest one stands for all.
+        for other in _likeliest(score, num_top):
             top.setdefault(_token_name(other, self.shown.names_ids), _finite_logprob(other.logprob))
         lists["token_logprobs"].append(own)
         lists["top_logprobs"].append(top or {name: own})

@@ -112,8 +112,8 @@ class DecoderDriver:
 class ProductCosts:
     """Cost of all matrix products of a model.
 
-    `num_bytes` is the size of the weights that one token reads. Operations are multiply-adds times two: per token for the inner layers,
-    and per row of logits for the output layer.
+    `num_bytes` is the size of the weights that one token reads. Operations are multiply-adds times two: per token for
+    the inner layers, and per row of logits for the output layer.
     """
 
     num_bytes: int
@@ -140,7 +140,7 @@ def product_costs(model: torch.nn.Module, vocab_size: int, cache_bytes: int) -> 
         cache_bytes: Size of the machine's largest cache.
     """
     layers = [layer for layer in model.modules() if isinstance(layer, Linear)]
-    passed = {  # the share of an expert's tokens
+    shares = {  # of all tokens, that an expert's products get
         id(layer): mixture.routing.top_k / mixture.routing.num_experts
         for mixture in model.modules()
         if isinstance(mixture, MixtureOfExperts)
@@ -150,10 +150,10 @@ def product_costs(model: torch.nn.Module, vocab_size: int, cache_bytes: int) -> 
     inner = [layer for layer in layers if layer.out_features != vocab_size]
     return ProductCosts(
         num_bytes=round(
-            sum({id(layer.form): passed.get(id(layer), 1.0) * _few_rows_bytes(layer.form) for layer in layers}.values())
+            sum({id(layer.form): shares.get(id(layer), 1.0) * _few_rows_bytes(layer.form) for layer in layers}.values())
         ),
         operations_per_token=2.0
-        * sum(passed.get(id(layer), 1.0) * layer.in_features * layer.out_features for layer in inner),
+        * sum(shares.get(id(layer), 1.0) * layer.in_features * layer.out_features for layer in inner),
         operations_per_logit_row=2.0 * sum(layer.in_features * layer.out_features for layer in output),
         cache_bytes=cache_bytes,
     )
