@@ -274,7 +274,7 @@ def kept_layer_bytes(config: ModelConfig, precision: str, kept: KeptLayers) -> i
 # to 1/254 of a group's largest, 4 to 16 times finer than they do.
 STORED_FORMS: Mapping[str, str] = {
     "Q4_0": "int4/32", "Q4_1": "int4/32 with zero points", "Q4_K": "int4/32 with zero points",
-    **dict.fromkeys(("Q8_0", "Q5_0", "Q5_1", "Q5_K", "Q6_K"), "int8/32"),
+    **dict.fromkeys(("Q8_0", "Q5_0", "Q5_1", "Q5_K", "Q6_K", "MXFP4"), "int8/32"),
 }  # fmt: skip
 
 

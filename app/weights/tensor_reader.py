@@ -25,7 +25,7 @@ from app.errors import CheckpointInvalid, PlanImpossible
 from app.kernels.linear.layout import PANEL_OUTPUTS
 from app.kernels.linear.quantization import Int4Weight, Int8Weight
 from app.kernels.linear.torchao_linear import dequantize_rows
-from app.weights.gguf.blocks import FOUR_BIT_CODES, dequantize_blocks
+from app.weights.gguf.blocks import EIGHT_BIT_CODES, FOUR_BIT_CODES, dequantize_blocks
 from app.weights.gguf.tensor_types import TYPES
 from app.weights.gguf.tensors import BlockEntry
 from app.weights.quantized.entries import PackedEntry
@@ -221,7 +221,14 @@ class TensorReader:
         """Return the codes of these rows in groups of 32 with BF16 scales; None if a form of these bits has none."""
         if isinstance(entry, PackedEntry):
             return held_codes(entry, rows, self.files.tensor, bits)
-        return self.four_bit_codes(entry, rows) if bits == 4 else None
+        return self.four_bit_codes(entry, rows) if bits == 4 else self._eight_bit_codes(entry, rows)
+
+    def _eight_bit_codes(self, entry: TensorEntry, rows: range) -> Int8Weight | None:
+        if not isinstance(entry, BlockEntry) or entry.kind not in EIGHT_BIT_CODES:
+            return None
+        found = EIGHT_BIT_CODES[entry.kind](self.files.blocks(entry, rows.start, rows.stop))
+        count = len(rows)
+        return Int8Weight(found.codes.view(count, -1), found.scales.to(torch.bfloat16).view(count, -1))
 
     def four_bit_codes(self, entry: TensorEntry, rows: range) -> Int4Weight | None:
         """Return the codes of these rows with BF16 scales; None if the file has none of four bits."""

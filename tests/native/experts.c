@@ -62,9 +62,39 @@ static void one_route(int64_t i) {
     free(logits), free(bias), free(found), free(ids);
 }
 
+/* A route by SCORE_SPARSEMIXER: the weight of an expert is its softmax over the near ones that are not yet taken. */
+static void one_mixed_route(void) {
+    const int64_t experts = between(2, 40), rows = between(1, 9), k = 2, stride = experts + below(3);
+    float *logits = room(rows * stride * 4), *found = room(rows * k * 4);
+    int64_t *ids = room(rows * k * 8);
+    for (int64_t n = 0; n < rows * stride; n++) logits[n] = number() * 4 - 1;
+    const route_arguments a = {
+        .logits = logits, .ids = ids, .weights = found, .stride = stride, .rows = rows, .experts = experts, .k = k,
+        .scoring = SCORE_SPARSEMIXER, .groups = 1, .best_groups = 1, .scale = 1.5, .jitter = 0.3,
+    };
+    run(OP_ROUTE, &a);
+    for (int64_t row = 0; row < rows; row++) {
+        const float *x = logits + row * stride;
+        int taken[64] = {0};
+        for (int64_t j = 0; j < k; j++) {
+            int64_t best = -1;
+            for (int64_t e = 0; e < experts; e++)
+                if (!taken[e] && (best < 0 || x[e] > x[best])) best = e;
+            double sum = 0;
+            for (int64_t e = 0; e < experts; e++)
+                if (!taken[e] && !((x[best] - x[e]) / fmaxf(fabsf(x[e]), x[best]) > 2 * 0.3f)) sum += exp((double)x[e] - x[best]);
+            if (ids[row * k + j] != best) failed("row %d: expert %d for %d", (int)row, (int)ids[row * k + j], (int)best);
+            if (!close_to(found[row * k + j], 1.5 / sum, 1e-5)) failed("row %d: weight %g for %g", (int)row, found[row * k + j], 1.5 / sum);
+            taken[best] = 1;
+        }
+    }
+    free(logits), free(found), free(ids);
+}
+
 int64_t routes(void) {
     for (int64_t i = 0; i < 60; i++) one_route(i);
-    return 60;
+    for (int64_t i = 0; i < 30; i++) one_mixed_route();
+    return 90;
 }
 
 /* ---- experts ---- */

@@ -37,6 +37,8 @@ FEATURES = {
     "youtu-queries": "latent attention without a short row of queries, interleaved rotation",
     "Lfm2ForCausalLM": "short convolutions",
     "GptOssForCausalLM": "sinks, experts with biases and clamped gates",
+    "phimoe-all-experts": "experts by sparsemixer, of which another one would change much, LayerNorm, biases",
+    "Ernie4_5_MoeForCausalLM": "experts with a bias of their selection, interleaved rotation",
     "BloomForCausalLM": "ALiBi, a norm of embeddings",
     "MptForCausalLM": "ALiBi, LayerNorm without biases",
 }

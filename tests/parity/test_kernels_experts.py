@@ -47,6 +47,25 @@ def test_routes_as_torch_does(level: str, scoring: Scoring, rating: GroupRating,
             torch.testing.assert_close(weights, expected, rtol=1e-5, atol=1e-7)
 
 
+@at_every_level
+def test_sparsemixer_routes_as_transformers_does(level: str) -> None:
+    from transformers.models.phimoe.modeling_phimoe import sparsemixer
+
+    generator = torch.Generator().manual_seed(4)
+    for count, jitter in ((5, 0.01), (16, 0.01), (16, 0.4), (60, 0.4)):
+        logits = torch.randn(33, count + 1, generator=generator)[:, :count]
+        logits[:3] -= 10  # all of them are negative
+        logits[3] = 0
+        routing = Routing(count, 2, "sparsemixer", renormalize=False, jitter=jitter)
+        expected, expected_ids = sparsemixer(logits, jitter, training=False)
+        with at_level(level):
+            ids, weights = route(logits, routing)
+        for found_ids, found in ((ids, weights), route_torch(logits, routing)):
+            assert torch.equal(found_ids, expected_ids)
+            torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-7)
+        assert jitter < 0.1 or bool((weights < 0.9).any()), "several logits are near"
+
+
 def test_equal_scores_select_the_lower_ids_and_nan_makes_nan() -> None:
     logits = torch.zeros(2, 6)
     logits[1, 2] = torch.nan

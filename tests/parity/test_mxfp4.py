@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
+import gguf
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -14,7 +17,7 @@ from app.weights.checkpoint import open_checkpoint
 from app.weights.quantized.entries import PackedEntry
 from app.weights.tensor_reader import MappedFiles, TensorReader
 from loaded_models import load
-from mxfp4_files import GPT_OSS, drawn_mxfp4, mxfp4_values, write_mxfp4
+from mxfp4_files import GPT_OSS, drawn_mxfp4, gguf_blocks, mxfp4_values, write_mxfp4, write_mxfp4_gguf
 from reference_attention import PlainAttend, context_of
 from tools.measure.families import expected_logits, prompt_of
 
@@ -74,3 +77,43 @@ def test_kept_codes_give_the_logits_of_their_values(written: tuple[Path, Path]) 
     expected = expected_logits(exact, GPT_OSS, prompt_of(24))
     assert (logits(packed, "int8") - expected).norm() < 0.1 * expected.norm()
     assert torch.equal(logits(packed, "bfloat16"), logits(exact, "bfloat16"))
+
+
+@pytest.fixture(scope="module")
+def file(written: tuple[Path, Path]) -> Path:
+    return write_mxfp4_gguf(written[0], written[0].with_name("tiny.gguf"))
+
+
+def test_the_blocks_of_gguf_have_the_same_values() -> None:
+    blocks, scales = drawn_mxfp4(3, 40, 96)
+    theirs = gguf.quants.dequantize(gguf_blocks(blocks, scales), gguf.GGMLQuantizationType.MXFP4)
+    assert np.array_equal(theirs, mxfp4_values(blocks, scales).numpy())
+
+
+def test_a_gguf_file_is_the_same_model(written: tuple[Path, Path], file: Path) -> None:
+    ours, packed = open_checkpoint(file), open_checkpoint(written[0])
+    assert ours.tensors.keys() == packed.tensors.keys()
+    first, second = MappedFiles(), MappedFiles()
+    for name, entry in ours.tensors.items():
+        assert torch.equal(first.tensor(entry).float(), second.tensor(packed.tensors[name]).float()), name
+    same = replace(ours.decoder, norm=packed.decoder.norm)  # the file has its epsilon in FP32
+    assert same == packed.decoder
+    assert ours.needs().codes_precision == "int8" and ours.needs().stored_quantization == "MXFP4"
+
+
+def test_a_gguf_file_gives_the_same_logits(written: tuple[Path, Path], file: Path) -> None:
+    torch.testing.assert_close(logits(file), logits(written[0]), atol=1e-5, rtol=0.0)
+
+
+@pytest.mark.skipif(not has_kernel(OpCode.LINEAR_INT), reason="integer forms need the native library")
+def test_codes_of_a_gguf_file_are_kept(written: tuple[Path, Path], file: Path) -> None:
+    """Codes and scales have the bits of the safetensors file, and are those that the model multiplies."""
+    theirs, ours = TensorReader(open_checkpoint(written[0]).tensors), TensorReader(open_checkpoint(file).tensors)
+    experts = load(file, "int8").layers[1].mlp.experts
+    for product in ("gate_proj", "up_proj", "down_proj"):
+        name = f"model.layers.1.mlp.experts.2.{product}.weight"
+        found, expected = (one.stored_codes(one.tensors[name], range(5, 38), 8) for one in (ours, theirs))
+        assert found is not None and expected is not None
+        assert torch.equal(found.codes, expected.codes) and torch.equal(found.scales, expected.scales)
+        if product == "down_proj":
+            assert torch.equal(experts[2].down.form.dequantised(), MappedFiles().tensor(ours.tensors[name]))

@@ -120,6 +120,8 @@ _DEEPSEEK = {
     "moe_intermediate_size": 24,
     "n_shared_experts": 2,
 }
+_PHIMOE = {**_NO_HEAD_DIM, "num_local_experts": 6, "num_experts_per_tok": 2}
+_ERNIE = {**_NO_HEAD_DIM, "moe_num_experts": 6, "moe_k": 3, "moe_intermediate_size": 24, "moe_num_shared_experts": 2}
 _YARN = {
     "rope_type": "yarn",
     "factor": 4.0,
@@ -196,6 +198,8 @@ SERVED: Mapping[str, dict[str, Any]] = {
     "NemotronForCausalLM": {**TINY, "attention_bias": True, "mlp_bias": True},
     "Jais2ForCausalLM": TINY,
     "MixtralForCausalLM": {**TINY, "num_local_experts": 5, "num_experts_per_tok": 2},
+    "PhimoeForCausalLM": {**_PHIMOE, "attention_bias": True, "lm_head_bias": True},
+    "Ernie4_5_MoeForCausalLM": {**_ERNIE, "moe_norm_min": 1e-12},
     "Qwen2MoeForCausalLM": {**_NO_HEAD_DIM, **_EXPERTS, "shared_expert_intermediate_size": 40},
     "Qwen3MoeForCausalLM": {**TINY, **_EXPERTS},
     "OlmoeForCausalLM": {**_NO_HEAD_DIM, "num_experts": 6, "num_experts_per_tok": 2},
@@ -216,8 +220,7 @@ NOT_SERVED = (
     *("FalconH1ForCausalLM", "MambaForCausalLM", "Mamba2ForCausalLM"),
     *("JambaForCausalLM", "DeepseekV32ForCausalLM"),
     *("BitNetForCausalLM", "RwkvForCausalLM", "T5ForConditionalGeneration", "BartForConditionalGeneration"),
-    *("WhisperForConditionalGeneration", "PhimoeForCausalLM", "Ernie4_5_MoeForCausalLM"),
-    *("Qwen3VLForConditionalGeneration",),
+    *("WhisperForConditionalGeneration", "Qwen3VLForConditionalGeneration"),
 )
 TOLERANCE = 2e-4  # of logits of a standard deviation near 1: the order of sums differs, nothing else does
 # Further forms of these families.
@@ -295,6 +298,38 @@ VARIANTS: Mapping[str, tuple[str, dict[str, Any]]] = {
             "v_head_dim": 16,
             "rope_interleave": False,
             "rms_norm_eps": 0.05,
+        },
+    ),
+    "phimoe-longrope": (
+        "PhimoeForCausalLM",
+        {
+            **_PHIMOE,
+            **_WINDOW,
+            "router_jitter_noise": 0.3,
+            "rope_parameters": {
+                "rope_type": "longrope",
+                "rope_theta": 5000.0,
+                "short_factor": [1.0, 1.5, 2.0, 3.0],
+                "long_factor": [1.0, 2.0, 4.0, 8.0],
+                "short_mscale": 1.2,
+                "long_mscale": 1.3,
+                "original_max_position_embeddings": 256,
+            },
+        },
+    ),
+    "phimoe-all-experts": (
+        "PhimoeForCausalLM",
+        {**_PHIMOE, "num_local_experts": 2, "attention_bias": True, "lm_head_bias": True},
+    ),
+    "ernie-layers": (
+        "Ernie4_5_MoeForCausalLM",
+        {
+            **_ERNIE,
+            "num_hidden_layers": 6,
+            "moe_layer_interval": 2,
+            "moe_layer_end_index": 3,
+            "moe_num_shared_experts": 0,
+            "tie_word_embeddings": False,
         },
     ),
     "glm-biases": ("GlmForCausalLM", {**TINY, "attention_bias": False}),

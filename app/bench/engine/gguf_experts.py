@@ -9,11 +9,12 @@ from typing import Any
 from app.errors import CheckpointInvalid
 from app.models.decoders.config import ModelConfig
 from app.models.decoders.layer_config import ExpertsConfig
-from app.weights.gguf.experts import MERGED_NAMES, RENORMALIZES, SELECTION_BIAS, SIGMOID, SOFTMAX
+from app.weights.gguf.experts import MERGED_NAMES, RENORMALIZES, SIGMOID, SOFTMAX, WHOLE_NAMES
 
 _EXPERT = re.compile(r"model\.layers\.(\d+)\.mlp\.experts\.(\d+)\.(\w+)\.weight")
 _MERGED = {parts[0]: merged for merged, parts in MERGED_NAMES.items() if len(parts) == 1}
-_SELECTION_BIAS = re.compile(rf"model\.layers\.(\d+)\.{re.escape(SELECTION_BIAS[1])}")
+_WHOLE_NAMES = {ours: theirs for theirs, ours in WHOLE_NAMES.items()}
+_IN_LAYER = re.compile(r"model\.layers\.(\d+)\.(.+)")
 
 
 def require_experts(config: ModelConfig, model_type: str) -> None:
@@ -73,9 +74,9 @@ def write_expert_values(writer: Any, config: ModelConfig) -> None:
 
 def merged_name(name: str) -> str | None:
     """Return the GGUF name of the tensor that an expert's weight, or the bias of the selection, is in."""
-    expert, bias = _EXPERT.fullmatch(name), _SELECTION_BIAS.fullmatch(name)
-    if bias is not None:
-        return f"blk.{bias[1]}.{SELECTION_BIAS[0]}"
+    expert, part = _EXPERT.fullmatch(name), _IN_LAYER.fullmatch(name)
+    if part is not None and part[2] in _WHOLE_NAMES:
+        return f"blk.{part[1]}.{_WHOLE_NAMES[part[2]]}"
     return None if expert is None else f"blk.{expert[1]}.{_MERGED[expert[3]]}.weight"
 
 

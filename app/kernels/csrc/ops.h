@@ -300,7 +300,7 @@ typedef struct {
 } lora_arguments;
 
 /* How a score follows from the router's logits of a row. */
-enum { SCORE_SOFTMAX, SCORE_SIGMOID };
+enum { SCORE_SOFTMAX, SCORE_SIGMOID, SCORE_SPARSEMIXER };
 
 /* How a group of experts is rated: not at all, by its best score, or by the sum of its two best. */
 enum { GROUPS_ALL, GROUPS_BY_BEST, GROUPS_BY_TWO };
@@ -311,13 +311,14 @@ enum { GROUPS_ALL, GROUPS_BY_BEST, GROUPS_BY_TWO };
  * weights [rows, k]: scores, divided by their sum plus `epsilon` if `renormalise`, times `scale`. logits [rows, experts]
  * fp32 (row stride in elements). `bias` [experts], if given, is added to the scores for the selection only. With
  * `groups` > 1 experts are selected from the `best_groups` of these groups, which are rated as `rating` says. A row with
- * a NaN has weights that are NaN. At most MOST_EXPERTS experts. */
+ * a NaN has weights that are NaN. At most MOST_EXPERTS experts. SCORE_SPARSEMIXER: the weight of an expert is its softmax
+ * over those that are not yet taken and whose logit x is near: (best - x) / max(|x|, best) <= 2 jitter, times `scale`. */
 typedef struct {
     const float *logits, *bias;
     int64_t *ids;
     float *weights;
     int64_t stride, rows, experts, k, scoring, renormalise, groups, best_groups, rating;
-    double scale, epsilon;
+    double scale, epsilon, jitter;
 } route_arguments;
 
 /* One product of all experts: their packed weights [outputs, inputs] and, if given, biases [outputs] fp32. `form` 4 or 8:

@@ -52,6 +52,27 @@ INLINE void keep_best_groups(const route_arguments *a, const float *rated, uint8
     for (int64_t i = 0; i < a->experts; i++) taken[i] = !kept[i / size];
 }
 
+/* Route a row by SCORE_SPARSEMIXER. */
+static void mix_row(const route_arguments *a, int64_t row) {
+    const float *logits = a->logits + row * a->stride;
+    float near[MOST_EXPERTS + LANES] __attribute__((aligned(64)));
+    uint8_t taken[MOST_EXPERTS] = {0};
+    for (int64_t j = 0; j < a->k; j++) {
+        const int64_t id = best_of(logits, taken, a->experts);
+        const float best = logits[id];
+        for (int64_t i = 0; i < a->experts; i++) {
+            const float size = fabsf(logits[i]), far = (best - logits[i]) / (size > best ? size : best);
+            near[i] = taken[i] || far > 2 * (float)a->jitter ? -INFINITY : logits[i] - best;
+        }
+        for (int64_t i = a->experts; i < a->experts + LANES; i++) near[i] = -INFINITY;
+        vf sum = vf_all(0);
+        for (int64_t i = 0; i < a->experts; i += LANES) sum += vf_exp(vf_load(near + i));
+        taken[id] = 1;
+        a->ids[row * a->k + j] = id;
+        a->weights[row * a->k + j] = (float)a->scale / vf_sum(sum);
+    }
+}
+
 static void route_row(const route_arguments *a, int64_t row) {
     float scores[MOST_EXPERTS + LANES] __attribute__((aligned(64))), rated[MOST_EXPERTS], total = 0;
     uint8_t taken[MOST_EXPERTS] = {0};
@@ -72,7 +93,11 @@ static void route_row(const route_arguments *a, int64_t row) {
 static void route(const void *arguments) {
     const route_arguments *a = arguments;
 #pragma omp for schedule(static)
-    for (int64_t row = 0; row < a->rows; row++) route_row(a, row);
+    for (int64_t row = 0; row < a->rows; row++)
+        if (a->scoring == SCORE_SPARSEMIXER)
+            mix_row(a, row);
+        else
+            route_row(a, row);
 }
 
 #endif

@@ -15,7 +15,7 @@ from app.kernels.native.arguments import OpCode, RouteArguments
 from app.kernels.native.memory import empty
 from app.kernels.native.operations import has_kernel, run_operation
 
-_SCORING: Mapping[Scoring, int] = {"softmax": 0, "sigmoid": 1}
+_SCORING: Mapping[Scoring, int] = {"softmax": 0, "sigmoid": 1, "sparsemixer": 2}
 _RATINGS: Mapping[GroupRating, int] = {"best": 1, "two best": 2}
 
 
@@ -37,7 +37,7 @@ def route(logits: Tensor, routing: Routing, bias: Tensor | None = None) -> tuple
     groups = (routing.num_groups, routing.top_groups, _RATINGS[routing.group_rating] if routing.num_groups > 1 else 0)
     sizes = (logits.stride(0), rows, routing.num_experts, k, _SCORING[routing.scoring], routing.renormalize, *groups)
     run_operation(
-        RouteArguments(*addresses, *sizes, routing.scale, routing.epsilon),
+        RouteArguments(*addresses, *sizes, routing.scale, routing.epsilon, routing.jitter),
         OpCode.ROUTE,
         64 * rows * routing.num_experts,
     )
@@ -47,6 +47,8 @@ def route(logits: Tensor, routing: Routing, bias: Tensor | None = None) -> tuple
 def route_torch(logits: Tensor, routing: Routing, bias: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """Return each row's experts and weights by torch."""
     logits = logits[:, : routing.num_experts].float()
+    if routing.scoring == "sparsemixer":
+        return _sparsemixer(logits, routing)
     scores = logits.softmax(-1) if routing.scoring == "softmax" else logits.sigmoid()
     rated = scores if bias is None else scores + bias
     if routing.num_groups > 1:
@@ -61,6 +63,18 @@ def route_torch(logits: Tensor, routing: Routing, bias: Tensor | None = None) ->
     if routing.renormalize:
         weights = weights / (weights.sum(-1, keepdim=True) + routing.epsilon)
     return ids, weights * routing.scale
+
+
+def _sparsemixer(logits: Tensor, routing: Routing) -> tuple[Tensor, Tensor]:
+    left, ids, weights = logits.clone(), [], []
+    for _ in range(routing.top_k):
+        selected = _best(left, 1)
+        best = left.gather(1, selected)
+        is_far = (best - logits) / torch.maximum(logits.abs(), best) > 2 * routing.jitter
+        weights.append(left.masked_fill(is_far, -torch.inf).softmax(-1).gather(1, selected))
+        ids.append(selected)
+        left.scatter_(1, selected, -torch.inf)
+    return torch.cat(ids, 1), torch.cat(weights, 1) * routing.scale
 
 
 def _best(values: Tensor, count: int) -> Tensor:

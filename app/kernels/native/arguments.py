@@ -339,7 +339,7 @@ class RouteArguments(ctypes.Structure):
         *((name, _ADDRESS) for name in ("logits", "bias", "ids", "weights")),
         *((name, _INT) for name in ("stride", "rows", "experts", "k", "scoring", "renormalise", "groups")),
         *((name, _INT) for name in ("best_groups", "rating")),
-        *((name, _FLOAT) for name in ("scale", "epsilon")),
+        *((name, _FLOAT) for name in ("scale", "epsilon", "jitter")),
     )
 
 

@@ -64,6 +64,15 @@ def mixtral(config: ConfigReader, fields: Fields) -> Fields:
     return _checked(config, ExpertsConfig(routing, fields["intermediate_size"], _everywhere(fields)))
 
 
+def phimoe(config: ConfigReader, fields: Fields) -> Fields:
+    """Read the experts of Phi-3.5-MoE, of which its router always selects two, and the bias of the logits."""
+    refuse(config, "num_experts_per_tok", 2, "another number of experts of each token than two")
+    jitter = config.number("router_jitter_noise", 0.01)
+    routing = Routing(config.integer("num_local_experts", 16), 2, "sparsemixer", renormalize=False, jitter=jitter)
+    experts = ExpertsConfig(routing, fields["intermediate_size"], _everywhere(fields))
+    return {**_checked(config, experts), "logits_bias": config.boolean("lm_head_bias", False)}
+
+
 def granite_moe(config: ConfigReader, fields: Fields) -> Fields:
     """Read the experts of Granite: a softmax over the logits of the selected ones gives their weights."""
     return {**granite(config, fields), **mixtral(config, fields)}
@@ -132,6 +141,28 @@ def _experts_after(config: ConfigReader, fields: Fields, dense: int) -> tuple[bo
     """Return which layers have experts: those after some dense layers."""
     first = config.integer("first_k_dense_replace", dense, at_least=0)
     return tuple(layer >= first for layer in range(fields["num_layers"]))
+
+
+def ernie_moe(config: ConfigReader, fields: Fields) -> Fields:
+    """Read the experts of Ernie 4.5, which are in every so many layers of a range of them."""
+    refuse(config, "use_bias", False, "a bias in products around experts that have none")
+    size = config.integer("moe_intermediate_size", 1536)
+    routing = Routing(
+        config.integer("moe_num_experts", 64),
+        config.integer("moe_k", 6),
+        epsilon=config.number("moe_norm_min", 1e-12),
+    )
+    count, step = fields["num_layers"], config.integer("moe_layer_interval", 1)
+    first, last = config.integer("moe_layer_start_index", 1, at_least=0), config.values.get("moe_layer_end_index", -1)
+    last = count - 1 if last in (-1, None) else config.integer("moe_layer_end_index", at_least=0)
+    experts = ExpertsConfig(
+        routing,
+        size,
+        tuple((layer + 1) % step == 0 and first <= layer <= last for layer in range(count)),
+        shared_size=size * config.integer("moe_num_shared_experts", 2, at_least=0),
+        selection_bias=True,
+    )
+    return _checked(config, experts)
 
 
 def glm4_moe(config: ConfigReader, fields: Fields) -> Fields:

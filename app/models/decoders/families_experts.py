@@ -8,7 +8,7 @@ from typing import Any
 from app.models.decoders import expert_values as experts
 from app.models.decoders import family_values as values
 from app.models.decoders.family import DecoderFamily
-from app.models.decoders.layer_config import HeadNormConfig
+from app.models.decoders.layer_config import HeadNormConfig, NormConfig
 
 _PER_HEAD = HeadNormConfig()
 
@@ -19,6 +19,7 @@ _LATENT: Mapping[str, Any] = {
     "parts": {".mlp.shared_experts.": ".mlp.shared_expert."},
     "has_more_layers": True,
 }
+_MIXTRAL = {"block_sparse_moe.": "mlp.", ".w1.": ".gate_proj.", ".w2.": ".down_proj.", ".w3.": ".up_proj."}
 
 EXPERT_FAMILIES: Mapping[str, DecoderFamily] = {
     "MixtralForCausalLM": DecoderFamily(
@@ -29,7 +30,29 @@ EXPERT_FAMILIES: Mapping[str, DecoderFamily] = {
         theta=1_000_000.0,
         slides=lambda config, layer: True,
         read=experts.mixtral,
-        parts={"block_sparse_moe.": "mlp.", ".w1.": ".gate_proj.", ".w2.": ".down_proj.", ".w3.": ".up_proj."},
+        parts=_MIXTRAL,
+    ),
+    "PhimoeForCausalLM": DecoderFamily(
+        model_type="phimoe",
+        title="Phi-3.5-MoE",
+        norm=NormConfig(kind="layer", has_bias=True),
+        eps=1e-5,
+        theta=1_000_000.0,
+        slides=lambda config, layer: True,
+        read=experts.phimoe,
+        parts=_MIXTRAL,
+    ),
+    "Ernie4_5_MoeForCausalLM": DecoderFamily(
+        model_type="ernie4_5_moe",
+        title="Ernie 4.5 with experts",
+        tie_embeddings=True,
+        attention_biases="none",
+        theta=500_000.0,
+        eps=1e-5,
+        interleaved=True,
+        read=experts.ernie_moe,
+        parts={".mlp.shared_experts.": ".mlp.shared_expert.", ".mlp.moe_statics.": ".mlp.gate."},
+        ignored=("model.mtp_",),
     ),
     "Qwen2MoeForCausalLM": DecoderFamily(
         model_type="qwen2_moe",

@@ -47,6 +47,8 @@ class RopeConfig:
     attention_factor: float | None = None  # yarn, longrope
     short_factor: tuple[float, ...] = ()  # longrope
     long_factor: tuple[float, ...] = ()
+    short_mscale: float | None = None  # longrope of Phi-3.5-MoE
+    long_mscale: float | None = None
 
 
 def parse_rope(
@@ -117,4 +119,6 @@ def _scaled(config: ConfigReader, section: ConfigReader, plain: RopeConfig) -> R
         attention_factor=section.optional_number("attention_factor"),
         short_factor=section.numbers("short_factor", half) if is_longrope else (),
         long_factor=section.numbers("long_factor", half) if is_longrope else (),
+        short_mscale=section.optional_number("short_mscale") if is_longrope else None,
+        long_mscale=section.optional_number("long_mscale") if is_longrope else None,
     )

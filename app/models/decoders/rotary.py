@@ -111,8 +111,10 @@ def _yarn_scale(rope: RopeConfig) -> float:
 def _longrope(rope: RopeConfig, max_model_len: int) -> tuple[Tensor, float]:
     """Divide each frequency by a separate factor, from one set for short contexts and one for long contexts."""
     original = rope.original_max_position_embeddings
-    factors = torch.tensor(rope.long_factor if max_model_len > original else rope.short_factor, device="cpu")
-    scale = rope.attention_factor
+    is_long = max_model_len > original
+    factors = torch.tensor(rope.long_factor if is_long else rope.short_factor, device="cpu")
+    scale = rope.long_mscale if is_long else rope.short_mscale
+    scale = rope.attention_factor if scale is None else scale
     if scale is None:
         scale = 1.0 if rope.factor <= 1.0 else math.sqrt(1 + math.log(rope.factor) / math.log(original))
     return _plain(rope) / factors, scale

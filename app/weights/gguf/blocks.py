@@ -12,6 +12,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from app.weights.quantized.values import E2M1
+
+_E2M1 = torch.tensor(E2M1, dtype=torch.int8)
+
 
 def _halves(blocks: Tensor, at: int) -> Tensor:
     """Return the FP16 number at a byte of each block as FP32 [blocks, 1]."""
@@ -50,6 +54,24 @@ class GroupCodes:
         centered = codes - 8 if self.minimums is None else codes
         products = centered * self.scales
         return (products if self.minimums is None else products + self.minimums).flatten(1)
+
+
+@dataclass(frozen=True, slots=True)
+class SignedCodes:
+    """Codes int8 [blocks, 32] with scales FP32 [blocks, 1]; a value is scale * code."""
+
+    codes: Tensor
+    scales: Tensor
+
+    def values(self) -> Tensor:
+        """Return the values, FP32 [blocks, 32]."""
+        return self.codes.float() * self.scales
+
+
+def _mxfp4(blocks: Tensor) -> SignedCodes:
+    """Return E2M1 values as doubled integers -12 to 12, and halved scales, which are powers of two."""
+    codes = _E2M1[_nibbles(blocks[:, 1:]).flatten(1).int()]
+    return SignedCodes(codes, torch.exp2(blocks[:, :1].double() - 128).float())
 
 
 def _q4_0(blocks: Tensor) -> GroupCodes:
@@ -107,6 +129,8 @@ def _q6_k(blocks: Tensor) -> Tensor:
 
 # Types whose values are four-bit codes in groups of 32.
 FOUR_BIT_CODES: Mapping[str, Callable[[Tensor], GroupCodes]] = {"Q4_0": _q4_0, "Q4_1": _q4_1, "Q4_K": _q4_k}
+# Types whose values are codes in groups of 32 that eight bits hold, and whose largest code is not 127.
+EIGHT_BIT_CODES: Mapping[str, Callable[[Tensor], SignedCodes]] = {"MXFP4": _mxfp4}
 DEQUANTIZE: Mapping[str, Callable[[Tensor], Tensor]] = {
     "F32": lambda blocks: blocks.view(torch.float32),
     "F16": lambda blocks: blocks.view(torch.float16),
@@ -116,6 +140,7 @@ DEQUANTIZE: Mapping[str, Callable[[Tensor], Tensor]] = {
     "Q5_1": _q5_1,
     "Q5_K": _q5_k,
     "Q6_K": _q6_k,
+    "MXFP4": lambda blocks: _mxfp4(blocks).values(),
 }
 
 

@@ -49,6 +49,7 @@ FAMILIES: Mapping[str, GgufFamily] = {
     "olmoe": GgufFamily("OlmoeForCausalLM", "olmoe", has_experts=True),
     "granitemoe": GgufFamily("GraniteMoeForCausalLM", "granitemoe", interleaves_heads=True, has_experts=True),
     "glm4moe": GgufFamily("Glm4MoeForCausalLM", "glm4_moe", has_experts=True),
+    "gpt-oss": GgufFamily("GptOssForCausalLM", "gpt_oss", has_experts=True),
 }
 # A file of the architecture `llama` that has experts.
 MIXTRAL = GgufFamily("MixtralForCausalLM", "mixtral", interleaves_heads=True, has_experts=True)
@@ -136,12 +137,14 @@ def config_values(model: GgufModel) -> dict[str, Any]:
         values |= expert_values(family.model_type, read)
     if family.model_type == "granitemoe":
         values |= _granite(read, head_dim)
+    if family.model_type == "gpt_oss":  # as it is published: without rounding YaRN's borders, as llama.cpp does
+        values["rope_scaling"] = {"rope_type": "default", **values.get("rope_scaling", {}), "truncate": False}
     return values
 
 
 def _windows(family: GgufFamily, read: ConfigReader) -> dict[str, Any]:
     window = read.integer("attention.sliding_window", 0, at_least=0)
-    if not window or not (family.is_gemma or family.model_type == "phi3"):
+    if not window or not (family.is_gemma or family.model_type in ("phi3", "gpt_oss")):
         return {"sliding_window": None, "use_sliding_window": False}
     return {"sliding_window": window}
 

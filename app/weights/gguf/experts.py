@@ -23,7 +23,11 @@ EXPERT_NAMES: Mapping[str, str] = {
     "ffn_down_shexp": "mlp.shared_expert.down_proj",
     "ffn_gate_inp_shexp": "mlp.shared_expert_gate",
 }
-SELECTION_BIAS = ("exp_probs_b.bias", "mlp.gate.e_score_correction_bias")
+# Tensors whose kind is part of our name.
+WHOLE_NAMES: Mapping[str, str] = {
+    "exp_probs_b.bias": "mlp.gate.e_score_correction_bias",
+    "attn_sinks.weight": "self_attn.sinks",
+}
 # Tensors of all experts, and the weights of one expert in them, one below the other.
 MERGED_NAMES: Mapping[str, tuple[str, ...]] = {
     "ffn_gate_exps": ("gate_proj",),
@@ -31,13 +35,14 @@ MERGED_NAMES: Mapping[str, tuple[str, ...]] = {
     "ffn_down_exps": ("down_proj",),
     "ffn_gate_up_exps": ("gate_proj", "up_proj"),
 }
-_MERGED = re.compile(rf"blk\.(\d+)\.({'|'.join(MERGED_NAMES)})\.weight")
+_MERGED = re.compile(rf"blk\.(\d+)\.({'|'.join(MERGED_NAMES)})\.(weight|bias)")
 _SINGLE = re.compile(r"blk\.(\d+)\.ffn_(gate|up|down)\.(\d+)\.weight")
 # Whether llama.cpp divides the weights of a token's experts by their sum, by model type. GLM's files say it.
 RENORMALIZES: Mapping[str, bool] = {
     "mixtral": True, "granitemoe": True, "qwen2_moe": False, "qwen3_moe": True, "olmoe": False,
+    "gpt_oss": True,
 }  # fmt: skip
-SOFTMAX, SIGMOID = 1, 2  # `enum llama_expert_gating_func_type`
+SOFTMAX, SIGMOID, SOFTMAX_WEIGHT = 1, 2, 3  # `enum llama_expert_gating_func_type`
 
 
 def expert_values(model_type: str, read: ConfigReader) -> dict[str, Any]:
@@ -60,7 +65,8 @@ def expert_values(model_type: str, read: ConfigReader) -> dict[str, Any]:
     }
     scale = factor(read, "expert_weights_scale")
     has_sigmoid = model_type == "glm4_moe"
-    if read.integer("expert_gating_func", 0, at_least=0) not in (0, SIGMOID if has_sigmoid else SOFTMAX):
+    rule = {"glm4_moe": SIGMOID, "gpt_oss": SOFTMAX_WEIGHT}.get(model_type, SOFTMAX)
+    if read.integer("expert_gating_func", 0, at_least=0) not in (0, rule):
         raise CheckpointInvalid(f"{read.where}.expert_gating_func is not the one of this architecture in llama.cpp.")
     if has_sigmoid:
         return values | {
@@ -73,6 +79,8 @@ def expert_values(model_type: str, read: ConfigReader) -> dict[str, Any]:
         }
     if scale != 1:
         raise CheckpointInvalid(f"{read.where}.expert_weights_scale is {scale:g}, which is not supported.")
+    if model_type == "gpt_oss":
+        values["intermediate_size"] = values["moe_intermediate_size"]
     if model_type == "qwen2_moe":
         values["shared_expert_intermediate_size"] = read.integer("expert_shared_feed_forward_length", inner)
     return values
@@ -91,17 +99,15 @@ def expert_tensors(name: str, tensor: GgufTensor, experts: int) -> Iterator[tupl
     single, merged = _SINGLE.fullmatch(name), _MERGED.fullmatch(name)
     if single is not None:
         yield f"model.layers.{single[1]}.mlp.experts.{single[3]}.{single[2]}_proj.weight", tensor
-    elif merged is not None and len(tensor.shape) == 3 and tensor.shape[0] == experts:
+    elif merged is not None and len(tensor.shape) == 2 + (merged[3] == "weight") and tensor.shape[0] == experts:
         parts = MERGED_NAMES[merged[2]]
         rows = tensor.shape[1] // len(parts)
         row_bytes = (tensor.end - tensor.start) // (experts * tensor.shape[1])
         for expert in range(experts):
             for place, part in enumerate(parts):
                 start = tensor.start + (expert * tensor.shape[1] + place * rows) * row_bytes
-                own = replace(tensor, shape=(rows, tensor.shape[2]), start=start, end=start + rows * row_bytes)
-                yield f"model.layers.{merged[1]}.mlp.experts.{expert}.{part}.weight", own
-    elif name.endswith(f".{SELECTION_BIAS[0]}"):
-        yield f"model.layers.{name.split('.')[1]}.{SELECTION_BIAS[1]}", tensor
+                own = replace(tensor, shape=(rows, *tensor.shape[2:]), start=start, end=start + rows * row_bytes)
+                yield f"model.layers.{merged[1]}.mlp.experts.{expert}.{part}.{merged[3]}", own
     elif name.endswith(".ffn_gate_inp_shexp.weight") and len(tensor.shape) == 1:
         own = replace(tensor, shape=(1, *tensor.shape))  # the only row of the gate of the shared expert
         yield f"model.layers.{name.split('.')[1]}.{EXPERT_NAMES['ffn_gate_inp_shexp']}.weight", own

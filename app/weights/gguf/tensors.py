@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from app.weights.gguf.config import ROPE_DIVISORS, ROPE_FACTORS, GgufFamily
-from app.weights.gguf.experts import EXPERT_NAMES, expert_tensors
+from app.weights.gguf.experts import EXPERT_NAMES, WHOLE_NAMES, expert_tensors
 from app.weights.gguf.reader import GgufModel, GgufTensor
 from app.weights.gguf.tensor_types import TYPES
 from app.weights.safetensors import EncodedEntry, TensorEntry
@@ -48,6 +48,7 @@ NAMES: Mapping[str, Mapping[str, str]] = {
         **EXPERT_NAMES,
         "post_attention_norm": "post_attention_layernorm",
     },
+    "gpt_oss": {**EXPERT_NAMES, "post_attention_norm": "post_attention_layernorm"},
 }
 
 
@@ -124,4 +125,5 @@ def _name_here(name: str, model_type: str) -> str:
     start, _, part = stem.rpartition(".")
     layer = start.removeprefix("blk.")
     known = NAMES.get(model_type, {}).get(part) or LAYER_NAMES.get(part)
-    return name if known is None or not layer.isdecimal() else f"model.layers.{layer}.{known}.{kind}"
+    whole = WHOLE_NAMES.get(f"{part}.{kind}") or (known and f"{known}.{kind}")
+    return name if whole is None or not layer.isdecimal() else f"model.layers.{layer}.{whole}"

@@ -19,8 +19,9 @@ _META_SPACE = "\u2581"  # a space in a sentencepiece vocabulary
 _MAX_TOKEN_CHARACTERS = 2**10
 # Control tokens that end a turn, by the models that have them. A file names only one end of text.
 _TURN_ENDS = frozenset(
-    "<|eot_id|> <|eom_id|> <|im_end|> <|end|> <end_of_turn> <|endoftext|> <|end_of_text|> <EOT> <|return|>".split()
+    "<|eot_id|> <|eom_id|> <|im_end|> <|end|> <end_of_turn> <|endoftext|> <|end_of_text|> <EOT> <|return|> <|call|>".split()
 )
+_HARMONY_ENDS = frozenset(("<|return|>", "<|call|>"))  # of gpt-oss, where <|end|> ends a message and not a turn
 _CONTRACTIONS = "(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 _TAIL = r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 _CASED_TAIL = r" ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -129,10 +130,11 @@ class _TokenizerConverter:
     def _eos_token_ids(self) -> frozenset[int]:
         keys = ("eos_token_id", "eot_token_id", "eom_token_id")
         ids = {self._read.integer(key, at_least=0) for key in keys if self._read.has(key)}
-        ends = {
-            place for place, token in enumerate(self.tokens) if token in _TURN_ENDS and self.types[place] == _CONTROL
-        }
-        return frozenset(ids | ends)
+        control = {token: place for place, token in enumerate(self.tokens) if self.types[place] == _CONTROL}
+        ends = _TURN_ENDS & control.keys()
+        if ends >= _HARMONY_ENDS:
+            ends -= {"<|end|>"}
+        return frozenset(ids | {control[token] for token in ends})
 
     def _find_split(self) -> _Split:
         name = self._read.text("pre", "")

@@ -33,9 +33,9 @@ _TABLES = {
     ),
 }  # fmt: skip
 _E8M0_NAN = 255
-_E2M1 = [sign * size for sign in (1, -1) for size in (0, 1, 2, 3, 4, 6, 8, 12)]  # twice the values
+E2M1 = tuple(sign * size for sign in (1, -1) for size in (0, 1, 2, 3, 4, 6, 8, 12))  # twice the values
 # The values of a byte's low and high half, side by side.
-_E2M1_PAIRS = torch.tensor([(_E2M1[byte % 16], _E2M1[byte // 16]) for byte in range(256)], dtype=torch.int8).view(
+_E2M1_PAIRS = torch.tensor([(E2M1[byte % 16], E2M1[byte // 16]) for byte in range(256)], dtype=torch.int8).view(
     torch.int16
 )[:, 0]
 

@@ -39,6 +39,8 @@ def test_multipliers_are_folded() -> None:
         ("GptOssForCausalLM", {"swiglu_limit": 5.0}, "another limit of the experts' gates than 7 is not offered"),
         ("GptOssForCausalLM", {"swiglu_alpha": 2.0}, "another factor in the experts' gates than 1.702 is not offered"),
         ("BloomForCausalLM", {"apply_residual_connection_post_layernorm": True}, "is not offered"),
+        ("PhimoeForCausalLM", {"num_experts_per_tok": 3}, "another number of experts of each token than two"),
+        ("Ernie4_5_MoeForCausalLM", {"use_bias": True}, "a bias in products around experts that have none"),
         ("MptForCausalLM", {"no_bias": False}, "products and norms with biases is not offered"),
         ("MptForCausalLM", {"attn_config": {"alibi": False}}, "learned positions of MPT is not offered"),
         ("MptForCausalLM", {"attn_config": {"clip_qkv": 6}}, "clip_qkv is 6"),
@@ -53,6 +55,20 @@ def test_what_a_family_cannot_do_is_refused_by_name(architecture: str, values: d
     with pytest.raises(CheckpointInvalid) as caught:
         ModelConfig.from_hf({**config_values(), "architectures": [architecture], **values})
     assert sentence in caught.value.message
+
+
+def test_experts_of_ernie_are_in_a_range_of_layers() -> None:
+    values = {**config_values(), "architectures": ["Ernie4_5_MoeForCausalLM"], "num_hidden_layers": 6}
+    for given, expected in (
+        ({}, [False, True, True, True, True, True]),
+        (
+            {"moe_layer_start_index": 0, "moe_layer_end_index": 4, "moe_layer_interval": 2},
+            [False, True] * 2 + [False] * 2,
+        ),
+        ({"moe_layer_end_index": None, "moe_layer_start_index": 4}, [False] * 4 + [True] * 2),
+    ):
+        config = ModelConfig.from_hf({**values, **given})
+        assert config.experts is not None and list(config.experts.layers) == expected
 
 
 def test_ministral_3_ends_where_queries_would_be_scaled() -> None:

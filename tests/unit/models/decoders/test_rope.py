@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 
 from app.kernels.elementwise.rope import apply_rope_torch as turn
@@ -46,3 +48,5 @@ def test_longrope_takes_its_factors_from_the_context_that_is_served() -> None:
     )
     short, long = RotaryEmbedding(rope, 64, CPU), RotaryEmbedding(rope, 65, CPU)
     torch.testing.assert_close(short.frequencies / long.frequencies, torch.tensor([2.0, 4.0]))
+    own = replace(rope, short_mscale=1.25, long_mscale=1.5)  # Phi-3.5-MoE
+    assert [RotaryEmbedding(own, length, CPU).scale for length in (64, 65)] == [1.25, 1.5]
