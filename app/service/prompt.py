@@ -30,12 +30,13 @@ class Prompt:
     """A tokenized request.
 
     `params` are the request's, with what the model decides: numbers of log-probabilities and further end tokens.
-    `literals` are the special tokens that are part of the text, by id. `opens_reasoning`: the text begins inside of
-    reasoning.
+    `num_scores` is how many log-probabilities the response may have; 0 if there are few at each token. `literals` are
+    the special tokens that are part of the text, by id. `opens_reasoning`: the text begins inside of reasoning.
     """
 
     token_ids: tuple[int, ...]
     params: SamplingParams
+    num_scores: int = 0
     bad_word_ids: tuple[tuple[int, ...], ...] = ()
     grammar: Grammar | None = None
     literals: Mapping[int, str] = field(default_factory=dict)
@@ -49,7 +50,7 @@ class Prompt:
 def read_prompt(model: ServedDecoder, request: GenerationRequest) -> Prompt:
     """Return the tokenized request. Raises an `InvalidRequest` that names the field."""
     token_ids = tokenize_prompt(model, request)
-    params = resolve_logprobs(model.limits, request.params, len(token_ids))
+    params, num_scores = resolve_logprobs(model.limits, request.params, len(token_ids))
     if request.infill is not None and not params.ignore_eos:
         params = replace(params, stop_token_ids=(*params.stop_token_ids, *infill_format(model).end_ids))
     is_open = False
@@ -59,6 +60,7 @@ def read_prompt(model: ServedDecoder, request: GenerationRequest) -> Prompt:
     return Prompt(
         token_ids,
         params,
+        num_scores,
         _bad_word_ids(model, request.params.bad_words),
         _grammar(model, request, is_open),
         _literals(model, request),
@@ -66,8 +68,12 @@ def read_prompt(model: ServedDecoder, request: GenerationRequest) -> Prompt:
     )
 
 
-def resolve_logprobs(limits: ServingLimits, params: SamplingParams, num_prompt_tokens: int) -> SamplingParams:
-    """Return the parameters with numbers of tokens, where -1 asks for those of the whole vocabulary.
+def resolve_logprobs(
+    limits: ServingLimits, params: SamplingParams, num_prompt_tokens: int
+) -> tuple[SamplingParams, int]:
+    """Return the parameters with numbers of tokens, where -1 asks for those of the whole vocabulary, and their scores.
+
+    The number of scores is how many log-probabilities the response may have; 0 if there are few at each token.
 
     Raises:
         InvalidRequest: More log-probabilities are asked for than the server gives, at a token or in the response.
@@ -79,18 +85,17 @@ def resolve_logprobs(limits: ServingLimits, params: SamplingParams, num_prompt_t
     resolved = params
     if (sampled, of_prompt) != (params.logprobs, params.prompt_logprobs):
         resolved = replace(params, logprobs=sampled, prompt_logprobs=of_prompt)
-    if (number := num_scores(limits, resolved, num_prompt_tokens)) > MAX_SCORES:
+    if (number := _num_scores(limits, resolved, num_prompt_tokens)) > MAX_SCORES:
         name = "logprobs" if (sampled or 0) > MAX_LOGPROBS else "prompt_logprobs"
         raise InvalidRequest(
             f"This request asks for up to {number} log-probabilities, and a response has at most {MAX_SCORES}: lower "
             f"{name}, max_tokens or n, or shorten the prompt.",
             field=name,
         )
-    return resolved
+    return resolved, number
 
 
-def num_scores(limits: ServingLimits, params: SamplingParams, num_prompt_tokens: int) -> int:
-    """Return how many log-probabilities the response may have; 0 if there are few at each token."""
+def _num_scores(limits: ServingLimits, params: SamplingParams, num_prompt_tokens: int) -> int:
     rest = limits.max_model_len - num_prompt_tokens
     places = params.n * (rest if params.max_tokens is None else min(params.max_tokens, rest))
     asked = ((params.logprobs, places), (params.prompt_logprobs, num_prompt_tokens))

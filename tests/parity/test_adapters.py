@@ -153,9 +153,10 @@ def told(model: Decoder, slots: AdapterSlots | None, requests: list[tuple[str, i
     return said
 
 
-def test_a_mixed_batch_equals_each_merged_model_alone(tmp_path: Path) -> None:
+@pytest.mark.parametrize("architecture", ["LlamaForCausalLM", "MixtralForCausalLM"])
+def test_a_mixed_batch_equals_each_merged_model_alone(architecture: str, tmp_path: Path) -> None:
     """Prompts have a common prefix, whose keys and values must not be shared by different adapters."""
-    base = write_checkpoint(tmp_path / "base", seed=11)
+    base = write_checkpoint(tmp_path / "base", architecture, seed=11)
     adapters = [write_adapter(tmp_path / f"a{seed}", base, rank=3 + seed, seed=seed) for seed in range(3)]
     mixed = [(f"{slot}/{length}", slot, length) for length in (40, 52) for slot in (0, 1, None, 2)]
     model = cast(Decoder, load(base, max_model_len=MAX_LEN))

@@ -37,6 +37,7 @@ CASES = [
     ("MistralForCausalLM", "int4"),
     ("Gemma2ForCausalLM", "int4"),
     ("Gemma3ForCausalLM", "int8"),
+    ("MixtralForCausalLM", "int8"),
 ]
 OVER = [
     *((*case, torch.float32 if case[1] == "float32" else torch.bfloat16) for case in CASES),

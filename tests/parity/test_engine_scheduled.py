@@ -66,7 +66,7 @@ class Served:
                 self.endings[event.request_id, event.choice] = event
 
 
-@pytest.fixture(scope="module", params=["LlamaForCausalLM", "Gemma2ForCausalLM"])
+@pytest.fixture(scope="module", params=["LlamaForCausalLM", "Gemma2ForCausalLM", "MixtralForCausalLM"])
 def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> torch.nn.Module:
     directory = write_checkpoint(tmp_path_factory.mktemp("model"), request.param, seed=11)
     return load(directory, max_model_len=MAX_LEN)

@@ -11,9 +11,11 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from app.errors import CheckpointInvalid
 from app.kernels.native.arguments import OpCode
 from app.kernels.native.operations import has_kernel
 from app.weights.checkpoint import open_checkpoint
+from app.weights.gguf.reader import read_gguf
 from app.weights.quantized.entries import PackedEntry
 from app.weights.tensor_reader import MappedFiles, TensorReader
 from loaded_models import load
@@ -99,6 +101,19 @@ def test_a_gguf_file_is_the_same_model(written: tuple[Path, Path], file: Path) -
     same = replace(ours.decoder, norm=packed.decoder.norm)  # the file has its epsilon in FP32
     assert same == packed.decoder
     assert ours.needs().codes_precision == "int8" and ours.needs().stored_quantization == "MXFP4"
+
+
+def test_a_gguf_file_without_yarn_has_none(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A config.json without rotary embeddings has gpt-oss's own."""
+    model = read_gguf(file)
+    metadata = {key: value for key, value in model.metadata.items() if ".rope.scaling." not in key}
+    monkeypatch.setattr("app.weights.checkpoint.read_gguf", lambda file: replace(model, metadata=metadata))
+    found = open_checkpoint(file).decoder
+    assert {rope and rope.kind for rope in found.ropes} == {"default"}
+    wrong = {**metadata, "gpt-oss.expert_gating_func": 1}
+    monkeypatch.setattr("app.weights.checkpoint.read_gguf", lambda file: replace(model, metadata=wrong))
+    with pytest.raises(CheckpointInvalid, match="expert_gating_func is not the one of this architecture"):
+        open_checkpoint(file)
 
 
 def test_a_gguf_file_gives_the_same_logits(written: tuple[Path, Path], file: Path) -> None:

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import hashlib
 import random
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from app.engine.decoder import prefix_files, prompt_cache
 from app.engine.decoder.prefix_files import PrefixFiles
 from app.engine.decoder.prompt_cache import PromptCache
 from app.hardware.step_times import StepTimeTable
@@ -36,7 +39,7 @@ SLOW_STEPS = StepTimeTable(((1, 1.0),), ((1, 1.0), (64, 64.0)))  # reading alway
 FAST_STEPS = StepTimeTable(((1, 1e-12),), ((1, 1e-12), (64, 64e-12)))
 
 
-@pytest.fixture(scope="module", params=["LlamaForCausalLM", "Lfm2ForCausalLM"])
+@pytest.fixture(scope="module", params=["LlamaForCausalLM", "Lfm2ForCausalLM", "Qwen3MoeForCausalLM"])
 def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> torch.nn.Module:
     return load(write_checkpoint(tmp_path_factory.mktemp("model"), request.param, seed=11), max_model_len=MAX_LEN)
 
@@ -114,6 +117,44 @@ def test_all_whole_blocks_of_a_prompt_are_found(model: torch.nn.Module, tmp_path
     second, _ = started(model, torch.bfloat16, tmp_path)
     second.generate([REQUESTS[0]])
     assert cached_tokens(second) == 6 * BLOCK and second.stats[0].prefill_tokens == len(LONG) - 6 * BLOCK
+
+
+class CountedDigest:
+    """SHA-256 that counts the bytes of all digests."""
+
+    num_bytes = 0
+
+    def __init__(self, content: bytes) -> None:
+        self._digest = hashlib.sha256(content)
+
+    def update(self, content: memoryview) -> None:
+        CountedDigest.num_bytes += content.nbytes
+        self._digest.update(content)
+
+    def hexdigest(self) -> str:
+        return self._digest.hexdigest()
+
+
+def test_a_prompt_is_hashed_once_in_all_of_its_steps(
+    model: torch.nn.Module, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A block is looked for before each of the three steps of the prompt."""
+    engine, _ = started(model, torch.bfloat16, tmp_path)
+    monkeypatch.setattr(CountedDigest, "num_bytes", 0)
+    monkeypatch.setattr(prefix_files, "hashlib", SimpleNamespace(sha256=CountedDigest))
+    engine.generate([request_of("long", prompt_of(150, 1), temperature=0.0, max_tokens=2)])
+    assert sum(step.prefill_tokens > 0 for step in engine.stats) == 3
+    assert CountedDigest.num_bytes == 4 * (128 + BLOCK), "up to the block that the last step looks for"
+
+
+def test_names_are_held_of_some_prompts_only(
+    model: torch.nn.Module, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(prompt_cache, "MOST_PROMPTS", 2)
+    plain = tokens_of(Engine(model, torch.bfloat16).generate(REQUESTS))
+    engine, cache = started(model, torch.bfloat16, tmp_path)
+    assert tokens_of(engine.generate(REQUESTS)) == plain
+    assert len(cache._names) == 2
 
 
 def test_the_last_token_is_computed_for_its_logits(model: torch.nn.Module, tmp_path: Path) -> None:

@@ -139,7 +139,7 @@ def logits_of(directory: Path, requests: list[Generate]) -> dict[str, Tensor]:
     return {request.request_id: reference_logits(directory, list(request.token_ids)) for request in requests}
 
 
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize("architecture", [*ARCHITECTURES, "MixtralForCausalLM", "Qwen3MoeForCausalLM"])
 def test_scores_equal_those_of_transformers(architecture: str, tmp_path: Path) -> None:
     directory = write_checkpoint(tmp_path, architecture, seed=21)
     requests = [SCORED[0], SCORED[4]]

@@ -134,7 +134,9 @@ def tokens_of(said: Said) -> dict[tuple[str, int], list[int]]:
     return {key: [one.token_id for one in told] for key, told in said.items()}
 
 
-@pytest.fixture(scope="module", params=["LlamaForCausalLM", "Gemma2ForCausalLM", "Lfm2ForCausalLM"])
+@pytest.fixture(
+    scope="module", params=["LlamaForCausalLM", "Gemma2ForCausalLM", "Lfm2ForCausalLM", "Qwen3MoeForCausalLM"]
+)
 def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> torch.nn.Module:
     return load(write_checkpoint(tmp_path_factory.mktemp("model"), request.param, seed=11), max_model_len=MAX_LEN)
 
@@ -190,7 +192,10 @@ def test_a_text_that_repeats_itself_takes_fewer_steps(model: torch.nn.Module) ->
 
 
 @pytest.mark.skipif(not has_kernel(OpCode.ROPE), reason="no native kernels here")
-@pytest.mark.parametrize(("architecture", "precision"), [("LlamaForCausalLM", "int4"), ("Gemma3ForCausalLM", "int8")])
+@pytest.mark.parametrize(
+    ("architecture", "precision"),
+    [("LlamaForCausalLM", "int4"), ("Gemma3ForCausalLM", "int8"), ("MixtralForCausalLM", "int8")],
+)
 def test_deterministic_means_to_the_last_bit(architecture: str, precision: str, tmp_path: Path) -> None:
     """Log-probabilities and all, in steps that are run again too."""
     checkpoint = write_checkpoint(tmp_path, architecture, seed=11)

@@ -16,8 +16,9 @@ from app.engine.calibration.synthetic_weights import (
     MAX_TOKEN_IDS,
     SyntheticForms,
     SyntheticMemory,
+    fill_table,
+    fill_vectors,
     num_trial_layers,
-    synthetic_table,
 )
 from app.engine.decoder.cuda_graphs import LARGEST_BUCKET
 from app.engine.decoder.kv_cache import KvShape
@@ -32,7 +33,6 @@ from app.kernels.timing import MAX_ADJUSTMENT, extrapolate_by_size, monotone_tab
 from app.messages import Generate, SamplingParams
 from app.models.decoders.config import ModelConfig
 from app.models.decoders.decoder import Embedding
-from app.models.decoders.layer import Filters, HeadNorm, Norm, StoredVector, Xielu
 from app.models.decoders.shapes import active_weights
 from app.models.registry import build_decoder_model
 from app.weights.form_choice import form_choice
@@ -209,10 +209,9 @@ class DecoderTrial:
         device = self._device
         model = build_decoder_model(_truncated_config(self.config, layers), self._dtype, self.max_len, device)
         modules = list(model.modules())
+        fill_vectors(model, device)
         for module in modules:
-            if isinstance(module, Norm | Filters | HeadNorm | StoredVector | Xielu):
-                module.fill(1.0, device)
-            elif isinstance(module, Linear):
+            if isinstance(module, Linear):
                 module.form = self._forms.form(module)
         for module in modules:
             if isinstance(module, Embedding):
@@ -220,14 +219,12 @@ class DecoderTrial:
         return self._stage.runner(model)
 
     def _embed(self, embedding: Embedding) -> None:
-        """Give an embedding its table, as loading does. An untied table has only the rows that steps look up."""
+        """Give an embedding its table, as loading does."""
         tied = self._forms.by_sources.get((embedding.source,))
         if isinstance(tied, Bf16PanelLinear | IntPanelLinear | HybridLinear | DeviceLinear):
             embedding.tie(tied)
         else:
-            is_token_table = len(embedding.weight) == self.config.vocab_size
-            rows = self._num_ids if is_token_table else len(embedding.weight) + embedding.first
-            embedding.set_weight(synthetic_table(rows, self.config.hidden_size, self._device))
+            fill_table(embedding, self.config.vocab_size, self._device)
 
 
 def _truncated_config(config: ModelConfig, layers: int) -> ModelConfig:

@@ -15,8 +15,9 @@ from app.engine.calibration.synthetic_weights import (
     MAX_TOKEN_IDS,
     SyntheticForms,
     SyntheticMemory,
+    fill_table,
+    fill_vectors,
     num_trial_layers,
-    synthetic_table,
 )
 from app.engine.encoder.batching import EncodeState, TextSpan
 from app.engine.encoder.cpu_runner import EncoderRunner
@@ -27,7 +28,6 @@ from app.kernels.linear.linear import Linear
 from app.kernels.timing import MAX_ADJUSTMENT, extrapolate_by_size, monotone_table
 from app.messages import Encode, Text
 from app.models.decoders.decoder import Embedding
-from app.models.decoders.layer import HeadNorm, Norm, Xielu
 from app.models.encoders.config import EncoderConfig, encoder_products_of
 from app.models.encoders.encoder import DistanceBias, Encoder
 from app.models.encoders.heads import DenseLayer, LayerNorm
@@ -170,15 +170,12 @@ class EncoderTrial:
     def _runner(self, layers: int) -> RunTexts:
         device = self._device
         model = self._model(layers, device)
+        fill_vectors(model, device)
         for module in list(model.modules()):
             if isinstance(module, Linear):
                 module.form = self._forms.form(module)
             elif isinstance(module, Embedding):
-                is_token_table = len(module.weight) == self.config.vocab_size
-                rows = self._num_ids if is_token_table else len(module.weight) + module.first
-                module.set_weight(synthetic_table(rows, module.weight.shape[1], device))
-            elif isinstance(module, Norm | HeadNorm | Xielu):
-                module.fill(1.0, device)
+                fill_table(module, self.config.vocab_size, device)
             elif isinstance(module, LayerNorm | DenseLayer | DistanceBias):
                 bias = torch.zeros(module.weight.shape[0], device=device) if module.has_bias else None
                 module.set_weight(torch.full(module.weight.shape, 0.01, device=device), bias)

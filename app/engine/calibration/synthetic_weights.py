@@ -20,7 +20,8 @@ from app.kernels.linear.fp32_panels import FloatPanelLinear
 from app.kernels.linear.linear import FormFactory, Linear, LinearForm
 from app.kernels.linear.torchao_linear import TorchaoFactory
 from app.kernels.native.memory import allocate_weights
-from app.models.decoders.layer import MixtureOfExperts
+from app.models.decoders.decoder import Embedding
+from app.models.decoders.layer import Filters, HeadNorm, MixtureOfExperts, Norm, StoredVector, Xielu
 from app.models.decoders.shapes import is_router
 from app.weights.form_choice import CacheablePacking, FormChoice
 from app.weights.forms import OUTPUT_SOURCES
@@ -157,6 +158,20 @@ def num_trial_layers(
 def synthetic_table(rows: int, size: int, device: torch.device | None = None) -> Tensor:
     """Return the table of an untied embedding, [rows, size] bf16: only the rows that steps look up."""
     return torch.full((rows, size), FILL_WEIGHT, dtype=torch.bfloat16, device=device)
+
+
+def fill_vectors(model: nn.Module, device: torch.device) -> None:
+    """Fill what is no product and no table: norms, filters, sinks and factors of activations."""
+    for module in model.modules():
+        if isinstance(module, Norm | Filters | HeadNorm | StoredVector | Xielu):
+            module.fill(1.0, device)
+
+
+def fill_table(embedding: Embedding, vocab_size: int, device: torch.device) -> None:
+    """Give an embedding a table. One of tokens has only the rows that steps look up."""
+    is_token_table = len(embedding.weight) == vocab_size
+    rows = min(vocab_size, MAX_TOKEN_IDS) if is_token_table else len(embedding.weight) + embedding.first
+    embedding.set_weight(synthetic_table(rows, embedding.weight.shape[1], device))
 
 
 def synthetic_form(

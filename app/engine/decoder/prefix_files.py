@@ -53,6 +53,30 @@ class PrefixBlock:
     used_at: int
 
 
+class PrefixNames:
+    """The blocks of a list of tokens that only grows: each is hashed once, however often it is asked for."""
+
+    def __init__(self, identity: bytes, block_tokens: int) -> None:
+        self._digest, self._block_tokens = hashlib.sha256(identity), block_tokens
+        self._names: list[str] = []
+        self._content = b""  # of the tokens so far
+
+    def blocks(self, token_ids: list[int], first: int) -> Iterator[PrefixBlock]:
+        """Yield the whole blocks of these tokens, from block `first` on, as used now."""
+        now, size = time.time_ns(), self._block_tokens * _TOKEN_BYTES
+        held, count = len(self._content) // _TOKEN_BYTES, len(token_ids) // self._block_tokens
+        if (end := count * self._block_tokens) > held:
+            self._content += struct.pack(f"<{end - held}i", *token_ids[held:end])
+        content = memoryview(self._content)
+        for index in range(first, count):
+            while len(self._names) <= index:
+                start = len(self._names) * size
+                self._digest.update(content[start : start + size])
+                self._names.append(self._digest.hexdigest()[:40] + SUFFIX)
+            used_at = now - index * _RECENT_STEP_NANOSECONDS
+            yield PrefixBlock(index, self._names[index], content[: (index + 1) * size], used_at)
+
+
 class PrefixFiles:
     """The folder of one model's blocks.
 
@@ -73,16 +97,9 @@ class PrefixFiles:
         self._touched: set[str] = set()  # used since `begin`; they are not removed
         self.disabled_reason = ""  # reason why nothing is written any more; empty if files are written
 
-    def blocks(self, token_ids: list[int], first: int, block_tokens: int) -> Iterator[PrefixBlock]:
-        """Yield the whole blocks of these tokens, from block `first` on, as used now."""
-        now = time.time_ns()
-        content = memoryview(struct.pack(f"<{len(token_ids)}i", *token_ids))
-        digest, size = hashlib.sha256(self._identity), block_tokens * _TOKEN_BYTES
-        digest.update(content[: first * size])
-        for index in range(first, len(token_ids) // block_tokens):
-            digest.update(content[index * size : (index + 1) * size])
-            used_at = now - index * _RECENT_STEP_NANOSECONDS
-            yield PrefixBlock(index, digest.hexdigest()[:40] + SUFFIX, content[: (index + 1) * size], used_at)
+    def names(self, block_tokens: int) -> PrefixNames:
+        """Return the names of the blocks of one list of tokens."""
+        return PrefixNames(self._identity, block_tokens)
 
     def read(self, block: PrefixBlock, rows: memoryview) -> bool:
         """Read a block into `rows`, which has its size; False if there is none.

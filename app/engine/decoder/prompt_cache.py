@@ -17,7 +17,7 @@ import torch
 
 from app.engine.build import BuildRequest
 from app.engine.decoder.kv_cache import KvCache
-from app.engine.decoder.prefix_files import PrefixFiles
+from app.engine.decoder.prefix_files import PrefixFiles, PrefixNames
 from app.engine.scheduler.batch import KvCopy, Sequence
 from app.engine.scheduler.kv_allocator import KvSlot
 from app.kernels.native.library import native_library
@@ -29,6 +29,7 @@ from app.weights.form_choice import form_choice
 from app.weights.packs import FOLDER
 
 BLOCK_TOKENS = 128  # of a file: 3 MB for a model of 135M parameters, 15 MB for one of 1.7B
+MOST_PROMPTS = 64  # whose names are held
 _READ_GAIN = 0.3  # weight of a new measurement in the time of reading a block
 # Each time that computing is preferred, the estimate shrinks by this factor, so that reading is tried again.
 _FORGET_FACTOR = 0.95
@@ -45,6 +46,7 @@ class PromptCache:
         self._kv_cache, self._step_times, self._block_tokens = kv_cache, step_times, block_tokens
         self._rows = torch.empty(block_tokens * kv_cache.bytes_per_token, dtype=torch.uint8)
         self._view = memoryview((ctypes.c_char * self._rows.nbytes).from_address(self._rows.data_ptr())).cast("B")
+        self._names: dict[Sequence, PrefixNames] = {}  # the one that was read last at the end
         self._saved: dict[int, int] = {}  # slot to the time of its last use, as far as its blocks are kept
 
     def move(self, copies: Items[KvCopy], released: Items[tuple[int, int, int]]) -> None:
@@ -58,7 +60,7 @@ class PromptCache:
             return sequence.num_computed, False
         computed, limit, size = sequence.num_computed, sequence.max_cached_tokens, self._block_tokens
         began = last = time.perf_counter()
-        for block in self.files.blocks(sequence.token_ids, computed // size, size):
+        for block in self._names_of(sequence).blocks(sequence.token_ids, computed // size):
             start, end = block.index * size, min((block.index + 1) * size, limit)
             if end <= computed or not self._is_worth(computed, end - computed):
                 break
@@ -81,7 +83,8 @@ class PromptCache:
                 continue
             if slot.adapter is not None:
                 continue
-            for block in self.files.blocks(slot.token_ids[: slot.num_tokens], 0, self._block_tokens):
+            names = self.files.names(self._block_tokens)
+            for block in names.blocks(slot.token_ids[: slot.num_tokens], 0):
                 if is_wanted():
                     return
                 if self.files.contains(block):
@@ -92,6 +95,16 @@ class PromptCache:
                 if not self.files.write(block, self._view):
                     break
             self._saved[slot.index] = slot.used_at
+
+    def _names_of(self, sequence: Sequence) -> PrefixNames:
+        """Return the names of a sequence's blocks, which a prompt has had since its first step."""
+        if sequence.num_completion_tokens:  # it was preempted; tokens of beams change
+            return self.files.names(self._block_tokens)
+        names = self._names.pop(sequence, None) or self.files.names(self._block_tokens)
+        self._names[sequence] = names
+        if len(self._names) > MOST_PROMPTS:
+            del self._names[next(iter(self._names))]
+        return names
 
     def _is_worth(self, computed: int, tokens: int) -> bool:
         """Return True if reading a block is expected to be faster than computing this number of its tokens."""

@@ -16,7 +16,7 @@ from typing import Any
 from app.errors import CheckpointInvalid
 from app.kernels.linear.layout import MAX_LORA_RANK, lora_elements
 from app.models.decoders.config import ModelConfig
-from app.models.decoders.shapes import Shape, tensors_of
+from app.models.decoders.shapes import Shape, is_expert, is_router, tensors_of
 from app.models.decoders.stored import head_rows
 from app.weights.files import file_in, join_names, read_object
 from app.weights.safetensors import TensorEntry, read_header
@@ -200,6 +200,18 @@ def _what(name: str) -> str:
     return "is no matrix of a LoRA adapter (lora_A.weight or lora_B.weight of a layer)."
 
 
+def _why_not(module: str) -> str:
+    """Return the end of the sentence on a layer that takes no adapter."""
+    if "embed_tokens" in module or "lm_head" in module:
+        return _what(module).removeprefix("changes ")
+    if is_expert(module) or ".mlp.shared_expert" in module or is_router(module):
+        return (
+            "which is part of a mixture of experts, and only the linear layers outside of it take adapters: merge the"
+            " adapter into the model with peft's merge_and_unload."
+        )
+    return "which is no linear layer of this model."
+
+
 def _check_layer(
     directory: Path,
     module: str,
@@ -209,11 +221,7 @@ def _check_layer(
 ) -> LoraMatrices:
     where, a, b = f"{directory}/{WEIGHTS}", pair["A"], pair["B"]
     if module not in layers:
-        known = "embed_tokens" not in module and "lm_head" not in module
-        raise CheckpointInvalid(
-            f"{where}: it changes {module[:_MAX_SHOWN]}, "
-            + ("which is no linear layer of this model." if known else _what(module).removeprefix("changes ") + "")
-        )
+        raise CheckpointInvalid(f"{where}: it changes {module[:_MAX_SHOWN]}, {_why_not(module)}")
     outputs, inputs = layers[module]
     for matrix, entry in pair.items():
         if entry.dtype not in _FLOATS:

@@ -10,7 +10,7 @@ import pytest
 
 from app.errors import InvalidRequest
 from app.messages import SamplingParams
-from app.service.prompt import MAX_SCORES, SCORE_BYTES, num_scores, resolve_logprobs
+from app.service.prompt import MAX_SCORES, SCORE_BYTES, resolve_logprobs
 from app.service.served_model import ServingLimits
 from fake_worker import LIMITS, request, serving
 
@@ -37,16 +37,16 @@ def test_no_more_than_the_server_gives(name: str) -> None:
 def test_all_are_those_of_the_vocabulary(asked: int, most: int) -> None:
     if asked > most > 0:
         return
-    params = resolve_logprobs(limits(most), SamplingParams(max_tokens=1, logprobs=asked, prompt_logprobs=asked), 3)
+    wanted = SamplingParams(max_tokens=1, logprobs=asked, prompt_logprobs=asked)
+    params, number = resolve_logprobs(limits(most), wanted, 3)
     assert params.logprobs == params.prompt_logprobs == VOCABULARY
-    assert num_scores(limits(most), params, 3) == 4 * VOCABULARY
+    assert number == 4 * VOCABULARY
 
 
 def test_few_are_not_counted() -> None:
     params = SamplingParams(logprobs=20, prompt_logprobs=20, n=16)
-    assert resolve_logprobs(limits(), params, 999) == params
-    assert num_scores(limits(), params, 999) == 0
-    assert resolve_logprobs(limits(), SamplingParams(), 999) == SamplingParams()
+    assert resolve_logprobs(limits(), params, 999) == (params, 0)
+    assert resolve_logprobs(limits(), SamplingParams(), 999) == (SamplingParams(), 0)
 
 
 @pytest.mark.parametrize(

@@ -90,6 +90,16 @@ def test_ends_and_beginnings_are_those_of_the_file() -> None:
     assert changed.decode(changed.encode(" in").ids) == " in"
 
 
+def test_messages_of_gpt_oss_do_not_end_its_turn() -> None:
+    """llama.cpp decides it by the same tokens."""
+    letters, ends = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet()), ("<|return|>", "<|call|>", "<|end|>")
+    types = (1,) * 256 + (3,) * 3
+    whole = byte_level("gpt-4o", tokens=(*letters, *ends), token_type=types, eos_token_id=256)
+    assert convert_tokenizer(whole).eos_token_ids == {256, 257}
+    phi = byte_level("gpt-4o", tokens=(*letters, "<s>", "<|call|>", "<|end|>"), token_type=types, eos_token_id=256)
+    assert convert_tokenizer(phi).eos_token_ids == {256, 257, 258}
+
+
 def words(pre: str, text: str) -> list[str]:
     """The words that a text is split into before its merges, as text."""
     tokenizer = made(byte_level(pre))

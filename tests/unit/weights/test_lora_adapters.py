@@ -117,6 +117,16 @@ def test_layers_that_the_model_does_not_adapt_are_refused(module: str, base: Pat
     assert f"it changes {module}, " in refused.value.message
 
 
+@pytest.mark.parametrize("part", ["experts.2.up_proj", "shared_expert.down_proj", "gate", "shared_expert_gate"])
+def test_a_mixture_of_experts_is_adapted_outside_of_its_experts(part: str, tmp_path: Path) -> None:
+    base = write_checkpoint(tmp_path / "base", "Qwen2MoeForCausalLM")
+    plain = open_adapter(write_adapter(tmp_path / "plain", base), config_of(base))
+    assert plain.matrices.keys() == {f"model.layers.{n}.self_attn.{one}_proj" for n in range(2) for one in "qkvo"}
+    pair = {f"{PREFIX}model.layers.1.mlp.{part}.lora_{matrix}.weight": torch.zeros(4, 4) for matrix in "AB"}
+    with pytest.raises(CheckpointInvalid, match="part of a mixture of experts, and only the linear layers outside"):
+        open_adapter(write_adapter(tmp_path / "more", base, tensors=adapter_tensors(base) | pair), config_of(base))
+
+
 def test_values_that_are_not_finite_are_refused(base: Path, tmp_path: Path) -> None:
     tensors = adapter_tensors(base)
     tensors[f"{PREFIX}{LAYER}.lora_B.weight"][0, 0] = torch.nan

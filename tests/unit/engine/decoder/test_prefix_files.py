@@ -6,6 +6,7 @@ import errno
 import logging
 import os
 import random
+import struct
 from io import FileIO
 from pathlib import Path
 from typing import Any
@@ -28,7 +29,7 @@ def files_in(folder: Path, max_bytes: int = 2**20, **identity: str) -> PrefixFil
 
 
 def blocks_of(files: PrefixFiles, *token_ids: int) -> list[PrefixBlock]:
-    return list(files.blocks(list(token_ids), 0, SIZE))
+    return list(files.names(SIZE).blocks(list(token_ids), 0))
 
 
 def read(files: PrefixFiles, block: PrefixBlock) -> bytes | None:
@@ -50,9 +51,13 @@ def test_what_was_written_is_read_by_another_process_too(tmp_path: Path) -> None
 
 def test_the_names_of_later_blocks_do_not_depend_on_where_one_begins(tmp_path: Path) -> None:
     files, tokens = files_in(tmp_path), list(range(40))
-    assert [one.name for one in files.blocks(tokens, 0, SIZE)][3:] == [
-        one.name for one in files.blocks(tokens, 3, SIZE)
-    ]
+    whole = [one.name for one in files.names(SIZE).blocks(tokens, 0)]
+    assert [one.name for one in files.names(SIZE).blocks(tokens, 3)] == whole[3:]
+    growing = files.names(SIZE)
+    for end in (9, 10, 40):
+        found = list(growing.blocks(tokens[:end], 0))
+        assert [one.name for one in found] == whole[: end // SIZE]
+        assert bytes(found[-1].token_bytes) == struct.pack(f"<{len(found) * SIZE}i", *tokens[: len(found) * SIZE])
 
 
 def test_a_block_is_found_only_after_the_same_tokens_and_for_the_same_model(tmp_path: Path) -> None:
