@@ -29,7 +29,7 @@ from app.models.decoders.refusals import refusal
 from app.models.decoders.rope import RopeConfig, parse_rope
 
 # Names that publishers gave to classes of transformers.
-OTHER_NAMES: Mapping[str, str] = {"MPTForCausalLM": "MptForCausalLM"}
+OTHER_NAMES: Mapping[str, str] = {"MPTForCausalLM": "MptForCausalLM", "PhiMoEForCausalLM": "PhimoeForCausalLM"}
 ACTIVATIONS: Mapping[str, Activation] = {
     "silu": "silu",
     "swish": "silu",

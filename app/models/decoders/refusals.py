@@ -29,7 +29,7 @@ UNSUPPORTED: Mapping[str, tuple[str, ...]] = {
     "sparse attention, for which an indexer selects tokens": ("DeepseekV32", "DeepseekV4", "GlmMoeDsa"),
     "weights of one and a half bits": ("BitNet",),
     "a mixture of experts of its own kind": (
-        *("PhiMoE", "GraniteMoeShared", "Dots1", "HunYuanMoE", "Cohere2Moe"),
+        *("GraniteMoeShared", "Dots1", "HunYuanMoE", "Cohere2Moe"),
         *("FlexOlmo", "Jetmoe", "Dbrx", "ExaoneMoe"),
     ),
 }

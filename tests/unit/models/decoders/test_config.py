@@ -57,6 +57,43 @@ def test_what_a_family_cannot_do_is_refused_by_name(architecture: str, values: d
     assert sentence in caught.value.message
 
 
+def test_phi_3_5_moe_is_read_as_it_is_published() -> None:
+    factors = [1.0] * 64
+    values = {
+        "architectures": ["PhiMoEForCausalLM"],
+        "model_type": "phimoe",
+        "attention_bias": True,
+        "lm_head_bias": True,
+        "num_experts_per_tok": 2,
+        "num_local_experts": 16,
+        "hidden_size": 4096,
+        "intermediate_size": 6400,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "vocab_size": 32064,
+        "router_jitter_noise": 0.01,
+        "sliding_window": 131072,
+        "max_position_embeddings": 131072,
+        "original_max_position_embeddings": 4096,
+        "rms_norm_eps": 1e-5,
+        "rope_scaling": {
+            "type": "longrope",
+            "long_factor": factors,
+            "short_factor": factors,
+            "long_mscale": 1.24,
+            "short_mscale": 1.24,
+            "original_max_position_embeddings": 4096,
+        },
+        "rope_theta": 10000.0,
+    }
+    config = ModelConfig.from_hf(values)
+    assert config.architecture == "PhimoeForCausalLM" and config.experts is not None
+    assert (config.experts.routing.scoring, config.experts.routing.jitter) == ("sparsemixer", 0.01)
+    assert (config.norm.kind, config.qkv_bias, config.output_bias, config.logits_bias) == ("layer", True, True, True)
+    assert (config.max_model_len, config.ropes[0] and config.ropes[0].long_mscale) == (131072, 1.24)
+
+
 def test_experts_of_ernie_are_in_a_range_of_layers() -> None:
     values = {**config_values(), "architectures": ["Ernie4_5_MoeForCausalLM"], "num_hidden_layers": 6}
     for given, expected in (
