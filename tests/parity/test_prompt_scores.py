@@ -139,7 +139,7 @@ def logits_of(directory: Path, requests: list[Generate]) -> dict[str, Tensor]:
     return {request.request_id: reference_logits(directory, list(request.token_ids)) for request in requests}
 
 
-@pytest.mark.parametrize("architecture", [*ARCHITECTURES, "MixtralForCausalLM", "Qwen3MoeForCausalLM"])
+@pytest.mark.parametrize("architecture", [*ARCHITECTURES, "Qwen3MoeForCausalLM"])
 def test_scores_equal_those_of_transformers(architecture: str, tmp_path: Path) -> None:
     directory = write_checkpoint(tmp_path, architecture, seed=21)
     requests = [SCORED[0], SCORED[4]]
@@ -159,6 +159,17 @@ def test_scored_and_unscored_requests_mix(llama: tuple[Path, dict[str, Tensor]],
     assert bool(heard.num_preempted) == (capacity == 260)
     plain, _ = served(model, [one for one in MIXED if one.params.prompt_logprobs is None])
     assert plain.tokens.items() <= heard.tokens.items()
+
+
+def test_a_mixture_of_experts_is_scored_while_sequences_are_preempted(tmp_path: Path) -> None:
+    directory = write_checkpoint(tmp_path, "Qwen3MoeForCausalLM", seed=21)
+    logits, model = logits_of(directory, SCORED), load(directory, max_model_len=MAX_LEN)
+    plain, _ = served(model, MIXED)
+    drafts = Speculation(lambda sequence: NgramDrafter(), FreeRows())
+    for speculation in (None, drafts):
+        heard, replay = served(model, MIXED, capacity=260, speculation=speculation)
+        check(heard, logits, MIXED)
+        assert heard.num_preempted and replay.num_replays and heard.tokens == plain.tokens
 
 
 def test_a_request_without_a_completion_has_no_token(llama: tuple[Path, dict[str, Tensor]]) -> None:
