@@ -10,27 +10,21 @@ from typing import Any
 
 
 def endless_checkpoint(
-    base: Path,
-    work: Path,
-    temperature: float | None = None,
-    template: str | None = None,
-    vocab_size: int = 0,
-    context: int = 0,
+    base: Path, work: Path, temperature: float | None = None, template: str | None = None, vocab_size: int = 0
 ) -> Path:
     """Return a copy of `base` in `work` whose texts do not end, with a default temperature and a chat template.
 
     The small models of the peers' tests do not end a text within some dozen tokens, and tests count on that. So the end
     token of the copy is one that the model never writes. A vocabulary that is smaller than `vocab_size` is filled up
-    with tokens whose embeddings are 0: tests name ids that the vocabularies of the peers' models have. A context longer
-    than the model's is allowed for tests that do not read the text.
+    with tokens whose embeddings are 0: tests name ids that the vocabularies of the peers' models have.
     """
-    name = hashlib.sha256(json.dumps([str(base), temperature, template, vocab_size, context]).encode()).hexdigest()[:12]
+    name = hashlib.sha256(json.dumps([str(base), temperature, template, vocab_size]).encode()).hexdigest()[:12]
     folder = work / "checkpoints" / name
     if not folder.exists():
         shutil.copytree(base, folder)
         shape = _read(base / "config.json")
         end = {"eos_token_id": shape["vocab_size"] - 1}
-        _write(folder / "config.json", shape | end | ({"max_position_embeddings": context} if context else {}))
+        _write(folder / "config.json", shape | end)
         _write(folder / "generation_config.json", end | ({} if temperature is None else {"temperature": temperature}))
         words = _read(base / "tokenizer_config.json")
         words.pop("eos_token", None)
@@ -39,6 +33,17 @@ def endless_checkpoint(
             (folder / "chat_template.jinja").unlink(missing_ok=True)
         if vocab_size > shape["vocab_size"]:
             _fill_vocabulary(folder, shape["vocab_size"], vocab_size)
+    return folder
+
+
+def long_checkpoint(base: Path, work: Path, context: int) -> Path:
+    """Return a copy of `base` in `work` with a longer context, for tests that do not look at what the model says."""
+    name = hashlib.sha256(json.dumps([str(base), context]).encode()).hexdigest()[:12]
+    folder = work / "checkpoints" / name
+    if not folder.exists():
+        shutil.copytree(base, folder)
+        for file, key in (("config.json", "max_position_embeddings"), ("tokenizer_config.json", "model_max_length")):
+            _write(folder / file, _read(base / file) | {key: context})
     return folder
 
 

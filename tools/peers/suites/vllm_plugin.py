@@ -19,7 +19,7 @@ from urllib.parse import urljoin
 
 import pytest
 
-from tools.peers.suites.checkpoints import endless_checkpoint
+from tools.peers.suites.checkpoints import endless_checkpoint, long_checkpoint
 from tools.peers.suites.outcomes import Outcomes
 from tools.peers.suites.server_pool import ServerPool
 
@@ -29,15 +29,15 @@ VERSION = "0.33.0"
 # Files whose tests count on texts that do not end.
 ENDLESS = ("completion/test_completion.py", "test_return_token_ids.py", "test_return_tokens_as_ids.py")
 
-
-# Files with token ids that the demo's vocabulary has not, and a size that is enough for them.
-# Files with longer texts than the demo's context. Tests of the others count on its default.
+# Files with longer texts than the demo's context.
+LONG_CONTEXT = 12_288
 LONG_TEXTS = (
     "test_chunked_prompt.py",
     "test_tokenization.py",
     "anthropic/test_messages.py",
     "serve/instrumentator/test_basic.py",
 )
+# Files with token ids that the demo's vocabulary has not, and a size that is enough for them.
 LARGE_VOCABULARY, VOCABULARY = ("test_logprob_token_ids.py", "completion/test_completion.py"), 5120
 
 
@@ -116,30 +116,31 @@ class RemoteOpenAIServer:
             given = [word for word in given if "lora" not in word]
         self.model = _value(given, "--served-model-name") or model
         settings: dict[str, object] = {"served_model_name": self.model}
-        encoder, context = _is_encoder(model), 0
+        encoder = _is_encoder(model)
         longest = _value(given, "--max-model-len", "--max_model_len")
         if longest and not encoder:
             shape = json.loads(Path(self.pool.configuration["decoder_directory"], "config.json").read_text("utf-8"))
-            given_context = shape["max_position_embeddings"]
-            context = int(longest) if _runs(LONG_TEXTS) and int(longest) > given_context else 0
-            settings["max_model_len"] = context or min(int(longest), given_context)
+            context = LONG_CONTEXT if _runs(LONG_TEXTS) else shape["max_position_embeddings"]
+            settings["max_model_len"] = min(int(longest), context)
         if key := _value(given, "--api-key"):
             settings["api_keys"] = key
         if limit := _value(given, "--max-logprobs"):
             settings["max_logprobs"] = int(limit)
-        self.url_root = self.pool.url(self._checkpoint(encoder, context), **settings)
+        self.url_root = self.pool.url(self._checkpoint(encoder), **settings)
         self.host, _, port = self.url_root.removeprefix("http://").partition(":")
         self.port = int(port)
 
-    def _checkpoint(self, encoder: bool, context: int) -> str:
+    def _checkpoint(self, encoder: bool) -> str:
         configuration = self.pool.configuration
         if encoder:
             return str(configuration["encoder"])
         decoder, work = Path(configuration["decoder_directory"]), Path(configuration["work"])
         if _runs(LARGE_VOCABULARY):
             return str(endless_checkpoint(decoder, work, vocab_size=VOCABULARY))
-        if _runs(ENDLESS) or context:
-            return str(endless_checkpoint(decoder, work, context=context))
+        if _runs(ENDLESS):
+            return str(endless_checkpoint(decoder, work))
+        if _runs(LONG_TEXTS):
+            return str(long_checkpoint(decoder, work, LONG_CONTEXT))
         return str(configuration["decoder"])
 
     def __enter__(self) -> RemoteOpenAIServer:
