@@ -130,10 +130,13 @@ def test_closing_ends_a_rendering_in_another_thread() -> None:
         except (InvalidRequest, ServiceStopping) as error:
             ended.append(error)
 
-    thread = threading.Thread(target=render)
+    thread = threading.Thread(target=render, daemon=True)
     thread.start()
     until(template._process._lock.locked)
-    template.close()
+    closing = threading.Thread(target=template.close, daemon=True)
+    closing.start()
+    closing.join(30)
+    assert not closing.is_alive(), "it waits for the rendering"
     thread.join(30)
     assert [type(error) for error in ended] == [ServiceStopping]
     with pytest.raises(ServiceStopping):
