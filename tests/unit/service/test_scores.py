@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from contextlib import aclosing
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from app.errors import InvalidRequest
 from app.messages import SamplingParams
-from app.service.prompt import MAX_SCORES, num_scores, resolve_logprobs
+from app.service.prompt import MAX_SCORES, SCORE_BYTES, num_scores, resolve_logprobs
 from app.service.served_model import ServingLimits
+from fake_worker import LIMITS, request, serving
 
 VOCABULARY, CONTEXT = 5_000, 1_000
 
@@ -67,3 +70,15 @@ def test_a_response_has_no_more_than_its_bound(fields: dict[str, Any], num_promp
 def test_a_beam_search_has_few() -> None:
     with pytest.raises(InvalidRequest, match="of a beam search must be at most 20"):
         resolve_logprobs(limits(), SamplingParams(beam_width=2, logprobs=21, max_tokens=1), 1)
+
+
+async def test_admission_counts_the_memory_of_many() -> None:
+    """The worker gets the number of tokens, and nothing is held once the response has ended."""
+    async with serving(replace(LIMITS, max_logprobs=-1)) as (service, worker, _):
+        admission = service._pipeline.admission
+        async with aclosing(service.generate(request(params={"max_tokens": 2, "logprobs": -1}))) as stream:
+            await anext(stream)
+            (command,) = await worker.orders()
+            assert command.params.logprobs == LIMITS.vocab_size
+            assert admission.num_held_bytes == 2 * LIMITS.vocab_size * SCORE_BYTES
+        assert admission.num_held_bytes == 0
