@@ -27,7 +27,7 @@ from tiny_checkpoints import write_checkpoint
 from tiny_encoders import write_encoder
 
 MAX_LEN = 160
-DECODERS = ("LlamaForCausalLM", "Gemma2ForCausalLM", "Phi3ForCausalLM", "Qwen3ForCausalLM")
+DECODERS = ("Lfm2ForCausalLM", "LlamaForCausalLM", "Gemma2ForCausalLM", "Phi3ForCausalLM", "Qwen3ForCausalLM")
 ENCODERS = (
     "BertModel",
     "MPNetModel",
