@@ -76,7 +76,19 @@ def test_logits_equal_those_of_merged_weights(architecture: str, use_rslora: boo
     ["CohereForCausalLM"]
     + [
         pytest.param(f"{name}ForCausalLM", marks=pytest.mark.full)
-        for name in ("Glm", "Glm4", "Ernie4_5", "Helium", "Granite", "Olmo2", "StableLm", "Nemotron", "Qwen3Moe", "MiniCPM3", "DeepseekV2")
+        for name in (
+            "Glm",
+            "Glm4",
+            "Ernie4_5",
+            "Helium",
+            "Granite",
+            "Olmo2",
+            "StableLm",
+            "Nemotron",
+            "Qwen3Moe",
+            "MiniCPM3",
+            "DeepseekV2",
+        )
     ],
 )
 def test_families_that_store_rows_in_another_order_take_adapters(name: str, tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ from app.errors import CheckpointInvalid
 from app.models.config_reader import MAX_LAYERS, ConfigReader
 from app.models.decoders.families import DECODER_FAMILIES
 from app.models.decoders.family import DecoderFamily, Fields
+from app.models.decoders.family_values import known_texts
 from app.models.decoders.layer_config import (
     Activation,
     ConvolutionConfig,
@@ -252,13 +253,7 @@ def _layer_types(config: ConfigReader, family: DecoderFamily, num_layers: int) -
     If config.json does not list them, the family's rule decides.
     """
     if config.has("layer_types") and family.model_type not in ("llama", "mistral", "phi3", "lfm2", "lfm2_moe"):
-        types = config.texts("layer_types", num_layers)
-        unknown = set(types) - set(_LAYER_TYPES)
-        if unknown:
-            raise CheckpointInvalid(
-                f"{config.where}: layer_types {sorted(unknown)} are not known; known are {', '.join(_LAYER_TYPES)}."
-            )
-        return types
+        return known_texts(config, "layer_types", num_layers, " ".join(_LAYER_TYPES))
     slides = family.slides
     return tuple(_LAYER_TYPES[slides is not None and slides(config, layer)] for layer in range(num_layers))
 

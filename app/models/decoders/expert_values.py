@@ -8,7 +8,7 @@ from app.errors import CheckpointInvalid
 from app.kernels.elementwise.routing_rule import MAX_EXPERTS, Routing
 from app.models.config_reader import ConfigReader
 from app.models.decoders.family import Fields
-from app.models.decoders.family_values import LATENT, LatentDefaults, convolutions, granite, latent, refuse
+from app.models.decoders.family_values import LATENT, LatentDefaults, convolutions, granite, known_texts, latent, refuse
 from app.models.decoders.layer_config import ExpertsConfig
 
 
@@ -199,7 +199,7 @@ def glm4_moe_lite(config: ConfigReader, fields: Fields) -> Fields:
     size, layers = config.integer("moe_intermediate_size", 1536), fields["num_layers"]
     sparse = tuple(layer > 0 for layer in range(layers))
     if config.has("mlp_layer_types"):
-        sparse = tuple(name == "sparse" for name in config.texts("mlp_layer_types", layers))
+        sparse = tuple(name == "sparse" for name in known_texts(config, "mlp_layer_types", layers, "dense sparse"))
     elif config.has("first_k_dense_replace"):
         sparse = _experts_after(config, fields, 1)
     experts = ExpertsConfig(

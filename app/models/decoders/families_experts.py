@@ -88,7 +88,7 @@ EXPERT_FAMILIES: Mapping[str, DecoderFamily] = {
     ),
     "DeepseekV3ForCausalLM": DecoderFamily(
         model_type="deepseek_v3",
-        title="DeepSeek-V3, V3.1 and R1, Moonlight, Kimi K2",
+        title="DeepSeek-V3, V3.1 and R1; Moonlight and Kimi K2 with a tokenizer.json",
         read=experts.deepseek_v3,
         **_LATENT,
     ),

@@ -25,6 +25,20 @@ def refuse(config: ConfigReader, name: str, unless: object, reason: str) -> None
         raise CheckpointInvalid(f"{config.where}: {name} is {value!r}, and {reason} is not offered.")
 
 
+def known_texts(config: ConfigReader, name: str, length: int, known: str) -> tuple[str, ...]:
+    """Return a list of so many words.
+
+    Raises:
+        CheckpointInvalid: One is not in `known`, which are separated by spaces.
+    """
+    found = config.texts(name, length)
+    unknown = sorted(set(found).difference(known.split()))
+    if unknown:
+        listed = ", ".join(known.split())
+        raise CheckpointInvalid(f"{config.where}: {name} {unknown} are not known; known are {listed}.")
+    return found
+
+
 def _shared_kv_heads(config: ConfigReader, fields: Fields, kv_heads: int) -> Fields:
     if fields["num_heads"] % kv_heads:
         raise CheckpointInvalid(
@@ -172,7 +186,7 @@ def convolutions(config: ConfigReader, fields: Fields) -> Fields:
     layers, hidden, block = fields["num_layers"], fields["hidden_size"], 2 * fields["head_dim"]
     attends = config.values.get("full_attn_idxs")
     if config.has("layer_types"):
-        convolves = tuple(name == "conv" for name in config.texts("layer_types", layers))
+        convolves = tuple(name == "conv" for name in known_texts(config, "layer_types", layers, "conv full_attention"))
     else:
         convolves = tuple(isinstance(attends, list) and layer not in attends for layer in range(layers))
     if all(convolves):

@@ -73,6 +73,37 @@ def test_lfm2_names_its_layers_by_their_numbers_and_adjusts_its_mlp() -> None:
     assert (config.num_kv_heads, config.cache_heads) == (8, 16)
 
 
+def test_deepseek_v3_scales_scores_by_its_yarn() -> None:
+    """As config.json of DeepSeek-V3 has it; the factor of cos and sin is 1."""
+    values = {
+        "architectures": ["DeepseekV3ForCausalLM"],
+        **dict.fromkeys(("num_attention_heads", "num_key_value_heads"), 128),
+        **dict.fromkeys(("n_shared_experts", "moe_layer_freq", "num_nextn_predict_layers"), 1),
+        "hidden_size": 7168,
+        "intermediate_size": 18432,
+        "num_hidden_layers": 61,
+        "vocab_size": 129280,
+        "scoring_func": "sigmoid",
+        "topk_method": "noaux_tc",
+        "max_position_embeddings": 163840,
+        "rope_scaling": {
+            "type": "yarn",
+            "factor": 40,
+            "mscale": 1.0,
+            "mscale_all_dim": 1.0,
+            "beta_fast": 32,
+            "beta_slow": 1,
+            "original_max_position_embeddings": 4096,
+        },
+    }
+    config = ModelConfig.from_hf(values)
+    assert config.attention_scale == pytest.approx(192**-0.5 * 1.36889**2, rel=1e-5)
+    assert (config.head_dim, config.max_model_len, config.experts and sum(config.experts.layers)) == (192, 163840, 58)
+    rope = config.ropes[0]
+    assert rope is not None and (rope.dim, rope.kind, rope.factor) == (64, "yarn", 40.0)
+    assert config.experts is not None and (config.experts.routing.num_groups, config.experts.routing.scale) == (8, 2.5)
+
+
 def test_latent_attention_has_heads_of_its_own_sizes() -> None:
     config = ModelConfig.from_hf(config_values("DeepseekV3ForCausalLM", num_key_value_heads=1))
     assert (config.num_kv_heads, config.cache_heads, config.head_dim) == (4, 4, 16)
@@ -92,6 +123,8 @@ def test_latent_attention_has_heads_of_its_own_sizes() -> None:
         ("Lfm2ForCausalLM", {"conv_bias": True}, "a bias of short convolutions"),
         ("Lfm2ForCausalLM", {"layer_types": ["conv"] * 4}, "a layer with full_attention"),
         ("Lfm2ForCausalLM", {"head_dim": 12}, "do not fit heads of 12"),
+        ("Lfm2ForCausalLM", {"layer_types": ["conv", "sliding_attention"] * 2}, "known are conv, full_attention"),
+        ("Lfm2ForCausalLM", {"layer_types": ["full_attention"]}, "layer_types"),
     ],
 )
 def test_what_is_not_offered_is_refused_by_name(architecture: str, values: dict[str, Any], need: str) -> None:
