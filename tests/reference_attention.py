@@ -35,8 +35,13 @@ class PlainAttend:
             scores = spec.softcap * torch.tanh(scores / spec.softcap)
         at = torch.arange(keys.shape[0])
         mine = at[-query.shape[0] :, None]
+        if spec.slopes is not None:
+            scores = scores - spec.slopes[:, None, None] * (mine - at)
         visible = at <= mine if spec.window is None else (at <= mine) & (at > mine - spec.window)
-        weights = scores.masked_fill(~visible, -torch.inf).softmax(-1)
+        scores = scores.masked_fill(~visible, -torch.inf)
+        if spec.sinks is not None:
+            scores = torch.cat((spec.sinks[:, None, None].expand(*scores.shape[:2], 1), scores), -1)
+        weights = scores.softmax(-1)[..., -len(at) :]
         return torch.einsum("hqk,khd->qhd", weights, values).to(query.dtype).flatten(1)
 
 

@@ -67,6 +67,31 @@ _MULTIPLIERS = {
     "residual_multiplier": 0.3,
     "logits_scaling": 2.0,
 }
+_GPT_OSS = {
+    **TINY,
+    **_WINDOW,
+    "num_local_experts": 6,
+    "num_experts_per_tok": 3,
+    "rope_parameters": {
+        "rope_type": "yarn",
+        "factor": 4.0,
+        "original_max_position_embeddings": 64,
+        "rope_theta": 150_000.0,
+        "beta_fast": 32.0,
+        "beta_slow": 1.0,
+        "truncate": False,
+    },
+}
+_BLOOM = {"vocab_size": 320, "hidden_size": 48, "n_layer": 4, "n_head": 6, "bos_token_id": 0, "eos_token_id": 1}
+_MPT = {
+    "vocab_size": 320,
+    "d_model": 48,
+    "n_layers": 4,
+    "n_heads": 6,
+    "max_seq_len": 256,
+    "bos_token_id": 0,
+    "eos_token_id": 1,
+}
 _FALCON = {
     "vocab_size": 320,
     "hidden_size": 32,
@@ -175,6 +200,9 @@ SERVED: Mapping[str, dict[str, Any]] = {
     "Qwen3MoeForCausalLM": {**TINY, **_EXPERTS},
     "OlmoeForCausalLM": {**_NO_HEAD_DIM, "num_experts": 6, "num_experts_per_tok": 2},
     "GraniteMoeForCausalLM": {**_NO_HEAD_DIM, **_MULTIPLIERS, "num_local_experts": 4, "num_experts_per_tok": 2},
+    "GptOssForCausalLM": _GPT_OSS,
+    "BloomForCausalLM": _BLOOM,
+    "MptForCausalLM": _MPT,
     "Glm4MoeForCausalLM": {**TINY, **_EXPERTS, "n_routed_experts": 6, "use_qk_norm": True},
     "DeepseekV2ForCausalLM": {**_DEEPSEEK, "first_k_dense_replace": 1, "routed_scaling_factor": 1.5},
     "Glm4MoeLiteForCausalLM": {**_DEEPSEEK, "v_head_dim": 16, "n_shared_experts": 1},
@@ -185,10 +213,10 @@ SERVED: Mapping[str, dict[str, Any]] = {
 # Families that are refused by their names.
 NOT_SERVED = (
     *("Qwen3NextForCausalLM", "GraniteMoeHybridForCausalLM", "Llama4ForCausalLM", "Gemma3nForConditionalGeneration"),
-    *("FalconH1ForCausalLM", "MptForCausalLM", "BloomForCausalLM", "MambaForCausalLM", "Mamba2ForCausalLM"),
+    *("FalconH1ForCausalLM", "MambaForCausalLM", "Mamba2ForCausalLM"),
     *("JambaForCausalLM", "DeepseekV32ForCausalLM"),
     *("BitNetForCausalLM", "RwkvForCausalLM", "T5ForConditionalGeneration", "BartForConditionalGeneration"),
-    *("WhisperForConditionalGeneration", "GptOssForCausalLM", "PhimoeForCausalLM", "Ernie4_5_MoeForCausalLM"),
+    *("WhisperForConditionalGeneration", "PhimoeForCausalLM", "Ernie4_5_MoeForCausalLM"),
     *("Qwen3VLForConditionalGeneration",),
 )
 TOLERANCE = 2e-4  # of logits of a standard deviation near 1: the order of sums differs, nothing else does
@@ -231,6 +259,9 @@ VARIANTS: Mapping[str, tuple[str, dict[str, Any]]] = {
     ),
     "opt-no-bias": ("OPTForCausalLM", {**_ALIKE, "ffn_dim": 48, "word_embed_proj_dim": 32, "enable_bias": False}),
     "gptj-whole-heads": ("GPTJForCausalLM", {**_GPT, "rotary_dim": 8, "tie_word_embeddings": False}),
+    "gpt-oss-no-biases": ("GptOssForCausalLM", {**_GPT_OSS, "attention_bias": False, "tie_word_embeddings": True}),
+    "bloom-four-heads": ("BloomForCausalLM", {**_BLOOM, "n_head": 4}),
+    "mpt-four-heads": ("MptForCausalLM", {**_MPT, "n_heads": 4, "attn_config": {"softmax_scale": 0.3}}),
     "granite-tied": ("GraniteForCausalLM", {**_NO_HEAD_DIM, **_MULTIPLIERS, "tie_word_embeddings": True}),
     "deepseek-lite": (
         "DeepseekV2ForCausalLM",

@@ -32,7 +32,7 @@ from app.kernels.timing import MAX_ADJUSTMENT, extrapolate_by_size, monotone_tab
 from app.messages import Generate, SamplingParams
 from app.models.decoders.config import ModelConfig
 from app.models.decoders.decoder import Embedding
-from app.models.decoders.layer import Filters, HeadNorm, Norm, SelectionBias, Xielu
+from app.models.decoders.layer import Filters, HeadNorm, Norm, StoredVector, Xielu
 from app.models.decoders.shapes import active_weights
 from app.models.registry import build_decoder_model
 from app.weights.form_choice import form_choice
@@ -210,7 +210,7 @@ class DecoderTrial:
         model = build_decoder_model(_truncated_config(self.config, layers), self._dtype, self.max_len, device)
         modules = list(model.modules())
         for module in modules:
-            if isinstance(module, Norm | Filters | HeadNorm | SelectionBias | Xielu):
+            if isinstance(module, Norm | Filters | HeadNorm | StoredVector | Xielu):
                 module.fill(1.0, device)
             elif isinstance(module, Linear):
                 module.form = self._forms.form(module)

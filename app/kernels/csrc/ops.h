@@ -105,7 +105,7 @@ typedef struct {
     sink out;
 } layer_norm_arguments;
 
-enum { IDENTITY, SILU, GELU_TANH, GELU_ERF, RELU, TANH, RELU_SQUARED, XIELU };
+enum { IDENTITY, SILU, GELU_TANH, GELU_ERF, RELU, TANH, RELU_SQUARED, XIELU, SWIGLU_OAI };
 
 /* x [rows, size] bf16 or, if `wide`, fp32 (row stride in elements) to act(x). Only this operation has XIELU, whose two
  * factors are `positive` and `negative`. */
@@ -116,7 +116,8 @@ typedef struct {
     sink out;
 } activate_arguments;
 
-/* gate_up [rows, 2 * size] bf16 or, if `wide`, fp32 to act(gate) * up. */
+/* gate_up [rows, 2 * size] bf16 or, if `wide`, fp32 to act(gate) * up. Only gates have SWIGLU_OAI, the clamped gate of
+ * gpt-oss (activate.h). */
 typedef struct {
     const void *gate_up;
     int64_t rows, size, activation, wide;
@@ -374,7 +375,9 @@ typedef struct {
 } attention_step;
 
 /* Causal attention: query, out [tokens, heads, head_dim], strides between tokens in elements. They are bf16 or, if
- * `wide`, fp32 as keys and values are then. window <= 0 and softcap <= 0 mean none. */
+ * `wide`, fp32 as keys and values are then. window <= 0 and softcap <= 0 mean none. `sinks` and `slopes` [heads] fp32, if
+ * given: e^sink is part of a softmax's denominator, and slope * (key position - query position) is added to a score
+ * (ALiBi). */
 typedef struct {
     const void *query;
     void *out;
@@ -382,6 +385,7 @@ typedef struct {
     kv_rows kv;
     int64_t query_stride, out_stride, heads, kv_heads, head_dim, window, wide;
     double scale, softcap;
+    const float *sinks, *slopes;
 } attention_arguments;
 
 /* Texts one after the other: text i is rows [starts[i], starts[i + 1]). Read when the operation runs. */
@@ -393,7 +397,7 @@ typedef struct {
  * elements), bf16 or, if `wide`, fp32; out [rows, heads, head_dim] of the same dtype with stride out_stride. head_dim
  * is even and at most 256. A token at p sees positions p - before to p + after of its text. Scores are scaled and
  * capped if softcap > 0. If bias [heads, 2 * most + 1] fp32 is given, it is added to them: column most + key - query,
- * or the outermost column beyond. */
+ * or the outermost column beyond. `sinks` and `slopes` as in `attention_arguments`. */
 typedef struct {
     const void *query, *key, *value;
     void *out;
@@ -401,6 +405,7 @@ typedef struct {
     const float *bias;
     int64_t stride, out_stride, heads, kv_heads, head_dim, before, after, most, wide;
     double scale, softcap;
+    const float *sinks, *slopes;
 } texts_arguments;
 
 /* heads [rows, heads + 2 * kv_heads, head_dim] (stride between rows in elements): queries, keys, values, bf16 or, if

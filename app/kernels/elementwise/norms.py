@@ -17,6 +17,8 @@ from app.kernels.elementwise.activations import ACTIVATIONS
 from app.kernels.linear.activations import ROW_DTYPES, Activations, allocate_output, quantise
 from app.kernels.native.arguments import (
     ACTIVATION_CODES,
+    SWIGLU_ALPHA,
+    SWIGLU_LIMIT,
     GateArguments,
     GatherArguments,
     LayerNormArguments,
@@ -118,8 +120,11 @@ def _gate_elsewhere(gate_up: Tensor, activation: str) -> Tensor:
 
 
 def gate_torch(gate_up: Tensor, activation: str) -> Tensor:
-    """Compute act(gate) * up by torch."""
+    """Compute act(gate) * up by torch; `swiglu_oai` is the clamped gate of gpt-oss."""
     first, second = gate_up.chunk(2, -1)
+    if activation == "swiglu_oai":
+        bounded = first.clamp(max=SWIGLU_LIMIT)
+        return bounded * (bounded * SWIGLU_ALPHA).sigmoid() * (second.clamp(-SWIGLU_LIMIT, SWIGLU_LIMIT) + 1)
     return ACTIVATIONS[activation](first).mul_(second)
 
 

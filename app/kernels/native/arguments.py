@@ -93,8 +93,10 @@ class LayerNormArguments(ctypes.Structure):
 
 # Activation codes, equal to the `enum` in csrc/ops.h; 0 is the identity.
 ACTIVATION_CODES = {
-    name: at for at, name in enumerate(("identity", "silu", "gelu_tanh", "gelu", "relu", "tanh", "relu2", "xielu"))
+    name: at
+    for at, name in enumerate(("identity", "silu", "gelu_tanh", "gelu", "relu", "tanh", "relu2", "xielu", "swiglu_oai"))
 }
+SWIGLU_ALPHA, SWIGLU_LIMIT = 1.702, 7.0  # of `swiglu_oai`, as in csrc/activate.h
 
 
 class ActivateArguments(ctypes.Structure):
@@ -230,6 +232,7 @@ class AttentionArguments(ctypes.Structure):
         ("kv", KvAddresses),
         *((name, _INT) for name in ("query_stride", "out_stride", "heads", "kv_heads", "head_dim", "window", "wide")),
         *((name, _FLOAT) for name in ("scale", "softcap")),
+        *((name, _ADDRESS) for name in ("sinks", "slopes")),
     )
 
 
@@ -244,6 +247,7 @@ class TextAttentionArguments(ctypes.Structure):
             for name in ("stride", "out_stride", "heads", "kv_heads", "head_dim", "before", "after", "most", "wide")
         ),
         *((name, _FLOAT) for name in ("scale", "softcap")),
+        *((name, _ADDRESS) for name in ("sinks", "slopes")),
     )
 
 

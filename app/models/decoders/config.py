@@ -28,6 +28,8 @@ from app.models.decoders.layer_config import (
 from app.models.decoders.refusals import refusal
 from app.models.decoders.rope import RopeConfig, parse_rope
 
+# Names that publishers gave to classes of transformers.
+OTHER_NAMES: Mapping[str, str] = {"MPTForCausalLM": "MptForCausalLM"}
 ACTIVATIONS: Mapping[str, Activation] = {
     "silu": "silu",
     "swish": "silu",
@@ -53,7 +55,8 @@ class ModelConfig:
     `interleaved_rope`: the checkpoint orders the rows of queries and keys for a rotation of neighbours. `experts`: the mixture
     of experts that some layers have; `intermediate_size` is that of the other layers. `latent`:
     attention is latent, and `head_dim` is the size of a head of queries and keys. `convolution`: some layers have a short
-    convolution in place of attention.
+    convolution in place of attention. `has_sinks`: each head has a learned logit in the denominator of its softmax.
+    `alibi_slopes`: one for each head; empty: no ALiBi. `embedding_norm`: embeddings pass a norm before the first layer.
     """
 
     architecture: str
@@ -92,6 +95,9 @@ class ModelConfig:
     experts: ExpertsConfig | None = None
     latent: LatentConfig | None = None
     convolution: ConvolutionConfig | None = None
+    has_sinks: bool = False
+    alibi_slopes: tuple[float, ...] = ()
+    embedding_norm: bool = False
 
     @property
     def kind(self) -> Literal["decoder"]:
@@ -170,13 +176,9 @@ def decoder_architecture(values: Mapping[str, Any]) -> str:
     names = values.get("architectures") or [
         name for name, family in DECODER_FAMILIES.items() if family.model_type == values.get("model_type")
     ]
-    known = (
-        [name for name in names if isinstance(name, str) and name in DECODER_FAMILIES]
-        if isinstance(names, list)
-        else []
-    )
+    listed = [str(name) for name in names] if isinstance(names, list) else []
+    known = [name for name in (OTHER_NAMES.get(name, name) for name in listed) if name in DECODER_FAMILIES]
     if not known:
-        listed = [str(name) for name in names] if isinstance(names, list) else []
         raise CheckpointInvalid(f"config.json: {refusal(listed, str(values.get('model_type')))}")
     if values.get("use_bidirectional_attention"):
         raise CheckpointInvalid(

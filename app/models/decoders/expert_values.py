@@ -6,10 +6,12 @@ from collections.abc import Sequence
 
 from app.errors import CheckpointInvalid
 from app.kernels.elementwise.routing_rule import MAX_EXPERTS, Routing
+from app.kernels.native.arguments import SWIGLU_ALPHA, SWIGLU_LIMIT
 from app.models.config_reader import ConfigReader
 from app.models.decoders.family import Fields
 from app.models.decoders.family_values import LATENT, LatentDefaults, convolutions, granite, known_texts, latent, refuse
 from app.models.decoders.layer_config import ExpertsConfig
+from app.models.decoders.rope import RopeConfig
 
 
 def _checked(config: ConfigReader, experts: ExpertsConfig) -> Fields:
@@ -91,6 +93,23 @@ def qwen3_moe(config: ConfigReader, fields: Fields) -> Fields:
     size = config.integer("moe_intermediate_size", 768)
     routing = _routing(config, "num_experts", 128, 8)
     return _checked(config, ExpertsConfig(routing, size, _sparse_layers(config, fields)))
+
+
+def gpt_oss(config: ConfigReader, fields: Fields) -> Fields:
+    """Read the experts of gpt-oss, whose gates are clamped, and the biases of attention.
+
+    transformers writes YaRN even if config.json has no rotary embeddings.
+    """
+    refuse(config, "swiglu_alpha", SWIGLU_ALPHA, "another factor in the experts' gates than 1.702")
+    refuse(config, "swiglu_limit", SWIGLU_LIMIT, "another limit of the experts' gates than 7")
+    routing = Routing(config.integer("num_local_experts", 128), config.integer("num_experts_per_tok", 4))
+    experts = ExpertsConfig(routing, fields["intermediate_size"], _everywhere(fields), router_bias=True)
+    bias = config.boolean("attention_bias", True)
+    found = {**_checked(config, experts), "qkv_bias": bias, "output_bias": bias}
+    if config.has("rope_parameters") or config.has("rope_scaling"):
+        return found
+    rope = RopeConfig(150_000.0, fields["head_dim"], "yarn", 32.0, 4096, truncate=False)
+    return {**found, "ropes": (rope,) * fields["num_layers"]}
 
 
 def _sigmoid_routing(

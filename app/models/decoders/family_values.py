@@ -349,7 +349,7 @@ def starcoder2(config: ConfigReader, fields: Fields) -> Fields:
 
 def falcon(config: ConfigReader, fields: Fields) -> Fields:
     """Read which of the three layouts of Falcon it is."""
-    refuse(config, "alibi", False, "ALiBi, a bias of scores by distance,")
+    refuse(config, "alibi", False, "ALiBi in Falcon, whose biases are rounded to BF16,")
     heads, bias = fields["num_heads"], config.boolean("bias", False)
     is_new, multi_query = config.boolean("new_decoder_architecture", False), config.boolean("multi_query", True)
     kv_heads = config.integer("num_kv_heads", heads) if is_new else 1 if multi_query else heads
@@ -422,4 +422,54 @@ def opt(config: ConfigReader, fields: Fields) -> Fields:
         "output_bias": bias,
         "mlp_bias": bias,
         "norm": NormConfig("layer", 1e-5, has_weight=affine, has_bias=affine),
+    }
+
+
+# ---- families with ALiBi (arXiv 2108.12409) -------------------------------------------------------------------------
+
+
+def _bloom_slopes(heads: int) -> tuple[float, ...]:
+    """Return powers of 2^(-8 / n) for the n heads of the largest power of 2, then odd powers of its root."""
+    power: int = 2 ** (heads.bit_length() - 1)
+    first, second = 2.0 ** (-8.0 / power), 2.0 ** (-4.0 / power)
+    others = (second ** (2 * index + 1) for index in range(heads - power))
+    return (*(first ** (index + 1) for index in range(power)), *others)
+
+
+def _mpt_slopes(heads: int) -> tuple[float, ...]:
+    """Return powers of 2^(-8 / n) for the next power of 2, n: if that is not `heads`, every second one comes first."""
+    power: int = 2 ** (heads - 1).bit_length()
+    slopes = [2.0 ** (-8.0 * (index + 1) / power) for index in range(power)]
+    return tuple(slopes if power == heads else (slopes[1::2] + slopes[::2])[:heads])
+
+
+def _by_distance(fields: Fields, slopes: tuple[float, ...]) -> Fields:
+    return {"ropes": (None,) * fields["num_layers"], "alibi_slopes": slopes}
+
+
+def bloom(config: ConfigReader, fields: Fields) -> Fields:
+    """Read the context; BLOOM has no setting for its activation."""
+    refuse(config, "apply_residual_connection_post_layernorm", False, "adding branches to what a norm returns")
+    return {
+        **_by_distance(fields, _bloom_slopes(fields["num_heads"])),
+        "max_model_len": config.integer("seq_length", 2048),
+    }
+
+
+def mpt(config: ConfigReader, fields: Fields) -> Fields:
+    """Read the context and the scale of scores; the section attn_config has further values."""
+    own = config.section("attn_config")
+    refuse(config, "no_bias", True, "products and norms with biases")
+    refuse(config, "logit_scale", None, "a scale of the logits")
+    refuse(own, "alibi", True, "learned positions of MPT")
+    refuse(own, "alibi_bias_max", 8, "another largest slope than 8")
+    refuse(own, "attn_type", "multihead_attention", "another attention of MPT")
+    refuse(own, "clip_qkv", None, "clipping queries, keys and values")
+    refuse(own, "qk_ln", False, "a norm of queries and keys")
+    refuse(own, "prefix_lm", False, "a prefix that sees all of itself")
+    return {
+        **_by_distance(fields, _mpt_slopes(fields["num_heads"])),
+        "attention_scale": own.number("softmax_scale", fields["attention_scale"]),
+        "intermediate_size": config.integer("expansion_ratio", 4) * fields["hidden_size"],
+        "max_model_len": config.integer("max_seq_len", 2048),
     }

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
 
 import torch
 import torch.nn.functional as F
@@ -13,7 +14,15 @@ from app.kernels.attention.context import Attend, AttentionSpec
 from app.kernels.attention.convolution import convolved_rows
 from app.kernels.elementwise.activations import convert_rows, xielu
 from app.kernels.elementwise.latent import latent_heads
-from app.kernels.elementwise.norms import add_rms_norm, contiguous, gate, gather, layer_norm, rms_norm
+from app.kernels.elementwise.norms import (
+    add_rms_norm,
+    contiguous,
+    gate,
+    gather,
+    layer_norm,
+    layer_norm_in_place,
+    rms_norm,
+)
 from app.kernels.elementwise.routing import route
 from app.kernels.elementwise.routing_rule import Routing
 from app.kernels.linear.activations import Activations, unquantised
@@ -86,6 +95,11 @@ class Norm(nn.Module):
             return layer_norm(x, (self.weight, self.bias, self.norm.eps), self.dtype, group)
         return rms_norm(x, self.weight, self.norm.eps, self.dtype, group)
 
+    def overwrite(self, hidden: Tensor) -> None:
+        """Overwrite hidden [tokens, size] FP32 by its norm. Only a LayerNorm can do that."""
+        assert self.norm.kind == "layer", "no family has an RMSNorm after its embeddings"
+        layer_norm_in_place(hidden, (self.weight, self.bias, self.norm.eps))
+
     def add_to(self, hidden: Tensor, x: Tensor) -> None:
         """Add the norm of x [tokens, size] to hidden [tokens, size] FP32. Only an RMSNorm can do that."""
         assert self.norm.kind == "rms", "no family has a LayerNorm after a branch"
@@ -109,6 +123,37 @@ class HeadNorm(nn.Module):
         self.weight = nn.Parameter(torch.full(self.weight.shape, weight, device=device), requires_grad=False)
 
 
+class StoredVector(nn.Module):
+    """A stored vector of a layer, in FP32."""
+
+    kinds: tuple[str, ...]
+
+    def __init__(self, source: str, kind: str, size: int) -> None:
+        super().__init__()
+        self.source, self.kinds = source, (kind,) if kind else ()
+        self.weight = nn.Parameter(torch.empty(size), requires_grad=False)
+
+    def fill(self, weight: float, device: torch.device | None) -> None:
+        """Set all elements to one value."""
+        self.weight = nn.Parameter(torch.full(self.weight.shape, weight, device=device), requires_grad=False)
+
+    def set_weight(self, tensor: Tensor) -> None:
+        """Set the vector, converted to FP32."""
+        self.weight = nn.Parameter(tensor.to(torch.float32, copy=True), requires_grad=False)
+
+
+class AlibiSlopes(StoredVector):
+    """The slopes of ALiBi, FP32 [heads], which no checkpoint stores."""
+
+    def __init__(self, slopes: Sequence[float]) -> None:
+        super().__init__("", "", len(slopes))
+        self.slopes = tuple(slopes)
+
+    def fill(self, weight: float, device: torch.device | None) -> None:
+        """Compute the slopes."""
+        self.weight = nn.Parameter(torch.tensor(self.slopes, device=device or "cpu"), requires_grad=False)
+
+
 class Attention(nn.Module):
     """Grouped-query attention: one product for queries, keys and values, then `attend`, which also applies RoPE.
 
@@ -128,6 +173,8 @@ class Attention(nn.Module):
             for name, heads in (("q", config.num_heads), ("k", config.num_kv_heads))
         )
         self.spec = AttentionSpec(config.attention_scale, config.windows[layer], config.attention_softcap)
+        self.sinks = StoredVector(f"{at}.self_attn", "sinks", config.num_heads) if config.has_sinks else None
+        self.slopes = AlibiSlopes(config.alibi_slopes) if config.alibi_slopes else None
 
     @property
     def first(self) -> Linear:
@@ -136,7 +183,11 @@ class Attention(nn.Module):
 
     def forward(self, x: Activations, angles: RopeAngles | None, attend: Attend) -> Tensor:
         """Map x [tokens, hidden] to the attention output [tokens, heads * head_dim]."""
-        return attend(self.layer, self._heads(self.qkv(x), angles), self.spec)
+        spec = self.spec
+        if self.sinks is not None or self.slopes is not None:
+            sinks, slopes = (None if one is None else one.weight for one in (self.sinks, self.slopes))
+            spec = replace(spec, sinks=sinks, slopes=slopes)
+        return attend(self.layer, self._heads(self.qkv(x), angles), spec)
 
     def _heads(self, product: Tensor, angles: RopeAngles | None) -> QkvHeads:
         sizes = (product, self.num_heads, self.num_kv_heads, self.head_dim)
@@ -302,7 +353,7 @@ class MixtureOfExperts(nn.Module):
         self.routing, self.activation = routing, config.activation
         sources = (f"{at}.gate", *((f"{at}.shared_expert_gate",) if experts.shared_gate else ()))
         rows = (routing.num_experts, 1)[: len(sources)]
-        self.router = Linear(sources, config.hidden_size, sum(rows), source_rows=rows)
+        self.router = Linear(sources, config.hidden_size, sum(rows), experts.router_bias, rows)
         self.experts = nn.ModuleList(
             DecoderMLP(config, layer, f"mlp.experts.{number}", experts.size) for number in range(routing.num_experts)
         )
@@ -310,7 +361,11 @@ class MixtureOfExperts(nn.Module):
             DecoderMLP(config, layer, "mlp.shared_expert", experts.shared_size) if experts.shared_size else None
         )
         self.has_shared_gate = experts.shared_gate
-        self.bias = SelectionBias(f"{at}.gate", routing.num_experts) if experts.selection_bias else None
+        self.bias = (
+            StoredVector(f"{at}.gate", "e_score_correction_bias", routing.num_experts)
+            if experts.selection_bias
+            else None
+        )
         self._stacks: dict[str, tuple[tuple[LinearForm, ...], ExpertStack | None]] = {}
 
     @property
@@ -351,23 +406,6 @@ class MixtureOfExperts(nn.Module):
 
 
 _GATE = Routing(1, 1, "sigmoid", renormalize=False)
-
-
-class SelectionBias(nn.Module):
-    """What is added to the scores of experts for their selection, FP32 [experts]."""
-
-    def __init__(self, source: str, experts: int) -> None:
-        super().__init__()
-        self.source, self.kinds = source, ("e_score_correction_bias",)
-        self.weight = nn.Parameter(torch.empty(experts), requires_grad=False)
-
-    def fill(self, weight: float, device: torch.device | None) -> None:
-        """Set all elements to one value."""
-        self.weight = nn.Parameter(torch.full(self.weight.shape, weight, device=device), requires_grad=False)
-
-    def set_weight(self, tensor: Tensor) -> None:
-        """Set the bias, converted to FP32."""
-        self.weight = nn.Parameter(tensor.to(torch.float32, copy=True), requires_grad=False)
 
 
 def attention_of(config: ModelConfig, layer: int, dtype: torch.dtype) -> Attention | LatentAttention | ShortConvolution:

@@ -8,7 +8,7 @@ from typing import Literal
 from app.kernels.elementwise.latent_sizes import LatentHeads
 from app.kernels.elementwise.routing_rule import Routing
 
-Activation = Literal["silu", "gelu", "gelu_tanh", "relu", "relu2", "xielu"]
+Activation = Literal["silu", "gelu", "gelu_tanh", "relu", "relu2", "xielu", "swiglu_oai"]
 
 # Where the norms of a layer are:
 # - pre: h + attention(norm h), then h + mlp(norm h)
@@ -82,7 +82,8 @@ class ExpertsConfig:
 
     `layers` says for each layer whether it has experts. Every token also passes a shared expert of `shared_size`, unless
     that is 0; with `shared_gate` its result is multiplied by the sigmoid of a further output of the router. With
-    `selection_bias` the checkpoint holds a bias that is added to the scores for the selection only.
+    `selection_bias` the checkpoint holds a bias that is added to the scores for the selection only. `router_bias`: the
+    router's product has a bias.
     """
 
     routing: Routing
@@ -91,3 +92,4 @@ class ExpertsConfig:
     shared_size: int = 0
     shared_gate: bool = False
     selection_bias: bool = False
+    router_bias: bool = False

@@ -28,9 +28,8 @@ UNSUPPORTED: Mapping[str, tuple[str, ...]] = {
     "several hidden states for each token, and embeddings for each layer": ("Gemma3n",),
     "sparse attention, for which an indexer selects tokens": ("DeepseekV32", "DeepseekV4", "GlmMoeDsa"),
     "weights of one and a half bits": ("BitNet",),
-    "ALiBi, a bias of scores by distance": ("Mpt", "Bloom"),
     "a mixture of experts of its own kind": (
-        *("Phimoe", "PhiMoE", "GptOss", "GraniteMoeShared", "Dots1", "Ernie4_5_Moe", "HunYuanMoE", "Cohere2Moe"),
+        *("Phimoe", "PhiMoE", "GraniteMoeShared", "Dots1", "Ernie4_5_Moe", "HunYuanMoE", "Cohere2Moe"),
         *("FlexOlmo", "Jetmoe", "Dbrx", "ExaoneMoe"),
     ),
 }

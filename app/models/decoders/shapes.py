@@ -20,6 +20,8 @@ def tensors_of(config: ModelConfig) -> dict[str, Shape]:
     shapes: dict[str, Shape] = {"model.embed_tokens.weight": (config.vocab_size, size)}
     if config.num_positions:
         shapes["model.embed_positions.weight"] = (config.first_position + config.num_positions, size)
+    if config.embedding_norm:
+        shapes.update(_norm("model.embed_norm", config.norm, size))
     for layer in range(config.num_layers):
         at = f"model.layers.{layer}"
         shapes.update((f"{at}.{name}", shape) for name, shape in _mixer(config, layer))
@@ -48,7 +50,7 @@ def products_of(config: ModelConfig) -> Iterator[tuple[Shape, bool]]:
     yield from dense_products_of(config)
     for shape in expert_products_of(config):
         assert config.experts is not None, "there are products of experts"
-        yield from [(shape, False)] * config.experts.routing.num_experts
+        yield from [(shape, config.mlp_bias)] * config.experts.routing.num_experts
 
 
 def dense_products_of(config: ModelConfig) -> Iterator[tuple[Shape, bool]]:
@@ -176,18 +178,19 @@ def norms_of(config: ModelConfig) -> tuple[str, ...]:
 
 
 def norm_elements(config: ModelConfig) -> int:
-    """Return the number of elements of all norms, and of the filters of convolutions, which are FP32."""
+    """Return the number of elements of all norms, sinks and filters of convolutions, which are FP32."""
     parts = config.norm.has_weight + config.norm.has_bias
     heads = 0
     if config.head_norm is not None:
         counts = (config.head_norm.num_weights(one, config.head_dim) for one in (config.num_heads, config.num_kv_heads))
         heads = sum(counts)
+    heads += config.num_heads * config.has_sinks
     if config.latent is not None:
         heads += config.latent.rank + (config.latent.query_rank or 0)
     convolved = 0 if config.convolution is None else sum(config.convolution.layers)
     filters = 0 if config.convolution is None else convolved * config.convolution.width * config.hidden_size
-    whole = (config.num_layers * len(norms_of(config)) + 1) * parts * config.hidden_size
-    return whole + (config.num_layers - convolved) * heads + filters
+    norms = config.num_layers * len(norms_of(config)) + 1 + config.embedding_norm
+    return norms * parts * config.hidden_size + (config.num_layers - convolved) * heads + filters
 
 
 def _linear(name: str, rows: int, columns: int, bias: bool) -> Iterator[tuple[str, Shape]]:
@@ -214,6 +217,8 @@ def _mixer(config: ModelConfig, layer: int) -> Iterator[tuple[str, Shape]]:
         yield "self_attn.kv_a_layernorm.weight", (config.latent.rank,)
         if config.latent.query_rank is not None:
             yield "self_attn.q_a_layernorm.weight", (config.latent.query_rank,)
+    if config.has_sinks:
+        yield "self_attn.sinks", (config.num_heads,)
     if config.head_norm is not None:
         yield "self_attn.q_norm.weight", (config.head_norm.num_weights(config.num_heads, config.head_dim),)
         yield "self_attn.k_norm.weight", (config.head_norm.num_weights(config.num_kv_heads, config.head_dim),)
@@ -225,7 +230,7 @@ def _mlp(config: ModelConfig, layer: int) -> Iterator[tuple[str, Shape]]:
         yield from _one_mlp(config, "mlp", config.intermediate_size)
         return
     count = experts.routing.num_experts
-    yield "mlp.gate.weight", (count, config.hidden_size)
+    yield from _linear("mlp.gate", count, config.hidden_size, experts.router_bias)
     if experts.selection_bias:
         yield "mlp.gate.e_score_correction_bias", (count,)
     for number in range(count):

@@ -32,6 +32,12 @@ _TABLES = {
         sign * size / 12 for sign in (1, -1) for size in (0, 0.0625, 8, 12, 4, 6, 2, 3)
     ),
 }  # fmt: skip
+_E8M0_NAN = 255
+_E2M1 = [sign * size for sign in (1, -1) for size in (0, 1, 2, 3, 4, 6, 8, 12)]  # twice the values
+# The values of a byte's low and high half, side by side.
+_E2M1_PAIRS = torch.tensor([(_E2M1[byte % 16], _E2M1[byte // 16]) for byte in range(256)], dtype=torch.int8).view(
+    torch.int16
+)[:, 0]
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,6 +139,8 @@ def held_codes(entry: PackedEntry, rows: range, read: _Read, bits: int) -> Int4W
 def row_codes(entry: PackedEntry, rows: range, read: _Read) -> RowCodes:
     """Return the codes of some rows of a weight of integers."""
     parts = {role: read(part) for role, part in entry.parts}
+    if entry.packing is CodeLayout.MXFP4:
+        return _mxfp4(entry, parts, rows)
     if entry.packing is CodeLayout.GPTQ:
         codes = unpack(parts["codes"][:, rows.start : rows.stop].T, entry.bits)
         zeros = _columns(parts["zeros"], rows, entry.bits, entry.added).T.short()
@@ -153,6 +161,22 @@ def row_codes(entry: PackedEntry, rows: range, read: _Read) -> RowCodes:
     if "zeros" in parts:  # signed too, so both have the middle added
         zeros = _columns(parts["zeros"].T, rows, entry.bits).T.short()
     return RowCodes(codes, scales, zeros, None, entry.group, _places(entry, parts.get("order"), scales.shape[1]))
+
+
+def _mxfp4(entry: PackedEntry, parts: dict[str, Tensor], rows: range) -> RowCodes:
+    """Return E2M1 values as doubled integers -12 to 12, and halved scales, which are powers of two.
+
+    Raises:
+        CheckpointInvalid: A scale is 255, which is no number.
+    """
+    stored, exponents = (parts[role][rows.start : rows.stop, entry.place] for role in ("codes", "scales"))
+    if int(exponents.amax()) == _E8M0_NAN:
+        raise CheckpointInvalid(
+            f"{entry.file.name}: {entry.name[:120]} has a scale of {_E8M0_NAN}, which is no number in MXFP4."
+        )
+    pairs = _E2M1_PAIRS.index_select(0, stored.flatten().int())
+    scales = torch.exp2(exponents.double() - 128).float()
+    return RowCodes(pairs.view(torch.int8).view(len(rows), -1), scales, None, None, entry.group)
 
 
 def _scales(entry: PackedEntry, parts: dict[str, Tensor], rows: range) -> Tensor:

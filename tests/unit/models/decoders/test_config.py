@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from app.kernels.elementwise.latent_sizes import LatentHeads
 from app.models.decoders.config import ModelConfig
 from app.models.decoders.families import DECODER_FAMILIES
 from app.models.decoders.layer_config import ConvolutionConfig
+from app.models.decoders.shapes import tensors_of
 from tiny_checkpoints import ARCHITECTURES, config_values
 
 
@@ -33,7 +35,14 @@ def test_multipliers_are_folded() -> None:
 @pytest.mark.parametrize(
     ("architecture", "values", "sentence"),
     [
-        ("FalconForCausalLM", {"alibi": True}, "ALiBi, a bias of scores by distance, is not offered"),
+        ("FalconForCausalLM", {"alibi": True}, "ALiBi in Falcon, whose biases are rounded to BF16, is not offered"),
+        ("GptOssForCausalLM", {"swiglu_limit": 5.0}, "another limit of the experts' gates than 7 is not offered"),
+        ("GptOssForCausalLM", {"swiglu_alpha": 2.0}, "another factor in the experts' gates than 1.702 is not offered"),
+        ("BloomForCausalLM", {"apply_residual_connection_post_layernorm": True}, "is not offered"),
+        ("MptForCausalLM", {"no_bias": False}, "products and norms with biases is not offered"),
+        ("MptForCausalLM", {"attn_config": {"alibi": False}}, "learned positions of MPT is not offered"),
+        ("MptForCausalLM", {"attn_config": {"clip_qkv": 6}}, "clip_qkv is 6"),
+        ("MptForCausalLM", {"attn_config": {"qk_ln": True}}, "a norm of queries and keys is not offered"),
         ("OlmoForCausalLM", {"clip_qkv": 8.0}, "clip_qkv is 8.0"),
         ("StableLmForCausalLM", {"qk_layernorm": True}, "a separate norm for each head is not offered"),
         ("OPTForCausalLM", {"word_embed_proj_dim": 16}, "word_embed_proj_dim is 16"),
@@ -137,7 +146,7 @@ def test_what_is_not_offered_is_refused_by_name(architecture: str, values: dict[
     ("architecture", "need"),
     [
         ("MambaForCausalLM", "state-space layers"),
-        ("BloomForCausalLM", "ALiBi"),
+        ("Llama4ForCausalLM", "chunked"),
         ("Lfm2VlForConditionalGeneration", "pictures"),
     ],
 )
@@ -145,6 +154,52 @@ def test_a_known_architecture_is_refused_with_what_it_needs(architecture: str, n
     with pytest.raises(CheckpointInvalid) as caught:
         ModelConfig.from_hf({"architectures": [architecture]})
     assert need in caught.value.message and "docs/families.md" in caught.value.message
+
+
+GPT_OSS_20B = {
+    "architectures": ["GptOssForCausalLM"],
+    "head_dim": 64,
+    "hidden_size": 2880,
+    "intermediate_size": 2880,
+    "max_position_embeddings": 131072,
+    "num_attention_heads": 64,
+    "num_experts_per_tok": 4,
+    "num_hidden_layers": 24,
+    "num_key_value_heads": 8,
+    "num_local_experts": 32,
+    "rope_scaling": {
+        "beta_fast": 32.0,
+        "beta_slow": 1.0,
+        "factor": 32.0,
+        "original_max_position_embeddings": 4096,
+        "rope_type": "yarn",
+        "truncate": False,
+    },
+    "rope_theta": 150000,
+    "sliding_window": 128,
+    "swiglu_limit": 7.0,
+    "vocab_size": 201088,
+}
+
+
+def test_gpt_oss_as_published() -> None:
+    config = ModelConfig.from_hf(GPT_OSS_20B)
+    assert config.windows == (128, None) * 12 and config.max_model_len == 131072
+    assert config.has_sinks and config.mlp_bias and config.qkv_bias and config.output_bias
+    assert sum(math.prod(shape) for shape in tensors_of(config).values()) == 20_914_757_184
+    # Both files of transformers' default mean the same.
+    plain = ModelConfig.from_hf({name: value for name, value in GPT_OSS_20B.items() if not name.startswith("rope")})
+    assert plain == config
+
+
+def test_slopes_of_alibi() -> None:
+    bloom = {"architectures": ["BloomForCausalLM"], "vocab_size": 320, "hidden_size": 96, "n_layer": 1}
+    mpt = {"architectures": ["MPTForCausalLM"], "vocab_size": 320, "d_model": 96, "n_layers": 1}
+    eight = tuple(2.0**-power for power in range(1, 9))
+    assert ModelConfig.from_hf({**bloom, "n_head": 8}).alibi_slopes == eight
+    assert ModelConfig.from_hf({**mpt, "n_heads": 8}).alibi_slopes == eight
+    assert ModelConfig.from_hf({**bloom, "n_head": 6}).alibi_slopes == (*(0.25**n for n in range(1, 5)), 0.5, 0.125)
+    assert ModelConfig.from_hf({**mpt, "n_heads": 6}).alibi_slopes == (*(0.25**n for n in range(1, 5)), 0.5, 0.125)
 
 
 @pytest.mark.parametrize("value", [10**400, float("inf"), float("nan"), True, "1"])
