@@ -209,7 +209,7 @@ class Settings(BaseSettings):
     tool_call_parser: Literal["auto", "hermes", "llama3_json", "mistral", "phi4_mini_json", "granite", "json"] = Field(
         "auto", description="Format of the model's tool calls; auto: as its chat template and type say."
     )
-    reasoning_parser: Literal["auto", "off", "deepseek_r1", "qwen3", "granite", "mistral"] = Field(
+    reasoning_parser: Literal["auto", "off", "deepseek_r1", "qwen3", "granite", "mistral", "openai_gptoss"] = Field(
         "auto",
         description="Tags of the model's reasoning, which is returned as reasoning_content; auto: as its chat template says;"
         " off: it stays in the text.",

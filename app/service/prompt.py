@@ -152,7 +152,7 @@ def _literals(model: ServedDecoder, request: GenerationRequest) -> dict[int, str
         markers.update(model.tool_format.markers)
         markers.add("[ARGS]")
     if request.separates_reasoning and model.reasoning_format is not None:
-        markers.update((model.reasoning_format.start, model.reasoning_format.end))
+        markers.update(model.reasoning_format.markers)
     if not markers:
         return {}
     return {token_id: text for token_id, text in model.tokenizer.special_tokens.items() if text in markers}
