@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -60,6 +61,7 @@ def test_it_starts_a_server_and_ends_it(tiny: Path) -> None:
     with pseudo_terminal("chat", "--model", str(tiny), "--threads", "1", "--max-tokens", "4") as chat:
         chat.wait_for("/help lists the commands.")
         [own] = _children_of(chat.process.pid)
+        assert os.getpgid(own) != os.getpgid(chat.process.pid), "the terminal sends Ctrl-C to a group of processes"
         chat.type("Once\n")
         chat.wait_for("The answer ended at its limit of tokens.")
         chat.process.kill()  # it cannot end its server any more

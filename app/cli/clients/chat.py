@@ -205,35 +205,29 @@ COMMANDS: Mapping[str, Callable[[Chat, str], None]] = {
 def converse(chat: Chat) -> int:
     """Read messages and print answers until the user leaves, and return the exit status."""
     _note(f"{chat.conversation.model} at {chat.server.url}. /help lists the commands.")
-    lines, was_interrupted = LineReader((*COMMANDS, "/exit")), False
+    lines, was_interrupted, is_answering = LineReader((*COMMANDS, "/exit")), False, False
     while True:
         try:
+            is_answering = False
             line = lines.read()
-        except (EOFError, KeyboardInterrupt) as ended:
+            was_interrupted = False
+            if line.startswith("/"):
+                if not chat.run_command(line.rstrip()):
+                    return 0
+            elif line.strip():
+                is_answering = True
+                chat.answer(line)
+        except ServerRefused as error:
+            _note(error.message)
+        except EOFError:
             sys.stderr.write("\n")
-            if was_interrupted or isinstance(ended, EOFError):
+            return 0
+        except KeyboardInterrupt:
+            sys.stderr.write("" if is_answering else "\n")
+            if was_interrupted:
                 return 0
             was_interrupted = True
-            _note("Ctrl-C again, Ctrl-D or /exit leaves.")
-            continue
-        was_interrupted = False
-        if line.startswith("/"):
-            if not chat.run_command(line.rstrip()):
-                return 0
-        elif line.strip():
-            was_interrupted = not _is_answered(chat, line)
-
-
-def _is_answered(chat: Chat, text: str) -> bool:
-    """Print the answer, or why there is none; return False if Ctrl-C stopped it."""
-    try:
-        chat.answer(text)
-    except ServerRefused as error:
-        _note(error.message)
-    except KeyboardInterrupt:
-        _note("Stopped. Ctrl-C again leaves.")
-        return False
-    return True
+            _note("Stopped. Ctrl-C again leaves." if is_answering else "Ctrl-C again, Ctrl-D or /exit leaves.")
 
 
 def _note(text: str) -> None:
