@@ -24,6 +24,7 @@ class AttentionSpec:
     to p + window // 2.
     `distance_bias` [heads, 2 * n + 1] FP32 is added to the scores: column n + key position - query
     position. The outermost columns serve larger distances.
+    `filters` [width, channels] FP32: a short convolution takes the place of attention (convolution.py).
     """
 
     scale: float
@@ -31,6 +32,7 @@ class AttentionSpec:
     softcap: float | None = None
     bidirectional: bool = False
     distance_bias: Tensor | None = None
+    filters: Tensor | None = None
 
     def visible_window(self, unbounded: int) -> tuple[int, int]:
         """Return the numbers of positions before and after its own that a token sees; `unbounded` without a limit."""
