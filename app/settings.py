@@ -42,8 +42,8 @@ SETTING_GROUPS: Mapping[str, tuple[str, ...]] = {
         "log_format", "request_log",
     ),
     "limits": (
-        "max_model_len", "max_running_seqs", "max_waiting_requests", "max_logprobs", "rate_limit", "max_connections", "request_timeout_seconds",
-        "write_timeout_seconds", "drain_seconds", "chat_template_cpu_seconds", "chat_template_memory_bytes",
+        "max_model_len", "max_running_seqs", "max_waiting_requests", "max_logprobs", "rate_limit", "max_connections",
+        "request_timeout_seconds", "write_timeout_seconds", "drain_seconds", "chat_template_cpu_seconds", "chat_template_memory_bytes",
     ),
     "tuning": (
         "precision", "quantization", "quality_budget", "keep_layers", "int8_copy", "kv_precision", "max_batch_tokens", "itl_target_ms",
