@@ -214,6 +214,10 @@ class Settings(BaseSettings):
         description="Tags of the model's reasoning, which is returned as reasoning_content; auto: as its chat template says;"
         " off: it stays in the text.",
     )
+    max_logprobs: Annotated[int, Field(ge=-1)] = Field(
+        20,
+        description="Most log-probabilities that a request may ask for at each token; -1: those of the whole vocabulary.",
+    )
     generation_config: Literal["auto", "off"] = Field(
         "auto",
         description="Sampling parameters that a request does not give: auto: those of the checkpoint's generation_config.json;"

@@ -36,6 +36,9 @@ FEATURES = {
     "GptOssForCausalLM": "sinks, experts with biases and clamped gates",
     "BloomForCausalLM": "ALiBi, a norm of embeddings",
     "MptForCausalLM": "ALiBi, LayerNorm without biases",
+    "MiniCPM3ForCausalLM": "latent attention",
+    "youtu-queries": "latent attention without a short row of queries, interleaved rotation",
+    "Lfm2ForCausalLM": "short convolutions",
 }
 CASES = {name: (name, values) for name, values in SERVED.items()} | dict(VARIANTS)
 FAST = {
@@ -43,6 +46,7 @@ FAST = {
     ("Olmo2ForCausalLM", "int8"),
     ("CohereForCausalLM", "float32"),
     ("GptOssForCausalLM", "bfloat16"),
+    ("Lfm2ForCausalLM", "bfloat16"),
 }
 CLOSENESS = {"float32": 0.99999, "bfloat16": 0.999, "int8": 0.99, "int4": 0.75}  # cosine of logits with FP32's
 

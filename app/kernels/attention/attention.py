@@ -58,6 +58,15 @@ class KvRows:
         scales = self.key_scales.narrow(0, first, num_tokens), self.value_scales.narrow(0, first, num_tokens)
         return (key * scales[0][..., None]).to(torch.bfloat16), (value * scales[1][..., None]).to(torch.bfloat16)
 
+    def first_heads(self, heads: int) -> KvRows:
+        """Return a view of the first heads of each row."""
+        if heads == self.keys.shape[1]:
+            return self
+        parts = (self.keys, self.values, self.key_scales, self.value_scales)
+        keys, values, *scales = (None if part is None else part[:, :heads] for part in parts)
+        assert keys is not None and values is not None, "only scales are optional"
+        return KvRows(keys, values, self.token_bytes, *scales)
+
     def addresses(self) -> KvAddresses:
         """Return the addresses as the C structure `view_kv_rows`."""
         scales = [None if scale is None else scale.data_ptr() for scale in (self.key_scales, self.value_scales)]

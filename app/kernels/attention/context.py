@@ -26,6 +26,7 @@ class AttentionSpec:
     position. The outermost columns serve larger distances.
     `slopes` [heads] FP32 times key position - query position is added to the scores (ALiBi, arXiv 2108.12409).
     `sinks` [heads] FP32 are the scores of a further position that every query sees and whose value is zero.
+    `filters` [width, channels] FP32: a short convolution takes the place of attention (convolution.py).
     """
 
     scale: float
@@ -35,6 +36,7 @@ class AttentionSpec:
     distance_bias: Tensor | None = None
     slopes: Tensor | None = None
     sinks: Tensor | None = None
+    filters: Tensor | None = None
 
     @property
     def has_plain_scores(self) -> bool:

@@ -60,6 +60,9 @@ enum {
     OP_LORA,        /* the products of LoRA adapters, added to a product's rows */
     OP_ROUTE,       /* each row's experts and their weights, from the router's logits */
     OP_EXPERTS,     /* each row's experts, added to the residual stream */
+    OP_LATENT,      /* queries, keys and values of multi-head latent attention as rows of heads */
+    OP_CONVOLVE,    /* a short convolution over cached rows, times gates */
+    OP_CONVOLVED_ROWS, /* what a short convolution multiplies and caches */
     OP_COUNT
 };
 
@@ -82,7 +85,7 @@ typedef struct {
 
 /* out = hidden / rms(hidden) * weight, hidden [rows, size] fp32 (row stride in elements), weight [size] fp32. If
  * `branch` [rows, size] is given, bf16 or, if `wide`, fp32, its norm is added to hidden instead, and `out` is not used:
- * hidden += branch / rms(branch) * weight. */
+ * hidden += branch / rms(branch) * weight. Without `hidden`, out is the norm of `branch`, whose rows have the stride. */
 typedef struct {
     float *hidden;
     const void *branch;
@@ -193,7 +196,7 @@ typedef struct {
     double factor;
 } rows_arguments;
 
-/* out [count, size] fp32 = rows ids[i] of x (row stride in elements). */
+/* out [count, size] fp32 = rows ids[i] of x (row stride in elements); without `ids`, row i. */
 typedef struct {
     const float *x;
     const int64_t *ids;
@@ -422,6 +425,38 @@ typedef struct {
     float *scales;
     int64_t own_weights, subtracts_mean, norm_last;
 } turn_arguments;
+
+/* Rows as OP_TURN reads them, out [rows, 3 * heads, rotated + plain], from the products of multi-head latent attention:
+ * queries [rows, heads, plain + rotated], others [rows, heads, plain + value] with keys and values, and one rotated part
+ * of the keys of all heads, rotated_keys [rows, rotated]. Row strides in elements; bf16, or fp32 if `wide`. In `out` the
+ * rotated part of a head comes first, and values are padded with zeros. `interleaved`: element 2i + j of a rotated part
+ * becomes element i + j * rotated / 2. value <= rotated + plain. */
+typedef struct {
+    const void *queries, *others, *rotated_keys;
+    void *out;
+    int64_t query_stride, other_stride, key_stride, rows, heads, plain, rotated, value, interleaved, wide;
+} latent_arguments;
+
+/* out [rows, 2 * size] = (b, a * c) of x [rows, 3 * size] = (a, b, c) with a row stride in elements; bf16, or fp32 if
+ * `wide`. */
+typedef struct {
+    const void *x;
+    void *out;
+    int64_t stride, rows, size, wide;
+} convolved_rows_arguments;
+
+/* A short convolution of each channel over cached rows: out [tokens, channels] = query * the sum over i < width of
+ * filters[i] * row of position p - width + 1 + i, p being the token's position; earlier positions than 0 count as zero.
+ * A row's channels are the keys of all heads, then their values. filters [width, channels] fp32. query and out have
+ * strides between tokens in elements; bf16 or, if `wide`, fp32 as the rows are then. channels = 2 * heads * head_dim. */
+typedef struct {
+    const void *query;
+    void *out;
+    const attention_step *step;
+    kv_rows kv;
+    const float *filters;
+    int64_t query_stride, out_stride, heads, head_dim, width, wide;
+} convolve_arguments;
 
 /* ---- Lanes: texts of one batch that go through recorded operations separately (lanes.c) ---- */
 

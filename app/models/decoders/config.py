@@ -14,7 +14,17 @@ from app.errors import CheckpointInvalid
 from app.models.config_reader import MAX_LAYERS, ConfigReader
 from app.models.decoders.families import DECODER_FAMILIES
 from app.models.decoders.family import DecoderFamily, Fields
-from app.models.decoders.layer_config import Activation, ExpertsConfig, HeadNormConfig, NormConfig, Placement, QkvLayout
+from app.models.decoders.family_values import known_texts
+from app.models.decoders.layer_config import (
+    Activation,
+    ConvolutionConfig,
+    ExpertsConfig,
+    HeadNormConfig,
+    LatentConfig,
+    NormConfig,
+    Placement,
+    QkvLayout,
+)
 from app.models.decoders.refusals import refusal
 from app.models.decoders.rope import RopeConfig, parse_rope
 
@@ -46,6 +56,8 @@ class ModelConfig:
     of experts that some layers have; `intermediate_size` is that of the other layers. `has_sinks`: each head has a learned
     logit in the denominator of its softmax. `alibi_slopes`: one for each head; empty: no ALiBi. `embedding_norm`: embeddings
     pass a norm before the first layer.
+    `latent`: attention is latent, and `head_dim` is the size of a head of queries and keys. `convolution`: some layers
+    have a short convolution in place of attention.
     """
 
     architecture: str
@@ -85,6 +97,8 @@ class ModelConfig:
     has_sinks: bool = False
     alibi_slopes: tuple[float, ...] = ()
     embedding_norm: bool = False
+    latent: LatentConfig | None = None
+    convolution: ConvolutionConfig | None = None
 
     @property
     def kind(self) -> Literal["decoder"]:
@@ -95,6 +109,20 @@ class ModelConfig:
     def norm_eps(self) -> float:
         """The epsilon of the norms of hidden states."""
         return self.norm.eps
+
+    @property
+    def cache_heads(self) -> int:
+        """The heads of keys, and of values, in a row of the cache.
+
+        The inputs of a short convolution may need more than attention has.
+        """
+        if self.convolution is None:
+            return self.num_kv_heads
+        return max(self.num_kv_heads, self.hidden_size // (2 * self.head_dim))
+
+    def has_convolution(self, layer: int) -> bool:
+        """Return True if a layer has a short convolution in place of attention."""
+        return self.convolution is not None and self.convolution.layers[layer]
 
     def has_experts(self, layer: int) -> bool:
         """Return True if a layer has a mixture of experts in place of the MLP."""
@@ -227,14 +255,8 @@ def _layer_types(config: ConfigReader, family: DecoderFamily, num_layers: int) -
 
     If config.json does not list them, the family's rule decides.
     """
-    if config.has("layer_types") and family.model_type not in ("llama", "mistral", "phi3"):
-        types = config.texts("layer_types", num_layers)
-        unknown = set(types) - set(_LAYER_TYPES)
-        if unknown:
-            raise CheckpointInvalid(
-                f"{config.where}: layer_types {sorted(unknown)} are not known; known are {', '.join(_LAYER_TYPES)}."
-            )
-        return types
+    if config.has("layer_types") and family.model_type not in ("llama", "mistral", "phi3", "lfm2", "lfm2_moe"):
+        return known_texts(config, "layer_types", num_layers, " ".join(_LAYER_TYPES))
     slides = family.slides
     return tuple(_LAYER_TYPES[slides is not None and slides(config, layer)] for layer in range(num_layers))
 

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from app.errors import CheckpointInvalid
+from app.kernels.elementwise.latent_sizes import LatentHeads
 from app.models.config_reader import ConfigReader
 from app.models.decoders.family import Fields
-from app.models.decoders.layer_config import HeadNormConfig, NormConfig
+from app.models.decoders.layer_config import ConvolutionConfig, HeadNormConfig, LatentConfig, NormConfig
 from app.models.decoders.rope import RopeConfig
 
 
@@ -21,6 +23,20 @@ def refuse(config: ConfigReader, name: str, unless: object, reason: str) -> None
     value = config.values.get(name)
     if value is not None and value != unless:
         raise CheckpointInvalid(f"{config.where}: {name} is {value!r}, and {reason} is not offered.")
+
+
+def known_texts(config: ConfigReader, name: str, length: int, known: str) -> tuple[str, ...]:
+    """Return a list of so many words.
+
+    Raises:
+        CheckpointInvalid: One is not in `known`, which are separated by spaces.
+    """
+    found = config.texts(name, length)
+    unknown = sorted(set(found).difference(known.split()))
+    if unknown:
+        listed = ", ".join(known.split())
+        raise CheckpointInvalid(f"{config.where}: {name} {unknown} are not known; known are {listed}.")
+    return found
 
 
 def _shared_kv_heads(config: ConfigReader, fields: Fields, kv_heads: int) -> Fields:
@@ -105,7 +121,7 @@ def gemma3(config: ConfigReader, fields: Fields) -> Fields:
 
 
 def _cap(config: ConfigReader, name: str, default: float) -> float | None:
-    return None if name in config.values and not config.has(name) else config.number(name, default)
+    return None if _is_null(config, name) else config.number(name, default)
 
 
 def hyperclovax(config: ConfigReader, fields: Fields) -> Fields:
@@ -154,6 +170,38 @@ def glm(config: ConfigReader, fields: Fields) -> Fields:
     return {"qkv_bias": config.boolean("attention_bias", True)}
 
 
+def lfm2(config: ConfigReader, fields: Fields) -> Fields:
+    """Read which layers have a short convolution, and the size of the MLP, which is adjusted unless it says otherwise."""
+    size = config.integer("block_ff_dim", fields["intermediate_size"])
+    if config.boolean("block_auto_adjust_ff_dim", True):
+        multiple = config.integer("block_multiple_of", 256)
+        size = int(config.number("block_ffn_dim_multiplier", 1.0) * int(2 * size / 3))
+        size = -(-size // multiple) * multiple
+    return {**convolutions(config, fields), "intermediate_size": size}
+
+
+def convolutions(config: ConfigReader, fields: Fields) -> Fields:
+    """Read which layers of LFM2 have a short convolution, and whether embeddings are tied."""
+    refuse(config, "conv_bias", False, "a bias of short convolutions")
+    layers, hidden, block = fields["num_layers"], fields["hidden_size"], 2 * fields["head_dim"]
+    attends = config.values.get("full_attn_idxs")
+    if config.has("layer_types"):
+        convolves = tuple(name == "conv" for name in known_texts(config, "layer_types", layers, "conv full_attention"))
+    else:
+        convolves = tuple(isinstance(attends, list) and layer not in attends for layer in range(layers))
+    if all(convolves):
+        raise CheckpointInvalid(f"{config.where}: layer_types must have a layer with full_attention.")
+    if hidden % block:
+        raise CheckpointInvalid(
+            f"{config.where}: short convolutions of {hidden} channels do not fit heads of {block // 2}."
+        )
+    convolution = ConvolutionConfig(config.integer("conv_L_cache", 3), convolves) if any(convolves) else None
+    return {
+        "convolution": convolution,
+        "tie_embeddings": config.boolean("tie_embedding", fields["tie_embeddings"]),
+    }
+
+
 def ernie(config: ConfigReader, fields: Fields) -> Fields:
     """Read use_bias, which is about all products."""
     bias = config.boolean("use_bias", False)
@@ -184,6 +232,77 @@ def exaone4_slides(config: ConfigReader, layer: int) -> bool:
     if isinstance(pattern, str):
         return pattern[layer % len(pattern)] == "L"
     return (layer + 1) % config.integer("sliding_window_pattern", 4) != 0
+
+
+# ---- multi-head latent attention -------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class LatentDefaults:
+    """What config.json omits if it is so: sizes of a head, and ranks. `value` None: hidden_size / num_attention_heads."""
+
+    plain: int = 128
+    value: int | None = 128
+    rank: int = 512
+    query_rank: int = 1536
+
+
+LATENT = LatentDefaults()
+
+
+def latent(config: ConfigReader, fields: Fields, defaults: LatentDefaults, interleaved: bool = True) -> Fields:
+    """Read latent attention; `head_dim` of the fields so far is that of the rotated part.
+
+    With YaRN, `mscale_all_dim` also scales the scores.
+    """
+    value = defaults.value or fields["hidden_size"] // fields["num_heads"]
+    heads = LatentHeads(
+        fields["num_heads"],
+        config.integer("qk_nope_head_dim", defaults.plain),
+        fields["head_dim"],
+        config.integer("v_head_dim", value),
+        config.boolean("rope_interleave", interleaved),
+    )
+    if heads.value > heads.size:
+        raise CheckpointInvalid(
+            f"{config.where}: v_head_dim is {heads.value}, and values larger than keys, of {heads.size}, are not offered."
+        )
+    default = None if "q_lora_rank" in config.values else defaults.query_rank  # null: queries have no short row
+    rank = config.optional_integer("q_lora_rank", default)
+    if rank is None and fields["qkv_bias"]:
+        raise CheckpointInvalid(f"{config.where}: attention_bias without q_lora_rank is not offered.")
+    rope, scale = fields["ropes"][0], heads.size**-0.5
+    if rope.mscale_all_dim and rope.factor > 1.0:
+        scale *= (0.1 * rope.mscale_all_dim * math.log(rope.factor) + 1.0) ** 2
+    return {
+        "latent": LatentConfig(heads, config.integer("kv_lora_rank", defaults.rank), rank),
+        "num_kv_heads": heads.heads,
+        "head_dim": heads.size,
+        "attention_scale": scale,
+    }
+
+
+def youtu(config: ConfigReader, fields: Fields) -> Fields:
+    """Read latent attention as in DeepSeek-V3, without experts."""
+    return latent(config, fields, LATENT)
+
+
+def minicpm3(config: ConfigReader, fields: Fields) -> Fields:
+    """Read latent attention, and the multipliers of embeddings, branches and logits."""
+    layers, hidden = fields["num_layers"], fields["hidden_size"]
+    depth = math.sqrt(layers) if _is_null(config, "scale_depth") else config.number("scale_depth", 1.4)
+    base = hidden if _is_null(config, "dim_model_base") else config.number("dim_model_base", 256.0)
+    sizes = LatentDefaults(plain=64, value=None, rank=256, query_rank=768)
+    return {
+        **latent(config, fields, sizes, interleaved=False),
+        "embedding_scale": config.number("scale_emb", 12.0),
+        "residual_multiplier": depth / math.sqrt(layers),
+        "logit_scale": base / hidden,
+    }
+
+
+def _is_null(config: ConfigReader, name: str) -> bool:
+    return name in config.values and not config.has(name)
 
 
 # ---- families with LayerNorm ----------------------------------------------------------------------------------------

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from app.kernels.elementwise.latent_sizes import LatentHeads
 from app.kernels.elementwise.routing_rule import Routing
 
 Activation = Literal["silu", "gelu", "gelu_tanh", "relu", "relu2", "xielu", "swiglu_oai"]
@@ -52,6 +53,27 @@ class HeadNormConfig:
     def num_weights(self, heads: int, head_dim: int) -> int:
         """Return the number of weights for this many heads."""
         return head_dim if self.scope == "shared" else heads * head_dim
+
+
+@dataclass(frozen=True, slots=True)
+class LatentConfig:
+    """Multi-head latent attention: keys and values come from a row of `rank` elements that all heads share.
+
+    Queries come from a row of `query_rank` elements; None: from the hidden state. Both rows have an RMSNorm with `eps`.
+    """
+
+    heads: LatentHeads
+    rank: int
+    query_rank: int | None
+    eps: float = 1e-6
+
+
+@dataclass(frozen=True, slots=True)
+class ConvolutionConfig:
+    """Short convolutions of `width` positions in place of the attention of some layers, those of `layers`."""
+
+    width: int
+    layers: tuple[bool, ...]
 
 
 @dataclass(frozen=True, slots=True)

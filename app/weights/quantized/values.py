@@ -18,6 +18,7 @@ from app.weights.quantized.entries import GROUP, CodeLayout, PackedEntry
 from app.weights.safetensors import TensorEntry
 
 _Read = Callable[[TensorEntry], Tensor]
+WORD_BITS = 32
 # The output of a word's n-th code in AWQ: codes are stored in the order 0, 2, 4, 6, 1, 3, 5, 7.
 _AWQ_PLACES = (0, 4, 1, 5, 2, 6, 3, 7)
 # Levels of NF4: quantiles of the normal distribution (Dettmers et al., "QLoRA", 2023, appendix E); FP4 by its bits.
@@ -142,7 +143,7 @@ def row_codes(entry: PackedEntry, rows: range, read: _Read) -> RowCodes:
         return _mxfp4(entry, parts, rows)
     if entry.packing is CodeLayout.GPTQ:
         codes = unpack(parts["codes"][:, rows.start : rows.stop].T, entry.bits)
-        zeros = _columns(parts["zeros"], rows, entry.bits).T.short() + entry.added
+        zeros = _columns(parts["zeros"], rows, entry.bits, entry.added).T.short()
         scales = parts["scales"][:, rows.start : rows.stop].T.float()
         return RowCodes(codes, scales, zeros, None, entry.group, _places(entry, parts.get("order"), scales.shape[1]))
     if entry.packing is CodeLayout.AWQ:
@@ -185,11 +186,20 @@ def _scales(entry: PackedEntry, parts: dict[str, Tensor], rows: range) -> Tensor
     return scales.expand(len(rows), 1) if scales.dim() == 1 else scales[rows.start : rows.stop]
 
 
-def _columns(words: Tensor, rows: range, bits: int) -> Tensor:
-    """Return codes uint8 [n, rows] of these columns of packed words [n, columns * bits / 32]."""
+def _columns(words: Tensor, rows: range, bits: int, added: int = 0) -> Tensor:
+    """Return codes uint8 [n, rows] of these columns of packed words [n, columns * bits / 32], with `added` to each.
+
+    A sum that is too large wraps to 0, and carries into the next code of its word. That is how GPTQModel reads zeros
+    of GPTQ's first version, and the opposite of how it writes them: for a zero of 0 it borrows from the next one. In 3
+    bits, where codes cross words, it neither carries nor borrows.
+    """
     first = rows.start // GROUP * GROUP
     part = words[:, first // GROUP * bits : -(-rows.stop // GROUP) * bits]
-    return unpack(part, bits)[:, rows.start - first : rows.stop - first]
+    if WORD_BITS % bits == 0:
+        codes = unpack(part + added * ((2**WORD_BITS - 1) // (2**bits - 1)), bits)
+    else:
+        codes = unpack(part, bits) + added & 2**bits - 1
+    return codes[:, rows.start - first : rows.stop - first]
 
 
 def _awq_columns(words: Tensor, rows: range) -> Tensor:
