@@ -71,6 +71,8 @@ OTHERS: dict[str, dict[str, Any]] = {
         "layer_types": ["conv", "conv", "full_attention", "conv"],
         "block_auto_adjust_ff_dim": False,
     },
+    "GptOssForCausalLM": {"model_type": "gpt_oss", "num_local_experts": 3, "num_experts_per_tok": 2},
+    "BloomForCausalLM": {"model_type": "bloom"},
     "DeepseekV3ForCausalLM": {
         "model_type": "deepseek_v3",
         "head_dim": 4,
