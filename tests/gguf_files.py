@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from safetensors.torch import load_file
 
+from app.bench.engine import gguf_file
 from app.bench.engine.gguf_file import write_shape
 from app.weights.checkpoint import open_checkpoint
 from tiny_checkpoints import CHAT_TEMPLATE, write_checkpoint
@@ -70,6 +71,33 @@ def convert(
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
+
+
+def requantize(file: Path, kind: str) -> Path:
+    """Write a file of FP32 weights again with matrices of another type, as llama.cpp does: routers stay as they are."""
+    reader, target = gguf.GGUFReader(file), file.with_name(f"{kind}.gguf")
+    writer = gguf.GGUFWriter(target, reader.fields["general.architecture"].contents())
+    for name, field in reader.fields.items():
+        if not name.startswith("GGUF.") and name != "general.architecture":
+            inner = field.types[1] if len(field.types) > 1 else None
+            writer.add_key_value(name, field.contents(), field.types[0], inner)
+    for tensor in reader.tensors:
+        stays = tensor.data.ndim == 1 or "ffn_gate_inp" in tensor.name
+        chosen = gguf.GGMLQuantizationType["F32" if stays else kind]
+        writer.add_tensor(tensor.name, gguf.quants.quantize(np.array(tensor.data), chosen), raw_dtype=chosen)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return target
+
+
+def write_mixture(folder: Path, architecture: str, **overrides: Any) -> Path:
+    """Write a tiny mixture of experts to `folder`/exact, and the same to `folder`/tiny.gguf with the benchmark's writer."""
+    checkpoint = open_checkpoint(write_checkpoint(folder / "exact", architecture, **overrides))
+    file = folder / "tiny.gguf"
+    gguf_file.write_gguf(checkpoint, file, lambda writer: write_tokenizer(writer, checkpoint.directory))
+    return file
 
 
 def write_values(writer: gguf.GGUFWriter, config: Any, values: dict[str, Any]) -> None:

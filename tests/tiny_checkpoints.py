@@ -89,6 +89,38 @@ OTHERS: dict[str, dict[str, Any]] = {
         "first_k_dense_replace": 1,
     },
 }
+EXPERTS = {"num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 24}
+MIXTURES: dict[str, dict[str, Any]] = {
+    "MixtralForCausalLM": {"model_type": "mixtral", "num_local_experts": 5, "num_experts_per_tok": 2},
+    "Qwen2MoeForCausalLM": {"model_type": "qwen2_moe", **EXPERTS, "shared_expert_intermediate_size": 40},
+    "Qwen3MoeForCausalLM": {"model_type": "qwen3_moe", **EXPERTS, "norm_topk_prob": True, "head_dim": 16},
+    "OlmoeForCausalLM": {
+        "model_type": "olmoe",
+        "num_experts": 6,
+        "num_experts_per_tok": 2,
+        "num_key_value_heads": 4,
+    },
+    "GraniteMoeForCausalLM": {
+        "model_type": "granitemoe",
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+        "embedding_multiplier": 2.0,
+        "residual_multiplier": 0.3,
+        "attention_multiplier": 0.2,
+        "logits_scaling": 3.0,
+    },
+    "Glm4MoeForCausalLM": {
+        "model_type": "glm4_moe",
+        **EXPERTS,
+        "n_routed_experts": 8,
+        "first_k_dense_replace": 1,
+        "n_group": 4,
+        "topk_group": 2,
+        "n_shared_experts": 2,
+        "use_qk_norm": True,
+        "routed_scaling_factor": 1.5,
+    },
+}
 
 
 def config_values(architecture: str = "LlamaForCausalLM", **overrides: Any) -> dict[str, Any]:
@@ -97,7 +129,7 @@ def config_values(architecture: str = "LlamaForCausalLM", **overrides: Any) -> d
         **TINY,
         "architectures": [architecture],
         "torch_dtype": "float32",
-        **{**BY_ARCHITECTURE, **OTHERS}[architecture],
+        **{**BY_ARCHITECTURE, **OTHERS, **MIXTURES}[architecture],
         **overrides,
     }
 

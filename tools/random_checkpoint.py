@@ -73,8 +73,9 @@ def _tokenizer(size: int) -> Tokenizer:
     vocab = {"<s>": 0, "</s>": 1}
     for letter in sorted(pre_tokenizers.ByteLevel.alphabet()):
         vocab[letter] = len(vocab)
+    vocab["\u0120w"] = len(vocab)
     vocab |= {f"\u0120w{number}": number for number in range(len(vocab), size)}
-    tokenizer = Tokenizer(models.BPE(vocab, []))
+    tokenizer = Tokenizer(models.BPE(vocab, [("\u0120", "w")]))  # llama.cpp requires a merge
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens(["<s>", "</s>"])

@@ -1,4 +1,4 @@
-"""The same GGUF file gives the same greedy text as in llama.cpp."""
+"""The same GGUF file gives the same greedy text as in llama.cpp, and a mixture of experts the same logits."""
 
 from __future__ import annotations
 
@@ -10,9 +10,10 @@ import pytest
 import torch
 
 from app.text.tokenizer import Tokenizer
-from gguf_files import GROUPED, write_gguf
+from gguf_files import GROUPED, write_gguf, write_mixture
 from loaded_models import load
 from reference_attention import PlainAttend, context_of
+from tiny_checkpoints import MIXTURES
 
 pytestmark = [
     pytest.mark.full,
@@ -43,3 +44,16 @@ def test_greedy_text_is_the_same(tmp_path: Path, text: str) -> None:
         if len(theirs) == NUM_TOKENS:
             break
     assert greedy(file, ids) == theirs
+
+
+@pytest.mark.parametrize("architecture", MIXTURES)
+@torch.inference_mode()
+def test_logits_of_a_mixture_are_the_same(tmp_path: Path, architecture: str) -> None:
+    sizes = {"hidden_size": 64, "head_dim": 16, "moe_intermediate_size": 32, "shared_expert_intermediate_size": 32}
+    file, prompt = write_mixture(tmp_path, architecture, vocab_size=270, **sizes), list(range(5, 29))
+    llama = import_module("llama_cpp").Llama(
+        str(file), n_ctx=64, n_batch=64, n_threads=1, logits_all=True, type_k=0, type_v=0, verbose=False
+    )
+    llama.eval(prompt)
+    ours = load(file, "float32")(context_of(prompt, PlainAttend())).float()
+    torch.testing.assert_close(ours, torch.tensor(llama.scores[: len(prompt)]), atol=1e-4, rtol=0.0)

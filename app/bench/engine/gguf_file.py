@@ -1,4 +1,4 @@
-"""Writes a Llama checkpoint as a GGUF file, which llama.cpp reads and quantizes.
+"""Writes a checkpoint of a Llama, or of a mixture of experts, as a GGUF file, which llama.cpp reads and quantizes.
 
 The package `gguf` writes the file. llama.cpp's conversion script is not part of it, so this module maps the names of
 tensors and the metadata. Weights are copied bit for bit. Torch is not needed.
@@ -14,15 +14,21 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from app.bench.engine.gguf_experts import merged_name, require_experts, stacked_names, write_expert_values
 from app.errors import CheckpointInvalid
 from app.models.decoders.config import ModelConfig
 from app.models.decoders.rope import RopeConfig
 from app.weights.checkpoint import Checkpoint
 from app.weights.gguf import tensors
+from app.weights.gguf.config import FAMILIES, MIXTRAL, GgufFamily
 from app.weights.safetensors import EncodedEntry, TensorEntry
 
-# Our tensor names and llama.cpp's. The rows of queries and keys are reordered, see `interleaved`.
-LAYER_NAMES = {ours: theirs for theirs, ours in tensors.LAYER_NAMES.items()}
+# llama.cpp's name and the family of each architecture that is written.
+ARCHITECTURES: dict[str, tuple[str, GgufFamily]] = {
+    family.architecture: (name, family)
+    for name, family in (*FAMILIES.items(), ("llama", MIXTRAL))
+    if name == "llama" or family.has_experts
+}
 OTHER_NAMES = {ours: theirs for theirs, ours in tensors.OTHER_NAMES.items()}
 DTYPES: dict[str, Any] = {
     "F32": np.float32,
@@ -53,31 +59,60 @@ def write_gguf(
     config = checkpoint.decoder
     require_convertible(config)
     require_plain(checkpoint)
-    writer = gguf.GGUFWriter(file, "llama")
+    writer = gguf.GGUFWriter(file, ARCHITECTURES[config.architecture][0])
     rope = config.ropes[0]
     assert rope is not None, "checked: one rope for all layers, of a known kind"
     write_shape(writer, config, rope)
+    write_expert_values(writer, config)
     describe_tokenizer(writer)
-    for name, entry in checkpoint.tensors.items():
-        if name == "lm_head.weight" and config.tie_embeddings:
-            continue
-        values, is_bf16 = tensor(entry), entry.dtype == "BF16"
-        if len(entry.shape) == 1:
-            values, is_bf16 = single_precision(values, is_bf16), False
-        elif "q_proj" in name or "k_proj" in name:
-            values = interleaved(values, config.num_heads if "q_proj" in name else config.num_kv_heads)
-        writer.add_tensor(
-            gguf_name(name),
-            values.view(np.uint8) if is_bf16 else values,
-            raw_dtype=gguf.GGMLQuantizationType.BF16 if is_bf16 else None,
-        )
-    rope = config.ropes[0]
-    if rope is not None and rope.kind == "llama3":
-        writer.add_tensor("rope_freqs.weight", llama3_divisors(rope))
+    names = {name: gguf_name(config, name) for name in checkpoint.tensors if not _is_tied(config, name)}
+    stacks = stacked_names(names)
+    for name, sources in stacks.items():
+        _describe(gguf, writer, name, [checkpoint.tensors[source] for source in sources])
+    divisors = llama3_divisors(rope) if rope.kind == "llama3" else None
+    if divisors is not None:
+        writer.add_tensor_info("rope_freqs.weight", divisors.shape, divisors.dtype, divisors.nbytes)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
+    writer.write_ti_data_to_file()
+    # One after the other: the experts of a layer are copied to be one tensor, and those of all layers may not fit memory.
+    for sources in stacks.values():
+        values = [_values(config, source, checkpoint.tensors[source]) for source in sources]
+        writer.write_tensor_data(values[0] if len(values) == 1 else np.stack(values))
+    if divisors is not None:
+        writer.write_tensor_data(divisors)
     writer.close()
+
+
+def _is_tied(config: ModelConfig, name: str) -> bool:
+    return name == "lm_head.weight" and config.tie_embeddings
+
+
+def _is_wide(name: str, entry: TensorEntry) -> bool:
+    """Return True for tensors that llama.cpp wants in FP32: vectors, and routers."""
+    return len(entry.shape) == 1 or name.endswith((".ffn_gate_inp.weight", ".ffn_gate_inp_shexp.weight"))
+
+
+def _describe(gguf: Any, writer: Any, name: str, entries: list[TensorEntry]) -> None:
+    """Add name, shape and type of a tensor that consists of these."""
+    first, count = entries[0], len(entries)
+    shape = first.shape if count == 1 else (count, *first.shape)
+    shape = shape[1:] if name.endswith(".ffn_gate_inp_shexp.weight") else shape
+    kind = "F32" if _is_wide(name, first) else first.dtype
+    size = 4 if kind == "F32" else 2
+    writer.add_tensor_info(
+        name, shape, np.dtype(np.float32), count * first.num_elements * size, gguf.GGMLQuantizationType[kind]
+    )
+
+
+def _values(config: ModelConfig, name: str, entry: TensorEntry) -> NDArray[Any]:
+    """Return the values of one of our tensors as the file has them."""
+    values = tensor(entry)
+    if _is_wide(gguf_name(config, name), entry):
+        return single_precision(values, entry.dtype == "BF16")
+    if ARCHITECTURES[config.architecture][1].interleaves_heads and ("q_proj" in name or "k_proj" in name):
+        return interleaved(values, config.num_heads if "q_proj" in name else config.num_kv_heads)
+    return values
 
 
 def require_convertible(config: ModelConfig) -> None:
@@ -87,8 +122,16 @@ def require_convertible(config: ModelConfig) -> None:
         CheckpointInvalid: The model has such a property.
     """
     kinds = {rope and rope.kind for rope in config.ropes}
-    if config.architecture != "LlamaForCausalLM" or config.qkv_bias or config.output_bias or config.mlp_bias:
-        raise CheckpointInvalid(f"{config.architecture} cannot be converted to GGUF: only a Llama without biases can.")
+    _, family = ARCHITECTURES.get(config.architecture, ("", None))
+    has_bias = config.qkv_bias and family is not None and family.interleaves_heads
+    if family is None or has_bias or config.output_bias or config.mlp_bias:
+        raise CheckpointInvalid(
+            f"{config.architecture} cannot be converted to GGUF: only a Llama without biases and the mixtures of experts"
+            " of docs/gguf.md can."
+        )
+    require_experts(config, family.model_type)
+    if any(config.windows):
+        raise CheckpointInvalid(f"A {config.architecture} with a sliding window cannot be converted to GGUF.")
     if len(set(config.ropes)) != 1 or not kinds <= {"default", "llama3"}:
         raise CheckpointInvalid(
             f"Rotary embeddings of kind {', '.join(map(str, kinds))} cannot be converted to GGUF: only default and llama3 can."
@@ -123,13 +166,18 @@ def write_shape(writer: Any, config: ModelConfig, rope: RopeConfig) -> None:
     writer.add_rope_freq_base(rope.theta)
 
 
-def gguf_name(name: str) -> str:
+def gguf_name(config: ModelConfig, name: str) -> str:
     """Return the GGUF name: `model.layers.3.mlp.up_proj.weight` becomes `blk.3.ffn_up.weight`."""
-    stem = name.removesuffix(".weight")
+    merged = merged_name(name)
+    if merged is not None:
+        return merged
+    stem, _, kind = name.rpartition(".")
     if stem in OTHER_NAMES:
-        return f"{OTHER_NAMES[stem]}.weight"
+        return f"{OTHER_NAMES[stem]}.{kind}"
+    _, family = ARCHITECTURES[config.architecture]
+    theirs = {ours: part for part, ours in {**tensors.LAYER_NAMES, **tensors.NAMES.get(family.model_type, {})}.items()}
     layer, _, part = stem.removeprefix("model.layers.").partition(".")
-    return f"blk.{layer}.{LAYER_NAMES[part]}.weight"
+    return f"blk.{layer}.{theirs[part]}.{kind}"
 
 
 def tensor(entry: TensorEntry) -> NDArray[Any]:

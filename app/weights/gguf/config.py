@@ -9,6 +9,7 @@ from typing import Any
 
 from app.errors import CheckpointInvalid
 from app.models.config_reader import ConfigReader
+from app.weights.gguf.experts import expert_values, factor
 from app.weights.gguf.reader import GgufModel, GgufTensor
 
 # What a file is if `general.type` says that it is not a model.
@@ -32,6 +33,7 @@ class GgufFamily:
     model_type: str
     interleaves_heads: bool = False
     is_gemma: bool = False
+    has_experts: bool = False
 
 
 FAMILIES: Mapping[str, GgufFamily] = {
@@ -42,7 +44,14 @@ FAMILIES: Mapping[str, GgufFamily] = {
     "phi3": GgufFamily("Phi3ForCausalLM", "phi3"),
     "gemma2": GgufFamily("Gemma2ForCausalLM", "gemma2", is_gemma=True),
     "gemma3": GgufFamily("Gemma3ForCausalLM", "gemma3_text", is_gemma=True),
+    "qwen2moe": GgufFamily("Qwen2MoeForCausalLM", "qwen2_moe", has_experts=True),
+    "qwen3moe": GgufFamily("Qwen3MoeForCausalLM", "qwen3_moe", has_experts=True),
+    "olmoe": GgufFamily("OlmoeForCausalLM", "olmoe", has_experts=True),
+    "granitemoe": GgufFamily("GraniteMoeForCausalLM", "granitemoe", interleaves_heads=True, has_experts=True),
+    "glm4moe": GgufFamily("Glm4MoeForCausalLM", "glm4_moe", has_experts=True),
 }
+# A file of the architecture `llama` that has experts.
+MIXTRAL = GgufFamily("MixtralForCausalLM", "mixtral", interleaves_heads=True, has_experts=True)
 # Tensors that hold divisors of the rotary frequencies; config.json has them as lists.
 ROPE_DIVISORS = "rope_freqs.weight"
 ROPE_FACTORS = ("rope_factors_short.weight", "rope_factors_long.weight")
@@ -69,9 +78,12 @@ def family_of(model: GgufModel) -> GgufFamily:
         raise CheckpointInvalid(
             f"{model.file.name}: architecture {name[:80]!r} is not supported; supported are {', '.join(FAMILIES)}."
         )
-    if read.integer(f"{name}.expert_count", 0, at_least=0):
-        raise CheckpointInvalid(f"{model.file.name} is a mixture of experts, which are not supported.")
-    return FAMILIES[name]
+    has_experts = read.integer(f"{name}.expert_count", 0, at_least=0) > 0
+    family = MIXTRAL if has_experts and name == "llama" else FAMILIES[name]
+    if has_experts != family.has_experts:
+        said = "a mixture of experts" if has_experts else "no mixture of experts"
+        raise CheckpointInvalid(f"{model.file.name} is {said}, which is not supported for architecture {name!r}.")
+    return family
 
 
 def config_values(model: GgufModel) -> dict[str, Any]:
@@ -92,6 +104,7 @@ def config_values(model: GgufModel) -> dict[str, Any]:
     head_dim = read.integer("attention.key_length", max(1, hidden_size // heads))
     if read.integer("attention.value_length", head_dim) != head_dim:
         raise CheckpointInvalid(f"{model.file.name}: keys and values of different lengths are not supported.")
+    further = read.integer("nextn_predict_layers", 0, at_least=0)  # layers that predict further tokens, of GLM
     embedding = model.tensors.get("token_embd.weight")
     if embedding is None or len(embedding.shape) != 2:
         raise CheckpointInvalid(f"{model.file.name} has no matrix token_embd.weight.")
@@ -101,7 +114,8 @@ def config_values(model: GgufModel) -> dict[str, Any]:
         "vocab_size": embedding.shape[0],
         "hidden_size": hidden_size,
         "intermediate_size": read.integer("feed_forward_length"),
-        "num_hidden_layers": read.integer("block_count"),
+        "num_hidden_layers": read.integer("block_count") - further,
+        "num_nextn_predict_layers": further,
         "num_attention_heads": heads,
         "num_key_value_heads": read.integer("attention.head_count_kv", heads),
         "head_dim": head_dim,
@@ -109,6 +123,8 @@ def config_values(model: GgufModel) -> dict[str, Any]:
         "rms_norm_eps": read.number("attention.layer_norm_rms_epsilon"),
         "tie_word_embeddings": "output.weight" not in model.tensors,
         "attention_bias": "blk.0.attn_q.bias" in model.tensors,
+        "qkv_bias": "blk.0.attn_q.bias" in model.tensors,
+        "use_qk_norm": "blk.0.attn_q_norm.weight" in model.tensors,
         "mlp_bias": "blk.0.ffn_up.bias" in model.tensors,
         "rope_theta": read.number("rope.freq_base", 10_000.0),
         **_rope(model, read, head_dim),
@@ -116,6 +132,10 @@ def config_values(model: GgufModel) -> dict[str, Any]:
     }
     if family.is_gemma:
         values |= _gemma(name, read, hidden_size // heads, head_dim)
+    if family.has_experts:
+        values |= expert_values(family.model_type, read)
+    if family.model_type == "granitemoe":
+        values |= _granite(read, head_dim)
     return values
 
 
@@ -143,6 +163,16 @@ def _gemma(name: str, read: ConfigReader, hidden_per_head: int, head_dim: int) -
     elif pattern is not None:
         values["sliding_window_pattern"] = read.integer("attention.sliding_window_pattern")
     return values
+
+
+def _granite(read: ConfigReader, head_dim: int) -> dict[str, Any]:
+    """Return the four multipliers."""
+    return {
+        "attention_multiplier": factor(read, "attention.scale", head_dim**-0.5),
+        "embedding_multiplier": factor(read, "embedding_scale"),
+        "residual_multiplier": factor(read, "residual_scale"),
+        "logits_scaling": factor(read, "logit_scale"),
+    }
 
 
 def _rope(model: GgufModel, read: ConfigReader, head_dim: int) -> dict[str, Any]:

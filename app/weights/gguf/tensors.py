@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from app.weights.gguf.config import ROPE_DIVISORS, ROPE_FACTORS, GgufFamily
+from app.weights.gguf.experts import EXPERT_NAMES, expert_tensors
 from app.weights.gguf.reader import GgufModel, GgufTensor
 from app.weights.gguf.tensor_types import TYPES
 from app.weights.safetensors import EncodedEntry, TensorEntry
@@ -34,9 +35,19 @@ _FAMILY_NAMES: Mapping[str, Mapping[str, str]] = {
         "post_ffw_norm": "post_feedforward_layernorm",
     },
 }
-_NAMES: Mapping[str, Mapping[str, str]] = {
+NAMES: Mapping[str, Mapping[str, str]] = {
     **_FAMILY_NAMES,
     "gemma3_text": {**_FAMILY_NAMES["qwen3"], **_FAMILY_NAMES["gemma2"]},
+    "mixtral": EXPERT_NAMES,
+    "granitemoe": EXPERT_NAMES,
+    "qwen2_moe": EXPERT_NAMES,
+    "qwen3_moe": {**_FAMILY_NAMES["qwen3"], **EXPERT_NAMES},
+    "olmoe": {**_FAMILY_NAMES["qwen3"], **EXPERT_NAMES},
+    "glm4_moe": {
+        **_FAMILY_NAMES["qwen3"],
+        **EXPERT_NAMES,
+        "post_attention_norm": "post_attention_layernorm",
+    },
 }
 
 
@@ -72,14 +83,26 @@ def checkpoint_tensors(model: GgufModel, family: GgufFamily, config: Mapping[str
     heads = {}
     if family.interleaves_heads:
         heads = {"attn_q": config["num_attention_heads"], "attn_k": config["num_key_value_heads"]}
-    found = {}
+    found: dict[str, TensorEntry] = {}
     for name, tensor in model.tensors.items():
         if name in (ROPE_DIVISORS, *ROPE_FACTORS):
             continue  # these are in the configuration
+        if _predicts_further(name, config):
+            continue
+        experts = dict(expert_tensors(name, tensor, config["num_local_experts"])) if family.has_experts else {}
+        found.update((ours, _entry(own, 0, 0.0)) for ours, own in experts.items())
+        if experts:
+            continue
         part = name.split(".")[-2] if name.count(".") > 1 else ""
         added = 1.0 if family.is_gemma and name.endswith("_norm.weight") else 0.0
         found[_name_here(name, family.model_type)] = _entry(tensor, heads.get(part, 0), added)
     return found
+
+
+def _predicts_further(name: str, config: Mapping[str, Any]) -> bool:
+    """Return True for a tensor of a layer behind the last one, which predicts further tokens and is not used."""
+    layer, num_layers = name.removeprefix("blk.").partition(".")[0], config["num_hidden_layers"]
+    return layer.isdecimal() and num_layers <= int(layer) < num_layers + config["num_nextn_predict_layers"]
 
 
 def _entry(tensor: GgufTensor, heads: int, added: float) -> TensorEntry:
@@ -100,5 +123,5 @@ def _name_here(name: str, model_type: str) -> str:
         return f"{OTHER_NAMES[stem]}.{kind}"
     start, _, part = stem.rpartition(".")
     layer = start.removeprefix("blk.")
-    known = _NAMES.get(model_type, {}).get(part) or LAYER_NAMES.get(part)
+    known = NAMES.get(model_type, {}).get(part) or LAYER_NAMES.get(part)
     return name if known is None or not layer.isdecimal() else f"model.layers.{layer}.{known}.{kind}"

@@ -42,7 +42,7 @@ def test_scores_are_the_same_where_neighbours_are_rotated() -> None:
 
 def test_every_tensor_of_a_llama_has_a_name_of_its_own_there() -> None:
     config = open_checkpoint(DEMO).model_config
-    names = [gguf_file.gguf_name(name) for name in tensors_of(config)]
+    names = [gguf_file.gguf_name(config, name) for name in tensors_of(config)]
     assert len(set(names)) == len(names) == 2 + 9 * config.num_layers
     assert {"token_embd.weight", "output_norm.weight", "blk.4.attn_q.weight", "blk.0.ffn_down.weight"} <= set(names)
 

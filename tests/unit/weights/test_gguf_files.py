@@ -100,7 +100,7 @@ def test_refusals(folder: Path, name: str) -> None:
 
 CHANGES: dict[str, tuple[str, Any, str]] = {
     "architecture": ("general.architecture", "mamba", "architecture 'mamba' is not supported; supported are llama"),
-    "experts": ("llama.expert_count", 8, "is a mixture of experts"),
+    "experts": ("llama.expert_count", 8, "expert_used_count is missing"),
     "layers": ("llama.block_count", 3, "lack 9 of the 30 tensors"),
     "fewer layers": ("llama.block_count", 1, "hold 9 tensors that the LlamaForCausalLM of the metadata of"),
     "heads": ("llama.attention.head_count_kv", 3, "4 attention heads cannot share 3 key/value heads"),
