@@ -41,6 +41,8 @@ static const struct {
     {"rows of weights in fp32", fp32_rows, OP_ROWS},
     {"the top elements of rows", top_elements, OP_TOP},
     {"products of adapters, added to rows", adapters, OP_LORA},
+    {"experts that a router selects", routes, OP_ROUTE},
+    {"experts, added to rows", mixtures, OP_EXPERTS},
     {"attention", attends, OP_ATTENTION},
     {"positions turned, keys and values cached", turns, OP_TURN},
     {"rows of latent attention, bit for bit", latent_rows, OP_LATENT},
