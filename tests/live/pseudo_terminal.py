@@ -10,8 +10,9 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
-from tests.live.live_server import PATIENCE
+from tests.live.live_server import PATIENCE, until
 
 
 class Terminal:
@@ -29,6 +30,16 @@ class Terminal:
 
     def type(self, text: str) -> None:
         os.write(self._end, text.encode())
+
+    def interrupt_input(self) -> None:
+        """Type Ctrl-C at a prompt, once the program waits there.
+
+        Python's readline notices a signal between its prompt and its wait only with the next key.
+        """
+        state = Path(f"/proc/{self.process.pid}/stat")
+        if state.exists():
+            until(lambda: state.read_text().rpartition(") ")[2].startswith("S"))
+        self.type("\x03")
 
     def wait_for(self, words: str) -> str:
         """Read until the words are shown, and return what was shown up to them."""

@@ -36,10 +36,10 @@ def test_a_conversation_on_a_terminal(server: LiveServer) -> None:
 def test_ctrl_c_twice_and_ctrl_d_leave(server: LiveServer) -> None:
     with pseudo_terminal("chat", "--url", server.url) as chat:
         chat.wait_for("> ")
-        chat.type("\x03")
+        chat.interrupt_input()
         chat.wait_for("Ctrl-C again, Ctrl-D or /exit leaves.")
         chat.wait_for("> ")
-        chat.type("\x03")
+        chat.interrupt_input()
         assert chat.status() == 0
     with pseudo_terminal("chat", "--url", server.url) as chat:
         chat.wait_for("> ")
