@@ -1,6 +1,7 @@
 # Two images (`cpu`, and `cuda` with torch's CUDA build), two architectures. The build machine assembles everything for
 # the target architecture; only the distribution's packages are unpacked in emulation. requirements/image-*.txt pin
-# every file.
+# every file. Layers are in the order of how often they change: Debian's packages, torch, the other wheels, ours. A
+# changed line of ours builds, ships and pulls the last one alone.
 ARG BASE=debian:bookworm-slim
 
 # torch's CPU build comes from its own index or from a folder: --build-context wheels=DIR --build-arg TORCH_INDEX=
@@ -17,43 +18,63 @@ RUN apt-get update -q \
     && rm -rf /var/lib/apt/lists/* \
     && python3 -m venv /venv
 WORKDIR /src
-COPY requirements requirements
+
 # Build tools of our wheel: pinned, and not part of the image.
+FROM build AS tools
+COPY requirements/cmake.txt requirements/dev.txt requirements/runtime.txt requirements/
 RUN grep -hE '^(scikit-build-core|pathspec|packaging|wheel)=' requirements/runtime.txt requirements/dev.txt > /tmp/build.txt \
     && /venv/bin/pip install -q --no-cache-dir -r /tmp/build.txt -r requirements/cmake.txt
+
+# The lock in two parts, so that a change of one leaves the other's layer as it is. What CUDA itself brings are wheels
+# too, and belongs to torch.
+FROM build AS locks
+COPY requirements requirements
 ARG TARGETARCH
-ARG TORCH_INDEX=https://download.pytorch.org/whl/cpu
-# Which of the locks: image-amd64.txt, or with "cuda-" image-cuda-amd64.txt. What CUDA itself brings are wheels too.
+# Which of the locks: image-amd64.txt, or with "cuda-" image-cuda-amd64.txt.
 ARG KIND=
-# An array, since SHELL above is bash.
-# hadolint ignore=SC3054
+RUN mkdir /locks && lock="requirements/image-$KIND$TARGETARCH.txt" && torch='^(torch|triton|nvidia-[^=]*|cuda-[^=]*)==' \
+    && grep -E "$torch" "$lock" > /locks/torch.txt && grep -vE "$torch" "$lock" > /locks/others.txt
+
+# Both parts are installed in the same way, for the target's architecture.
+FROM build AS site
+ARG TARGETARCH
+COPY docker/install_wheels.sh docker/
+
+FROM site AS torch
+COPY --from=locks /locks/torch.txt /locks/
+ARG TORCH_INDEX=https://download.pytorch.org/whl/cpu
 RUN --mount=type=bind,from=wheels,target=/wheels \
-    machine=$([ "$TARGETARCH" = arm64 ] && echo aarch64 || echo x86_64) \
-    && into=(install -q --no-cache-dir --no-compile --no-deps --only-binary=:all: --require-hashes --target=/site --python-version=3.11) \
-    && for glibc in 2_5 2_12 2_17 2_18 2_24 2_25 2_27 2_28 2_31 2_34; do into+=("--platform=manylinux_${glibc}_$machine"); done \
-    && into+=("--platform=manylinux2014_$machine") \
-    && grep -E '^torch==' "requirements/image-$KIND$TARGETARCH.txt" > /tmp/torch.txt \
-    && grep -vE '^torch==' "requirements/image-$KIND$TARGETARCH.txt" > /tmp/others.txt \
-    && /venv/bin/pip "${into[@]}" -r /tmp/others.txt \
-    && /venv/bin/pip "${into[@]}" --find-links=/wheels ${TORCH_INDEX:+--extra-index-url="$TORCH_INDEX"} -r /tmp/torch.txt \
-    # Parts of torch that serving does not need: tests, headers and programs, except the one that torch looks for at
-    # import.
-    && rm -rf /site/torch/test /site/torch/include /site/torch/share /site/bin \
-    && find /site/torch/bin -type f ! -name torch_shm_manager -delete \
-    # Parts of CUDA's wheels that only a CUDA compiler reads.
-    && { [ ! -d /site/nvidia ] || find /site/nvidia \( -name '*.a' -o -name include \) -prune -exec rm -rf {} +; } \
-    && find /site/sympy /site/networkx /site/numpy /site/mpmath -type d -name tests -prune -exec rm -rf {} +
+    bash docker/install_wheels.sh /locks/torch.txt "${TORCH_INDEX}"
+
+FROM site AS others
+COPY --from=locks /locks/others.txt /locks/
+RUN bash docker/install_wheels.sh /locks/others.txt
+
+# The native library, compiled only when its own sources have changed.
+FROM tools AS native
+COPY cmake cmake
+COPY app/kernels/csrc app/kernels/csrc
+ARG TARGETARCH
+RUN PATH="/venv/bin:$PATH" \
+    && if [ "$TARGETARCH" = arm64 ] && [ "$(dpkg --print-architecture)" = amd64 ]; then \
+         cross=-DCMAKE_TOOLCHAIN_FILE=/src/cmake/aarch64-linux-gnu.cmake; fi \
+    && cmake -G Ninja -S app/kernels/csrc -B /made -DCMAKE_BUILD_TYPE=Release ${cross:+"$cross"} \
+    && cmake --build /made && cmake --install /made --strip --prefix /native
+
 # The sources of the wheel by name: .dockerignore excludes everything else, so other changes do not rebuild it.
+FROM tools AS ours
 COPY LICENSE README.md pyproject.toml ./
 COPY cmake cmake
 COPY tools/wheels.py tools/
 COPY app app
 COPY armature armature
-# A wheel holds files as they are installed. Bytecode is compiled now, because the image is read-only. It is the same
-# on every architecture. (Some packages contain templates that are not valid Python.)
-RUN PATH="/venv/bin:$PATH" python -m tools.wheels "$([ "$TARGETARCH" = arm64 ] && echo aarch64 || echo x86_64)" \
+COPY --from=native /native/app/kernels/libarmature.so /native/
+ARG TARGETARCH
+# A wheel holds files as they are installed. Bytecode is compiled now, because the image is read-only.
+RUN PATH="/venv/bin:$PATH" SKBUILD_CMAKE_DEFINE=ARMATURE_LIBRARY=/native/libarmature.so \
+      python -m tools.wheels "$([ "$TARGETARCH" = arm64 ] && echo aarch64 || echo x86_64)" \
     && python3 -m zipfile -e dist/*.whl /site \
-    && { python3 -m compileall -q -j 0 --invalidation-mode unchecked-hash -s /site -p /opt/armature /site >/dev/null || true; } \
+    && python3 -m compileall -q -j 0 --invalidation-mode unchecked-hash -s /site -p /opt/armature /site \
     && chmod -R a+rX /site && find /site -exec touch --no-dereference --date=@0 {} +
 
 FROM ${BASE} AS cpu
@@ -63,8 +84,10 @@ RUN apt-get update -q \
     && rm -rf /var/lib/apt/lists/* /var/log/* /var/cache/* \
     && useradd --uid 10001 --create-home --home-dir /home/armature --shell /usr/sbin/nologin armature \
     && install -d -o armature -g armature /var/cache/armature
-COPY --from=build /site /opt/armature
 COPY docker/healthcheck.py /opt/healthcheck.py
+COPY --link --from=torch /site /opt/armature
+COPY --link --from=others /site /opt/armature
+COPY --link --from=ours /site /opt/armature
 ENV PYTHONPATH=/opt/armature \
     PYTHONDONTWRITEBYTECODE=1 \
     ARMATURE_HOST=0.0.0.0 \

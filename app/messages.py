@@ -18,7 +18,8 @@ FinishReason = Literal["stop", "length", "aborted", "timeout", "tool_calls"]
 
 MAX_STOP_STRINGS = 16
 MAX_STOP_CHARACTERS = 256
-MAX_LOGPROBS = 20
+MAX_LOGPROBS = 20  # unless the server's max_logprobs says otherwise
+ALL_LOGPROBS = -1  # those of all tokens, as a number of log-probabilities
 MAX_CHOICES = 16
 MAX_BEAMS = 8
 MAX_LOGIT_BIASES = 1024  # OpenAI's limit is 300
@@ -32,7 +33,7 @@ class SamplingParams:
 
     `max_tokens` None means up to the end of the context, and 0, with `prompt_logprobs`, no completion. `top_k` 0, `top_p` 1
     and `min_p` 0 are off; temperature 0 is greedy. `logprobs` None means none; k means those of the sampled token and
-    of the k most likely ones. `prompt_logprobs` is the same for the prompt's tokens after the first. With
+    of the k most likely ones, or of all for -1. `prompt_logprobs` is the same for the prompt's tokens after the first. With
     `logprob_token_ids`, those of these tokens take the place of the most likely ones.
     Random numbers depend on `seed` and position only. `logit_bias` has token ids with what is added to their
     logits. No end token is sampled before `min_tokens`. `bad_words` are texts that are not sampled, and
@@ -151,8 +152,8 @@ _RANGES: tuple[tuple[str, float, float], ...] = (
     ("repetition_penalty", 0.0, 10.0),
     ("seed", -(2**63), 2**63 - 1),
     ("n", 1, MAX_CHOICES),
-    ("logprobs", 0, MAX_LOGPROBS),
-    ("prompt_logprobs", 0, MAX_LOGPROBS),
+    ("logprobs", ALL_LOGPROBS, math.inf),
+    ("prompt_logprobs", ALL_LOGPROBS, math.inf),
     ("beam_width", 1, MAX_BEAMS),
     ("length_penalty", -10.0, 10.0),
     ("min_tokens", 0, math.inf),

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -30,6 +30,26 @@ MEASURED_SETTINGS = (
 )  # fmt: skip
 # Refused for models that do not generate.
 GENERATION_SETTINGS = ("kv_cache_bytes", "kv_precision", "itl_target_ms", "keep_layers", "prompt_cache", "draft_model")
+# The groups in which help and documentation show the settings. Each setting is in exactly one.
+SETTING_GROUPS: Mapping[str, tuple[str, ...]] = {
+    "model": (
+        "model", "offline", "served_model_name", "any_model_name", "lora", "lora_root", "max_loras", "max_lora_rank", "draft_model",
+        "tool_call_parser", "reasoning_parser", "generation_config",
+    ),
+    "machine": ("device", "cuda_device", "numa_node", "threads", "kv_cache_bytes", "cache_dir", "calibrate", "hourly_price", "watts"),
+    "network": (
+        "host", "port", "tls_cert", "tls_key", "api_keys", "api_key_file", "allowed_hosts", "cors_allow_origins", "page", "log_level",
+        "log_format", "request_log",
+    ),
+    "limits": (
+        "max_model_len", "max_running_seqs", "max_waiting_requests", "max_logprobs", "rate_limit", "max_connections",
+        "request_timeout_seconds", "write_timeout_seconds", "drain_seconds", "chat_template_cpu_seconds", "chat_template_memory_bytes",
+    ),
+    "tuning": (
+        "precision", "quantization", "quality_budget", "keep_layers", "int8_copy", "kv_precision", "max_batch_tokens", "itl_target_ms",
+        "speculation", "compile", "prompt_cache", "prompt_cache_bytes", "deterministic",
+    ),
+}  # fmt: skip
 _SIZE = re.compile(r"^\s*(\d+(?:\.\d+)?)\s*([kmgt]?)(i?)b?\s*$", re.IGNORECASE)
 _PERCENT = re.compile(r"^\s*(\d+(?:\.\d+)?)\s*%\s*$")
 KEPT_PRECISIONS = ("int4", "int8", "bf16")  # of layers that `keep_layers` names
@@ -209,10 +229,14 @@ class Settings(BaseSettings):
     tool_call_parser: Literal["auto", "hermes", "llama3_json", "mistral", "phi4_mini_json", "granite", "json"] = Field(
         "auto", description="Format of the model's tool calls; auto: as its chat template and type say."
     )
-    reasoning_parser: Literal["auto", "off", "deepseek_r1", "qwen3", "granite", "mistral"] = Field(
+    reasoning_parser: Literal["auto", "off", "deepseek_r1", "qwen3", "granite", "mistral", "openai_gptoss"] = Field(
         "auto",
         description="Tags of the model's reasoning, which is returned as reasoning_content; auto: as its chat template says;"
         " off: it stays in the text.",
+    )
+    max_logprobs: Annotated[int, Field(ge=-1)] = Field(
+        20,
+        description="Most log-probabilities that a request may ask for at each token; -1: those of the whole vocabulary.",
     )
     generation_config: Literal["auto", "off"] = Field(
         "auto",

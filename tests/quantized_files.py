@@ -51,10 +51,17 @@ def spread(each: Tensor, inputs: int) -> Tensor:
 
 
 def gptq_tensors(codes: Codes, zeros: Codes, scales: Tensor, bits: int, order: Tensor, less: int = 1) -> Packed:
-    """A weight in GPTQ's format: codes [outputs, inputs], zeros and scales [outputs, groups], the group of each input."""
+    """A weight in GPTQ's format: codes [outputs, inputs], zeros and scales [outputs, groups], the group of each input.
+
+    As GPTQModel does, `less` is subtracted from whole words, so a zero of 0 borrows from the next; in 3 bits it wraps.
+    """
+    if bits == 3:
+        stored = packed(zeros.T - less, bits)
+    else:
+        stored = packed(zeros.T, bits) - less * ((2**32 - 1) // (2**bits - 1))
     tensors = {
         "qweight": packed(codes, bits).T,
-        "qzeros": packed(zeros.T - less, bits),
+        "qzeros": stored,
         "scales": scales.T.half(),
         "g_idx": order.int(),
     }
@@ -75,7 +82,7 @@ def round_to_gptq(weight: Tensor, group: int) -> dict[str, Tensor]:
 def gptq(shape: tuple[int, int], bits: int = 4, *, sym: bool = False, less: int = 1, shuffled: bool = False) -> Packed:
     outputs, inputs = shape
     groups = (outputs, inputs // GROUP)
-    zeros = np.full(groups, 2 ** (bits - 1)) if sym else drawn(groups, 2**bits, low=1)
+    zeros = np.full(groups, 2 ** (bits - 1)) if sym else drawn(groups, 2**bits)
     order = torch.arange(inputs) // GROUP
     if shuffled:
         order = order[torch.randperm(inputs, generator=torch.Generator().manual_seed(1))]

@@ -22,6 +22,12 @@ class PlainAttend:
         none = key.new_zeros(0, *key.shape[1:])
         self.keys[layer] = torch.cat((self.keys.get(layer, none), key))
         self.values[layer] = torch.cat((self.values.get(layer, none), value))
+        if spec.filters is not None:
+            channels = torch.cat((self.keys[layer], self.values[layer]), 1).flatten(1).float()
+            before = channels.new_zeros(len(spec.filters) - 1, channels.shape[1])
+            padded, first = torch.cat((before, channels)), len(channels) - len(query)
+            sums = [(padded[at : at + len(spec.filters)] * spec.filters).sum(0) for at in range(first, len(channels))]
+            return (query.float().flatten(1) * torch.stack(sums)).to(query.dtype)
         group = query.shape[1] // key.shape[1]
         keys, values = (held[layer].float().repeat_interleave(group, 1) for held in (self.keys, self.values))
         scores = torch.einsum("qhd,khd->hqk", query.float(), keys) * spec.scale
@@ -29,8 +35,13 @@ class PlainAttend:
             scores = spec.softcap * torch.tanh(scores / spec.softcap)
         at = torch.arange(keys.shape[0])
         mine = at[-query.shape[0] :, None]
+        if spec.slopes is not None:
+            scores = scores - spec.slopes[:, None, None] * (mine - at)
         visible = at <= mine if spec.window is None else (at <= mine) & (at > mine - spec.window)
-        weights = scores.masked_fill(~visible, -torch.inf).softmax(-1)
+        scores = scores.masked_fill(~visible, -torch.inf)
+        if spec.sinks is not None:
+            scores = torch.cat((spec.sinks[:, None, None].expand(*scores.shape[:2], 1), scores), -1)
+        weights = scores.softmax(-1)[..., -len(at) :]
         return torch.einsum("hqk,khd->qhd", weights, values).to(query.dtype).flatten(1)
 
 

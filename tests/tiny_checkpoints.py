@@ -62,6 +62,33 @@ BY_ARCHITECTURE: dict[str, dict[str, Any]] = {
     "Gemma3ForCausalLM": {"model_type": "gemma3_text", **GEMMA, "num_hidden_layers": 3, "sliding_window_pattern": 3},
 }
 ARCHITECTURES = tuple(BY_ARCHITECTURE)
+# Layers that compute or cache other things than those above. A row of the cache of LFM2 is wider than its attention.
+OTHERS: dict[str, dict[str, Any]] = {
+    "Lfm2ForCausalLM": {
+        "model_type": "lfm2",
+        "num_hidden_layers": 4,
+        "num_key_value_heads": 1,
+        "layer_types": ["conv", "conv", "full_attention", "conv"],
+        "block_auto_adjust_ff_dim": False,
+    },
+    "GptOssForCausalLM": {"model_type": "gpt_oss", "num_local_experts": 3, "num_experts_per_tok": 2},
+    "BloomForCausalLM": {"model_type": "bloom"},
+    "DeepseekV3ForCausalLM": {
+        "model_type": "deepseek_v3",
+        "head_dim": 4,
+        "q_lora_rank": 24,
+        "kv_lora_rank": 16,
+        "qk_nope_head_dim": 12,
+        "qk_rope_head_dim": 4,
+        "v_head_dim": 10,
+        "n_routed_experts": 4,
+        "num_experts_per_tok": 2,
+        "n_group": 1,
+        "topk_group": 1,
+        "moe_intermediate_size": 24,
+        "first_k_dense_replace": 1,
+    },
+}
 EXPERTS = {"num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 24}
 MIXTURES: dict[str, dict[str, Any]] = {
     "MixtralForCausalLM": {"model_type": "mixtral", "num_local_experts": 5, "num_experts_per_tok": 2},
@@ -102,7 +129,7 @@ def config_values(architecture: str = "LlamaForCausalLM", **overrides: Any) -> d
         **TINY,
         "architectures": [architecture],
         "torch_dtype": "float32",
-        **{**BY_ARCHITECTURE, **MIXTURES}[architecture],
+        **{**BY_ARCHITECTURE, **OTHERS, **MIXTURES}[architecture],
         **overrides,
     }
 

@@ -19,6 +19,19 @@ Each family has the logits of transformers in FP32 on tiny random checkpoints
 (`tests/parity/test_families_logits.py`; `python -m tools.measure.families` prints the differences). All of them are
 served in every precision of the processor. A value of config.json that is not supported is refused by its name.
 
+## Memory for the context
+
+A plan counts what a token takes in the cache of keys and values. Two kinds of layers take more than a reader may expect:
+
+- **Multi-head latent attention** (DeepSeek-V2 and V3, GLM 4.7 Flash, MiniCPM3, Youtu): the keys and values of all heads
+  are computed and cached, values padded to the size of keys, not the short row from which they come. So attention is
+  the same operation as in other models. In BF16 a token of DeepSeek-V2-Lite takes 324 KiB (27 layers, 16 heads of 192),
+  and its short rows would take 30 KiB.
+- **Short convolutions** (LFM2, also with experts): the inputs of the convolutions are cached like keys and values, a row for each token,
+  though a convolution of three positions reads three rows. So shared prefixes, the prompt cache, preemption and
+  speculation are exact. All rows have the size of the largest: in BF16 a token of LFM2-1.2B takes 64 KiB (16 layers of
+  2,048 elements).
+
 ## Served
 
 | `architectures` | models |

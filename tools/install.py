@@ -1,10 +1,10 @@
 """Create the virtual environment of the Makefile: `python tools/install.py .venv {runtime,bench,dev}`.
 
 Needs only the standard library, because it runs before anything is installed. It chooses torch's build for this
-machine; requirements/*.txt pin everything else. A second run changes only what is out of date. `uv sync` does not
-replace it: uv would have to be installed first, it does not read pip's configuration, which on machines without
-internet names a local folder of wheels, and its lock file cannot choose torch's CPU or CUDA build by the hardware that
-is found.
+machine; requirements/*.txt pin everything, and what serving needs by the hashes of its wheels. A second run changes
+only what is out of date. `uv sync` does not replace it: uv would have to be installed first, it does not read pip's
+configuration, which on machines without internet names a local folder of wheels, and its lock file cannot choose
+torch's CPU or CUDA build by the hardware that is found.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import re
 import shutil
 import subprocess
 import sys
+import tempfile
 import threading
 import urllib.request
 from collections.abc import Callable
@@ -22,8 +23,10 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 TORCH = "torch==2.13.0"
+TORCH_CPU = f"{TORCH}+cpu"  # a build of torch's CPU index
 # On PyPI, torch for 64-bit Arm Linux is a CPU build up to this version, and a CUDA build of several GB after it.
 TORCH_ARM_LINUX = "torch==2.10.0"
+TORCH_HASHES = ROOT / "requirements" / "torch-hashes.txt"
 CMAKE = (3, 22)  # the minimum version in app/kernels/csrc/CMakeLists.txt
 CPU_INDEX = "https://download.pytorch.org/whl/cpu"
 INDEX_SECONDS = 3.0
@@ -57,16 +60,25 @@ def install(venv: Path, kind: str) -> None:
     print(f"{requirement}: {reason}.", flush=True)
     print(f"Installing what {kind} needs into {venv} ...", flush=True)
     requirements = ROOT / "requirements"
-    # By hash, and torch with the rest afterwards: its build depends on the machine, and for some machines only a local
-    # folder has it. pip finds the packages of the first command installed.
-    hashed = requirements / "runtime-hashes.txt"
-    pip(python, "install", "-q", "--no-deps", "--only-binary=:all:", "--require-hashes", "-r", str(hashed))
+    # By hash. The second command finds these packages installed, and adds what has no hashes: NVIDIA's libraries, whose
+    # versions torch's own wheel pins, and what measuring and developing need.
+    with tempfile.TemporaryDirectory() as folder:
+        torch = Path(folder) / "torch.txt"
+        torch.write_text(torch_line(requirement), encoding="utf-8")
+        hashed = ["-r", str(requirements / "runtime-hashes.txt"), "-r", str(torch)]
+        pip(python, "install", "-q", "--no-deps", "--only-binary=:all:", "--require-hashes", *options, *hashed)
     pip(python, "install", "-q", *options, requirement, "-r", str(requirements / f"{kind}.txt"), *build_tools())
     # The build tools are among the pins, so this downloads nothing. The build folder is kept, and `make native`
     # continues from it.
     pip(python, "install", "-q", "--no-deps", "--no-build-isolation", "-C", "build-dir=build/native", "-e", str(ROOT))
     for stamp in KINDS[: KINDS.index(kind) + 1]:
         (venv / f"{stamp}.stamp").touch()
+
+
+def torch_line(requirement: str) -> str:
+    """Return the requirement with the hashes of its wheels. One that is installed already is not checked."""
+    lines = TORCH_HASHES.read_text(encoding="utf-8").splitlines()
+    return next(line for line in lines if line.startswith(f"{requirement} "))
 
 
 def make_venv(venv: Path) -> Path:
@@ -101,7 +113,7 @@ def choose_torch(system: str, machine: str, gpu: bool, index_answers: Callable[[
     if gpu:
         return TORCH, [], "there is an NVIDIA GPU, and PyPI has the CUDA build"
     if index_answers():
-        return TORCH, ["--extra-index-url", CPU_INDEX], f"no NVIDIA GPU here, and {CPU_INDEX} has the CPU build"
+        return TORCH_CPU, ["--extra-index-url", CPU_INDEX], f"no NVIDIA GPU here, and {CPU_INDEX} has the CPU build"
     if arm_linux:
         return TORCH_ARM_LINUX, [], f"{CPU_INDEX} does not answer; this is the last CPU build for 64-bit Arm on PyPI"
     return TORCH, [], f"{CPU_INDEX} does not answer; pip uses its own configuration"

@@ -1,10 +1,11 @@
-"""Write the hashed locks: `python -m tools.lock` makes requirements/image-*.txt and runtime-hashes.txt from runtime.txt.
+"""Write the hashed locks: `python -m tools.lock` makes requirements/image-*.txt and *-hashes.txt from runtime.txt.
 
 An image is built from exactly these files with `pip install --require-hashes`. Each image and architecture has its own
 lock, because torch's build and the wheels differ. The `cuda` images have torch's CUDA build and the versions that it
 depends on.
-runtime-hashes.txt is what `make serve` and `make install` install, except torch: each package with the hashes of its
-wheels for all Pythons and platforms that are supported.
+runtime-hashes.txt and torch-hashes.txt are what `make serve` and `make install` install: each package with the hashes
+of its wheels for all Pythons and platforms that are supported. torch has one line for each requirement that
+`tools/install.py` may choose.
 pip itself resolves the locks (`pip install --dry-run --report`). `uv pip compile --generate-hashes` and pip-tools do
 not fit: they write the hashes of every file of a release where an image needs one wheel, pip-tools resolves only for
 the machine it runs on, and uv does not read pip's configuration, which may name a local folder with torch.
@@ -22,7 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tools.install import ROOT, TORCH, TORCH_ARM_LINUX
+from tools.install import CPU_INDEX, ROOT, TORCH, TORCH_ARM_LINUX, TORCH_CPU, TORCH_HASHES, cpu_index_answers
 
 PYTHON = "3.11"  # the Python of Debian 12, the image's base
 # manylinux tags that Debian 12 (glibc 2.36) satisfies and that our dependencies use.
@@ -62,12 +63,15 @@ RUNTIME_HASHES = ROOT / "requirements" / "runtime-hashes.txt"
 RUNTIME_HEAD = """# What `make serve` installs besides torch, with the hashes of the wheels of every supported Python and platform;
 # made by `python -m tools.lock` from runtime.txt. Do not edit.
 """
+TORCH_HEAD = """# torch for `make serve`: the hashes of the wheels of every supported Python and platform, one line for each
+# requirement that tools/install.py may choose; made by `python -m tools.lock`. Do not edit.
+"""
 PYTHONS = ("3.11", "3.12", "3.13", "3.14")
 MACOS = [f"--platform=macosx_{version}" for version in ("10_9_universal2", "10_13_universal2", "11_0_universal2")]
 MACOS += [f"--platform=macosx_{version}_arm64" for version in ("11_0", "12_0", "13_0", "14_0")]
 
 LOCKS = (
-    Lock("amd64", "x86_64", f"{TORCH}+cpu"),
+    Lock("amd64", "x86_64", TORCH_CPU),
     Lock("arm64", "aarch64", TORCH_ARM_LINUX),
     Lock("cuda-amd64", "x86_64", CUDA, brings=True),
     Lock("cuda-arm64", "aarch64", CUDA, brings=True),
@@ -85,13 +89,17 @@ def main() -> int:
             return 1
         lock.path.write_text(HEAD.format(name=lock.name) + "\n".join(lines) + "\n", encoding="utf-8")
         print(f"{lock.path.relative_to(ROOT)}: {len(lines)} wheels")
-    try:
-        lines = sorted(runtime_lines())
-    except subprocess.CalledProcessError as error:
-        print(f"lock: runtime: {error.stderr.strip().splitlines()[-1]}", file=sys.stderr)
-        return 1
-    RUNTIME_HASHES.write_text(RUNTIME_HEAD + "\n".join(lines) + "\n", encoding="utf-8")
-    print(f"{RUNTIME_HASHES.relative_to(ROOT)}: {len(lines)} packages")
+    for path, head, lines_of in (
+        (RUNTIME_HASHES, RUNTIME_HEAD, runtime_lines),
+        (TORCH_HASHES, TORCH_HEAD, torch_lines),
+    ):
+        try:
+            lines = sorted(lines_of())
+        except subprocess.CalledProcessError as error:
+            print(f"lock: {path.stem}: {error.stderr.strip().splitlines()[-1]}", file=sys.stderr)
+            return 1
+        path.write_text(head + "\n".join(lines) + "\n", encoding="utf-8")
+        print(f"{path.relative_to(ROOT)}: {len(lines)} lines")
     return 0
 
 
@@ -106,6 +114,32 @@ def runtime_lines() -> list[str]:
                 digest = item["download_info"]["archive_info"]["hashes"]["sha256"]
                 hashes.setdefault(f"{about['name'].lower()}=={about['version']}", set()).add(f"--hash=sha256:{digest}")
     return [f"{name} {' '.join(sorted(found))}" for name, found in hashes.items()]
+
+
+def torch_lines() -> list[str]:
+    """Return one line with hashes for each requirement of torch.
+
+    Hashes that the file already has for a requirement are kept: only where torch's CPU index answers does pip find the
+    CPU builds of every Python.
+    """
+    hashes = {line.split()[0]: set(line.split()[1:]) for line in TORCH_HASHES.read_text("utf-8").splitlines()}
+    cpu_index = [f"--extra-index-url={CPU_INDEX}"] if cpu_index_answers() else []
+    amd64, arm64 = (each.platforms for each in LOCKS[:2])
+    wanted = [(TORCH_CPU, TORCH_CPU, platforms, cpu_index) for platforms in (amd64, arm64)]
+    wanted += [(TORCH, CUDA, platforms, []) for platforms in (amd64, arm64, MACOS)]  # PyPI's, also those of macOS
+    wanted += [(TORCH_ARM_LINUX, TORCH_ARM_LINUX, arm64, [])]
+    lines: dict[str, set[str]] = {requirement: hashes.get(requirement, set()) for requirement, *_ in wanted}
+    for python in PYTHONS:
+        for requirement, build, platforms, index in wanted:
+            try:
+                (item,) = report([*platforms, *index, f"--python-version={python}", "--no-deps"], [build])
+            except subprocess.CalledProcessError:
+                if build is not TORCH_CPU:
+                    raise
+                continue
+            lines[requirement].add(f"--hash=sha256:{item['download_info']['archive_info']['hashes']['sha256']}")
+    lines[TORCH] |= lines[TORCH_CPU]  # pip may find any of them
+    return [f"{name} {' '.join(sorted(found))}" for name, found in lines.items()]
 
 
 def pins() -> dict[str, str]:

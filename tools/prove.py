@@ -84,7 +84,14 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument(
         "--model",
         type=Path,
-        help="checkpoint for the quota part and for a memory limit that is too small; default: the demo",
+        help="checkpoint for the quota part, for a memory limit that is too small, and for the second start of a pod; "
+        "default: the demo, and no second start",
+    )
+    parser.add_argument(
+        "--kubernetes",
+        type=Path,
+        metavar="DIR",
+        help="folder of Kubernetes' server programs, for the cluster part; prometheus-adapter may be there too",
     )
     parser.add_argument(
         "--flags", default="", help="flags of armature serve under quotas, in one string: '--precision int4'"

@@ -5,7 +5,8 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from app.cli.setting_rows import setting_rows
+from app.cli.setting_rows import SettingRow, setting_rows
+from app.settings import SETTING_GROUPS
 from tools.generated_page import write_or_check
 
 TARGET = Path(__file__).resolve().parent.parent / "docs" / "settings.md"
@@ -13,7 +14,10 @@ HEAD = """# Settings
 
 This page is for people who configure the server. `make docs` writes it. Each setting is a flag of `armature serve`
 and an environment variable; the flag takes precedence. `armature probe` shows the value of each `auto` setting on your
-machine, with its reason.
+machine, with its reason. `armature serve --help` shows the same groups.
+"""
+TABLE = """
+## {heading}
 
 | flag | variable | values | default | meaning |
 |---|---|---|---|---|
@@ -22,11 +26,15 @@ machine, with its reason.
 
 def page() -> str:
     """Return the whole page."""
-    rows = (
+    rows = setting_rows()
+    return HEAD + "".join(_table(group, [row for row in rows if row.group == group]) for group in SETTING_GROUPS)
+
+
+def _table(group: str, rows: list[SettingRow]) -> str:
+    return TABLE.format(heading=group.capitalize()) + "".join(
         f"| `{row.flag}` | `{row.variable}` | {row.values.replace('|', ' or ')} | {row.default or '–'} | {row.description} |\n"
-        for row in setting_rows()
+        for row in rows
     )
-    return HEAD + "".join(rows)
 
 
 def main(arguments: list[str]) -> int:

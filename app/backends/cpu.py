@@ -23,6 +23,8 @@ from app.hardware.probe.probe import probe
 from app.kernels.attention import attention as native_attention
 from app.kernels.attention.attention import AttentionSequence, AttentionStep, KvRows, KvSegment
 from app.kernels.attention.context import AttentionSpec
+from app.kernels.attention.ragged import attend
+from app.kernels.attention.weights import attention_weights
 
 # query, key, value [1, heads or kv_heads, tokens, head_dim] with any strides; nothing is copied. Returns the result
 # and, in float32, the log-sum-exp of each row's scores. torch 2.10 and 2.13 (both tested) have this schema and allow
@@ -71,6 +73,7 @@ def context_segments(runs: Iterable[KvSegment], kv: KvRows) -> tuple[Segment, ..
     return tuple(Segment(*kv.read(run.first, run.num_tokens), run.position) for run in runs)
 
 
+# Takes queries, their context, and for each query and key the key's position minus the query's.
 MaskedAttention = Callable[[Tensor, Segment, Tensor, AttentionSpec], Tensor]
 
 
@@ -107,7 +110,7 @@ class CpuBackend:
         """
         if not native_attention.supports_attention(query, kv):
             return torch_attention(query, [attention_row(row, kv) for row in step.rows], spec)
-        return native_attention.attend(query, kv, step, spec.scale, spec.window, spec.softcap)
+        return attend(query, kv, step, spec)
 
     def synchronize(self) -> None:
         """Return at once: every call on a processor finishes its work before it returns."""
@@ -124,7 +127,7 @@ def torch_attention(query: Tensor, rows: Rows[AttentionRow], spec: AttentionSpec
     results = []
     for row in rows:
         queries = grouped.narrow(0, row.first, row.num_tokens)
-        if spec.softcap is not None:
+        if not spec.has_plain_scores:
             step = max(1, _MAX_SCORE_ELEMENTS // (heads * (row.start + row.num_tokens)))
             results.append(_blockwise_attention(queries, row, spec, _materialised_attention, step))
         elif row.num_tokens == 1:
@@ -212,24 +215,24 @@ def _blockwise_attention(
     for first in range(row.start, end, step):
         last = min(first + step, end)
         low = 0 if spec.window is None else max(0, first + 1 - spec.window)
-        mask = causal_mask(torch.arange(first, last), torch.arange(low, last), spec.window)
+        ahead = torch.arange(low, last) - torch.arange(first, last).unsqueeze(1)
         context = _join_segments(_segments_between(row.segments, low, last))
-        results.append(masked(queries[first - row.start : last - row.start], context, mask, spec))
+        results.append(masked(queries[first - row.start : last - row.start], context, ahead, spec))
     return torch.cat(results)
 
 
-def _masked_flash_attention(queries: Tensor, context: Segment, mask: Tensor, spec: AttentionSpec) -> Tensor:
+def _masked_flash_attention(queries: Tensor, context: Segment, ahead: Tensor, spec: AttentionSpec) -> Tensor:
     heads = queries.flatten(1, 2).transpose(0, 1).unsqueeze(0)
-    bias = torch.zeros(mask.shape, dtype=queries.dtype).masked_fill_(~mask, -torch.inf)
+    bias = torch.zeros(ahead.shape, dtype=queries.dtype).masked_fill_(~is_seen(ahead, spec.window), -torch.inf)
     key, value = context.key.transpose(0, 1).unsqueeze(0), context.value.transpose(0, 1).unsqueeze(0)
     result: Tensor = _flash(heads, key, value, 0.0, False, attn_mask=bias, scale=spec.scale)[0]
     return result.squeeze(0).transpose(0, 1).reshape(queries.shape)
 
 
-def _materialised_attention(queries: Tensor, context: Segment, mask: Tensor, spec: AttentionSpec) -> Tensor:
-    """Materialise the scores in float32, which is the only method to apply a soft cap, and compute the attention."""
+def _materialised_attention(queries: Tensor, context: Segment, ahead: Tensor, spec: AttentionSpec) -> Tensor:
+    """Materialise the scores in float32, which is the only method if they are not plain, and compute the attention."""
     scores = torch.einsum("qkgd,ckd->kgqc", queries.float(), context.key.float()).mul_(spec.scale)
-    weights = apply_softcap(scores, spec.softcap).masked_fill_(~mask, -torch.inf).softmax(-1)
+    weights = attention_weights(scores.flatten(0, 1), ahead, is_seen(ahead, spec.window), spec).view(scores.shape)
     return torch.einsum("kgqc,ckd->qkgd", weights, context.value.float()).to(queries.dtype)
 
 
@@ -262,22 +265,26 @@ def reference_attention(query: Tensor, rows: Rows[AttentionRow], spec: Attention
         key = torch.cat([segment.key for segment in row.segments]).float()  # [context, kv_heads, head_dim]
         value = torch.cat([segment.value for segment in row.segments]).float()
         group = query.shape[1] // key.shape[1]
-        mask = causal_mask(torch.arange(row.start, row.start + row.num_tokens), torch.arange(len(key)), spec.window)
+        ahead = torch.arange(len(key)) - torch.arange(row.start, row.start + row.num_tokens).unsqueeze(1)
+        hidden = ~is_seen(ahead, spec.window)
         for head in range(query.shape[1]):
             queries = query[row.first : row.first + row.num_tokens, head].float()
             scores = apply_softcap(queries @ key[:, head // group].T * spec.scale, spec.softcap)
-            weights = scores.masked_fill(~mask, -torch.inf).softmax(-1)
+            scores += 0.0 if spec.slopes is None else spec.slopes[head] * ahead
+            scores.masked_fill_(hidden, -torch.inf)
+            total = scores.logsumexp(-1, keepdim=True)
+            total = total if spec.sinks is None else torch.logaddexp(total, spec.sinks[head])
+            weights = (scores - total).exp()
             result[row.first : row.first + row.num_tokens, head] = weights @ value[:, head // group]
     return result
 
 
-def causal_mask(queries: Tensor, keys: Tensor, window: int | None) -> Tensor:
-    """Return a bool mask [queries, keys] from absolute positions.
+def is_seen(ahead: Tensor, window: int | None) -> Tensor:
+    """Return True for each key that its query sees; `ahead` is the key's position minus the query's.
 
     A token sees itself and the tokens before it; with `window`, at most `window` tokens in all.
     """
-    distance = queries.unsqueeze(1) - keys
-    return distance >= 0 if window is None else (distance >= 0) & (distance < window)
+    return ahead <= 0 if window is None else (ahead <= 0) & (ahead > -window)
 
 
 def apply_softcap(scores: Tensor, softcap: float | None) -> Tensor:

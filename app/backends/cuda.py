@@ -93,9 +93,10 @@ class CudaBackend:
         """Compute causal attention of `query` [tokens, heads, head_dim] over the pages of one layer.
 
         Prompts that start in this step use PyTorch's flash attention if it supports them. Everything else uses the
-        Triton kernels, so a decode gives the same result with any other sequences in the batch.
+        Triton kernels, so a decode gives the same result with any other sequences in the batch. ALiBi and sinks have
+        no kernel yet: torch computes them.
         """
-        if not triton_usable(query):
+        if not triton_usable(query) or spec.slopes is not None or spec.sinks is not None:
             return paged_attention_torch(query, kv, step, spec)
         from app.kernels.triton.attention import attend_decodes
         from app.kernels.triton.prompts import attend_prompts, gather_fresh_kv
@@ -129,7 +130,7 @@ class CudaBackend:
             return text_attention.torch_flash_attention(
                 *apply_rope_to_qkv(heads), (texts.starts, texts.most_tokens), spec
             ).flatten(1)
-        if not triton_usable(heads.product):
+        if not triton_usable(heads.product) or spec.slopes is not None or spec.sinks is not None:
             return attend_texts_padded_torch(heads, texts, spec)
         from app.kernels.triton.prompts import attend_packed
 

@@ -121,9 +121,9 @@ class MpsEvent:
 def attention_function(spec: AttentionSpec) -> AttendBlock:
     """Return the attention function for this layer.
 
-    Soft caps and relative position biases need materialised scores; all else uses the scaled dot product.
+    Scores that are not plain, such as those with a soft cap, are materialised; all else uses the scaled dot product.
     """
-    return attend_block if spec.softcap is not None or spec.distance_bias is not None else sdpa_attention
+    return sdpa_attention if spec.has_plain_scores else attend_block
 
 
 def sdpa_attention(query: Tensor, key: Tensor, value: Tensor, part: QueryBlock, spec: AttentionSpec) -> Tensor:

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
-from rich.console import Console
+from rich.console import Console, RenderableType
 from rich.measure import Measurement
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
@@ -101,7 +101,7 @@ class BenchOutcome:
     """All results of one bench command.
 
     `complete` is False after an interruption; `notes` are sentences printed below the table. `value_name` is the
-    heading of the figures' values.
+    heading of the figures' values. `picture` is printed below the notes, and is not part of the JSON object.
     """
 
     bench: str
@@ -111,6 +111,7 @@ class BenchOutcome:
     complete: bool = True
     notes: tuple[str, ...] = ()
     value_name: str = "p50"
+    picture: RenderableType | None = None
 
     @property
     def mistakes(self) -> list[str]:
@@ -182,6 +183,8 @@ def print_outcome(outcome: BenchOutcome, json_path: Path | None) -> int:
     )  # lines wrap on a narrow terminal; no figure is cut off
     for note in outcome.notes:
         console.print(note, markup=False, highlight=False)
+    if outcome.picture is not None:
+        console.print(outcome.picture)
     for mistake in outcome.mistakes:
         console.print(mistake, style="bold red", markup=False, highlight=False)
     if not outcome.complete:

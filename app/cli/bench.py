@@ -10,6 +10,7 @@ import sys
 from argparse import Namespace
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 from app.bench.compare.measure import POINT_SECONDS, CompareJob, MachineLabels, run_compare
@@ -31,8 +32,9 @@ from app.bench.http.load import (
 from app.bench.http.loops import RunLimits
 from app.bench.http.tally import GenerateWorkload, LatencyObjective
 from app.bench.http.workload import LogNormalLengths, UniformLengths
-from app.cli.parser import given_settings
-from app.cli.setting_rows import setting_rows
+from app.bench.report.load_page import check_page, write_load_page
+from app.bench.report.load_picture import load_picture
+from app.cli.parser import given_settings, setting_flags
 from app.hardware.plan.memory_budget import kv_bytes_per_token
 from app.hardware.probe.probe import probe
 from app.server.prepare import Prepared, calibrate, prepare
@@ -52,7 +54,7 @@ def run_bench(settings: Settings, arguments: Namespace) -> BenchOutcome:
         StartupError: The model cannot be opened or planned.
     """
     if arguments.bench == "http":
-        return measure_load(_load_job(settings, arguments))
+        return _measure_load(_load_job(settings, arguments), arguments.report)
     if arguments.bench == "compare":
         return run_compare(_compare_job(settings, arguments))
     inside = IN_PROCESS_BENCHES.get(arguments.bench)
@@ -79,6 +81,17 @@ def report_results(arguments: Namespace) -> int:
     return make_report(
         arguments.results, arguments.report, bool(arguments.force), ReportOrigin(VERSION, probe().to_json())
     )
+
+
+def _measure_load(job: LoadJob, page: Path | None) -> BenchOutcome:
+    """Run the bench, draw its picture, and write its page if one was asked for."""
+    if page is not None:
+        check_page(page)
+    outcome = measure_load(job)
+    if page is not None:
+        write_load_page(outcome, page, VERSION)
+        outcome = replace(outcome, notes=(*outcome.notes, f"The page is {page}."))
+    return replace(outcome, picture=load_picture(outcome.details["runs"]))
 
 
 def _prepare_in_process(settings: Settings) -> Prepared:
@@ -163,15 +176,10 @@ IN_PROCESS_BENCHES: Mapping[str, Callable[[Prepared, Namespace], BenchOutcome]] 
 def _http_job(settings: Settings, arguments: Namespace) -> ServerBenchJob:
     """Return the job of a bench over HTTP. `bench/http/load.py` has these benches by name."""
     url = getattr(arguments, "url", None)
-    flags = _flags(arguments)
+    flags = setting_flags(arguments)
     subject, tokens = url or settings.checkpoint_directory.name, getattr(arguments, "tokens", 0)
     job = ServerBenchJob(arguments.bench, subject, flags, url, arguments.rounds, tokens)
     return _with_memory(job, settings) if job.bench == "memory" else job
-
-
-def _flags(arguments: Namespace) -> tuple[str, ...]:
-    """Return the given settings as flags for a server started by this client."""
-    return tuple(f"{row.flag}={getattr(arguments, row.name)}" for row in setting_rows() if hasattr(arguments, row.name))
 
 
 def _compare_job(settings: Settings, arguments: Namespace) -> CompareJob:
@@ -185,7 +193,7 @@ def _compare_job(settings: Settings, arguments: Namespace) -> CompareJob:
             f"--{of_a_server[0].replace('_', '-')} does not apply to a server that is already running: leave out --url or this flag"
         )
     target = ServerTarget(
-        url, () if url else _flags(arguments), model=getattr(arguments, "model", None), api_key=arguments.api_key
+        url, () if url else setting_flags(arguments), model=getattr(arguments, "model", None), api_key=arguments.api_key
     )
     place = MachineLabels(arguments.name, arguments.instance, settings.hourly_price, settings.watts)
     seconds = POINT_SECONDS if seconds is None else seconds
@@ -198,7 +206,7 @@ def _load_job(settings: Settings, arguments: Namespace) -> LoadJob:
     api = _api(arguments, kind)
     url, key = arguments.url, arguments.api_key
     name = getattr(arguments, "model", None) if url else None
-    targets = [ServerTarget(url, () if url else _flags(arguments), api, name, key)]
+    targets = [ServerTarget(url, () if url else setting_flags(arguments), api, name, key)]
     if arguments.against:
         targets.append(ServerTarget(arguments.against, api=api, api_key=key))
     clients = arguments.concurrency or (() if arguments.rate else DEFAULT_CLIENTS)

@@ -8,7 +8,10 @@ from typing import Any
 
 
 def bench_flags() -> dict[str, dict[str, Any]]:
-    """Return the flags that benches accept in addition to the settings."""
+    """Return the flags that benches accept in addition to the settings.
+
+    A key such as `http --report` is that flag of one bench, where it differs from the others'.
+    """
     return {
         "--json": {"type": Path, "metavar": "PATH", "help": "also write the JSON object to this file"},
         "--rounds": {"type": _count, "metavar": "N", "help": "number of measurement rounds"},
@@ -134,6 +137,11 @@ def _run_flags() -> dict[str, dict[str, Any]]:
             "type": float,
             "metavar": "MS",
             "help": "and whose later tokens took at most this long on average",
+        },
+        "http --report": {
+            "type": Path,
+            "metavar": "FILE",
+            "help": "also write the figures with plots to this file, as one HTML page",
         },
         "--against": {"metavar": "URL", "help": "another server to compare with, measured in turns with the first"},
     }

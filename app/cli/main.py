@@ -7,19 +7,20 @@ quantizes and packs the weights and caches them, so that a start does not have t
 from __future__ import annotations
 
 import json
-import logging
 import os
 import sys
 import time
 from argparse import Namespace
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager, nullcontext
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import closing, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from app.cli.completion import completion_script
 from app.cli.models import list_models, pull_model, remove_models
-from app.cli.parser import given_settings, parse_arguments
+from app.cli.parser import given_settings, make_parser, parse_arguments
+from app.cli.progress import command_progress
 from app.cli.tables import PlanExplanation
 from app.errors import ArmatureError, PlanImpossible, SettingsInvalid, StartupError, UnknownArgument
 from app.hardware.plan.plan import make_plan
@@ -180,16 +181,36 @@ def _rm(arguments: Namespace) -> int:
     return remove_models(arguments.names, is_confirmed=arguments.yes)
 
 
+def _chat(arguments: Namespace) -> int:
+    from app.cli.clients.command import run_chat
+
+    return run_chat(_settings(arguments), arguments)
+
+
+def _top(arguments: Namespace) -> int:
+    from app.cli.clients.command import run_top
+
+    return run_top(_settings(arguments), arguments)
+
+
+def _completion(arguments: Namespace) -> int:
+    print(completion_script(make_parser(), arguments.shell), end="")
+    return 0
+
+
 COMMANDS: Mapping[str, Callable[[Namespace], int]] = {
     "serve": _serve,
     "probe": _probe,
     "pack": _pack,
     "calibrate": _calibrate,
     "bench": _bench,
+    "chat": _chat,
+    "completion": _completion,
     "pull": _pull,
     "list": _list,
     "rm": _rm,
     "tco": _tco,
+    "top": _top,
 }
 
 
@@ -207,7 +228,7 @@ def calibrate_now(settings: Settings) -> PlanExplanation:
     os.environ.update(
         prepared.plan.environment()
     )  # must be set before torch is imported: its thread pools read it then
-    with _progress("calibrate") as console:
+    with command_progress("calibrate") as console:
         measured = calibrate(prepared, console.show, CALIBRATE_COMMAND_SECONDS)
     assert measured.calibration is not None, "it was not final"
     found, checkpoint, again = measured.calibration.measurements, measured.checkpoint, measured.calibration_file.read()
@@ -215,23 +236,6 @@ def calibrate_now(settings: Settings) -> PlanExplanation:
     where = f"kept in {measured.calibration_file.file}" if is_kept else "not kept"
     origin = f"just now, in {found.seconds:.1f} s; {where}"
     return PlanExplanation(checkpoint.name, measured.facts, checkpoint.needs(), measured.plan, found, origin)
-
-
-@contextmanager
-def _progress(command: str) -> Iterator[StartConsole]:
-    """Yield the progress of a command: a bar on a terminal, else lines that begin with the command's name."""
-    lines = logging.getLogger(StartConsole.__module__)
-    handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(logging.Formatter(f"armature {command}: %(message)s"))
-    lines.addHandler(handler)
-    before = lines.level
-    lines.setLevel(logging.INFO)
-    try:
-        with closing(StartConsole()) as console:
-            yield console
-    finally:
-        lines.setLevel(before)
-        lines.removeHandler(handler)
 
 
 def pack(settings: Settings, text: Path | None = None) -> str:
@@ -248,7 +252,7 @@ def pack(settings: Settings, text: Path | None = None) -> str:
         prepared.plan.environment()
     )  # must be set before torch is imported: its thread pools read it then
     began = time.monotonic()
-    with _progress("pack") as console:
+    with command_progress("pack") as console:
         packed, cost = _pack_weights(prepared, Path(folder.value), console, text)
     if packed is None:
         raise PlanImpossible(

@@ -14,9 +14,11 @@ from pathlib import Path
 from typing import Any
 
 from app.cli.bench_parser import bench_flags, cost_flags
-from app.cli.setting_rows import setting_rows
+from app.cli.clients_parser import chat_flags, top_flags
+from app.cli.completion import SHELLS
+from app.cli.setting_rows import SettingRow, setting_rows
 from app.errors import UnknownArgument
-from app.settings import Settings
+from app.settings import SETTING_GROUPS, Settings, flag_of
 from app.version import VERSION
 
 
@@ -81,6 +83,7 @@ BENCHES: Mapping[str, BenchCommand] = {
             "--slo-itl-ms": None,
             "--against": None,
             "--rounds": 1,
+            "--report": None,
         },
     ),
     "compare": BenchCommand(
@@ -120,12 +123,17 @@ BENCHES: Mapping[str, BenchCommand] = {
 }
 
 
+# The groups of settings for a server that `chat` starts. Its network is that of the command alone.
+CHAT_GROUPS = tuple(group for group in SETTING_GROUPS if group != "network")
+ABOUT_SETTINGS = "Each setting can also be given as the environment variable in brackets; the flag takes precedence."
+
 FIRST_STEPS = """\
 armature serves small language models on ordinary processors. Type one of these first:
 
   armature serve                          serve the small demo model that comes with the package
   armature serve --model ORG/NAME         fetch and serve a model of Hugging Face's hub
   armature serve --model DIR              serve a checkpoint directory, a GGUF file or an exported program
+  armature chat                           talk to the server in a terminal; without one, to the demo model
   armature probe --model ORG/NAME         show what would be chosen for it on this machine, and why
   armature --help                         list all commands"""
 
@@ -139,7 +147,7 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     """
     if argv is not None and not argv:
         raise UnknownArgument(FIRST_STEPS)
-    arguments, unknown = _parser().parse_known_args(argv)
+    arguments, unknown = make_parser().parse_known_args(argv)
     if unknown:
         command = " ".join(filter(None, (arguments.command, getattr(arguments, "bench", None))))
         complaint = _describe_unknown(unknown, hasattr(arguments, "results"))
@@ -152,7 +160,13 @@ def given_settings(arguments: argparse.Namespace) -> dict[str, str]:
     return {name: getattr(arguments, name) for name in Settings.model_fields if hasattr(arguments, name)}
 
 
-def _parser() -> argparse.ArgumentParser:
+def setting_flags(arguments: argparse.Namespace) -> tuple[str, ...]:
+    """Return the given settings as flags for a server that the command starts."""
+    return tuple(f"{flag_of(name)}={value}" for name, value in given_settings(arguments).items())
+
+
+def make_parser() -> argparse.ArgumentParser:
+    """Return the parser of all commands."""
     parser = argparse.ArgumentParser(
         prog="armature", description="Serves small language models on ordinary processors.", allow_abbrev=False
     )
@@ -186,6 +200,7 @@ def _parser() -> argparse.ArgumentParser:
     for name, each in BENCHES.items():
         _add_bench(benches, name, each)
     _add_model_commands(commands)
+    _add_client_commands(commands)
     costs = _command(
         commands, "tco", "cost of a given load on each machine, from result files and prices", files="[RESULT…] "
     )
@@ -207,13 +222,33 @@ def _add_model_commands(commands: Any) -> None:
     remove.add_argument("--yes", action="store_true", help="do not ask")
 
 
+def _add_client_commands(commands: Any) -> None:
+    """Add the commands that talk to a server in a terminal."""
+    chat = _command(
+        commands,
+        "chat",
+        "talk to a running server, or to one that is started for it with these settings",
+        files="[PROMPT…] ",
+    )
+    for flag, options in chat_flags().items():
+        chat.add_argument(flag, **options)
+    _add_settings(chat, CHAT_GROUPS)
+    top = _command(commands, "top", "show what a running server does now, in this terminal, until Ctrl-C")
+    for flag, options in top_flags().items():
+        top.add_argument(flag, **options)
+    script = _command(
+        commands, "completion", "print the script that completes this command's words in a shell", files="SHELL "
+    )
+    script.add_argument("shell", choices=SHELLS, metavar="SHELL", help=", ".join(SHELLS))
+
+
 def _add_bench(benches: Any, name: str, bench: BenchCommand) -> None:
     parser = _command(
         benches, name, bench.description, within="bench ", files="[RESULT…] " if "results" in bench.flags else ""
     )
     known = bench_flags()
     for flag, default in {"--json": None, **bench.flags}.items():
-        options = dict(known[flag])
+        options = dict(known.get(f"{name} {flag}") or known[flag])
         shown = default[0] if isinstance(default, tuple) else default
         text = options.pop("help") + ("" if default is None else f" (default {shown})")
         parser.add_argument(flag, default=default, help=text, **options)
@@ -241,25 +276,31 @@ class _CommaJoined(argparse.Action):
         setattr(namespace, self.dest, ",".join(values if before is None else [before, *values]))
 
 
-def _add_settings(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group(
-        "settings", "Each setting can also be given as the environment variable in brackets; the flag takes precedence."
-    )
-    for row in setting_rows():
-        default = f" Default: {row.default}." if row.default else ""
-        text = f"{row.description}{default} [{row.variable}]".replace("%", "%%")
-        metavar = row.values.replace(" ", "_")
-        several: dict[str, Any] = {"nargs": "+", "action": _CommaJoined} if row.is_list else {}
-        group.add_argument(row.flag, dest=row.name, metavar=metavar, default=argparse.SUPPRESS, help=text, **several)
-        if row.off_flag:
-            group.add_argument(
-                row.off_flag,
-                dest=row.name,
-                action="store_const",
-                const="off",
-                default=argparse.SUPPRESS,
-                help=f"the same as {row.flag} off",
-            )
+def _add_settings(parser: argparse.ArgumentParser, groups: Sequence[str] = tuple(SETTING_GROUPS)) -> None:
+    """Add the flags of these groups of settings, each group under its own heading."""
+    rows = setting_rows()
+    for name in groups:
+        group = parser.add_argument_group(f"{name} settings", ABOUT_SETTINGS if name == groups[0] else None)
+        for row in rows:
+            if row.group == name:
+                _add_setting(group, row)
+
+
+def _add_setting(group: Any, row: SettingRow) -> None:
+    default = f" Default: {row.default}." if row.default else ""
+    text = f"{row.description}{default} [{row.variable}]".replace("%", "%%")
+    metavar = row.values.replace(" ", "_")
+    several: dict[str, Any] = {"nargs": "+", "action": _CommaJoined} if row.is_list else {}
+    group.add_argument(row.flag, dest=row.name, metavar=metavar, default=argparse.SUPPRESS, help=text, **several)
+    if row.off_flag:
+        group.add_argument(
+            row.off_flag,
+            dest=row.name,
+            action="store_const",
+            const="off",
+            default=argparse.SUPPRESS,
+            help=f"the same as {row.flag} off",
+        )
 
 
 def _describe_unknown(unknown: list[str], takes_files: bool) -> str:
@@ -271,8 +312,8 @@ def _describe_unknown(unknown: list[str], takes_files: bool) -> str:
         return f"{word!r} is not understood. A model is given as --model {word}."
     flag = word.partition("=")[0]  # the value may be a secret
     settings = [flag for row in setting_rows() for flag in (row.flag, row.off_flag) if flag]
-    known = [*settings, *bench_flags(), *cost_flags(), "--help", "--yes"]
+    known = [*settings, *bench_flags(), *cost_flags(), *chat_flags(), *top_flags(), "--help", "--yes"]
     near = difflib.get_close_matches(
-        flag, [one for one in known if one != flag], n=1
+        flag, [one for one in known if one.startswith("--") and one != flag], n=1
     )  # exclude the flag itself: it may belong to another command
     return f"there is no flag {flag}." + (f" Did you mean {near[0]}?" if near else "")

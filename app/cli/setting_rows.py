@@ -7,15 +7,17 @@ from pathlib import Path
 from types import UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
+from pydantic.fields import FieldInfo
 from pydantic_settings import NoDecode
 
-from app.settings import Settings, flag_of, variable_of
+from app.settings import SETTING_GROUPS, Settings, flag_of, variable_of
 
 
 @dataclass(frozen=True, slots=True)
 class SettingRow:
     """One setting as text. `values` is the accepted form; `default` is empty if there is none.
 
+    `group` is a key of `SETTING_GROUPS`.
     `is_list`: the flag takes several values, and the environment variable has them separated by commas.
     """
 
@@ -25,6 +27,7 @@ class SettingRow:
     values: str
     default: str
     description: str
+    group: str
     is_list: bool = False
 
     @property
@@ -34,22 +37,28 @@ class SettingRow:
 
 
 def setting_rows() -> list[SettingRow]:
-    """Return every setting in the order of its declaration.
+    """Return every setting, by group and in the order of `SETTING_GROUPS`.
 
     Flags, help texts and `docs/settings.md` are generated from these rows.
     """
     return [
-        SettingRow(
-            name=name,
-            flag=flag_of(name),
-            variable=variable_of(name),
-            values="LIST" if NoDecode in field.metadata else "|".join(dict.fromkeys(_accepted_forms(field.annotation))),
-            default="" if field.default in (None, ()) else str(field.default),
-            description=field.description or "",
-            is_list=NoDecode in field.metadata,
-        )
-        for name, field in Settings.model_fields.items()
+        _setting_row(name, group, Settings.model_fields[name])
+        for group, names in SETTING_GROUPS.items()
+        for name in names
     ]
+
+
+def _setting_row(name: str, group: str, field: FieldInfo) -> SettingRow:
+    return SettingRow(
+        name=name,
+        flag=flag_of(name),
+        variable=variable_of(name),
+        values="LIST" if NoDecode in field.metadata else "|".join(dict.fromkeys(_accepted_forms(field.annotation))),
+        default="" if field.default in (None, ()) else str(field.default),
+        description=field.description or "",
+        group=group,
+        is_list=NoDecode in field.metadata,
+    )
 
 
 _TYPE_NAMES: dict[Any, str] = {int: "INTEGER", float: "NUMBER", str: "TEXT", Path: "PATH"}

@@ -147,6 +147,7 @@ def make_served_model(prepared: Prepared, tokenizer: Tokenizer | None, chat: Cha
         vocab_size=checkpoint.needs().vocab_size,
         tokenizer_threads=plan.tokenizer_threads.value,
         max_held_bytes=max(MIN_HELD_BYTES, prepared.facts.memory_limit_bytes // HELD_BYTES_DIVISOR),
+        max_logprobs=prepared.settings.max_logprobs,
     )
     if isinstance(checkpoint, ProgramCheckpoint):
         return ServedProgram(name, limits, checkpoint.signature)

@@ -31,7 +31,7 @@ from app.service.admission import Permit
 from app.service.engine_client import RequestPipeline, RequestRecord, TimedEvent
 from app.service.inputs import prompt_size
 from app.service.output import OutputParser
-from app.service.prompt import read_prompt
+from app.service.prompt import SCORE_BYTES, num_scores, read_prompt
 from app.service.prompt_output import PromptOutput
 from app.service.requests import Accepted, ChoiceFinished, GenerationRequest, ScoredToken, StreamEvent, TextDelta, Usage
 from app.service.served_model import ServedDecoder
@@ -243,7 +243,9 @@ async def generate(
     with pipeline.admission.permit() as permit:
         prompt = await pipeline.read(prompt_size(request), read_prompt, model, request)
         name = pipeline.client.name(request.request_id)
-        command = prompt.command(name, request.params, record.arrived_at, adapter)
+        command = prompt.command(name, record.arrived_at, adapter)
+        if number := num_scores(model.limits, command.params, len(command.token_ids)):
+            permit.hold(number * SCORE_BYTES)
         completion = CompletionBuilder(
             command, model.tokenizer, pipeline.metrics, request.messages is None, prompt.literals
         )

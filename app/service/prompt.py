@@ -1,4 +1,4 @@
-"""Conversion of a generation request to what the worker computes: token ids, bad words and a compiled grammar.
+"""Conversion of a generation request to what the worker computes: token ids, bad words, a compiled grammar, and bounds on scores.
 
 It runs in the service's thread pool, since a template, a tokenizer and a grammar take time.
 """
@@ -10,56 +10,103 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 from app.errors import InvalidRequest
-from app.messages import Generate, Grammar, LoadedAdapter, SamplingParams
+from app.messages import ALL_LOGPROBS, MAX_LOGPROBS, Generate, Grammar, LoadedAdapter, SamplingParams
 from app.service.inputs import infill_format, tokenize_prompt
 from app.service.requests import GenerationRequest, Tool
-from app.service.served_model import ServedDecoder
+from app.service.served_model import ServedDecoder, ServingLimits
 from app.text.grammar import GrammarSource, check_source
 from app.text.reasoning import opens_reasoning
 from app.text.tool_calls import forced_calls_grammar
 
 _END_TOKENS = 8  # tokens of a prompt's end in which the first tag of reasoning is looked for
+# In one response, if a request asks for more than `MAX_LOGPROBS` at a token: those of one token with the largest
+# vocabularies in use.
+MAX_SCORES = 2**18
+SCORE_BYTES = 600  # of a token's text, bytes and log-probability, as objects and as JSON
 
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
     """A tokenized request.
 
+    `params` are the request's, with what the model decides: numbers of log-probabilities and further end tokens.
     `literals` are the special tokens that are part of the text, by id. `opens_reasoning`: the text begins inside of
-    reasoning. `end_ids` end the completion, besides the checkpoint's end tokens.
+    reasoning.
     """
 
     token_ids: tuple[int, ...]
+    params: SamplingParams
     bad_word_ids: tuple[tuple[int, ...], ...] = ()
     grammar: Grammar | None = None
     literals: Mapping[int, str] = field(default_factory=dict)
     opens_reasoning: bool = False
-    end_ids: tuple[int, ...] = ()
 
-    def command(
-        self, request_id: str, params: SamplingParams, arrived_at: float, adapter: LoadedAdapter | None = None
-    ) -> Generate:
+    def command(self, request_id: str, arrived_at: float, adapter: LoadedAdapter | None = None) -> Generate:
         """Return the request for the worker."""
-        if self.end_ids:
-            params = replace(params, stop_token_ids=(*params.stop_token_ids, *self.end_ids))
-        return Generate(request_id, self.token_ids, params, arrived_at, self.bad_word_ids, self.grammar, adapter)
+        return Generate(request_id, self.token_ids, self.params, arrived_at, self.bad_word_ids, self.grammar, adapter)
 
 
 def read_prompt(model: ServedDecoder, request: GenerationRequest) -> Prompt:
     """Return the tokenized request. Raises an `InvalidRequest` that names the field."""
     token_ids = tokenize_prompt(model, request)
+    params = resolve_logprobs(model.limits, request.params, len(token_ids))
+    if request.infill is not None and not params.ignore_eos:
+        params = replace(params, stop_token_ids=(*params.stop_token_ids, *infill_format(model).end_ids))
     is_open = False
     if request.separates_reasoning and model.reasoning_format is not None:
         end = model.tokenizer.decode(token_ids[-_END_TOKENS:], skip_special_tokens=False)
         is_open = opens_reasoning(model.reasoning_format, end)
     return Prompt(
         token_ids,
+        params,
         _bad_word_ids(model, request.params.bad_words),
         _grammar(model, request, is_open),
         _literals(model, request),
         is_open,
-        () if request.infill is None or request.params.ignore_eos else infill_format(model).end_ids,
     )
+
+
+def resolve_logprobs(limits: ServingLimits, params: SamplingParams, num_prompt_tokens: int) -> SamplingParams:
+    """Return the parameters with numbers of tokens, where -1 asks for those of the whole vocabulary.
+
+    Raises:
+        InvalidRequest: More log-probabilities are asked for than the server gives, at a token or in the response.
+    """
+    sampled = _number(limits, "logprobs", params.logprobs)
+    of_prompt = _number(limits, "prompt_logprobs", params.prompt_logprobs)
+    if params.beam_width > 1 and (sampled or 0) > MAX_LOGPROBS:
+        raise InvalidRequest(f"logprobs of a beam search must be at most {MAX_LOGPROBS}.", field="logprobs")
+    resolved = params
+    if (sampled, of_prompt) != (params.logprobs, params.prompt_logprobs):
+        resolved = replace(params, logprobs=sampled, prompt_logprobs=of_prompt)
+    if (number := num_scores(limits, resolved, num_prompt_tokens)) > MAX_SCORES:
+        name = "logprobs" if (sampled or 0) > MAX_LOGPROBS else "prompt_logprobs"
+        raise InvalidRequest(
+            f"This request asks for up to {number} log-probabilities, and a response has at most {MAX_SCORES}: lower "
+            f"{name}, max_tokens or n, or shorten the prompt.",
+            field=name,
+        )
+    return resolved
+
+
+def num_scores(limits: ServingLimits, params: SamplingParams, num_prompt_tokens: int) -> int:
+    """Return how many log-probabilities the response may have; 0 if there are few at each token."""
+    rest = limits.max_model_len - num_prompt_tokens
+    places = params.n * (rest if params.max_tokens is None else min(params.max_tokens, rest))
+    asked = ((params.logprobs, places), (params.prompt_logprobs, num_prompt_tokens))
+    return sum(count * number for count, number in asked if count is not None and count > MAX_LOGPROBS)
+
+
+def _number(limits: ServingLimits, name: str, asked: int | None) -> int | None:
+    if asked is None:
+        return None
+    number = limits.vocab_size if asked == ALL_LOGPROBS else asked
+    if limits.max_logprobs != ALL_LOGPROBS and number > limits.max_logprobs:
+        every = f", which asks for all {number} tokens of the vocabulary" if asked == ALL_LOGPROBS else ""
+        raise InvalidRequest(
+            f"{name} must be at most {limits.max_logprobs}, this server's max_logprobs, not {asked}{every}.", field=name
+        )
+    return min(number, limits.vocab_size)
 
 
 def _bad_word_ids(model: ServedDecoder, words: tuple[str, ...]) -> tuple[tuple[int, ...], ...]:
@@ -105,7 +152,7 @@ def _literals(model: ServedDecoder, request: GenerationRequest) -> dict[int, str
         markers.update(model.tool_format.markers)
         markers.add("[ARGS]")
     if request.separates_reasoning and model.reasoning_format is not None:
-        markers.update((model.reasoning_format.start, model.reasoning_format.end))
+        markers.update(model.reasoning_format.markers)
     if not markers:
         return {}
     return {token_id: text for token_id, text in model.tokenizer.special_tokens.items() if text in markers}

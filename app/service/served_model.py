@@ -13,7 +13,7 @@ import numpy
 from numpy.typing import NDArray
 
 from app.errors import WrongModelKind
-from app.messages import Array, Signature
+from app.messages import MAX_LOGPROBS, Array, Signature
 from app.models.encoders.config import EncoderConfig
 from app.text.chat import ChatTemplate
 from app.text.grammar import GrammarCompiler
@@ -37,7 +37,8 @@ class ServingLimits:
     """Limits that the plan sets.
 
     `request_timeout_seconds` counts from arrival to the last token. `vocab_size` is the number of rows of the
-    embedding. `max_held_bytes` bounds the texts, tensors and results of all open requests together.
+    embedding. `max_held_bytes` bounds the texts, tensors and results of all open requests together. `max_logprobs`
+    bounds the log-probabilities at each token; -1: all.
     """
 
     max_model_len: int
@@ -47,6 +48,7 @@ class ServingLimits:
     vocab_size: int
     tokenizer_threads: int = 2
     max_held_bytes: int = MIN_HELD_BYTES
+    max_logprobs: int = MAX_LOGPROBS
 
     @property
     def max_text_bytes(self) -> int:

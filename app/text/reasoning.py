@@ -8,17 +8,27 @@ from typing import Literal
 
 _SPACES = " \t\r\n"
 
-ReasoningParserName = Literal["deepseek_r1", "qwen3", "granite", "mistral"]
+ReasoningParserName = Literal["deepseek_r1", "qwen3", "granite", "mistral", "openai_gptoss"]
 
 
 @dataclass(frozen=True, slots=True)
 class ReasoningFormat:
-    """The text before and after reasoning. `is_implied`: a text without the first tag begins with reasoning too."""
+    """The text before and after reasoning. `is_implied`: a text without the first tag begins with reasoning too.
+
+    One of `headers` may precede the answer and is dropped. `tokens` are the special tokens of all of these texts.
+    """
 
     name: str
     start: str
     end: str
     is_implied: bool = False
+    headers: tuple[str, ...] = ()
+    tokens: tuple[str, ...] = ()
+
+    @property
+    def markers(self) -> tuple[str, ...]:
+        """The special tokens that the parser needs in the text."""
+        return self.tokens or (self.start, self.end)
 
 
 REASONING_FORMATS: Mapping[str, ReasoningFormat] = {
@@ -28,6 +38,14 @@ REASONING_FORMATS: Mapping[str, ReasoningFormat] = {
         ReasoningFormat("qwen3", "<think>", "</think>"),
         ReasoningFormat("granite", "Here is my thought process:", "Here is my response:"),
         ReasoningFormat("mistral", "[THINK]", "[/THINK]"),
+        # Harmony (github.com/openai/harmony): messages of an assistant, each in a channel.
+        ReasoningFormat(
+            "openai_gptoss",
+            "<|channel|>analysis<|message|>",
+            "<|end|>",
+            headers=("<|start|>assistant<|channel|>final<|message|>", "<|channel|>final<|message|>"),
+            tokens=("<|start|>", "<|channel|>", "<|message|>", "<|end|>"),
+        ),
     )
 }
 
@@ -35,6 +53,8 @@ REASONING_FORMATS: Mapping[str, ReasoningFormat] = {
 def choose_reasoning_format(template: str | None) -> ReasoningFormat | None:
     """Return the format that a chat template writes; None if it writes no reasoning."""
     source = template or ""
+    if "<|channel|>analysis<|message|>" in source:
+        return REASONING_FORMATS["openai_gptoss"]
     if "[THINK]" in source:
         return REASONING_FORMATS["mistral"]
     if "Here is my thought process:" in source:
@@ -73,9 +93,7 @@ class ReasoningParser:
             if self._part == "reasoning":
                 reasoning += self._take_reasoning()
             if self._part == "after":
-                self._held = self._held.lstrip(_SPACES)
-                if self._held:
-                    content, self._held, self._part = content + self._held, "", "content"
+                content += self._take_header()
         return reasoning, content
 
     def flush(self) -> tuple[str, str]:
@@ -90,11 +108,23 @@ class ReasoningParser:
         begun = self._held.lstrip(_SPACES)
         if begun == self._form.start:
             self._part, self._held = "reasoning", ""
-        elif not self._form.start.startswith(begun):
+        elif begun in self._form.headers:
+            self._part, self._held = "content", ""
+        elif not any(text.startswith(begun) for text in (self._form.start, *self._form.headers)):
             if not self._is_open:
                 content, self._held, self._part = self._held, "", "content"
                 return content
             self._part, self._held = "reasoning", begun
+        return ""
+
+    def _take_header(self) -> str:
+        """Drop what precedes the answer after the reasoning; return the content that follows, if that is certain."""
+        self._held = self._held.lstrip(_SPACES)
+        if self._held in self._form.headers:
+            self._part, self._held = "content", ""
+        elif self._held and not any(header.startswith(self._held) for header in self._form.headers):
+            content, self._held, self._part = self._held, "", "content"
+            return content
         return ""
 
     def _take_reasoning(self) -> str:

@@ -125,12 +125,13 @@ class Checkpoint:
         config, tensors = self.model_config, self.tensors
         if isinstance(config, ModelConfig):
             host_bytes, device_bytes = decoder_bytes(config, tensors), decoder_device_bytes(config, tensors)
-            kv_elements = 2 * config.num_layers * config.num_kv_heads * config.head_dim
+            kv_heads = config.cache_heads
+            kv_elements = 2 * config.num_layers * kv_heads * config.head_dim
             tables = tables_of(config)
             products, experts = active_weights(config), config.experts
         else:
             host_bytes, device_bytes = encoder_bytes(config, tensors), encoder_device_bytes(config, tensors)
-            kv_elements, tables, experts = 0, list(encoder_tables_of(config)), None
+            kv_heads, kv_elements, tables, experts = config.num_kv_heads, 0, list(encoder_tables_of(config)), None
             products = sum(rows * columns for (rows, columns), _ in encoder_products_of(config))
         return Needs(
             kind=config.kind,
@@ -144,7 +145,7 @@ class Checkpoint:
             hidden_size=config.hidden_size,
             vocab_size=config.vocab_size,
             stored_dtype=self.stored_dtype,
-            num_kv_heads=config.num_kv_heads,
+            num_kv_heads=kv_heads,
             int8_copy_bytes=int8_copy_bytes(config),
             device_bytes_by_precision=device_bytes,
             operations_per_token=2.0 * products,

@@ -21,10 +21,10 @@ from app.models.decoders.shapes import (
     Shape,
     dense_products_of,
     is_router,
+    mixer_products,
     mlp_name,
     norm_elements,
     products_of,
-    qkv_sources,
     router_weights,
     tables_of,
     tensors_of,
@@ -211,11 +211,11 @@ def choose_upgrades(
 def _upgrade_costs(config: ModelConfig) -> dict[tuple[str, ...], int]:
     """Return the additional bytes of what can be upgraded, by its sources: products, and values by themselves."""
     shapes = tensors_of(config)
-    qkv = qkv_sources(config)
-    attention = [tuple(name for name in qkv if is_value(name) is value) for value in (False, True)]
-    groups = [*filter(None, attention), ("self_attn.o_proj",)]
     costs = {}
     for layer in range(config.num_layers):
+        products = [product.sources for product in mixer_products(config, layer)]
+        parts = (tuple(one for one in names if is_value(one) is value) for names in products for value in (False, True))
+        groups = list(filter(None, parts))
         mlp = mlp_name(config, layer)
         for names in groups if mlp is None else [*groups, up_sources(config, mlp), (f"{mlp}.down_proj",)]:
             sources = tuple(f"model.layers.{layer}.{name}" for name in names)

@@ -37,7 +37,7 @@ from app.kernels.linear.smoothing import (
 )
 from app.kernels.linear.torchao_linear import TorchaoFactory
 from app.models.decoders.decoder import Decoder, Embedding
-from app.models.decoders.layer import HeadNorm, Norm, SelectionBias, Xielu
+from app.models.decoders.layer import Filters, HeadNorm, Norm, StoredVector, Xielu
 from app.models.encoders.encoder import DistanceBias, Encoder
 from app.models.encoders.heads import DenseLayer, LayerNorm
 from app.models.registry import build_decoder_model, build_encoder_model
@@ -194,7 +194,7 @@ class _ModelLoader:
         norms = [module for module in self.model.modules() if isinstance(module, Norm)]
         self.num_layers = len(linears)
         for module in self.model.modules():
-            if isinstance(module, Norm | HeadNorm | SelectionBias | Xielu):
+            if isinstance(module, Norm | Filters | HeadNorm | StoredVector | Xielu):
                 self._set_norm(module)
         self.feeding = {norm.feeds: norm for norm in norms if norm.feeds is not None}
         layers, folder = self._layers(linears, self.choice), self.packing.folder
@@ -325,7 +325,7 @@ class _ModelLoader:
         else:
             self._set_weight(embedding)
 
-    def _set_norm(self, norm: Norm | HeadNorm | SelectionBias | Xielu) -> None:
+    def _set_norm(self, norm: Norm | Filters | HeadNorm | StoredVector | Xielu) -> None:
         entries = [self.streams.tensors[f"{norm.source}.{kind}"] for kind in norm.kinds]
         if entries:
             norm.set_weight(*(self.streams.resident(entry, self.choice.device) for entry in entries))

@@ -77,11 +77,11 @@ class QuantizedEntry(EncodedEntry):
 class RearrangedEntry(EncodedEntry):
     """A tensor whose rows are in another order than those of the stored `source`, or which is its transpose.
 
-    `rows` are the rows of the source in our order; None: all of them, as they are.
+    `rows` are the rows of the source, or of its transpose, in our order; None: all of them, as they are.
     """
 
     source: TensorEntry
-    rows: tuple[int, ...] | None = field(default=None, repr=False)
+    rows: tuple[int, ...] | range | None = field(default=None, repr=False)
     transposed: bool = False
 
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from app.errors import CheckpointInvalid
 from app.models.decoders.config import ModelConfig
 from app.models.decoders.shapes import Shape, tensors_of
-from app.models.decoders.stored import expert_parts, head_rows, is_computed, is_transposed, our_name
+from app.models.decoders.stored import ExpertPart, expert_parts, head_rows, is_computed, is_transposed, our_name
 from app.models.encoders.config import EncoderConfig
 from app.models.encoders.families import StoredName, encoder_family, stored_names
 from app.weights.safetensors import EncodedEntry, RearrangedEntry, TensorEntry
@@ -139,15 +139,26 @@ def _separate_tensors(
     """Yield the stored name, our name, and the entry of each tensor; those of single experts are parts of others."""
     for stored, entry in found.items():
         ours = our_name(config, stored)
-        parts = [] if ours is None or isinstance(entry, EncodedEntry) else expert_parts(ours, entry.shape)
+        parts = [] if ours is None or isinstance(entry, EncodedEntry) else expert_parts(config, ours, entry.shape)
         if not parts:
             yield stored, ours, entry
         for part in parts:
-            row = entry.nbytes // (entry.shape[0] * entry.shape[1])
-            start = entry.start + (part.expert * entry.shape[1] + part.first) * row
-            rows = part.end - part.first
-            own = replace(entry, shape=(rows, entry.shape[2]), start=start, end=start + rows * row)
-            yield f"{stored} (expert {part.expert})", part.name, own
+            yield f"{stored} (expert {part.expert})", part.name, _expert_part(entry, part)
+
+
+def _expert_part(entry: TensorEntry, part: ExpertPart) -> TensorEntry:
+    """Return the entry of an expert's tensor, from that of all experts."""
+    nbytes, shape = entry.nbytes // entry.shape[0], entry.shape[1:]
+    whole = replace(entry, shape=shape, start=entry.start + part.expert * nbytes)
+    whole = replace(whole, end=whole.start + nbytes)
+    if part.transposed or part.rows.step > 1:
+        own = (len(part.rows), shape[0]) if part.transposed else (len(part.rows), *shape[1:])
+        share = nbytes // part.rows.step  # of the bytes: gates and ups are read from the same ones
+        start = whole.start + part.rows.start * share
+        return RearrangedEntry(entry.file, entry.dtype, own, start, start + share, whole, part.rows, part.transposed)
+    row = nbytes // max(1, shape[0])
+    start = whole.start + part.rows.start * row
+    return replace(whole, shape=(len(part.rows), *shape[1:]), start=start, end=start + len(part.rows) * row)
 
 
 def _rearranged(stored: str, entry: TensorEntry, ours: str, shape: Shape, config: ModelConfig) -> TensorEntry:

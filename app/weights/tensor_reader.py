@@ -80,9 +80,7 @@ class MappedFiles:
     def _rearranged(self, entry: RearrangedEntry, row: int, end: int) -> Tensor:
         """Return rows `[row, end)` of a tensor that is stored in another order."""
         source = self.span(entry.source, entry.source.shape)
-        if entry.transposed:
-            return source[:, row:end].T
-        rows = source.reshape(entry.shape)
+        rows = source.T if entry.transposed else source.reshape(-1, *entry.shape[1:])
         return rows[row:end] if entry.rows is None else rows[torch.tensor(entry.rows[row:end])]
 
     def blocks(self, entry: BlockEntry, row: int, end: int) -> Tensor:

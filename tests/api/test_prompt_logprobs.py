@@ -134,13 +134,25 @@ async def test_a_completion_may_have_no_tokens_if_the_prompt_is_shown(
     assert (await client.post(COMPLETIONS, json=body)).json()["error"]["param"] == "max_tokens"
 
 
+async def test_all_scores_are_shown(client: httpx.AsyncClient, service: ScriptedService) -> None:
+    """-1, of which the service makes the size of the vocabulary."""
+    service.scripts = [script()]
+    body = {"prompt": "Once!", "echo": True, "logprobs": -1, "prompt_logprobs": 1}
+    (choice,) = (await client.post(COMPLETIONS, json=body)).json()["choices"]
+    assert choice["logprobs"] == LISTS
+    assert [len(place) for place in choice["prompt_logprobs"][1:]] == [1, 2]  # the token itself, and the likeliest
+    assert service.requests[0].params.prompt_logprobs == service.requests[0].params.logprobs == -1
+    body = HELLO | {"logprobs": True, "top_logprobs": -1, "prompt_logprobs": -1}
+    assert (await client.post(CHAT, json=body)).json()["prompt_logprobs"] == BY_ID
+    assert service.requests[1].params.logprobs == -1
+
+
 @pytest.mark.parametrize(
     ("url", "body", "field"),
     [
         (COMPLETIONS, {"prompt_logprobs": 1, "stream": True}, "prompt_logprobs"),
         (CHAT, {"prompt_logprobs": 1, "stream": True}, "prompt_logprobs"),
-        (COMPLETIONS, {"prompt_logprobs": 21}, "prompt_logprobs"),
-        (COMPLETIONS, {"prompt_logprobs": -1}, "prompt_logprobs"),
+        (COMPLETIONS, {"prompt_logprobs": -2}, "prompt_logprobs"),
         (COMPLETIONS, {"length_penalty": 2.0}, "length_penalty"),
         (COMPLETIONS, {"use_beam_search": True, "n": 9}, "n"),
         (COMPLETIONS, {"use_beam_search": True, "n": 2, "best_of": 9}, "n"),

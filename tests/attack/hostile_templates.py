@@ -45,6 +45,8 @@ TIME = {
     + NESTED.replace("{{ loop.index }}", "{% set ns.n = ns.n + 1 %}"),
     "filter block": NESTED.replace("{{ loop.index }}", "{% filter upper %}abc{% endfilter %}"),
     "format in loops": NESTED.replace("{{ loop.index }}", "{% set y = '%s%s%s' % (a, a, a) %}"),
+    # The compiler computes filters of constants.
+    "filters of constants": "{{ 'a' | center(900000) | title | length }}" * 4000,
     "sum with a start": "{% set x = range(9000) | list %}{% for a in range(20000) %}{% set y = x | sum %}{% endfor %}",
     "strftime": "{% for a in range(190000) %}{% set y = strftime_now('%Y' * 1000) %}{% endfor %}",
     "tojson in loops": "{% set x = range(100000) | list %}" + THOUSAND + "{% set y = x | tojson %}{% endfor %}",

@@ -95,8 +95,10 @@ def test_get_with_an_upgrade_and_connect(server: AttackServer) -> None:
     with server.connect() as connection:
         connection.sendall(get("/healthz", *H2C) + get("/healthz"))
         assert [answer.status for answer in answers(connection, 2)] == [200, 200]
-    refused = server.ask(b"CONNECT x:443 HTTP/1.1\r\nhost: x:443\r\n\r\nGET / HTTP/1.1\r\nhost: x\r\n\r\n")
-    assert refused.status == 400 and refused.json["error"]["code"] == "invalid_request"
+    for target in (b"x:443", b"/healthz", b"*"):
+        request = get("/", method="CONNECT").replace(b" / ", b" %b " % target)
+        refused = server.ask(request + get("/healthz", CLOSE))
+        assert refused.status == 400 and refused.json["error"]["code"] == "invalid_request"
 
 
 @pytest.mark.parametrize(

@@ -23,6 +23,7 @@ from app.weights.safetensors import TensorEntry
 from app.weights.tensor_reader import MappedFiles
 from hypothesis_examples import examples
 from loaded_models import load
+from mxfp4_files import write_mxfp4
 from quantized_files import FORMATS, quantized
 
 ITEM_BYTES = {"F32": 4, "I32": 4, "U32": 4, "F16": 2, "BF16": 2, "I64": 8, "I8": 1, "U8": 1, "F8_E4M3": 1, "F8_E5M2": 1}
@@ -105,11 +106,17 @@ def _objects(value: Any) -> list[dict[str, Any]]:
     return [value, *(one for inner in value.values() for one in _objects(inner))]
 
 
+def _mxfp4(folder: Path) -> Path:
+    sizes = {"num_hidden_layers": 1, "num_local_experts": 2, "num_experts_per_tok": 1, "layer_types": None}
+    return write_mxfp4(folder, **sizes)[0]
+
+
 @pytest.fixture(scope="module")
 def originals(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, Stored]]:
     found = {}
-    for name in FORMATS:
-        directory, _ = quantized(tmp_path_factory.mktemp("formats"), name, num_hidden_layers=1)
+    for name in (*FORMATS, "mxfp4"):
+        folder = tmp_path_factory.mktemp("formats")
+        directory = _mxfp4(folder) if name == "mxfp4" else quantized(folder, name, num_hidden_layers=1)[0]
         config, content = (
             json.loads((directory / "config.json").read_text()),
             (directory / "model.safetensors").read_bytes(),
@@ -148,11 +155,11 @@ def check(directory: Path, stored: Stored) -> bool:
     return True
 
 
-@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("name", [*FORMATS, "mxfp4"])
 @settings(max_examples=examples(24), suppress_health_check=[HealthCheck.too_slow])
 @given(mutations=MUTATIONS)
 def test_mutated_checkpoints(originals: dict[str, tuple[Path, Stored]], name: str, mutations: list[Any]) -> None:
-    """22 formats by 24 are more than 500 examples."""
+    """23 formats by 24 are more than 500 examples."""
     directory, original = originals[name]
     stored = copy.deepcopy(original)
     for mutation in mutations:
@@ -187,3 +194,45 @@ def test_states_of_bitsandbytes_that_are_damaged(
     stored.data[start:end] = text.encode()
     # Any finite number is an offset.
     assert check(directory, stored) == (key == "nested_offset" and value in ("9" * 60, "-1e5"))
+
+
+def _changed_mxfp4(original: Stored, change: str) -> Stored:
+    stored = copy.deepcopy(original)
+    names = {
+        kind: next(name for name in stored.header if name.endswith(f"down_proj_{kind}"))
+        for kind in ("blocks", "scales")
+    }
+    if change in names:
+        stored.header["model.layers.0.other"] = stored.header.pop(names[change])
+    elif change == "shape":
+        entry = stored.header[names["blocks"]]
+        entry["shape"] = [*entry["shape"][:2], entry["shape"][2] * entry["shape"][3]]
+    elif change == "dtype":
+        stored.header[names["scales"]]["dtype"] = "I8"
+    elif change == "other layer":
+        for kind, name in names.items():
+            stored.header[f"model.layers.0.self_attn.other_{kind}"] = stored.header.pop(name)
+    else:
+        start, _ = stored.header[names["scales"]]["data_offsets"]
+        stored.data[start] = 255
+    return stored
+
+
+@pytest.mark.parametrize(
+    ("change", "sentence"),
+    [
+        ("blocks", "The weights lack 2 of the 28 tensors"),
+        ("scales", "down_proj_scales is missing: the weight is quantized"),
+        ("shape", "MXFP4 asks for"),
+        ("dtype", "its quantization asks for U8"),
+        ("other layer", "for experts' weights only"),
+        ("value", "which is no number in MXFP4"),
+    ],
+)
+def test_damaged_mxfp4_is_refused_by_its_cause(
+    originals: dict[str, tuple[Path, Stored]], change: str, sentence: str
+) -> None:
+    directory, original = originals["mxfp4"]
+    _changed_mxfp4(original, change).write(directory)
+    with pytest.raises(CheckpointInvalid, match=sentence):
+        load(directory, "float32")

@@ -7,9 +7,12 @@ from collections.abc import Iterator, Sequence
 
 from external_tools import Manifest, built, of_kind
 
-# Each a whole service: what a person would apply; the last three have components, as k8s/README.md adds them.
-CLAIM, PER_POD, GATEWAY = (f"../tests/deploy/overlays/{name}" for name in ("claim", "per-pod", "gateway"))
-SERVICES = ("base", "overlays/mixed", "overlays/numa", "overlays/cuda", CLAIM, PER_POD, GATEWAY)
+# Each a whole service: what a person would apply; the last four have components, as k8s/README.md adds them.
+CLAIM, PER_POD, GATEWAY, IMAGE = (
+    f"../tests/deploy/overlays/{name}" for name in ("claim", "per-pod", "gateway", "image")
+)
+DEMO = "overlays/demo"
+SERVICES = ("base", DEMO, "overlays/mixed", "overlays/numa", "overlays/cuda", CLAIM, PER_POD, GATEWAY, IMAGE)
 # Custom resources, which Kubernetes' own schemas know nothing of: they are held to theirs where they are tested.
 _CUSTOM = ("monitoring.coreos.com/", "gateway.networking.k8s.io/", "inference.networking.k8s.io/", "keda.sh/")
 _BYTES = {"": 1, "Ki": 2**10, "Mi": 2**20, "Gi": 2**30}

@@ -18,6 +18,7 @@ MODELS = {
     "Gateway": "@kubernetes-models/gateway-api/gateway.networking.k8s.io/v1",
     "HTTPRoute": "@kubernetes-models/gateway-api/gateway.networking.k8s.io/v1",
     "PodMonitor": "@kubernetes-models/prometheus-operator/monitoring.coreos.com/v1",
+    "ServiceMonitor": "@kubernetes-models/prometheus-operator/monitoring.coreos.com/v1",
     "PrometheusRule": "@kubernetes-models/prometheus-operator/monitoring.coreos.com/v1",
 }
 TSC = "--noEmit --strict --skipLibCheck --module nodenext --moduleResolution nodenext --target es2022".split()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import re
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
@@ -14,6 +15,7 @@ import yaml
 from app.version import VERSION
 from external_tools import ROOT, Manifest, built, of_kind, run, tool
 from tests.deploy.clusters import (
+    DEMO,
     SERVICES,
     all_servers,
     containers,
@@ -93,12 +95,18 @@ def test_one_service_stands_before_every_pool(folder: str) -> None:
 
 
 @pytest.mark.parametrize("folder", SERVICES)
-def test_the_budget_and_the_policy_are_about_every_pod(folder: str) -> None:
-    (budget,) = of_kind(built(folder), "PodDisruptionBudget", "armature")
+def test_the_policy_is_about_every_pod_and_each_pool_has_a_budget(folder: str) -> None:
+    """Two budgets for one pod would refuse every eviction; one for two pools blocks one pool by the other's pods."""
+    budgets = of_kind(built(folder), "PodDisruptionBudget")
     (policy,) = of_kind(built(folder), "NetworkPolicy", "armature")
     for deployment in servers(built(folder)):
-        assert selects(budget["spec"]["selector"]["matchLabels"], pod_labels(deployment))
+        (budget,) = [
+            each for each in budgets if selects(each["spec"]["selector"]["matchLabels"], pod_labels(deployment))
+        ]
+        assert budget["spec"]["selector"] == deployment["spec"]["selector"]
+        assert budget["metadata"]["name"] == deployment["metadata"]["name"]
         assert selects(policy["spec"]["podSelector"]["matchLabels"], pod_labels(deployment))
+    assert len(budgets) == len(servers(built(folder)))
 
 
 @pytest.mark.parametrize("folder", SERVICES)
@@ -150,7 +158,23 @@ def test_changed_settings_are_a_rollout() -> None:
 
 
 def test_the_image_is_of_this_version() -> None:
-    assert {server(each)["image"] for each in all_servers()} == {f"armature:{VERSION}", f"armature:{VERSION}-cuda"}
+    assert {server(each)["image"] for each in all_servers()} == {
+        f"armature:{VERSION}",
+        f"armature:{VERSION}-cuda",
+        server(servers(built(DEMO))[0])["image"],
+    }
+
+
+def test_the_demo_is_what_the_documented_command_builds_and_needs_nothing_else() -> None:
+    """`docker buildx bake cpu-here --load` tags it with the file's own VERSION; no claim, no key, no other image."""
+    bake = (ROOT / "docker-bake.hcl").read_text(encoding="utf-8")
+    version = re.search(r'variable "VERSION" \{ default = "(\w+)" \}', bake)
+    assert version is not None
+    for deployment in servers(built(DEMO)):
+        assert [each["image"] for each in containers(deployment)] == [f"armature:{version[1]}"]
+        assert all(volume.keys() & {"emptyDir", "secret"} for volume in pod(deployment)["volumes"])
+        assert server(deployment)["resources"]["requests"]["cpu"] == "1"
+    assert not of_kind(built(DEMO), "PersistentVolumeClaim")
 
 
 def test_the_versions_are_those_that_the_readme_promises() -> None:

@@ -14,14 +14,16 @@ from tests.deploy.custom_resources import complaints_of_models
 from tests.deploy.rule_files import alerts
 from tools.monitoring.plain_rules import plain_rules
 
-COMPONENT = "components/monitoring"
+COMPONENT, BY_SERVICE = "components/monitoring", "components/monitoring-service"
 EXAMPLES = ROOT / "docs" / "monitoring"
 PER_OBJECT_BYTES = 256 * 1024  # of annotations, one of which is `kubectl apply`'s copy
 
 
 @pytest.mark.full
 def test_the_operators_definitions_know_every_field(tmp_path: Path) -> None:
-    manifests = [*of_kind(built(COMPONENT), "PodMonitor"), *of_kind(built(COMPONENT), "PrometheusRule")]
+    kinds = ("PodMonitor", "PrometheusRule")
+    manifests = [each for kind in kinds for each in of_kind(built(COMPONENT), kind)]
+    manifests += of_kind(built(BY_SERVICE), "ServiceMonitor")
     assert complaints_of_models(manifests, tmp_path) == ""
 
 
@@ -34,6 +36,23 @@ def test_every_pod_is_scraped_at_a_port_that_it_has(folder: str) -> None:
         assert endpoint["port"] in {port["name"] for port in server(deployment)["ports"]}
         assert pod_labels(deployment)[monitor["spec"]["jobLabel"]] == "armature", "rules ask for job armature"
     assert endpoint["path"] == "/metrics"
+
+
+def test_a_servicemonitor_scrapes_the_same_in_place_of_the_podmonitor() -> None:
+    """Pods that are loading too, which a Service leaves out unless it says otherwise."""
+    (by_pod,) = of_kind(built(COMPONENT), "PodMonitor")
+    (by_service,) = of_kind(built(BY_SERVICE), "ServiceMonitor")
+    (service,) = of_kind(built(BY_SERVICE), "Service")
+    assert not of_kind(built(BY_SERVICE), "PodMonitor"), "each pod would be scraped twice"
+    assert by_service["spec"]["endpoints"] == by_pod["spec"]["podMetricsEndpoints"]
+    assert by_service["spec"]["podTargetLabels"] == by_pod["spec"]["podTargetLabels"]
+    assert selects(by_service["spec"]["selector"]["matchLabels"], service["metadata"]["labels"])
+    assert service["metadata"]["labels"][by_service["spec"]["jobLabel"]] == "armature", "rules ask for job armature"
+    assert service["spec"]["publishNotReadyAddresses"] is True
+    (port,) = service["spec"]["ports"]
+    assert port["name"] == by_service["spec"]["endpoints"][0]["port"]
+    for deployment in servers(built("overlays/mixed")):
+        assert selects(service["spec"]["selector"], pod_labels(deployment))
 
 
 def test_pools_are_distinguished() -> None:

@@ -20,9 +20,9 @@ from tools.release_notes import notes
 from tools.sbom import document
 
 WORKFLOWS = sorted((ROOT / ".github" / "workflows").glob("*.yml"))
-SCRIPTS = [ROOT / ".ci" / "run", *sorted((ROOT / "tools").glob("*.sh"))]
+SCRIPTS = [ROOT / ".ci" / "run", *sorted((ROOT / "tools").glob("*.sh")), *sorted((ROOT / "docker").glob("*.sh"))]
 # Its place, and what says it again and must go with it, beside the image's tag in manifests.
-VERSION_PLACES = {"app/version.py", "CHANGELOG.md"}
+VERSION_PLACES = {"app/version.py", "CHANGELOG.md", "charts/armature/Chart.yaml"}
 EXAMPLES = {"docs/releasing.md"}
 # Other people's versions, and results that were measured with one of ours.
 OTHERS_VERSIONS = ("requirements/", "docs/sample-report/", "tests/", "docs/proofs")
@@ -39,7 +39,8 @@ def test_the_version_has_one_place() -> None:
 
 
 def test_manifests_ask_for_the_image_of_this_version() -> None:
-    assert set(tags_of_manifests().values()) == {VERSION, f"{VERSION}-cuda"}
+    """The demo's has the tag that `docker buildx bake` gives without a version."""
+    assert set(tags_of_manifests().values()) == {VERSION, f"{VERSION}-cuda", "dev"}
 
 
 def tags_of_manifests() -> dict[str, str]:

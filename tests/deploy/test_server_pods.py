@@ -10,10 +10,12 @@ import pytest
 from app.cli.setting_rows import setting_rows
 from app.server.startup import STOP_SECONDS
 from app.settings import PREFIX, Settings, load_settings
-from external_tools import ROOT, Manifest, built
+from external_tools import ROOT, Manifest, built, of_kind
 from tests.deploy.clusters import (
     CLAIM,
+    DEMO,
     GATEWAY,
+    IMAGE,
     PER_POD,
     SERVICES,
     all_servers,
@@ -27,15 +29,18 @@ from tests.deploy.clusters import (
 
 DOCKERFILE = (ROOT / "Dockerfile").read_text(encoding="utf-8")
 # The volume types that the restricted pod security standard allows, of those that we might use.
-RESTRICTED_VOLUMES = {"configMap", "emptyDir", "persistentVolumeClaim", "projected", "secret"}
+RESTRICTED_VOLUMES = {"configMap", "emptyDir", "image", "persistentVolumeClaim", "projected", "secret"}
+LONGEST_DRAIN_SECONDS = 600  # after which the cluster autoscaler, by default, takes the node away
 NAMES = {
     "base": ["armature"],
+    DEMO: ["armature"],
     "overlays/mixed": ["armature-amd64", "armature-arm64"],
     "overlays/numa": ["armature-numa-0", "armature-numa-1"],
     "overlays/cuda": ["armature"],
     CLAIM: ["armature-amd64", "armature-arm64"],
     PER_POD: ["armature-numa-0", "armature-numa-1"],
     GATEWAY: ["armature"],
+    IMAGE: ["armature-amd64", "armature-arm64"],
 }
 each_server = pytest.mark.parametrize(
     ("folder", "deployment"), [(folder, name) for folder in NAMES for name in NAMES[folder]]
@@ -77,7 +82,9 @@ def test_open_answers_are_drained_before_the_pod_is_killed(
     settings, _ = settings_of(folder, manifest, monkeypatch)
     waits = server(manifest)["lifecycle"]["preStop"]["sleep"]["seconds"]
     assert waits >= 5  # balancers hear of it by watching: seconds, not milliseconds
-    assert pod(manifest)["terminationGracePeriodSeconds"] > waits + settings.drain_seconds + STOP_SECONDS
+    grace = pod(manifest)["terminationGracePeriodSeconds"]
+    assert LONGEST_DRAIN_SECONDS >= grace > waits + settings.drain_seconds + STOP_SECONDS
+    assert settings.drain_seconds >= settings.request_timeout_seconds, "no answer that may take as long is cut"
 
 
 def budget(probe: Manifest) -> int:
@@ -153,4 +160,25 @@ def test_what_is_written_is_mounted_and_models_are_only_read() -> None:
     for deployment in all_servers():
         mounts = {each["mountPath"]: each for each in server(deployment)["volumeMounts"]}
         assert {path for path, each in mounts.items() if not each.get("readOnly")} == {cache[1], "/tmp"}
-        assert mounts["/models"]["readOnly"] is True
+
+
+@pytest.mark.parametrize("folder", [CLAIM, PER_POD, IMAGE])
+def test_models_are_mounted_where_the_setting_looks(folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for deployment in servers(built(folder)):
+        settings, _ = settings_of(folder, deployment, monkeypatch)
+        (models,) = [each for each in server(deployment)["volumeMounts"] if each["name"] == "models"]
+        assert models == {"name": "models", "mountPath": "/models", "readOnly": True}
+        assert str(settings.model).startswith("/models/")
+
+
+def test_a_cache_on_the_node_is_a_claim_since_pod_security_forbids_folders() -> None:
+    (volume,) = of_kind(built(IMAGE), "PersistentVolume")
+    (claim,) = of_kind(built(IMAGE), "PersistentVolumeClaim")
+    assert claim["spec"]["volumeName"] == volume["metadata"]["name"]
+    assert claim["spec"]["storageClassName"] == volume["spec"]["storageClassName"] == ""
+    assert "hostPath" in volume["spec"]
+    for deployment in servers(built(IMAGE)):
+        (cache,) = [each for each in pod(deployment)["volumes"] if each["name"] == "cache"]
+        assert cache == {"name": "cache", "persistentVolumeClaim": {"claimName": claim["metadata"]["name"]}}
+        (priority,) = of_kind(built(IMAGE), "PriorityClass", pod(deployment)["priorityClassName"])
+        assert 0 < priority["value"] < 10**9

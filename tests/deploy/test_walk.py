@@ -96,7 +96,7 @@ def test_model_and_keys_are_where_the_settings_say(walked: tuple[Path, StubClust
     for deployment in cluster.of_kind("Deployment").values():
         said = settings(cluster, deployment)
         assert said["ARMATURE_MODEL"] == "/models/my-model"
-        assert said["ARMATURE_DRAIN_SECONDS"] == "30", "the base's own settings stay"
+        assert said["ARMATURE_DRAIN_SECONDS"] == "540", "the base's own settings stay"
         mounts = {each["mountPath"]: each["name"] for each in server(deployment)["volumeMounts"]}
         volumes = {each["name"]: each for each in pod(deployment)["volumes"]}
         secret = cluster.of_kind("Secret")[volumes[mounts["/etc/armature/keys"]]["secret"]["secretName"]]

@@ -70,6 +70,21 @@ def test_the_printed_command_works(kind: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.full
+def test_a_load_is_drawn_in_the_terminal_and_on_a_page(tiny: Path, tmp_path: Path) -> None:
+    page = tmp_path / "load.html"
+    with server_process(tiny) as server:
+        flags = ["--url", ready(server), "--concurrency", "2", "--num-requests", "6", "--max-tokens", "4"]
+        command = [sys.executable, "-m", "app", "bench", "http", *flags, "--prompt-tokens", "8", "--report", str(page)]
+        ran = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE)
+        server.process.terminate()
+    assert ran.returncode == 0, ran.stderr
+    assert "TTFT: time to the first token" in ran.stderr
+    assert f"The page is {page}." in ran.stderr
+    assert "picture" not in json.loads(ran.stdout)
+    assert page.read_text(encoding="utf-8").count("<svg") == 6
+
+
+@pytest.mark.full
 def test_json_lines_and_no_lines_of_requests(tiny: Path) -> None:
     with server_process(tiny, "--log-format", "json", "--no-request-log") as server:
         url = ready(server)

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from reference_models import reference_logits
-from tests.live.live_server import LiveServer
+from tests.live.live_server import LiveServer, live
 
 PROMPT = list(range(20, 120))
 
@@ -45,6 +45,21 @@ def test_an_echo_is_scored_as_transformers_does_beside_other_requests(server: Li
     assert [(score["rank"], score["logprob"]) for score in first] == [(1, value) for value in best]
     usage = scored["usage"]
     assert (usage["completion_tokens"], usage["prompt_tokens_details"]["cached_tokens"]) == (0, 0)
+
+
+def test_all_log_probabilities_if_the_server_gives_them(server: LiveServer, tiny: Any) -> None:
+    body = {"prompt": [PROMPT[:9]], "max_tokens": 1, "logprobs": -1, "prompt_logprobs": -1, "temperature": 0}
+    named = body | {"return_tokens_as_token_ids": True}  # several tokens may have the same text
+    refused = server.client.post("/v1/completions", json=named)
+    assert refused.status_code == 400 and "max_logprobs" in refused.json()["error"]["message"]
+    with live(tiny, max_logprobs=-1) as generous:
+        (choice,) = completion(generous, **named)["choices"]
+    expected = torch.log_softmax(reference_logits(tiny, PROMPT[:9]).double(), -1)
+    (top,) = choice["logprobs"]["top_logprobs"]
+    places = [[place[str(one)]["logprob"] for one in range(len(place))] for place in choice["prompt_logprobs"][1:]]
+    assert len(top) == expected.shape[1]
+    found = torch.tensor([*places, [top[f"token_id:{one}"] for one in range(len(top))]]).double()
+    torch.testing.assert_close(found, expected, atol=1e-3, rtol=0)
 
 
 def test_beams_are_the_likeliest_choices_best_first(server: LiveServer) -> None:

@@ -8,12 +8,16 @@ import shutil
 import subprocess
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 import pytest
 
 from app.bench.compare.result import write_result
+from app.bench.console import BenchOutcome, Figure
+from app.bench.report.load_page import write_load_page
 from app.bench.report.report import make_report
 from app.bench.report.tables import ReportOrigin
+from external_tools import node_package
 from synthetic_results import GRAVITON, XEON, made_decoder, made_info
 
 Image = pytest.importorskip("PIL.Image", reason="the plots need the extra `bench`")
@@ -108,6 +112,44 @@ def test_it_is_dark_where_the_reader_has_it_dark_and_fits_a_telephone(page: Path
     assert (seen.paper, seen.ink, seen.line) == ("rgb(20, 23, 27)", "rgb(232, 235, 238)", "rgb(91, 180, 240)")
     assert seen.over == 0
     assert all(width >= 600 for width, _ in seen.drawn)  # these scroll by themselves: their words stay legible
+
+
+@pytest.fixture
+def load_page(tmp_path: Path) -> Path:
+    """The page of a bench of one server, interrupted, so that it has a caveat."""
+    requests = [
+        {"intended": n / 9, "first_token": 0.01 + n / 1e3, "last_token": 0.2 + n / 1e3, "tokens": 8, "pieces": 8}
+        for n in range(90)
+    ]
+    runs = [{"level": f"×{clients}", "server": "ours", "requests": requests[:: 9 - clients]} for clients in (1, 8)]
+    figures = (Figure("×1 TTFT", 20.0, "ms", p99=99.0, parts={"p90": 90.0}),)
+    outcome = BenchOutcome("http", "a model", figures, {"runs": runs}, complete=False, notes=("A note.",))
+    write_load_page(outcome, tmp_path / "load.html", "0.1.0")
+    return tmp_path / "load.html"
+
+
+def test_the_page_of_a_load_is_drawn_too(load_page: Path) -> None:
+    seen = look(load_page, "--window-size=1200,900")
+    assert len(seen.drawn) == 6
+    assert all(width > 900 and height > 300 for width, height in seen.drawn)
+    assert (seen.over, seen.small, seen.names) == (0, 0, [])
+    assert seen.line == "rgb(0, 114, 178)"
+    dark = look(load_page, "--window-size=500,900", "--blink-settings=preferredColorScheme=0")
+    assert (dark.paper, dark.line, dark.over) == ("rgb(20, 23, 27)", "rgb(91, 180, 240)", 0)
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_the_page_of_a_load_is_accessible(load_page: Path, scheme: Literal["light", "dark"]) -> None:
+    program = (node_package("axe-core") / "axe.min.js").read_text(encoding="utf-8")
+    playwright = pytest.importorskip("playwright.sync_api")
+    with playwright.sync_playwright() as started:
+        browser = started.chromium.launch(executable_path=BROWSER, args=["--no-sandbox"])
+        page = browser.new_context(color_scheme=scheme, bypass_csp=True).new_page()  # the page itself runs no script
+        page.goto(load_page.as_uri())
+        page.evaluate(program)
+        found = page.evaluate("axe.run(document, {resultTypes: ['violations']})")["violations"]
+        browser.close()
+    assert [each["help"] for each in found] == []
 
 
 def test_it_can_be_looked_at_and_printed(page: Path) -> None:

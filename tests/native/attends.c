@@ -1,5 +1,5 @@
-/* Tests of attention over a ragged batch: one or two segments per sequence, windows, soft caps, each kind of cache;
- * and of writing the cache. */
+/* Tests of attention over a ragged batch: one or two segments per sequence, windows, soft caps, sinks, ALiBi, each kind
+ * of cache; and of writing the cache. */
 #include "cache.h"
 
 int64_t armature_attention_scratch(const attention_arguments *arguments);
@@ -23,6 +23,13 @@ static sequence new_sequence(int64_t first, int64_t tokens, int64_t start, int64
     return s;
 }
 
+/* A number for each head, or NULL. */
+static const float *new_heads(int given, int64_t heads, float size) {
+    float *x = given ? room(heads * 4) : NULL;
+    for (int64_t i = 0; x && i < heads; i++) x[i] = size * number();
+    return x;
+}
+
 static attended new_attended(int64_t i) {
     const int64_t kv_heads = between(1, 3), group = between(1, 5), head_dim = HEAD_DIMS[i % 6], count = between(1, 4);
     const int kind = (int)(i % 3), wide = kind == CACHE_FP32;
@@ -40,7 +47,7 @@ static attended new_attended(int64_t i) {
     for (int64_t at = 0; at < (t.rows - 1) * query_stride + heads * head_dim; at++) set_element(query, wide, at, 2 * number());
     t.arguments = (attention_arguments){
         query, room(((t.rows - 1) * out_stride + heads * head_dim) * (wide ? 4 : 2)), t.step, t.c.kv, query_stride, out_stride, heads, kv_heads, head_dim,
-        i % 4 == 1 ? between(1, 100) : 0, wide, 1 / sqrt((double)head_dim), i % 5 == 2 ? 5 : 0,
+        i % 4 == 1 ? between(1, 100) : 0, wide, 1 / sqrt((double)head_dim), i % 5 == 2 ? 5 : 0, new_heads(i % 7 % 3 == 1, heads, 6), new_heads(i % 5 % 3 == 1, heads, 1),
     };
     t.step->num_sequences = count;
     const int64_t bytes = armature_attention_scratch(&t.arguments);
@@ -49,7 +56,7 @@ static attended new_attended(int64_t i) {
 }
 
 static void free_attended(attended *t) {
-    free((void *)t->arguments.query), free(t->arguments.out), free(t->step->scratch), free(t->step), free(t->c.bytes);
+    free((void *)t->arguments.sinks), free((void *)t->arguments.slopes), free((void *)t->arguments.query), free(t->arguments.out), free(t->step->scratch), free(t->step), free(t->c.bytes);
 }
 
 static int64_t row_of(const sequence *s, int64_t position) {
@@ -62,16 +69,19 @@ static int64_t row_of(const sequence *s, int64_t position) {
 static void weigh(const attended *t, const sequence *s, int64_t query, int64_t head, double *weights) {
     const attention_arguments *a = &t->arguments;
     const int64_t position = s->start + query, first = a->window > 0 && position - a->window + 1 > 0 ? position - a->window + 1 : 0;
-    double largest = -INFINITY, total = 0;
+    double largest = a->sinks ? a->sinks[head] : -INFINITY, total = 0;
     for (int64_t p = 0; p <= position; p++) {
         double dot = 0;
         for (int64_t i = 0; i < a->head_dim; i++)
             dot += (double)get_element(a->query, a->wide, (s->first + query) * a->query_stride + head * a->head_dim + i) * cached(&t->c, 0, row_of(s, p), head / (a->heads / a->kv_heads), i);
         dot *= a->scale;
-        weights[p] = p < first ? -INFINITY : a->softcap > 0 ? a->softcap * tanh(dot / a->softcap) : dot;
+        if (a->softcap > 0) dot = a->softcap * tanh(dot / a->softcap);
+        if (a->slopes) dot += a->slopes[head] * (double)(p - position);
+        weights[p] = p < first ? -INFINITY : dot;
         largest = fmax(largest, weights[p]);
     }
     for (int64_t p = 0; p <= position; p++) total += weights[p] = exp(weights[p] - largest);
+    if (a->sinks) total += exp(a->sinks[head] - largest);
     for (int64_t p = 0; p <= position; p++) weights[p] /= total;
 }
 

@@ -1,4 +1,4 @@
-/* Tests of attention over whole texts: lengths, heads, windows, caps and relative positions, of bf16 and of fp32,
+/* Tests of attention over whole texts: lengths, heads, windows, caps, relative positions, ALiBi and sinks, of bf16 and of fp32,
  * against plain loops. */
 #include "proof.h"
 
@@ -15,12 +15,13 @@ static double score_of(const texts_arguments *a, int64_t head, int64_t query, in
     dot *= a->scale;
     if (a->softcap > 0) dot = a->softcap * tanh(dot / a->softcap);
     const int64_t ahead = key - query < -a->most ? -a->most : key - query > a->most ? a->most : key - query;
+    if (a->slopes) dot += a->slopes[head] * (double)(key - query);
     return a->bias ? dot + a->bias[head * (2 * a->most + 1) + a->most + ahead] : dot;
 }
 
 static void check_query(const texts_arguments *a, int64_t head, int64_t query, int64_t begin, int64_t end) {
     const int64_t low = query - a->before > begin ? query - a->before : begin, high = query + a->after + 1 < end ? query + a->after + 1 : end;
-    double *weights = room((high - low) * 8), total = 0;
+    double *weights = room((high - low) * 8), total = a->sinks ? exp(a->sinks[head]) : 0;
     for (int64_t key = low; key < high; key++) total += weights[key - low] = exp(score_of(a, head, query, key));
     for (int64_t i = 0; i < a->head_dim; i++) {
         double expected = 0;
@@ -48,16 +49,19 @@ int64_t whole_texts(void) {
             const uint16_t narrow = bf16_of_float(value);
             memcpy(x + at * bytes, wide ? (const void *)&value : &narrow, (size_t)bytes);
         }
+        float *sinks = i % 5 == 1 ? room(heads * 4) : NULL, *slopes = i % 4 == 1 ? room(heads * 4) : NULL;
+        for (int64_t head = 0; sinks && head < heads; head++) sinks[head] = 4 * number();
+        for (int64_t head = 0; slopes && head < heads; head++) slopes[head] = number() / 8;
         for (int64_t at = 0; bias && at < heads * (2 * most + 1); at++) bias[at] = number();
         const texts_arguments a = {
             x, x + heads * size * bytes, x + (heads + kv_heads) * size * bytes, out, list, bias, stride, heads * size, heads, kv_heads, size,
-            reach, i % 2 ? reach : 0, most, wide, 1 / sqrt((double)size), i % 5 == 2 ? 5 : 0,
+            reach, i % 2 ? reach : 0, most, wide, 1 / sqrt((double)size), i % 5 == 2 ? 5 : 0, sinks, slopes,
         };
         run(OP_TEXTS, &a);
         for (int64_t n = 0; n < count; n++)
             for (int64_t query = list->starts[n]; query < list->starts[n + 1]; query += 1 + below(9))
                 for (int64_t head = 0; head < heads; head++) check_query(&a, head, query, list->starts[n], list->starts[n + 1]);
-        free(list), free(x), free(out), free(bias);
+        free(list), free(x), free(out), free(bias), free(sinks), free(slopes);
     }
     return 12;
 }

@@ -76,7 +76,19 @@ def test_logits_equal_those_of_merged_weights(architecture: str, use_rslora: boo
     ["CohereForCausalLM"]
     + [
         pytest.param(f"{name}ForCausalLM", marks=pytest.mark.full)
-        for name in ("Glm", "Glm4", "Ernie4_5", "Helium", "Granite", "Olmo2", "StableLm", "Nemotron", "Qwen3Moe")
+        for name in (
+            "Glm",
+            "Glm4",
+            "Ernie4_5",
+            "Helium",
+            "Granite",
+            "Olmo2",
+            "StableLm",
+            "Nemotron",
+            "Qwen3Moe",
+            "MiniCPM3",
+            "DeepseekV2",
+        )
     ],
 )
 def test_families_that_store_rows_in_another_order_take_adapters(name: str, tmp_path: Path) -> None:
@@ -118,7 +130,7 @@ Told = dict[str, list[int]]
 def told(model: Decoder, slots: AdapterSlots | None, requests: list[tuple[str, int | None, int]]) -> Told:
     """The greedy tokens of requests (name, slot, length of the prompt) that join one after the other."""
     config = model.config
-    cache = KvCache(KvShape(config.num_layers, SLOTS, MAX_LEN, config.num_kv_heads, config.head_dim), torch.float32)
+    cache = KvCache(KvShape(config.num_layers, SLOTS, MAX_LEN, config.cache_heads, config.head_dim), torch.float32)
     replay = DecoderReplay(model, record_after=0)
     runner = CpuDecoderRunner(replay, cache, CpuBackend(torch.float32), Sampler(config.vocab_size), adapters=slots)
     scheduler = Scheduler(KvSlots(SLOTS, SLOTS * MAX_LEN), PrefillBudget(24), EngineLimits(MAX_LEN, SLOTS // 2, 24))

@@ -18,7 +18,7 @@ from app.engine.scheduler.batch import Batch, KvCopy, LogitRow, SampledTokens, S
 from app.messages import SamplingParams
 from loaded_models import load
 from reference_attention import PlainAttend, context_of
-from tiny_checkpoints import ARCHITECTURES, write_checkpoint
+from tiny_checkpoints import ARCHITECTURES, OTHERS, write_checkpoint
 
 LENGTHS = (37, 5, 21, 1, 60, 12)
 MAX_LEN = 128
@@ -43,7 +43,7 @@ class Bench:
     def __init__(self, directory: Path) -> None:
         self.model = load(directory, max_model_len=MAX_LEN)
         config = self.model.config
-        shape = KvShape(config.num_layers, 12, MAX_LEN, config.num_kv_heads, config.head_dim)
+        shape = KvShape(config.num_layers, 12, MAX_LEN, config.cache_heads, config.head_dim)
         self.calibration_file = KeepLogits()
         self.runner = CpuDecoderRunner(
             self.model, KvCache(shape, torch.float32), CpuBackend(torch.float32), self.calibration_file
@@ -77,7 +77,7 @@ def close(result: Tensor, expected: Tensor) -> None:
     torch.testing.assert_close(result, expected, atol=1e-4, rtol=0.0)
 
 
-@pytest.fixture(params=ARCHITECTURES)
+@pytest.fixture(params=(*ARCHITECTURES, *OTHERS))
 def bench(request: pytest.FixtureRequest, tmp_path: Path) -> Bench:
     return Bench(write_checkpoint(tmp_path, request.param, seed=5))
 
@@ -162,7 +162,7 @@ def test_bfloat16_stays_near_float32(tmp_path: Path) -> None:
     directory = write_checkpoint(tmp_path, "LlamaForCausalLM", seed=5, dtype=torch.bfloat16)
     exact, rough = Bench(directory), load(directory, "bfloat16", MAX_LEN)
     config = rough.config
-    cache = KvCache(KvShape(config.num_layers, 8, MAX_LEN, config.num_kv_heads, config.head_dim), torch.bfloat16)
+    cache = KvCache(KvShape(config.num_layers, 8, MAX_LEN, config.cache_heads, config.head_dim), torch.bfloat16)
     kept = KeepLogits()
     runner = CpuDecoderRunner(rough, cache, CpuBackend(torch.bfloat16), kept)  # type: ignore[arg-type]
     runner.run(Batch(tuple(part(prompt, 0, len(prompt), slot) for slot, prompt in enumerate(exact.prompts))))

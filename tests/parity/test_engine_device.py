@@ -23,7 +23,7 @@ from app.engine.scheduler.scheduler import Scheduler
 from app.messages import Abort, Generate, SequenceFinished, TokensReady
 from device_engine import EOS, MAX_LEN, SLOTS, DelayedSimulatedDevice, DeviceServed, Said, prompt_of, request_of
 from loaded_models import load
-from tiny_checkpoints import ARCHITECTURES, write_checkpoint
+from tiny_checkpoints import ARCHITECTURES, OTHERS, write_checkpoint
 
 SHARED = prompt_of(70, 0)
 REQUESTS = [
@@ -50,7 +50,7 @@ ON_DEVICE = [one for one in REQUESTS if one.request_id in ("greedy", "seeded")]
 def said_by_a_processor(model: Any, request: Generate) -> Said:
     """In an engine of its own, its prompt computed whole."""
     config = model.config
-    cache = KvCache(KvShape(config.num_layers, SLOTS, MAX_LEN, config.num_kv_heads, config.head_dim), torch.float32)
+    cache = KvCache(KvShape(config.num_layers, SLOTS, MAX_LEN, config.cache_heads, config.head_dim), torch.float32)
     runner = CpuDecoderRunner(model, cache, CpuBackend(torch.float32), Sampler(config.vocab_size))
     limits = EngineLimits(MAX_LEN, SLOTS // 2, MAX_LEN)
     engine = DecoderEngine(Scheduler(KvSlots(SLOTS, SLOTS * MAX_LEN), PrefillBudget(MAX_LEN), limits, {EOS}), runner)
@@ -75,7 +75,7 @@ class Pair:
             self.runs_alone |= said_by_a_processor(plain, request)
 
 
-@pytest.fixture(scope="module", params=ARCHITECTURES[1:])
+@pytest.fixture(scope="module", params=(*ARCHITECTURES[1:], *OTHERS))
 def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Pair:
     return Pair(tmp_path_factory.mktemp("model"), request.param, SOME)
 

@@ -17,7 +17,15 @@ from reference_attention import PlainAttend, context_of
 from tiny_checkpoints import write_tokenizer
 from tools.measure.families import SERVED, VARIANTS, expected_logits, prompt_of, write_family
 
-FAST = ("GraniteForCausalLM", "GPT2LMHeadModel", "falcon-new", "Olmo2ForCausalLM", "CohereForCausalLM")
+FAST = (
+    "GraniteForCausalLM",
+    "GPT2LMHeadModel",
+    "falcon-new",
+    "Olmo2ForCausalLM",
+    "CohereForCausalLM",
+    "DeepseekV3ForCausalLM",
+    "Lfm2ForCausalLM",
+)
 CASES = {name: (name, values) for name, values in SERVED.items()} | dict(VARIANTS)
 
 

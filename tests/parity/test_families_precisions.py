@@ -33,9 +33,21 @@ FEATURES = {
     "NemotronForCausalLM": "LayerNorm of weight + 1, squared ReLU",
     "ApertusForCausalLM": "xIELU",
     "OPTForCausalLM": "positions from the second row on",
+    "MiniCPM3ForCausalLM": "latent attention",
+    "youtu-queries": "latent attention without a short row of queries, interleaved rotation",
+    "Lfm2ForCausalLM": "short convolutions",
+    "GptOssForCausalLM": "sinks, experts with biases and clamped gates",
+    "BloomForCausalLM": "ALiBi, a norm of embeddings",
+    "MptForCausalLM": "ALiBi, LayerNorm without biases",
 }
 CASES = {name: (name, values) for name, values in SERVED.items()} | dict(VARIANTS)
-FAST = {("GPT2LMHeadModel", "int4"), ("Olmo2ForCausalLM", "int8"), ("CohereForCausalLM", "float32")}
+FAST = {
+    ("GPT2LMHeadModel", "int4"),
+    ("Olmo2ForCausalLM", "int8"),
+    ("CohereForCausalLM", "float32"),
+    ("Lfm2ForCausalLM", "bfloat16"),
+    ("GptOssForCausalLM", "bfloat16"),
+}
 CLOSENESS = {"float32": 0.99999, "bfloat16": 0.999, "int8": 0.99, "int4": 0.75}  # cosine of logits with FP32's
 
 

@@ -3,6 +3,7 @@ threads, or how a context is divided."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import replace
 
 import pytest
@@ -19,8 +20,8 @@ from app.kernels.attention.attention import (
     token_bytes,
     view_kv_rows,
 )
-from app.kernels.attention.attention import attend as native_attend
 from app.kernels.attention.context import AttentionSpec
+from app.kernels.attention.ragged import attend as native_attend
 from app.kernels.native.arguments import OpCode
 from app.kernels.native.operations import has_kernel, observe_operations, run_operation
 from hypothesis_examples import examples
@@ -40,6 +41,12 @@ few = st.builds(Share, st.integers(0, 300), st.integers(0, 600), st.integers(1, 
 many = st.builds(Share, st.integers(0, 40), st.integers(0, 200), st.integers(1, 40))
 
 
+def with_vectors(spec: AttentionSpec, heads: int, names: Iterable[str] = ("sinks", "slopes")) -> AttentionSpec:
+    """With sinks from far below all scores to far above them, and slopes of both signs."""
+    values = {"sinks": torch.linspace(-30.0, 30.0, heads), "slopes": torch.linspace(0.5, -0.02, heads)}
+    return replace(spec, **{name: values[name] for name in names})
+
+
 @needs_levels
 @settings(max_examples=examples(120))
 @given(
@@ -51,6 +58,7 @@ many = st.builds(Share, st.integers(0, 40), st.integers(0, 200), st.integers(1, 
     window=st.none() | st.integers(1, 700),
     softcap=st.none() | st.floats(1.0, 50.0),
     dtype=st.sampled_from(DTYPES),
+    vectors=st.sets(st.sampled_from(["sinks", "slopes"])),
 )
 def test_any_batch_is_what_the_formula_says(
     level: str,
@@ -61,8 +69,9 @@ def test_any_batch_is_what_the_formula_says(
     window: int | None,
     softcap: float | None,
     dtype: torch.dtype,
+    vectors: set[str],
 ) -> None:
-    spec = AttentionSpec(head_dim**-0.5, window, softcap)
+    spec = with_vectors(AttentionSpec(head_dim**-0.5, window, softcap), kv_heads * group, vectors)
     batch = make_batch(shares, kv_heads * group, kv_heads, head_dim, dtype)
     with at_level(level):
         assert has_kernel(OpCode.ATTENTION)
@@ -85,7 +94,11 @@ LONG = [
 @needs_levels
 @pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("spec", [AttentionSpec(0.125), AttentionSpec(0.125, 400, 20.0)], ids=str)
+@pytest.mark.parametrize(
+    "spec",
+    [AttentionSpec(0.125), AttentionSpec(0.125, 400, 20.0), with_vectors(AttentionSpec(0.125, 300), 8)],
+    ids=["plain", "window and cap", "sinks and ALiBi"],
+)
 def test_a_row_is_bit_for_bit_the_same_whatever_is_beside_it(
     level: str, dtype: torch.dtype, spec: AttentionSpec
 ) -> None:
@@ -199,13 +212,26 @@ def test_a_row_of_int8_begins_at_a_cache_line_and_holds_both_and_their_scales(
 
 
 @needs_levels
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_sinks_beyond_all_scores(level: str, dtype: torch.dtype) -> None:
+    """A sink of minus infinity changes nothing but a rounding; one above all scores takes all of the weight."""
+    batch, plain = make_batch(LONG, 4, 2, 64, dtype), AttentionSpec(0.125)
+    with at_level(level):
+        without = attend(batch, plain)
+        found = attend(batch, replace(plain, sinks=torch.tensor([-torch.inf, -200.0, 200.0, torch.inf])))
+    torch.testing.assert_close(found[:, :2], without[:, :2], rtol=1e-6, atol=1e-6)
+    assert not found[:, 2:].any()
+
+
+@needs_levels
 def test_an_operation_run_again_finds_the_next_step_at_the_same_address() -> None:
     """Recorded for one short sequence, run again for another, much longer one: scratch has grown meanwhile."""
     short, long = (make_batch([Share(0, past, 1)], 4, 2, 64, torch.bfloat16) for past in (20, 2000))
     kv, step, heard = long.kv, AttentionStep(), []
     step.fill(short.rows)
     with observe_operations(lambda code, arguments: heard.append((code, arguments))):
-        out = native_attend(long.query, kv, step, 0.125, None, None)
+        out = native_attend(long.query, kv, step, AttentionSpec(0.125))
     address = step.address
     step.fill(long.rows)
     assert step.address == address

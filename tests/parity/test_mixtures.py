@@ -17,6 +17,18 @@ TOLERANCE = {"atol": 1e-4, "rtol": 0.0}
 QWEN = {"num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 24}
 GLM = {"n_routed_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 24, "first_k_dense_replace": 1}
 
+DEEPSEEK = {
+    **GLM,
+    "head_dim": None,
+    "num_key_value_heads": 4,
+    "q_lora_rank": 24,
+    "kv_lora_rank": 16,
+    "qk_nope_head_dim": 12,
+    "qk_rope_head_dim": 4,
+    "v_head_dim": 10,
+    "routed_scaling_factor": 1.5,
+}
+
 # name: model type, what config.json says
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "mixtral": ("mixtral", {"num_local_experts": 5, "num_experts_per_tok": 2, "sliding_window": 6}),
@@ -43,6 +55,22 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "glm4": ("glm4_moe", {**GLM, "use_qk_norm": True, "routed_scaling_factor": 1.5}),
     "glm4-groups": ("glm4_moe", {**GLM, "n_group": 4, "topk_group": 2, "n_shared_experts": 2, "norm_topk_prob": False}),
+    "deepseek3": ("deepseek_v3", {**DEEPSEEK, "n_group": 4, "topk_group": 2}),
+    "deepseek3-one-group": ("deepseek_v3", {**DEEPSEEK, "n_group": 1, "topk_group": 1, "norm_topk_prob": False}),
+    "lfm2": (
+        "lfm2_moe",
+        {
+            **QWEN,
+            "head_dim": None,
+            "num_hidden_layers": 3,
+            "num_dense_layers": 1,
+            "layer_types": ["conv", "full_attention", "conv"],
+        },
+    ),
+    "deepseek2-groups": (
+        "deepseek_v2",
+        {**DEEPSEEK, "topk_method": "group_limited_greedy", "n_group": 4, "topk_group": 2, "norm_topk_prob": False},
+    ),
 }
 
 

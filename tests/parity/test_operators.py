@@ -27,7 +27,7 @@ from tiny_checkpoints import write_checkpoint
 from tiny_encoders import write_encoder
 
 MAX_LEN = 160
-DECODERS = ("LlamaForCausalLM", "Gemma2ForCausalLM", "Phi3ForCausalLM", "Qwen3ForCausalLM")
+DECODERS = ("Lfm2ForCausalLM", "LlamaForCausalLM", "Gemma2ForCausalLM", "Phi3ForCausalLM", "Qwen3ForCausalLM")
 ENCODERS = (
     "BertModel",
     "MPNetModel",
@@ -74,7 +74,7 @@ def test_a_decoders_operators_are_there(kind: str, architecture: str, tmp_path: 
 def decode(model: Any, config: Any, backend: DeviceBackend) -> None:
     """A step of decodes, and one with prompts of which some was read before."""
     cache = PagedKvCache(
-        KvShape(config.num_layers, 4, MAX_LEN, config.num_kv_heads, config.head_dim), torch.float32, 9, CUDA
+        KvShape(config.num_layers, 4, MAX_LEN, config.cache_heads, config.head_dim), torch.float32, 9, CUDA
     )
     buffer = torch.zeros(4 + block_size(StepSizes(40, 4, 4)), dtype=torch.int64, device=CUDA)
     forward = DeviceForward(model, cache, backend, buffer)

@@ -36,9 +36,9 @@ SLOW_STEPS = StepTimeTable(((1, 1.0),), ((1, 1.0), (64, 64.0)))  # reading alway
 FAST_STEPS = StepTimeTable(((1, 1e-12),), ((1, 1e-12), (64, 64e-12)))
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> torch.nn.Module:
-    return load(write_checkpoint(tmp_path_factory.mktemp("model"), seed=11), max_model_len=MAX_LEN)
+@pytest.fixture(scope="module", params=["LlamaForCausalLM", "Lfm2ForCausalLM"])
+def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> torch.nn.Module:
+    return load(write_checkpoint(tmp_path_factory.mktemp("model"), request.param, seed=11), max_model_len=MAX_LEN)
 
 
 def started(

@@ -46,3 +46,12 @@ def test_kept_codes_give_the_logits_of_their_values(tmp_path: Path, name: str) -
     assert kept < 0.015
     if KEPT[name] == "int4" and FORMATS[name].options.get("bits", 4) == 4:  # rounding finds fewer codes again
         assert 2 * kept < rounded
+
+
+@pytest.mark.parametrize("name", ["fp8 in blocks", "w8a16"])
+def test_latent_attention_reads_rows_in_the_order_of_the_file(tmp_path: Path, name: str) -> None:
+    """So its layers may be quantized, though its rotary embeddings rotate neighbours."""
+    sizes = {"architecture": "DeepseekV3ForCausalLM", "q_lora_rank": 96, "kv_lora_rank": 96, "v_head_dim": 16}
+    sizes |= {"moe_intermediate_size": 64, "head_dim": None}
+    directory, values = quantized(tmp_path, name, **sizes)
+    torch.testing.assert_close(logits(directory), logits(write_values(tmp_path, values, **sizes)), atol=1e-3, rtol=1e-3)

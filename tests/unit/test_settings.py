@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,7 @@ from pydantic import ValidationError
 
 from app.cli.setting_rows import setting_rows
 from app.errors import SettingsInvalid
-from app.settings import Settings, load_settings, parse_bytes
+from app.settings import SETTING_GROUPS, Settings, load_settings, parse_bytes
 
 
 def test_everything_is_auto_and_local_when_nothing_is_said() -> None:
@@ -127,7 +128,7 @@ def test_any_text_is_a_size_or_is_left_alone(text: str) -> None:
 
 def test_every_setting_has_a_row_that_people_can_read() -> None:
     rows = {row.name: row for row in setting_rows()}
-    assert list(rows) == list(Settings.model_fields)
+    assert sorted(rows) == sorted(Settings.model_fields)
     assert all(row.description.endswith(".") for row in rows.values())
     threads = rows["threads"]
     assert (threads.flag, threads.variable, threads.values, threads.default) == (
@@ -157,3 +158,8 @@ def test_a_model_has_several_names(monkeypatch: pytest.MonkeyPatch) -> None:
     assert load_settings()[0].served_model_name == ("c", "d")
     with pytest.raises(SettingsInvalid, match=r"served_model_name.*must not be empty"):
         load_settings(served_model_name="a,,b")
+
+
+def test_each_setting_is_in_one_group() -> None:
+    grouped = Counter(name for names in SETTING_GROUPS.values() for name in names)
+    assert grouped == Counter(list(Settings.model_fields)), "add the setting to one group of SETTING_GROUPS"

@@ -67,6 +67,31 @@ _MULTIPLIERS = {
     "residual_multiplier": 0.3,
     "logits_scaling": 2.0,
 }
+_GPT_OSS = {
+    **TINY,
+    **_WINDOW,
+    "num_local_experts": 6,
+    "num_experts_per_tok": 3,
+    "rope_parameters": {
+        "rope_type": "yarn",
+        "factor": 4.0,
+        "original_max_position_embeddings": 64,
+        "rope_theta": 150_000.0,
+        "beta_fast": 32.0,
+        "beta_slow": 1.0,
+        "truncate": False,
+    },
+}
+_BLOOM = {"vocab_size": 320, "hidden_size": 48, "n_layer": 4, "n_head": 6, "bos_token_id": 0, "eos_token_id": 1}
+_MPT = {
+    "vocab_size": 320,
+    "d_model": 48,
+    "n_layers": 4,
+    "n_heads": 6,
+    "max_seq_len": 256,
+    "bos_token_id": 0,
+    "eos_token_id": 1,
+}
 _FALCON = {
     "vocab_size": 320,
     "hidden_size": 32,
@@ -75,6 +100,33 @@ _FALCON = {
     "ffn_hidden_size": 80,
     "bos_token_id": 0,
     "eos_token_id": 1,
+}
+
+# A row of the cache is wider than attention needs.
+_CONVOLUTIONS = {"num_key_value_heads": 1, "layer_types": ["conv", "full_attention", "conv", "conv"]}
+_LATENT = {
+    **_ALIKE,
+    "num_key_value_heads": 4,
+    "q_lora_rank": 24,
+    "kv_lora_rank": 16,
+    "qk_nope_head_dim": 12,
+    "qk_rope_head_dim": 4,
+    "v_head_dim": 10,
+}
+_DEEPSEEK = {
+    **_LATENT,
+    "n_routed_experts": 6,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 24,
+    "n_shared_experts": 2,
+}
+_YARN = {
+    "rope_type": "yarn",
+    "factor": 4.0,
+    "original_max_position_embeddings": 64,
+    "rope_theta": 5000.0,
+    "beta_fast": 32,
+    "beta_slow": 1,
 }
 
 # class of transformers: what its configuration gets instead of `TINY`, or None if `TINY` suffices
@@ -118,6 +170,8 @@ SERVED: Mapping[str, dict[str, Any]] = {
     "Glm4ForCausalLM": TINY,
     "HeliumForCausalLM": TINY,
     "CwmForCausalLM": {**TINY, **_WINDOW},
+    "Lfm2MoeForCausalLM": {**_NO_HEAD_DIM, **_EXPERTS, **_CONVOLUTIONS, "num_dense_layers": 1},
+    "Lfm2ForCausalLM": {**_NO_HEAD_DIM, **_CONVOLUTIONS, "block_multiple_of": 8},
     "PhiForCausalLM": _NO_HEAD_DIM,
     "FalconForCausalLM": {**_FALCON, "bias": True},
     "GPT2LMHeadModel": _GPT,
@@ -146,15 +200,23 @@ SERVED: Mapping[str, dict[str, Any]] = {
     "Qwen3MoeForCausalLM": {**TINY, **_EXPERTS},
     "OlmoeForCausalLM": {**_NO_HEAD_DIM, "num_experts": 6, "num_experts_per_tok": 2},
     "GraniteMoeForCausalLM": {**_NO_HEAD_DIM, **_MULTIPLIERS, "num_local_experts": 4, "num_experts_per_tok": 2},
+    "GptOssForCausalLM": _GPT_OSS,
+    "BloomForCausalLM": _BLOOM,
+    "MptForCausalLM": _MPT,
     "Glm4MoeForCausalLM": {**TINY, **_EXPERTS, "n_routed_experts": 6, "use_qk_norm": True},
+    "DeepseekV2ForCausalLM": {**_DEEPSEEK, "first_k_dense_replace": 1, "routed_scaling_factor": 1.5},
+    "Glm4MoeLiteForCausalLM": {**_DEEPSEEK, "v_head_dim": 16, "n_shared_experts": 1},
+    "YoutuForCausalLM": {**_LATENT, "pad_token_id": None},  # transformers clears the row of a padding token
+    "MiniCPM3ForCausalLM": {**_LATENT, "v_head_dim": 8, "dim_model_base": 16},
+    "DeepseekV3ForCausalLM": {**_DEEPSEEK, "first_k_dense_replace": 2, "n_group": 2, "topk_group": 1},
 }
 # Families that are refused by their names.
 NOT_SERVED = (
     *("Qwen3NextForCausalLM", "GraniteMoeHybridForCausalLM", "Llama4ForCausalLM", "Gemma3nForConditionalGeneration"),
-    *("FalconH1ForCausalLM", "MptForCausalLM", "BloomForCausalLM", "MambaForCausalLM", "Mamba2ForCausalLM"),
-    *("JambaForCausalLM", "DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM", "Lfm2ForCausalLM", "MiniCPM3ForCausalLM"),
+    *("FalconH1ForCausalLM", "MambaForCausalLM", "Mamba2ForCausalLM"),
+    *("JambaForCausalLM", "DeepseekV32ForCausalLM"),
     *("BitNetForCausalLM", "RwkvForCausalLM", "T5ForConditionalGeneration", "BartForConditionalGeneration"),
-    *("WhisperForConditionalGeneration", "GptOssForCausalLM", "PhimoeForCausalLM", "Ernie4_5_MoeForCausalLM"),
+    *("WhisperForConditionalGeneration", "PhimoeForCausalLM", "Ernie4_5_MoeForCausalLM"),
     *("Qwen3VLForConditionalGeneration",),
 )
 TOLERANCE = 2e-4  # of logits of a standard deviation near 1: the order of sums differs, nothing else does
@@ -197,7 +259,44 @@ VARIANTS: Mapping[str, tuple[str, dict[str, Any]]] = {
     ),
     "opt-no-bias": ("OPTForCausalLM", {**_ALIKE, "ffn_dim": 48, "word_embed_proj_dim": 32, "enable_bias": False}),
     "gptj-whole-heads": ("GPTJForCausalLM", {**_GPT, "rotary_dim": 8, "tie_word_embeddings": False}),
+    "gpt-oss-no-biases": ("GptOssForCausalLM", {**_GPT_OSS, "attention_bias": False, "tie_word_embeddings": True}),
+    "bloom-four-heads": ("BloomForCausalLM", {**_BLOOM, "n_head": 4}),
+    "mpt-four-heads": ("MptForCausalLM", {**_MPT, "n_heads": 4, "attn_config": {"softmax_scale": 0.3}}),
     "granite-tied": ("GraniteForCausalLM", {**_NO_HEAD_DIM, **_MULTIPLIERS, "tie_word_embeddings": True}),
+    "deepseek-lite": (
+        "DeepseekV2ForCausalLM",
+        {**_DEEPSEEK, "q_lora_rank": None, "rope_parameters": {**_YARN, "mscale": 0.707, "mscale_all_dim": 0.707}},
+    ),
+    "deepseek-groups": (
+        "DeepseekV2ForCausalLM",
+        {**_DEEPSEEK, "topk_method": "group_limited_greedy", "n_group": 3, "topk_group": 2},
+    ),
+    "deepseek-yarn": (
+        "DeepseekV3ForCausalLM",
+        {
+            **_DEEPSEEK,
+            "n_group": 3,
+            "topk_group": 2,
+            "norm_topk_prob": False,
+            "attention_bias": True,
+            "rope_parameters": {**_YARN, "mscale": 1.0, "mscale_all_dim": 0.8},
+        },
+    ),
+    "youtu-queries": ("YoutuForCausalLM", {**_LATENT, "pad_token_id": None, "q_lora_rank": None}),
+    "kimi": (
+        "DeepseekV3ForCausalLM",
+        {
+            **_DEEPSEEK,
+            "n_group": 1,
+            "topk_group": 1,
+            "first_k_dense_replace": 1,
+            "n_shared_experts": 1,
+            "routed_scaling_factor": 2.827,
+            "v_head_dim": 16,
+            "rope_interleave": False,
+            "rms_norm_eps": 0.05,
+        },
+    ),
     "glm-biases": ("GlmForCausalLM", {**TINY, "attention_bias": False}),
 }
 
@@ -249,7 +348,7 @@ def our_logits(directory: Path, prompt: list[int]) -> Tensor:
     plan = make_plan(probe(), None, settings, checkpoint.needs(), RECIPES)
     backend = select_host_backend(plan)
     model, config = load_model(checkpoint, plan, backend), checkpoint.decoder
-    shape = KvShape(config.num_layers, 1, len(prompt), config.num_kv_heads, config.head_dim)
+    shape = KvShape(config.num_layers, 1, len(prompt), config.cache_heads, config.head_dim)
     attention = StepAttention(KvCache(shape, kv_dtype(plan)), backend)
     return window_logits(model, attention, prompt, 0, len(prompt))
 

@@ -1,7 +1,7 @@
 """Compare the servers of two checkouts in turn: `python -m tools.measure.two_checkouts OTHER [--model DIR] [--rounds 60]`.
 
 The figures are the latency of one token, the tokens/s of 1, 8 and 32 clients, and the prompt tokens/s of new prompts of
-about 512 tokens.
+about 512 tokens. Of an encoder, it is the latency of one short text.
 
 Both servers run all the time and one of them is asked at a time, so that a busy machine disturbs both alike. For each
 figure the medians and the quartiles of the paired ratios (this checkout over the other) are printed. A ratio whose
@@ -74,6 +74,23 @@ async def generate(client: httpx.AsyncClient, url: str, prompt: str, max_tokens:
     return usage
 
 
+async def embed(client: httpx.AsyncClient, url: str, text: str) -> None:
+    """Request the embedding of one text."""
+    (await client.post(f"{url}/v1/embeddings", json={"input": text})).raise_for_status()
+
+
+async def measure_encoders(urls: list[str], rounds: int) -> dict[str, list[list[float]]]:
+    """Return the samples of the one figure of an encoder, one list for each server."""
+    samples: list[list[float]] = [[] for _ in urls]
+    async with httpx.AsyncClient(timeout=300) as client:
+        for turn in range(rounds):
+            for index in sorted(range(len(urls)), reverse=bool(turn % 2)):
+                began = time.perf_counter()
+                await embed(client, urls[index], story(turn, 4))
+                samples[index].append(1000 * (time.perf_counter() - began))
+    return {"latency of one short text, ms": samples}
+
+
 def story(turn: int, words: int) -> str:
     """Return a prompt that no earlier turn has sent, so that no prefix is cached."""
     return " ".join([f"Story {turn}", *("word of a story that goes on".split() * words)[:words]])
@@ -116,7 +133,11 @@ def main() -> None:
             started.append(stack.enter_context(server(checkout, flags)))
         print(f"ready after: other {started[0][1]:.2f} s, this {started[1][1]:.2f} s (once each)")
         urls = [url for url, _ in started]
-        for name, (other, this) in asyncio.run(measure(urls, arguments.rounds, arguments.max_tokens)).items():
+        if httpx.get(f"{urls[1]}/info").json()["model"]["kind"] == "encoder":
+            samples = asyncio.run(measure_encoders(urls, arguments.rounds))
+        else:
+            samples = asyncio.run(measure(urls, arguments.rounds, arguments.max_tokens))
+        for name, (other, this) in samples.items():
             ratios = statistics.quantiles([new / old for old, new in zip(other, this, strict=True)], n=4)
             medians = f"other {statistics.median(other):.2f}, this {statistics.median(this):.2f}"
             print(f"{name}: {medians}; ratio {ratios[1]:.3f} ({ratios[0]:.3f} to {ratios[2]:.3f})")

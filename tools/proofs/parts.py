@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from tools.proofs import dashboards, image, kernels, quota, refusals, serving, start
+from tools.proofs.cluster import part as cluster
 from tools.proofs.containers import Image
 from tools.proofs.findings import Findings
 from tools.proofs.guests import MAX_TOKENS, PROMPT_TOKENS, Load
@@ -88,5 +89,12 @@ PARTS: Mapping[str, Part] = {
     "dashboards": Part(
         "Dashboards", "Every panel's query, sent to a Prometheus that scrapes loaded containers.", 15,
         lambda f, s: dashboards.run(f, s.native),
+    ),
+    "cluster": Part(
+        "A real cluster",
+        "The manifests applied to Kubernetes as k8s/README.md does, with pods of one core, and disturbed under load. "
+        "Failures are requests without a whole answer.",
+        60,
+        lambda f, s: cluster.run(f, s.native, s.arguments.kubernetes, s.arguments.model),
     ),
 }  # fmt: skip

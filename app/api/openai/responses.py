@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from app.api.streaming import CollectedChoice, CollectedCompletion, GenerationStream
-from app.messages import FinishReason
+from app.messages import ALL_LOGPROBS, FinishReason
 from app.service.requests import Accepted, ChoiceFinished, PromptToken, ScoredToken, TextDelta, Usage
 from app.text.tool_calls import ToolCallDelta
 from app.version import VERSION
@@ -217,7 +217,9 @@ class CompletionFormat:
         top: dict[str, float] = (
             {name: own} if self.shown.names_ids else {}
         )  # vLLM's clients take the first as the token
-        for other in score.top[:num_top]:  # parts of characters have the same text; the likeliest one stands for all
+        for other in _likeliest(
+            score, num_top
+        ):  # parts of characters have the same text; the likeliest one stands for all
             top.setdefault(_token_name(other, self.shown.names_ids), _finite_logprob(other.logprob))
         lists["token_logprobs"].append(own)
         lists["top_logprobs"].append(top or {name: own})
@@ -234,8 +236,12 @@ def prompt_logprobs_body(tokens: Iterable[PromptToken], num_top: int) -> list[Js
     return [None if token.score is None else _scores_by_id(token.score, token.rank, num_top) for token in tokens]
 
 
+def _likeliest(score: ScoredToken, num_top: int) -> tuple[ScoredToken, ...]:
+    return score.top if num_top == ALL_LOGPROBS else score.top[:num_top]
+
+
 def _scores_by_id(score: ScoredToken, rank: int, num_top: int) -> Json:
-    ranked = [(score, rank), *((other, place) for place, other in enumerate(score.top[:num_top], 1))]
+    ranked = [(score, rank), *((other, place) for place, other in enumerate(_likeliest(score, num_top), 1))]
     scores: Json = {}
     for token, place in ranked:
         body = {"logprob": _finite_logprob(token.logprob), "rank": place, "decoded_token": token.text}

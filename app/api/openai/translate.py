@@ -18,7 +18,7 @@ from app.api.openai.bodies import (
     ToolCallRecord,
 )
 from app.errors import InvalidRequest
-from app.messages import MAX_BEAMS, SamplingParams
+from app.messages import ALL_LOGPROBS, MAX_BEAMS, SamplingParams
 from app.service.requests import GenerationRequest, Infill, Tool, ToolUse
 from app.text.chat import ChatOptions
 from app.text.grammar import MAX_CHOICES, GrammarKind, GrammarSource
@@ -163,7 +163,7 @@ def _prompt_logprobs(body: GenerationBody, echoed: int | None) -> int | None:
     if body.prompt_logprobs is not None and body.stream:
         raise InvalidRequest("prompt_logprobs is not available in a stream: leave out stream.", field="prompt_logprobs")
     wanted = [count for count in (body.prompt_logprobs, echoed) if count is not None]
-    return max(wanted, default=None)
+    return ALL_LOGPROBS if ALL_LOGPROBS in wanted else max(wanted, default=None)
 
 
 # ---- structured output ---------------------------------------------------------------------------------------------

@@ -21,6 +21,7 @@ from app.kernels.ceilings import cache_bytes
 from app.kernels.linear.bf16_panels import HybridLinear
 from app.kernels.linear.linear import Linear, LinearForm
 from app.messages import Abort, Generate, LoadedAdapter, RequestFailed, SamplingParams
+from app.models.decoders.layer import MixtureOfExperts
 
 PROMPT_TOKENS = 128
 SEGMENT_STEPS = 100  # more steps would measure the growing context instead of the step
@@ -111,7 +112,7 @@ class DecoderDriver:
 class ProductCosts:
     """Cost of all matrix products of a model.
 
-    `num_bytes` is the size of the weights. Operations are multiply-adds times two: per token for the inner layers,
+    `num_bytes` is the size of the weights that one token reads. Operations are multiply-adds times two: per token for the inner layers,
     and per row of logits for the output layer.
     """
 
@@ -131,7 +132,7 @@ class ProductCosts:
 
 
 def product_costs(model: torch.nn.Module, vocab_size: int, cache_bytes: int) -> ProductCosts:
-    """Count the products of a model.
+    """Count the products of a model for one token, which passes some experts of a mixture.
 
     Args:
         model: The loaded model; its `Linear` layers are counted.
@@ -139,11 +140,20 @@ def product_costs(model: torch.nn.Module, vocab_size: int, cache_bytes: int) -> 
         cache_bytes: Size of the machine's largest cache.
     """
     layers = [layer for layer in model.modules() if isinstance(layer, Linear)]
+    passed = {  # the share of an expert's tokens
+        id(layer): mixture.routing.top_k / mixture.routing.num_experts
+        for mixture in model.modules()
+        if isinstance(mixture, MixtureOfExperts)
+        for layer in mixture.experts.modules()
+    }
     output = [layer for layer in layers if layer.out_features == vocab_size]
     inner = [layer for layer in layers if layer.out_features != vocab_size]
     return ProductCosts(
-        num_bytes=sum({id(layer.form): _few_rows_bytes(layer.form) for layer in layers}.values()),
-        operations_per_token=2.0 * sum(layer.in_features * layer.out_features for layer in inner),
+        num_bytes=round(
+            sum({id(layer.form): passed.get(id(layer), 1.0) * _few_rows_bytes(layer.form) for layer in layers}.values())
+        ),
+        operations_per_token=2.0
+        * sum(passed.get(id(layer), 1.0) * layer.in_features * layer.out_features for layer in inner),
         operations_per_logit_row=2.0 * sum(layer.in_features * layer.out_features for layer in output),
         cache_bytes=cache_bytes,
     )

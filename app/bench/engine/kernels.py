@@ -20,7 +20,9 @@ from app.engine.decoder.kv_cache import KvCache, KvShape
 from app.hardware.facts import Facts
 from app.hardware.plan.plan import ServingPlan
 from app.hardware.plan.torchao_config import INT4_REFERENCE, INT8_REFERENCE
-from app.kernels.attention.attention import AttentionSequence, AttentionStep, KvSegment, attend
+from app.kernels.attention.attention import AttentionSequence, AttentionStep, KvSegment
+from app.kernels.attention.context import AttentionSpec
+from app.kernels.attention.ragged import attend
 from app.kernels.linear.activations import quantise
 from app.kernels.linear.int_panels import IntPanelFactory, IntPanelLinear
 from app.kernels.linear.torchao_linear import TorchaoFactory, TorchaoLinear
@@ -255,7 +257,7 @@ class DecodeAttention:
             lambda code, arguments: steps.append((code, arguments))
         ):  # `kept` owns the output buffers
             outputs = [
-                attend(self._query, layer, self._step, HEAD_DIM**-0.5, None, None) for layer in self._cache.layers
+                attend(self._query, layer, self._step, AttentionSpec(HEAD_DIM**-0.5)) for layer in self._cache.layers
             ]
         operations, library = operation_array(steps), native_library().library
         assert library is not None, "available: here() was checked first"

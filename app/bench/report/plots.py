@@ -23,6 +23,7 @@ from matplotlib.ticker import StrMethodFormatter
 
 from app.bench.report.comparison import load_axes
 from app.bench.report.figures import MILLI, Column, LoadCase, load_name, size_name
+from app.bench.report.page import Plot
 
 INK, MUTED, GRID, PAPER = "#1b1f24", "#57606a", "#d8dee4", "#ffffff"
 # Results in order: six hues after Okabe and Ito that are dark enough for lines, jfly.uni-koeln.de/color
@@ -80,18 +81,6 @@ _STYLE: Any = {  # its type differs between versions of matplotlib
     "svg.fonttype": "none",
     "text.parse_math": False,  # a dollar sign in a name is not math
 }
-
-
-@dataclass(frozen=True, slots=True)
-class Plot:
-    """A finished plot. `svg` is part of the page, `png` is written next to it; `alternative` is the alt text."""
-
-    name: str
-    title: str
-    caption: str
-    alternative: str
-    svg: str
-    png: bytes
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,10 +9,8 @@ from __future__ import annotations
 import importlib.util
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
-from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from rich.console import Console, Group, RenderableType
 from rich.table import Table as RichTable
 from rich.text import Text
@@ -20,9 +18,8 @@ from rich.text import Text
 from app.bench.compare.result import read_result
 from app.bench.console import MeasurementFailed
 from app.bench.report.comparison import ReportContent, build_report_content
-from app.bench.report.plots import Plot, latency_plot, throughput_plots
+from app.bench.report.page import PageSection, Plot, ReportPage, render_page
 from app.bench.report.tables import ReportOrigin, ReportTable, ResultNotes, TableCell, check_comparable
-from app.bench.report.timelines import roofline_plot, timeline_plot
 
 
 def make_report(paths: Sequence[Path], folder: Path | None, force: bool, here: ReportOrigin) -> int:
@@ -54,7 +51,8 @@ def write_report(comparison: ReportContent, folder: Path) -> Path:
         sections = page_sections(comparison)
         for plot in (plot for section in sections for plot in section.plots):
             (folder / f"{plot.name}.png").write_bytes(plot.png)
-        (folder / PAGE).write_text(render_page(comparison, sections), encoding="utf-8")
+        page = ReportPage(comparison.title, comparison.notes, comparison.sentences, sections, comparison.colophon)
+        (folder / PAGE).write_text(render_page(page), encoding="utf-8")
     except OSError as error:
         raise MeasurementFailed(f"the report cannot be written to {folder}: {error}.") from error
     return folder / PAGE
@@ -110,18 +108,11 @@ def _cell(cell: TableCell) -> Text:
 PAGE = "report.html"
 
 
-@dataclass(frozen=True, slots=True)
-class PageSection:
-    """A section of the page. `sentences` say why something is missing."""
-
-    title: str
-    plots: tuple[Plot, ...] = ()
-    tables: tuple[ReportTable, ...] = ()
-    sentences: tuple[str, ...] = ()
-
-
 def page_sections(comparison: ReportContent) -> list[PageSection]:
     """Return the sections, from the headline to the details. A section without content is left out."""
+    from app.bench.report.plots import latency_plot, throughput_plots
+    from app.bench.report.timelines import roofline_plot, timeline_plot
+
     cases, names, results = comparison.cases, comparison.names, comparison.results
     figures = {table.title: table for table in comparison.metric_tables}
     throughput, tokens, energy, circumstances = (figures.get(title) for title in comparison.group_titles)
@@ -136,24 +127,6 @@ def page_sections(comparison: ReportContent) -> list[PageSection]:
         _section("Circumstances", [], [circumstances]),
     ]
     return [section for section in found if section.plots or section.tables or section.sentences]
-
-
-def render_page(comparison: ReportContent, sections: Sequence[PageSection]) -> str:
-    """Render the page as HTML. All text from result files is escaped."""
-    environment = Environment(
-        loader=FileSystemLoader(Path(__file__).parent),
-        autoescape=True,
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
-    return environment.get_template("page.html").render(
-        title=comparison.title,
-        judged=comparison.notes,
-        sentences=comparison.sentences,
-        sections=sections,
-        colophon=comparison.colophon,
-    )
 
 
 def _section(title: str, plots: Sequence[Plot | str], tables: Sequence[ReportTable | None]) -> PageSection:

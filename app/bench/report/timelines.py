@@ -23,7 +23,8 @@ from matplotlib.lines import Line2D
 from app.bench.compare.result import CompareResult, LoadPoint, StepColumns
 from app.bench.report import plots
 from app.bench.report.figures import MILLI, LoadCase, info_section, load_name
-from app.bench.report.plots import Plot, PlotText, render_plot
+from app.bench.report.page import Plot
+from app.bench.report.plots import PlotText, render_plot
 
 SLOW_RATIO = 1.5  # times the median; the server records the cause of steps slower than this
 BETWEEN_STEPS = "between steps"

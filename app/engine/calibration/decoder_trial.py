@@ -32,7 +32,7 @@ from app.kernels.timing import MAX_ADJUSTMENT, extrapolate_by_size, monotone_tab
 from app.messages import Generate, SamplingParams
 from app.models.decoders.config import ModelConfig
 from app.models.decoders.decoder import Embedding
-from app.models.decoders.layer import HeadNorm, Norm, SelectionBias, Xielu
+from app.models.decoders.layer import Filters, HeadNorm, Norm, StoredVector, Xielu
 from app.models.decoders.shapes import active_weights
 from app.models.registry import build_decoder_model
 from app.weights.form_choice import form_choice
@@ -75,7 +75,7 @@ class DecoderTrial:
         config = self.config
         self._num_ids = min(config.vocab_size, MAX_TOKEN_IDS)
         rows = max(CONTEXT_ROWS, max(self.decode_rows()))
-        shape = KvShape(self.few_layers, rows, self.max_len, config.num_kv_heads, config.head_dim)
+        shape = KvShape(self.few_layers, rows, self.max_len, config.cache_heads, config.head_dim)
         self._stage = make_stage(config, plan, shape)
         self._runners = {layers: self._runner(layers) for layers in self.layer_counts}
         self._has_context = False
@@ -210,7 +210,7 @@ class DecoderTrial:
         model = build_decoder_model(_truncated_config(self.config, layers), self._dtype, self.max_len, device)
         modules = list(model.modules())
         for module in modules:
-            if isinstance(module, Norm | HeadNorm | SelectionBias | Xielu):
+            if isinstance(module, Norm | Filters | HeadNorm | StoredVector | Xielu):
                 module.fill(1.0, device)
             elif isinstance(module, Linear):
                 module.form = self._forms.form(module)
@@ -233,8 +233,12 @@ class DecoderTrial:
 def _truncated_config(config: ModelConfig, layers: int) -> ModelConfig:
     # Layers without experts come first, and most layers have experts.
     experts = None if config.experts is None else replace(config.experts, layers=config.experts.layers[-layers:])
-    windows, ropes = config.windows[:layers], config.ropes[:layers]
-    return replace(config, num_layers=layers, windows=windows, ropes=ropes, experts=experts)
+    windows, ropes, convolution = config.windows[:layers], config.ropes[:layers], config.convolution
+    if convolution is not None:  # the first layers attend to nothing, so begin with one that does
+        first = convolution.layers.index(False)
+        order = (*convolution.layers[first:], *convolution.layers[:first])
+        convolution = replace(convolution, layers=order[:layers])
+    return replace(config, num_layers=layers, windows=windows, ropes=ropes, experts=experts, convolution=convolution)
 
 
 def _context_token_seconds(own: Mapping[TrialStep, float], kind: str, size: int, num_layers: int) -> float:

@@ -200,7 +200,7 @@ class StreamedCalibration:
         self._windows: list[Window] = [window for window in windows if window]
         self._probed = max(range(len(self._windows)), key=lambda number: len(self._windows[number]))
         self._probe_tokens = SMALL_PROBE_TOKENS if is_small else PROBE_TOKENS
-        shape = KvShape(config.num_layers, 1, window_tokens, config.num_kv_heads, config.head_dim)
+        shape = KvShape(config.num_layers, 1, window_tokens, config.cache_heads, config.head_dim)
         self._attention = StepAttention(KvCache(shape, kv_dtype(plan)), backend)
         self.losses: dict[tuple[str, ...], float] = {}
         self._expected: dict[int, Tensor] = {}  # rows before the exact output layer, by the window's number

@@ -33,8 +33,9 @@ from app.engine.scheduler.batch import (
     ScheduledSpan,
     logit_rows_of,
 )
-from app.kernels.attention.attention import AttentionSequence, AttentionStep, QkvHeads, split_into_decodes
+from app.kernels.attention.attention import AttentionSequence, AttentionStep, KvRows, QkvHeads, split_into_decodes
 from app.kernels.attention.context import Attend, AttentionSpec, StepContext
+from app.kernels.attention.convolution import convolve
 from app.kernels.elementwise.activations import TopLogits, TopLogitsRequest
 from app.kernels.elementwise.rope import apply_rope_and_write_kv
 from app.kernels.native.memory import Int64Buffer
@@ -248,15 +249,20 @@ class StepAttention:
 
     def __call__(self, layer: int, heads: QkvHeads, spec: AttentionSpec) -> Tensor:
         """Write the layer's keys and values, and return its attention output [tokens, heads * head_dim]."""
-        kv = self._kv_cache.layers[layer]
+        kv = self._kv_cache.layers[layer].first_heads(heads.num_kv_heads)
         query = apply_rope_and_write_kv(heads, kv, self._written)
         if len(self._parts) < 2:
-            return self._backend.attention(query, kv, self._step, spec).flatten(1)
+            return self._attend(query, kv, spec).flatten(1)
         results = []
         for own, rows in self._parts:
             self._step.fill(rows)
-            results.append(self._backend.attention(query[own], kv, self._step, spec))
+            results.append(self._attend(query[own], kv, spec))
         return torch.cat(results).flatten(1)
+
+    def _attend(self, query: Tensor, kv: KvRows, spec: AttentionSpec) -> Tensor:
+        if spec.filters is not None:
+            return convolve(query, kv, self._step, spec.filters)
+        return self._backend.attention(query, kv, self._step, spec)
 
 
 RECORD_AFTER_STEPS = 2  # number of steps of a shape before one is recorded

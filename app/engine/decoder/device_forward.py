@@ -18,6 +18,7 @@ from app.engine.sampling.rows import SamplingTensors, sample_greedy, sample_rand
 from app.engine.scheduler.batch import ScheduledSpan
 from app.kernels.attention.attention import QkvHeads
 from app.kernels.attention.context import AttentionSpec, StepContext
+from app.kernels.attention.convolution import paged_convolve_torch
 from app.kernels.attention.paged import PagedStep
 from app.kernels.elementwise.rope import apply_rope_and_write_kv
 from app.models.decoders.decoder import Decoder
@@ -52,8 +53,10 @@ class PagedAttention:
 
     def __call__(self, layer: int, heads: QkvHeads, spec: AttentionSpec) -> Tensor:
         """Write the layer's keys and values, and return its attention output [tokens, heads * head_dim]."""
-        kv = self.kv_cache.layers[layer]
+        kv = self.kv_cache.layers[layer].first_heads(heads.num_kv_heads)
         query = apply_rope_and_write_kv(heads, kv, self.kv_rows)
+        if spec.filters is not None:
+            return paged_convolve_torch(query, kv, self.step, spec.filters).flatten(1)
         return self.backend.attention(query, kv, self.step, spec).flatten(1)
 
 

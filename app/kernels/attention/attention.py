@@ -1,11 +1,10 @@
-"""Attention of a ragged batch, from a layer's QKV product to the native kernels.
+"""The inputs of attention over a ragged batch: a layer's QKV product, its cached rows, and the sequences of a step.
 
 - `QkvHeads` holds a QKV product with its head layout and the norms and RoPE angles that its heads need; `elementwise/rope.py` applies them.
 - `KvRows` are the keys and values of one layer as rows, one per token, in bf16, fp32 or int8. `csrc/ops.h`, "Keys and
   values", describes the rows. The KV cache decides which row belongs to which sequence.
-- `attend` runs the native kernels. A sequence's context has one or two segments. Sliding windows and logit soft caps
-  are supported. `backends/cpu.py` has the reference implementation, and torch's attention where these kernels do not
-  apply.
+- `AttentionStep` describes the sequences, whose contexts have one or two segments, for the native kernels (`ragged.py`).
+  `backends/cpu.py` has the reference implementation, and torch's attention where these kernels do not apply.
 """
 
 from __future__ import annotations
@@ -19,8 +18,8 @@ from torch import Tensor
 
 from app.kernels.native.arguments import AttentionArguments, KvAddresses, OpCode
 from app.kernels.native.library import native_library
-from app.kernels.native.memory import Int64Buffer, aligned_bytes, empty
-from app.kernels.native.operations import has_kernel, run_operation
+from app.kernels.native.memory import Int64Buffer, aligned_bytes
+from app.kernels.native.operations import has_kernel
 
 _ROW_ALIGNMENT = 64  # an int8 row is padded to a multiple of this many bytes
 
@@ -58,6 +57,15 @@ class KvRows:
             return key, value
         scales = self.key_scales.narrow(0, first, num_tokens), self.value_scales.narrow(0, first, num_tokens)
         return (key * scales[0][..., None]).to(torch.bfloat16), (value * scales[1][..., None]).to(torch.bfloat16)
+
+    def first_heads(self, heads: int) -> KvRows:
+        """Return a view of the first heads of each row."""
+        if heads == self.keys.shape[1]:
+            return self
+        parts = (self.keys, self.values, self.key_scales, self.value_scales)
+        keys, values, *scales = (None if part is None else part[:, :heads] for part in parts)
+        assert keys is not None and values is not None, "only scales are optional"
+        return KvRows(keys, values, self.token_bytes, *scales)
 
     def addresses(self) -> KvAddresses:
         """Return the addresses as the C structure `view_kv_rows`."""
@@ -305,26 +313,13 @@ def clip_segments(runs: Sequence[KvSegment], start: int, end: int) -> tuple[KvSe
     return tuple(KvSegment(run.first + low - run.position, high - low, low) for run, low, high in cut if low < high)
 
 
-def attend(
-    query: Tensor, kv: KvRows, step: AttentionStep, scale: float, window: int | None, softcap: float | None
-) -> Tensor:
-    """Compute causal attention of query [tokens, heads, head_dim]; the result is a new contiguous tensor.
-
-    It has the query's shape and dtype. Rows that belong to no sequence of the step are not initialised.
-    """
-    tokens, heads, head_dim = query.shape
-    kv_heads = kv.keys.shape[1]
-    wide = query.dtype == torch.float32
-    step.set_heads(heads, kv_heads, head_dim, wide)
-    out = empty((tokens, heads, head_dim), query.dtype)
-    sizes = (query.stride(0), heads * head_dim, heads, kv_heads, head_dim, window or 0, wide)
-    run_operation(
-        AttentionArguments(
-            query.data_ptr(), out.data_ptr(), step.address, kv.addresses(), *sizes, scale, softcap or 0.0
-        ),
-        OpCode.ATTENTION,
-    )
-    return out
+def head_addresses(heads: int, *vectors: Tensor | None) -> tuple[int | None, ...]:
+    """Return the addresses of vectors fp32 [heads]; None for those that are not given."""
+    for vector in vectors:
+        assert vector is None or (
+            vector.shape == (heads,) and vector.dtype == torch.float32 and vector.is_contiguous()
+        ), "each head has one fp32 number"
+    return tuple(None if vector is None else vector.data_ptr() for vector in vectors)
 
 
 _MAX_HEAD_DIM = 256  # csrc/turn.h

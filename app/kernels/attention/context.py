@@ -24,6 +24,9 @@ class AttentionSpec:
     to p + window // 2.
     `distance_bias` [heads, 2 * n + 1] FP32 is added to the scores: column n + key position - query
     position. The outermost columns serve larger distances.
+    `filters` [width, channels] FP32: a short convolution takes the place of attention (convolution.py).
+    `slopes` [heads] FP32 times key position - query position is added to the scores (ALiBi, arXiv 2108.12409).
+    `sinks` [heads] FP32 are the scores of a further position that every query sees and whose value is zero.
     """
 
     scale: float
@@ -31,6 +34,14 @@ class AttentionSpec:
     softcap: float | None = None
     bidirectional: bool = False
     distance_bias: Tensor | None = None
+    filters: Tensor | None = None
+    slopes: Tensor | None = None
+    sinks: Tensor | None = None
+
+    @property
+    def has_plain_scores(self) -> bool:
+        """True if weights are the softmax of scaled scores alone, as torch's attention computes them."""
+        return self.softcap is None and self.distance_bias is None and self.slopes is None and self.sinks is None
 
     def visible_window(self, unbounded: int) -> tuple[int, int]:
         """Return the numbers of positions before and after its own that a token sees; `unbounded` without a limit."""

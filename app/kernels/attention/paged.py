@@ -18,6 +18,7 @@ from torch import Tensor
 
 from app.kernels.attention.attention import KvRows, QkvHeads
 from app.kernels.attention.context import AttentionSpec
+from app.kernels.attention.weights import attention_weights
 from app.kernels.elementwise.rope import apply_rope_to_qkv_torch
 
 # Tokens that a kernel reads at a time; at most 63 tokens of a sequence's memory are unused. Torch's flash
@@ -88,14 +89,7 @@ def attend_block(query: Tensor, key: Tensor, value: Tensor, part: QueryBlock, sp
     n, queries, heads, head_dim = query.shape
     grouped = query.float().reshape(n, queries, key.shape[2], -1, head_dim)
     scores = torch.einsum("nqhgd,nkhd->nhgqk", grouped, key.float()) * spec.scale
-    if spec.softcap is not None:
-        scores = torch.tanh(scores / spec.softcap) * spec.softcap
-    if spec.distance_bias is not None:
-        most = spec.distance_bias.shape[1] // 2
-        bias = spec.distance_bias[:, part.ahead.clamp(-most, most) + most]  # [heads, n, q, k]
-        scores = scores + bias.transpose(0, 1).reshape(scores.shape)
-    hidden = ~part.visible[:, None, None]
-    weights = scores.masked_fill(hidden, -torch.inf).softmax(-1).masked_fill(hidden, 0.0)
+    weights = attention_weights(scores.flatten(1, 2), part.ahead, part.visible, spec).view(scores.shape)
     # Memory after a context may contain anything, and zero times NaN is NaN.
     values = value.float().masked_fill(~part.context[..., None, None], 0.0)
     return torch.einsum("nhgqk,nkhd->nqhgd", weights, values).reshape(n, queries, heads, head_dim)

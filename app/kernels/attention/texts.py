@@ -15,8 +15,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from app.kernels.attention.attention import KvRows, QkvHeads
+from app.kernels.attention.attention import KvRows, QkvHeads, head_addresses
 from app.kernels.attention.context import AttentionSpec
+from app.kernels.attention.weights import attention_weights
 from app.kernels.elementwise.rope import apply_rope_and_write_kv, apply_rope_to_qkv_torch
 from app.kernels.native.arguments import OpCode, TextAttentionArguments
 from app.kernels.native.memory import Int64Buffer, empty
@@ -80,8 +81,10 @@ def attend_texts(heads: QkvHeads, texts: TextStarts, spec: AttentionSpec) -> Ten
     addresses = (*columns, out.data_ptr(), texts.address, None if bias is None else bias.data_ptr())
     sizes = (product.stride(0), queries, heads.num_heads, heads.num_kv_heads, size, before, after, most)
     wide = product.dtype == torch.float32
+    vectors = head_addresses(heads.num_heads, spec.sinks, spec.slopes)
     run_operation(
-        TextAttentionArguments(*addresses, *sizes, wide, spec.scale, spec.softcap or 0.0), OpCode.TEXT_ATTENTION
+        TextAttentionArguments(*addresses, *sizes, wide, spec.scale, spec.softcap or 0.0, *vectors),
+        OpCode.TEXT_ATTENTION,
     )
     return out
 
@@ -115,7 +118,7 @@ def _apply_rope_in_place(heads: QkvHeads, texts: TextStarts) -> None:
 def attend_texts_torch(heads: QkvHeads, starts: Sequence[int], spec: AttentionSpec) -> Tensor:
     """Compute attention within each text by torch (reference implementation).
 
-    Without a soft cap, torch's attention computes scores in the product's dtype. With one, scores are in FP32.
+    Torch's attention computes plain scores, in the product's dtype. Others are computed in FP32.
     """
     query, key, value = apply_rope_to_qkv_torch(heads)
     out = query.new_empty(query.shape)
@@ -127,28 +130,15 @@ def attend_texts_torch(heads: QkvHeads, starts: Sequence[int], spec: AttentionSp
 
 def _attend_text(query: Tensor, key: Tensor, value: Tensor, spec: AttentionSpec) -> Tensor:
     """Compute attention of one text: query [heads, tokens, head_dim], key and value [kv_heads, tokens, head_dim]."""
-    group, mask = len(query) // len(key), _mask(query.shape[1], spec)
+    group, at = len(query) // len(key), torch.arange(query.shape[1])
     key, value = key.repeat_interleave(group, 0), value.repeat_interleave(group, 0)
-    if spec.softcap is None:
-        bias = None if mask is None else mask.to(query.dtype)
-        return F.scaled_dot_product_attention(query[None], key[None], value[None], bias, scale=spec.scale)[0]
-    scores = spec.softcap * torch.tanh(query.float() @ key.float().transpose(1, 2) * spec.scale / spec.softcap)
-    weights = (scores if mask is None else scores + mask).softmax(-1)
-    return (weights @ value.float()).to(query.dtype)
-
-
-def _mask(tokens: int, spec: AttentionSpec) -> Tensor | None:
-    """Return the addend of the scores, [tokens, tokens] or [heads, tokens, tokens] fp32, or None."""
-    if spec.bidirectional and spec.distance_bias is None and (spec.window is None or tokens <= spec.window // 2 + 1):
-        return None
-    at = torch.arange(tokens)
-    ahead = at - at[:, None]  # key position minus query position
-    low, high = spec.visible_window(tokens)
-    hidden = torch.zeros(tokens, tokens).masked_fill_((ahead < -low) | (ahead > high), -torch.inf)
-    if spec.distance_bias is None:
-        return hidden
-    most = spec.distance_bias.shape[1] // 2
-    return hidden + spec.distance_bias[:, ahead.clamp(-most, most) + most]
+    ahead, (low, high) = at - at[:, None], spec.visible_window(len(at))
+    seen = (ahead >= -low) & (ahead <= high)
+    if spec.has_plain_scores:
+        mask = None if bool(seen.all()) else torch.zeros(seen.shape, dtype=query.dtype).masked_fill_(~seen, -torch.inf)
+        return F.scaled_dot_product_attention(query[None], key[None], value[None], mask, scale=spec.scale)[0]
+    scores = query.float() @ key.float().transpose(1, 2) * spec.scale
+    return (attention_weights(scores, ahead, seen, spec) @ value.float()).to(query.dtype)
 
 
 # Arguments: query, key, value [tokens, heads or kv_heads, head_dim] with any strides but the last; cumulative
@@ -166,8 +156,12 @@ def torch_flash_supports(dtype: torch.dtype, head_dim: int, spec: AttentionSpec)
 
     The GPU has at least compute capability 8.0, like all supported GPUs.
     """
-    plain = spec.softcap is None and spec.distance_bias is None
-    return plain and dtype in _HALF_DTYPES and head_dim <= _MAX_TORCH_FLASH_HEAD_DIM and head_dim % _HEAD_MULTIPLE == 0
+    return (
+        spec.has_plain_scores
+        and dtype in _HALF_DTYPES
+        and head_dim <= _MAX_TORCH_FLASH_HEAD_DIM
+        and head_dim % _HEAD_MULTIPLE == 0
+    )
 
 
 def torch_flash_attention(

@@ -100,10 +100,25 @@ static void activate(const void *arguments) {
     }
 }
 
+#define SWIGLU_ALPHA 1.702f
+#define SWIGLU_LIMIT 7.0f
+
+/* gpt-oss: x sigmoid(alpha x) (up + 1) with x = gate at most the limit, and up within the limit on both sides. NaN stays. */
+INLINE vf swiglu_oai(vf gate, vf up) {
+    const vf x = vf_min(vf_all(SWIGLU_LIMIT), gate), bounded = vf_max(vf_all(-SWIGLU_LIMIT), vf_min(vf_all(SWIGLU_LIMIT), up));
+    return x / (1.0f + vf_exp(x * -SWIGLU_ALPHA)) * (bounded + 1.0f);
+}
+
+INLINE vf gated(int activation, vf gate, vf up) { return activation == SWIGLU_OAI ? swiglu_oai(gate, up) : activated(activation, gate) * up; }
+
+#define FOR_GATE(WHICH, CALL)                       \
+    if ((WHICH) == SWIGLU_OAI) { CALL(SWIGLU_OAI); } \
+    else FOR_ACTIVATION(WHICH, CALL)
+
 /* Write `count` values of act(gate) * up. */
 INLINE void gate_values(int activation, int64_t wide, const void *gate, const void *up, int64_t count, float *values) {
     for (int64_t i = 0; i < count; i += LANES)
-        vf_store(values + i, activated(activation, row_load_part(wide, gate, i, count - i)) * row_load_part(wide, up, i, count - i));
+        vf_store(values + i, gated(activation, row_load_part(wide, gate, i, count - i), row_load_part(wide, up, i, count - i)));
 }
 
 static void gate(const void *arguments) {
@@ -114,7 +129,7 @@ static void gate(const void *arguments) {
         const part p = nth_part(&a->out, a->size, index);
         const void *first = element_of(a->wide, a->gate_up, p.row * 2 * a->size + p.from), *second = element_of(a->wide, first, a->size);
 #define GATE_WITH(WHICH) gate_values(WHICH, a->wide, first, second, p.count, values)
-        FOR_ACTIVATION(a->activation, GATE_WITH)
+        FOR_GATE(a->activation, GATE_WITH)
         emit(&a->out, a->rows, a->size, p, values);
     }
 }

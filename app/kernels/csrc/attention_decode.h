@@ -81,8 +81,9 @@ INLINE float raise_maximum(float *maximum, float candidate) {
     return vf_exp(vf_all(before - candidate))[0];
 }
 
-/* Compute a block's scores from the dot products of one row. Tokens outside [from, to) get -inf. */
-INLINE void finish_block(const attention_arguments *a, int from, int to, const float *key_scales, float *scores) {
+/* Compute a block's scores from the dot products of one row. Tokens outside [from, to) get -inf. `ahead`: position of
+ * the block's first token minus the query's. */
+INLINE void finish_block(const attention_arguments *a, int64_t head, int64_t ahead, int from, int to, const float *key_scales, float *scores) {
     const float cap = (float)a->softcap;
     vi lanes;
     for (int i = 0; i < LANES; i++) lanes[i] = i;
@@ -90,6 +91,7 @@ INLINE void finish_block(const attention_arguments *a, int from, int to, const f
         vf x = vf_load(scores + t) * (float)a->scale;
         if (key_scales) x *= vf_load(key_scales + t);
         if (cap > 0) x = vf_tanh(x / cap) * cap;
+        if (a->slopes) x += a->slopes[head] * __builtin_convertvector(lanes + (int32_t)(ahead + t), vf);
         if (from > t || to < t + LANES) x = vf_select((lanes + t >= from) & (lanes + t < to), x, vf_all(-INFINITY));
         vf_store(scores + t, x);
     }
@@ -108,10 +110,10 @@ static void raise(decoding *d, int64_t row, int from, int to, const float *score
 
 /* Turn the dot products of one row for tokens [from, to) of the block into weights e^(score - maximum). The others
  * become zero. */
-INLINE void weigh(decoding *d, int64_t row, int from, int to, const float *key_scales, const float *value_scales, float *scores) {
+INLINE void weigh(decoding *d, int64_t row, int64_t head, int64_t ahead, int from, int to, const float *key_scales, const float *value_scales, float *scores) {
     const vf limit = vf_all(d->maximum[row] + SLACK);
     vi above = vi_all(0);
-    finish_block(d->a, from, to, key_scales, scores);
+    finish_block(d->a, head, ahead, from, to, key_scales, scores);
     for (int t = from / LANES * LANES; t < to; t += LANES) above |= vf_load(scores + t) > limit;
     if (any_lane(above)) raise(d, row, from, to, scores);
     vf total = vf_load(d->totals[row]);
@@ -178,15 +180,23 @@ INLINE void take_block(decoding *d, int kind, int64_t h, int64_t position) {
         const int from = seen > low ? (int)(seen < DECODE_BLOCK ? seen : DECODE_BLOCK) : low, to = left < high ? (int)(left > 0 ? left : 0) : high;
         if (from >= to) continue;
         for (int64_t g = 0; g < group; g++)
-            weigh(d, row + g, from, to, kind == FROM_INT8 ? key_scales : NULL, kind == FROM_INT8 ? value_scales : NULL, scores[query * group + g]);
+            weigh(d, row + g, head * group + g, 1 - left, from, to, kind == FROM_INT8 ? key_scales : NULL, kind == FROM_INT8 ? value_scales : NULL, scores[query * group + g]);
         add_all(kind, d, row, group, query == 0, &values, (const float (*)[DECODE_BLOCK])scores + query * group, from, to);
     }
 }
 
-/* Reorder the sums of values and divide them by their total. */
-INLINE void store_output(const attention_arguments *a, const float *sums, float total, void *out) {
+/* Row: (KV head, query, query head). */
+INLINE int64_t head_of_row(const attention_arguments *a, const sequence *s, int64_t row) {
+    const int64_t group = group_size(a), rows = s->num_tokens * group;
+    return row / rows * group + row % group;
+}
+
+/* Reorder a row's sums of values and divide them by their total, to which its head's sink is added. It is added here, so
+ * that the result does not depend on how the context is divided. */
+INLINE void store_output(const attention_arguments *a, int64_t head, const float *sums, float maximum, float total, void *out) {
     float ordered[MAX_HEAD_DIM] __attribute__((aligned(64)));
     const int64_t size = padded32(a->head_dim);
+    if (a->sinks) total += vf_exp(vf_all(a->sinks[head] - maximum))[0];
     if (a->kv.key_scales || a->wide) memcpy(ordered, sums, (size_t)size * 4);
     else
         for (int64_t i = 0; i < size; i++) ordered[i] = sums[i / STEP * STEP + i % 2 * LANES + i % STEP / 2];
@@ -194,8 +204,8 @@ INLINE void store_output(const attention_arguments *a, const float *sums, float 
 }
 
 INLINE void *output_of(const attention_arguments *a, const sequence *s, int64_t row) {
-    const int64_t group = group_size(a), rows = s->num_tokens * group; /* row: (KV head, query, query head) */
-    return element_of(a->wide, a->out, (s->first + row % rows / group) * a->out_stride + (row / rows * group + row % group) * a->head_dim);
+    const int64_t group = group_size(a), query = row % (s->num_tokens * group) / group;
+    return element_of(a->wide, a->out, (s->first + query) * a->out_stride + head_of_row(a, s, row) * a->head_dim);
 }
 
 static void finish_decoding(const decoding *d) {
@@ -204,7 +214,7 @@ static void finish_decoding(const decoding *d) {
         const int64_t row = d->first_head * d->rows + r;
         const float total = vf_sum(vf_load(d->totals[r]));
         if (!d->partials) {
-            store_output(a, d->sums[r], total, output_of(a, d->s, row));
+            store_output(a, head_of_row(a, d->s, row), d->sums[r], d->maximum[r], total, output_of(a, d->s, row));
             continue;
         }
         float *partial = d->partials + (row * num_splits(a, d->s) + d->split) * partial_floats(a);
@@ -249,7 +259,7 @@ static void join(const attention_arguments *a, const sequence *s, int64_t row, c
         total += share * part[1];
         for (int64_t i = 0; i < padded32(a->head_dim); i += LANES) vf_store(sums + i, vf_load(sums + i) + share * vf_load(part + 16 + i));
     }
-    store_output(a, sums, total, output_of(a, s, row));
+    store_output(a, head_of_row(a, s, row), sums, maximum, total, output_of(a, s, row));
 }
 
 #endif

@@ -87,10 +87,16 @@ INLINE __m512 exp16(__m512 x) {
     return _mm512_scalef_ps(y, n);
 }
 
-/* scores * scale, bounded by tanh if the model has a soft cap */
-INLINE __m512 finish_scores(__m512 dots, const attention_arguments *a) {
-    const __m512 scores = _mm512_mul_ps(dots, _mm512_set1_ps((float)a->scale)), cap = _mm512_set1_ps((float)a->softcap);
-    return a->softcap <= 0 ? scores : _mm512_mul_ps(cap, vf_tanh(_mm512_div_ps(scores, cap)));
+/* scores * scale, bounded by tanh if the model has a soft cap, plus ALiBi for 16 keys of which the first is `ahead` of the
+ * query */
+INLINE __m512 finish_scores(__m512 dots, const attention_arguments *a, int64_t head, int64_t ahead) {
+    const __m512 cap = _mm512_set1_ps((float)a->softcap);
+    __m512 scores = _mm512_mul_ps(dots, _mm512_set1_ps((float)a->scale));
+    if (a->softcap > 0) scores = _mm512_mul_ps(cap, vf_tanh(_mm512_div_ps(scores, cap)));
+    if (!a->slopes) return scores;
+    const __m512i lanes = _mm512_set_epi32(15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0);
+    const __m512 distances = _mm512_cvtepi32_ps(_mm512_add_epi32(lanes, _mm512_set1_epi32((int)ahead)));
+    return _mm512_fmadd_ps(_mm512_set1_ps(a->slopes[head]), distances, scores);
 }
 
 /* One tile of up to 12 rows: row r is query first + r / group, head r % group. */
@@ -98,7 +104,7 @@ typedef struct {
     int count;
     uint32_t queries[BF16_ROWS * MAX_HEAD_DIM / 2];
     float sums[BF16_ROWS][MAX_HEAD_DIM], maximum[BF16_ROWS], total[BF16_ROWS];
-    int64_t position[BF16_ROWS];
+    int64_t position[BF16_ROWS], head[BF16_ROWS];
 } query_tile;
 
 static void load_tile(query_tile *tile, const attention_arguments *a, const sequence *s, int64_t first_query, int row, int rows, int64_t kv_head) {
@@ -109,7 +115,9 @@ static void load_tile(query_tile *tile, const attention_arguments *a, const sequ
         int64_t query = first_query + (row + r) / group, head = kv_head * group + (row + r) % group;
         const uint16_t *source = (const uint16_t *)a->query + (s->first + query) * a->query_stride + head * a->head_dim;
         for (int64_t p = 0; p < a->head_dim / 2; p++) memcpy(&tile->queries[p * tile->count + r], source + 2 * p, 4);
-        tile->maximum[r] = -INFINITY, tile->total[r] = 0, tile->position[r] = s->start + query;
+        tile->position[r] = s->start + query, tile->head[r] = head;
+        /* A sink counts as a first position whose value is zero. */
+        tile->maximum[r] = a->sinks ? a->sinks[head] : -INFINITY, tile->total[r] = a->sinks ? 1 : 0;
     }
 }
 
@@ -122,7 +130,7 @@ static float weigh_row(query_tile *tile, int r, const attention_arguments *a, fl
         int64_t lane = i * 16;
         __mmask16 seen = to <= lane ? 0 : first_lanes(to - lane);
         if (from > lane) seen &= from - lane >= 16 ? 0 : (__mmask16) ~((1u << (from - lane)) - 1);
-        part[i] = _mm512_mask_blend_ps(seen, _mm512_set1_ps(-INFINITY), finish_scores(_mm512_loadu_ps(&scores[i / 2][r][i % 2 * 16]), a));
+        part[i] = _mm512_mask_blend_ps(seen, _mm512_set1_ps(-INFINITY), finish_scores(_mm512_loadu_ps(&scores[i / 2][r][i % 2 * 16]), a, tile->head[r], block + lane - tile->position[r]));
         largest = _mm512_max_ps(largest, part[i]);
     }
     float top = _mm512_reduce_max_ps(largest), rescale = raise_maximum(&tile->maximum[r], top);

@@ -70,8 +70,7 @@ INLINE void attend_queries(int kind, prompt_task *t, const attention_arguments *
     text_task *text = &t->text;
     const int64_t group = group_size(a), block = text_block(&t->queries), low = first_seen(a, text->first_query), high = text->first_query + queries;
     text->rows = queries * group;
-    for (int64_t row = 0; row < text->rows; row++) text->maximum[row] = -INFINITY, text->total[row] = 0;
-    memset(text->sums, 0, (size_t)(text->rows * padded_head(&t->queries)) * 4);
+    begin_text_rows(text);
     pack_queries(kind, text);
     for (int64_t from = low / block * block; from < high; from += block) {
         const int64_t positions = high - from < block ? high - from : block;
@@ -93,6 +92,7 @@ static __attribute__((noinline)) void attend_prompt_units(const attention_argume
     t.queries = (texts_arguments){
         .query = a->query, .out = a->out, .stride = a->query_stride, .out_stride = a->out_stride, .heads = a->heads, .kv_heads = a->kv_heads,
         .head_dim = a->head_dim, .before = a->window > 0 ? a->window - 1 : UNBOUNDED, .wide = a->wide, .scale = a->scale, .softcap = a->softcap,
+        .sinks = a->sinks, .slopes = a->slopes,
     };
     t.cached = (texts_arguments){.key = t.rows, .value = t.rows, .stride = a->head_dim, .heads = 1, .kv_heads = 1, .head_dim = a->head_dim};
     t.text.a = &t.queries, t.text.kv_head = task % a->kv_heads;

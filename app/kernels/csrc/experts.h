@@ -191,7 +191,7 @@ static void gate_rows(const experts_arguments *a, const expert_memory *m, int64_
         for (int64_t at = 0, parts = parts_of(&out, size); at < parts; at++) {
             part p = nth_part(&out, size, at);
 #define GATE_EXPERT(WHICH) gate_values(WHICH, 1, gate + p.from, gate + size + p.from, p.count, values)
-            FOR_ACTIVATION(a->activation, GATE_EXPERT)
+            FOR_GATE(a->activation, GATE_EXPERT)
             p.row = m->rows_of[i] - e->first;
             emit_input(e->products + 1, &out, e->rows, size, p, values);
         }

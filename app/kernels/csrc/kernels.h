@@ -9,6 +9,8 @@
 
 #include "activate.h"
 #include "angles.h"
+#include "convolve.h"
+#include "latent.h"
 #include "layer_norm.h"
 #include "linear_fp32.h"
 #include "lora.h"
@@ -68,6 +70,9 @@ const level LEVEL = {
             [OP_LORA] = lora,
             [OP_ROUTE] = route,
             [OP_EXPERTS] = experts,
+            [OP_LATENT] = latent,
+            [OP_CONVOLVE] = convolve,
+            [OP_CONVOLVED_ROWS] = convolved_rows,
 #if BF16_PRODUCT
             [OP_LINEAR_BF16] = linear_bf16,
 #endif

@@ -60,6 +60,9 @@ enum {
     OP_LORA,        /* the products of LoRA adapters, added to a product's rows */
     OP_ROUTE,       /* each row's experts and their weights, from the router's logits */
     OP_EXPERTS,     /* each row's experts, added to the residual stream */
+    OP_LATENT,      /* queries, keys and values of multi-head latent attention as rows of heads */
+    OP_CONVOLVE,    /* a short convolution over cached rows, times gates */
+    OP_CONVOLVED_ROWS, /* what a short convolution multiplies and caches */
     OP_COUNT
 };
 
@@ -82,7 +85,7 @@ typedef struct {
 
 /* out = hidden / rms(hidden) * weight, hidden [rows, size] fp32 (row stride in elements), weight [size] fp32. If
  * `branch` [rows, size] is given, bf16 or, if `wide`, fp32, its norm is added to hidden instead, and `out` is not used:
- * hidden += branch / rms(branch) * weight. */
+ * hidden += branch / rms(branch) * weight. Without `hidden`, out is the norm of `branch`, whose rows have the stride. */
 typedef struct {
     float *hidden;
     const void *branch;
@@ -102,7 +105,7 @@ typedef struct {
     sink out;
 } layer_norm_arguments;
 
-enum { IDENTITY, SILU, GELU_TANH, GELU_ERF, RELU, TANH, RELU_SQUARED, XIELU };
+enum { IDENTITY, SILU, GELU_TANH, GELU_ERF, RELU, TANH, RELU_SQUARED, XIELU, SWIGLU_OAI };
 
 /* x [rows, size] bf16 or, if `wide`, fp32 (row stride in elements) to act(x). Only this operation has XIELU, whose two
  * factors are `positive` and `negative`. */
@@ -113,7 +116,8 @@ typedef struct {
     sink out;
 } activate_arguments;
 
-/* gate_up [rows, 2 * size] bf16 or, if `wide`, fp32 to act(gate) * up. */
+/* gate_up [rows, 2 * size] bf16 or, if `wide`, fp32 to act(gate) * up. Only gates have SWIGLU_OAI, the clamped gate of
+ * gpt-oss (activate.h). */
 typedef struct {
     const void *gate_up;
     int64_t rows, size, activation, wide;
@@ -192,7 +196,7 @@ typedef struct {
     double factor;
 } rows_arguments;
 
-/* out [count, size] fp32 = rows ids[i] of x (row stride in elements). */
+/* out [count, size] fp32 = rows ids[i] of x (row stride in elements); without `ids`, row i. */
 typedef struct {
     const float *x;
     const int64_t *ids;
@@ -371,7 +375,9 @@ typedef struct {
 } attention_step;
 
 /* Causal attention: query, out [tokens, heads, head_dim], strides between tokens in elements. They are bf16 or, if
- * `wide`, fp32 as keys and values are then. window <= 0 and softcap <= 0 mean none. */
+ * `wide`, fp32 as keys and values are then. window <= 0 and softcap <= 0 mean none. `sinks` and `slopes` [heads] fp32, if
+ * given: e^sink is part of a softmax's denominator, and slope * (key position - query position) is added to a score
+ * (ALiBi). */
 typedef struct {
     const void *query;
     void *out;
@@ -379,6 +385,7 @@ typedef struct {
     kv_rows kv;
     int64_t query_stride, out_stride, heads, kv_heads, head_dim, window, wide;
     double scale, softcap;
+    const float *sinks, *slopes;
 } attention_arguments;
 
 /* Texts one after the other: text i is rows [starts[i], starts[i + 1]). Read when the operation runs. */
@@ -390,7 +397,7 @@ typedef struct {
  * elements), bf16 or, if `wide`, fp32; out [rows, heads, head_dim] of the same dtype with stride out_stride. head_dim
  * is even and at most 256. A token at p sees positions p - before to p + after of its text. Scores are scaled and
  * capped if softcap > 0. If bias [heads, 2 * most + 1] fp32 is given, it is added to them: column most + key - query,
- * or the outermost column beyond. */
+ * or the outermost column beyond. `sinks` and `slopes` as in `attention_arguments`. */
 typedef struct {
     const void *query, *key, *value;
     void *out;
@@ -398,6 +405,7 @@ typedef struct {
     const float *bias;
     int64_t stride, out_stride, heads, kv_heads, head_dim, before, after, most, wide;
     double scale, softcap;
+    const float *sinks, *slopes;
 } texts_arguments;
 
 /* heads [rows, heads + 2 * kv_heads, head_dim] (stride between rows in elements): queries, keys, values, bf16 or, if
@@ -417,6 +425,38 @@ typedef struct {
     float *scales;
     int64_t own_weights, subtracts_mean, norm_last;
 } turn_arguments;
+
+/* Rows as OP_TURN reads them, out [rows, 3 * heads, rotated + plain], from the products of multi-head latent attention:
+ * queries [rows, heads, plain + rotated], others [rows, heads, plain + value] with keys and values, and one rotated part
+ * of the keys of all heads, rotated_keys [rows, rotated]. Row strides in elements; bf16, or fp32 if `wide`. In `out` the
+ * rotated part of a head comes first, and values are padded with zeros. `interleaved`: element 2i + j of a rotated part
+ * becomes element i + j * rotated / 2. value <= rotated + plain. */
+typedef struct {
+    const void *queries, *others, *rotated_keys;
+    void *out;
+    int64_t query_stride, other_stride, key_stride, rows, heads, plain, rotated, value, interleaved, wide;
+} latent_arguments;
+
+/* out [rows, 2 * size] = (b, a * c) of x [rows, 3 * size] = (a, b, c) with a row stride in elements; bf16, or fp32 if
+ * `wide`. */
+typedef struct {
+    const void *x;
+    void *out;
+    int64_t stride, rows, size, wide;
+} convolved_rows_arguments;
+
+/* A short convolution of each channel over cached rows: out [tokens, channels] = query * the sum over i < width of
+ * filters[i] * row of position p - width + 1 + i, p being the token's position; earlier positions than 0 count as zero.
+ * A row's channels are the keys of all heads, then their values. filters [width, channels] fp32. query and out have
+ * strides between tokens in elements; bf16 or, if `wide`, fp32 as the rows are then. channels = 2 * heads * head_dim. */
+typedef struct {
+    const void *query;
+    void *out;
+    const attention_step *step;
+    kv_rows kv;
+    const float *filters;
+    int64_t query_stride, out_stride, heads, head_dim, width, wide;
+} convolve_arguments;
 
 /* ---- Lanes: texts of one batch that go through recorded operations separately (lanes.c) ---- */
 

@@ -51,12 +51,14 @@ static void write_norms(const norm_arguments *a) {
     float values[MOST_GROUP] __attribute__((aligned(64)));
 #pragma omp for schedule(static)
     for (int64_t row = 0; row < a->rows; row++) {
-        const float *hidden = a->hidden + row * a->stride, scale = inverse_rms((norm_row){hidden, NULL}, a->size, a->eps);
+        const int64_t wide = a->hidden || a->wide;
+        const void *x = element_of(wide, a->hidden ? a->hidden : a->branch, row * a->stride);
+        const float scale = inverse_rms(wide ? (norm_row){x, NULL} : (norm_row){NULL, x}, a->size, a->eps);
         for (int64_t k = 0; k < parts; k++) {
             const part p = nth_part(&a->out, a->size, row * parts + k);
-            const float *x = hidden + p.from, *weight = a->weight + p.from;
+            const float *weight = a->weight + p.from;
             for (int64_t i = 0; i < p.count; i += LANES)
-                vf_store(values + i, vf_load_part(x + i, p.count - i) * scale * vf_load_part(weight + i, p.count - i));
+                vf_store(values + i, row_load_part(wide, x, p.from + i, p.count - i) * scale * vf_load_part(weight + i, p.count - i));
             emit(&a->out, a->rows, a->size, p, values);
         }
     }
@@ -64,7 +66,7 @@ static void write_norms(const norm_arguments *a) {
 
 static void norm(const void *arguments) {
     const norm_arguments *a = arguments;
-    if (a->branch) add_norms(a);
+    if (a->branch && a->hidden) add_norms(a);
     else write_norms(a);
 }
 
@@ -73,7 +75,7 @@ static void norm(const void *arguments) {
 static void gather(const void *arguments) {
     const gather_arguments *a = arguments;
 #pragma omp for schedule(static)
-    for (int64_t i = 0; i < a->count; i++) memcpy(a->out + i * a->size, a->x + a->ids[i] * a->stride, (size_t)a->size * sizeof *a->out);
+    for (int64_t i = 0; i < a->count; i++) memcpy(a->out + i * a->size, a->x + (a->ids ? a->ids[i] : i) * a->stride, (size_t)a->size * sizeof *a->out);
 }
 
 #endif

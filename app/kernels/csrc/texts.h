@@ -144,7 +144,7 @@ INLINE void pack_queries(int kind, text_task *t) {
  * logarithms of weights, base 2; -infinity for positions that it does not see. Return the largest. */
 INLINE float finish_scores_of(const texts_arguments *a, int64_t head, int64_t position, int64_t from, int64_t count, float *scores) {
     const int64_t low = position - a->before - from, high = position + a->after + 1 - from; /* visible: [low, high) of the block */
-    const int plain = a->softcap <= 0 && !a->bias;
+    const int plain = a->softcap <= 0 && !a->bias && !a->slopes;
     const float factor = plain ? (float)a->scale * LOG2_E : (float)a->scale;
     vf most = vf_all(-INFINITY);
     vi lanes;
@@ -154,6 +154,7 @@ INLINE float finish_scores_of(const texts_arguments *a, int64_t head, int64_t po
         if (!plain) {
             if (a->softcap > 0) x = vf_tanh(x / (float)a->softcap) * (float)a->softcap;
             if (a->bias) x += distance_bias(a, head, position, from + p);
+            if (a->slopes) x += a->slopes[head] * __builtin_convertvector(lanes + (int32_t)(from + p - position), vf);
             x *= LOG2_E;
         }
         if (low > p || high < p + LANES || count < p + LANES) {
@@ -225,13 +226,23 @@ static void finish_text_rows(const text_task *t) {
     }
 }
 
+/* Begin the softmax of all rows. A sink counts as a first position whose value is zero. */
+INLINE void begin_text_rows(text_task *t) {
+    const texts_arguments *a = t->a;
+    const int64_t group = text_group(a);
+    for (int64_t row = 0; row < t->rows; row++) {
+        t->maximum[row] = a->sinks ? a->sinks[t->kv_head * group + row % group] * LOG2_E : -INFINITY;
+        t->total[row] = a->sinks ? 1 : 0;
+    }
+    memset(t->sums, 0, (size_t)(t->rows * padded_head(a)) * 4);
+}
+
 INLINE void attend_text(int kind, text_task *t, int64_t queries) {
     const texts_arguments *a = t->a;
     const int64_t block = text_block(a), length = t->end - t->begin, last = t->first_query + queries - 1;
     const int64_t low = t->first_query > a->before ? t->first_query - a->before : 0, high = length - last > a->after ? last + a->after + 1 : length;
     t->rows = queries * text_group(a);
-    for (int64_t row = 0; row < t->rows; row++) t->maximum[row] = -INFINITY, t->total[row] = 0;
-    memset(t->sums, 0, (size_t)(t->rows * padded_head(a)) * 4);
+    begin_text_rows(t);
     pack_queries(kind, t);
     for (int64_t from = low / block * block; from < high; from += block) {
         const int64_t positions = high - from < block ? high - from : block;

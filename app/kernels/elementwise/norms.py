@@ -7,6 +7,8 @@ reference implementation, whose name ends in `_torch`. Results are equal within 
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -15,6 +17,8 @@ from app.kernels.elementwise.activations import ACTIVATIONS
 from app.kernels.linear.activations import ROW_DTYPES, Activations, allocate_output, quantise
 from app.kernels.native.arguments import (
     ACTIVATION_CODES,
+    SWIGLU_ALPHA,
+    SWIGLU_LIMIT,
     GateArguments,
     GatherArguments,
     LayerNormArguments,
@@ -29,12 +33,14 @@ from app.kernels.triton.support import triton_usable
 
 def rms_norm(hidden: Tensor, weight: Tensor, eps: float, dtype: torch.dtype, group: int | None = None) -> Activations:
     """Compute hidden / rms(hidden) * weight in `dtype`, or quantised; hidden [tokens, size], weight [size] fp32."""
-    if dtype not in ROW_DTYPES or not _supports_norm(hidden):
+    if dtype not in ROW_DTYPES or not _supports_norm(hidden, ROW_DTYPES):
         return _quantise_if(_rms_norm_elsewhere(hidden, weight, eps, dtype), group)
     rows, size = hidden.shape
     out, sink = allocate_output(rows, size, group, dtype)
+    wide, narrow = (hidden, None) if hidden.dtype == torch.float32 else (None, hidden)
+    addresses = (None if one is None else one.data_ptr() for one in (wide, narrow, weight))
     run_operation(
-        NormArguments(hidden.data_ptr(), None, weight.data_ptr(), hidden.stride(0), rows, size, False, eps, sink),
+        NormArguments(*addresses, hidden.stride(0), rows, size, False, eps, sink),
         OpCode.NORM,
         rows * size,
     )
@@ -84,8 +90,8 @@ def add_rms_norm_torch(hidden: Tensor, branch: Tensor, weight: Tensor, eps: floa
     hidden += rms_norm_torch(branch, weight, eps, torch.float32)
 
 
-def _supports_norm(hidden: Tensor) -> bool:
-    plain = hidden.dtype == torch.float32 and hidden.dim() == 2 and hidden.stride(1) == 1
+def _supports_norm(hidden: Tensor, dtypes: Collection[torch.dtype] = (torch.float32,)) -> bool:
+    plain = hidden.dtype in dtypes and hidden.dim() == 2 and hidden.stride(1) == 1
     return plain and hidden.device.type == "cpu" and has_kernel(OpCode.NORM)
 
 
@@ -114,23 +120,37 @@ def _gate_elsewhere(gate_up: Tensor, activation: str) -> Tensor:
 
 
 def gate_torch(gate_up: Tensor, activation: str) -> Tensor:
-    """Compute act(gate) * up by torch."""
+    """Compute act(gate) * up by torch; `swiglu_oai` is the clamped gate of gpt-oss."""
     first, second = gate_up.chunk(2, -1)
+    if activation == "swiglu_oai":
+        bounded = first.clamp(max=SWIGLU_LIMIT)
+        return bounded * (bounded * SWIGLU_ALPHA).sigmoid() * (second.clamp(-SWIGLU_LIMIT, SWIGLU_LIMIT) + 1)
     return ACTIVATIONS[activation](first).mul_(second)
 
 
 def gather(x: Tensor, rows: Tensor) -> Tensor:
     """Return rows [n] int64 of x [tokens, size]; indices must be in range, because the kernel does not check them."""
-    size, stride = x.shape[1] * x.itemsize, x.stride(0) * x.itemsize
-    if size % 4 or stride % 4 or x.stride(1) != 1 or x.device.type != "cpu" or not has_kernel(OpCode.GATHER):
+    if not _supports_gather(x):
         return x.index_select(0, rows)
-    rows, out = rows if rows.is_contiguous() else rows.contiguous(), empty((len(rows), x.shape[1]), x.dtype)
+    return _gathered(x, rows if rows.is_contiguous() else rows.contiguous())
+
+
+def contiguous(x: Tensor) -> Tensor:
+    """Return x [tokens, size], for example some columns of a tensor, as a new tensor without gaps between its rows."""
+    return _gathered(x, None) if _supports_gather(x) else x.contiguous()
+
+
+def _supports_gather(x: Tensor) -> bool:
+    whole = (x.shape[1] * x.itemsize) % 4 == 0 and (x.stride(0) * x.itemsize) % 4 == 0 and x.stride(1) == 1
+    return whole and x.device.type == "cpu" and has_kernel(OpCode.GATHER)
+
+
+def _gathered(x: Tensor, rows: Tensor | None) -> Tensor:
+    out = empty((len(x) if rows is None else len(rows), x.shape[1]), x.dtype)
+    ids = None if rows is None else rows.data_ptr()
     # The kernel copies four bytes at a time as fp32, for any dtype.
-    run_operation(
-        GatherArguments(x.data_ptr(), rows.data_ptr(), out.data_ptr(), stride // 4, len(rows), size // 4),
-        OpCode.GATHER,
-        out.numel(),
-    )
+    sizes = (x.stride(0) * x.itemsize // 4, len(out), x.shape[1] * x.itemsize // 4)
+    run_operation(GatherArguments(x.data_ptr(), ids, out.data_ptr(), *sizes), OpCode.GATHER, out.numel())
     return out
 
 

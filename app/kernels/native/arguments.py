@@ -37,6 +37,9 @@ class OpCode(IntEnum):
     LORA = 19
     ROUTE = 20
     EXPERTS = 21
+    LATENT = 22
+    CONVOLVE = 23
+    CONVOLVED_ROWS = 24
 
 
 class ProductOutput(IntEnum):
@@ -90,8 +93,10 @@ class LayerNormArguments(ctypes.Structure):
 
 # Activation codes, equal to the `enum` in csrc/ops.h; 0 is the identity.
 ACTIVATION_CODES = {
-    name: at for at, name in enumerate(("identity", "silu", "gelu_tanh", "gelu", "relu", "tanh", "relu2", "xielu"))
+    name: at
+    for at, name in enumerate(("identity", "silu", "gelu_tanh", "gelu", "relu", "tanh", "relu2", "xielu", "swiglu_oai"))
 }
+SWIGLU_ALPHA, SWIGLU_LIMIT = 1.702, 7.0  # of `swiglu_oai`, as in csrc/activate.h
 
 
 class ActivateArguments(ctypes.Structure):
@@ -227,6 +232,7 @@ class AttentionArguments(ctypes.Structure):
         ("kv", KvAddresses),
         *((name, _INT) for name in ("query_stride", "out_stride", "heads", "kv_heads", "head_dim", "window", "wide")),
         *((name, _FLOAT) for name in ("scale", "softcap")),
+        *((name, _ADDRESS) for name in ("sinks", "slopes")),
     )
 
 
@@ -241,6 +247,7 @@ class TextAttentionArguments(ctypes.Structure):
             for name in ("stride", "out_stride", "heads", "kv_heads", "head_dim", "before", "after", "most", "wide")
         ),
         *((name, _FLOAT) for name in ("scale", "softcap")),
+        *((name, _ADDRESS) for name in ("sinks", "slopes")),
     )
 
 
@@ -355,6 +362,36 @@ class ExpertsArguments(ctypes.Structure):
         *((name, ExpertWeights) for name in ("gate_up", "down")),
         *((name, _INT) for name in ("x_stride", "hidden_stride", "rows", "experts", "k", "wide", "activation")),
     )
+
+
+class LatentArguments(ctypes.Structure):
+    """Arguments of arranging queries, keys and values of multi-head latent attention as rows of heads."""
+
+    code = OpCode.LATENT
+    _fields_ = (
+        *((name, _ADDRESS) for name in ("queries", "others", "rotated_keys", "out")),
+        *((name, _INT) for name in ("query_stride", "other_stride", "key_stride", "rows", "heads")),
+        *((name, _INT) for name in ("plain", "rotated", "value", "interleaved", "wide")),
+    )
+
+
+class ConvolveArguments(ctypes.Structure):
+    """Arguments of a short convolution over a KV cache."""
+
+    code = OpCode.CONVOLVE
+    _fields_ = (
+        *((name, _ADDRESS) for name in ("query", "out", "step")),
+        ("kv", KvAddresses),
+        ("filters", _ADDRESS),
+        *((name, _INT) for name in ("query_stride", "out_stride", "heads", "head_dim", "width", "wide")),
+    )
+
+
+class ConvolvedRowsArguments(ctypes.Structure):
+    """Arguments of computing the rows that a short convolution caches."""
+
+    code = OpCode.CONVOLVED_ROWS
+    _fields_ = (("x", _ADDRESS), ("out", _ADDRESS), *((name, _INT) for name in ("stride", "rows", "size", "wide")))
 
 
 class RowCountAddress(ctypes.Structure):

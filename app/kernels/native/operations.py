@@ -17,6 +17,8 @@ from app.errors import PlanImpossible
 from app.kernels.native.arguments import (
     ActivateArguments,
     AttentionArguments,
+    ConvolveArguments,
+    ConvolvedRowsArguments,
     EmbeddingArguments,
     ExpertsArguments,
     GateArguments,
@@ -25,6 +27,7 @@ from app.kernels.native.arguments import (
     Int4ScalesArguments,
     LaneOperations,
     LanesArguments,
+    LatentArguments,
     LayerNormArguments,
     LinearBf16Arguments,
     LinearFp32Arguments,
@@ -144,6 +147,9 @@ def _version_matches() -> bool:
         LoraArguments,
         RouteArguments,
         ExpertsArguments,
+        LatentArguments,
+        ConvolveArguments,
+        ConvolvedRowsArguments,
     )
     expected = {arguments.__name__: (int(arguments.code), ctypes.sizeof(arguments)) for arguments in structures}
     expected["Lanes"] = (len(OpCode), sum(map(ctypes.sizeof, (LanesArguments, LaneOperations, RowCountAddress))))

@@ -14,10 +14,22 @@ from app.errors import CheckpointInvalid
 from app.models.config_reader import MAX_LAYERS, ConfigReader
 from app.models.decoders.families import DECODER_FAMILIES
 from app.models.decoders.family import DecoderFamily, Fields
-from app.models.decoders.layer_config import Activation, ExpertsConfig, HeadNormConfig, NormConfig, Placement, QkvLayout
+from app.models.decoders.family_values import known_texts
+from app.models.decoders.layer_config import (
+    Activation,
+    ConvolutionConfig,
+    ExpertsConfig,
+    HeadNormConfig,
+    LatentConfig,
+    NormConfig,
+    Placement,
+    QkvLayout,
+)
 from app.models.decoders.refusals import refusal
 from app.models.decoders.rope import RopeConfig, parse_rope
 
+# Names that publishers gave to classes of transformers.
+OTHER_NAMES: Mapping[str, str] = {"MPTForCausalLM": "MptForCausalLM"}
 ACTIVATIONS: Mapping[str, Activation] = {
     "silu": "silu",
     "swish": "silu",
@@ -41,7 +53,10 @@ class ModelConfig:
     norm. `is_gated`: act(gate x) * up x instead of act(up x). `fused_qkv` and `fused_gate_up`: the checkpoint holds them as
     one tensor each. `num_positions`: learned positions, from row `first_position` of their table; 0: none.
     `interleaved_rope`: the checkpoint orders the rows of queries and keys for a rotation of neighbours. `experts`: the mixture
-    of experts that some layers have; `intermediate_size` is that of the other layers.
+    of experts that some layers have; `intermediate_size` is that of the other layers. `latent`:
+    attention is latent, and `head_dim` is the size of a head of queries and keys. `convolution`: some layers have a short
+    convolution in place of attention. `has_sinks`: each head has a learned logit in the denominator of its softmax.
+    `alibi_slopes`: one for each head; empty: no ALiBi. `embedding_norm`: embeddings pass a norm before the first layer.
     """
 
     architecture: str
@@ -78,6 +93,11 @@ class ModelConfig:
     embedding_scale: float = 1.0
     logit_scale: float = 1.0
     experts: ExpertsConfig | None = None
+    latent: LatentConfig | None = None
+    convolution: ConvolutionConfig | None = None
+    has_sinks: bool = False
+    alibi_slopes: tuple[float, ...] = ()
+    embedding_norm: bool = False
 
     @property
     def kind(self) -> Literal["decoder"]:
@@ -88,6 +108,20 @@ class ModelConfig:
     def norm_eps(self) -> float:
         """The epsilon of the norms of hidden states."""
         return self.norm.eps
+
+    @property
+    def cache_heads(self) -> int:
+        """The heads of keys, and of values, in a row of the cache.
+
+        The inputs of a short convolution may need more than attention has.
+        """
+        if self.convolution is None:
+            return self.num_kv_heads
+        return max(self.num_kv_heads, self.hidden_size // (2 * self.head_dim))
+
+    def has_convolution(self, layer: int) -> bool:
+        """Return True if a layer has a short convolution in place of attention."""
+        return self.convolution is not None and self.convolution.layers[layer]
 
     def has_experts(self, layer: int) -> bool:
         """Return True if a layer has a mixture of experts in place of the MLP."""
@@ -142,13 +176,9 @@ def decoder_architecture(values: Mapping[str, Any]) -> str:
     names = values.get("architectures") or [
         name for name, family in DECODER_FAMILIES.items() if family.model_type == values.get("model_type")
     ]
-    known = (
-        [name for name in names if isinstance(name, str) and name in DECODER_FAMILIES]
-        if isinstance(names, list)
-        else []
-    )
+    listed = [str(name) for name in names] if isinstance(names, list) else []
+    known = [name for name in (OTHER_NAMES.get(name, name) for name in listed) if name in DECODER_FAMILIES]
     if not known:
-        listed = [str(name) for name in names] if isinstance(names, list) else []
         raise CheckpointInvalid(f"config.json: {refusal(listed, str(values.get('model_type')))}")
     if values.get("use_bidirectional_attention"):
         raise CheckpointInvalid(
@@ -224,14 +254,8 @@ def _layer_types(config: ConfigReader, family: DecoderFamily, num_layers: int) -
 
     If config.json does not list them, the family's rule decides.
     """
-    if config.has("layer_types") and family.model_type not in ("llama", "mistral", "phi3"):
-        types = config.texts("layer_types", num_layers)
-        unknown = set(types) - set(_LAYER_TYPES)
-        if unknown:
-            raise CheckpointInvalid(
-                f"{config.where}: layer_types {sorted(unknown)} are not known; known are {', '.join(_LAYER_TYPES)}."
-            )
-        return types
+    if config.has("layer_types") and family.model_type not in ("llama", "mistral", "phi3", "lfm2", "lfm2_moe"):
+        return known_texts(config, "layer_types", num_layers, " ".join(_LAYER_TYPES))
     slides = family.slides
     return tuple(_LAYER_TYPES[slides is not None and slides(config, layer)] for layer in range(num_layers))
 

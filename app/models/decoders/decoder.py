@@ -81,6 +81,9 @@ class Decoder(nn.Module):
         self.config = config
         self.embedding = Embedding("model.embed_tokens", config.vocab_size, config.hidden_size, config.embedding_scale)
         self.position_embedding = position_embedding(config)
+        self.embedding_norm = (
+            Norm("model.embed_norm", config.hidden_size, config.norm) if config.embedding_norm else None
+        )
         self.layers = nn.ModuleList(DecoderLayer(config, index, dtype) for index in range(config.num_layers))
         self.output = output_layer(config)
         self.norm = Norm("model.norm", config.hidden_size, config.norm, dtype, self.output, gain=config.logit_scale)
@@ -112,6 +115,8 @@ class Decoder(nn.Module):
         hidden: Tensor = self.embedding(token_ids)
         if self.position_embedding is not None:
             self.position_embedding.add_to(hidden, positions)
+        if self.embedding_norm is not None:
+            self.embedding_norm.overwrite(hidden)
         return hidden
 
     def layer_angles(self, positions: Tensor) -> list[RopeAngles | None]:

@@ -6,10 +6,12 @@ from collections.abc import Sequence
 
 from app.errors import CheckpointInvalid
 from app.kernels.elementwise.routing_rule import MAX_EXPERTS, Routing
+from app.kernels.native.arguments import SWIGLU_ALPHA, SWIGLU_LIMIT
 from app.models.config_reader import ConfigReader
 from app.models.decoders.family import Fields
-from app.models.decoders.family_values import granite, refuse
+from app.models.decoders.family_values import LATENT, LatentDefaults, convolutions, granite, known_texts, latent, refuse
 from app.models.decoders.layer_config import ExpertsConfig
+from app.models.decoders.rope import RopeConfig
 
 
 def _checked(config: ConfigReader, experts: ExpertsConfig) -> Fields:
@@ -93,7 +95,26 @@ def qwen3_moe(config: ConfigReader, fields: Fields) -> Fields:
     return _checked(config, ExpertsConfig(routing, size, _sparse_layers(config, fields)))
 
 
-def _sigmoid_routing(config: ConfigReader, count: int, top_k: int, scale: float) -> Routing:
+def gpt_oss(config: ConfigReader, fields: Fields) -> Fields:
+    """Read the experts of gpt-oss, whose gates are clamped, and the biases of attention.
+
+    transformers writes YaRN even if config.json has no rotary embeddings.
+    """
+    refuse(config, "swiglu_alpha", SWIGLU_ALPHA, "another factor in the experts' gates than 1.702")
+    refuse(config, "swiglu_limit", SWIGLU_LIMIT, "another limit of the experts' gates than 7")
+    routing = Routing(config.integer("num_local_experts", 128), config.integer("num_experts_per_tok", 4))
+    experts = ExpertsConfig(routing, fields["intermediate_size"], _everywhere(fields), router_bias=True)
+    bias = config.boolean("attention_bias", True)
+    found = {**_checked(config, experts), "qkv_bias": bias, "output_bias": bias}
+    if config.has("rope_parameters") or config.has("rope_scaling"):
+        return found
+    rope = RopeConfig(150_000.0, fields["head_dim"], "yarn", 32.0, 4096, truncate=False)
+    return {**found, "ropes": (rope,) * fields["num_layers"]}
+
+
+def _sigmoid_routing(
+    config: ConfigReader, count: int, top_k: int, scale: float, groups: tuple[int, int] = (1, 1)
+) -> Routing:
     return Routing(
         config.integer("n_routed_experts", count),
         config.integer("num_experts_per_tok", top_k),
@@ -101,21 +122,111 @@ def _sigmoid_routing(config: ConfigReader, count: int, top_k: int, scale: float)
         config.boolean("norm_topk_prob", True),
         config.number("routed_scaling_factor", scale),
         1e-20,
-        config.integer("n_group", 1),
-        config.integer("topk_group", 1),
+        config.integer("n_group", groups[0]),
+        config.integer("topk_group", groups[1]),
         "two best",
     )
 
 
+def _experts_after(config: ConfigReader, fields: Fields, dense: int) -> tuple[bool, ...]:
+    """Return which layers have experts: those after some dense layers."""
+    first = config.integer("first_k_dense_replace", dense, at_least=0)
+    return tuple(layer >= first for layer in range(fields["num_layers"]))
+
+
 def glm4_moe(config: ConfigReader, fields: Fields) -> Fields:
     """Read the experts of GLM 4.5, which begin after some dense layers, and the norms of queries and keys."""
-    dense, size = config.integer("first_k_dense_replace", 1, at_least=0), config.integer("moe_intermediate_size", 1408)
+    size = config.integer("moe_intermediate_size", 1408)
     experts = ExpertsConfig(
         _sigmoid_routing(config, 128, 8, 1.0),
         size,
-        tuple(layer >= dense for layer in range(fields["num_layers"])),
+        _experts_after(config, fields, 1),
         shared_size=size * config.integer("n_shared_experts", 1, at_least=0),
         selection_bias=True,
     )
     norms = {} if config.boolean("use_qk_norm", False) else {"head_norm": None}
     return {**_checked(config, experts), **norms}
+
+
+def lfm2_moe(config: ConfigReader, fields: Fields) -> Fields:
+    """Read the short convolutions of LFM2, and the experts, which begin after some dense layers."""
+    routing = Routing(
+        config.integer("num_experts", 32),
+        config.integer("num_experts_per_tok", 4),
+        "sigmoid",
+        config.boolean("norm_topk_prob", True),
+        config.number("routed_scaling_factor", 1.0),
+        1e-6,
+    )
+    dense = config.integer("num_dense_layers", 2, at_least=0)
+    experts = ExpertsConfig(
+        routing,
+        config.integer("moe_intermediate_size", 1792),
+        tuple(layer >= dense for layer in range(fields["num_layers"])),
+        selection_bias=config.boolean("use_expert_bias", True),
+    )
+    return {**_checked(config, experts), **convolutions(config, fields)}
+
+
+def deepseek_v2(config: ConfigReader, fields: Fields) -> Fields:
+    """Read latent attention and the experts of DeepSeek-V2, whose weights are not divided by their sum."""
+    refuse(
+        config,
+        "norm_topk_prob",
+        False,
+        "dividing the weights of experts by their sum, which implementations do differently,",
+    )
+    refuse(config, "scoring_func", "softmax", "another score of experts than softmax")
+    refuse(config, "moe_layer_freq", 1, "a dense layer between layers with experts")
+    size, method = config.integer("moe_intermediate_size", 1407), config.text("topk_method", "greedy")
+    if method not in ("greedy", "group_limited_greedy"):
+        raise CheckpointInvalid(
+            f"{config.where}: topk_method {method!r} is not known; known are greedy and group_limited_greedy."
+        )
+    has_groups = method == "group_limited_greedy"
+    routing = Routing(
+        config.integer("n_routed_experts", 64),
+        config.integer("num_experts_per_tok"),
+        renormalize=False,
+        scale=config.number("routed_scaling_factor", 1.0),
+        num_groups=config.integer("n_group") if has_groups else 1,
+        top_groups=config.integer("topk_group") if has_groups else 1,
+    )
+    shared = size * config.integer("n_shared_experts", 2, at_least=0)
+    experts = ExpertsConfig(routing, size, _experts_after(config, fields, 0), shared)
+    return {**_checked(config, experts), **latent(config, fields, LATENT)}
+
+
+def deepseek_v3(config: ConfigReader, fields: Fields) -> Fields:
+    """Read latent attention and the experts of DeepSeek-V3."""
+    refuse(config, "scoring_func", "sigmoid", "another score of experts than sigmoid")
+    refuse(config, "topk_method", "noaux_tc", "another selection of experts than noaux_tc")
+    refuse(config, "moe_layer_freq", 1, "a dense layer between layers with experts")
+    size = config.integer("moe_intermediate_size", 2048)
+    experts = ExpertsConfig(
+        _sigmoid_routing(config, 256, 8, 2.5, groups=(8, 4)),
+        size,
+        _experts_after(config, fields, 3),
+        shared_size=size * config.integer("n_shared_experts", 1, at_least=0),
+        selection_bias=True,
+    )
+    return {**_checked(config, experts), **latent(config, fields, LATENT)}
+
+
+def glm4_moe_lite(config: ConfigReader, fields: Fields) -> Fields:
+    """Read latent attention and the experts of GLM 4.7 Flash."""
+    size, layers = config.integer("moe_intermediate_size", 1536), fields["num_layers"]
+    sparse = tuple(layer > 0 for layer in range(layers))
+    if config.has("mlp_layer_types"):
+        sparse = tuple(name == "sparse" for name in known_texts(config, "mlp_layer_types", layers, "dense sparse"))
+    elif config.has("first_k_dense_replace"):
+        sparse = _experts_after(config, fields, 1)
+    experts = ExpertsConfig(
+        _sigmoid_routing(config, 64, 4, 1.8),
+        size,
+        sparse,
+        shared_size=size * config.integer("n_shared_experts", 1, at_least=0),
+        selection_bias=True,
+    )
+    sizes = LatentDefaults(plain=192, value=256, query_rank=768)
+    return {**_checked(config, experts), **latent(config, fields, sizes)}

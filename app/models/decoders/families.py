@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
+from app.models.decoders import expert_values as experts
 from app.models.decoders import family_values as values
 from app.models.decoders.families_experts import EXPERT_FAMILIES
 from app.models.decoders.families_layer_norm import LAYER_NORM_FAMILIES
@@ -29,6 +30,33 @@ _GEMMA3 = DecoderFamily(
     slides=lambda config, layer: (layer + 1) % config.integer("sliding_window_pattern", 6) != 0,
     read=values.gemma3,
     embeds=True,
+)
+
+_LFM2 = DecoderFamily(
+    model_type="lfm2",
+    title="LFM2",
+    aliases={"intermediate_size": "block_ff_dim"},
+    tie_embeddings=True,
+    theta=1_000_000.0,
+    norm_eps="norm_eps",
+    eps=1e-5,
+    attention_biases="none",
+    head_norm=_PER_HEAD,
+    read=values.lfm2,
+    parts={".w1.": ".gate_proj.", ".w2.": ".down_proj.", ".w3.": ".up_proj.", ".feed_forward.": ".mlp."},
+    names={
+        "model.embedding_norm": "model.norm",
+        **layer_names(
+            "model.layers",
+            {
+                "operator_norm": "input_layernorm",
+                "ffn_norm": "post_attention_layernorm",
+                "self_attn.out_proj": "self_attn.o_proj",
+                "self_attn.q_layernorm": "self_attn.q_norm",
+                "self_attn.k_layernorm": "self_attn.k_norm",
+            },
+        ),
+    },
 )
 
 # The defaults are those of transformers' configuration classes, which omit default values from a saved config.json.
@@ -293,6 +321,15 @@ DECODER_FAMILIES: Mapping[str, DecoderFamily] = {
         attention_biases="config_qkv",
         has_mlp_bias=True,
     ),
+    "Lfm2ForCausalLM": _LFM2,
+    "Lfm2MoeForCausalLM": replace(
+        _LFM2,
+        model_type="lfm2_moe",
+        title="LFM2 with experts",
+        aliases={"num_experts": "num_local_experts"},
+        read=experts.lfm2_moe,
+        parts={"feed_forward.expert_bias": "feed_forward.gate.e_score_correction_bias", **_LFM2.parts},
+    ),
     "CwmForCausalLM": DecoderFamily(
         model_type="cwm",
         title="CWM",
@@ -302,6 +339,25 @@ DECODER_FAMILIES: Mapping[str, DecoderFamily] = {
         window=8192,
         attention_biases="none",
         slides=lambda config, layer: layer % 4 != 0,
+    ),
+    "YoutuForCausalLM": DecoderFamily(
+        model_type="youtu",
+        title="Youtu-LLM",
+        aliases={"head_dim": "qk_rope_head_dim"},
+        head_dim=64,
+        tie_embeddings=True,
+        has_mlp_bias=True,
+        read=values.youtu,
+    ),
+    "MiniCPM3ForCausalLM": DecoderFamily(
+        model_type="minicpm3",
+        title="MiniCPM3",
+        aliases={"head_dim": "qk_rope_head_dim"},
+        head_dim=32,
+        tie_embeddings=True,
+        eps=1e-5,
+        has_mlp_bias=True,
+        read=values.minicpm3,
     ),
     **LAYER_NORM_FAMILIES,
     **EXPERT_FAMILIES,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 from app.models.decoders import expert_values as experts
 from app.models.decoders import family_values as values
@@ -10,6 +11,14 @@ from app.models.decoders.family import DecoderFamily
 from app.models.decoders.layer_config import HeadNormConfig
 
 _PER_HEAD = HeadNormConfig()
+
+# Until `read`, `head_dim` is the part of a head with rotary embeddings, which is what saved files call it too.
+_LATENT: Mapping[str, Any] = {
+    "aliases": {"head_dim": "qk_rope_head_dim", "n_routed_experts": "num_local_experts"},
+    "head_dim": 64,
+    "parts": {".mlp.shared_experts.": ".mlp.shared_expert."},
+    "has_more_layers": True,
+}
 
 EXPERT_FAMILIES: Mapping[str, DecoderFamily] = {
     "MixtralForCausalLM": DecoderFamily(
@@ -58,6 +67,19 @@ EXPERT_FAMILIES: Mapping[str, DecoderFamily] = {
             "block_sparse_moe.router.layer.": "mlp.gate.",
         },
     ),
+    "GptOssForCausalLM": DecoderFamily(
+        model_type="gpt_oss",
+        title="gpt-oss (20B, 120B)",
+        head_dim=64,
+        theta=150_000.0,
+        eps=1e-5,
+        window=128,
+        fields={"activation": "swiglu_oai", "mlp_bias": True, "has_sinks": True},
+        slides=lambda config, layer: layer % 2 == 0,
+        read=experts.gpt_oss,
+        parts={".mlp.router.": ".mlp.gate."},
+        expert_layout="interleaved",
+    ),
     "Glm4MoeForCausalLM": DecoderFamily(
         model_type="glm4_moe",
         aliases={"n_routed_experts": "num_local_experts"},
@@ -69,5 +91,25 @@ EXPERT_FAMILIES: Mapping[str, DecoderFamily] = {
         read=experts.glm4_moe,
         parts={".mlp.shared_experts.": ".mlp.shared_expert."},
         has_more_layers=True,
+    ),
+    "DeepseekV2ForCausalLM": DecoderFamily(
+        model_type="deepseek_v2",
+        title="DeepSeek-V2, its Lite and Coder models",
+        has_mlp_bias=True,
+        read=experts.deepseek_v2,
+        **_LATENT,
+    ),
+    "DeepseekV3ForCausalLM": DecoderFamily(
+        model_type="deepseek_v3",
+        title="DeepSeek-V3, V3.1 and R1; Moonlight and Kimi K2 with a tokenizer.json",
+        read=experts.deepseek_v3,
+        **_LATENT,
+    ),
+    "Glm4MoeLiteForCausalLM": DecoderFamily(
+        model_type="glm4_moe_lite",
+        title="GLM 4.7 Flash",
+        eps=1e-5,
+        read=experts.glm4_moe_lite,
+        **_LATENT,
     ),
 }

@@ -38,6 +38,7 @@ class DecoderFamily:
     - `ignored`: prefixes of tensors that are not part of the text model. `computed`: ends of names of tensors that old
       files hold although they are computed.
     - `has_more_layers`: files hold layers beyond the last one, which predict further tokens and are not used.
+    - `expert_layout`: how tensors that hold all experts of a layer are stored (`expert_parts` in `stored.py`).
     - `transposed`: weights of the layers are stored as [in, out].
     - `embeds`: plain models of this family are served for their vectors.
     """
@@ -69,6 +70,7 @@ class DecoderFamily:
     names: Mapping[str, str] = field(default_factory=dict)
     ignored: tuple[str, ...] = ()
     has_more_layers: bool = False
+    expert_layout: Literal["stacked", "interleaved"] = "stacked"
     computed: tuple[str, ...] = (".rotary_emb.inv_freq",)
     transposed: bool = False
     embeds: bool = False

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from app.errors import CheckpointInvalid
+from app.kernels.elementwise.latent_sizes import LatentHeads
 from app.models.config_reader import ConfigReader
 from app.models.decoders.family import Fields
-from app.models.decoders.layer_config import HeadNormConfig, NormConfig
+from app.models.decoders.layer_config import ConvolutionConfig, HeadNormConfig, LatentConfig, NormConfig
 from app.models.decoders.rope import RopeConfig
 
 
@@ -21,6 +23,20 @@ def refuse(config: ConfigReader, name: str, unless: object, reason: str) -> None
     value = config.values.get(name)
     if value is not None and value != unless:
         raise CheckpointInvalid(f"{config.where}: {name} is {value!r}, and {reason} is not offered.")
+
+
+def known_texts(config: ConfigReader, name: str, length: int, known: str) -> tuple[str, ...]:
+    """Return a list of so many words.
+
+    Raises:
+        CheckpointInvalid: One is not in `known`, which are separated by spaces.
+    """
+    found = config.texts(name, length)
+    unknown = sorted(set(found).difference(known.split()))
+    if unknown:
+        listed = ", ".join(known.split())
+        raise CheckpointInvalid(f"{config.where}: {name} {unknown} are not known; known are {listed}.")
+    return found
 
 
 def _shared_kv_heads(config: ConfigReader, fields: Fields, kv_heads: int) -> Fields:
@@ -105,7 +121,7 @@ def gemma3(config: ConfigReader, fields: Fields) -> Fields:
 
 
 def _cap(config: ConfigReader, name: str, default: float) -> float | None:
-    return None if name in config.values and not config.has(name) else config.number(name, default)
+    return None if _is_null(config, name) else config.number(name, default)
 
 
 def hyperclovax(config: ConfigReader, fields: Fields) -> Fields:
@@ -154,6 +170,38 @@ def glm(config: ConfigReader, fields: Fields) -> Fields:
     return {"qkv_bias": config.boolean("attention_bias", True)}
 
 
+def lfm2(config: ConfigReader, fields: Fields) -> Fields:
+    """Read which layers have a short convolution, and the size of the MLP, which is adjusted unless it says otherwise."""
+    size = config.integer("block_ff_dim", fields["intermediate_size"])
+    if config.boolean("block_auto_adjust_ff_dim", True):
+        multiple = config.integer("block_multiple_of", 256)
+        size = int(config.number("block_ffn_dim_multiplier", 1.0) * int(2 * size / 3))
+        size = -(-size // multiple) * multiple
+    return {**convolutions(config, fields), "intermediate_size": size}
+
+
+def convolutions(config: ConfigReader, fields: Fields) -> Fields:
+    """Read which layers of LFM2 have a short convolution, and whether embeddings are tied."""
+    refuse(config, "conv_bias", False, "a bias of short convolutions")
+    layers, hidden, block = fields["num_layers"], fields["hidden_size"], 2 * fields["head_dim"]
+    attends = config.values.get("full_attn_idxs")
+    if config.has("layer_types"):
+        convolves = tuple(name == "conv" for name in known_texts(config, "layer_types", layers, "conv full_attention"))
+    else:
+        convolves = tuple(isinstance(attends, list) and layer not in attends for layer in range(layers))
+    if all(convolves):
+        raise CheckpointInvalid(f"{config.where}: layer_types must have a layer with full_attention.")
+    if hidden % block:
+        raise CheckpointInvalid(
+            f"{config.where}: short convolutions of {hidden} channels do not fit heads of {block // 2}."
+        )
+    convolution = ConvolutionConfig(config.integer("conv_L_cache", 3), convolves) if any(convolves) else None
+    return {
+        "convolution": convolution,
+        "tie_embeddings": config.boolean("tie_embedding", fields["tie_embeddings"]),
+    }
+
+
 def ernie(config: ConfigReader, fields: Fields) -> Fields:
     """Read use_bias, which is about all products."""
     bias = config.boolean("use_bias", False)
@@ -184,6 +232,77 @@ def exaone4_slides(config: ConfigReader, layer: int) -> bool:
     if isinstance(pattern, str):
         return pattern[layer % len(pattern)] == "L"
     return (layer + 1) % config.integer("sliding_window_pattern", 4) != 0
+
+
+# ---- multi-head latent attention -------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class LatentDefaults:
+    """What config.json omits if it is so: sizes of a head, and ranks. `value` None: hidden_size / num_attention_heads."""
+
+    plain: int = 128
+    value: int | None = 128
+    rank: int = 512
+    query_rank: int = 1536
+
+
+LATENT = LatentDefaults()
+
+
+def latent(config: ConfigReader, fields: Fields, defaults: LatentDefaults, interleaved: bool = True) -> Fields:
+    """Read latent attention; `head_dim` of the fields so far is that of the rotated part.
+
+    With YaRN, `mscale_all_dim` also scales the scores.
+    """
+    value = defaults.value or fields["hidden_size"] // fields["num_heads"]
+    heads = LatentHeads(
+        fields["num_heads"],
+        config.integer("qk_nope_head_dim", defaults.plain),
+        fields["head_dim"],
+        config.integer("v_head_dim", value),
+        config.boolean("rope_interleave", interleaved),
+    )
+    if heads.value > heads.size:
+        raise CheckpointInvalid(
+            f"{config.where}: v_head_dim is {heads.value}, and values larger than keys, of {heads.size}, are not offered."
+        )
+    default = None if "q_lora_rank" in config.values else defaults.query_rank  # null: queries have no short row
+    rank = config.optional_integer("q_lora_rank", default)
+    if rank is None and fields["qkv_bias"]:
+        raise CheckpointInvalid(f"{config.where}: attention_bias without q_lora_rank is not offered.")
+    rope, scale = fields["ropes"][0], heads.size**-0.5
+    if rope.mscale_all_dim and rope.factor > 1.0:
+        scale *= (0.1 * rope.mscale_all_dim * math.log(rope.factor) + 1.0) ** 2
+    return {
+        "latent": LatentConfig(heads, config.integer("kv_lora_rank", defaults.rank), rank),
+        "num_kv_heads": heads.heads,
+        "head_dim": heads.size,
+        "attention_scale": scale,
+    }
+
+
+def youtu(config: ConfigReader, fields: Fields) -> Fields:
+    """Read latent attention as in DeepSeek-V3, without experts."""
+    return latent(config, fields, LATENT)
+
+
+def minicpm3(config: ConfigReader, fields: Fields) -> Fields:
+    """Read latent attention, and the multipliers of embeddings, branches and logits."""
+    layers, hidden = fields["num_layers"], fields["hidden_size"]
+    depth = math.sqrt(layers) if _is_null(config, "scale_depth") else config.number("scale_depth", 1.4)
+    base = hidden if _is_null(config, "dim_model_base") else config.number("dim_model_base", 256.0)
+    sizes = LatentDefaults(plain=64, value=None, rank=256, query_rank=768)
+    return {
+        **latent(config, fields, sizes, interleaved=False),
+        "embedding_scale": config.number("scale_emb", 12.0),
+        "residual_multiplier": depth / math.sqrt(layers),
+        "logit_scale": base / hidden,
+    }
+
+
+def _is_null(config: ConfigReader, name: str) -> bool:
+    return name in config.values and not config.has(name)
 
 
 # ---- families with LayerNorm ----------------------------------------------------------------------------------------
@@ -230,7 +349,7 @@ def starcoder2(config: ConfigReader, fields: Fields) -> Fields:
 
 def falcon(config: ConfigReader, fields: Fields) -> Fields:
     """Read which of the three layouts of Falcon it is."""
-    refuse(config, "alibi", False, "ALiBi, a bias of scores by distance,")
+    refuse(config, "alibi", False, "ALiBi in Falcon, whose biases are rounded to BF16,")
     heads, bias = fields["num_heads"], config.boolean("bias", False)
     is_new, multi_query = config.boolean("new_decoder_architecture", False), config.boolean("multi_query", True)
     kv_heads = config.integer("num_kv_heads", heads) if is_new else 1 if multi_query else heads
@@ -303,4 +422,54 @@ def opt(config: ConfigReader, fields: Fields) -> Fields:
         "output_bias": bias,
         "mlp_bias": bias,
         "norm": NormConfig("layer", 1e-5, has_weight=affine, has_bias=affine),
+    }
+
+
+# ---- families with ALiBi (arXiv 2108.12409) -------------------------------------------------------------------------
+
+
+def _bloom_slopes(heads: int) -> tuple[float, ...]:
+    """Return powers of 2^(-8 / n) for the n heads of the largest power of 2, then odd powers of its root."""
+    power: int = 2 ** (heads.bit_length() - 1)
+    first, second = 2.0 ** (-8.0 / power), 2.0 ** (-4.0 / power)
+    others = (second ** (2 * index + 1) for index in range(heads - power))
+    return (*(first ** (index + 1) for index in range(power)), *others)
+
+
+def _mpt_slopes(heads: int) -> tuple[float, ...]:
+    """Return powers of 2^(-8 / n) for the next power of 2, n: if that is not `heads`, every second one comes first."""
+    power: int = 2 ** (heads - 1).bit_length()
+    slopes = [2.0 ** (-8.0 * (index + 1) / power) for index in range(power)]
+    return tuple(slopes if power == heads else (slopes[1::2] + slopes[::2])[:heads])
+
+
+def _by_distance(fields: Fields, slopes: tuple[float, ...]) -> Fields:
+    return {"ropes": (None,) * fields["num_layers"], "alibi_slopes": slopes}
+
+
+def bloom(config: ConfigReader, fields: Fields) -> Fields:
+    """Read the context; BLOOM has no setting for its activation."""
+    refuse(config, "apply_residual_connection_post_layernorm", False, "adding branches to what a norm returns")
+    return {
+        **_by_distance(fields, _bloom_slopes(fields["num_heads"])),
+        "max_model_len": config.integer("seq_length", 2048),
+    }
+
+
+def mpt(config: ConfigReader, fields: Fields) -> Fields:
+    """Read the context and the scale of scores; the section attn_config has further values."""
+    own = config.section("attn_config")
+    refuse(config, "no_bias", True, "products and norms with biases")
+    refuse(config, "logit_scale", None, "a scale of the logits")
+    refuse(own, "alibi", True, "learned positions of MPT")
+    refuse(own, "alibi_bias_max", 8, "another largest slope than 8")
+    refuse(own, "attn_type", "multihead_attention", "another attention of MPT")
+    refuse(own, "clip_qkv", None, "clipping queries, keys and values")
+    refuse(own, "qk_ln", False, "a norm of queries and keys")
+    refuse(own, "prefix_lm", False, "a prefix that sees all of itself")
+    return {
+        **_by_distance(fields, _mpt_slopes(fields["num_heads"])),
+        "attention_scale": own.number("softmax_scale", fields["attention_scale"]),
+        "intermediate_size": config.integer("expansion_ratio", 4) * fields["hidden_size"],
+        "max_model_len": config.integer("max_seq_len", 2048),
     }

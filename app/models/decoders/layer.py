@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
 
 import torch
 import torch.nn.functional as F
@@ -10,16 +11,32 @@ from torch import Tensor, nn
 
 from app.kernels.attention.attention import QkvHeads, RopeAngles
 from app.kernels.attention.context import Attend, AttentionSpec
+from app.kernels.attention.convolution import convolved_rows
 from app.kernels.elementwise.activations import convert_rows, xielu
-from app.kernels.elementwise.norms import add_rms_norm, gate, gather, layer_norm, rms_norm
+from app.kernels.elementwise.latent import latent_heads
+from app.kernels.elementwise.norms import (
+    add_rms_norm,
+    contiguous,
+    gate,
+    gather,
+    layer_norm,
+    layer_norm_in_place,
+    rms_norm,
+)
 from app.kernels.elementwise.routing import route
 from app.kernels.elementwise.routing_rule import Routing
 from app.kernels.linear.activations import Activations, unquantised
 from app.kernels.linear.experts import ExpertForms, ExpertStack, run_experts_torch
 from app.kernels.linear.linear import Linear, LinearForm
 from app.models.decoders.config import ModelConfig
-from app.models.decoders.layer_config import ExpertsConfig, HeadNormConfig, NormConfig
-from app.models.decoders.shapes import qkv_sources, up_sources
+from app.models.decoders.layer_config import ConvolutionConfig, ExpertsConfig, HeadNormConfig, LatentConfig, NormConfig
+from app.models.decoders.shapes import Product, mixer_products, up_sources
+
+
+def linear_of(product: Product, layer: int) -> Linear:
+    """Return the linear layer of a product of a layer."""
+    sources = tuple(f"model.layers.{layer}.{name}" for name in product.sources)
+    return Linear(sources, product.inputs, sum(product.rows), product.bias, product.rows)
 
 
 class Norm(nn.Module):
@@ -78,6 +95,11 @@ class Norm(nn.Module):
             return layer_norm(x, (self.weight, self.bias, self.norm.eps), self.dtype, group)
         return rms_norm(x, self.weight, self.norm.eps, self.dtype, group)
 
+    def overwrite(self, hidden: Tensor) -> None:
+        """Overwrite hidden [tokens, size] FP32 by its norm. Only a LayerNorm can do that."""
+        assert self.norm.kind == "layer", "no family has an RMSNorm after its embeddings"
+        layer_norm_in_place(hidden, (self.weight, self.bias, self.norm.eps))
+
     def add_to(self, hidden: Tensor, x: Tensor) -> None:
         """Add the norm of x [tokens, size] to hidden [tokens, size] FP32. Only an RMSNorm can do that."""
         assert self.norm.kind == "rms", "no family has a LayerNorm after a branch"
@@ -101,6 +123,37 @@ class HeadNorm(nn.Module):
         self.weight = nn.Parameter(torch.full(self.weight.shape, weight, device=device), requires_grad=False)
 
 
+class StoredVector(nn.Module):
+    """A stored vector of a layer, in FP32."""
+
+    kinds: tuple[str, ...]
+
+    def __init__(self, source: str, kind: str, size: int) -> None:
+        super().__init__()
+        self.source, self.kinds = source, (kind,) if kind else ()
+        self.weight = nn.Parameter(torch.empty(size), requires_grad=False)
+
+    def fill(self, weight: float, device: torch.device | None) -> None:
+        """Set all elements to one value."""
+        self.weight = nn.Parameter(torch.full(self.weight.shape, weight, device=device), requires_grad=False)
+
+    def set_weight(self, tensor: Tensor) -> None:
+        """Set the vector, converted to FP32."""
+        self.weight = nn.Parameter(tensor.to(torch.float32, copy=True), requires_grad=False)
+
+
+class AlibiSlopes(StoredVector):
+    """The slopes of ALiBi, FP32 [heads], which no checkpoint stores."""
+
+    def __init__(self, slopes: Sequence[float]) -> None:
+        super().__init__("", "", len(slopes))
+        self.slopes = tuple(slopes)
+
+    def fill(self, weight: float, device: torch.device | None) -> None:
+        """Compute the slopes."""
+        self.weight = nn.Parameter(torch.tensor(self.slopes, device=device or "cpu"), requires_grad=False)
+
+
 class Attention(nn.Module):
     """Grouped-query attention: one product for queries, keys and values, then `attend`, which also applies RoPE.
 
@@ -112,11 +165,7 @@ class Attention(nn.Module):
         at = f"model.layers.{layer}"
         self.layer, self.head_dim, self.norm = layer, config.head_dim, config.head_norm
         self.num_heads, self.num_kv_heads = config.num_heads, config.num_kv_heads
-        queries, keys = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
-        sources = tuple(f"{at}.{name}" for name in qkv_sources(config))
-        rows = () if config.fused_qkv else (queries, keys, keys)
-        self.qkv = Linear(sources, config.hidden_size, queries + 2 * keys, config.qkv_bias, rows)
-        self.out = Linear((f"{at}.self_attn.o_proj",), queries, config.hidden_size, config.output_bias)
+        self.qkv, self.out = (linear_of(product, layer) for product in mixer_products(config, layer))
         self.query_norm, self.key_norm = (
             None
             if config.head_norm is None
@@ -124,10 +173,21 @@ class Attention(nn.Module):
             for name, heads in (("q", config.num_heads), ("k", config.num_kv_heads))
         )
         self.spec = AttentionSpec(config.attention_scale, config.windows[layer], config.attention_softcap)
+        self.sinks = StoredVector(f"{at}.self_attn", "sinks", config.num_heads) if config.has_sinks else None
+        self.slopes = AlibiSlopes(config.alibi_slopes) if config.alibi_slopes else None
+
+    @property
+    def first(self) -> Linear:
+        """The product that reads the input of attention; the norm before it writes what it reads."""
+        return self.qkv
 
     def forward(self, x: Activations, angles: RopeAngles | None, attend: Attend) -> Tensor:
         """Map x [tokens, hidden] to the attention output [tokens, heads * head_dim]."""
-        return attend(self.layer, self._heads(self.qkv(x), angles), self.spec)
+        spec = self.spec
+        if self.sinks is not None or self.slopes is not None:
+            sinks, slopes = (None if one is None else one.weight for one in (self.sinks, self.slopes))
+            spec = replace(spec, sinks=sinks, slopes=slopes)
+        return attend(self.layer, self._heads(self.qkv(x), angles), spec)
 
     def _heads(self, product: Tensor, angles: RopeAngles | None) -> QkvHeads:
         sizes = (product, self.num_heads, self.num_kv_heads, self.head_dim)
@@ -143,6 +203,80 @@ class Attention(nn.Module):
             together=self.norm.scope == "together",
             norm_after_rope=self.norm.after_rope,
         )
+
+
+class LatentAttention(nn.Module):
+    """Multi-head latent attention: queries, keys and values come from short rows, and then `attend` as in `Attention`.
+
+    The cache has the keys and values of all heads, values padded to the size of keys.
+    """
+
+    def __init__(self, config: ModelConfig, latent: LatentConfig, layer: int, dtype: torch.dtype) -> None:
+        super().__init__()
+        at = f"model.layers.{layer}.self_attn"
+        self.layer, self.latent, self.heads = layer, latent, latent.heads
+        linears = [linear_of(product, layer) for product in mixer_products(config, layer)]
+        self.first, self.others, self.out = linears[0], linears[-2], linears[-1]
+        self.queries, self.query_norm, norm = None, None, NormConfig(eps=latent.eps)
+        if latent.query_rank is not None:
+            self.queries = linears[1]
+            self.query_norm = Norm(f"{at}.q_a_layernorm", latent.query_rank, norm, dtype, self.queries)
+        self.norm = Norm(f"{at}.kv_a_layernorm", latent.rank, norm, dtype, self.others)
+        self.spec = AttentionSpec(config.attention_scale, config.windows[layer], config.attention_softcap)
+
+    def forward(self, x: Activations, angles: RopeAngles | None, attend: Attend) -> Tensor:
+        """Map x [tokens, hidden] to the attention output [tokens, heads * value]."""
+        sizes, rows = self.heads, self.first(x)
+        first = rows.shape[1] - self.latent.rank - sizes.rotated
+        queries, row, rotated = rows.tensor_split((first, rows.shape[1] - sizes.rotated), 1)
+        if self.queries is not None and self.query_norm is not None:
+            queries = self.queries(self.query_norm(queries))
+        product = latent_heads(queries, self.others(self.norm(row)), rotated, sizes)
+        heads = QkvHeads(product, sizes.heads, sizes.heads, sizes.size, angles=angles)
+        mixed = attend(self.layer, heads, self.spec).view(-1, sizes.size)
+        return contiguous(mixed[:, : sizes.value]).view(len(rows), sizes.heads * sizes.value)
+
+
+class ShortConvolution(nn.Module):
+    """A convolution over the last positions of each channel, with two gates: out((conv(a * c)) * b), (a, b, c) = in x.
+
+    Its inputs are in the cache, so `attend` computes it.
+    """
+
+    def __init__(self, config: ModelConfig, convolution: ConvolutionConfig, layer: int) -> None:
+        super().__init__()
+        self.layer, self.head_dim, self.heads = layer, config.head_dim, config.cache_heads
+        self.first, self.out = (linear_of(product, layer) for product in mixer_products(config, layer))
+        self.filters = Filters(f"model.layers.{layer}.conv.conv", convolution.width, config.hidden_size)
+
+    def forward(self, x: Activations, angles: RopeAngles | None, attend: Attend) -> Tensor:
+        """Map x [tokens, hidden] to [tokens, hidden]; there are no positions."""
+        product = convolved_rows(self.first(x))
+        blocks = product.shape[1] // (2 * self.head_dim)
+        return attend(
+            self.layer,
+            QkvHeads(product, blocks, blocks // 2, self.head_dim),
+            AttentionSpec(1.0, filters=self.filters.weight),
+        )
+
+
+class Filters(nn.Module):
+    """The filters of a short convolution, FP32 [width, channels]."""
+
+    kinds = ("weight",)
+
+    def __init__(self, source: str, width: int, channels: int) -> None:
+        super().__init__()
+        self.source = source
+        self.weight = nn.Parameter(torch.empty(width, channels), requires_grad=False)
+
+    def set_weight(self, tensor: Tensor) -> None:
+        """Set the filters from the stored ones [channels, 1, width]."""
+        self.weight = nn.Parameter(tensor.float().squeeze(1).T.contiguous(), requires_grad=False)
+
+    def fill(self, weight: float, device: torch.device | None) -> None:
+        """Set all elements to one value."""
+        self.weight = nn.Parameter(torch.full(self.weight.shape, weight, device=device), requires_grad=False)
 
 
 class Xielu(nn.Module):
@@ -219,7 +353,7 @@ class MixtureOfExperts(nn.Module):
         self.routing, self.activation = routing, config.activation
         sources = (f"{at}.gate", *((f"{at}.shared_expert_gate",) if experts.shared_gate else ()))
         rows = (routing.num_experts, 1)[: len(sources)]
-        self.router = Linear(sources, config.hidden_size, sum(rows), source_rows=rows)
+        self.router = Linear(sources, config.hidden_size, sum(rows), experts.router_bias, rows)
         self.experts = nn.ModuleList(
             DecoderMLP(config, layer, f"mlp.experts.{number}", experts.size) for number in range(routing.num_experts)
         )
@@ -227,7 +361,11 @@ class MixtureOfExperts(nn.Module):
             DecoderMLP(config, layer, "mlp.shared_expert", experts.shared_size) if experts.shared_size else None
         )
         self.has_shared_gate = experts.shared_gate
-        self.bias = SelectionBias(f"{at}.gate", routing.num_experts) if experts.selection_bias else None
+        self.bias = (
+            StoredVector(f"{at}.gate", "e_score_correction_bias", routing.num_experts)
+            if experts.selection_bias
+            else None
+        )
         self._stacks: dict[str, tuple[tuple[LinearForm, ...], ExpertStack | None]] = {}
 
     @property
@@ -270,21 +408,13 @@ class MixtureOfExperts(nn.Module):
 _GATE = Routing(1, 1, "sigmoid", renormalize=False)
 
 
-class SelectionBias(nn.Module):
-    """What is added to the scores of experts for their selection, FP32 [experts]."""
-
-    def __init__(self, source: str, experts: int) -> None:
-        super().__init__()
-        self.source, self.kinds = source, ("e_score_correction_bias",)
-        self.weight = nn.Parameter(torch.empty(experts), requires_grad=False)
-
-    def fill(self, weight: float, device: torch.device | None) -> None:
-        """Set all elements to one value."""
-        self.weight = nn.Parameter(torch.full(self.weight.shape, weight, device=device), requires_grad=False)
-
-    def set_weight(self, tensor: Tensor) -> None:
-        """Set the bias, converted to FP32."""
-        self.weight = nn.Parameter(tensor.to(torch.float32, copy=True), requires_grad=False)
+def attention_of(config: ModelConfig, layer: int, dtype: torch.dtype) -> Attention | LatentAttention | ShortConvolution:
+    """Return the attention of a layer, or its convolution."""
+    if config.convolution is not None and config.has_convolution(layer):
+        return ShortConvolution(config, config.convolution, layer)
+    if config.latent is None:
+        return Attention(config, layer, dtype)
+    return LatentAttention(config, config.latent, layer, dtype)
 
 
 def mlp_of(config: ModelConfig, layer: int) -> DecoderMLP | MixtureOfExperts:
@@ -301,12 +431,12 @@ class DecoderLayer(nn.Module):
         super().__init__()
         at, size, norm = f"model.layers.{layer}", config.hidden_size, config.norm
         self.placement, self.dtype = config.placement, dtype
-        self.attention, self.mlp = Attention(config, layer, dtype), mlp_of(config, layer)
+        self.attention, self.mlp = attention_of(config, layer, dtype), mlp_of(config, layer)
         self.attention_norm = self.mlp_norm = self.mixed_norm = self.gated_norm = None
         if config.placement != "post":
             before_mlp = {"sandwich": "pre_feedforward_layernorm"}.get(config.placement, "post_attention_layernorm")
             before_mlp = "input_layernorm" if config.shares_norm else before_mlp
-            self.attention_norm = Norm(f"{at}.input_layernorm", size, norm, dtype, self.attention.qkv)
+            self.attention_norm = Norm(f"{at}.input_layernorm", size, norm, dtype, self.attention.first)
             self.mlp_norm = Norm(f"{at}.{before_mlp}", size, norm, dtype, self.mlp.first)
         if config.placement in ("post", "sandwich"):
             self.mixed_norm = Norm(f"{at}.post_attention_layernorm", size, norm)
@@ -317,7 +447,7 @@ class DecoderLayer(nn.Module):
 
         `rows` are the only tokens needed after this layer (None: all).
         """
-        mixed = self.attention(self._input(hidden, self.attention_norm, self.attention.qkv), angles, attend)
+        mixed = self.attention(self._input(hidden, self.attention_norm, self.attention.first), angles, attend)
         if rows is not None:
             hidden, mixed = gather(hidden, rows), gather(mixed, rows)
         parallel = self._input(hidden, self.mlp_norm, self.mlp.first) if self.placement == "parallel" else None

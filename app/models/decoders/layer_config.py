@@ -5,9 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from app.kernels.elementwise.latent_sizes import LatentHeads
 from app.kernels.elementwise.routing_rule import Routing
 
-Activation = Literal["silu", "gelu", "gelu_tanh", "relu", "relu2", "xielu"]
+Activation = Literal["silu", "gelu", "gelu_tanh", "relu", "relu2", "xielu", "swiglu_oai"]
 
 # Where the norms of a layer are:
 # - pre: h + attention(norm h), then h + mlp(norm h)
@@ -55,12 +56,34 @@ class HeadNormConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class LatentConfig:
+    """Multi-head latent attention: keys and values come from a row of `rank` elements that all heads share.
+
+    Queries come from a row of `query_rank` elements; None: from the hidden state. Both rows have an RMSNorm with `eps`.
+    """
+
+    heads: LatentHeads
+    rank: int
+    query_rank: int | None
+    eps: float = 1e-6
+
+
+@dataclass(frozen=True, slots=True)
+class ConvolutionConfig:
+    """Short convolutions of `width` positions in place of the attention of some layers, those of `layers`."""
+
+    width: int
+    layers: tuple[bool, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class ExpertsConfig:
     """A mixture of experts in place of the MLP of some layers: gated MLPs with an inner size of `size`.
 
     `layers` says for each layer whether it has experts. Every token also passes a shared expert of `shared_size`, unless
     that is 0; with `shared_gate` its result is multiplied by the sigmoid of a further output of the router. With
-    `selection_bias` the checkpoint holds a bias that is added to the scores for the selection only.
+    `selection_bias` the checkpoint holds a bias that is added to the scores for the selection only. `router_bias`: the
+    router's product has a bias.
     """
 
     routing: Routing
@@ -69,3 +92,4 @@ class ExpertsConfig:
     shared_size: int = 0
     shared_gate: bool = False
     selection_bias: bool = False
+    router_bias: bool = False

@@ -14,7 +14,6 @@ UNSUPPORTED: Mapping[str, tuple[str, ...]] = {
     "recurrent layers with a state, such as linear attention": (
         *("Rwkv", "RecurrentGemma", "Qwen3Next", "Qwen3_5", "MiniMax", "KimiLinear", "OlmoHybrid", "xLSTM"),
     ),
-    "short convolutions, whose state is not a KV cache": ("Lfm2",),
     "an encoder that reads the text and a decoder that attends to it": (
         *("T5", "MT5", "UMT5", "Bart", "MBart", "Pegasus", "Marian", "BigBirdPegasus", "LED", "SwitchTransformers"),
         *("M2M100", "MvpFor", "PLBart", "ProphetNet"),
@@ -23,14 +22,14 @@ UNSUPPORTED: Mapping[str, tuple[str, ...]] = {
     "pictures": (
         *("Qwen2VL", "Qwen2_5_VL", "Qwen3VL", "Llava", "Idefics", "PaliGemma", "Mllama", "InternVL", "Mistral3"),
         *("SmolVLM", "Gemma4", "Phi4Multimodal", "DeepseekVL", "Ovis", "Molmo", "Glm4v", "Pixtral", "Qwen2_5Omni"),
+        *("Lfm2Vl", "Lfm3Vl"),
     ),
     "chunked attention and experts that alternate with dense layers": ("Llama4",),
     "several hidden states for each token, and embeddings for each layer": ("Gemma3n",),
-    "compressed keys and values (multi-head latent attention)": ("MiniCPM3", "Youtu", "DeepseekV2", "DeepseekV3"),
+    "sparse attention, for which an indexer selects tokens": ("DeepseekV32", "DeepseekV4", "GlmMoeDsa"),
     "weights of one and a half bits": ("BitNet",),
-    "ALiBi, a bias of scores by distance": ("Mpt", "Bloom"),
     "a mixture of experts of its own kind": (
-        *("Phimoe", "PhiMoE", "GptOss", "GraniteMoeShared", "Dots1", "Ernie4_5_Moe", "HunYuanMoE", "Cohere2Moe"),
+        *("Phimoe", "PhiMoE", "GraniteMoeShared", "Dots1", "Ernie4_5_Moe", "HunYuanMoE", "Cohere2Moe"),
         *("FlexOlmo", "Jetmoe", "Dbrx", "ExaoneMoe"),
     ),
 }

@@ -6,9 +6,10 @@ Derived from the config alone, without torch. `stored.py` says how checkpoints o
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import NamedTuple
 
 from app.models.decoders.config import ModelConfig
-from app.models.decoders.layer_config import NormConfig
+from app.models.decoders.layer_config import LatentConfig, NormConfig
 
 Shape = tuple[int, ...]
 
@@ -19,9 +20,11 @@ def tensors_of(config: ModelConfig) -> dict[str, Shape]:
     shapes: dict[str, Shape] = {"model.embed_tokens.weight": (config.vocab_size, size)}
     if config.num_positions:
         shapes["model.embed_positions.weight"] = (config.first_position + config.num_positions, size)
+    if config.embedding_norm:
+        shapes.update(_norm("model.embed_norm", config.norm, size))
     for layer in range(config.num_layers):
         at = f"model.layers.{layer}"
-        shapes.update((f"{at}.{name}", shape) for name, shape in _attention(config))
+        shapes.update((f"{at}.{name}", shape) for name, shape in _mixer(config, layer))
         shapes.update((f"{at}.{name}", shape) for name, shape in _mlp(config, layer))
         for name in norms_of(config):
             shapes.update((f"{at}.{tensor}", shape) for tensor, shape in _norm(name, config.norm, size))
@@ -47,15 +50,14 @@ def products_of(config: ModelConfig) -> Iterator[tuple[Shape, bool]]:
     yield from dense_products_of(config)
     for shape in expert_products_of(config):
         assert config.experts is not None, "there are products of experts"
-        yield from [(shape, False)] * config.experts.routing.num_experts
+        yield from [(shape, config.mlp_bias)] * config.experts.routing.num_experts
 
 
 def dense_products_of(config: ModelConfig) -> Iterator[tuple[Shape, bool]]:
     """Yield the shapes of `products_of` that every token passes: without experts of which it passes some."""
-    queries, keys = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
     for layer in range(config.num_layers):
-        yield (queries + 2 * keys, config.hidden_size), config.qkv_bias
-        yield (config.hidden_size, queries), config.output_bias
+        for product in mixer_products(config, layer):
+            yield (sum(product.rows), product.inputs), product.bias
         inner = config.intermediate_size
         if config.experts is not None and config.has_experts(layer):
             inner = config.experts.shared_size
@@ -107,6 +109,44 @@ def qkv_sources(config: ModelConfig) -> tuple[str, ...]:
     return ("self_attn.qkv_proj",) if config.fused_qkv else ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
 
 
+class Product(NamedTuple):
+    """A product of a layer: the names in the layer of its tensors, and the rows of each."""
+
+    sources: tuple[str, ...]
+    rows: tuple[int, ...]
+    inputs: int
+    bias: bool
+
+
+def mixer_products(config: ModelConfig, layer: int) -> tuple[Product, ...]:
+    """Return the products of a layer's attention, or of its convolution, as computed; the last one is the output's."""
+    hidden, queries = config.hidden_size, config.num_heads * config.head_dim
+    if config.has_convolution(layer):
+        return (
+            Product(("conv.in_proj",), (3 * hidden,), hidden, bias=False),
+            Product(("conv.out_proj",), (hidden,), hidden, bias=False),
+        )
+    if config.latent is not None:
+        return _latent_products(config, config.latent)
+    keys = config.num_kv_heads * config.head_dim
+    rows = (queries + 2 * keys,) if config.fused_qkv else (queries, keys, keys)
+    out = Product(("self_attn.o_proj",), (hidden,), queries, config.output_bias)
+    return Product(qkv_sources(config), rows, hidden, config.qkv_bias), out
+
+
+def _latent_products(config: ModelConfig, latent: LatentConfig) -> tuple[Product, ...]:
+    hidden, heads, bias = config.hidden_size, latent.heads, config.qkv_bias
+    queries, shared = heads.heads * heads.size, latent.rank + heads.rotated
+    others = Product(("self_attn.kv_b_proj",), (heads.heads * (heads.plain + heads.value),), latent.rank, False)
+    out = Product(("self_attn.o_proj",), (hidden,), heads.heads * heads.value, config.output_bias)
+    if latent.query_rank is None:
+        first = Product(("self_attn.q_proj", "self_attn.kv_a_proj_with_mqa"), (queries, shared), hidden, bias)
+        return first, others, out
+    names = ("self_attn.q_a_proj", "self_attn.kv_a_proj_with_mqa")
+    first = Product(names, (latent.query_rank, shared), hidden, bias)
+    return first, Product(("self_attn.q_b_proj",), (queries,), latent.query_rank, False), others, out
+
+
 def mlp_name(config: ModelConfig, layer: int) -> str | None:
     """Return the name in a layer of the MLP that every token passes; None if there are only experts."""
     if config.experts is None or not config.has_experts(layer):
@@ -138,13 +178,19 @@ def norms_of(config: ModelConfig) -> tuple[str, ...]:
 
 
 def norm_elements(config: ModelConfig) -> int:
-    """Return the number of elements of all norms, which are FP32."""
+    """Return the number of elements of all norms, sinks and filters of convolutions, which are FP32."""
     parts = config.norm.has_weight + config.norm.has_bias
     heads = 0
     if config.head_norm is not None:
         counts = (config.head_norm.num_weights(one, config.head_dim) for one in (config.num_heads, config.num_kv_heads))
         heads = sum(counts)
-    return config.num_layers * (parts * len(norms_of(config)) * config.hidden_size + heads) + parts * config.hidden_size
+    heads += config.num_heads * config.has_sinks
+    if config.latent is not None:
+        heads += config.latent.rank + (config.latent.query_rank or 0)
+    convolved = 0 if config.convolution is None else sum(config.convolution.layers)
+    filters = 0 if config.convolution is None else convolved * config.convolution.width * config.hidden_size
+    norms = config.num_layers * len(norms_of(config)) + 1 + config.embedding_norm
+    return norms * parts * config.hidden_size + (config.num_layers - convolved) * heads + filters
 
 
 def _linear(name: str, rows: int, columns: int, bias: bool) -> Iterator[tuple[str, Shape]]:
@@ -160,12 +206,19 @@ def _norm(name: str, norm: NormConfig, size: int) -> Iterator[tuple[str, Shape]]
         yield f"{name}.bias", (size,)
 
 
-def _attention(config: ModelConfig) -> Iterator[tuple[str, Shape]]:
-    queries, keys = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
-    rows = (queries + 2 * keys,) if config.fused_qkv else (queries, keys, keys)
-    for name, count in zip(qkv_sources(config), rows, strict=True):
-        yield from _linear(name, count, config.hidden_size, config.qkv_bias)
-    yield from _linear("self_attn.o_proj", config.hidden_size, queries, config.output_bias)
+def _mixer(config: ModelConfig, layer: int) -> Iterator[tuple[str, Shape]]:
+    for product in mixer_products(config, layer):
+        for name, count in zip(product.sources, product.rows, strict=True):
+            yield from _linear(name, count, product.inputs, product.bias)
+    if config.convolution is not None and config.has_convolution(layer):
+        yield "conv.conv.weight", (config.hidden_size, 1, config.convolution.width)
+        return
+    if config.latent is not None:
+        yield "self_attn.kv_a_layernorm.weight", (config.latent.rank,)
+        if config.latent.query_rank is not None:
+            yield "self_attn.q_a_layernorm.weight", (config.latent.query_rank,)
+    if config.has_sinks:
+        yield "self_attn.sinks", (config.num_heads,)
     if config.head_norm is not None:
         yield "self_attn.q_norm.weight", (config.head_norm.num_weights(config.num_heads, config.head_dim),)
         yield "self_attn.k_norm.weight", (config.head_norm.num_weights(config.num_kv_heads, config.head_dim),)
@@ -177,7 +230,7 @@ def _mlp(config: ModelConfig, layer: int) -> Iterator[tuple[str, Shape]]:
         yield from _one_mlp(config, "mlp", config.intermediate_size)
         return
     count = experts.routing.num_experts
-    yield "mlp.gate.weight", (count, config.hidden_size)
+    yield from _linear("mlp.gate", count, config.hidden_size, experts.router_bias)
     if experts.selection_bias:
         yield "mlp.gate.e_score_correction_bias", (count,)
     for number in range(count):

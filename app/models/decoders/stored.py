@@ -109,26 +109,41 @@ def head_rows(config: ModelConfig, name: str) -> HeadRows | None:
 
 @dataclass(frozen=True, slots=True)
 class ExpertPart:
-    """Rows `[first, end)` of one expert in a tensor that holds those of all experts, by our name."""
+    """Some rows of one expert in a tensor that holds those of all experts, by our name.
+
+    `transposed`: they are columns there.
+    """
 
     name: str
     expert: int
-    first: int
-    end: int
+    rows: range
+    transposed: bool = False
 
 
-def expert_parts(ours: str, shape: tuple[int, ...]) -> list[ExpertPart]:
+EXPERT_PRODUCTS = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
+
+
+def expert_parts(config: ModelConfig, ours: str, shape: tuple[int, ...]) -> list[ExpertPart]:
     """Return the tensors in a tensor [experts, rows, columns]; none if it does not hold all experts of a layer.
 
-    The rows of gates come before those of ups.
+    The rows of gates come before those of ups. In `interleaved` files gates and ups take turns, weights are
+    [experts, columns, rows], and biases are [experts, rows].
     """
-    at, _, kind = ours.rpartition(".")
-    if len(shape) != 3 or not at.endswith(".mlp.experts") or kind not in ("gate_up_proj", "down_proj"):
+    at, _, stored = ours.rpartition(".")
+    interleaved = DECODER_FAMILIES[config.architecture].expert_layout == "interleaved"
+    is_bias = interleaved and stored.endswith("_bias")
+    names = EXPERT_PRODUCTS.get(stored.removesuffix("_bias") if is_bias else stored, ())
+    if not names or 0 in shape or len(shape) != (2 if is_bias else 3) or not at.endswith(".mlp.experts"):
         return []
-    names = ("gate_proj", "up_proj") if kind == "gate_up_proj" else ("down_proj",)
-    rows = shape[1] // len(names)
+    rows, kind = shape[-1] if interleaved else shape[1], "bias" if is_bias else "weight"
+    each = rows // len(names)
     return [
-        ExpertPart(f"{at}.{expert}.{name}.weight", expert, place * rows, (place + 1) * rows)
+        ExpertPart(
+            f"{at}.{expert}.{name}.{kind}",
+            expert,
+            range(place, rows, len(names)) if interleaved else range(place * each, (place + 1) * each),
+            interleaved and not is_bias,
+        )
         for expert in range(shape[0])
         for place, name in enumerate(names)
     ]

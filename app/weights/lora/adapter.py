@@ -84,7 +84,7 @@ def adapted_layers(config: ModelConfig) -> dict[str, Shape]:
     """Return the linear layers that an adapter may change, with the shapes [outputs, inputs] of their weights."""
     found: dict[str, Shape] = {}
     for name, shape in tensors_of(config).items():
-        if re.fullmatch(r"model\.layers\.\d+\.(self_attn|mlp)\.\w+_proj\.weight", name) and len(shape) == 2:
+        if re.fullmatch(r"model\.layers\.\d+\.(self_attn|mlp)\.\w+_proj(_with_mqa)?\.weight", name) and len(shape) == 2:
             found[name.removesuffix(".weight")] = shape
     return found
 

@@ -25,6 +25,7 @@ class CodeLayout(Enum):
     INTEGERS = "integers"  # int8 [outputs, inputs]
     FP8 = "fp8"  # 8-bit floats [outputs, inputs]
     BITSANDBYTES = "bitsandbytes"  # a byte for each two values, in one row
+    MXFP4 = "mxfp4"  # E2M1 [outputs, turns, inputs / 32, 16], a byte for each two codes
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +38,8 @@ class PackedEntry(EncodedEntry):
     cost.
 
     `group` inputs share a scale. `added` is added to each stored zero; codes without zeros have the zero `middle`.
-    `block` is the number of outputs and inputs that share a scale of FP8.
+    `block` is the number of outputs and inputs that share a scale of FP8. The rows of `turns` weights may take
+    turns in the parts; this is weight `place` of them.
     """
 
     kind: str
@@ -52,12 +54,14 @@ class PackedEntry(EncodedEntry):
     table: str = ""
     offset: float = 0.0
     nested_block: int = 0
+    turns: int = 1
+    place: int = 0
     name: str = ""
 
     @property
     def nbytes(self) -> int:
         """Number of stored bytes of all parts."""
-        return sum(part.end - part.start for _, part in self.parts)
+        return sum(part.end - part.start for _, part in self.parts) // self.turns
 
     def part(self, role: str) -> TensorEntry | None:
         """Return the tensor with a role; None if the weight has none."""

@@ -15,6 +15,7 @@ from app.weights.quantized.entries import PackedEntry, Parts
 from app.weights.quantized.fp8 import join_fp8
 from app.weights.quantized.gptq import join_awq, join_gptq
 from app.weights.quantized.mlx import join_mlx
+from app.weights.quantized.mxfp4 import join_mxfp4
 from app.weights.safetensors import TensorEntry, join_quantized
 
 _Join = Callable[[Parts, ConfigReader], dict[str, PackedEntry]]
@@ -26,6 +27,7 @@ METHODS: Mapping[str, _Join] = {
     "fp8": join_fp8,
     "fbgemm_fp8": join_fp8,
     "bitsandbytes": join_bitsandbytes,
+    "mxfp4": join_mxfp4,
     MLX: join_mlx,
 }
 TORCHAO = "torchao"

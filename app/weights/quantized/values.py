@@ -18,6 +18,7 @@ from app.weights.quantized.entries import GROUP, CodeLayout, PackedEntry
 from app.weights.safetensors import TensorEntry
 
 _Read = Callable[[TensorEntry], Tensor]
+WORD_BITS = 32
 # The output of a word's n-th code in AWQ: codes are stored in the order 0, 2, 4, 6, 1, 3, 5, 7.
 _AWQ_PLACES = (0, 4, 1, 5, 2, 6, 3, 7)
 # Levels of NF4: quantiles of the normal distribution (Dettmers et al., "QLoRA", 2023, appendix E); FP4 by its bits.
@@ -31,6 +32,12 @@ _TABLES = {
         sign * size / 12 for sign in (1, -1) for size in (0, 0.0625, 8, 12, 4, 6, 2, 3)
     ),
 }  # fmt: skip
+_E8M0_NAN = 255
+_E2M1 = [sign * size for sign in (1, -1) for size in (0, 1, 2, 3, 4, 6, 8, 12)]  # twice the values
+# The values of a byte's low and high half, side by side.
+_E2M1_PAIRS = torch.tensor([(_E2M1[byte % 16], _E2M1[byte // 16]) for byte in range(256)], dtype=torch.int8).view(
+    torch.int16
+)[:, 0]
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,9 +139,11 @@ def held_codes(entry: PackedEntry, rows: range, read: _Read, bits: int) -> Int4W
 def row_codes(entry: PackedEntry, rows: range, read: _Read) -> RowCodes:
     """Return the codes of some rows of a weight of integers."""
     parts = {role: read(part) for role, part in entry.parts}
+    if entry.packing is CodeLayout.MXFP4:
+        return _mxfp4(entry, parts, rows)
     if entry.packing is CodeLayout.GPTQ:
         codes = unpack(parts["codes"][:, rows.start : rows.stop].T, entry.bits)
-        zeros = _columns(parts["zeros"], rows, entry.bits).T.short() + entry.added
+        zeros = _columns(parts["zeros"], rows, entry.bits, entry.added).T.short()
         scales = parts["scales"][:, rows.start : rows.stop].T.float()
         return RowCodes(codes, scales, zeros, None, entry.group, _places(entry, parts.get("order"), scales.shape[1]))
     if entry.packing is CodeLayout.AWQ:
@@ -154,6 +163,22 @@ def row_codes(entry: PackedEntry, rows: range, read: _Read) -> RowCodes:
     return RowCodes(codes, scales, zeros, None, entry.group, _places(entry, parts.get("order"), scales.shape[1]))
 
 
+def _mxfp4(entry: PackedEntry, parts: dict[str, Tensor], rows: range) -> RowCodes:
+    """Return E2M1 values as doubled integers -12 to 12, and halved scales, which are powers of two.
+
+    Raises:
+        CheckpointInvalid: A scale is 255, which is no number.
+    """
+    stored, exponents = (parts[role][rows.start : rows.stop, entry.place] for role in ("codes", "scales"))
+    if int(exponents.amax()) == _E8M0_NAN:
+        raise CheckpointInvalid(
+            f"{entry.file.name}: {entry.name[:120]} has a scale of {_E8M0_NAN}, which is no number in MXFP4."
+        )
+    pairs = _E2M1_PAIRS.index_select(0, stored.flatten().int())
+    scales = torch.exp2(exponents.double() - 128).float()
+    return RowCodes(pairs.view(torch.int8).view(len(rows), -1), scales, None, None, entry.group)
+
+
 def _scales(entry: PackedEntry, parts: dict[str, Tensor], rows: range) -> Tensor:
     if "largest" in parts:  # of an output, whose code is 127
         return parts["largest"][rows.start : rows.stop, None] / 127
@@ -161,11 +186,20 @@ def _scales(entry: PackedEntry, parts: dict[str, Tensor], rows: range) -> Tensor
     return scales.expand(len(rows), 1) if scales.dim() == 1 else scales[rows.start : rows.stop]
 
 
-def _columns(words: Tensor, rows: range, bits: int) -> Tensor:
-    """Return codes uint8 [n, rows] of these columns of packed words [n, columns * bits / 32]."""
+def _columns(words: Tensor, rows: range, bits: int, added: int = 0) -> Tensor:
+    """Return codes uint8 [n, rows] of these columns of packed words [n, columns * bits / 32], with `added` to each.
+
+    A sum that is too large wraps to 0, and carries into the next code of its word. That is how GPTQModel reads zeros
+    of GPTQ's first version, and the opposite of how it writes them: for a zero of 0 it borrows from the next one. In 3
+    bits, where codes cross words, it neither carries nor borrows.
+    """
     first = rows.start // GROUP * GROUP
     part = words[:, first // GROUP * bits : -(-rows.stop // GROUP) * bits]
-    return unpack(part, bits)[:, rows.start - first : rows.stop - first]
+    if WORD_BITS % bits == 0:
+        codes = unpack(part + added * ((2**WORD_BITS - 1) // (2**bits - 1)), bits)
+    else:
+        codes = unpack(part, bits) + added & 2**bits - 1
+    return codes[:, rows.start - first : rows.stop - first]
 
 
 def _awq_columns(words: Tensor, rows: range) -> Tensor:

@@ -53,14 +53,19 @@ SPECS = [
     AttentionSpec(0.3, softcap=2.0),
     AttentionSpec(0.1, window=1),
     AttentionSpec(0.1, window=1000),
+    AttentionSpec(0.2, window=9, sinks=torch.linspace(-4.0, 4.0, 8)),
+    AttentionSpec(0.2, slopes=torch.linspace(0.5, -0.1, 8)),
+    AttentionSpec(0.2, softcap=2.0, sinks=torch.linspace(4.0, -4.0, 8), slopes=torch.linspace(0.0, 0.3, 8)),
 ]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("spec", SPECS, ids=str)
+@pytest.mark.parametrize("spec", SPECS, ids=[str(place) for place in range(len(SPECS))])
 @pytest.mark.parametrize(("heads", "kv_heads"), [(4, 4), (8, 2), (6, 2), (3, 1)])
 def test_a_ragged_batch(dtype: torch.dtype, spec: AttentionSpec, heads: int, kv_heads: int) -> None:
-    check(RAGGED, heads, kv_heads, 64, dtype, spec)
+    vectors = {"sinks": spec.sinks, "slopes": spec.slopes}
+    own = {name: None if vector is None else vector[:heads] for name, vector in vectors.items()}
+    check(RAGGED, heads, kv_heads, 64, dtype, replace(spec, **own))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)

@@ -51,6 +51,8 @@ def test_texts_attend_as_the_references_do(window: int | None) -> None:
 def test_bent_scores_are_written_out() -> None:
     assert attention_function(AttentionSpec(1.0)) is sdpa_attention
     assert attention_function(AttentionSpec(1.0, softcap=30.0)) is attend_block
+    assert attention_function(AttentionSpec(1.0, sinks=torch.zeros(4))) is attend_block
+    assert attention_function(AttentionSpec(1.0, slopes=torch.zeros(4))) is attend_block
     assert attention_function(AttentionSpec(1.0, bidirectional=True, distance_bias=torch.zeros(4, 9))) is attend_block
 
 

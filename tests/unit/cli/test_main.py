@@ -16,6 +16,7 @@ from app.cli.parser import BENCHES, given_settings, parse_arguments
 from app.cli.setting_rows import setting_rows
 from app.errors import CheckpointInvalid, RequestTimeout, StartupError, UnknownArgument
 from app.hardware.facts import Core, Cpu, Facts
+from app.settings import SETTING_GROUPS
 from app.version import VERSION
 
 FACTS = Facts("linux", "x86_64", Cpu("Maker", "Processor"), (Core((0,)), Core((1,))), 2**34, 2**33, (0, 1))
@@ -43,6 +44,20 @@ def test_every_setting_is_a_flag_with_its_variable_in_the_help(
     for row in setting_rows():
         assert f"  {row.flag} " in shown
         assert row.variable in shown
+
+
+def test_each_setting_is_under_the_heading_of_its_group(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main.main(["serve", "--help"])
+    parts = re.split(r"^(\w+) settings:$", capsys.readouterr().out, flags=re.MULTILINE)
+    assert parts[1::2] == ["model", "machine", "network", "limits", "tuning"]
+    shown = {
+        group: re.findall(r"^  --([\w-]+)(?= )", text, re.MULTILINE)
+        for group, text in zip(parts[1::2], parts[2::2], strict=True)
+    }
+    for group, names in SETTING_GROUPS.items():
+        flags = [flag for flag in shown[group] if not flag.startswith("no-")]
+        assert flags == [name.replace("_", "-") for name in names]
 
 
 def test_settings_reach_the_command_as_they_were_given() -> None:

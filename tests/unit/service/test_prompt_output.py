@@ -98,7 +98,7 @@ def test_a_gap_stands_between_special_tokens(tmp_path: Path) -> None:
     ids = tuple(model.tokenizer.encode("hen", False))
     wanted = GenerationRequest(filling("").params, "native", "r", token_ids=ids, infill=Infill(" end"))
     assert text_of(model, wanted) == "<fim_prefix>hen<fim_suffix> end<fim_middle>"
-    command = read_prompt(model, filling(" end")).command("r", filling("").params, 0.0)
+    command = read_prompt(model, filling(" end")).command("r", 0.0)
     assert command.params.stop_token_ids == (model.tokenizer.token_id("<file_sep>"),)
 
 

@@ -19,6 +19,24 @@ TEXTS = [
     ("deepseek_r1", "cut off ", True, "cut off", ""),
     ("granite", "Here is my thought process: x Here is my response: y", False, "x", "y"),
     ("mistral", "[THINK]x[/THINK]y", False, "x", "y"),
+    (
+        "openai_gptoss",
+        "<|channel|>analysis<|message|>a <|b<|end|><|start|>assistant<|channel|>final<|message|>c <|d",
+        False,
+        "a <|b",
+        "c <|d",
+    ),
+    ("openai_gptoss", "<|channel|>final<|message|>c<|end|>", False, "", "c<|end|>"),
+    ("openai_gptoss", "<|channel|>analysis<|message|>cut", False, "cut", ""),
+    ("openai_gptoss", "<|channel|>analysis<|message|>a<|end|><|start|>as", False, "a", "<|start|>as"),
+    (
+        "openai_gptoss",
+        "<|channel|>analysis<|message|>a<|end|><|start|>assistant<|channel|>commentary to=functions.f<|message|>{}",
+        False,
+        "a",
+        "<|start|>assistant<|channel|>commentary to=functions.f<|message|>{}",
+    ),
+    ("openai_gptoss", '{"plain": 1}', False, "", '{"plain": 1}'),
 ]
 
 
@@ -28,7 +46,7 @@ def parse(form: str, pieces: list[str], is_open: bool) -> tuple[str, str]:
     return "".join(part[0] for part in parts), "".join(part[1] for part in parts)
 
 
-@given(st.sampled_from(TEXTS), st.lists(st.integers(0, 60), max_size=8))
+@given(st.sampled_from(TEXTS), st.lists(st.integers(0, 120), max_size=8))
 def test_any_division_gives_the_same_parts(example: tuple[str, str, bool, str, str], cuts: list[int]) -> None:
     form, text, is_open, reasoning, content = example
     places = sorted(cut for cut in cuts if cut < len(text))
@@ -37,7 +55,14 @@ def test_any_division_gives_the_same_parts(example: tuple[str, str, bool, str, s
 
 
 @pytest.mark.parametrize(
-    ("template", "name"), [("<think>", "qwen3"), ("[THINK]", "mistral"), ("{{ messages }}", None), (None, None)]
+    ("template", "name"),
+    [
+        ("<think>", "qwen3"),
+        ("[THINK]", "mistral"),
+        ("<|start|>assistant<|channel|>analysis<|message|>", "openai_gptoss"),
+        ("{{ messages }}", None),
+        (None, None),
+    ],
 )
 def test_the_template_decides(template: str | None, name: str | None) -> None:
     form = choose_reasoning_format(template)
@@ -48,3 +73,13 @@ def test_a_prompt_may_open_the_reasoning() -> None:
     assert opens_reasoning(REASONING_FORMATS["qwen3"], "<|assistant|><think>\n")
     assert not opens_reasoning(REASONING_FORMATS["qwen3"], "<think>\n\n</think>\n\n")
     assert opens_reasoning(REASONING_FORMATS["deepseek_r1"], "")
+
+
+def test_markers_are_the_special_tokens_of_the_tags() -> None:
+    assert REASONING_FORMATS["qwen3"].markers == ("<think>", "</think>")
+    form = REASONING_FORMATS["openai_gptoss"]
+    rest = "".join((form.start, form.end, *form.headers))
+    for marker in form.markers:
+        assert marker in rest
+        rest = rest.replace(marker, "")
+    assert "<|" not in rest

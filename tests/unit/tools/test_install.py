@@ -24,10 +24,10 @@ def never() -> bool:
 @pytest.mark.parametrize(
     "machine, gpu, index, requirement, options",
     [
-        (("Linux", "x86_64"), False, lambda: True, install.TORCH, ["--extra-index-url", install.CPU_INDEX]),
+        (("Linux", "x86_64"), False, lambda: True, install.TORCH_CPU, ["--extra-index-url", install.CPU_INDEX]),
         (("Linux", "x86_64"), False, lambda: False, install.TORCH, []),
         (("Linux", "x86_64"), True, never, install.TORCH, []),
-        (("Linux", "aarch64"), False, lambda: True, install.TORCH, ["--extra-index-url", install.CPU_INDEX]),
+        (("Linux", "aarch64"), False, lambda: True, install.TORCH_CPU, ["--extra-index-url", install.CPU_INDEX]),
         (("Linux", "aarch64"), False, lambda: False, install.TORCH_ARM_LINUX, []),
         (("Linux", "aarch64"), True, never, install.TORCH, []),
         (("Darwin", "arm64"), False, never, install.TORCH, []),
@@ -84,10 +84,18 @@ def test_one_install_for_torch_and_pins_then_the_project_and_its_stamps(
     calls: list[tuple[str, ...]] = []
     monkeypatch.setattr(install, "make_venv", lambda venv: Path("python"))
     monkeypatch.setattr(install, "cpu_index_answers", lambda: False)
-    monkeypatch.setattr(install, "pip", lambda python, *arguments: calls.append(arguments))
+    torch: list[str] = []
+
+    def pip(python: Path, *arguments: str) -> None:
+        calls.append(arguments)
+        torch.extend(Path(name).read_text() for name in arguments if name.endswith("torch.txt"))
+
+    monkeypatch.setattr(install, "pip", pip)
+    monkeypatch.setattr(install, "choose_torch", lambda *_: (install.TORCH_ARM_LINUX, [], "a test"))
     assert install.main([str(tmp_path), kind]) == 0
     assert "--require-hashes" in calls[0]
-    assert calls[0][-1].endswith("requirements/runtime-hashes.txt")
+    assert any(argument.endswith("requirements/runtime-hashes.txt") for argument in calls[0])
+    assert [text.split()[0] for text in torch] == [install.TORCH_ARM_LINUX]
     assert any(str(argument).endswith(f"requirements/{kind}.txt") for argument in calls[1])
     assert calls[2][-2:] == ("-e", str(install.ROOT))
     assert {path.stem for path in tmp_path.iterdir()} == set(("runtime", "bench", "dev")[:stamps])
@@ -146,6 +154,20 @@ def test_what_serving_installs_has_hashes_for_every_python_and_platform(root: Pa
     assert all(re.fullmatch("--hash=sha256:[0-9a-f]{64}", each) for hashes in hashed.values() for each in hashes)
     compiled = next(hashes for name, hashes in hashed.items() if name.startswith("numpy=="))
     assert len(compiled) >= 12, "four Pythons on three platforms"
+
+
+def test_every_build_of_torch_has_hashes_and_they_agree_with_those_of_the_images(root: Path) -> None:
+    chosen = {install.TORCH: 20, install.TORCH_CPU: 8, install.TORCH_ARM_LINUX: 4}  # of four Pythons on each platform
+    lines = {requirement: install.torch_line(requirement).split()[1:] for requirement in chosen}
+    for requirement, number in chosen.items():
+        assert len(set(lines[requirement])) == number
+        assert all(re.fullmatch("--hash=sha256:[0-9a-f]{64}", each) for each in lines[requirement])
+    assert set(lines[install.TORCH_CPU]) < set(lines[install.TORCH])
+    images = sorted((root / "requirements").glob("image-*.txt"))
+    locked = [line.split() for path in images for line in path.read_text().splitlines() if line.startswith("torch=")]
+    assert len(locked) == len(images) == 4
+    for name, digest in locked:
+        assert digest in lines[name.replace("===", "==")]
 
 
 def test_the_pins_lie_within_the_ranges(root: Path) -> None:

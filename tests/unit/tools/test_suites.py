@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from tokenizers import Tokenizer
 
 from tools.peers.suites.__main__ import report
-from tools.peers.suites.checkpoints import endless_checkpoint
+from tools.peers.suites.checkpoints import endless_checkpoint, long_checkpoint
 from tools.peers.suites.files import SUITES
 from tools.peers.suites.outcomes import TABLE
 from tools.peers.suites.schemas import in_order
@@ -58,6 +58,9 @@ def test_an_endless_checkpoint_leaves_the_original_alone(tmp_path: Path) -> None
     assert json.loads((copy / "tokenizer_config.json").read_text()) == {"chat_template": "b"}
     assert '"eos_token_id": 1' in (base / "config.json").read_text()
     assert endless_checkpoint(base, tmp_path) != copy
+    longer = long_checkpoint(base, tmp_path, 99)
+    assert json.loads((longer / "config.json").read_text())["max_position_embeddings"] == 99
+    assert json.loads((longer / "tokenizer_config.json").read_text())["model_max_length"] == 99
 
 
 def test_a_small_vocabulary_is_filled_up(tmp_path: Path) -> None:

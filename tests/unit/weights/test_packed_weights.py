@@ -15,7 +15,7 @@ from app.kernels.linear.linear import Linear
 from app.kernels.native.arguments import OpCode
 from app.kernels.native.operations import has_kernel
 from app.weights.checkpoint import open_checkpoint
-from app.weights.quantized.values import unpack
+from app.weights.quantized.values import _columns, unpack
 from app.weights.tensor_reader import MappedFiles
 from loaded_models import load
 from quantized_files import FORMATS, change_config, drawn, quantized
@@ -55,6 +55,27 @@ def test_codes_of_any_bits_are_unpacked(bits: int) -> None:
     words = [[int(stream[at : at + 32][::-1], 2) for at in range(0, len(stream), 32)] for stream in streams]
     stored = torch.from_numpy(np.array(words, dtype=np.uint32).view(np.int32))
     assert np.array_equal(unpack(stored, bits).numpy(), codes)
+
+
+@pytest.mark.parametrize(
+    "bits, zeros, stored",
+    [
+        # Less 1, as whole words: the zero of 0 borrows from the next one.
+        (4, [0, 5, 0, 0, 15, 1, 0, 8], 0x80_1F_00_50 - 0x11_11_11_11),
+        (2, [0, 3, *[1] * 14], 0x55_55_55_5C - 0x55_55_55_55),
+        (8, [0, 255, 0, 1], 0x01_00_FF_00 - 0x01_01_01_01),
+    ],
+)
+def test_zeros_of_the_first_version_are_read_as_gptqmodel_reads_them(bits: int, zeros: list[int], stored: int) -> None:
+    words = torch.from_numpy(np.array([[stored % 2**32] + [0] * (bits - 1)], dtype=np.uint32).view(np.int32))
+    found = _columns(words, range(len(zeros)), bits, added=1)
+    assert found.tolist() == [zeros]
+    assert (_columns(words * 0, range(32), bits, added=1) == 1).all()
+
+
+def test_zeros_of_the_first_version_in_three_bits_wrap_alone() -> None:
+    words = torch.full((1, 3), -1, dtype=torch.int32)
+    assert (_columns(words, range(32), 3, added=1) == 0).all()
 
 
 def test_an_unknown_method_and_unnamed_quantization_are_refused(tmp_path: Path) -> None:

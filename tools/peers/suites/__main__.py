@@ -67,6 +67,7 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--only", default="", help="only the tests that this pytest expression (-k) selects")
     made.add_argument("--file", action="append", help="only the files whose name contains this; may be repeated")
     made.add_argument("--failures", action="store_true", help="print each failed test with its reason")
+    made.add_argument("--all", action="store_true", help="run also the tests that not_applicable.toml leaves out")
     made.add_argument("--json", type=Path, help="write every test's outcome to this file")
     made.add_argument("--list", action="store_true", help="list the suites and their files, and run nothing")
     return made
@@ -143,6 +144,7 @@ def configuration(suite: Suite, outcomes: Path, arguments: argparse.Namespace) -
         "url": arguments.url,
         "python": sys.executable,
         "outcomes": str(outcomes),
+        "all": "all" if arguments.all else "",
         "work": str(outcomes.parent),
         "decoder": decoder,
         "encoder": arguments.encoder,

@@ -36,6 +36,17 @@ def endless_checkpoint(
     return folder
 
 
+def long_checkpoint(base: Path, work: Path, context: int) -> Path:
+    """Return a copy of `base` in `work` with a longer context, for tests that do not look at what the model says."""
+    name = hashlib.sha256(json.dumps([str(base), context]).encode()).hexdigest()[:12]
+    folder = work / "checkpoints" / name
+    if not folder.exists():
+        shutil.copytree(base, folder)
+        for file, key in (("config.json", "max_position_embeddings"), ("tokenizer_config.json", "model_max_length")):
+            _write(folder / file, _read(base / file) | {key: context})
+    return folder
+
+
 def _fill_vocabulary(folder: Path, given: int, wanted: int) -> None:
     """Add tokens to a checkpoint whose embeddings are its output layer too."""
     from safetensors.torch import load_file, save_file  # only this copy needs torch

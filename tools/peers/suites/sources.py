@@ -88,11 +88,11 @@ def interpreter(folder: Path, requirements: list[str]) -> Path:
     python = folder / "bin" / "python"
     if not python.exists():
         subprocess.run([sys.executable, "-m", "venv", str(folder)], check=True)
-        scheme = {"base": str(folder), "platbase": str(folder)}
-        packages = Path(sysconfig.get_path("purelib", vars=scheme))
         # Older versions take many minutes to find versions of the clients that agree.
         subprocess.run([str(python), "-m", "pip", "install", "-q", "--upgrade", "pip"], check=False)
-        (packages / "base.pth").write_text(sysconfig.get_path("purelib") + "\n", encoding="utf-8")
+    scheme = {"base": str(folder), "platbase": str(folder)}
+    packages = Path(sysconfig.get_path("purelib", vars=scheme))
+    (packages / "base.pth").write_text(sysconfig.get_path("purelib") + "\n", encoding="utf-8")
     command = [str(python), "-m", "pip", "install", "-q", *requirements]
     if requirements and subprocess.run(command, check=False).returncode:
         raise SystemExit("suites: pip cannot install the clients: see its message above")

@@ -19,7 +19,7 @@ from urllib.parse import urljoin
 
 import pytest
 
-from tools.peers.suites.checkpoints import endless_checkpoint
+from tools.peers.suites.checkpoints import endless_checkpoint, long_checkpoint
 from tools.peers.suites.outcomes import Outcomes
 from tools.peers.suites.server_pool import ServerPool
 
@@ -29,7 +29,13 @@ VERSION = "0.33.0"
 # Files whose tests count on texts that do not end.
 ENDLESS = ("completion/test_completion.py", "test_return_token_ids.py", "test_return_tokens_as_ids.py")
 
-
+# Files with longer texts than the demo's context.
+LONG_CONTEXT = 12_288
+LONG_TEXTS = (
+    "test_chunked_prompt.py",
+    "test_tokenization.py",
+    "serve/instrumentator/test_basic.py",
+)
 # Files with token ids that the demo's vocabulary has not, and a size that is enough for them.
 LARGE_VOCABULARY, VOCABULARY = ("test_logprob_token_ids.py", "completion/test_completion.py"), 5120
 
@@ -113,9 +119,12 @@ class RemoteOpenAIServer:
         longest = _value(given, "--max-model-len", "--max_model_len")
         if longest and not encoder:
             shape = json.loads(Path(self.pool.configuration["decoder_directory"], "config.json").read_text("utf-8"))
-            settings["max_model_len"] = min(int(longest), shape["max_position_embeddings"])
+            context = LONG_CONTEXT if _runs(LONG_TEXTS) else shape["max_position_embeddings"]
+            settings["max_model_len"] = min(int(longest), context)
         if key := _value(given, "--api-key"):
             settings["api_keys"] = key
+        if limit := _value(given, "--max-logprobs"):
+            settings["max_logprobs"] = int(limit)
         self.url_root = self.pool.url(self._checkpoint(encoder), **settings)
         self.host, _, port = self.url_root.removeprefix("http://").partition(":")
         self.port = int(port)
@@ -125,10 +134,12 @@ class RemoteOpenAIServer:
         if encoder:
             return str(configuration["encoder"])
         decoder, work = Path(configuration["decoder_directory"]), Path(configuration["work"])
-        if any(file in os.environ["PYTEST_CURRENT_TEST"] for file in LARGE_VOCABULARY):
+        if _runs(LARGE_VOCABULARY):
             return str(endless_checkpoint(decoder, work, vocab_size=VOCABULARY))
-        if any(file in os.environ["PYTEST_CURRENT_TEST"] for file in ENDLESS):
+        if _runs(ENDLESS):
             return str(endless_checkpoint(decoder, work))
+        if _runs(LONG_TEXTS):
+            return str(long_checkpoint(decoder, work, LONG_CONTEXT))
         return str(configuration["decoder"])
 
     def __enter__(self) -> RemoteOpenAIServer:
@@ -165,11 +176,18 @@ class RemoteOpenAIServer:
 
 
 def _value(words: Sequence[str], *names: str) -> str | None:
+    """Return the value of an option: the last one, if it is given several times."""
+    found = None
     for at, word in enumerate(words):
         name, equals, value = word.partition("=")
         if name in names:
-            return value if equals else words[at + 1]
-    return None
+            found = value if equals else words[at + 1]
+    return found
+
+
+def _runs(files: Sequence[str]) -> bool:
+    """Return whether the test that runs now is in one of the files."""
+    return any(file in os.environ["PYTEST_CURRENT_TEST"] for file in files)
 
 
 def _is_encoder(model: str) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -23,10 +24,12 @@ from app.hardware.plan.plan import ServingPlan, make_plan
 from app.hardware.probe.probe import probe
 from app.kernels import ceilings
 from app.kernels.ceilings import MatmulThroughputProbe, ReadBandwidthProbe
+from app.models.decoders.config import ModelConfig
+from app.models.decoders.shapes import active_weights, expert_weights
 from app.settings import load_settings
 from app.weights.checkpoint import Checkpoint, open_checkpoint
 from app.weights.forms import RECIPES
-from tiny_checkpoints import write_checkpoint
+from tiny_checkpoints import config_values, write_checkpoint
 
 FACTS = Facts("linux", "x86_64", Cpu("", ""), (Core((0,)),), 2**34, 2**34, (0,))
 FLAGS = {"max_running_seqs": "16", "kv_cache_bytes": "64MiB", "threads": "1", "precision": "fp32"}
@@ -143,6 +146,18 @@ def test_weights_are_counted_as_they_are_held(built: Any) -> None:
     assert weights.operations_per_token == 2 * 2 * layer
     assert weights.operations_per_logit_row == 2 * 320 * 32
     assert weights.num_bytes >= 4 * (2 * layer + 320 * 32)
+
+
+def test_a_token_passes_some_experts_of_a_mixture(tmp_path: Path) -> None:
+    checkpoint = open_checkpoint(write_checkpoint(tmp_path / "mixture", "Qwen3MoeForCausalLM"))
+    plan = make_plan(probe(), None, load_settings(**FLAGS)[0], checkpoint.needs(), RECIPES.keys())
+    config = ModelConfig.from_hf(config_values("Qwen3MoeForCausalLM"))
+    weights = product_costs(
+        build_decoder_engine(BuildRequest(checkpoint, plan)).model, config.vocab_size, cache_bytes=0
+    )
+    active, every = active_weights(config), active_weights(config) + (6 - 3) * expert_weights(config)
+    assert weights.operations_per_token == 2 * active
+    assert 4 * (active + 320 * 32) <= weights.num_bytes < 4 * (every + 320 * 32)
 
 
 def test_weights_that_fit_a_cache_are_not_held_against_memory() -> None:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from app.bench.compare.result import CompareResult, LoadPoint, LoadSpec
+from app.bench.compare.result import CompareResult, LoadPoint, LoadSpec, write_result
 from app.bench.report.comparison import _ratio_phrase, headline_sentences, rate_within_p99, repeat_variation, shared_p99
 from synthetic_results import made_encoder
 
@@ -98,3 +101,18 @@ def test_what_does_a_tenth_is_not_as_quick_however_unsteady_the_machine() -> Non
     assert _ratio_phrase("slow", 0.1, 1.4) == "slow does 0.10 times as much"
     assert "as fast" in _ratio_phrase("near", 0.5, 1.4)
     assert "as fast" in _ratio_phrase("near", 2.0, 1.4)
+
+
+def test_tables_need_no_matplotlib(tmp_path: Path) -> None:
+    """In a process of its own, since other tests have imported it."""
+    write_result(made_encoder(samples=2), tmp_path / "one.json")
+    script = (
+        "import sys\n"
+        "sys.modules['matplotlib'] = None\n"
+        "from app.cli.main import main\n"
+        "sys.exit(main(['bench', 'compare', sys.argv[1]]))\n"
+    )
+    command = [sys.executable, "-c", script, str(tmp_path / "one.json")]
+    ran = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert ran.returncode == 0, ran.stderr
+    assert "Throughput and request latency" in ran.stdout

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 
 import pytest
@@ -73,6 +73,8 @@ a_spec = st.builds(
     scale=st.just(0.3),
     window=st.sampled_from([None, 1, 5, 64, 100]),
     softcap=st.sampled_from([None, 2.0]),
+    sinks=st.sampled_from([None, torch.linspace(-3.0, 3.0, 6)]),
+    slopes=st.sampled_from([None, torch.linspace(0.4, -0.1, 6)]),
 )
 
 
@@ -90,6 +92,13 @@ def test_pages_are_attended_as_the_formula_says(
     if not decodes and not prompts:
         return
     batch = ragged(decodes, prompts, heads, dtype, spare)
+    spec = replace(
+        spec,
+        **{
+            name: None if one is None else one[: heads[0]]
+            for name, one in (("sinks", spec.sinks), ("slopes", spec.slopes))
+        },
+    )
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(paged, "_MAX_SCORES", scores)
         result = paged_attention_torch(batch.query, batch.kv, batch.step, spec)
@@ -112,17 +121,19 @@ def test_a_model_that_fails_is_reported() -> None:
 @given(
     lengths=st.lists(st.sampled_from([0, 1, 2, 31, 64, 90]), min_size=1, max_size=5), bidirectional=st.booleans(),
     window=st.sampled_from([None, 1, 2, 16, 65]), softcap=st.sampled_from([None, 3.0]), most=st.sampled_from([None, 4, 100]),
-    shape=st.sampled_from([(2, 2, 8), (4, 2, 10)]), scores=st.sampled_from([2**24, 500]), spare=st.sampled_from([0, 5]),
+    vectors=st.booleans(), shape=st.sampled_from([(2, 2, 8), (4, 2, 10)]), scores=st.sampled_from([2**24, 500]),
+    spare=st.sampled_from([0, 5]),
 )  # fmt: skip
 def test_packed_texts_are_each_attended_alone(
-    lengths: list[int], bidirectional: bool, window: int | None, softcap: float | None, most: int | None, shape: tuple[int, int, int],
-    scores: int, spare: int,
+    lengths: list[int], bidirectional: bool, window: int | None, softcap: float | None, most: int | None, vectors: bool,
+    shape: tuple[int, int, int], scores: int, spare: int,
 ) -> None:  # fmt: skip
     heads, kv_heads, head_dim = shape
     if sum(lengths) == 0:
         return
     bias = None if most is None else torch.randn((heads, 2 * most + 1), generator=torch.Generator().manual_seed(1))
-    spec = AttentionSpec(0.3, window, softcap, bidirectional, bias)
+    sinks, slopes = (torch.linspace(-2.0, 2.0, heads), torch.linspace(0.4, -0.1, heads)) if vectors else (None, None)
+    spec = AttentionSpec(0.3, window, softcap, bidirectional, bias, slopes, sinks)
     width = (heads + 2 * kv_heads) * head_dim
     product = torch.randn((sum(lengths) + spare, width), generator=torch.Generator().manual_seed(sum(lengths)))
     given_heads = QkvHeads(product, heads, kv_heads, head_dim)

@@ -57,15 +57,18 @@ def both(heads: QkvHeads, texts: TextStarts, spec: AttentionSpec) -> tuple[Tenso
     level=a_level, lengths=st.lists(st.sampled_from([1, 2, 5, 31, 32, 33, 64, 65, 130]), min_size=1, max_size=3),
     shape=st.sampled_from([(2, 2, 64), (3, 1, 32), (4, 2, 80), (1, 1, 256), (2, 2, 18)]), dtype=st.sampled_from(DTYPES),
     bidirectional=st.booleans(), window=st.sampled_from([None, 1, 2, 16, 65]), softcap=st.sampled_from([None, 3.0]),
-    most=st.sampled_from([None, 4, 100]), turning=st.booleans(), gap=st.sampled_from([0, 6]),
+    most=st.sampled_from([None, 4, 100]), vectors=st.booleans(), turning=st.booleans(), gap=st.sampled_from([0, 6]),
 )  # fmt: skip
 def test_texts_attend_as_their_reference_says(
     level: str, lengths: list[int], shape: tuple[int, int, int], dtype: torch.dtype, bidirectional: bool, window: int | None,
-    softcap: float | None, most: int | None, turning: bool, gap: int,
+    softcap: float | None, most: int | None, vectors: bool, turning: bool, gap: int,
 ) -> None:  # fmt: skip
     heads = heads_of(sum(lengths), shape, dtype, turning, gap)
     bias = None if most is None else rows_of(shape[0], 2 * most + 1, seed=3)
-    spec = AttentionSpec(shape[2] ** -0.5, window, softcap, bidirectional, bias)
+    sinks, slopes = (
+        (torch.linspace(-9.0, 3.0, shape[0]), torch.linspace(0.3, -0.02, shape[0])) if vectors else (None, None)
+    )
+    spec = AttentionSpec(shape[2] ** -0.5, window, softcap, bidirectional, bias, slopes, sinks)
     with at_level(level):
         assume(has_kernel(OpCode.TEXT_ATTENTION))
         found, meant = both(heads, held(lengths), spec)

@@ -26,9 +26,11 @@ def test_halves_of_whole_eights_are_taken(dtype: torch.dtype, head_dim: int) -> 
         (torch.bfloat16, 264, PLAIN),
         (torch.bfloat16, 60, PLAIN),
         (torch.bfloat16, 64, AttentionSpec(0.1, softcap=30.0)),
+        (torch.bfloat16, 64, AttentionSpec(0.1, sinks=torch.zeros(2))),
+        (torch.bfloat16, 64, AttentionSpec(0.1, slopes=torch.zeros(2))),
         (torch.bfloat16, 64, AttentionSpec(0.1, bidirectional=True, distance_bias=torch.zeros(2, 3))),
     ],
-    ids=["fp32", "large", "odd", "capped", "biased"],
+    ids=["fp32", "large", "odd", "capped", "sinks", "ALiBi", "biased"],
 )
 def test_others_are_not(dtype: torch.dtype, head_dim: int, spec: AttentionSpec) -> None:
     assert not texts.torch_flash_supports(dtype, head_dim, spec)

@@ -98,7 +98,7 @@ def test_a_norm_that_is_added_equals_its_reference(
 @often
 @given(
     level=a_level, rows=num_rows, size=sizes, group=groups, spread=spreads, bad=bad_values,
-    activation=st.sampled_from(sorted(ACTIVATIONS)), dtype=dtypes,
+    activation=st.sampled_from([*sorted(ACTIVATIONS), "swiglu_oai"]), dtype=dtypes,
 )  # fmt: skip
 def test_the_gate_equals_its_reference(
     level: str, rows: int, size: int, group: int | None, spread: float, bad: float | None, activation: str,

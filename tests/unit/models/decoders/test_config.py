@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
 
 from app.errors import CheckpointInvalid
+from app.kernels.elementwise.latent_sizes import LatentHeads
 from app.models.decoders.config import ModelConfig
 from app.models.decoders.families import DECODER_FAMILIES
+from app.models.decoders.layer_config import ConvolutionConfig
+from app.models.decoders.shapes import tensors_of
 from tiny_checkpoints import ARCHITECTURES, config_values
 
 
@@ -31,7 +35,14 @@ def test_multipliers_are_folded() -> None:
 @pytest.mark.parametrize(
     ("architecture", "values", "sentence"),
     [
-        ("FalconForCausalLM", {"alibi": True}, "ALiBi, a bias of scores by distance, is not offered"),
+        ("FalconForCausalLM", {"alibi": True}, "ALiBi in Falcon, whose biases are rounded to BF16, is not offered"),
+        ("GptOssForCausalLM", {"swiglu_limit": 5.0}, "another limit of the experts' gates than 7 is not offered"),
+        ("GptOssForCausalLM", {"swiglu_alpha": 2.0}, "another factor in the experts' gates than 1.702 is not offered"),
+        ("BloomForCausalLM", {"apply_residual_connection_post_layernorm": True}, "is not offered"),
+        ("MptForCausalLM", {"no_bias": False}, "products and norms with biases is not offered"),
+        ("MptForCausalLM", {"attn_config": {"alibi": False}}, "learned positions of MPT is not offered"),
+        ("MptForCausalLM", {"attn_config": {"clip_qkv": 6}}, "clip_qkv is 6"),
+        ("MptForCausalLM", {"attn_config": {"qk_ln": True}}, "a norm of queries and keys is not offered"),
         ("OlmoForCausalLM", {"clip_qkv": 8.0}, "clip_qkv is 8.0"),
         ("StableLmForCausalLM", {"qk_layernorm": True}, "a separate norm for each head is not offered"),
         ("OPTForCausalLM", {"word_embed_proj_dim": 16}, "word_embed_proj_dim is 16"),
@@ -50,14 +61,145 @@ def test_ministral_3_ends_where_queries_would_be_scaled() -> None:
     assert ModelConfig.from_hf(values).max_model_len == 64
 
 
+def test_lfm2_names_its_layers_by_their_numbers_and_adjusts_its_mlp() -> None:
+    """As config.json of LFM2-1.2B has it."""
+    values = {
+        "architectures": ["Lfm2ForCausalLM"],
+        "model_type": "lfm2",
+        "hidden_size": 2048,
+        "block_ff_dim": 12288,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "full_attn_idxs": [2],
+        "vocab_size": 65536,
+        "max_position_embeddings": 128000,
+        "tie_embedding": True,
+    }
+    config = ModelConfig.from_hf(values)
+    assert config.convolution == ConvolutionConfig(3, (True, True, False, True))
+    assert (config.intermediate_size, config.tie_embeddings) == (8192, True)
+    assert (config.num_kv_heads, config.cache_heads) == (8, 16)
+
+
+def test_deepseek_v3_scales_scores_by_its_yarn() -> None:
+    """As config.json of DeepSeek-V3 has it; the factor of cos and sin is 1."""
+    values = {
+        "architectures": ["DeepseekV3ForCausalLM"],
+        **dict.fromkeys(("num_attention_heads", "num_key_value_heads"), 128),
+        **dict.fromkeys(("n_shared_experts", "moe_layer_freq", "num_nextn_predict_layers"), 1),
+        "hidden_size": 7168,
+        "intermediate_size": 18432,
+        "num_hidden_layers": 61,
+        "vocab_size": 129280,
+        "scoring_func": "sigmoid",
+        "topk_method": "noaux_tc",
+        "max_position_embeddings": 163840,
+        "rope_scaling": {
+            "type": "yarn",
+            "factor": 40,
+            "mscale": 1.0,
+            "mscale_all_dim": 1.0,
+            "beta_fast": 32,
+            "beta_slow": 1,
+            "original_max_position_embeddings": 4096,
+        },
+    }
+    config = ModelConfig.from_hf(values)
+    assert config.attention_scale == pytest.approx(192**-0.5 * 1.36889**2, rel=1e-5)
+    assert (config.head_dim, config.max_model_len, config.experts and sum(config.experts.layers)) == (192, 163840, 58)
+    rope = config.ropes[0]
+    assert rope is not None and (rope.dim, rope.kind, rope.factor) == (64, "yarn", 40.0)
+    assert config.experts is not None and (config.experts.routing.num_groups, config.experts.routing.scale) == (8, 2.5)
+
+
+def test_latent_attention_has_heads_of_its_own_sizes() -> None:
+    config = ModelConfig.from_hf(config_values("DeepseekV3ForCausalLM", num_key_value_heads=1))
+    assert (config.num_kv_heads, config.cache_heads, config.head_dim) == (4, 4, 16)
+    assert config.latent is not None and config.latent.heads == LatentHeads(4, 12, 4, 10, True)
+
+
+@pytest.mark.parametrize(
+    ("architecture", "values", "need"),
+    [
+        ("DeepseekV3ForCausalLM", {"v_head_dim": 17}, "values larger than keys"),
+        ("DeepseekV3ForCausalLM", {"q_lora_rank": None, "attention_bias": True}, "attention_bias without q_lora_rank"),
+        ("DeepseekV3ForCausalLM", {"scoring_func": "softmax"}, "another score of experts"),
+        ("DeepseekV3ForCausalLM", {"topk_method": "greedy"}, "noaux_tc"),
+        ("DeepseekV2ForCausalLM", {"topk_method": "noaux_tc"}, "topk_method 'noaux_tc' is not known"),
+        ("DeepseekV2ForCausalLM", {"norm_topk_prob": True}, "norm_topk_prob is True"),
+        ("DeepseekV2ForCausalLM", {"moe_layer_freq": 2}, "moe_layer_freq is 2"),
+        ("Lfm2ForCausalLM", {"conv_bias": True}, "a bias of short convolutions"),
+        ("Lfm2ForCausalLM", {"layer_types": ["conv"] * 4}, "a layer with full_attention"),
+        ("Lfm2ForCausalLM", {"head_dim": 12}, "do not fit heads of 12"),
+        ("Lfm2ForCausalLM", {"layer_types": ["conv", "sliding_attention"] * 2}, "known are conv, full_attention"),
+        ("Lfm2ForCausalLM", {"layer_types": ["full_attention"]}, "layer_types"),
+    ],
+)
+def test_what_is_not_offered_is_refused_by_name(architecture: str, values: dict[str, Any], need: str) -> None:
+    known = "DeepseekV3ForCausalLM" if architecture.startswith("Deepseek") else architecture
+    with pytest.raises(CheckpointInvalid, match=need):
+        ModelConfig.from_hf(config_values(known, **values) | {"architectures": [architecture]})
+
+
 @pytest.mark.parametrize(
     ("architecture", "need"),
-    [("MambaForCausalLM", "state-space layers"), ("BloomForCausalLM", "ALiBi"), ("Lfm2ForCausalLM", "convolutions")],
+    [
+        ("MambaForCausalLM", "state-space layers"),
+        ("Llama4ForCausalLM", "chunked"),
+        ("Lfm2VlForConditionalGeneration", "pictures"),
+    ],
 )
 def test_a_known_architecture_is_refused_with_what_it_needs(architecture: str, need: str) -> None:
     with pytest.raises(CheckpointInvalid) as caught:
         ModelConfig.from_hf({"architectures": [architecture]})
     assert need in caught.value.message and "docs/families.md" in caught.value.message
+
+
+GPT_OSS_20B = {
+    "architectures": ["GptOssForCausalLM"],
+    "head_dim": 64,
+    "hidden_size": 2880,
+    "intermediate_size": 2880,
+    "max_position_embeddings": 131072,
+    "num_attention_heads": 64,
+    "num_experts_per_tok": 4,
+    "num_hidden_layers": 24,
+    "num_key_value_heads": 8,
+    "num_local_experts": 32,
+    "rope_scaling": {
+        "beta_fast": 32.0,
+        "beta_slow": 1.0,
+        "factor": 32.0,
+        "original_max_position_embeddings": 4096,
+        "rope_type": "yarn",
+        "truncate": False,
+    },
+    "rope_theta": 150000,
+    "sliding_window": 128,
+    "swiglu_limit": 7.0,
+    "vocab_size": 201088,
+}
+
+
+def test_gpt_oss_as_published() -> None:
+    config = ModelConfig.from_hf(GPT_OSS_20B)
+    assert config.windows == (128, None) * 12 and config.max_model_len == 131072
+    assert config.has_sinks and config.mlp_bias and config.qkv_bias and config.output_bias
+    assert sum(math.prod(shape) for shape in tensors_of(config).values()) == 20_914_757_184
+    # Both files of transformers' default mean the same.
+    plain = ModelConfig.from_hf({name: value for name, value in GPT_OSS_20B.items() if not name.startswith("rope")})
+    assert plain == config
+
+
+def test_slopes_of_alibi() -> None:
+    bloom = {"architectures": ["BloomForCausalLM"], "vocab_size": 320, "hidden_size": 96, "n_layer": 1}
+    mpt = {"architectures": ["MPTForCausalLM"], "vocab_size": 320, "d_model": 96, "n_layers": 1}
+    eight = tuple(2.0**-power for power in range(1, 9))
+    assert ModelConfig.from_hf({**bloom, "n_head": 8}).alibi_slopes == eight
+    assert ModelConfig.from_hf({**mpt, "n_heads": 8}).alibi_slopes == eight
+    assert ModelConfig.from_hf({**bloom, "n_head": 6}).alibi_slopes == (*(0.25**n for n in range(1, 5)), 0.5, 0.125)
+    assert ModelConfig.from_hf({**mpt, "n_heads": 6}).alibi_slopes == (*(0.25**n for n in range(1, 5)), 0.5, 0.125)
 
 
 @pytest.mark.parametrize("value", [10**400, float("inf"), float("nan"), True, "1"])

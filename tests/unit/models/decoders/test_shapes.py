@@ -10,14 +10,14 @@ import torch
 from app.kernels.linear.linear import Linear
 from app.models.decoders.config import ModelConfig
 from app.models.decoders.decoder import Embedding
-from app.models.decoders.layer import HeadNorm, Norm
+from app.models.decoders.layer import Filters, HeadNorm, Norm, StoredVector
 from app.models.decoders.shapes import tensors_of
 from app.models.registry import build_decoder_model
-from tiny_checkpoints import ARCHITECTURES, config_values
+from tiny_checkpoints import ARCHITECTURES, OTHERS, config_values
 
 
 @pytest.mark.parametrize("biases", [False, True])
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize("architecture", (*ARCHITECTURES, *OTHERS))
 def test_modules_want_exactly_the_tensors_listed(architecture: str, biases: bool) -> None:
     values = config_values(architecture, tie_word_embeddings=False, attention_bias=biases, mlp_bias=biases)
     config = ModelConfig.from_hf(values)
@@ -27,7 +27,7 @@ def test_modules_want_exactly_the_tensors_listed(architecture: str, biases: bool
     for module in model.modules():
         if isinstance(module, Embedding):
             wanted[f"{module.source}.weight"] += 1
-        elif isinstance(module, Norm | HeadNorm):
+        elif isinstance(module, Norm | HeadNorm | Filters | StoredVector):
             wanted.update(f"{module.source}.{kind}" for kind in module.kinds)
         elif isinstance(module, Linear):
             kinds = ("weight", "bias") if module.has_bias else ("weight",)

@@ -1,0 +1,236 @@
+"""`armature chat`: a conversation in a terminal, or one prompt from an argument or a pipe.
+
+The answer goes to standard output, everything else to standard error. On a terminal, control characters of an answer
+are left out: it is not trusted.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Callable, Mapping
+from contextlib import closing, suppress
+from dataclasses import dataclass
+from typing import TextIO
+
+from rich.console import Console
+from rich.text import Text
+
+from app.cli.clients.connection import ServerConnection, ServerRefused
+from app.cli.clients.conversation import SAMPLING, Conversation, StreamedAnswer
+from app.errors import SettingsInvalid
+
+PROMPT = "> "
+MORE_PROMPT = "… "
+CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
+HELP = """\
+/system TEXT      set the system message; /system shows it, /system off removes it
+/set NAME VALUE   set temperature, max_tokens, …; /set shows them, /set NAME off leaves it to the server
+/stats            show tokens per second after each answer, or stop that
+/clear            forget the conversation; the system message and the parameters stay
+/exit             leave; so do Ctrl-D, and Ctrl-C twice
+Ctrl-C stops an answer. A line that ends with \\ goes on in the next one. A space before / makes it a message."""
+
+
+class AnswerPrinter:
+    """Writes the parts of an answer as they arrive. Reasoning is dim, and shown on a terminal only."""
+
+    def __init__(self, out: TextIO) -> None:
+        self._out = out
+        self._console = Console(file=out, highlight=False)
+        self._shows_reasoning = out.isatty()
+        self._reasons = False
+        self._at_line_start = True
+
+    def write(self, part: str, is_reasoning: bool) -> None:
+        """Write one part."""
+        if is_reasoning and not self._shows_reasoning:
+            return
+        if self._reasons and not is_reasoning:
+            self._write("\n\n")
+        self._reasons = is_reasoning
+        self._write(part)
+
+    def end(self) -> None:
+        """End the line, if the answer did not."""
+        if not self._at_line_start:
+            self._reasons = False
+            self._write("\n")
+
+    def _write(self, text: str) -> None:
+        shown = CONTROL.sub("", text) if self._out.isatty() else text
+        if not shown:
+            return
+        if self._reasons:
+            self._console.print(Text(shown, style="dim"), end="", soft_wrap=True)
+        else:
+            self._out.write(shown)
+        self._out.flush()
+        self._at_line_start = shown.endswith("\n")
+
+
+class LineReader:
+    """Reads messages from a terminal, with the editing and the history of this session that readline has."""
+
+    def __init__(self, commands: tuple[str, ...]) -> None:
+        self._has_editing = sys.stdin.isatty() and sys.stdout.isatty()
+        if self._has_editing:
+            with suppress(ImportError):
+                _complete_commands(commands)
+
+    def read(self) -> str:
+        """Return one message; a line that ends with a backslash goes on in the next one.
+
+        Raises:
+            EOFError: The input has ended.
+        """
+        lines = [self._line(PROMPT)]
+        while lines[-1].endswith("\\"):
+            lines[-1] = lines[-1][:-1]
+            lines.append(self._line(MORE_PROMPT))
+        return "\n".join(lines)
+
+    def _line(self, prompt: str) -> str:
+        if self._has_editing:
+            return input(prompt)
+        sys.stderr.write(prompt)  # an answer in a file has no prompts between
+        sys.stderr.flush()
+        line = sys.stdin.readline()
+        if not line:
+            raise EOFError
+        return line.rstrip("\n")
+
+
+def _complete_commands(commands: tuple[str, ...]) -> None:
+    """Let the tab key complete commands and names of parameters."""
+    import readline
+
+    def complete(text: str, state: int) -> str | None:
+        words = SAMPLING if readline.get_line_buffer().startswith("/set ") else commands
+        found = [f"{word} " for word in words if text and word.startswith(text)]
+        return found[state] if state < len(found) else None
+
+    readline.set_completer_delims(" ")
+    readline.set_completer(complete)
+    is_libedit = "libedit" in (readline.__doc__ or "")
+    readline.parse_and_bind("bind ^I rl_complete" if is_libedit else "tab: complete")
+
+
+@dataclass(slots=True)
+class Chat:
+    """A conversation with one server, and how it is shown."""
+
+    server: ServerConnection
+    conversation: Conversation
+    has_stats: bool = False
+
+    def answer(self, text: str) -> StreamedAnswer:
+        """Ask, and print the answer as it arrives. What arrived before a Ctrl-C stays in the conversation.
+
+        Raises:
+            ServerRefused: No complete answer arrived; the message is then not part of the conversation.
+        """
+        answer, printer = StreamedAnswer(), AnswerPrinter(sys.stdout)
+        is_refused = False
+        try:
+            with closing(answer.read(self.server, self.conversation.body(text))) as parts:
+                for part, is_reasoning in parts:
+                    printer.write(part, is_reasoning)
+        except ServerRefused:
+            is_refused = True
+            raise
+        finally:
+            printer.end()
+            if not is_refused and (answer.text or answer.finish_reason):
+                self.conversation.add(text, answer.text)
+        if answer.finish_reason == "length":
+            _note("The answer ended at its limit of tokens.")
+        if self.has_stats:
+            _note(answer.describe())
+        return answer
+
+    def run_command(self, line: str) -> bool:
+        """Run a command such as `/clear`; return False if it ends the conversation."""
+        name, _, text = line.partition(" ")
+        if name in ("/exit", "/quit", "/bye"):
+            return False
+        run = COMMANDS.get(name)
+        if run is None:
+            _note(f"There is no command {name}. /help lists them; a space before / makes it a message.")
+            return True
+        try:
+            run(self, text.strip())
+        except SettingsInvalid as error:
+            _note(error.message)
+        return True
+
+    def set_system(self, text: str) -> None:
+        """Set, remove or show the system message."""
+        if text:
+            self.conversation.system = "" if text == "off" else text
+        _note(f"system message: {self.conversation.system or 'none'}")
+
+    def set_parameter(self, text: str) -> None:
+        """Set one sampling parameter, or show all that are set."""
+        if text:
+            name, _, value = text.partition(" ")
+            self.conversation.set(name, value.strip())
+        given = ", ".join(f"{name} {value:g}" for name, value in self.conversation.sampling.items())
+        _note(given or f"Nothing is set, so the server's defaults apply. There are: {', '.join(SAMPLING)}.")
+
+    def toggle_stats(self, text: str) -> None:
+        """Show the speed of each answer, or no longer."""
+        self.has_stats = not self.has_stats
+        _note("The speed of each answer is shown." if self.has_stats else "The speed of answers is not shown.")
+
+    def clear(self, text: str) -> None:
+        """Forget all messages."""
+        self.conversation.messages.clear()
+        _note("The conversation is empty.")
+
+    def show_help(self, text: str) -> None:
+        """Show the commands."""
+        _note(HELP)
+
+
+COMMANDS: Mapping[str, Callable[[Chat, str], None]] = {
+    "/help": Chat.show_help,
+    "/system": Chat.set_system,
+    "/set": Chat.set_parameter,
+    "/stats": Chat.toggle_stats,
+    "/clear": Chat.clear,
+}
+
+
+def converse(chat: Chat) -> int:
+    """Read messages and print answers until the user leaves, and return the exit status."""
+    _note(f"{chat.conversation.model} at {chat.server.url}. /help lists the commands.")
+    lines, was_interrupted, is_answering = LineReader((*COMMANDS, "/exit")), False, False
+    while True:
+        try:
+            is_answering = False
+            line = lines.read()
+            was_interrupted = False
+            if line.startswith("/"):
+                if not chat.run_command(line.rstrip()):
+                    return 0
+            elif line.strip():
+                is_answering = True
+                chat.answer(line)
+        except ServerRefused as error:
+            _note(error.message)
+        except EOFError:
+            sys.stderr.write("\n")
+            return 0
+        except KeyboardInterrupt:
+            sys.stderr.write("" if is_answering else "\n")
+            if was_interrupted:
+                return 0
+            was_interrupted = True
+            _note("Stopped. Ctrl-C again leaves." if is_answering else "Ctrl-C again, Ctrl-D or /exit leaves.")
+
+
+def _note(text: str) -> None:
+    """Print text for the user, which is no part of an answer, to standard error."""
+    console = Console(stderr=True, highlight=False)
+    console.print(Text(CONTROL.sub("", text), style="dim cyan"), soft_wrap=True)

@@ -1,0 +1,146 @@
+"""`armature chat` and `armature top` from their flags: which server they talk to, and in which way they show it."""
+
+from __future__ import annotations
+
+import sys
+import time
+from argparse import Namespace
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+from app.cli.clients.chat import Chat, converse
+from app.cli.clients.connection import ServerConnection, ServerRefused, parse_object, parse_server_url
+from app.cli.clients.conversation import Conversation
+from app.cli.clients.live_figures import open_figures
+from app.cli.clients.own_server import POLL_SECONDS, is_ready, own_server
+from app.cli.clients.top import show_figures
+from app.cli.parser import given_settings, setting_flags
+from app.cli.progress import command_progress
+from app.errors import SettingsInvalid
+from app.settings import Settings
+
+FIND_SECONDS = 2.0  # another program may have the port, and say nothing
+ANY_ADDRESS = {"0.0.0.0": "127.0.0.1", "::": "::1", "": "127.0.0.1"}
+
+
+def run_chat(settings: Settings, arguments: Namespace) -> int:
+    """Talk to the chosen server, or send it one prompt, and return the exit status.
+
+    Raises:
+        SettingsInvalid: The flags do not fit together, or there is no prompt.
+        ServerRefused: The server cannot be reached, or does not chat.
+        StartupError: The server that is started here cannot start.
+    """
+    conversation = Conversation("", arguments.system or "")
+    for name in ("temperature", "max_tokens", "seed"):
+        if getattr(arguments, name) is not None:
+            conversation.set(name, getattr(arguments, name))
+    prompt = _prompt(arguments.prompt)
+    with _chosen_server(settings, arguments) as server:
+        conversation.model = (getattr(arguments, "model", None) if arguments.url else None) or _served_model(server)
+        chat = Chat(server, conversation, arguments.stats)
+        if prompt is None:
+            return converse(chat)
+        chat.answer(prompt)
+        return 0
+
+
+def _prompt(words: Sequence[str]) -> str | None:
+    """Return the one prompt of the argument and of a pipe, or None for a conversation on a terminal."""
+    is_piped = not sys.stdin.isatty()
+    if not words and not is_piped:
+        return None
+    piped = sys.stdin.read().rstrip("\n") if is_piped else ""
+    prompt = "\n\n".join(filter(None, (" ".join(words), piped)))
+    if not prompt.strip():
+        raise SettingsInvalid("There is nothing to send: give a prompt, or text on standard input.")
+    return prompt
+
+
+def run_top(settings: Settings, arguments: Namespace) -> int:
+    """Show what the chosen server does, and return the exit status.
+
+    Raises:
+        SettingsInvalid: The URL is none.
+        ServerRefused: The server cannot be reached, is no Armature, or needs another key.
+    """
+    server = connect(settings, arguments)
+    if not arguments.once:
+        _ready_server(server, "top")
+    return show_figures(open_figures(server), arguments.interval, arguments.once)
+
+
+@contextmanager
+def _chosen_server(settings: Settings, arguments: Namespace) -> Iterator[ServerConnection]:
+    """Yield the server at `--url`; else one with the given settings; else the one that runs here, or a new one."""
+    given = given_settings(arguments)
+    if arguments.url:
+        foreign = [name for name in given if name != "model"]
+        if foreign:
+            flag = f"--{foreign[0].replace('_', '-')}"
+            raise SettingsInvalid(f"{flag} does not apply to a server that already runs: leave out --url or {flag}.")
+        yield _ready_server(connect(settings, arguments), "chat")
+        return
+    running = None if given else _running_server(connect(settings, arguments))
+    if running is not None:
+        yield _ready_server(running, "chat")
+        return
+    with command_progress("chat") as console, own_server(setting_flags(arguments), console.show) as server:
+        console.close()
+        yield server
+
+
+def connect(settings: Settings, arguments: Namespace) -> ServerConnection:
+    """Return the connection to `--url`, or to the address that the settings have for a server on this machine.
+
+    The key is that of `--api-key`, or else the first of the setting `api_keys`.
+
+    Raises:
+        SettingsInvalid: The URL is none.
+    """
+    key = arguments.api_key or next(iter(settings.api_keys), None)
+    if arguments.url:
+        return ServerConnection(parse_server_url(arguments.url), key)
+    host = ANY_ADDRESS.get(settings.host, settings.host)
+    address = f"[{host}]:{settings.port}" if ":" in host else f"{host}:{settings.port}"
+    return ServerConnection(f"{'https' if settings.tls_cert else 'http'}://{address}", key)
+
+
+def _running_server(server: ServerConnection) -> ServerConnection | None:
+    """Return the server if an Armature is there. It gets no key before that is known."""
+    try:
+        status, body = ServerConnection(server.url).get("/info", FIND_SECONDS)
+    except ServerRefused:
+        return None
+    found = parse_object(body.decode(errors="replace")) if status == 200 else None
+    return server if found is not None and "stage" in found else None
+
+
+def _ready_server(server: ServerConnection, command: str) -> ServerConnection:
+    """Return the server once it is ready.
+
+    Raises:
+        ServerRefused: It cannot be reached.
+    """
+    with command_progress(command) as console:
+        while not is_ready(server, console.show):
+            time.sleep(POLL_SECONDS)
+    return server
+
+
+def _served_model(server: ServerConnection) -> str:
+    """Return the name of the model that the server has.
+
+    Raises:
+        ServerRefused: It has none, or one that does not chat.
+    """
+    served = server.get_json("/v1/models").get("data")
+    name = next((one["id"] for one in served or () if isinstance(one, dict) and "id" in one), None)
+    if name is None:
+        raise ServerRefused(f"{server.url} lists no model. Name one with --model.")
+    status, body = server.get("/info")  # only Armature has it
+    about = (parse_object(body.decode(errors="replace")) or {}).get("model") if status == 200 else None
+    kind = about.get("kind", "decoder") if isinstance(about, dict) else "decoder"
+    if kind != "decoder":
+        raise ServerRefused(f"{server.url} serves {name}, which is no language model ({kind}): it does not chat.")
+    return str(name)

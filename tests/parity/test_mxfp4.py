@@ -1,0 +1,76 @@
+"""gpt-oss with experts in MXFP4: values, logits and kept codes are those of transformers' dequantization."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from app.kernels.native.arguments import OpCode
+from app.kernels.native.operations import has_kernel
+from app.weights.checkpoint import open_checkpoint
+from app.weights.quantized.entries import PackedEntry
+from app.weights.tensor_reader import MappedFiles, TensorReader
+from loaded_models import load
+from mxfp4_files import GPT_OSS, drawn_mxfp4, mxfp4_values, write_mxfp4
+from reference_attention import PlainAttend, context_of
+from tools.measure.families import expected_logits, prompt_of
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    return write_mxfp4(tmp_path_factory.mktemp("mxfp4"))
+
+
+@torch.inference_mode()
+def logits(directory: Path, precision: str = "float32") -> torch.Tensor:
+    found: torch.Tensor = load(directory, precision)(context_of(prompt_of(24), PlainAttend()))
+    return found.float()
+
+
+def test_the_definition_is_what_transformers_reads() -> None:
+    from transformers.integrations.mxfp4 import convert_moe_packed_tensors
+
+    blocks, scales = drawn_mxfp4(3, 40, 96)
+    theirs = convert_moe_packed_tensors(blocks, scales, dtype=torch.float32)
+    assert torch.equal(theirs, mxfp4_values(blocks, scales).transpose(1, 2))
+
+
+def test_values_and_kept_codes_are_exact(written: tuple[Path, Path]) -> None:
+    packed, exact = written
+    checkpoint, expected = open_checkpoint(packed), load_file(exact / "model.safetensors")
+    files, reader = MappedFiles(), TensorReader(checkpoint.tensors)
+    compared = 0
+    for name, entry in checkpoint.tensors.items():
+        if not isinstance(entry, PackedEntry):
+            continue
+        at, expert, product, _ = name.rsplit(".", 3)
+        whole = expected[f"{at}.{'down_proj' if product == 'down_proj' else 'gate_up_proj'}"][int(expert)].T
+        values = {"down_proj": whole, "gate_proj": whole[0::2], "up_proj": whole[1::2]}[product]
+        assert torch.equal(files.tensor(entry), values)
+        held = reader.stored_codes(entry, range(5, 38), 8)
+        assert held is not None and held.scales.dtype == torch.bfloat16
+        assert torch.equal(held.codes.float() * held.scales.float().repeat_interleave(32, 1), values[5:38])
+        compared += 1
+    assert compared == 4 * 6 * 3
+    files.close()
+    needs = checkpoint.needs()
+    assert needs.codes_precision == "int8" and needs.stored_quantization == "MXFP4"
+
+
+def test_logits_are_those_of_transformers(written: tuple[Path, Path]) -> None:
+    packed, exact = written
+    expected = expected_logits(exact, GPT_OSS, prompt_of(24))
+    torch.testing.assert_close(logits(packed), expected, atol=2e-4, rtol=1e-4)
+    torch.testing.assert_close(logits(exact), expected, atol=2e-4, rtol=1e-4)
+
+
+@pytest.mark.skipif(not has_kernel(OpCode.LINEAR_INT), reason="integer forms need the native library")
+def test_kept_codes_give_the_logits_of_their_values(written: tuple[Path, Path]) -> None:
+    """Activations, and the layers that are not in MXFP4, are rounded to eight bits. BF16 is 0.018 away."""
+    packed, exact = written
+    expected = expected_logits(exact, GPT_OSS, prompt_of(24))
+    assert (logits(packed, "int8") - expected).norm() < 0.1 * expected.norm()
+    assert torch.equal(logits(packed, "bfloat16"), logits(exact, "bfloat16"))

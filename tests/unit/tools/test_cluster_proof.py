@@ -1,0 +1,135 @@
+"""The parts of the cluster's proof that need no cluster: what is applied, what clients count, and what is missing."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import threading
+from collections import Counter
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import yaml
+
+from external_tools import ROOT, run, tool
+from tools.proofs.cluster import part
+from tools.proofs.cluster.disturbances import seconds_between
+from tools.proofs.cluster.load import Outcome, ask
+from tools.proofs.cluster.programs import KUBERNETES, NEEDED, Missing, gather
+from tools.proofs.cluster.service import REPLICAS, SMALL, Fleet
+from tools.proofs.containers import Image
+from tools.proofs.findings import Findings
+
+
+def test_what_is_applied_is_the_two_pools_as_the_readme_has_them(tmp_path: Path) -> None:
+    """Only sizes, the number of pods and names differ: those that a machine of two cores cannot give."""
+    kubectl = tool("kubectl")
+    applied: list[tuple[str, ...]] = []
+    lab = SimpleNamespace(folder=ROOT / "build" / "cluster-test" / tmp_path.name)
+    lab.folder.mkdir(parents=True)
+    try:
+        fleet = Fleet(SimpleNamespace(lab=lab, kubectl=lambda *words: applied.append(words)), "fleet", "my-model")
+        fleet.apply("ARMATURE_PRECISION=int4")
+        built = run([kubectl, "kustomize", str(fleet.folder)])
+    finally:
+        subprocess.run(["rm", "-r", str(lab.folder)], check=True)
+    assert applied == [("apply", "-k", str(fleet.folder))]
+    assert built.returncode == 0, built.stderr
+    manifests = list(yaml.safe_load_all(built.stdout))
+    deployments = [each for each in manifests if each["kind"] == "Deployment"]
+    assert sorted(each["metadata"]["name"] for each in deployments) == ["armature-amd64", "armature-arm64"]
+    for each in deployments:
+        spec = each["spec"]["template"]["spec"]
+        (container,) = spec["containers"]
+        assert container["resources"] == {"requests": SMALL, "limits": SMALL}
+        volumes = {volume.pop("name"): volume for volume in spec["volumes"]}
+        assert volumes["models"]["image"]["reference"] == "my-model:1"
+        assert volumes["cache"] == {"persistentVolumeClaim": {"claimName": "armature-cache"}}
+    assert all(
+        each["spec"]["minReplicas"] == REPLICAS for each in manifests if each["kind"] == "HorizontalPodAutoscaler"
+    )
+    (settings,) = [each["data"] for each in manifests if each["kind"] == "ConfigMap"]
+    assert settings["ARMATURE_PRECISION"] == "int4"
+    assert settings["ARMATURE_MODEL"] == "/models/my-model"
+
+
+class Answers(BaseHTTPRequestHandler):
+    """Whole answers, a refusal, an empty text, and half an answer, by turns."""
+
+    turns = iter(())
+
+    def do_POST(self) -> None:
+        status, body, length = next(self.turns)
+        self.rfile.read(int(self.headers["Content-Length"]))
+        self.send_response(status)
+        self.send_header("Content-Length", str(length))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, *_: Any) -> None: ...
+
+
+def test_only_a_whole_answer_counts() -> None:
+    whole, empty = (json.dumps({"choices": [{"text": text}]}).encode() for text in ("a fox", ""))
+    Answers.turns = iter(
+        [
+            (200, whole, len(whole)),
+            (503, b"", 0),
+            (200, empty, len(empty)),
+            (200, whole, len(whole) + 9),
+            (200, b"{", 1),
+        ]
+    )
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Answers)
+    thread = threading.Thread(target=server.serve_forever, args=(0.01,))
+    thread.start()
+    try:
+        url = f"http://127.0.0.1:{server.server_port}"
+        assert [ask(url) for _ in range(5)] == ["", "503", "empty", "IncompleteRead", "JSONDecodeError"]
+    finally:
+        server.shutdown()
+        server.server_close()
+        thread.join()
+    assert ask(url) == "ConnectionRefusedError"
+
+
+def test_an_outcome_names_its_failures() -> None:
+    assert str(Outcome([0.5, 1.25])) == "2 answers, the slowest after 1.2 s; 0 failed"
+    assert (
+        str(Outcome([], Counter({"503": 2, "ConnectionResetError": 1})))
+        == "0 answers; 3 failed (2 503, 1 ConnectionResetError)"
+    )
+
+
+def test_times_of_kubernetes_are_subtracted() -> None:
+    assert seconds_between("2026-11-24T00:00:58Z", "2026-11-24T00:01:03Z") == 5.0
+
+
+def test_what_is_missing_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("shutil.which", lambda name: None if name == "ip" else f"/bin/{name}")
+    with pytest.raises(Missing, match=f"apt-get install {NEEDED['ip']}"):
+        gather(tmp_path / "made", tmp_path)
+    monkeypatch.setattr("shutil.which", lambda name: f"/bin/{name}")
+    for name in KUBERNETES[1:]:
+        (tmp_path / name).touch()
+    with pytest.raises(Missing, match="lacks kube-apiserver: --kubernetes names the folder"):
+        gather(tmp_path / "made", tmp_path)
+
+
+def test_without_kubernetes_nothing_is_claimed() -> None:
+    findings = Findings()
+    part.run(findings, Image("armature:dev", "linux/amd64"), None, None)
+    assert not findings.checks
+    assert "--kubernetes DIR" in findings.skipped[0]
+
+
+def test_the_clients_run_alone_and_end_with_their_input() -> None:
+    words = [sys.executable, "-m", "tools.proofs.cluster.load", "http://127.0.0.1:9", "2"]
+    done = subprocess.run(words, input="", capture_output=True, text=True, cwd=ROOT, timeout=60, check=True)
+    told = json.loads(done.stdout)
+    assert told["answers"] == []
+    assert set(told["failures"]) <= {"ConnectionRefusedError"}

@@ -1,0 +1,193 @@
+"""What is done to a running service: a rollout, pods deleted, killed and evicted, a drained node, and more load."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from datetime import datetime
+
+from tools.proofs.cluster.load import Outcome
+from tools.proofs.cluster.namespaces import wait
+from tools.proofs.cluster.programs import ADAPTER
+from tools.proofs.cluster.service import CLIENTS, NAMESPACE, POOL, REPLICAS, ROLLOUT_SECONDS, Fleet
+from tools.proofs.cluster.watching import SCRAPE_SECONDS, Prometheus, adapt, watching
+from tools.proofs.findings import Findings
+
+SETTLE_SECONDS = 5.0  # under load before something is done, and after it
+BUSY_CLIENTS = 48  # enough for four waiting requests a pod, which is where the autoscaler adds pods
+SCALE_SECONDS = 300.0
+# Takes all memory of the container. The server is made the kernel's first choice, since it is what this is about.
+EXHAUST = """
+open('/proc/1/oom_score_adj', 'w').write('1000')
+held = []
+while True:
+    held.append(bytearray(64 << 20))
+"""
+# More than the volume at /tmp may hold.
+FILL = "open('/tmp/full', 'wb').write(bytes(200 << 20))"
+
+
+def run(findings: Findings, fleet: Fleet) -> None:
+    rollout(findings, fleet)
+    deletion(findings, fleet)
+    drain(findings, fleet)
+    with watching(fleet.cluster, NAMESPACE) as prometheus:
+        scraping(findings, fleet, prometheus)
+        autoscaling(findings, fleet)
+    memory(findings, fleet)
+    disk(findings, fleet)
+
+
+def seconds_between(earlier: str, later: str) -> float:
+    """Return the seconds between two of Kubernetes' times."""
+    return (datetime.fromisoformat(later) - datetime.fromisoformat(earlier)).total_seconds()
+
+
+def under_load(fleet: Fleet, act: Callable[[], None]) -> tuple[Outcome, float]:
+    """Run `act` while clients send requests. Returns what they saw, and the seconds that it took."""
+    with fleet.load() as load:
+        time.sleep(SETTLE_SECONDS)
+        began = time.monotonic()
+        act()
+        took = time.monotonic() - began
+        time.sleep(SETTLE_SECONDS)
+    return load.outcome, took
+
+
+def none_failed(findings: Findings, what: str, outcome: Outcome, took: float) -> None:
+    findings.check(
+        f"{what}, {REPLICAS} replicas, {CLIENTS} clients", bool(outcome.answers) and not outcome.failed,
+        f"{outcome} in {took:.0f} s", "0 failed",
+    )  # fmt: skip
+
+
+def rollout(findings: Findings, fleet: Fleet) -> None:
+    def changed() -> None:
+        fleet.apply("ARMATURE_LOG_FORMAT=json")
+        fleet.rolled_out()
+        _gone(fleet)
+
+    none_failed(findings, "a rolling update under load", *under_load(fleet, changed))
+
+
+def deletion(findings: Findings, fleet: Fleet) -> None:
+    def deleted() -> None:
+        pod = fleet.ready()[0]["metadata"]["name"]
+        fleet.cluster.kubectl("-n", NAMESPACE, "delete", "pod", pod)
+        fleet.rolled_out()
+
+    none_failed(findings, "a pod deleted under load", *under_load(fleet, deleted))
+
+
+def drain(findings: Findings, fleet: Fleet) -> None:
+    """Drain the node of one pod while the other pool is pending, whose pods count against their own budget alone."""
+    node = fleet.ready()[0]["spec"]["nodeName"]
+
+    def drained() -> None:
+        words = ("--ignore-daemonsets", "--delete-emptydir-data", f"--timeout={ROLLOUT_SECONDS}s")
+        fleet.cluster.kubectl("drain", node, *words, seconds=ROLLOUT_SECONDS + 30)
+        fleet.rolled_out()
+
+    try:
+        none_failed(findings, "a node drained under load, the other pool pending", *under_load(fleet, drained))
+    except RuntimeError as error:
+        findings.check("a node is drained", False, error, "drained")
+    left = [each for each in fleet.pods() if each["spec"].get("nodeName") == node]
+    findings.check("no pod is left on it", not left, f"{len(left)} pods", "0 pods")
+    fleet.cluster.kubectl("uncordon", node)
+
+
+def scraping(findings: Findings, fleet: Fleet, prometheus: Prometheus) -> None:
+    def up() -> int:
+        return len(prometheus.query(f'up{{pool="{POOL}"}} == 1'))
+
+    wait(lambda: up() >= REPLICAS, 120, "Prometheus does not reach every pod")
+    with fleet.load():
+        time.sleep(3 * SCRAPE_SECONDS)
+    tokens = prometheus.query(f'sum by (pod) (increase(armature_tokens_total{{pool="{POOL}"}}[1m])) > 0')
+    findings.check(
+        "Prometheus scrapes the pods", up() >= REPLICAS, f"{up()} up, {len(tokens)} with tokens", f">= {REPLICAS} up"
+    )
+
+
+def autoscaling(findings: Findings, fleet: Fleet) -> None:
+    cluster = fleet.cluster
+    if not (cluster.lab.programs / ADAPTER).exists():
+        findings.skipped.append(f"autoscaling by our metrics: no {ADAPTER} in the folder of Kubernetes' programs.")
+        return
+    adapt(cluster)
+
+    def wanted() -> int:
+        return int(cluster.get("hpa", f"armature-{POOL}", "-n", NAMESPACE)["status"].get("desiredReplicas", 0))
+
+    with fleet.load(BUSY_CLIENTS):
+        began = time.monotonic()
+        try:
+            wait(lambda: wanted() > REPLICAS, SCALE_SECONDS, "")
+            found, passed = f"{REPLICAS} to {wanted()} after {time.monotonic() - began:.0f} s", True
+        except TimeoutError:
+            metrics = cluster.get("hpa", f"armature-{POOL}", "-n", NAMESPACE)["status"].get("currentMetrics")
+            found, passed = f"{wanted()} replicas, metrics {metrics}", False
+    findings.check(
+        f"the autoscaler adds pods for {BUSY_CLIENTS} clients, by our metrics", passed, found, f"> {REPLICAS}"
+    )
+    # Ten minutes without waiting would be needed to see it shrink.
+    cluster.kubectl("-n", NAMESPACE, "patch", "hpa", f"armature-{POOL}", "--type=merge",
+                    "-p", f'{{"spec": {{"maxReplicas": {REPLICAS}}}}}')  # fmt: skip
+    wait(lambda: len(fleet.pods()) == REPLICAS, ROLLOUT_SECONDS, "the pool does not shrink to its maximum")
+    fleet.rolled_out()
+
+
+def memory(findings: Findings, fleet: Fleet) -> None:
+    """Let the kernel kill a server for its memory: its container starts again, and the other pod serves."""
+    pod = fleet.ready()[0]["metadata"]["name"]
+    why = ""
+
+    def killed() -> None:
+        nonlocal why
+        fleet.execute(pod, EXHAUST)
+
+        def restarted() -> bool:
+            nonlocal why
+            (status,) = fleet.cluster.get("pod", pod, "-n", NAMESPACE)["status"]["containerStatuses"]
+            why = status.get("lastState", {}).get("terminated", {}).get("reason", "")
+            return bool(status["restartCount"]) and bool(status["ready"])
+
+        wait(restarted, ROLLOUT_SECONDS, f"{pod} was not restarted")
+
+    outcome, took = under_load(fleet, killed)
+    findings.check(
+        "a server killed for its memory starts again",
+        why == "OOMKilled",
+        f"{why}, ready after {took:.0f} s",
+        "OOMKilled",
+    )
+    findings.check(
+        "meanwhile the other pod answers",
+        bool(outcome.answers),
+        outcome,
+        "answers; requests on the killed pod are lost",
+    )
+
+
+def disk(findings: Findings, fleet: Fleet) -> None:
+    """Fill a volume beyond its limit: the kubelet evicts the pod, and another takes its place."""
+    pod = fleet.ready()[0]["metadata"]["name"]
+
+    def evicted() -> None:
+        fleet.execute(pod, FILL)
+        wait(lambda: pod not in {each["metadata"]["name"] for each in fleet.ready()}, 180, f"{pod} was not evicted")
+        fleet.rolled_out()
+
+    outcome, took = under_load(fleet, evicted)
+    found = fleet.cluster.get(
+        "events", "-n", NAMESPACE, "--field-selector", f"involvedObject.name={pod},reason=Evicted"
+    )
+    findings.check("a pod that fills its disk is evicted and replaced", bool(found), f"after {took:.0f} s", "evicted")
+    findings.check("meanwhile the other pod answers", bool(outcome.answers), outcome, "answers")
+
+
+def _gone(fleet: Fleet) -> None:
+    """Wait until the pods of the old template have ended."""
+    name = ("pods", "-n", NAMESPACE, "-l", f"pool={POOL}")
+    wait(lambda: len(fleet.cluster.get(*name)) == REPLICAS, ROLLOUT_SECONDS, "old pods do not end")

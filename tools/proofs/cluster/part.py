@@ -1,0 +1,183 @@
+"""The part of the proofs that applies the manifests to a real Kubernetes and disturbs what they made."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+from tools.proofs.cluster import disturbances, images
+from tools.proofs.cluster.control_plane import ControlPlane
+from tools.proofs.cluster.namespaces import Lab, wait
+from tools.proofs.cluster.node import Node, join
+from tools.proofs.cluster.programs import Missing, gather
+from tools.proofs.cluster.service import K8S, NAMESPACE, SERVERS, Fleet, address, asked, is_ready
+from tools.proofs.containers import Image
+from tools.proofs.findings import Findings
+
+# Not below /run, /var/lib, /var/log or /var/cache, which the nodes have to themselves.
+KEPT = Path(__file__).resolve().parents[3] / "build" / "cluster"
+FIRST_ANSWER_SECONDS, SECOND_START_SECONDS = 90.0, 6.0
+WAIT_SECONDS = 600.0
+REPEATS = 3
+
+
+def run(findings: Findings, image: Image, kubernetes: Path | None, model: Path | None) -> None:
+    """Bring the cluster up, run every check, and take it down."""
+    if kubernetes is None or os.geteuid() != 0:
+        findings.skipped.append(
+            "a cluster: it needs root, and `--kubernetes DIR`, a folder with Kubernetes' server programs, which no "
+            "Debian release has."
+        )
+        return
+    try:
+        programs = gather(KEPT, kubernetes)
+    except Missing as error:
+        findings.skipped.append(f"a cluster: {error}.")
+        return
+    folder = Path(tempfile.mkdtemp(prefix="run-", dir=KEPT))
+    lab = Lab(folder, programs)
+    try:
+        images.pause(programs, folder / "pause.tar")
+        images.server(image.tag, folder / "server.tar")
+        began = time.monotonic()
+        cluster = ControlPlane(lab)
+        nodes = [join(cluster, number) for number in (1, 2)]
+        _tell(findings, cluster, time.monotonic() - began)
+        give(nodes, folder / "server.tar")
+        first_apply(findings, cluster)
+        fleet = apply(findings, cluster, nodes)
+        disturbances.run(findings, fleet)
+        if model is not None:
+            second_start(findings, cluster, nodes, model)
+    finally:
+        lab.close()
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def give(nodes: list[Node], image: Path) -> None:
+    for node in nodes:
+        node.give(image)
+    image.unlink()
+
+
+def _tell(findings: Findings, cluster: ControlPlane, seconds: float) -> None:
+    version = json.loads(cluster.kubectl("version", "-o", "json"))["serverVersion"]["gitVersion"]
+    runtimes = {each["status"]["nodeInfo"]["containerRuntimeVersion"] for each in cluster.get("nodes")}
+    findings.notes.append(
+        f"Kubernetes {version}, {', '.join(sorted(runtimes))}, two nodes on one machine, up after {seconds:.0f} s. Both "
+        "say that they have all of the machine's cores. No NetworkPolicy is enforced, and no node is of another "
+        "architecture: the pool arm64 stays pending throughout, which is part of the checks."
+    )
+
+
+def first_apply(findings: Findings, cluster: ControlPlane) -> None:
+    """Apply the demo to an empty cluster, unedited, and ask it."""
+    began = time.monotonic()
+    cluster.kubectl("apply", "-k", str(K8S / "overlays" / "demo"))
+    url = address(cluster, "default")
+    try:
+        wait(lambda: not asked(cluster, url), WAIT_SECONDS, "no answer")
+        took = time.monotonic() - began
+        findings.check(
+            "`kubectl apply -k k8s/overlays/demo`, nothing prepared or edited: first answer", took <= FIRST_ANSWER_SECONDS,
+            f"after {took:.0f} s", f"<= {FIRST_ANSWER_SECONDS:.0f} s",
+        )  # fmt: skip
+    except TimeoutError:
+        findings.check(
+            "`kubectl apply -k k8s/overlays/demo`: first answer", False, _states(cluster, "default"), "an answer"
+        )
+    cluster.kubectl("delete", "-k", str(K8S / "overlays" / "demo"), "--wait", "--timeout=120s", check=False)
+    wait(lambda: not cluster.get("pods", "-l", SERVERS), WAIT_SECONDS, "the demo's pods do not end")
+
+
+def apply(findings: Findings, cluster: ControlPlane, nodes: list[Node]) -> Fleet:
+    """Apply the two pools as k8s/README.md does, in a namespace with restricted pod security."""
+    tar = cluster.lab.folder / "model.tar"
+    images.model(images.DEMO, "my-model", tar)
+    give(nodes, tar)
+    fleet = Fleet(cluster, "fleet", "my-model")
+    began = time.monotonic()
+    fleet.apply()
+    fleet.rolled_out()
+    took = time.monotonic() - began
+    findings.check(
+        "two pools, pod security `restricted`: the pool with nodes is ready", True, f"after {took:.0f} s", "ready"
+    )
+    pods = cluster.get("pods", "-n", NAMESPACE, "-l", SERVERS)
+    pending = [each for each in pods if each["status"]["phase"] == "Pending"]
+    findings.check("the other pool is pending meanwhile", bool(pending), f"{len(pending)} pods pending", "pending")
+    root = {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": "root", "namespace": NAMESPACE},
+            "spec": {"containers": [{"name": "a", "image": "armature:dev", "securityContext": {"privileged": True}}]}}  # fmt: skip
+    try:
+        cluster.apply(root)
+        refused = "it was admitted"
+    except RuntimeError as error:
+        refused = "refused" if "violates PodSecurity" in str(error) else str(error)
+    findings.check("a privileged pod in that namespace", refused == "refused", refused, "refused")
+    model = next(each for each in fleet.pods()[0]["spec"]["volumes"] if each["name"] == "models")
+    findings.check("the model is mounted from its image", "image" in model, model, "an image volume")
+    answers = (asked(cluster, fleet.url(), fleet.key), asked(cluster, fleet.url()))
+    findings.check("a request with the key, and one without", answers == ("", "401"), answers, ("", "401"))
+    return fleet
+
+
+def second_start(findings: Findings, cluster: ControlPlane, nodes: list[Node], checkpoint: Path) -> None:
+    """Serve this checkpoint in int4, delete a pod, and time the next one on its node, which finds the cache there."""
+    tar = cluster.lab.folder / "checkpoint.tar"
+    name = "checkpoint"
+    images.model(checkpoint, name, tar)
+    give(nodes, tar)
+    fleet = Fleet(cluster, "large", name)
+    fleet.apply("ARMATURE_PRECISION=int4")
+    fleet.rolled_out()
+    seen: list[float] = []
+    for _ in range(REPEATS):
+        (gone, *_others) = fleet.ready()
+        before = {each["metadata"]["name"] for each in fleet.pods()}
+        cluster.kubectl("-n", NAMESPACE, "delete", "pod", gone["metadata"]["name"], "--wait=false")
+        fresh = _fresh(fleet, before)
+        seen.append(_seconds_to_ready(cluster, fresh))
+    findings.check(
+        f"{checkpoint.name} in int4: a new pod is ready, its node having the cache", min(seen) <= SECOND_START_SECONDS,
+        f"{', '.join(f'{each:.1f}' for each in seen)} s after its container started", f"<= {SECOND_START_SECONDS:g} s",
+    )  # fmt: skip
+
+
+def _fresh(fleet: Fleet, before: set[str]) -> str:
+    """Return the name of the pod that replaced one, once its container runs."""
+    found: list[str] = []
+
+    def runs() -> bool:
+        found[:] = [
+            each["metadata"]["name"]
+            for each in fleet.pods()
+            if each["metadata"]["name"] not in before and each["status"]["phase"] == "Running"
+        ]
+        return bool(found)
+
+    wait(runs, WAIT_SECONDS, "no new pod runs")
+    return found[0]
+
+
+def _seconds_to_ready(cluster: ControlPlane, pod: str) -> float:
+    """Return the seconds from the start of the container to readiness, as the kubelet dates both (whole seconds)."""
+    state: dict[str, Any] = {}
+
+    def ready() -> bool:
+        state.update(cluster.get("pod", pod, "-n", NAMESPACE))
+        return is_ready(state)
+
+    wait(ready, WAIT_SECONDS, f"{pod} is not ready")
+    started = state["status"]["containerStatuses"][0]["state"]["running"]["startedAt"]
+    turned = next(each for each in state["status"]["conditions"] if each["type"] == "Ready")["lastTransitionTime"]
+    return disturbances.seconds_between(started, turned)
+
+
+def _states(cluster: ControlPlane, namespace: str) -> str:
+    pods = cluster.get("pods", "-n", namespace)
+    return "; ".join(f"{each['metadata']['name']} {each['status']['phase']}" for each in pods) or "no pods"
