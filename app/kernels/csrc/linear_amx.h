@@ -162,7 +162,7 @@ INLINE void store_gated(int activation, const linear_bf16_arguments *a, const li
         for (int i = 0; i < PANEL_OUTPUTS; i += LANES) {
             vf gate = vf_load(gates + i), up = vf_load(ups + i);
             if (a->bias) gate += vf_load(gate_bias + i), up += vf_load(up_bias + i);
-            bf16_store_part(to + i, activated(activation, gate) * up, LANES);
+            bf16_store_part(to + i, gated(activation, gate, up), LANES);
         }
     }
 }
@@ -175,7 +175,7 @@ static void task_gated(const linear_bf16_arguments *a, const linear_bf16_argumen
     uint8_t part[PART_INPUTS / 2 * SUM_STRIDE] __attribute__((aligned(64)));
     run_amx(a, &t, sums, part);
 #define STORE_GATED(WHICH) store_gated(WHICH, a, next, &t, sums[0], sums[1])
-    FOR_ACTIVATION(activation, STORE_GATED)
+    FOR_GATE(activation, STORE_GATED)
 }
 
 static void linear_bf16(const void *arguments) {
