@@ -17,6 +17,12 @@ INLINE int64_t blocks_of(const linear_bf16_arguments *a) { return (a->inputs + A
 /* Rows of a register: 16, or all if there are fewer. */
 INLINE int register_rows(const linear_bf16_arguments *a) { return a->rows < AMX_ROWS ? (int)a->rows : AMX_ROWS; }
 
+/* Where 32 inputs of a row from 32 * `block` on are in the copy. */
+INLINE uint16_t *copied_inputs(const linear_bf16_arguments *a, int64_t row, int64_t block) {
+    const int64_t rows = register_rows(a);
+    return (uint16_t *)((uint8_t *)a->tiles + ((row / rows * blocks_of(a) + block) * rows + row % rows) * 64);
+}
+
 /* Rows of the copy below: whole registers. */
 INLINE int64_t copies_bf16(const linear_bf16_arguments *a) {
     const int64_t rows = register_rows(a);
@@ -38,9 +44,9 @@ static void copy_bf16(const linear_bf16_arguments *a, int64_t row) {
     }
 }
 
-/* What a task multiplies: panels [panel0, panel1), rows [row0, row1). */
+/* What a task multiplies: each `step`-th panel of [panel0, panel1), rows [row0, row1). */
 typedef struct {
-    int64_t panel0, panel1, row0, row1;
+    int64_t panel0, panel1, step, row0, row1;
 } amx_task;
 
 INLINE int64_t amx_panel_bytes(const linear_bf16_arguments *a) {
@@ -82,16 +88,14 @@ static void run_amx(const linear_bf16_arguments *a, const amx_task *t, float (*s
     const int64_t bytes = amx_panel_bytes(a), padded = blocks_of(a) * AMX_INPUTS;
     for (int64_t from = 0; from < padded; from += PART_INPUTS) {
         const int64_t count = padded - from < PART_INPUTS ? padded - from : PART_INPUTS;
-        for (int64_t panel = t->panel0; panel < t->panel1; panel++) {
+        for (int64_t panel = t->panel0, i = 0; panel < t->panel1; panel += t->step, i++) {
             /* What is read next: this part of the next panel, or the next part of the first. */
             const uint8_t *begin = a->panels + panel * bytes, *at = begin + from * bytes / padded;
-            const uint8_t *ahead = panel + 1 < t->panel1 ? at + bytes : a->panels + t->panel0 * bytes + (from + count) * bytes / padded;
+            const uint8_t *ahead = panel + t->step < t->panel1 ? at + t->step * bytes : a->panels + t->panel0 * bytes + (from + count) * bytes / padded;
             const uint8_t *weights = part_of(a, begin, from, count, part);
-            multiply_rows_amx(a, t, weights, from, count / AMX_INPUTS, sums[panel - t->panel0], ahead, count * bytes / padded);
+            multiply_rows_amx(a, t, weights, from, count / AMX_INPUTS, sums[i], ahead, count * bytes / padded);
         }
     }
-    for (int64_t panel = t->panel0; panel < t->panel1; panel++)
-        store_all(a, sums[panel - t->panel0], t->row0, (int)(t->row1 - t->row0), panel * PANEL_OUTPUTS);
 }
 
 /* Tiles of the division are blocks of BLOCK_ROWS rows. */
@@ -110,10 +114,68 @@ INLINE void end_bf16(void) { tile_release(); }
 
 static void task_bf16(const linear_bf16_arguments *a, const division *d, int64_t task) {
     const int64_t panel0 = task % d->panel_tasks * d->panels, row0 = task / d->panel_tasks * BLOCK_ROWS;
-    const amx_task t = {panel0, panel0 + d->panels < d->num_panels ? panel0 + d->panels : d->num_panels, row0, row0 + BLOCK_ROWS < a->rows ? row0 + BLOCK_ROWS : a->rows};
+    const amx_task t = {panel0, panel0 + d->panels < d->num_panels ? panel0 + d->panels : d->num_panels, 1, row0, row0 + BLOCK_ROWS < a->rows ? row0 + BLOCK_ROWS : a->rows};
     float sums[MOST_PANELS][BLOCK_ROWS * PANEL_OUTPUTS] __attribute__((aligned(64)));
     uint8_t part[PART_INPUTS / 2 * SUM_STRIDE] __attribute__((aligned(64)));
     run_amx(a, &t, sums, part);
+    for (int64_t panel = t.panel0; panel < t.panel1; panel++)
+        store_all(a, sums[panel - t.panel0], t.row0, (int)(t.row1 - t.row0), panel * PANEL_OUTPUTS);
+}
+
+/* ---- a product of gates and ups whose result is the next product's input (experts.h) ---- */
+
+#define GATED_PRODUCT 1
+
+/* Write a part of a row into the copy: `count` inputs from `from` on, a multiple of 32. */
+INLINE void copy_part(const linear_bf16_arguments *a, int64_t row, int64_t from, int64_t count, const float *values) {
+    for (int64_t n = 0; n < count; n += AMX_INPUTS) {
+        uint16_t *to = copied_inputs(a, row, (from + n) / AMX_INPUTS);
+        if (count - n < AMX_INPUTS) memset(to, 0, 64);
+        for (int64_t i = 0; i < AMX_INPUTS && n + i < count; i += LANES) bf16_store_part(to + i, vf_load(values + n + i), count - n - i);
+    }
+}
+
+/* Copies that `gather_rows` makes: the rows of a register at a time, so that memory is written in order. */
+INLINE int64_t gathers_of(const linear_bf16_arguments *a) { return (a->rows + AMX_ROWS - 1) / AMX_ROWS; }
+
+/* Copy rows `from` [rows] of x, in bf16 or fp32 (`wide`), whose rows are `stride` apart. */
+static void gather_rows(const linear_bf16_arguments *a, int64_t wide, const void *x, int64_t stride, const int64_t *from, int64_t gather) {
+    const int64_t row0 = gather * AMX_ROWS, row1 = row0 + AMX_ROWS < a->rows ? row0 + AMX_ROWS : a->rows;
+    for (int64_t block = 0; block < blocks_of(a); block++)
+        for (int64_t row = row0; row < row1; row++) {
+            const int64_t count = a->inputs - block * AMX_INPUTS < AMX_INPUTS ? a->inputs - block * AMX_INPUTS : AMX_INPUTS;
+            const void *inputs = element_of(wide, x, from[row] * stride + block * AMX_INPUTS);
+            float values[AMX_INPUTS] __attribute__((aligned(64)));
+            for (int64_t i = 0; i < count; i += LANES) vf_store(values + i, row_load_part(wide, inputs, i, count - i));
+            copy_part(a, row, block * AMX_INPUTS, count, values);
+        }
+}
+
+/* Whether `task_gated` can run: the gate and the up of an input of the next product are 32 * n outputs apart. */
+INLINE int can_gate(const linear_bf16_arguments *a) { return a->outputs % (2 * PANEL_OUTPUTS) == 0; }
+INLINE int64_t gated_tasks(const linear_bf16_arguments *a) { return a->outputs / (2 * PANEL_OUTPUTS) * ((a->rows + BLOCK_ROWS - 1) / BLOCK_ROWS); }
+
+INLINE void store_gated(int activation, const linear_bf16_arguments *a, const linear_bf16_arguments *next, const amx_task *t, const float *gates, const float *ups) {
+    const float *gate_bias = a->bias ? a->bias + t->panel0 * PANEL_OUTPUTS : NULL, *up_bias = a->bias ? gate_bias + t->step * PANEL_OUTPUTS : NULL;
+    for (int64_t row = t->row0; row < t->row1; row++, gates += PANEL_OUTPUTS, ups += PANEL_OUTPUTS) {
+        uint16_t *to = copied_inputs(next, row, t->panel0);
+        for (int i = 0; i < PANEL_OUTPUTS; i += LANES) {
+            vf gate = vf_load(gates + i), up = vf_load(ups + i);
+            if (a->bias) gate += vf_load(gate_bias + i), up += vf_load(up_bias + i);
+            bf16_store_part(to + i, gated(activation, gate, up), LANES);
+        }
+    }
+}
+
+/* act(gate) * up of 32 inputs of the next product, written to its copy. */
+static void task_gated(const linear_bf16_arguments *a, const linear_bf16_arguments *next, int64_t activation, int64_t task) {
+    const int64_t half = a->outputs / (2 * PANEL_OUTPUTS), panel = task % half, row0 = task / half * BLOCK_ROWS;
+    const amx_task t = {panel, panel + half + 1, half, row0, row0 + BLOCK_ROWS < a->rows ? row0 + BLOCK_ROWS : a->rows};
+    float sums[2][BLOCK_ROWS * PANEL_OUTPUTS] __attribute__((aligned(64)));
+    uint8_t part[PART_INPUTS / 2 * SUM_STRIDE] __attribute__((aligned(64)));
+    run_amx(a, &t, sums, part);
+#define STORE_GATED(WHICH) store_gated(WHICH, a, next, &t, sums[0], sums[1])
+    FOR_GATE(activation, STORE_GATED)
 }
 
 static void linear_bf16(const void *arguments) {
