@@ -16,7 +16,7 @@ static void attend_prompt(const attention_arguments *a, const sequence *s, int64
 #endif
 
 /* Whether prompts use panels that all threads share; else each task packs its own. */
-static int in_panels(const attention_arguments *a) { return ATTENTION_PANELS && !a->wide; }
+static int in_panels(const attention_arguments *a) { return ATTENTION_PANELS && !a->wide && !in_registers(a->wide, a->head_dim); }
 
 /* A position in the list: sequence i, whose tasks begin at `first` and whose scratch begins at `offset`. */
 typedef struct {

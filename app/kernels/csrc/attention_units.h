@@ -76,7 +76,7 @@ INLINE void attend_queries(int kind, prompt_task *t, const attention_arguments *
         const int64_t positions = high - from < block ? high - from : block;
         pack_block(kind, t, a, s, from, positions);
         for (int64_t row = 0, count; row < text->rows; row += count) {
-            count = rows_of_tile(text, row);
+            count = rows_of_tile(kind, text, row);
             const int64_t seen = text->first_query + (row + count - 1) / group + 1 - from; /* by the tile's last query */
             if (seen > 0) attend_tile(kind, text, row, (int)count, from, seen < positions ? seen : positions);
         }
@@ -98,14 +98,9 @@ static __attribute__((noinline)) void attend_prompt_units(const attention_argume
     t.text.a = &t.queries, t.text.kv_head = task % a->kv_heads;
     t.text.first_query = s->start + first; /* a position, so that batch row = begin + position */
     t.text.begin = s->first - s->start;
-#if BF16_UNITS
-    if (!a->wide) {
-        attend_queries(UNIT_PAIRS, &t, a, s, left < size ? left : size);
-        return;
-    }
-#endif
-    t.cached.wide = 1;
-    attend_queries(UNIT_FP32, &t, a, s, left < size ? left : size);
+#define ATTEND_QUERIES(KIND) \
+    (t.cached.wide = (KIND) == UNIT_FP32, attend_queries(KIND, &t, a, s, left < size ? left : size))
+    FOR_UNITS(a->wide, a->head_dim, ATTEND_QUERIES);
 }
 
 #endif

@@ -11,8 +11,6 @@
 
 #define SUM_PART 512 /* outputs of a row that a thread adds up */
 
-INLINE const expert_weights *weights_of(const experts_arguments *a, int which) { return which ? &a->down : &a->gate_up; }
-
 /* ---- a pass: which expert has which rows ---- */
 
 /* Group the experts of rows from `first` on: a stable order, so that an expert's rows ascend. */
@@ -34,6 +32,7 @@ INLINE void group_rows(const experts_arguments *a, const expert_memory *m, int64
         m->expert_of[i] = m->counts[a->ids[first * a->k + i]];
         expert_rows *x = m->experts + m->expert_of[i];
         m->rows_of[i] = x->first + x->rows++;
+        m->source_of[m->rows_of[i]] = first + i / a->k;
     }
 }
 
@@ -42,8 +41,9 @@ INLINE int64_t rows_together(int64_t rows) {
     return (height + TILE_ALIGN - 1) / TILE_ALIGN * TILE_ALIGN;
 }
 
-/* Describe an expert's product. Return the bytes of a panel. */
-INLINE int64_t describe_product(const expert_weights *w, const expert_memory *m, const expert_rows *x, expert_product *p) {
+/* Describe an expert's product. `tiles`: where its rows are copied as bf16. */
+INLINE void describe_product(const expert_weights *w, const expert_memory *m, const expert_rows *x, uint8_t *tiles, expert_product *p) {
+    (void)tiles;
     const uint8_t *panels = w->panels[x->expert];
     const float *bias = w->biases ? w->biases[x->expert] : NULL;
     float *y = m->results + x->first * w->outputs;
@@ -55,18 +55,18 @@ INLINE int64_t describe_product(const expert_weights *w, const expert_memory *m,
             .x_stride = inputs, .y_stride = w->outputs, .rows = x->rows, .inputs = inputs, .outputs = w->outputs, .output = OUTPUT_FP32,
             .narrow_panels = w->narrow_panels,
         };
-        p->divided = divide_fp32(&p->a.fp32);
-        return panel_bytes_fp32(&p->a.fp32);
+        p->divided = divide_fp32(&p->a.fp32), p->tasks = p->divided.panel_tasks * p->divided.tile_tasks;
+        return;
     }
 #if BF16_PRODUCT
     if (p->form == FORM_BF16_PANELS) {
         p->a.bf16 = (linear_bf16_arguments){
-            .x = (uint16_t *)m->plain + x->first * inputs, .panels = panels, .bias = bias, .tiles = (uint32_t *)(m->tiles + x->copy_row * ((inputs + 31) / 32 * 64)),
+            .x = (uint16_t *)m->plain + x->first * inputs, .panels = panels, .bias = bias, .tiles = (uint32_t *)(tiles + x->copy_row * ((inputs + 31) / 32 * 64)),
             .y = y, .x_stride = inputs, .y_stride = w->outputs, .rows = x->rows, .inputs = inputs, .outputs = w->outputs, .output = OUTPUT_FP32,
             .fixed = w->fixed, .bits = is_integer(w) ? w->form : 0, .group = w->group, .header = w->header,
         };
-        p->divided = divide_bf16(&p->a.bf16);
-        return (inputs + 1) / 2 * PANEL_OUTPUTS * 4;
+        p->divided = divide_bf16(&p->a.bf16), p->tasks = p->divided.panel_tasks * p->divided.tile_tasks;
+        return;
     }
 #endif
     const int64_t groups = expert_groups(w), padded = groups * w->group;
@@ -76,14 +76,40 @@ INLINE int64_t describe_product(const expert_weights *w, const expert_memory *m,
         .header = w->header, .output = OUTPUT_FP32,
     };
     p->divided = divide((w->outputs + PANEL_OUTPUTS - 1) / PANEL_OUTPUTS, (x->rows + p->a.integer.height - 1) / p->a.integer.height, FIT_INT / panel_bytes_int(&p->a.integer));
-    return panel_bytes_int(&p->a.integer);
+    p->tasks = p->divided.panel_tasks * p->divided.tile_tasks;
 }
 
-INLINE int64_t copies_of(const expert_product *p) {
-    if (p->form == FORM_FP32_PANELS) return copies_fp32(&p->a.fp32);
+/* Describe both products of an expert. */
+INLINE void describe_products(const experts_arguments *a, const expert_memory *m, expert_rows *x) {
+    expert_product *up = x->products, *down = x->products + 1;
+    up->gated = down->gated = 0;
+    describe_product(&a->gate_up, m, x, m->tiles, up);
+#ifdef GATED_PRODUCT
+    describe_product(&a->down, m, x, m->plain, down);
+    if (up->form != FORM_BF16_PANELS || down->form != FORM_BF16_PANELS || !can_gate(&up->a.bf16)) return;
+    up->gated = 1, up->tasks = gated_tasks(&up->a.bf16), up->divided.panels = 2;
+#else
+    describe_product(&a->down, m, x, m->tiles, down);
+#endif
+}
+
+/* Bytes of the panels of a task, as they are read. */
+INLINE int64_t task_bytes(const expert_product *p) {
+    if (p->form == FORM_FP32_PANELS) return p->divided.panels * panel_bytes_fp32(&p->a.fp32);
 #if BF16_PRODUCT
+    if (p->form == FORM_BF16_PANELS) return p->divided.panels * ((p->a.bf16.inputs + 1) / 2 * PANEL_OUTPUTS * 4);
+#endif
+    return p->divided.panels * panel_bytes_int(&p->a.integer);
+}
+
+INLINE int64_t copies_of(const expert_product *p, int which) {
+    if (p->form == FORM_FP32_PANELS) return copies_fp32(&p->a.fp32);
+#ifdef GATED_PRODUCT /* the second product's rows are written into their copy at once */
+    if (p->form == FORM_BF16_PANELS) return which ? 0 : gathers_of(&p->a.bf16);
+#elif BF16_PRODUCT
     if (p->form == FORM_BF16_PANELS) return copies_bf16(&p->a.bf16);
 #endif
+    (void)which;
     return 0;
 }
 
@@ -92,14 +118,15 @@ INLINE int64_t copies_of(const expert_product *p) {
 INLINE void plan_pass(const experts_arguments *a, const expert_memory *m, int64_t first, int64_t rows) {
     expert_pass *pass = m->pass;
     group_rows(a, m, first, rows);
+    for (expert_rows *x = m->experts; x < m->experts + pass->num_experts; x++) describe_products(a, m, x);
     for (int which = 0; which < 2; which++) {
         int64_t copies = 0, tasks = 0, chunk = MOST_EXPERTS;
         for (expert_rows *x = m->experts; x < m->experts + pass->num_experts; x++) {
             expert_product *p = x->products + which;
-            const int64_t bytes = describe_product(weights_of(a, which), m, x, p), fit = (1 << 20) / (bytes * p->divided.panels);
+            const int64_t fit = (1 << 20) / task_bytes(p);
             chunk = p->divided.tile_tasks > 1 || fit < 1 ? 1 : fit < chunk ? fit : chunk;
             p->first_copy = copies, p->first_task = tasks;
-            copies += copies_of(p), tasks += p->divided.panel_tasks * p->divided.tile_tasks;
+            copies += copies_of(p, which), tasks += p->tasks;
         }
         const int64_t most = tasks / (8 * omp_get_num_threads());
         pass->num_copies[which] = copies, pass->num_tasks[which] = tasks;
@@ -119,12 +146,27 @@ INLINE sink input_of(const expert_product *p) {
     return (sink){.tiles = (int8_t *)i->tiles, .scales = (float *)i->scales, .sums = (int32_t *)i->sums, .group = i->group, .height = i->height};
 }
 
+/* Write part p of a row, for any form of the product that reads it. */
+INLINE void emit_input(const expert_product *product, const sink *out, int64_t rows, int64_t size, part p, float *values) {
+#ifdef GATED_PRODUCT
+    if (product->form == FORM_BF16_PANELS) {
+        copy_part(&product->a.bf16, p.row, p.from, p.count, values);
+        return;
+    }
+#endif
+    (void)product;
+    emit(out, rows, size, p, values);
+}
+
 /* The rows of x to the experts that they go to. */
 static void spread_rows(const experts_arguments *a, const expert_memory *m, int64_t first, int64_t rows) {
     float values[MOST_GROUP] __attribute__((aligned(64)));
 #pragma omp for schedule(static)
     for (int64_t i = 0; i < rows * a->k; i++) {
         const expert_rows *e = m->experts + m->expert_of[i];
+#ifdef GATED_PRODUCT
+        if (e->products->form == FORM_BF16_PANELS) continue; /* gathered as copies */
+#endif
         const sink out = input_of(e->products);
         const void *x = element_of(a->wide, a->x, (first + i / a->k) * a->x_stride);
         for (int64_t at = 0, parts = parts_of(&out, a->gate_up.inputs); at < parts; at++) {
@@ -136,13 +178,14 @@ static void spread_rows(const experts_arguments *a, const expert_memory *m, int6
     }
 }
 
-/* act(gate) * up of all rows. */
+/* act(gate) * up of all rows for which no task has done that. */
 static void gate_rows(const experts_arguments *a, const expert_memory *m, int64_t rows) {
     const int64_t size = a->down.inputs;
     float values[MOST_GROUP] __attribute__((aligned(64)));
 #pragma omp for schedule(static)
     for (int64_t i = 0; i < rows * a->k; i++) {
         const expert_rows *e = m->experts + m->expert_of[i];
+        if (e->products->gated) continue;
         const sink out = input_of(e->products + 1);
         const float *gate = m->results + m->rows_of[i] * a->gate_up.outputs;
         for (int64_t at = 0, parts = parts_of(&out, size); at < parts; at++) {
@@ -150,19 +193,30 @@ static void gate_rows(const experts_arguments *a, const expert_memory *m, int64_
 #define GATE_EXPERT(WHICH) gate_values(WHICH, 1, gate + p.from, gate + size + p.from, p.count, values)
             FOR_GATE(a->activation, GATE_EXPERT)
             p.row = m->rows_of[i] - e->first;
-            emit(&out, e->rows, size, p, values);
+            emit_input(e->products + 1, &out, e->rows, size, p, values);
         }
     }
 }
 
-INLINE void copy_rows(const expert_product *p, int64_t copy) {
+INLINE void copy_rows(const experts_arguments *a, const expert_memory *m, const expert_rows *x, int which, int64_t copy) {
+    const expert_product *p = x->products + which;
     if (p->form == FORM_FP32_PANELS) copy_fp32(&p->a.fp32, copy);
-#if BF16_PRODUCT
+#ifdef GATED_PRODUCT
+    else gather_rows(&p->a.bf16, a->wide, a->x, a->x_stride, m->source_of + x->first, copy);
+#elif BF16_PRODUCT
     else copy_bf16(&p->a.bf16, copy);
 #endif
+    (void)a, (void)m;
 }
 
-INLINE void run_product(const expert_product *p, int64_t task, float *sums) {
+INLINE void run_product(const experts_arguments *a, const expert_product *p, int64_t task, float *sums) {
+#ifdef GATED_PRODUCT
+    if (p->gated) {
+        task_gated(&p->a.bf16, &p[1].a.bf16, a->activation, task);
+        return;
+    }
+#endif
+    (void)a;
     if (p->form == FORM_FP32_PANELS) task_fp32(&p->a.fp32, &p->divided, task);
 #if BF16_PRODUCT
     else if (p->form == FORM_BF16_PANELS) task_bf16(&p->a.bf16, &p->divided, task);
@@ -171,14 +225,14 @@ INLINE void run_product(const expert_product *p, int64_t task, float *sums) {
 }
 
 /* One product of all experts. */
-static void multiply_experts(const expert_memory *m, int which) {
+static void multiply_experts(const experts_arguments *a, const expert_memory *m, int which) {
     const expert_pass *pass = m->pass;
     const expert_rows *last = m->experts + pass->num_experts - 1, *x = m->experts;
     if (pass->num_copies[which]) {
 #pragma omp for schedule(static)
         for (int64_t i = 0; i < pass->num_copies[which]; i++) {
             for (x = x->products[which].first_copy > i ? m->experts : x; x < last && x[1].products[which].first_copy <= i;) x++;
-            copy_rows(x->products + which, i - x->products[which].first_copy);
+            copy_rows(a, m, x, which, i - x->products[which].first_copy);
         }
     }
     const expert_rows *begun = NULL;
@@ -191,7 +245,7 @@ static void multiply_experts(const expert_memory *m, int which) {
 #if BF16_PRODUCT
         if (x != begun && x->products[which].form == FORM_BF16_PANELS) begin_bf16(&x->products[which].a.bf16), begun = x;
 #endif
-        run_product(x->products + which, i - x->products[which].first_task, sums);
+        run_product(a, x->products + which, i - x->products[which].first_task, sums);
     }
 #if BF16_PRODUCT
     if (begun) end_bf16();
@@ -223,9 +277,9 @@ static void experts(const void *arguments) {
 #pragma omp single
         plan_pass(a, &m, first, rows);
         spread_rows(a, &m, first, rows);
-        multiply_experts(&m, 0);
+        multiply_experts(a, &m, 0);
         gate_rows(a, &m, rows);
-        multiply_experts(&m, 1);
+        multiply_experts(a, &m, 1);
         add_experts(a, &m, first, rows);
     }
 }

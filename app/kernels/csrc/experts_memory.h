@@ -9,9 +9,9 @@
 #define MOST_COPY_ROWS 16          /* a product of bf16 copies its rows in blocks of this many (OP_LINEAR_BF16) */
 
 /* One product of the rows of one expert. `form` as in `expert_weights`; that of integers becomes FORM_BF16_PANELS if there
- * are many rows. */
+ * are many rows. `gated`: its tasks write what the next product reads. */
 typedef struct {
-    int64_t form, first_copy, first_task; /* numbered through all experts */
+    int64_t form, gated, tasks, first_copy, first_task; /* numbered through all experts */
     division divided;
     union {
         linear_int_arguments integer;
@@ -31,13 +31,14 @@ typedef struct {
     int64_t num_experts, num_copies[2], num_tasks[2], chunk[2];
 } expert_pass;
 
-/* Rows of a pass, and addresses. `rows_of` [pass * k] is the row in the buffers for each of a row's experts. The input of
- * a product is `codes`, `scales` and `sums` for integers, or `plain` and `tiles` for floats. */
+/* Rows of a pass, and addresses. `rows_of` [pass * k] is the row in the buffers for each of a row's experts, and
+ * `source_of` the row of x for each row in the buffers. The input of a product is `codes`, `scales` and `sums` for
+ * integers, or `plain` and `tiles` for floats. */
 typedef struct {
     int64_t pass_rows, most_rows;
     expert_pass *pass;
     expert_rows *experts;
-    int64_t *counts, *rows_of, *expert_of;
+    int64_t *counts, *rows_of, *expert_of, *source_of;
     int8_t *codes;
     float *scales;
     int32_t *sums;
@@ -61,14 +62,14 @@ static inline expert_memory memory_of_pass(const experts_arguments *a, int64_t a
     const expert_weights *both[2] = {&a->gate_up, &a->down};
     const int64_t all = pass_rows * a->k, used = all < a->experts ? all : a->experts;
     expert_memory m = {.pass_rows = pass_rows, .most_rows = all + used * (align - 1)};
-    int64_t codes = 0, groups = 0, plain = 0, tiles = 0;
+    int64_t codes = 0, groups = 0, floats = 0;
     for (int i = 0; i < 2; i++) {
         const expert_weights *w = both[i];
         if (is_integer(w)) codes = larger(codes, m.most_rows * expert_groups(w) * w->group), groups = larger(groups, m.most_rows * expert_groups(w));
         if (is_integer(w) && !w->wide_from) continue;
         const int64_t wide = w->form == FORM_FP32_PANELS ? 4 : 2;
-        plain = larger(plain, m.most_rows * w->inputs * wide);
-        tiles = larger(tiles, (m.most_rows + used * (MOST_COPY_ROWS - 1)) * ((w->inputs + 31) / 32 * 32) * wide);
+        /* Rows and their copies; or both are copies, of the rows of one product and of the next (linear_amx.h). */
+        floats = larger(floats, (m.most_rows + used * (MOST_COPY_ROWS - 1)) * ((w->inputs + 31) / 32 * 32) * wide);
     }
     uint8_t *s = a->scratch;
     m.pass = (expert_pass *)part_of_scratch(s, &m.bytes, sizeof *m.pass);
@@ -76,11 +77,12 @@ static inline expert_memory memory_of_pass(const experts_arguments *a, int64_t a
     m.counts = (int64_t *)part_of_scratch(s, &m.bytes, a->experts * 8);
     m.rows_of = (int64_t *)part_of_scratch(s, &m.bytes, all * 8);
     m.expert_of = (int64_t *)part_of_scratch(s, &m.bytes, all * 8);
+    m.source_of = (int64_t *)part_of_scratch(s, &m.bytes, m.most_rows * 8);
     m.codes = (int8_t *)part_of_scratch(s, &m.bytes, codes);
     m.scales = (float *)part_of_scratch(s, &m.bytes, groups * 4);
     m.sums = (int32_t *)part_of_scratch(s, &m.bytes, groups * 4);
-    m.plain = part_of_scratch(s, &m.bytes, plain);
-    m.tiles = part_of_scratch(s, &m.bytes, tiles);
+    m.plain = part_of_scratch(s, &m.bytes, floats);
+    m.tiles = part_of_scratch(s, &m.bytes, floats);
     m.results = (float *)part_of_scratch(s, &m.bytes, m.most_rows * larger(a->gate_up.outputs, a->down.outputs) * 4);
     return m;
 }

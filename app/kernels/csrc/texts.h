@@ -22,10 +22,10 @@ typedef struct {
     int64_t begin, end, kv_head, first_query, rows; /* the text's tokens are [begin, end) */
     uint32_t keys[TEXT_PANELS] __attribute__((aligned(64)));
     uint32_t values[TEXT_PANELS] __attribute__((aligned(64)));
-    uint32_t queries[TEXT_SUMS] __attribute__((aligned(64))); /* tile after tile, for each unit all rows */
-    float scores[UNIT_ROWS * TEXT_ROW] __attribute__((aligned(64))); /* a tile's scores, then its weights, row after row */
+    uint32_t queries[TEXT_SUMS] __attribute__((aligned(64))); /* tile after tile, for each unit all rows; UNIT_TILES: row after row */
+    float scores[MOST_UNIT_ROWS * TEXT_ROW] __attribute__((aligned(64))); /* a tile's scores, then its weights, row after row */
     float maximum[TEXT_SUMS / 2 / LANES], total[TEXT_SUMS / 2 / LANES];
-    float sums[TEXT_SUMS] __attribute__((aligned(64)));
+    float sums[TEXT_SUMS + MOST_UNIT_ROWS * TEXT_HEAD] __attribute__((aligned(64)));
 } text_task;
 
 INLINE int64_t text_group(const texts_arguments *a) { return a->heads / a->kv_heads; }
@@ -45,7 +45,7 @@ INLINE int64_t text_block(const texts_arguments *a) {
     return fit < TEXT_BLOCK ? fit : TEXT_BLOCK;
 }
 
-INLINE int64_t units_of(int kind, int64_t elements) { return kind == UNIT_PAIRS ? elements / 2 : elements; }
+INLINE int64_t units_of(int kind, int64_t elements) { return kind == UNIT_FP32 ? elements : elements / 2; }
 
 /* Address of the head `column` of a token. */
 INLINE const void *head_of(const texts_arguments *a, const void *rows, int64_t token, int64_t column) {
@@ -54,7 +54,7 @@ INLINE const void *head_of(const texts_arguments *a, const void *rows, int64_t t
 
 /* LANES units of a head from unit u on, of which `left` remain: pairs of bf16 in place, else fp32. */
 INLINE vf load_units(int kind, const texts_arguments *a, const void *head, int64_t u, int64_t left) {
-    if (a->wide || kind == UNIT_PAIRS) return vf_load_part((const float *)head + u, left);
+    if (a->wide || kind != UNIT_FP32) return vf_load_part((const float *)head + u, left);
     return bf16_load_part((const uint16_t *)head + u, left);
 }
 
@@ -81,15 +81,18 @@ INLINE void pack_keys(int kind, text_task *t, int64_t from, int64_t count) {
     }
 }
 
+/* Positions of a block as they are multiplied with values: registers have 16 pairs, the others zeros. */
+INLINE int64_t padded_positions(int kind, int64_t count) { return kind == UNIT_TILES ? (count + 2 * TILE_UNITS - 1) / (2 * TILE_UNITS) * (2 * TILE_UNITS) : count; }
+
 /* Values of the same positions to panels [PANEL_UNITS elements][unit of positions][element]. */
 INLINE void pack_values(int kind, text_task *t, int64_t from, int64_t count) {
     const int64_t size = t->a->head_dim, units = units_of(kind, text_block(t->a));
-    for (int64_t p = 0; p < count; p += kind == UNIT_PAIRS ? 2 : 1) {
-        const void *even = head_of(t->a, t->a->value, t->begin + from + p, t->kv_head);
+    for (int64_t p = 0; p < padded_positions(kind, count); p += kind == UNIT_FP32 ? 1 : 2) {
+        const void *even = p < count ? head_of(t->a, t->a->value, t->begin + from + p, t->kv_head) : NULL;
         const void *odd = p + 1 < count ? head_of(t->a, t->a->value, t->begin + from + p + 1, t->kv_head) : NULL;
         for (int64_t d = 0; d < size; d += LANES) {
             uint32_t *target = t->values + (d / PANEL_UNITS * units + units_of(kind, p)) * PANEL_UNITS + d % PANEL_UNITS;
-            if (kind == UNIT_PAIRS) join_pairs((const uint16_t *)even + d, odd ? (const uint16_t *)odd + d : NULL, size - d, target);
+            if (kind != UNIT_FP32) join_pairs(even ? (const uint16_t *)even + d : NULL, odd ? (const uint16_t *)odd + d : NULL, size - d, target);
             else vf_store((float *)target, load_units(kind, t->a, even, d, size - d));
         }
         if (size % PANEL_UNITS && size % PANEL_UNITS <= LANES) /* the panel's other half */
@@ -107,26 +110,42 @@ INLINE vf distance_bias(const texts_arguments *a, int64_t head, int64_t position
     return vf_load(part);
 }
 
-/* Rows of the tile that begins at `row`: all are as equal as possible. */
-INLINE int64_t rows_of_tile(const text_task *t, int64_t row) {
-    const int64_t left = t->rows - row, tiles = (left + UNIT_ROWS - 1) / UNIT_ROWS;
+/* Rows of the tile that begins at `row`: all are as equal as possible, but those of registers full except the last. */
+INLINE int64_t rows_of_tile(int kind, const text_task *t, int64_t row) {
+    const int64_t left = t->rows - row, tiles = (left + unit_rows(kind) - 1) / unit_rows(kind);
+    if (kind == UNIT_TILES) return left < unit_rows(kind) ? left : unit_rows(kind);
     return (left + tiles - 1) / tiles;
+}
+
+/* The head of row `row` of the task. */
+INLINE const void *query_of(const text_task *t, int64_t row) {
+    const int64_t group = text_group(t->a);
+    return head_of(t->a, t->a->query, t->begin + t->first_query + row / group, t->kv_head * group + row % group);
+}
+
+/* Copy queries row after row; the rows of the last register are filled with zeros. */
+INLINE void copy_queries(text_task *t) {
+    const int64_t units = t->a->head_dim / 2;
+    for (int64_t row = 0; row < (t->rows + MOST_UNIT_ROWS - 1) / MOST_UNIT_ROWS * MOST_UNIT_ROWS; row++)
+        if (row < t->rows) memcpy(t->queries + row * units, query_of(t, row), (size_t)units * 4);
+        else memset(t->queries + row * units, 0, (size_t)units * 4);
 }
 
 /* Pack queries into tiles, four rows at a time. */
 INLINE void pack_queries(int kind, text_task *t) {
     const texts_arguments *a = t->a;
-    const int64_t group = text_group(a), units = units_of(kind, a->head_dim);
+    const int64_t units = units_of(kind, a->head_dim);
     uint32_t last[4 * TEXT_HEAD];
+    if (kind == UNIT_TILES) {
+        copy_queries(t);
+        return;
+    }
     for (int64_t row = 0, count; row < t->rows; row += count) {
-        count = rows_of_tile(t, row);
+        count = rows_of_tile(kind, t, row);
         for (int64_t r = 0; r < count; r += 4) {
             const void *heads[4];
             uint32_t *target = t->queries + row * units + r;
-            for (int64_t i = 0; i < 4; i++) {
-                const int64_t of_task = row + r + i;
-                heads[i] = r + i < count ? head_of(a, a->query, t->begin + t->first_query + of_task / group, t->kv_head * group + of_task % group) : NULL;
-            }
+            for (int64_t i = 0; i < 4; i++) heads[i] = r + i < count ? query_of(t, row + r + i) : NULL;
             if (r + 4 <= count) {
                 turn_heads(kind, a, heads, target, count);
                 continue;
@@ -142,14 +161,14 @@ INLINE void pack_queries(int kind, text_task *t) {
 
 /* Turn the dot products of a row (a query at `position` and its `head`) with `count` positions from `from` on into
  * logarithms of weights, base 2; -infinity for positions that it does not see. Return the largest. */
-INLINE float finish_scores_of(const texts_arguments *a, int64_t head, int64_t position, int64_t from, int64_t count, float *scores) {
+INLINE float finish_scores_of(int kind, const texts_arguments *a, int64_t head, int64_t position, int64_t from, int64_t count, float *scores) {
     const int64_t low = position - a->before - from, high = position + a->after + 1 - from; /* visible: [low, high) of the block */
     const int plain = a->softcap <= 0 && !a->bias && !a->slopes;
     const float factor = plain ? (float)a->scale * LOG2_E : (float)a->scale;
     vf most = vf_all(-INFINITY);
     vi lanes;
     for (int i = 0; i < LANES; i++) lanes[i] = i;
-    for (int64_t p = 0; p < count; p += LANES) {
+    for (int64_t p = 0; p < padded_positions(kind, count); p += LANES) {
         vf x = vf_load(scores + p) * factor;
         if (!plain) {
             if (a->softcap > 0) x = vf_tanh(x / (float)a->softcap) * (float)a->softcap;
@@ -170,7 +189,7 @@ INLINE float finish_scores_of(const texts_arguments *a, int64_t head, int64_t po
 /* Turn logarithms of `count` weights into weights, in units for the product with values. Return their sum. */
 INLINE float weigh_scores(int kind, float *scores, int64_t count, float maximum) {
     vf sum = vf_all(0);
-    for (int64_t p = 0; p < count; p += LANES) {
+    for (int64_t p = 0; p < padded_positions(kind, count); p += LANES) {
         const vf weight = exp2_below(vf_load(scores + p) - maximum);
         sum += weight;
         store_weights(kind, (uint32_t *)scores, p, weight);
@@ -186,7 +205,7 @@ INLINE void weigh_tile(int kind, text_task *t, int64_t row, int rows, int64_t fr
     int64_t position = t->first_query + row / group, member = row % group;
     for (int r = 0; r < rows; r++, row++) {
         float *scores = t->scores + r * TEXT_ROW, *sums = t->sums + row * size;
-        const float top = finish_scores_of(a, t->kv_head * group + member, position, from, count, scores), before = t->maximum[row];
+        const float top = finish_scores_of(kind, a, t->kv_head * group + member, position, from, count, scores), before = t->maximum[row];
         if (position - a->before >= from + count || position + a->after < from) { /* it sees nothing here */
             memset(scores, 0, TEXT_BLOCK * sizeof *scores);
         } else {
@@ -204,12 +223,11 @@ INLINE void weigh_tile(int kind, text_task *t, int64_t row, int rows, int64_t fr
 /* Process rows [row, row + count) of the task with the block at `from`. */
 INLINE void attend_tile(int kind, text_task *t, int64_t row, int count, int64_t from, int64_t positions) {
     const texts_arguments *a = t->a;
-    const int64_t units = units_of(kind, a->head_dim), block = units_of(kind, text_block(a)), used = units_of(kind, positions + (kind == UNIT_PAIRS));
-    for (int64_t p = 0; p < positions; p += PANEL_UNITS)
-        multiply_units(kind, count, 0, t->queries + row * units, 0, t->keys + p * units, units, t->scores + p, TEXT_ROW);
+    const int64_t units = units_of(kind, a->head_dim), block = units_of(kind, text_block(a));
+    const int64_t used = units_of(kind, kind == UNIT_PAIRS ? positions + 1 : padded_positions(kind, positions));
+    multiply_panels(kind, count, 0, t->queries + row * units, kind == UNIT_TILES ? units : 0, t->keys, units, units, positions, t->scores, TEXT_ROW);
     weigh_tile(kind, t, row, count, from, positions);
-    for (int64_t d = 0; d < a->head_dim; d += PANEL_UNITS)
-        multiply_units(kind, count, 1, (const uint32_t *)t->scores, TEXT_ROW, t->values + d * block, used, t->sums + row * padded_head(a) + d, padded_head(a));
+    multiply_panels(kind, count, 1, (const uint32_t *)t->scores, TEXT_ROW, t->values, block, used, a->head_dim, t->sums + row * padded_head(a), padded_head(a));
 }
 
 static void finish_text_rows(const text_task *t) {
@@ -249,12 +267,32 @@ INLINE void attend_text(int kind, text_task *t, int64_t queries) {
         pack_keys(kind, t, from, positions);
         pack_values(kind, t, from, positions);
         for (int64_t row = 0, count; row < t->rows; row += count) {
-            count = rows_of_tile(t, row);
+            count = rows_of_tile(kind, t, row);
             attend_tile(kind, t, row, (int)count, from, positions);
         }
     }
     finish_text_rows(t);
 }
+
+/* Whether registers multiply the heads: their rows have 16 pairs. */
+INLINE int in_registers(int64_t wide, int64_t head_dim) { return AMX_TILES && !wide && head_dim % (2 * TILE_UNITS) == 0; }
+
+/* Attend with the kind of units that the level and the heads allow. */
+#if AMX_TILES
+#define FOR_UNITS(WIDE, HEAD_DIM, CALL)       \
+    if (in_registers(WIDE, HEAD_DIM)) {       \
+        use_rows(AMX_ROWS);                   \
+        CALL(UNIT_TILES);                     \
+        tile_release();                       \
+    } else if (!(WIDE)) CALL(UNIT_PAIRS);     \
+    else CALL(UNIT_FP32)
+#elif BF16_UNITS
+#define FOR_UNITS(WIDE, HEAD_DIM, CALL)  \
+    if (!(WIDE)) CALL(UNIT_PAIRS);       \
+    else CALL(UNIT_FP32)
+#else
+#define FOR_UNITS(WIDE, HEAD_DIM, CALL) CALL(UNIT_FP32)
+#endif
 
 INLINE int64_t tasks_of_text(const texts_arguments *a, int64_t i, int64_t queries) {
     return (a->texts->starts[i + 1] - a->texts->starts[i] + queries - 1) / queries * a->kv_heads;
@@ -275,13 +313,8 @@ static void texts(const void *arguments) {
         t.kv_head = (task - first) % a->kv_heads, t.first_query = (task - first) / a->kv_heads * size;
         const int64_t left = length - t.first_query;
         if (left < 1) continue;
-#if BF16_UNITS
-        if (!a->wide) {
-            attend_text(UNIT_PAIRS, &t, left < size ? left : size);
-            continue;
-        }
-#endif
-        attend_text(UNIT_FP32, &t, left < size ? left : size);
+#define ATTEND_TEXT(KIND) attend_text(KIND, &t, left < size ? left : size)
+        FOR_UNITS(a->wide, a->head_dim, ATTEND_TEXT);
     }
 }
 

@@ -74,12 +74,18 @@ INLINE void use_rows(int rows) {
 
 #define SUM_STRIDE (PANEL_OUTPUTS * 4)
 
-/* sums [32 rows if `two`, else `rows`; 32 outputs] (+)= x times weights. x0, and x1 for the second 16 rows, are blocks of
- * `rows` rows of AMX_INPUTS inputs, one after the other, and `weights` is part of a bf16 panel (tile_bf16.h). `ahead`:
- * prefetch `lines` cache lines from it for each block of inputs. `two` is a compile-time constant at every call. */
-INLINE void multiply_blocks(int two, int rows, const uint8_t *x0, const uint8_t *x1, const uint8_t *weights, int64_t blocks, int first, float *sums,
-                            const uint8_t *ahead, int lines) {
+/* What is prefetched to L2 for each block of inputs: `lines` cache lines of weights, and `x_lines` of rows. */
+typedef struct {
+    const uint8_t *weights, *x;
+    int64_t lines, x_lines;
+} prefetching;
+
+/* sums [32 rows if `two`, else `rows`; 32 outputs] (+)= x times weights. x, and then the second 16 rows, are blocks of
+ * `rows` rows of AMX_INPUTS inputs, one after the other, and `weights` is part of a bf16 panel (tile_bf16.h). `two` is a
+ * compile-time constant at every call. */
+INLINE void multiply_blocks(int two, int rows, const uint8_t *x, const uint8_t *weights, int64_t blocks, int first, float *sums, prefetching ahead) {
     float *high = sums + AMX_ROWS * PANEL_OUTPUTS;
+    const uint8_t *x1 = x + blocks * rows * 64;
     if (first) {
         tile_zero(0);
         tile_zero(1);
@@ -95,9 +101,10 @@ INLINE void multiply_blocks(int two, int rows, const uint8_t *x0, const uint8_t 
             tile_load(3, high + 16, SUM_STRIDE);
         }
     }
-    for (int64_t k = 0; k < blocks; k++, x0 += rows * 64, x1 += rows * 64, weights += AMX_INPUTS / 2 * SUM_STRIDE) {
-        for (int i = 0; i < lines; i++, ahead += 64) _mm_prefetch((const char *)ahead, _MM_HINT_T1);
-        tile_load(4, x0, 64);
+    for (int64_t k = 0; k < blocks; k++, x += rows * 64, x1 += rows * 64, weights += AMX_INPUTS / 2 * SUM_STRIDE) {
+        for (int64_t i = 0; i < ahead.lines; i++, ahead.weights += 64) _mm_prefetch((const char *)ahead.weights, _MM_HINT_T1);
+        for (int64_t i = 0; i < ahead.x_lines; i++, ahead.x += 64) _mm_prefetch((const char *)ahead.x, _MM_HINT_T1);
+        tile_load(4, x, 64);
         tile_load(6, weights, SUM_STRIDE);
         tile_multiply_bf16(0, 4, 6);
         tile_load(7, weights + 64, SUM_STRIDE);
