@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 from itertools import product
@@ -124,7 +124,7 @@ class RecentRate:
 
 
 Clock = Callable[[], float]
-Exemplar = Mapping[str, str]  # trace_id and span_id in hexadecimal
+Exemplar = dict[str, str]  # trace_id and span_id in hexadecimal
 Api = Literal[
     "chat", "completions", "responses", "messages", "ollama", "llama_cpp",
     "embeddings", "rerank", "classify", "native", "oip",

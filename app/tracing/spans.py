@@ -14,7 +14,6 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from opentelemetry.context import Context
-from opentelemetry.exporter.otlp.proto.http import trace_exporter
 from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
 from opentelemetry.sdk.resources import SERVICE_NAME, SERVICE_VERSION, OTELResourceDetector, Resource
 from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
@@ -199,28 +198,46 @@ def _resource() -> Resource:
     return Resource.create().merge(ours).merge(OTELResourceDetector().detect())
 
 
-class _ReportingExporter(SpanExporter):
-    """Exporter that logs one line when spans begin to be lost, and one when they arrive again.
+class _LastReason(logging.Filter):
+    """Filter that shows none of the lines that the SDK logs for each attempt of each batch, and keeps the reason."""
 
-    The SDK logs each attempt of each batch. These lines are not shown; the last one is the reason in ours.
-    """
+    def __init__(self) -> None:
+        super().__init__()
+        self.text = ""
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        """Keep the line; after an error that is tried again comes one that only says that it was in vain."""
+        if record.levelno == logging.WARNING and isinstance(record.args, tuple) and record.args:
+            self.text = str(record.args[0])
+        elif not self.text:
+            self.text = record.getMessage()
+        return False
+
+
+_REASON = _LastReason()
+
+
+class _ReportingExporter(SpanExporter):
+    """Exporter that logs one line when spans begin to be lost, and one when they arrive again."""
 
     def __init__(self, endpoint: str) -> None:
         self._exporter = OTLPSpanExporter(endpoint)
         parts = urlsplit(endpoint)
         self._shown = parts._replace(netloc=parts.netloc.rpartition("@")[2], query="").geturl()  # no password
-        self._reason = ""
-        self.is_failing = False
-        trace_exporter._logger.addFilter(self._keep_reason)
+        self.is_failing = self._is_shut = False
+        logging.getLogger(OTLPSpanExporter.__module__).addFilter(_REASON)
         # It warns of each span that does not fit into the queue.
         logging.getLogger("opentelemetry.sdk._shared_internal").setLevel(logging.ERROR)
 
     def export(self, spans: Sequence[ReadableSpan]) -> SpanExportResult:
         """Send spans. Called on the SDK's thread; may take as long as `OTEL_EXPORTER_OTLP_TIMEOUT`."""
+        if self._is_shut:
+            return SpanExportResult.FAILURE
+        _REASON.text = ""
         result = self._exporter.export(spans)
         failed = result is not SpanExportResult.SUCCESS
         if failed and not self.is_failing:
-            reason = self._reason[:MAX_REASON_CHARACTERS]
+            reason = _REASON.text[:MAX_REASON_CHARACTERS]
             log.warning("traces do not arrive at %s and are dropped until they do: %s", self._shown, reason)
         elif self.is_failing and not failed:
             log.info("traces arrive at %s again", self._shown)
@@ -229,9 +246,6 @@ class _ReportingExporter(SpanExporter):
 
     def shutdown(self) -> None:
         """End an export that is waiting to try again, and send nothing more."""
-        trace_exporter._logger.removeFilter(self._keep_reason)
-        self._exporter.shutdown()
-
-    def _keep_reason(self, record: logging.LogRecord) -> bool:
-        self._reason = record.getMessage()
-        return False
+        if not self._is_shut:
+            self._is_shut = True
+            self._exporter.shutdown()  # type: ignore[no-untyped-call]
