@@ -10,6 +10,7 @@ LAYERS: tuple[tuple[str, int], ...] = (
     ("messages", 0),
     ("hardware", 1),
     ("metrics", 2),
+    ("tracing", 2),
     ("kernels", 2),
     ("models", 3),
     ("backends", 4),
@@ -31,7 +32,7 @@ CLIENT_IMPORTERS = ("cli",)
 
 # Folders that decide or translate; importing them must not import torch, which takes seconds.
 TORCH_FREE = (
-    "errors", "version", "settings", "messages", "hardware.*", "metrics.*", "text.*", "engine.scheduler.*", "service.*", "api.*",
+    "errors", "version", "settings", "messages", "hardware.*", "metrics.*", "tracing.*", "text.*", "engine.scheduler.*", "service.*", "api.*",
     "server.*", "cli.*", "models.decoders.config", "models.encoders.config", "weights.checkpoint", "weights.program",
 )  # fmt: skip
 
@@ -49,6 +50,7 @@ LIBRARIES: dict[str, tuple[str, ...]] = {
     "huggingface_hub": ("weights.hub.*",),
     "httpx2": ("weights.hub.*",),
     "matplotlib": ("bench.report.*",),
+    "opentelemetry": ("tracing.*",),
 }
 DEVICE_NAMES = ("torch.cuda", "torch.mps", "torch.backends", "platform.machine")
 DEVICE_FOLDERS = ("hardware.*", "backends.*", "kernels.*")

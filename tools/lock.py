@@ -1,8 +1,8 @@
 """Write the hashed locks: `python -m tools.lock` makes requirements/image-*.txt and *-hashes.txt from the pins.
 
-An image is built from exactly these files with `pip install --require-hashes`. Each image and architecture has its own
-lock, because torch's build and the wheels differ. It has what serving needs (runtime.txt) and traces (otel.txt). The `cuda` images have torch's CUDA build and the versions that it
-depends on.
+An image is built from exactly these files with `pip install --require-hashes`: what serving needs (runtime.txt) and
+traces (otel.txt). Each image and architecture has its own lock, because torch's build and the wheels differ. The `cuda`
+images have torch's CUDA build and the versions that it depends on.
 runtime-hashes.txt and torch-hashes.txt are what `make serve` and `make install` install: each package with the hashes
 of its wheels for all Pythons and platforms that are supported. torch has one line for each requirement that
 `tools/install.py` may choose.

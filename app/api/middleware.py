@@ -210,8 +210,9 @@ class RequestGate:
                 ACCOUNT.set(account)
             await self._forward(scope, receive, sender)
         except ClientDisconnected:
-            sender.status, sender.error = CLIENT_LEFT, "client_disconnected"
-            log.debug("request %s: the client left", sender.request_id)
+            if not sender.has_ended:  # the end of a stream may be cancelled too: uvicorn then reports a disconnect
+                sender.status, sender.error = CLIENT_LEFT, "client_disconnected"
+                log.debug("request %s: the client left", sender.request_id)
             return
         except (RequestError, HTTPException) as error:
             await sender.send_error(error)
@@ -310,6 +311,11 @@ class ResponseSender:
         self.error: str | None = None
         self.traceresponse = ""
         self.is_stream = False
+
+    @property
+    def has_ended(self) -> bool:
+        """True once all of the response was sent."""
+        return self._ended
 
     async def send(self, message: Message) -> None:
         """Forward an ASGI message; the response's start gets the headers `x-request-id` and `traceresponse`."""

@@ -206,7 +206,7 @@ def test_overload_is_an_error(traced: LiveServer, collector: OtlpCollector) -> N
     response = post(traced, "/generate", TEXT)
     assert response.status_code == 429
     found = the_span(collector, response)
-    assert (found.name, found.status, found.attributes["error.type"]) == ("text_completion", "error", "overloaded")
+    assert (found.name, found.status, found.attributes["error.type"]) == ("text_completion tiny", "error", "overloaded")
     traced.reins.release()
     for caller in callers:
         assert b"200 OK" in caller.socket.recv(4096)
