@@ -32,8 +32,9 @@ CLIENT_IMPORTERS = ("cli",)
 
 # Folders that decide or translate; importing them must not import torch, which takes seconds.
 TORCH_FREE = (
-    "errors", "version", "settings", "messages", "hardware.*", "metrics.*", "tracing.*", "text.*", "engine.scheduler.*", "service.*", "api.*",
+    "errors", "version", "settings", "messages", "hardware.*", "metrics.*", "text.*", "engine.scheduler.*", "service.*", "api.*",
     "server.*", "cli.*", "models.decoders.config", "models.encoders.config", "weights.checkpoint", "weights.program",
+    "tracing.request_trace", "tracing.start",
 )  # fmt: skip
 
 # A library and the only modules that may import it.
