@@ -10,6 +10,8 @@ from contextlib import contextmanager
 from typing import Any
 
 import pytest
+
+pytest.importorskip("opentelemetry.exporter.otlp.proto.http", reason="the extra otel is not installed")
 from opentelemetry.semconv._incubating.attributes import gen_ai_attributes
 from opentelemetry.semconv.attributes import error_attributes, http_attributes, url_attributes
 
