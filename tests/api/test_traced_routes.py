@@ -14,7 +14,6 @@ from app.api.routers import _TRACED, ROUTES
 from app.api.routing import ApiRuntime
 from app.errors import StepFailed
 from app.server.app import create_app
-from app.service.request_log import REQUEST_FIGURES
 from app.tracing.request_trace import RequestTrace
 from tests.api.scripted_service import Conversation, CountingMetrics, Lifetime, ScriptedService, deltas
 
@@ -159,4 +158,3 @@ async def test_the_id_of_the_response_is_noted(traced: Any, tracer: NotingTracer
     )
     trace = tracer.spans[0].trace
     assert trace is not None and trace.attributes["gen_ai.response.id"] == response.json()["id"]
-    assert REQUEST_FIGURES.get() is None
