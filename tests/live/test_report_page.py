@@ -138,14 +138,8 @@ def test_the_page_of_a_load_is_drawn_too(load_page: Path) -> None:
     assert (dark.paper, dark.line, dark.over) == ("rgb(20, 23, 27)", "rgb(91, 180, 240)", 0)
 
 
-@pytest.fixture
-def sample(root: Path) -> Path:
-    """The comparison in the documentation."""
-    return root / "docs" / "sample-report" / "report.html"
-
-
 @pytest.mark.parametrize("scheme", ["light", "dark"])
-@pytest.mark.parametrize("name", ["page", "load_page", "sample"])
+@pytest.mark.parametrize("name", ["page", "load_page"])
 def test_the_pages_are_accessible(name: str, scheme: Literal["light", "dark"], request: pytest.FixtureRequest) -> None:
     program = (node_package("axe-core") / "axe.min.js").read_text(encoding="utf-8")
     playwright = pytest.importorskip("playwright.sync_api")
