@@ -4,7 +4,7 @@
 
 VENV ?= .venv
 BIN := $(VENV)/bin
-PINS := requirements/runtime.txt requirements/runtime-hashes.txt requirements/torch-hashes.txt requirements/bench.txt requirements/dev.txt requirements/cmake.txt pyproject.toml tools/install.py
+PINS := requirements/runtime.txt requirements/runtime-hashes.txt requirements/torch-hashes.txt requirements/bench.txt requirements/otel.txt requirements/dev.txt requirements/cmake.txt pyproject.toml tools/install.py
 CSRC := $(wildcard app/kernels/csrc/* app/kernels/csrc/levels/*)
 # Uses the virtual environment's cmake and ninja if the machine has none.
 CMAKE = PATH="$(abspath $(BIN)):$$PATH"; export PATH; command -v ninja >/dev/null && export CMAKE_GENERATOR=Ninja; cmake

@@ -39,7 +39,7 @@ SETTING_GROUPS: Mapping[str, tuple[str, ...]] = {
     "machine": ("device", "cuda_device", "numa_node", "threads", "kv_cache_bytes", "cache_dir", "calibrate", "hourly_price", "watts"),
     "network": (
         "host", "port", "tls_cert", "tls_key", "api_keys", "api_key_file", "allowed_hosts", "cors_allow_origins", "page", "log_level",
-        "log_format", "request_log",
+        "log_format", "request_log", "otlp_traces_endpoint", "trace_sample_ratio",
     ),
     "limits": (
         "max_model_len", "max_running_seqs", "max_waiting_requests", "max_logprobs", "rate_limit", "max_connections",
@@ -154,6 +154,12 @@ def _check_origins(origins: tuple[str, ...]) -> tuple[str, ...]:
         if origin != "*" and not re.fullmatch(r"[a-z][a-z0-9+.-]*://[^/?#\s]+", origin):
             raise ValueError(f"{origin!r} is neither * nor an origin such as https://app.example.com, without a path")
     return origins
+
+
+def _check_endpoint(url: str) -> str:
+    if url and not re.fullmatch(r"https?://[^/?#\s]+(/\S*)?", url):
+        raise ValueError("is no URL such as http://collector:4318; spans are sent over HTTP, not gRPC")
+    return url
 
 
 def parse_adapters(names: tuple[str, ...]) -> tuple[tuple[str, Path], ...]:
@@ -350,6 +356,16 @@ class Settings(BaseSettings):
     )
     request_log: Literal["on", "off"] = Field(
         "on", description="Log one line for each request, without its content; --no-request-log: off."
+    )
+    otlp_traces_endpoint: Annotated[str, AfterValidator(_check_endpoint)] = Field(
+        "",
+        description="Collector that gets a trace of each request by OTLP over HTTP, such as http://collector:4318; needs the extra otel."
+        " If not given: OTEL_EXPORTER_OTLP_ENDPOINT; without that, no traces.",
+    )
+    trace_sample_ratio: Annotated[float | None, Field(ge=0, le=1), BeforeValidator(parse_share)] = Field(
+        None,
+        description="Share of requests that are traced if the client's traceparent does not decide it, such as 0.1 or 10%; if not given:"
+        " as OTEL_TRACES_SAMPLER says, or all.",
     )
     hourly_price: PositiveFloat | None = Field(
         None, description="Price of this machine in dollars per hour, for cost metrics."

@@ -10,6 +10,7 @@ LAYERS: tuple[tuple[str, int], ...] = (
     ("messages", 0),
     ("hardware", 1),
     ("metrics", 2),
+    ("tracing", 2),
     ("kernels", 2),
     ("models", 3),
     ("backends", 4),
@@ -33,6 +34,7 @@ CLIENT_IMPORTERS = ("cli",)
 TORCH_FREE = (
     "errors", "version", "settings", "messages", "hardware.*", "metrics.*", "text.*", "engine.scheduler.*", "service.*", "api.*",
     "server.*", "cli.*", "models.decoders.config", "models.encoders.config", "weights.checkpoint", "weights.program",
+    "tracing.request_trace", "tracing.start",
 )  # fmt: skip
 
 # A library and the only modules that may import it.
@@ -49,6 +51,7 @@ LIBRARIES: dict[str, tuple[str, ...]] = {
     "huggingface_hub": ("weights.hub.*",),
     "httpx2": ("weights.hub.*",),
     "matplotlib": ("bench.report.*",),
+    "opentelemetry": ("tracing.*",),
 }
 DEVICE_NAMES = ("torch.cuda", "torch.mps", "torch.backends", "platform.machine")
 DEVICE_FOLDERS = ("hardware.*", "backends.*", "kernels.*")

@@ -1,8 +1,8 @@
-"""Write the hashed locks: `python -m tools.lock` makes requirements/image-*.txt and *-hashes.txt from runtime.txt.
+"""Write the hashed locks: `python -m tools.lock` makes requirements/image-*.txt and *-hashes.txt from the pins.
 
-An image is built from exactly these files with `pip install --require-hashes`. Each image and architecture has its own
-lock, because torch's build and the wheels differ. The `cuda` images have torch's CUDA build and the versions that it
-depends on.
+An image is built from exactly these files with `pip install --require-hashes`: what serving needs (runtime.txt) and
+traces (otel.txt). Each image and architecture has its own lock, because torch's build and the wheels differ. The `cuda`
+images have torch's CUDA build and the versions that it depends on.
 runtime-hashes.txt and torch-hashes.txt are what `make serve` and `make install` install: each package with the hashes
 of its wheels for all Pythons and platforms that are supported. torch has one line for each requirement that
 `tools/install.py` may choose.
@@ -144,12 +144,12 @@ def torch_lines() -> list[str]:
 
 def pins() -> dict[str, str]:
     """Return the pins of everything in an image except torch, by name."""
-    return {name: pin for name, pin in all_pins().items() if name not in BUILD_ONLY}
+    return {name: pin for name, pin in (all_pins() | all_pins("otel.txt")).items() if name not in BUILD_ONLY}
 
 
-def all_pins() -> dict[str, str]:
-    """Return the pins of everything except torch, by name."""
-    text = (ROOT / "requirements" / "runtime.txt").read_text(encoding="utf-8")
+def all_pins(file: str = "runtime.txt") -> dict[str, str]:
+    """Return the pins of a file in requirements/ by name; those of serving have no torch."""
+    text = (ROOT / "requirements" / file).read_text(encoding="utf-8")
     lines = [line.partition("#")[0].strip() for line in text.splitlines()]
     return {re.split("[=<>;]", line)[0].strip(): line for line in lines if line}
 

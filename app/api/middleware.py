@@ -24,10 +24,11 @@ from app.api.access import NO_RULES, AccessControl, header
 from app.api.errors import NATIVE_ERRORS, ErrorFormat, to_http_error
 from app.api.json_size import SCAN_BYTES
 from app.api.streaming import format_sse
-from app.errors import BodyTooLarge, InvalidRequest, Overloaded, RequestError, ServiceStopping
+from app.errors import ArmatureError, BodyTooLarge, InvalidRequest, Overloaded, RequestError, ServiceStopping
 from app.service.rate_limit import ACCOUNT
 from app.service.request_log import REQUEST_FIGURES, RequestFigures, log_request, request_level
 from app.service.request_log import log as request_log
+from app.tracing.request_trace import RequestSpan
 
 DISCARD_SECONDS = 2.0  # time for discarding a refused body, so that the client can read the response
 
@@ -153,6 +154,10 @@ async def _no_check(scope: Scope) -> BodyCheck | None:
     return None
 
 
+def _no_span(scope: Scope) -> RequestSpan | None:
+    return None
+
+
 class RequestGate:
     """ASGI middleware around the application. Its only state is the number of body bytes held in memory.
 
@@ -161,6 +166,7 @@ class RequestGate:
         access: Check of host names, keys and rates.
         error_format: The error format of a path.
         body_check: Return the check of a request's body while it arrives, or None. It is asked for large bodies only.
+        begin_span: Begin the span of a request; None: it is not traced.
     """
 
     def __init__(
@@ -169,26 +175,34 @@ class RequestGate:
         access: AccessControl = OPEN_ACCESS,
         error_format: Callable[[str], ErrorFormat] = lambda path: NATIVE_ERRORS,
         body_check: Callable[[Scope], Awaitable[BodyCheck | None]] = _no_check,
+        begin_span: Callable[[Scope], RequestSpan | None] = _no_span,
     ) -> None:
         self._app, self._access, self._error_format, self._body_check = app, access, error_format, body_check
+        self._begin_span = begin_span
         self._held_bytes = 0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Serve one request, convert every exception to a response, and log the request."""
+        """Serve one request, convert every exception to a response, and log and trace the request."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
         sender = ResponseSender(scope, send, self._error_format)
-        if not request_log.isEnabledFor(request_level(scope["method"])):
+        is_logged, span = request_log.isEnabledFor(request_level(scope["method"])), self._begin_span(scope)
+        if not is_logged and span is None:
             await self._answer(scope, receive, sender)
             return
         began, figures = time.monotonic(), RequestFigures()
         REQUEST_FIGURES.set(figures)
+        if span is not None:
+            figures.trace, sender.traceresponse = span.trace, span.traceresponse
         try:
             await self._answer(scope, receive, sender)
         finally:
             seconds = time.monotonic() - began
-            log_request(scope["method"], scope["path"], sender.request_id, sender.status, seconds, figures)
+            if span is not None:
+                span.end(sender.request_id, sender.status, sender.error, sender.is_stream)
+            if is_logged:
+                log_request(scope["method"], scope["path"], sender.request_id, sender.status, seconds, figures)
 
     async def _answer(self, scope: Scope, receive: Receive, sender: ResponseSender) -> None:
         try:
@@ -196,8 +210,9 @@ class RequestGate:
                 ACCOUNT.set(account)
             await self._forward(scope, receive, sender)
         except ClientDisconnected:
-            sender.status = CLIENT_LEFT
-            log.debug("request %s: the client left", sender.request_id)
+            if not sender.has_ended:  # the end of a stream may be cancelled too: uvicorn then reports a disconnect
+                sender.status, sender.error = CLIENT_LEFT, "client_disconnected"
+                log.debug("request %s: the client left", sender.request_id)
             return
         except (RequestError, HTTPException) as error:
             await sender.send_error(error)
@@ -281,7 +296,8 @@ async def _receive_part(receive: Receive) -> Message:
 class ResponseSender:
     """Sender of the response to one client. It adds the request id and tracks how far the response is.
 
-    `status` is that of the response, or `CLIENT_LEFT` before there is one.
+    `status` is that of the response, or `CLIENT_LEFT` before there is one. `error` is the code of the error that was sent.
+    With `traceresponse`, the response has this header. `is_stream` is true for events and for lines of JSON.
     """
 
     def __init__(self, scope: Scope, send: Send, error_format: Callable[[str], ErrorFormat]) -> None:
@@ -292,15 +308,25 @@ class ResponseSender:
         self._path, self._send, self._error_format = scope["path"], send, error_format
         self._started = self._ended = self._is_event_stream = False
         self.status = CLIENT_LEFT
+        self.error: str | None = None
+        self.traceresponse = ""
+        self.is_stream = False
+
+    @property
+    def has_ended(self) -> bool:
+        """True once all of the response was sent."""
+        return self._ended
 
     async def send(self, message: Message) -> None:
-        """Forward an ASGI message; the response's start gets the header `x-request-id`."""
+        """Forward an ASGI message; the response's start gets the headers `x-request-id` and `traceresponse`."""
         if message["type"] == "http.response.start":
             self._started, self.status = True, message["status"]
             headers = message["headers"] = [*message.get("headers", ()), (b"x-request-id", self.request_id.encode())]
-            self._is_event_stream = any(
-                name == b"content-type" and value.startswith(b"text/event-stream") for name, value in headers
-            )
+            kind = next((value for name, value in headers if name == b"content-type"), b"")
+            self._is_event_stream = kind.startswith(b"text/event-stream")
+            if self.traceresponse:
+                headers.append((b"traceresponse", self.traceresponse.encode()))
+                self.is_stream = self._is_event_stream or kind.startswith(b"application/x-ndjson")
         elif not message.get("more_body", False):
             self._ended = True
         if not self._is_event_stream:
@@ -320,6 +346,8 @@ class ResponseSender:
         Call `end` afterwards.
         """
         errors = self._state.get("errors") or self._error_format(self._path)
+        if not isinstance(error, HTTPException):
+            self.error = error.code if isinstance(error, RequestError) else ArmatureError.code
         if not self._started:
             response = errors.response(error)
             if isinstance(error, BodyTooLarge):

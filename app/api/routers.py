@@ -1,4 +1,4 @@
-"""All routers of the API, and what the server derives from them: public paths, error formats and the OpenAPI document."""
+"""All routers of the API, and what is derived from them: public paths, error formats, traced routes, the OpenAPI document."""
 
 from __future__ import annotations
 
@@ -33,6 +33,7 @@ from app.errors import RequestError
 from app.metrics.instruments import Api
 from app.service.inputs import prompt_too_long
 from app.service.served_model import ServedDecoder
+from app.tracing.request_trace import RequestSpan, Tracer
 
 # Clients of servers that have OpenAI's routes without a prefix send the same bodies there.
 _WITHOUT_PREFIX = {
@@ -103,6 +104,39 @@ _PROMPTS: Mapping[str, tuple[Api, tuple[str, ...]]] = {
 # A prompt that certainly has more tokens than this, and than the context, is refused while it arrives, also if it might
 # be truncated.
 MAX_PROMPT_TOKENS = 2**18
+# Operations whose requests are traced, with `gen_ai.operation.name`: where OpenTelemetry has no name, ours; empty where
+# the body decides.
+_TRACED: Mapping[Callable[..., Any], str] = {
+    openai.chat_completions: "chat",
+    openai_responses.responses: "chat",
+    anthropic.messages: "chat",
+    ollama.chat: "chat",
+    openai.completions: "text_completion",
+    ollama.generate: "text_completion",
+    llama_cpp.completion: "text_completion",
+    llama_cpp.infill: "text_completion",
+    native.generate: "text_completion",
+    generate.generate: "text_completion",
+    generate.generate_stream: "text_completion",
+    encoders.embeddings: "embeddings",
+    encoders.encode: "embeddings",
+    ollama.embed: "embeddings",
+    ollama.embeddings: "embeddings",
+    cohere.embed: "embeddings",
+    cohere.embed_v2: "embeddings",
+    tei.embed: "embeddings",
+    tei.embed_all: "embeddings",
+    tei.embed_or_predict: "",
+    vllm.pooling: "embeddings",
+    rerank.rerank: "rerank",
+    rerank.rerank_without_prefix: "rerank",
+    vllm.score: "score",
+    tei.similarity: "score",
+    encoders.classify: "classify",
+    tei.predict: "classify",
+    oip.infer: "infer",
+    invocations.invocations: "",
+}
 # In the OpenAPI document only: `RequestGate` checks the keys, before it reads the body.
 API_KEY = HTTPBearer(scheme_name="ApiKey", description="One of the server's API keys.", auto_error=False)
 
@@ -139,6 +173,25 @@ def _error_formats() -> Mapping[str, ErrorFormat]:
 
 def _first_part(path: str) -> str:
     return path.split("/", 2)[1] if path.startswith("/") else ""
+
+
+def span_starter(tracer: Tracer) -> Callable[[Scope], RequestSpan | None]:
+    """Return a function that begins the span of a request, or returns None if its route is not traced."""
+    traced = [route for route in ROUTES if route.operation in _TRACED]
+    exact = {route.path: (route.path, _TRACED[route.operation]) for route in traced if not route.param_convertors}
+    patterns = [route for route in traced if route.param_convertors]
+
+    def begin(scope: Scope) -> RequestSpan | None:
+        if scope["method"] != "POST":
+            return None
+        path: str = scope["path"]
+        if (found := exact.get(path)) is not None:
+            return tracer.begin(scope, *found)
+        matching = (route for route in patterns if route.path_regex.match(path))
+        route = next(matching, None)
+        return None if route is None else tracer.begin(scope, route.path, _TRACED[route.operation])
+
+    return begin
 
 
 async def check_arriving_body(scope: Scope) -> Callable[[bytearray], RequestError | None] | None:

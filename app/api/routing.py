@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import re
+import uuid
 from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -31,8 +32,10 @@ from app.api.json_size import LOOP_BYTES
 from app.api.schemas import BodyT, parse_body
 from app.errors import InvalidRequest, ModelNotFound, RequestError
 from app.metrics.instruments import Api, Metrics
+from app.service.request_log import REQUEST_FIGURES
 from app.service.served_model import ServedDecoder
 from app.service.service import Service
+from app.tracing.request_trace import Tracer
 
 T = TypeVar("T")
 _MAX_NAMES = 4  # served names in one message
@@ -62,7 +65,7 @@ class ApiRuntime:
     """Everything that the endpoints use.
 
     `info` returns the part of `/info` that is not the version, stage or capacity; it is called for each request.
-    `page`: the web page is served.
+    `page`: the web page is served. `tracer` None: no request is traced.
     """
 
     service: Service
@@ -74,6 +77,7 @@ class ApiRuntime:
     access_rules: AccessRules = NO_RULES
     names: ModelNames = ModelNames()
     page: bool = True
+    tracer: Tracer | None = None
 
 
 def runtime_of(request: Request) -> ApiRuntime:
@@ -85,6 +89,14 @@ def runtime_of(request: Request) -> ApiRuntime:
 def request_id(request: Request) -> str:
     """Return the request id that the gate has assigned (`x-request-id`)."""
     identity: str = request.state.request_id
+    return identity
+
+
+def new_response_id(prefix: str) -> str:
+    """Return a new id for a response body, and note it in the request's trace."""
+    identity = f"{prefix}{uuid.uuid4().hex}"
+    if (figures := REQUEST_FIGURES.get()) is not None and figures.trace is not None:
+        figures.trace.attributes["gen_ai.response.id"] = identity
     return identity
 
 

@@ -124,6 +124,7 @@ class RecentRate:
 
 
 Clock = Callable[[], float]
+Exemplar = dict[str, str]  # trace_id and span_id in hexadecimal
 Api = Literal[
     "chat", "completions", "responses", "messages", "ollama", "llama_cpp",
     "embeddings", "rerank", "classify", "native", "oip",
@@ -165,7 +166,8 @@ class Metrics:
 
     The counters and histograms of requests and steps are declared here. Other objects take a `Metrics` in their
     constructor and declare their own metrics with `counter`, `histogram` and `gauges`. Methods run on the event loop,
-    except `on_step`, which runs on the worker thread. `step_log` has the last steps. `succeeded`, `failed` and `queued`
+    except `on_step`, which runs on the worker thread. An exemplar has the ids of the span of a sampled request: a scrape
+    in OpenMetrics has them beside the bucket that the value fell into. `step_log` has the last steps. `succeeded`, `failed` and `queued`
     are totals of requests since the start, and `num_steps` and `busy_seconds` of steps.
     """
 
@@ -231,17 +233,19 @@ class Metrics:
         """Count a request that was refused before admission."""
         self._requests.labels(api, "refused").inc()
 
-    def first_token(self, timings: Timings, seconds: float) -> None:
+    def first_token(self, timings: Timings, seconds: float, exemplar: Exemplar | None = None) -> None:
         """Record a choice's first token, `seconds` after its request arrived."""
-        self._queue_seconds.observe(timings.queue_seconds)
+        self._queue_seconds.observe(timings.queue_seconds, exemplar)
         self.queued.add(timings.queue_seconds)
-        self._ttft_seconds.observe(seconds)
+        self._ttft_seconds.observe(seconds, exemplar)
         self.recent["queue"].record(timings.queue_seconds)
         self.recent["ttft"].record(seconds)
 
-    def vectors_returned(self, num_vectors: int, num_tokens: int, timings: Timings) -> None:
+    def vectors_returned(
+        self, num_vectors: int, num_tokens: int, timings: Timings, exemplar: Exemplar | None = None
+    ) -> None:
         """Record a request's vectors, scores or program rows; its input tokens count as prompt tokens."""
-        self._queue_seconds.observe(timings.queue_seconds)
+        self._queue_seconds.observe(timings.queue_seconds, exemplar)
         self.queued.add(timings.queue_seconds)
         self.recent["queue"].record(timings.queue_seconds)
         self.prompt_tokens(num_tokens, 0)
@@ -258,14 +262,14 @@ class Metrics:
         """
         self._wait_error.observe(abs(predicted_seconds - seconds) / max(seconds, 1e-9))
 
-    def next_token(self, seconds: float) -> None:
+    def next_token(self, seconds: float, exemplar: Exemplar | None = None) -> None:
         """Record a further token of a choice, `seconds` after the previous one."""
-        self._itl_seconds.observe(seconds)
+        self._itl_seconds.observe(seconds, exemplar)
         self.recent["itl"].record(seconds)
 
-    def last_token(self, seconds_per_token: float) -> None:
+    def last_token(self, seconds_per_token: float, exemplar: Exemplar | None = None) -> None:
         """Record a choice's mean seconds per token after the first."""
-        self._tpot_seconds.observe(seconds_per_token)
+        self._tpot_seconds.observe(seconds_per_token, exemplar)
 
     def prompt_tokens(self, num_tokens: int, num_cached: int) -> None:
         """Count the tokens of a prompt, cached ones included, as a request's usage does."""
@@ -280,10 +284,10 @@ class Metrics:
         self.rates["completion_tokens"].record(num_tokens)
         self.num_tokens += num_tokens
 
-    def request_ended(self, api: Api, outcome: Outcome, seconds: float) -> None:
+    def request_ended(self, api: Api, outcome: Outcome, seconds: float, exemplar: Exemplar | None = None) -> None:
         """Count a request and its seconds; once for each admitted request."""
         self._requests.labels(api, outcome).inc()
-        self._request_seconds.labels(api).observe(seconds)
+        self._request_seconds.labels(api).observe(seconds, exemplar)
         (self.succeeded if outcome in SUCCESSES else self.failed).add(seconds)
         self.recent["request"].record(seconds)
         self.rates["requests"].record()

@@ -16,7 +16,15 @@ from app.api.errors import HANDLED_EXCEPTIONS
 from app.api.middleware import RequestGate
 from app.api.pages.documentation import documentation_response
 from app.api.pages.web_page import web_file_endpoint, web_paths
-from app.api.routers import ROUTERS, ROUTES, check_arriving_body, describe, error_format, public_operations
+from app.api.routers import (
+    ROUTERS,
+    ROUTES,
+    check_arriving_body,
+    describe,
+    error_format,
+    public_operations,
+    span_starter,
+)
 from app.api.routing import ApiRuntime, RouteTable
 from app.version import VERSION
 
@@ -46,7 +54,8 @@ def create_app(runtime: ApiRuntime) -> FastAPI:
     files = web_paths() if runtime.page else {}
     public = public_operations() | {(method, path) for path in files for method in ("GET", "HEAD")}
     access = AccessControl(runtime.access_rules, runtime.api_keys, public)
-    app.add_middleware(RequestGate, access=access, error_format=error_format, body_check=check_arriving_body)
+    traced = {} if runtime.tracer is None else {"begin_span": span_starter(runtime.tracer)}
+    app.add_middleware(RequestGate, access=access, error_format=error_format, body_check=check_arriving_body, **traced)
     if runtime.access_rules.cors_allow_origins:
         # Around the gate: a browser's preflight has no key, and its page reads refusals too.
         app.add_middleware(
@@ -54,7 +63,7 @@ def create_app(runtime: ApiRuntime) -> FastAPI:
             allow_origins=runtime.access_rules.cors_allow_origins,
             allow_methods=("GET", "POST"),
             allow_headers=("*",),
-            expose_headers=("x-request-id", "retry-after", "server-timing"),
+            expose_headers=("x-request-id", "retry-after", "server-timing", "traceresponse"),
         )
     for router in ROUTERS:
         app.include_router(router)

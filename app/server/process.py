@@ -27,6 +27,7 @@ from app.server.startup import ServerRuntime
 from app.server.termination_log import describe_exception
 from app.server.unfetched_model import prepare_start
 from app.settings import Settings
+from app.tracing.start import start_tracer
 
 log = logging.getLogger(__name__)
 
@@ -52,6 +53,7 @@ def serve(settings: Settings) -> int:
     log_to_stderr(settings)
     sys.setswitchinterval(SWITCH_SECONDS)
     check_tls(settings)
+    tracer = start_tracer(settings, os.environ)
     prepared = prepare_start(settings)
     failures: list[BaseException] = []
 
@@ -65,7 +67,7 @@ def serve(settings: Settings) -> int:
         for label, text in start_summary(ready, addresses[0], seconds, has_chat):
             log.info("%s", text, extra={"label": label})
 
-    serving = ServerRuntime(prepared, on_fatal, on_ready)
+    serving = ServerRuntime(prepared, on_fatal, on_ready, tracer)
     server = PunctualServer(server_config(create_app(serving.runtime()), settings), settings.drain_seconds)
     # uvicorn raises the signal again after draining. This harmless handler receives it, so that the process ends by
     # returning.

@@ -50,6 +50,7 @@ from app.service.served_model import (
 )
 from app.service.service import Service
 from app.settings import Settings, parse_rate_limit
+from app.tracing.request_trace import Tracer
 from app.version import VERSION
 from app.weights.files import unreadable_message
 from app.weights.program import ProgramCheckpoint
@@ -71,6 +72,7 @@ STOP_SECONDS = 3.0  # longest wait of a stop for the worker; a step takes less
 STOP_LOADING_SECONDS = (
     1.0  # longest wait while loading: it checks for a stop at each percent, and may be ended anywhere
 )
+FLUSH_SECONDS = 1.0  # longest wait of a stop for the spans of the last requests to be sent
 # Instruction sets in order: the first that the machine has is the label.
 ISA_RANKS = ("amx_bf16", "avx512_bf16", "avx512_vnni", "avx512f", "avx2", "sve2", "sve", "i8mm", "dotprod", "neon")
 
@@ -169,7 +171,7 @@ class ServerRuntime:
     """The worker, the service and the metrics of one process, connected.
 
     `on_fatal` is called from the worker thread when the worker cannot continue; `on_ready` when it can serve, with the
-    final plan, the seconds since the start, and whether the model has a chat template.
+    final plan, the seconds since the start, and whether the model has a chat template. `tracer` None: nothing is traced.
     """
 
     def __init__(
@@ -177,8 +179,9 @@ class ServerRuntime:
         start: Prepared | UnfetchedModel,
         on_fatal: Callable[[BaseException], None],
         on_ready: Callable[[Prepared, float, bool], None] = lambda prepared, seconds, has_chat: None,
+        tracer: Tracer | None = None,
     ) -> None:
-        self._start = start
+        self._start, self._tracer = start, tracer
         self._on_fatal, self._on_ready = on_fatal, on_ready
         self._began = time.monotonic()
         self._stopping = Flag()
@@ -204,7 +207,7 @@ class ServerRuntime:
         rules = AccessRules(*rates, settings.allowed_hosts, settings.cors_allow_origins)
         names = ModelNames(settings.served_model_name[1:], settings.any_model_name == "on")
         created, page = int(time.time()), settings.page == "on"
-        return ApiRuntime(self.service, self.metrics, self, self._info, created, keys, rules, names, page)
+        return ApiRuntime(self.service, self.metrics, self, self._info, created, keys, rules, names, page, self._tracer)
 
     async def start(self) -> None:
         """Start the thread pool, the service, the power meter and the worker."""
@@ -232,6 +235,8 @@ class ServerRuntime:
         self.worker.put(Stop())
         patience = STOP_LOADING_SECONDS if self.worker.state == "loading" else STOP_SECONDS
         await asyncio.to_thread(self.worker.join, patience)
+        if self._tracer is not None:  # last: responses that were cut off have ended now
+            await asyncio.to_thread(self._tracer.close, FLUSH_SECONDS)
 
     @property
     def _prepared(self) -> Prepared:

@@ -14,6 +14,7 @@ from app.service.inputs import check_texts, is_short, texts_size, tokenize_texts
 from app.service.requests import Encoded, EncodingRequest, InferenceRequest, Inferred
 from app.service.served_model import ServedEncoder, ServedProgram
 
+COMPUTES = {Encode: "encode", Infer: "infer"}  # the phase of a trace after the queue
 TOKEN_BYTES = 36  # a token id in a tuple: a pointer and an int object
 # Bytes of a value by datatype; all others have 4.
 VALUE_BYTES = {"BOOL": 1, "UINT8": 1, "INT8": 1, "INT16": 2, "FP16": 2, "BF16": 2, "INT64": 8, "FP64": 8}
@@ -39,7 +40,7 @@ async def encode(
         command = Encode(name, texts, request.outputs, record.arrived_at, request.normalize, request.dimensions)
         permit.hold(_text_request_bytes(model, request.outputs, lengths))
         ready = await _send_and_wait(pipeline, command, sum(lengths), permit, record)
-    pipeline.metrics.vectors_returned(len(texts), sum(lengths), ready.timings)
+    pipeline.metrics.vectors_returned(len(texts), sum(lengths), ready.timings, record.exemplar)
     return Encoded(ready.arrays, ready.timings, lengths)
 
 
@@ -55,7 +56,7 @@ async def infer(
         permit.hold(_program_request_bytes(program.signature, request, num_rows))
         command = Infer(pipeline.client.name(request.request_id), request.inputs, request.outputs, record.arrived_at)
         ready = await _send_and_wait(pipeline, command, num_rows, permit, record)
-    pipeline.metrics.vectors_returned(num_rows, 0, ready.timings)
+    pipeline.metrics.vectors_returned(num_rows, 0, ready.timings, record.exemplar)
     return Inferred(ready.arrays, ready.timings)
 
 
@@ -110,4 +111,8 @@ async def _send_and_wait(
     if predicted is not None:
         pipeline.metrics.wait_measured(predicted, now - sent_at)
     record.outcome, record.queue_seconds = "stop", event.timings.queue_seconds
+    if record.trace is not None:
+        started = record.arrived_at + event.timings.queue_seconds
+        ends = {"queue": started, COMPUTES[type(command)]: started + event.timings.encode_seconds}
+        record.phase_ends = lambda: ends
     return event

@@ -19,7 +19,7 @@ from typing import Any, Protocol, TypeVar
 
 from app.errors import InvalidRequest, NotReady, RequestError, RequestTimeout, ServiceStopping, StepFailed
 from app.messages import Abort, Command, Event, RequestFailed
-from app.metrics.instruments import Api, Metrics, Outcome
+from app.metrics.instruments import Api, Exemplar, Metrics, Outcome
 from app.metrics.load_progress import LoadProgress
 from app.metrics.stats import EngineSnapshot
 from app.service.admission import Admission, Permit
@@ -27,6 +27,7 @@ from app.service.rate_limit import ACCOUNT
 from app.service.request_log import REQUEST_FIGURES
 from app.service.served_model import ServingLimits
 from app.service.text_pool import TextPool
+from app.tracing.request_trace import RequestTrace
 
 T = TypeVar("T")
 # An event of the worker with its arrival time; None when the request has timed out.
@@ -142,15 +143,30 @@ class RequestRecord:
     """Progress of one request.
 
     `accepted` is true once it was found valid and the worker has it. `count_tokens` returns the tokens of its prompt and
-    of its completion so far. The seconds are those from its arrival; None until they are known.
+    of its completion so far. The seconds are those from its arrival; None until they are known. `trace` is that of its
+    HTTP request, None if it is not sampled; `phase_ends` returns the times at which its phases ended, for the trace.
     """
 
     arrived_at: float
     count_tokens: Callable[[], tuple[int, int]] = lambda: (0, 0)
     queue_seconds: float | None = None
     first_token_seconds: float | None = None
+    cached_tokens: int = 0
     accepted: bool = False
     outcome: Outcome = "failed"
+    trace: RequestTrace | None = None
+    phase_ends: Callable[[], dict[str, float]] = dict
+
+    @property
+    def exemplar(self) -> Exemplar | None:
+        """Ids of the span of its HTTP request; None if it is not sampled."""
+        return None if self.trace is None else self.trace.exemplar
+
+    def add_to_trace(self, prompt_tokens: int, completion_tokens: int) -> None:
+        """Add this request to the trace of its HTTP request, if it is sampled."""
+        if self.trace is not None:
+            self.trace.add_tokens(prompt_tokens, self.cached_tokens, completion_tokens)
+            self.trace.add_times(self.arrived_at, self.phase_ends(), self.first_token_seconds)
 
 
 class RequestPipeline:
@@ -180,11 +196,13 @@ class RequestPipeline:
 
     @contextmanager
     def track(self, api: Api) -> Iterator[RequestRecord]:
-        """Report the request's outcome to the metrics, its tokens to its client's account, and its figures to the log.
+        """Report the request's outcome to the metrics, its tokens to its client's account, its figures to log and trace.
 
         This happens however the block ends.
         """
-        record, account = RequestRecord(self.clock()), ACCOUNT.get()
+        record, account, figures = RequestRecord(self.clock()), ACCOUNT.get(), REQUEST_FIGURES.get()
+        if figures is not None and figures.trace is not None:
+            record.trace, figures.trace.api = figures.trace, api
         try:
             yield record
         except (GeneratorExit, asyncio.CancelledError):
@@ -192,17 +210,20 @@ class RequestPipeline:
             raise
         except RequestError as error:
             record.outcome = _failure_outcome(error, record.accepted)
+            if record.trace is not None:
+                record.trace.error = record.trace.error or error.code
             raise
         finally:
             prompt, completion = record.count_tokens()
             if account is not None:
                 account.charge(prompt + completion)
-            if (figures := REQUEST_FIGURES.get()) is not None:
+            if figures is not None:
                 figures.add(prompt, completion, record.queue_seconds, record.first_token_seconds)
+            record.add_to_trace(prompt, completion)
             if record.outcome == "refused":
                 self.metrics.refused(api)
             else:
-                self.metrics.request_ended(api, record.outcome, self.clock() - record.arrived_at)
+                self.metrics.request_ended(api, record.outcome, self.clock() - record.arrived_at, record.exemplar)
 
     async def read(self, num_bytes: int, function: Callable[..., T], *arguments: Any) -> T:
         """Run `function` on a text of `num_bytes` in the thread pool, within the request timeout.

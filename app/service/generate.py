@@ -26,7 +26,7 @@ from app.messages import (
     TokenLogprob,
     TokensReady,
 )
-from app.metrics.instruments import Metrics
+from app.metrics.instruments import Exemplar, Metrics
 from app.service.admission import Permit
 from app.service.engine_client import RequestPipeline, RequestRecord, TimedEvent
 from app.service.inputs import prompt_size
@@ -85,6 +85,7 @@ class CompletionBuilder:
         self._choices = [ChoiceState(index, text) for index, text in enumerate(texts)]
         self._request, self._tokenizer, self._metrics = request, tokenizer, metrics
         self.num_cached_tokens = 0
+        self.exemplar: Exemplar | None = None  # set before the first event if the request is sampled
         self._predicted_wait: tuple[float, float] | None = (
             None  # predicted seconds to the first token, and when predicted
         )
@@ -109,6 +110,16 @@ class CompletionBuilder:
         """When the first token of any choice came, and that choice's timings; None before."""
         begun = [(choice.first_token_at, choice.timings) for choice in self._choices]
         return min(((at, timings) for at, timings in begun if at is not None), key=lambda pair: pair[0], default=None)
+
+    def phase_ends(self) -> dict[str, float]:
+        """Return when queue, prefill and decode have ended, as far as they have begun; the decode with the last token."""
+        if (first := self.first_token) is None:
+            return {}
+        first_at, timings = first
+        started = self._request.arrived_at + timings.queue_seconds
+        ends = {"queue": started, "prefill": started + timings.prefill_seconds}
+        last_at = max(choice.last_token_at for choice in self._choices)
+        return ends if last_at == first_at else ends | {"decode": last_at}
 
     @property
     def outcome(self) -> FinishReason:
@@ -167,9 +178,9 @@ class CompletionBuilder:
                 if self._predicted_wait is not None:
                     self._metrics.wait_measured(self._predicted_wait[0], now - self._predicted_wait[1])
             choice.first_token_at = now
-            self._metrics.first_token(choice.timings, now - self._request.arrived_at)
+            self._metrics.first_token(choice.timings, now - self._request.arrived_at, self.exemplar)
         elif now != choice.last_token_at:
-            self._metrics.next_token(now - choice.last_token_at)
+            self._metrics.next_token(now - choice.last_token_at, self.exemplar)
         choice.last_token_at, choice.num_tokens = now, total
 
     def _append_tokens(self, choice: ChoiceState, event: TokensReady | SequenceFinished) -> Iterator[TextDelta]:
@@ -202,7 +213,8 @@ class CompletionBuilder:
         if choice.first_token_at is not None:
             timings = replace(timings, decode_seconds=now - choice.first_token_at)
             if choice.num_tokens > 1:
-                self._metrics.last_token((choice.last_token_at - choice.first_token_at) / (choice.num_tokens - 1))
+                mean = (choice.last_token_at - choice.first_token_at) / (choice.num_tokens - 1)
+                self._metrics.last_token(mean, self.exemplar)
         usage = Usage(self.num_prompt_tokens, self.num_cached_tokens, self.num_completion_tokens)
         matched = stop_token_id if stop is None else stop
         token = self._scored_token(stop_logprob) if stop_logprob is not None and stop is None else None
@@ -250,6 +262,9 @@ async def generate(
             command, model.tokenizer, pipeline.metrics, request.messages is None, prompt.literals
         )
         record.count_tokens = lambda: (completion.num_prompt_tokens, completion.num_completion_tokens)
+        if record.trace is not None:
+            record.trace.note_sampling(command.params)
+            record.phase_ends, completion.exemplar = completion.phase_ends, record.exemplar
         parser = OutputParser(request, model, prompt)
         with _submitted(pipeline, completion, command, permit, pipeline.deadline(record)) as event_queue:
             record.accepted = True
@@ -276,7 +291,7 @@ async def generate(
 def _note_first_token(record: RequestRecord, completion: CompletionBuilder) -> None:
     if record.first_token_seconds is None and (first := completion.first_token) is not None:
         record.first_token_seconds = first[0] - record.arrived_at
-        record.queue_seconds = first[1].queue_seconds
+        record.queue_seconds, record.cached_tokens = first[1].queue_seconds, completion.num_cached_tokens
 
 
 @contextmanager

@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from functools import lru_cache
 from urllib.parse import quote
 
+from app.tracing.request_trace import RequestTrace
+
 REQUEST_LOGGER = "armature.requests"
 MAX_PATH_CHARACTERS = 100
 log = logging.getLogger(REQUEST_LOGGER)
@@ -22,13 +24,14 @@ class RequestFigures:
     """Tokens and seconds of one HTTP request, as far as the model has served it.
 
     The seconds are those from arrival to the first step (`queue_seconds`) and to the first token, of the part that
-    waited longest; None if there was none.
+    waited longest; None if there was none. `trace` is what its span will say; None if it is not traced.
     """
 
     prompt_tokens: int = 0
     completion_tokens: int = 0
     queue_seconds: float | None = None
     first_token_seconds: float | None = None
+    trace: RequestTrace | None = None
 
     def add(
         self, prompt_tokens: int, completion_tokens: int, queue_seconds: float | None, first_token_seconds: float | None
@@ -40,7 +43,7 @@ class RequestFigures:
         self.first_token_seconds = _longest(self.first_token_seconds, first_token_seconds)
 
 
-# Figures of the HTTP request that this context serves; None if it is not logged.
+# Figures of the HTTP request that this context serves; None if it is neither logged nor traced.
 REQUEST_FIGURES: ContextVar[RequestFigures | None] = ContextVar("request_figures", default=None)
 
 
@@ -74,6 +77,8 @@ def log_request(
         "first_token_ms": _milliseconds(known.first_token_seconds),
         "total_ms": _milliseconds(seconds),
     }
+    if known.trace is not None:
+        fields["trace_id"] = known.trace.exemplar["trace_id"]
     shown = " ".join(f"{name}={'-' if value is None else value}" for name, value in list(fields.items())[4:])
     message = f"{method} {fields['route']} {status} id={request_id} {shown}"
     log.log(request_level(method), "%s", message, extra={"fields": fields})

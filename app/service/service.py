@@ -18,9 +18,17 @@ from app.metrics.load_progress import LoadProgress
 from app.metrics.stats import EngineSnapshot
 from app.service import encode, generate
 from app.service.adapters import Adapters, AdapterStore
-from app.service.engine_client import RequestPipeline, WorkerInterface
+from app.service.engine_client import RequestPipeline, RequestRecord, WorkerInterface
 from app.service.inputs import chat_token_ids, check_ids, messages_size, render_chat
-from app.service.requests import Encoded, EncodingRequest, GenerationRequest, InferenceRequest, Inferred, StreamEvent
+from app.service.requests import (
+    ChoiceFinished,
+    Encoded,
+    EncodingRequest,
+    GenerationRequest,
+    InferenceRequest,
+    Inferred,
+    StreamEvent,
+)
 from app.service.served_model import ServedDecoder, ServedEncoder, ServedModel, ServedProgram, wrong_kind_error
 from app.text.bounds import EncodingLimits
 from app.text.chat import ChatOptions
@@ -162,12 +170,19 @@ class Service:
         """
         with self._pipeline.track(request.api) as record:
             self._check_ready()
+            self._note_model(record, request.model)
             with self._use_adapter(request.model) as adapter:
                 async with aclosing(
                     generate.generate(self._pipeline, self.decoder, request, record, adapter)
                 ) as stream:
                     async for event in stream:
+                        if record.trace is not None and isinstance(event, ChoiceFinished):
+                            record.trace.finish_reasons.append(event.reason)
                         yield event
+
+    def _note_model(self, record: RequestRecord, adapter: str | None = None) -> None:
+        if record.trace is not None:
+            record.trace.note_model(adapter or self.model.name)
 
     def _use_adapter(self, name: str | None) -> AbstractContextManager[LoadedAdapter | None]:
         """Return a block in which the adapter of this name stays loaded; None for a name of the model itself."""
@@ -183,6 +198,7 @@ class Service:
         """
         with self._pipeline.track(request.api) as record:
             self._check_ready()
+            self._note_model(record)
             return await encode.encode(self._pipeline, self.encoder, request, record)
 
     async def infer(self, request: InferenceRequest) -> Inferred:
@@ -193,6 +209,7 @@ class Service:
         """
         with self._pipeline.track(request.api) as record:
             self._check_ready()
+            self._note_model(record)
             return await encode.infer(self._pipeline, self.program, request, record)
 
     async def tokenize(self, text: str, add_special_tokens: bool = True) -> list[int]:

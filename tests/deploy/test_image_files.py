@@ -100,7 +100,8 @@ def pattern_of(line: str) -> re.Pattern[str]:
 def test_a_lock_is_what_serves_with_hashes(lock: Lock) -> None:
     pins = dict(
         line.split("==")
-        for line in (ROOT / "requirements/runtime.txt").read_text().splitlines()
+        for file in ("runtime.txt", "otel.txt")
+        for line in (ROOT / "requirements" / file).read_text().splitlines()
         if re.match(r"[a-z]", line)
     )
     torch = {"amd64": f"{TORCH}+cpu", "arm64": TORCH_ARM_LINUX}.get(lock.name, TORCH)

@@ -22,6 +22,7 @@ from app.server.prepare import prepare
 from app.server.process import listen, server_config, url_of
 from app.server.startup import ServerRuntime
 from app.settings import Settings
+from app.tracing.start import start_tracer
 from synchronous_runner import AtOnce
 
 PATIENCE = 60.0  # seconds; a busy machine is no failure
@@ -71,7 +72,8 @@ class LiveServer:
         self.reins = Reins()
         self.fatal: list[BaseException] = []
         given = Settings(model=model, port=0, threads=1, **{"precision": "fp32", **settings})
-        self.find_served = ServerRuntime(prepare(given), self.fatal.append)
+        tracer = start_tracer(given, {})
+        self.find_served = ServerRuntime(prepare(given), self.fatal.append, tracer=tracer)
         worker = self.find_served.worker
         build, worker._build = worker._build, lambda report: self.reins.take(build(report))
         listener = listen(given.host, given.port)

@@ -139,13 +139,15 @@ def test_the_page_of_a_load_is_drawn_too(load_page: Path) -> None:
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_the_page_of_a_load_is_accessible(load_page: Path, scheme: Literal["light", "dark"]) -> None:
+@pytest.mark.parametrize("name", ["page", "load_page"])
+def test_the_pages_are_accessible(name: str, scheme: Literal["light", "dark"], request: pytest.FixtureRequest) -> None:
     program = (node_package("axe-core") / "axe.min.js").read_text(encoding="utf-8")
     playwright = pytest.importorskip("playwright.sync_api")
+    path: Path = request.getfixturevalue(name)
     with playwright.sync_playwright() as started:
         browser = started.chromium.launch(executable_path=BROWSER, args=["--no-sandbox"])
         page = browser.new_context(color_scheme=scheme, bypass_csp=True).new_page()  # the page itself runs no script
-        page.goto(load_page.as_uri())
+        page.goto(path.as_uri())
         page.evaluate(program)
         found = page.evaluate("axe.run(document, {resultTypes: ['violations']})")["violations"]
         browser.close()

@@ -36,6 +36,7 @@ def watching(program: str, folder: Path, pools: Mapping[str, str], plain: Sequen
         f"--config.file={configuration}",
         f"--storage.tsdb.path={folder / 'tsdb'}",
         "--web.listen-address=127.0.0.1:0",
+        "--enable-feature=exemplar-storage",
     )
     with log.open("w") as said:
         process = subprocess.Popen([*LAUNCH, program, *flags], stdin=subprocess.DEVNULL, stdout=said, stderr=said)

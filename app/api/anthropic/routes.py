@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import uuid
 from dataclasses import replace
 
 from starlette.requests import Request
@@ -20,6 +19,7 @@ from app.api.routing import (
     RequestBody,
     check_model,
     count_refusals,
+    new_response_id,
     renamed_fields,
     request_id,
     runtime_of,
@@ -48,7 +48,7 @@ async def messages(request: Request, unread: RequestBody[MessagesBody]) -> Respo
             body = await unread.parse()
             name = check_model(runtime, body.model)
             chat = chat_request(chat_body(body), request_id(request), sampling_defaults(runtime))
-        format_ = MessageFormat(f"msg_{uuid.uuid4().hex}", name, body.thinks)
+        format_ = MessageFormat(new_response_id("msg_"), name, body.thinks)
         stream = runtime.service.generate(replace(chat, api="messages", clips_max_tokens=True, model=name))
         return await respond(stream, format_, _EVENTS, streams=body.stream, headers=headers)
 

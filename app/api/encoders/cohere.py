@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import uuid
 from collections.abc import Callable, Iterator, Mapping
 from typing import Annotated, Any, ClassVar, Literal, NotRequired
 
@@ -24,6 +23,7 @@ from app.api.routing import (
     UnreadBody,
     check_model,
     count_refusals,
+    new_response_id,
     renamed_fields,
     request_id,
     runtime_of,
@@ -231,7 +231,7 @@ async def _embed(
         response_type, written = "embeddings_by_type", b"{%b}" % b",".join(parts)
     meta = response_meta(request, encoded)
     meta["billed_units"] = meta["billed_units"] | ({"image_tokens": 0} if version == 2 else {})
-    fields: dict[str, Any] = {"id": uuid.uuid4().hex, "texts": texts, "meta": meta}
+    fields: dict[str, Any] = {"id": new_response_id(""), "texts": texts, "meta": meta}
     fields |= {"response_type": response_type} if version == 1 else {}
     return json_response(b'%b,"embeddings":%b}' % (to_json(fields)[:-1], written), encoded)
 

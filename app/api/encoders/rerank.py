@@ -5,7 +5,6 @@ A body with `documents` gets the response that Cohere, Jina and vLLM share; a bo
 
 from __future__ import annotations
 
-import uuid
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, NotRequired
 
@@ -21,7 +20,7 @@ from app.api.encoders.scoring import RelevanceQuery, Truncation, score_relevance
 from app.api.encoders.vectors import json_response, token_header
 from app.api.openai.bodies import IGNORED
 from app.api.openai.schemas import OPENAI_ERRORS
-from app.api.routing import BODY_ERRORS, DialectRouter, RequestBody, answer_errors_as
+from app.api.routing import BODY_ERRORS, DialectRouter, RequestBody, answer_errors_as, new_response_id
 from app.api.schemas import Body, Int64
 from app.api.tei import TEI_ERRORS
 from app.errors import InvalidRequest
@@ -141,7 +140,7 @@ async def rerank(request: Request, unread: RequestBody[RerankBody]) -> Response:
         results = [result | {"document": {"text": found.query.documents[result["index"]]}} for result in results]
     number = encoded.usage.prompt_tokens
     response_body = {
-        "id": f"rerank-{uuid.uuid4().hex}",
+        "id": new_response_id("rerank-"),
         "model": found.served.name,
         "results": results,
         "usage": {"prompt_tokens": number, "total_tokens": number},

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-import uuid
 from dataclasses import replace
 from typing import Any
 
@@ -24,7 +23,16 @@ from app.api.encoders.scoring import ClassifyQuery, Truncation, classify_texts, 
 from app.api.encoders.vectors import VECTOR_WRITERS, join_with_pauses, json_response, to_json_list
 from app.api.llama_cpp.prompts import joined_ids
 from app.api.openai.schemas import OPENAI_ERRORS
-from app.api.routing import BODY_ERRORS, DialectRouter, RequestBody, check_model, count_refusals, request_id, runtime_of
+from app.api.routing import (
+    BODY_ERRORS,
+    DialectRouter,
+    RequestBody,
+    check_model,
+    count_refusals,
+    new_response_id,
+    request_id,
+    runtime_of,
+)
 from app.service.requests import Encoded, EncodingRequest
 from app.service.served_model import ServedEncoder, to_numpy
 
@@ -141,7 +149,7 @@ def list_fields(kind: str, served: ServedEncoder, encoded: Encoded) -> dict[str,
     """Return the fields common to vLLM's responses. Their `id` begins with `kind`."""
     number = encoded.usage.prompt_tokens
     return {
-        "id": f"{kind}-{uuid.uuid4().hex}",
+        "id": new_response_id(f"{kind}-"),
         "object": "list",
         "created": int(time.time()),
         "model": served.name,

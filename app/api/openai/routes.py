@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-import uuid
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, replace
 from typing import Any
@@ -38,6 +37,7 @@ from app.api.routing import (
     RequestBody,
     check_model,
     count_refusals,
+    new_response_id,
     request_id,
     runtime_of,
     sampling_defaults,
@@ -198,5 +198,5 @@ async def _respond(
     best_of: tuple[int, int, bool] | None = None,
 ) -> Response:
     kind = choices.chunk_object if body.stream else choices.object
-    metadata = ResponseMetadata(f"{choices.id_prefix}-{uuid.uuid4().hex}", kind, int(time.time()), name)
+    metadata = ResponseMetadata(new_response_id(f"{choices.id_prefix}-"), kind, int(time.time()), name)
     return await respond(stream, _ResponseFormat(choices, metadata, body, best_of), _EVENTS, streams=body.stream)

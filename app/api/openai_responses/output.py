@@ -10,6 +10,7 @@ from typing import Any
 from app.api.openai.content_blocks import Block, BlockDelta, BlockEnded, BlockStarted, collected_blocks, divide
 from app.api.openai.responses import chat_logprobs
 from app.api.openai_responses.bodies import ResponsesBody
+from app.api.routing import new_response_id
 from app.api.streaming import CollectedCompletion, GenerationStream
 from app.messages import SamplingParams
 from app.service.requests import Accepted, ChoiceFinished, ScoredToken, TextDelta, Usage
@@ -64,7 +65,7 @@ class ResponseObjectFormat:
     """Formatter of one response. `params` are the sampling parameters as they are used."""
 
     def __init__(self, body: ResponsesBody, params: SamplingParams, model: str, created: int) -> None:
-        self._id = new_id("resp")
+        self._id = new_response_id("resp_")
         self._created, self._fields = created, _request_fields(body, params, model)
 
     def whole(self, completion: CollectedCompletion) -> Json:

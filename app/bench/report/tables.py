@@ -274,7 +274,7 @@ def head_table(results: Sequence[PricedResult], names: Sequence[str]) -> ReportT
         for name in columns[0]
         if any(col[name] for col in columns)
     )
-    return ReportTable("What was compared", ("", ""), tuple(names), (RowGroup("", rows),), numeric=False)
+    return ReportTable("What was compared", ("", "property"), tuple(names), (RowGroup("", rows),), numeric=False)
 
 
 def metric_tables(cases: Sequence[LoadCase], names: Sequence[str]) -> list[ReportTable]:
