@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from app.bench.published.command import DEFAULT_SECONDS
+from app.bench.published.runs import DEFAULT_SECONDS
 from app.cli.bench_parser import bench_flags, cost_flags
 from app.cli.clients_parser import chat_flags, top_flags
 from app.cli.completion import SHELLS

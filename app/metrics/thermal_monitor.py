@@ -44,8 +44,8 @@ class _Observation:
 class ThermalMonitor:
     """Reads the sensors between `start` and `stop`.
 
-    `busy_seconds` returns the seconds of all steps so far: only readings of seconds in which steps ran count for the
-    typical frequency, since idle cores are slow on purpose.
+    Only readings of seconds in which steps ran count for the typical frequency, since idle cores are slow on purpose.
+    `read` replaces the sensors in tests.
     """
 
     def __init__(

@@ -6,20 +6,20 @@ out and named.
 
 from __future__ import annotations
 
+import signal
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 from app.bench.console import AdvanceProgress, BenchOutcome, Figure, MeasurementFailed, format_number, progress
 from app.bench.published.models import LARGE_LLAMAS, PublishedModel, model_folder
 from app.bench.published.rows import QUICK_TOPICS, TOPICS, PublishedRow, published_rows
-from app.bench.published.runs import PublishedRun, RunFailed, RunResult, measure_run, obstacle
+from app.bench.published.runs import DEFAULT_SECONDS, PublishedRun, RunFailed, RunResult, measure_run, obstacle
 from app.bench.published.sources import likeness
-
-DEFAULT_SECONDS = 180.0  # time limit of one measurement
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +61,7 @@ class _Session:
 
 
 def measure_published(job: PublishedJob) -> BenchOutcome:
-    """Measure and return the table. Ctrl-C keeps what was measured.
+    """Measure and return the table. Ctrl-C or SIGTERM ends the running measurement and keeps the others.
 
     Raises:
         MeasurementFailed: A topic is unknown, or the folder or the report cannot be written.
@@ -71,7 +71,7 @@ def measure_published(job: PublishedJob) -> BenchOutcome:
         raise MeasurementFailed(f"--only {unknown[0]}: there is {', '.join(TOPICS)}")
     session = _Session()
     try:
-        with _folder(job.folder) as folder:
+        with _interrupted_by_sigterm(), _folder(job.folder) as folder:
             rows = published_rows(job.measured_topics, job.levels, _largest(job, folder, session), job.is_quick)
             runs = list(dict.fromkeys(run for row in rows for run in row.runs))
             with progress(len(runs), "starting") as advance:
@@ -82,6 +82,20 @@ def measure_published(job: PublishedJob) -> BenchOutcome:
     except OSError as error:
         raise MeasurementFailed(f"{error.filename or 'a file'} cannot be written: {error.strerror}") from error
     return outcome
+
+
+@contextmanager
+def _interrupted_by_sigterm() -> Iterator[None]:
+    """Let SIGTERM end the measurement like Ctrl-C, so that no process and no temporary folder stays behind."""
+
+    def interrupt(number: int, frame: FrameType | None) -> None:
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGTERM, interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 @contextmanager

@@ -15,6 +15,7 @@ from typing import Any, Literal
 
 from app.bench.published.models import VALUE_BYTES, PublishedModel
 
+DEFAULT_SECONDS = 180.0  # time limit of one run
 PROCESS_BYTES = 1.5e9  # Python, torch, activations, keys and values
 PRECISION_BYTES: Mapping[str, float] = {"fp32": 4.0, "bf16": 2.0, "auto": 4.0, "int4": 0.6}  # of a weight in memory
 STOP_SECONDS = 20.0

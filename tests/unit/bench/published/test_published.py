@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import signal
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -210,6 +211,14 @@ def test_ctrl_c_keeps_what_was_measured(monkeypatch: pytest.MonkeyPatch) -> None
     outcome = measure_published(job(topics=("int4",)))
     assert [figure.name for figure in outcome.figures] == ["Llama 8B FP32, decode"]
     assert not outcome.complete
+
+
+def test_sigterm_ends_like_ctrl_c(monkeypatch: pytest.MonkeyPatch) -> None:
+    Measured(monkeypatch)
+    monkeypatch.setattr(command, "measure_run", lambda run, directory, seconds: signal.raise_signal(signal.SIGTERM))
+    before = signal.getsignal(signal.SIGTERM)
+    assert not measure_published(job(topics=("int4",))).complete
+    assert signal.getsignal(signal.SIGTERM) == before
 
 
 def test_the_quick_run_takes_the_smallest_models(monkeypatch: pytest.MonkeyPatch) -> None:
