@@ -81,7 +81,7 @@ def draw(steps: Sequence[TokenStep], title: str, file: Path) -> None:
                 [steps[place].seconds * 1e3 for place in places],
                 color=cause_colour(cause) if cause else USUAL,
                 marker=cause_marker(cause) if cause else ".",
-                markersize=5 if cause else 2.5,
+                markersize=5 if cause else 3.5,
                 linestyle="",
                 markeredgewidth=0,
                 label=cause.replace("_", " ") or "as usual",
@@ -114,7 +114,8 @@ def main() -> None:
     steps = generate(given.url.rstrip("/"), given.tokens)
     info = _ask(f"{given.url.rstrip('/')}/info")
     plan = {name: info["plan"][name]["value"] for name in ("precision", "threads")}
-    title = f"{info['model']['name']}, {plan['precision']}, {plan['threads']} threads, one stream"
+    threads = "one thread" if plan["threads"] == 1 else f"{plan['threads']} threads"
+    title = f"{info['model']['name']}, {plan['precision']}, {threads}, one stream"
     for file in given.files:
         draw(steps, title, file)
     print(describe(steps))
