@@ -36,7 +36,7 @@ CAUSE_COLOURS = {
     "throttled": "#b3589b",
     "compiled": "#8a6d01",
     "preempted": "#3f3fa0",
-    "thermal": "#d1660a",
+    "thermal": "#c4206b",
     "frequency": "#5b7f2b",
     "descheduled": "#a40e26",
     "unknown": "#1b1f25",
