@@ -60,7 +60,7 @@ def test_an_idle_processor_is_slow_on_purpose() -> None:
         made.update()
     for _ in range(50):  # no step runs
         made.update()
-    assert made.cause() is None
+        assert made.cause() is None
     metrics.on_step(STEP, EngineSnapshot())
     made.update()
     assert made.cause() is None
