@@ -30,13 +30,15 @@ from app.bench.http.load import (
     measure_server,
 )
 from app.bench.http.loops import RunLimits
-from app.bench.http.tally import GenerateWorkload, LatencyObjective
+from app.bench.http.tally import NAMED_OBJECTIVES, GenerateWorkload, LatencyObjective
 from app.bench.http.workload import LogNormalLengths, UniformLengths
+from app.bench.published.command import PublishedJob, measure_published
 from app.bench.report.load_page import check_page, write_load_page
 from app.bench.report.load_picture import load_picture
 from app.cli.parser import given_settings, setting_flags
 from app.hardware.plan.memory_budget import kv_bytes_per_token
 from app.hardware.probe.probe import probe
+from app.hardware.probe.software import available_levels
 from app.server.prepare import Prepared, calibrate, prepare
 from app.settings import Settings
 from app.version import VERSION
@@ -57,6 +59,8 @@ def run_bench(settings: Settings, arguments: Namespace) -> BenchOutcome:
         return _measure_load(_load_job(settings, arguments), arguments.report)
     if arguments.bench == "compare":
         return run_compare(_compare_job(settings, arguments))
+    if arguments.bench == "published":
+        return measure_published(_published_job(arguments))
     inside = IN_PROCESS_BENCHES.get(arguments.bench)
     return (
         inside(_prepare_in_process(settings), arguments) if inside else measure_server(_http_job(settings, arguments))
@@ -104,12 +108,16 @@ def _prepare_in_process(settings: Settings) -> Prepared:
 def _engine(prepared: Prepared, arguments: Namespace) -> BenchOutcome:
     from app.bench.engine import decoder, encoder, program
 
-    asked = decoder.EngineBenchOptions(arguments.rounds, arguments.rows or (), arguments.prompts or (), arguments.steps)
+    asked = decoder.EngineBenchOptions(
+        arguments.rounds, arguments.rows or (), arguments.prompts or (), arguments.steps, arguments.beam_width
+    )
     plan, facts = prepared.plan, prepared.facts
     if isinstance(prepared.checkpoint, ProgramCheckpoint):
+        _refuse_flags(arguments, "an exported program", "beam_width")
         return program.measure_program_engine(prepared.checkpoint, plan, facts, prepared.step_time_table, asked)
     checkpoint = require_checkpoint(prepared.checkpoint)
     if checkpoint.kind == "encoder":
+        _refuse_flags(arguments, "an encoder", "beam_width")
         return encoder.measure_encoder_engine(checkpoint, plan, facts, prepared.step_time_table, asked)
     return decoder.measure_decoder_engine(checkpoint, plan, facts, asked)
 
@@ -152,9 +160,10 @@ def _speculation(prepared: Prepared, arguments: Namespace) -> BenchOutcome:
 
 
 def _eager(prepared: Prepared, arguments: Namespace) -> BenchOutcome:
-    from app.bench.engine.recording import measure_replay
+    from app.bench.engine.recording import ReplayOptions, measure_replay
 
-    return measure_replay(prepared.checkpoint, prepared.plan, prepared.facts, prepared.settings, arguments.rounds)
+    options = ReplayOptions(arguments.rounds, arguments.rows) if arguments.rows else ReplayOptions(arguments.rounds)
+    return measure_replay(prepared.checkpoint, prepared.plan, prepared.facts, prepared.settings, options)
 
 
 def _recording(prepared: Prepared, arguments: Namespace) -> BenchOutcome:
@@ -200,6 +209,24 @@ def _compare_job(settings: Settings, arguments: Namespace) -> CompareJob:
     return CompareJob(target, place, VERSION, arguments.output, seconds, arguments.seed)
 
 
+def _published_job(arguments: Namespace) -> PublishedJob:
+    given = setting_flags(arguments)
+    if given:
+        flag = given[0].partition("=")[0]
+        raise MeasurementFailed(f"{flag} does not apply: each measurement has its own settings; leave out this flag")
+    facts = probe()
+    return PublishedJob(
+        facts=facts.to_json(),
+        usable_bytes=facts.usable_bytes,
+        levels=available_levels(facts),
+        topics=arguments.only or (),
+        is_quick=arguments.quick is True,
+        folder=arguments.folder,
+        seconds=arguments.seconds,
+        report=arguments.report,
+    )
+
+
 def _load_job(settings: Settings, arguments: Namespace) -> LoadJob:
     """Return the job of `bench http`. With a URL, `--model` is the model name that the running server uses."""
     kind = REQUEST_KINDS[arguments.kind]
@@ -224,7 +251,14 @@ def _generation(arguments: Namespace) -> GenerateBench:
         UniformLengths(*(given or DEFAULT_TOKENS)) for given in (arguments.prompt_tokens, arguments.max_tokens)
     )
     wanted = GenerateWorkload(prompts, answers, arguments.ignore_eos is not False, arguments.seed)
-    return GenerateBench(wanted, LatencyObjective(_seconds(arguments.slo_ttft_ms), _seconds(arguments.slo_itl_ms)))
+    return GenerateBench(wanted, _objective(arguments))
+
+
+def _objective(arguments: Namespace) -> LatencyObjective:
+    """Return the named objective or that of the flags; times that are given go before those of the name."""
+    named = NAMED_OBJECTIVES[arguments.slo] if arguments.slo else LatencyObjective()
+    first, gap = _seconds(arguments.slo_ttft_ms), _seconds(arguments.slo_itl_ms)
+    return LatencyObjective(named.ttft_seconds if first is None else first, named.itl_seconds if gap is None else gap)
 
 
 def _embedding(arguments: Namespace) -> EmbedBench:
@@ -249,7 +283,7 @@ def _lengths(arguments: Namespace) -> UniformLengths | LogNormalLengths | None:
     return LogNormalLengths(low, high) if shape == "lognormal" else UniformLengths(low, high)
 
 
-_GENERATE_FLAGS = ("prompt_tokens", "max_tokens", "ignore_eos", "slo_ttft_ms", "slo_itl_ms")
+_GENERATE_FLAGS = ("prompt_tokens", "max_tokens", "ignore_eos", "slo", "slo_ttft_ms", "slo_itl_ms")
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,6 +6,8 @@ import argparse
 from pathlib import Path
 from typing import Any
 
+from app.bench.published.rows import TOPICS
+
 
 def bench_flags() -> dict[str, dict[str, Any]]:
     """Return the flags that benches accept in addition to the settings.
@@ -30,9 +32,15 @@ def bench_flags() -> dict[str, dict[str, Any]]:
             "metavar": "N",
             "help": "steps for each batch size over all rounds; 1000 or more also show how much they vary",
         },
+        "--beam-width": {
+            "type": _count,
+            "metavar": "N",
+            "help": "a beam search of N beams, whose steps should take at most 100 ms; measure only this, --rows and --prompts",
+        },
         "--url": {"help": "measure the running server at this URL instead of starting one"},
         **_load_flags(),
         **_compare_flags(),
+        **_published_flags(),
         "--tokens": {
             "type": _count,
             "metavar": "N",
@@ -128,6 +136,10 @@ def _run_flags() -> dict[str, dict[str, Any]]:
         },
         "--seed": {"type": int, "metavar": "N", "help": "random seed of prompts, lengths and send times"},
         "--api-key": {"metavar": "KEY", "help": "sent as a bearer token"},
+        "--slo": {
+            "choices": ("turn-taking",),
+            "help": "a named objective; turn-taking: the first token within 200 ms, as people answer each other",
+        },
         "--slo-ttft-ms": {
             "type": float,
             "metavar": "MS",
@@ -169,6 +181,30 @@ def _compare_flags() -> dict[str, dict[str, Any]]:
             "help": "with RESULTs: write report.html and its plots to this folder",
         },
         "--force": {"action": "store_true", "help": "with RESULTs: compare them even if the models differ"},
+    }
+
+
+def _published_flags() -> dict[str, dict[str, Any]]:
+    """Return the flags of `bench published`."""
+    return {
+        "--only": {
+            "type": lambda text: tuple(text.split(",")),
+            "metavar": "TOPIC,TOPIC",
+            "help": f"measure these only: {', '.join(TOPICS)}",
+        },
+        "--quick": {"action": "store_true", "help": "shorter texts and smaller models"},
+        "--folder": {
+            "type": Path,
+            "metavar": "DIR",
+            "help": "folder of the models by name; those that are missing are written there with random weights"
+            " (default: a temporary folder, removed at the end)",
+        },
+        "published --seconds": {"type": float, "metavar": "S", "help": "time limit of one measurement"},
+        "published --report": {
+            "type": Path,
+            "metavar": "FILE",
+            "help": "also write the table to this file, in Markdown",
+        },
     }
 
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from app.bench.published.runs import DEFAULT_SECONDS
 from app.cli.bench_parser import bench_flags, cost_flags
 from app.cli.clients_parser import chat_flags, top_flags
 from app.cli.completion import SHELLS
@@ -41,7 +42,7 @@ BENCHES: Mapping[str, BenchCommand] = {
     ),
     "engine": BenchCommand(
         "the engine alone, step by step, compared with this machine's memory bandwidth and compute limits",
-        {"--rounds": 3, "--rows": None, "--prompts": None, "--steps": None},
+        {"--rounds": 3, "--rows": None, "--prompts": None, "--steps": None, "--beam-width": None},
     ),
     "quality": BenchCommand(
         "perplexity of a text at each precision, and how often the most likely token is FP32's; for an encoder, cosines with FP32",
@@ -54,7 +55,7 @@ BENCHES: Mapping[str, BenchCommand] = {
     ),
     "eager": BenchCommand(
         "decode steps run by the Python interpreter compared with recorded native steps, and with torch.compile",
-        {"--rounds": 5},
+        {"--rounds": 5, "--rows": None},
     ),
     "recording": BenchCommand(
         "the cost of recording the duration of each step and the cause of slow steps", {"--rounds": 5}
@@ -79,6 +80,7 @@ BENCHES: Mapping[str, BenchCommand] = {
             "--warmup": None,
             "--seed": 0,
             "--api-key": None,
+            "--slo": None,
             "--slo-ttft-ms": None,
             "--slo-itl-ms": None,
             "--against": None,
@@ -100,6 +102,11 @@ BENCHES: Mapping[str, BenchCommand] = {
             "--report": None,
             "--force": None,
         },
+    ),
+    "published": BenchCommand(
+        "figures that others published beside those of this machine: BERT-Large, a Llama of 110M on one thread, int4 over"
+        " FP32, recorded over eager steps, newer over older instructions",
+        {"--only": None, "--quick": None, "--folder": None, "--seconds": DEFAULT_SECONDS, "--report": None},
     ),
     "start": BenchCommand("seconds from the start of the process to a first token", {"--rounds": 5}),
     "itl": BenchCommand(

@@ -16,7 +16,17 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 
 from app.hardware.decision import Measurements, TrialTimes, format_bytes, format_count
-from app.hardware.facts import Cache, CudaDevice, Facts, Needs, NumaNode, PowerMeter, TorchBuild, to_json_value
+from app.hardware.facts import (
+    Cache,
+    CudaDevice,
+    Facts,
+    Needs,
+    NumaNode,
+    PowerMeter,
+    ThermalSensors,
+    TorchBuild,
+    to_json_value,
+)
 from app.hardware.plan.memory_budget import mac_gpu_bytes
 from app.hardware.plan.plan import ServingPlan
 from app.hardware.plan.precision import INT4_PRECISIONS
@@ -69,6 +79,7 @@ def _fact_rows(facts: Facts) -> list[tuple[str, str]]:
         ("huge pages", _huge_pages(facts)),
         ("control group", _cgroup(facts)),
         ("power", _power(facts.power)),
+        ("heat", _thermal(facts.thermal)),
         ("GPUs", "\n".join(describe_gpu(device) for device in facts.cuda) or describe_apple_gpu(facts)),
         ("torch", _torch(facts.torch)),
         ("native kernels", " ".join(facts.native.levels) if facts.native else "not built"),
@@ -136,6 +147,19 @@ def _power(meter: PowerMeter) -> str:
         if meter.reason
         else ""
     )
+
+
+def _thermal(sensors: ThermalSensors) -> str:
+    if not sensors.has_sources:
+        return "neither frequency nor temperature can be read here; virtual machines show none"
+    limit = f" of at most {sensors.max_hertz / 1e9:g} GHz" if sensors.max_hertz is not None else ""
+    throttling = sensors.throttle_files or sensors.cooling_files or sensors.has_pmset
+    parts = (
+        f"frequency{limit} ({sensors.frequency_source})" if sensors.frequency_source else "",
+        f"temperature ({', '.join(sensor.name for sensor in sensors.temperatures)})" if sensors.temperatures else "",
+        "throttling by heat" if throttling else "",
+    )
+    return ", ".join(part for part in parts if part)
 
 
 def describe_gpu(device: CudaDevice) -> str:

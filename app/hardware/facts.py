@@ -12,6 +12,7 @@ from typing import Any, Literal
 
 CoreKind = Literal["performance", "efficiency"]
 CacheKind = Literal["data", "instruction", "unified"]
+FrequencySource = Literal["cpufreq", "cpuinfo"]
 PowerSource = Literal["rapl", "scmi", "hwmon", "powermetrics"]
 
 
@@ -166,6 +167,39 @@ class PowerMeter:
 
 
 @dataclass(frozen=True, slots=True)
+class TemperatureSensor:
+    """File with the temperature of the processor in thousandths of a degree Celsius."""
+
+    name: str
+    file: str
+
+
+@dataclass(frozen=True, slots=True)
+class ThermalSensors:
+    """Sources of the processor's frequency, temperature and thermal throttling; each may be missing.
+
+    `frequency_files` hold the present kHz of single CPUs, with the source `cpufreq`; the source `cpuinfo` is the line
+    `cpu MHz`. `max_hertz` is the highest frequency that the processor states. `throttle_files` count the times that
+    heat slowed a core down, `cooling_files` are above 0 while it does. `has_pmset` is true on a Mac, where `pmset` says
+    whether the speed is limited.
+    """
+
+    frequency_source: FrequencySource | None = None
+    frequency_files: tuple[str, ...] = ()
+    max_hertz: float | None = None
+    temperatures: tuple[TemperatureSensor, ...] = ()
+    throttle_files: tuple[str, ...] = ()
+    cooling_files: tuple[str, ...] = ()
+    has_pmset: bool = False
+
+    @property
+    def has_sources(self) -> bool:
+        """True if anything can be read."""
+        files = self.temperatures or self.throttle_files or self.cooling_files
+        return bool(self.frequency_source or files or self.has_pmset)
+
+
+@dataclass(frozen=True, slots=True)
 class Facts:
     """Everything that the plan may know about a machine.
 
@@ -202,6 +236,7 @@ class Facts:
     torch: TorchBuild | None = None
     native: NativeLibrary | None = None
     power: PowerMeter = PowerMeter()
+    thermal: ThermalSensors = ThermalSensors()
 
     @property
     def num_logical_cpus(self) -> int:

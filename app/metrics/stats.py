@@ -14,8 +14,9 @@ Phase = Literal["prefill", "decode", "encode"]
 StepKind = Literal["prefill", "decode", "encode", "mixed"]
 # The cause of a slow step: it took longer than similar steps, or delayed running streams beyond their decodes.
 Cause = Literal[
-    "prefill", "page_fault", "garbage_collection", "throttled", "compiled", "preempted", "descheduled", "unknown"
-]
+    "prefill", "page_fault", "garbage_collection", "throttled", "compiled", "preempted", "descheduled", "unknown",
+    "thermal", "frequency",
+]  # fmt: skip
 
 CAPACITY_STEPS = 65_536  # a minute of a small encoder's steps, an hour of a large decoder's
 MAX_STEPS = 2048  # steps in one response: as JSON a few milliseconds of the event loop

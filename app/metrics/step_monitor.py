@@ -65,7 +65,8 @@ class ProcessCounters:
 class SlowStep:
     """A slow step: its seconds beyond the usual time, and what happened meanwhile.
 
-    `throttled_seconds` is how long the CPU quota stopped the control group.
+    `throttled_seconds` is how long the CPU quota stopped the control group. `slowed_by` is heat or a low frequency,
+    if the processor has one of them at present.
     """
 
     step: StepStats
@@ -73,6 +74,7 @@ class SlowStep:
     during: ProcessCounters
     throttled_seconds: float = 0.0
     fault_seconds: float = 0.0  # seconds of one page fault on this machine
+    slowed_by: Cause | None = None
 
     def cause(self) -> Cause:
         """Return the most likely cause.
@@ -92,6 +94,8 @@ class SlowStep:
             return "preempted"
         if self.during.major_faults or self.during.minor_faults * self.fault_seconds >= enough:
             return "page_fault"
+        if self.slowed_by is not None:
+            return self.slowed_by
         if self.during.switches:
             return "descheduled"
         return "prefill" if self.step.kind == "mixed" else "unknown"
@@ -102,6 +106,7 @@ class SlowStepDetector:
 
     `model` has observed the step when `end` is called.
     `garbage_seconds` and `throttled_seconds` return running totals; the latter returns None if it cannot be read.
+    `slowed_by` returns `thermal` or `frequency` while a recent reading of the sensors shows one of them.
     """
 
     def __init__(
@@ -110,8 +115,9 @@ class SlowStepDetector:
         garbage_seconds: Callable[[], float] = lambda: 0.0,
         throttled_seconds: Callable[[], float | None] = lambda: None,
         fault_seconds: float = 0.0,
+        slowed_by: Callable[[], Cause | None] = lambda: None,
     ) -> None:
-        self._model, self._fault_seconds = model, fault_seconds
+        self._model, self._fault_seconds, self._slowed_by = model, fault_seconds, slowed_by
         self._garbage_seconds, self._throttled_seconds = garbage_seconds, throttled_seconds
         self._usage, self._garbage = resource.getrusage(resource.RUSAGE_SELF), garbage_seconds()
         self._throttled = 0.0
@@ -145,7 +151,8 @@ class SlowStepDetector:
         during = ProcessCounters.between(self._usage, resource.getrusage(resource.RUSAGE_SELF), garbage)
         before = self._throttled
         self.update_throttled()
-        return SlowStep(step, excess_seconds, during, self._throttled - before, self._fault_seconds).cause()
+        throttled, slowed_by = self._throttled - before, self._slowed_by()
+        return SlowStep(step, excess_seconds, during, throttled, self._fault_seconds, slowed_by).cause()
 
 
 def first_touch_seconds() -> float:

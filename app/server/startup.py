@@ -34,6 +34,7 @@ from app.metrics.power_monitor import PowerMonitor
 from app.metrics.speed_drift import ExpectedSpeed, SpeedDrift
 from app.metrics.step_monitor import SlowStepDetector, StepMonitor, first_touch_seconds
 from app.metrics.step_time_model import StepTimeModel
+from app.metrics.thermal_monitor import ThermalMonitor
 from app.models.encoders.config import EncoderConfig
 from app.server.adapters import adapter_store
 from app.server.prepare import Prepared, calibrate
@@ -198,6 +199,7 @@ class ServerRuntime:
         self._power_monitor = PowerMonitor(
             self.metrics, facts.power, lambda: self.service.idle, settings.watts, settings.hourly_price, gpu
         )
+        self._thermal_monitor = ThermalMonitor(self.metrics, facts.thermal)
         DeploymentGauges(self.metrics, self._deployment)
 
     def runtime(self) -> ApiRuntime:
@@ -215,6 +217,7 @@ class ServerRuntime:
         asyncio.get_running_loop().set_default_executor(pool)
         await self.service.start()
         self._power_monitor.start()
+        self._thermal_monitor.start()
         callbacks = Callbacks(
             self.service.on_events,
             self._worker_failed,
@@ -230,6 +233,7 @@ class ServerRuntime:
         Returns when the worker has ended or does not end in time.
         """
         self._power_monitor.stop()
+        self._thermal_monitor.stop()
         self._stopping.set()
         await self.service.stop()
         self.worker.put(Stop())
@@ -425,7 +429,11 @@ class ServerRuntime:
     def _slow_step_detector(self, model: StepTimeModel) -> SlowStepDetector:
         garbage = self._step_monitor.gc_control
         return SlowStepDetector(
-            model, lambda: garbage.seconds, lambda: throttled_seconds(self._cpu_stat), first_touch_seconds()
+            model,
+            lambda: garbage.seconds,
+            lambda: throttled_seconds(self._cpu_stat),
+            first_touch_seconds(),
+            self._thermal_monitor.cause,
         )
 
     def _sampling_defaults(self) -> dict[str, float]:
@@ -445,6 +453,7 @@ class ServerRuntime:
             "adapters": [adapter.name for adapter in self.service.adapters],
             "facts": prepared.facts.to_json(),
             "place": self._power_monitor.to_json(),
+            "thermal": self._thermal_monitor.to_json(),
             "plan": prepared.plan.to_json(),
             "calibration": None if calibration is None else calibration.to_json(),
             "speed": None if drift is None else drift.to_json(),

@@ -16,11 +16,17 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import httpx
+
+from app.hardware.facts import ThermalSensors
+from app.hardware.probe.host_files import HostFiles
+from app.hardware.probe.probe import probe, run_command
+from app.hardware.thermal_sensors import ThermalReading, read_thermal
 
 MAX_GROWTH = 0.05
 WARM_UP = 0.3  # part of the time; of an hour the first minutes would do
@@ -38,19 +44,50 @@ JSON = {"content-type": "application/json"}
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """What a process holds: resident bytes, and the number of descriptors and threads."""
+    """What a process holds: resident bytes, and the number of descriptors and threads; and the processor's state."""
 
     seconds: float
     resident_bytes: int
     descriptors: int
     threads: int
+    thermal: ThermalReading = field(default_factory=ThermalReading)
 
 
 def usage_of(pid: int, began: float) -> Usage:
     process = Path(f"/proc/{pid}")
     status = dict(line.split(":", 1) for line in (process / "status").read_text().splitlines())
     resident = int(status["VmRSS"].split()[0]) * 1024
-    return Usage(time.monotonic() - began, resident, len(list((process / "fd").iterdir())), int(status["Threads"]))
+    descriptors, threads = len(list((process / "fd").iterdir())), int(status["Threads"])
+    return Usage(time.monotonic() - began, resident, descriptors, threads, read_here())
+
+
+@cache
+def sensors() -> ThermalSensors:
+    """What this machine lets read of its frequency and temperature."""
+    return probe().thermal
+
+
+def read_here() -> ThermalReading:
+    """The processor's frequency and temperature now."""
+    return read_thermal(sensors(), HostFiles(Path("/")), run_command)
+
+
+def thermal_lines(samples: list[Usage]) -> list[str]:
+    """The least and the median frequency, the median and the highest temperature, and how often heat slowed a core."""
+    hertz = [sample.thermal.hertz for sample in samples if sample.thermal.hertz is not None]
+    celsius = [sample.thermal.celsius for sample in samples if sample.thermal.celsius is not None]
+    throttles = [sample.thermal.throttles for sample in samples if sample.thermal.throttles is not None]
+    limited = [sample.thermal.is_limited for sample in samples if sample.thermal.is_limited is not None]
+    found = []
+    if hertz:
+        found.append(f"frequency: least {min(hertz) / 1e9:.2f} GHz, median {statistics.median(hertz) / 1e9:.2f} GHz")
+    if celsius:
+        found.append(f"temperature: median {statistics.median(celsius):.0f} °C, highest {max(celsius):.0f} °C")
+    if throttles:
+        found.append(f"heat slowed a core down {throttles[-1] - throttles[0]} times")
+    if limited:
+        found.append(f"heat limited the frequency in {sum(limited)} of {len(limited)} samples")
+    return found or ["frequency and temperature: no source on this machine"]
 
 
 class Traffic:
@@ -181,6 +218,7 @@ def main(seconds: float) -> int:
     print("| seconds | resident MB | descriptors | threads |\n|---|---|---|---|")
     for sample in samples[:: max(len(samples) // 10, 1)]:
         print(f"| {sample.seconds:.0f} | {sample.resident_bytes / 1e6:.1f} | {sample.descriptors} | {sample.threads} |")
+    print("; ".join(thermal_lines(samples)))
     print(", ".join(f"{name}: {number}" for name, number in sorted(outcomes.items())))
     found = faults(samples, outcomes)
     print("; ".join(found) or "flat")

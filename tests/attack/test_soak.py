@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.attack.soak import Usage, faults
+from app.hardware.thermal_sensors import ThermalReading
+from tests.attack.soak import Usage, faults, thermal_lines
 
 SECONDS = 60
 
@@ -41,3 +42,15 @@ def test_growth_is_found() -> None:
     assert faults(usages([100] * 3) + usages([100] * 3, threads=8), good) == ["3 threads were started"]
     assert faults(usages([100] * 3) + usages([100] * 3, descriptors=20), good) == ["descriptors grew by 55.6%"]
     assert faults(usages([100] * 6), good + Counter({"500": 2})) == ["2 answers were 500"]
+
+
+def test_frequency_and_temperature_are_summed_up() -> None:
+    readings = [(3.0e9, 60.0, 5, False), (2.0e9, 80.0, 7, True), (2.9e9, 70.0, 7, False)]
+    samples = [Usage(float(n), 1, 1, 1, ThermalReading(*reading)) for n, reading in enumerate(readings)]
+    assert thermal_lines(samples) == [
+        "frequency: least 2.00 GHz, median 2.90 GHz",
+        "temperature: median 70 °C, highest 80 °C",
+        "heat slowed a core down 2 times",
+        "heat limited the frequency in 1 of 3 samples",
+    ]
+    assert thermal_lines(usages([100])) == ["frequency and temperature: no source on this machine"]

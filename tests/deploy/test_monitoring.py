@@ -57,7 +57,8 @@ def test_a_servicemonitor_scrapes_the_same_in_place_of_the_podmonitor() -> None:
 
 def test_pools_are_distinguished() -> None:
     (monitor,) = of_kind(built(COMPONENT), "PodMonitor")
-    (label,) = monitor["spec"]["podTargetLabels"]
+    label, objective = monitor["spec"]["podTargetLabels"]
+    assert objective == "objective", "the rules of turn-taking count pods with this label"
     assert {pod_labels(deployment)[label] for deployment in servers(built("overlays/mixed"))} == {"amd64", "arm64"}
 
 

@@ -47,19 +47,22 @@ TARGETS = {"decode ×1": 0.90, "prefill 512": 0.75}  # shares of the read bandwi
 STEADY_STEPS = 1000  # number of steps from which on jitter is reported
 JITTER_TARGET = 1.5  # p99 / p50
 OUTLIERS_SHOWN = 10
+BEAM_TARGET_MS = 100.0  # of a step: a person who waits for the text notices longer ones
 
 
 @dataclass(frozen=True, slots=True)
 class EngineBenchOptions:
     """Options of the bench: repetitions, and loads if the user named some.
 
-    If `rows` or `prompts` are given, only these are measured. `steps` is the total per load, over all rounds.
+    If `rows`, `prompts` or `beam_width` are given, only these are measured. `steps` is the total per load, over all
+    rounds.
     """
 
     rounds: int
     rows: Sequence[int] = ()
     prompts: Sequence[int] = ()
     steps: int | None = None
+    beam_width: int | None = None
 
     @property
     def steps_per_round(self) -> int:
@@ -68,10 +71,11 @@ class EngineBenchOptions:
 
     def loads(self, plan: ServingPlan) -> list[DecoderLoad]:
         """Return the named loads, or else all standard loads that the plan can serve."""
-        if self.rows or self.prompts:
+        if self.rows or self.prompts or self.beam_width:
             return [
                 *(DecoderLoad(rows, rows) for rows in self.rows),
                 *(DecoderLoad(tokens, 1, prompt=True) for tokens in self.prompts),
+                *(DecoderLoad(width, width, beams=True) for width in filter(None, [self.beam_width])),
             ]
         on_device = plan.device.value != "cpu"
         rows = [rows for rows in (DEVICE_ROWS if on_device else DECODE_ROWS) if rows <= plan.max_running_seqs.value]
@@ -82,7 +86,7 @@ class EngineBenchOptions:
 
 @dataclass(frozen=True, slots=True)
 class DecoderLoad:
-    """One load: sequences that decode together, or prompts to prefill.
+    """One load: sequences that decode together, the beams of one search, or prompts to prefill.
 
     `tokens` is the number of tokens per step, or per prompt. `logit_rows` is the number of rows of logits: one per
     sequence or prompt.
@@ -91,10 +95,13 @@ class DecoderLoad:
     tokens: int
     logit_rows: int
     prompt: bool = False
+    beams: bool = False
 
     @property
     def name(self) -> str:
         """Name of the load in tables, such as `decode ×8`."""
+        if self.beams:
+            return f"beam search ×{self.tokens}"
         if not self.prompt:
             return f"decode ×{self.tokens}"
         return f"prefill {self.tokens}" if self.logit_rows == 1 else f"prefill {self.logit_rows} × {self.tokens}"
@@ -217,7 +224,7 @@ def _rounds(
 def _work(driver: DecoderDriver, load: DecoderLoad, steps: int) -> list[float]:
     if load.prompt:
         return [driver.prefill(load.tokens, load.logit_rows) for _ in range(max(1, TOKENS_PER_ROUND // load.tokens))]
-    return driver.decode(load.tokens, steps)
+    return driver.beam_search(load.tokens, steps) if load.beams else driver.decode(load.tokens, steps)
 
 
 def _load_figures(load: DecoderLoad, samples: WorkSamples, kv_bytes: float) -> Iterator[Figure]:
@@ -243,6 +250,8 @@ def _load_figures(load: DecoderLoad, samples: WorkSamples, kv_bytes: float) -> I
         is_share=True,
         parts=parts,
     )
+    if load.beams:
+        yield Figure(f"{load.name}, p99", samples.p99 * 1e3, "ms", target=BEAM_TARGET_MS, at_most=True)
     if not load.prompt and len(samples.seconds) >= STEADY_STEPS:
         yield Figure(f"{load.name}, p99/p50", samples.p99 / samples.middle, "times", target=JITTER_TARGET, at_most=True)
 

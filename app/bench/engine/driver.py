@@ -71,6 +71,18 @@ class DecoderDriver:
             self._engine.abort(Abort(name))
         return seconds
 
+    def beam_search(self, width: int, steps: int) -> list[float]:
+        """Return the seconds of `steps` steps of one beam search, each of which decodes all `width` beams."""
+        seconds: list[float] = []
+        while len(seconds) < steps:
+            name = self._add(PROMPT_TOKENS, self._max_tokens, width)
+            self._until_decoding(width)
+            for _ in range(min(self.segment_steps, steps - len(seconds))):
+                elapsed, _ = self._step()
+                seconds.append(elapsed)
+            self._engine.abort(Abort(name))
+        return seconds
+
     def prefill(self, tokens: int, prompts: int = 1) -> float:
         """Return the seconds from an idle engine to the first token of all `prompts`, submitted together."""
         for _ in range(prompts):
@@ -88,9 +100,9 @@ class DecoderDriver:
             f"{rows} sequences never decoded together: the plan runs fewer, or the KV cache is too small"
         )
 
-    def _add(self, num_tokens: int, max_tokens: int) -> str:
+    def _add(self, num_tokens: int, max_tokens: int, beam_width: int = 1) -> str:
         name = f"bench-{next(self._names)}"
-        params = SamplingParams(max_tokens=max_tokens, temperature=0.0, ignore_eos=True)
+        params = SamplingParams(max_tokens=max_tokens, temperature=0.0, ignore_eos=True, beam_width=beam_width)
         prompt, adapter = tuple(self._prompts.prompt(num_tokens)), next(self._adapters)
         refused = self._engine.add(Generate(name, prompt, params, time.monotonic(), adapter=adapter))
         for event in refused:

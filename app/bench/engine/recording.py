@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -46,6 +47,14 @@ EAGER, RECORDED = "eager", "recorded"
 DISABLED_REASON = "switched off by this bench"
 
 
+@dataclass(frozen=True, slots=True)
+class ReplayOptions:
+    """Options of the bench: repetitions, and how many sequences decode together."""
+
+    rounds: int
+    rows: Sequence[int] = ROWS
+
+
 @dataclass(slots=True)
 class ReplayMode:
     """One engine, and its mode: eager or recorded steps."""
@@ -54,7 +63,7 @@ class ReplayMode:
     mode: str
     driver: DecoderDriver
     replay: DecoderReplay
-    seconds: dict[int, list[float]] = field(default_factory=lambda: {rows: [] for rows in ROWS})
+    seconds: dict[int, list[float]] = field(default_factory=lambda: defaultdict(list))
 
     def measure(self, rows: int) -> None:
         """Time one round of decode steps with `rows` sequences.
@@ -68,18 +77,20 @@ class ReplayMode:
 
 
 def measure_replay(
-    checkpoint: OpenedModel, plan: ServingPlan, facts: Facts, settings: Settings, rounds: int
+    checkpoint: OpenedModel, plan: ServingPlan, facts: Facts, settings: Settings, options: ReplayOptions
 ) -> BenchOutcome:
     """Measure the engines of a decoder, built as for serving, and torch.compile. Ctrl-C keeps the measurements so far."""
     figures, complete = list[Figure](), True
     if isinstance(checkpoint, Checkpoint) and checkpoint.kind == "decoder":
-        figures, complete = _measure_engines(checkpoint, plan, facts, settings, rounds)
+        figures, complete = _measure_engines(checkpoint, plan, facts, settings, options)
     reason = missing_compiler()
     with torch.inference_mode():
         torch.set_num_threads(plan.threads.value)
         try:
             for figure in (
-                measure_compiled(torch_steps(checkpoint, ROWS), rounds) if complete and reason is None else ()
+                measure_compiled(torch_steps(checkpoint, options.rows), options.rounds)
+                if complete and reason is None
+                else ()
             ):
                 figures.append(figure)
         except KeyboardInterrupt:
@@ -90,19 +101,19 @@ def measure_replay(
 
 
 def _measure_engines(
-    checkpoint: Checkpoint, plan: ServingPlan, facts: Facts, settings: Settings, rounds: int
+    checkpoint: Checkpoint, plan: ServingPlan, facts: Facts, settings: Settings, options: ReplayOptions
 ) -> tuple[list[Figure], bool]:
     """Return the figures of the plan's precision and of FP32, and whether the measurement is complete."""
     plans = {plan.precision.value: plan, **_in_fp32(checkpoint, facts, settings)}
     complete, modes = True, list[ReplayMode]()
-    with progress(rounds * len(ROWS), "loading") as advance, torch.inference_mode():
+    with progress(options.rounds * len(options.rows), "loading") as advance, torch.inference_mode():
         for precision, own in plans.items():
             modes += _replay_modes(precision, checkpoint, own)
         try:
-            _run_rounds(rounds, modes, advance)
+            _run_rounds(options, modes, advance)
         except KeyboardInterrupt:
             complete = False
-    return list(_figures(modes)), complete
+    return list(_figures(modes, options.rows)), complete
 
 
 def _in_fp32(checkpoint: Checkpoint, facts: Facts, settings: Settings) -> dict[str, ServingPlan]:
@@ -126,17 +137,17 @@ def _replay_modes(precision: str, checkpoint: Checkpoint, plan: ServingPlan) -> 
     return [ReplayMode(precision, how, driver, replay) for how in kinds]
 
 
-def _run_rounds(rounds: int, modes: list[ReplayMode], advance: AdvanceProgress) -> None:
-    for _ in range(rounds):
-        for rows in ROWS:
+def _run_rounds(options: ReplayOptions, modes: list[ReplayMode], advance: AdvanceProgress) -> None:
+    for _ in range(options.rounds):
+        for rows in options.rows:
             for mode in modes:
                 mode.measure(rows)
             advance(f"decode ×{rows}")
 
 
-def _figures(modes: list[ReplayMode]) -> Iterator[Figure]:
+def _figures(modes: list[ReplayMode], rows_measured: Sequence[int]) -> Iterator[Figure]:
     """Yield the figures; each is compared with the last engine, which is FP32 if it fits in memory."""
-    for rows in ROWS:
+    for rows in rows_measured:
         last = statistics.median(modes[-1].seconds[rows] or [0.0])
         for mode in modes:
             if seconds := mode.seconds[rows]:

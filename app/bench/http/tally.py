@@ -10,7 +10,7 @@ import asyncio
 import random
 import statistics
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
@@ -175,6 +175,10 @@ class LatencyObjective:
         per_token = seconds_per_token(answered.stream) or 0.0
         soon = self.ttft_seconds is None or time_to_first_token(answered) <= self.ttft_seconds
         return soon and (self.itl_seconds is None or per_token <= self.itl_seconds)
+
+
+# Objectives by name. People answer each other within about 200 ms (Levinson and Torreira, 2015).
+NAMED_OBJECTIVES: Mapping[str, LatencyObjective] = {"turn-taking": LatencyObjective(ttft_seconds=0.2)}
 
 
 def tokens_per_second(side: ServerRuns[GenerateTiming]) -> float:

@@ -36,11 +36,13 @@ CAUSE_COLOURS = {
     "throttled": "#b3589b",
     "compiled": "#8a6d01",
     "preempted": "#3f3fa0",
+    "thermal": "#c4206b",
+    "frequency": "#5b7f2b",
     "descheduled": "#a40e26",
     "unknown": "#1b1f25",
     "between steps": "#57606b",
 }
-CAUSE_MARKERS = dict(zip(CAUSE_COLOURS, "osv^DPXpd", strict=True))
+CAUSE_MARKERS = dict(zip(CAUSE_COLOURS, "osv^DP<>Xpd", strict=True))
 # Names of the colours in the page's style sheet. All values above are distinct, even where two look the same.
 CSS_VARIABLES = {
     INK: "ink",

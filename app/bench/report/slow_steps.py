@@ -17,6 +17,8 @@ CAUSE_DESCRIPTIONS: dict[str, str] = {
     "throttled": "the CPU quota of the control group was used up",
     "compiled": "the first step of its shape, which was recorded or compiled",
     "preempted": "a sequence was preempted and had to be computed again",
+    "thermal": "heat slowed the processor down",
+    "frequency": "the processor ran below 0.8 of its typical frequency",
     "descheduled": "another process used a core",
     "unknown": "none of these",
 }

@@ -23,6 +23,8 @@ CAUSES = {
     "throttled": "the quota of CPU time was used up",
     "compiled": "a step of a new shape was recorded",
     "preempted": "a sequence had to give up its memory",
+    "thermal": "heat slowed the processor down",
+    "frequency": "the processor ran at a low frequency",
     "descheduled": "other programs took the cores",
     "unknown": "unknown",
 }

@@ -7,9 +7,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from app.hardware.facts import Cache, CacheKind, Core, CoreKind, Cpu, Facts, PowerMeter
+from app.hardware.facts import Cache, CacheKind, Core, CoreKind, Cpu, Facts, PowerMeter, ThermalSensors
 from app.hardware.probe.accelerators import CommandRunner
 from app.hardware.probe.host_files import parse_fields
+from app.hardware.thermal_sensors import PMSET
 
 # Some Macs do not know the last two names; sysctl still prints the others.
 SYSCTL = [
@@ -74,6 +75,7 @@ def mac_facts(run: CommandRunner) -> Facts | None:
         mps_limit_bytes=_number(values, "iogpu.wired_limit_mb") * 2**20 or None,  # 0: macOS decides
         is_translated=_number(values, "sysctl.proc_translated") == 1,
         power=_power(run, is_arm),
+        thermal=ThermalSensors(has_pmset=run(PMSET) is not None),
     )
 
 

@@ -66,6 +66,12 @@ def _library_path() -> Path:
     return Path(os.environ.get("ARMATURE_NATIVE_LIBRARY") or _DEFAULT_PATH)
 
 
+def available_levels(facts: Facts) -> tuple[str, ...]:
+    """Return the levels of the native library that this processor supports, the best first."""
+    levels = facts.native.levels if facts.native is not None else ()
+    return tuple(level for level in levels if _REQUIRED_ISA.get(level, frozenset()) <= facts.isa)
+
+
 def decide_native_kernels(facts: Facts) -> Decision[str]:
     """Decide the level of the native kernels, or torch's products without any.
 
@@ -77,7 +83,7 @@ def decide_native_kernels(facts: Facts) -> Decision[str]:
         return Decision(
             TORCH_KERNELS, "The native library was not built (no GCC at installation?): torch's own products serve."
         )
-    levels = [level for level in library.levels if _REQUIRED_ISA.get(level, frozenset()) <= facts.isa]
+    levels = available_levels(facts)
     if library.forced:
         if library.forced not in levels:
             raise PlanImpossible(

@@ -108,6 +108,30 @@ def test_what_is_named_is_measured_and_nothing_else(prepared: Prepared) -> None:
     assert len(outcome.details["step_seconds"]["decode ×3"]) == 6
 
 
+def test_a_beam_searchs_steps_have_their_own_limit(prepared: Prepared) -> None:
+    outcome = run(prepared, EngineBenchOptions(rounds=2, beam_width=3, steps=150))
+    figures = figures_of(outcome)
+    assert [name for name in figures if "×" in name] == ["beam search ×3", "beam search ×3, p99"]
+    assert len(outcome.details["step_seconds"]["beam search ×3"]) == 150
+    assert figures["beam search ×3"].parts["tok/s"] == pytest.approx(3 / figures["beam search ×3"].value * 1e3)
+    late = figures["beam search ×3, p99"]
+    assert (late.target, late.at_most) == (decoder.BEAM_TARGET_MS, True)
+
+
+def test_a_segment_of_a_beam_search_decodes_all_beams_at_every_step(built: Any, prepared: Prepared) -> None:
+    driver = DecoderDriver(built.engine, TokenPrompts(range(2, 60)), prepared.plan.max_model_len.value)
+    seen: list[tuple[int, int]] = []
+    step = driver._step
+
+    def recorded() -> tuple[float, tuple[int, int]]:
+        seen.append(step()[1])
+        return 0.001, seen[-1]
+
+    driver._step = recorded  # type: ignore[method-assign]
+    assert len(driver.beam_search(4, 30)) == 30
+    assert set(seen[-30:]) == {(0, 4)}
+
+
 def test_many_steps_show_how_steady_they_are(prepared: Prepared, monkeypatch: pytest.MonkeyPatch) -> None:
     seconds = iter([0.010] * 400 + [0.030] * 6 + [0.010] * 594)
     monkeypatch.setattr(decoder, "_work", lambda driver, load, steps: [next(seconds) for _ in range(steps)])

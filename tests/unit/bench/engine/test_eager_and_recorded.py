@@ -39,7 +39,7 @@ def test_ways_take_turns_on_one_engine() -> None:
     for _ in range(2):
         for way in ways:
             way.measure(8)
-    found = list(_figures(ways))
+    found = list(_figures(ways, (8,)))
     assert [figure.name for figure in found] == [
         "decode ×8, int4, eager",
         "decode ×8, int4, recorded",

@@ -1,0 +1,1 @@
+"""Figures that others published, measured again on this machine."""
