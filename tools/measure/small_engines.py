@@ -33,12 +33,17 @@ def main() -> None:
         _compute(asked)
         return
     cores = [core.cpu_ids[0] for core in probe().cores if core.kind == "performance"]
-    variants = {name: _start(name, cores, asked) for name in asked.engines.split(",")}
+    variants = {
+        name: start_engines(asked.model, asked.precision, _divided(name, cores)) for name in asked.engines.split(",")
+    }
     print("| engines × threads | sequences | tokens/s | step p50 | step p99 | prompts |\n|---|---|---|---|---|---|")
     try:
         for sequences in map(int, asked.sequences.split(",")):
             rounds = [
-                {name: _measure(engines, sequences, asked) for name, engines in variants.items()}
+                {
+                    name: measure_engines(engines, sequences, asked.prompt, asked.steps)
+                    for name, engines in variants.items()
+                }
                 for _ in range(asked.rounds)
             ]
             for name in variants:
@@ -46,8 +51,7 @@ def main() -> None:
                 print(f"| {name} | {sequences} | {best}", flush=True)
     finally:
         for engines in variants.values():
-            for engine in engines:
-                engine.kill()
+            end_engines(engines)
 
 
 def _arguments() -> argparse.Namespace:
@@ -64,7 +68,7 @@ def _arguments() -> argparse.Namespace:
 
 
 @dataclass(frozen=True, slots=True)
-class _Measured:
+class Measured:
     """Results of the engines of one variant, which computed at the same time."""
 
     tokens_per_second: float
@@ -77,35 +81,47 @@ class _Measured:
         return f"{self.tokens_per_second:,.0f} | {times} | {self.prompt_seconds:.2f} s |"
 
 
-def _start(name: str, cores: Sequence[int], asked: argparse.Namespace) -> list[subprocess.Popen[str]]:
+def _divided(name: str, cores: Sequence[int]) -> list[Sequence[int]]:
+    """Return the cores of each engine of a variant such as `2x4`."""
     engines, threads = (int(part) for part in name.split("x"))
     if engines * threads > len(cores):
         sys.exit(f"{name} needs {engines * threads} cores, and there are {len(cores)}")
-    command = [sys.executable, "-m", "tools.measure.small_engines", "--model", asked.model]
-    command += ["--precision", asked.precision, "--child", str(threads)]
+    return [cores[number * threads : (number + 1) * threads] for number in range(engines)]
+
+
+def start_engines(model: str, precision: str, cores: Sequence[Sequence[int]]) -> list[subprocess.Popen[str]]:
+    """Start one engine for each list of CPUs, with a thread on each of them, and wait until all are loaded."""
+    command = [sys.executable, "-m", "tools.measure.small_engines", "--model", model, "--precision", precision]
     started = []
-    for number in range(engines):
-        own = ",".join(map(str, cores[number * threads : (number + 1) * threads]))
-        pinned = ["taskset", "-c", own, *command]
+    for own in cores:
+        pinned = ["taskset", "-c", ",".join(map(str, own)), *command, "--child", str(len(own))]
         started.append(subprocess.Popen(pinned, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True))
     for engine in started:
-        assert engine.stdout is not None
-        assert engine.stdout.readline() == "ready\n", f"an engine of {name} did not start"
+        assert engine.stdout is not None, "it has a pipe"
+        assert engine.stdout.readline() == "ready\n", f"an engine in {precision} did not start"
     return started
 
 
-def _measure(engines: Sequence[subprocess.Popen[str]], sequences: int, asked: argparse.Namespace) -> _Measured:
-    job = {"sequences": max(1, sequences // len(engines)), "prompt": asked.prompt, "steps": asked.steps}
+def end_engines(engines: Sequence[subprocess.Popen[str]]) -> None:
+    """End the processes."""
     for engine in engines:
-        assert engine.stdin is not None
+        engine.kill()
+        engine.wait()
+
+
+def measure_engines(engines: Sequence[subprocess.Popen[str]], sequences: int, prompt: int, steps: int) -> Measured:
+    """Divide the sequences evenly, and let all engines compute at the same time."""
+    job = {"sequences": max(1, sequences // len(engines)), "prompt": prompt, "steps": steps}
+    for engine in engines:
+        assert engine.stdin is not None, "it has a pipe"
         engine.stdin.write(json.dumps(job) + "\n")
         engine.stdin.flush()
     found: list[dict[str, Any]] = []
     for engine in engines:
-        assert engine.stdout is not None
+        assert engine.stdout is not None, "it has a pipe"
         found.append(json.loads(engine.stdout.readline()))
-    return _Measured(
-        sum(job["sequences"] * job["steps"] / sum(each["steps"]) for each in found),
+    return Measured(
+        sum(job["sequences"] * steps / sum(each["steps"]) for each in found),
         [seconds for each in found for seconds in each["steps"]],
         max(each["prompt"] for each in found),
     )
