@@ -34,6 +34,8 @@ LEVELS = {
 
 # Recorded hosts, and the name of each processor.
 SHOWN: Mapping[str, str] = {
+    "radxa-x4": "Intel N100 (Radxa X4)",
+    "core-i7-1360p": "Intel i7-1360P",
     "xeon-avx2": "Intel Broadwell",
     "skylake": "Intel Skylake",
     "cascade-lake": "Intel Cascade Lake",
@@ -49,10 +51,12 @@ SHOWN: Mapping[str, str] = {
     "altra": "Ampere Altra",
     "axion": "Google Axion",
     "grace": "NVIDIA Grace",
+    "orion-o6": "CIX P1 (Radxa Orion O6)",
+    "rock-5b": "Rockchip RK3588",
     "raspberry-pi-5": "Raspberry Pi 5",
 }
 
-# The shapes of SmolLM2-135M, Llama-3.2-1B and Llama-3.1-8B: their config.json.
+# The shapes of SmolLM2-135M, Llama-3.2-1B, Llama-3.2-3B and Llama-3.1-8B: their config.json.
 MODELS: Mapping[str, Mapping[str, Any]] = {
     "135M": {
         "hidden_size": 576, "intermediate_size": 1536, "num_hidden_layers": 30, "num_attention_heads": 9,
@@ -61,6 +65,11 @@ MODELS: Mapping[str, Mapping[str, Any]] = {
     "1B": {
         "hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16, "num_attention_heads": 32,
         "num_key_value_heads": 8, "head_dim": 64, "vocab_size": 128_256, "max_position_embeddings": 131_072,
+        "tie_word_embeddings": True,
+    },
+    "3B": {
+        "hidden_size": 3072, "intermediate_size": 8192, "num_hidden_layers": 28, "num_attention_heads": 24,
+        "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 128_256, "max_position_embeddings": 131_072,
         "tie_word_embeddings": True,
     },
     "8B": {

@@ -88,8 +88,7 @@ class CpuBackend:
         """Pin the calling thread, then set the sizes of the thread pools.
 
         The order matters: libgomp creates its pool at the first parallel region, and new threads inherit the
-        affinity of the thread that creates them. Only the mask of the calling thread is narrowed. The event loop
-        and the tokenizers keep the affinity of the process.
+        affinity of the thread that creates them. Only the mask of the calling thread is narrowed.
         """
         _pin(plan.cpu_ids.value)
         torch.set_num_threads(plan.threads.value)

@@ -208,7 +208,7 @@ def format_decision(name: str, value: Any) -> str:
         return "–"
     if declared["unit"] == "bytes":
         return format_bytes(value)
-    if name == "cpu_ids":
+    if name in ("cpu_ids", "service_cpu_ids"):
         return format_cpu_ranges(list(value)) or "–"
     if name == "keep_layers":
         return ", ".join(f"{pattern}={precision}" for pattern, precision in value) or "–"

@@ -38,6 +38,7 @@ from app.metrics.thermal_monitor import ThermalMonitor
 from app.models.encoders.config import EncoderConfig
 from app.server.adapters import adapter_store
 from app.server.prepare import Prepared, calibrate
+from app.server.service_threads import bind_service_threads
 from app.server.start_console import StartConsole
 from app.server.unfetched_model import UnfetchedModel
 from app.service.served_model import (
@@ -265,6 +266,7 @@ class ServerRuntime:
             engine, has_chat = self._build_calibrated(report_stage)
         for name, decision in self._prepared.plan.decisions():
             log.debug("plan: %s = %s (%s)", name, decision.value, decision.reason)
+        bind_service_threads(self._prepared.plan.service_cpu_ids.value)
         self._on_ready(self._prepared, time.monotonic() - self._began, has_chat)
         return engine
 

@@ -73,6 +73,22 @@ def test_the_unit_fits_the_server() -> None:
     assert "docs/systemd/armature.service" in page
 
 
+@pytest.mark.parametrize("name", ["0-3", "12"])
+def test_systemd_accepts_servers_on_cores_of_their_own(installed: Path, name: str) -> None:
+    template = installed.with_name("armature@.service")
+    installed.rename(template)
+    own = template.with_name("armature@.service.d")
+    own.mkdir()
+    text = (UNIT.parent / "cores.conf").read_text(encoding="utf-8")
+    (own / "cores.conf").write_text(text, encoding="utf-8")
+    instance = template.with_name(f"armature@{name}.service")
+    instance.symlink_to(template)
+    told = run([tool("systemd-analyze"), "verify", instance])
+    assert (told.returncode, told.stdout + told.stderr) == (0, "")
+    (own / "cores.conf").write_text(text.replace("%i", "%i-x", 1), encoding="utf-8")
+    assert "affinity" in run([tool("systemd-analyze"), "verify", instance]).stderr, "the instance's name is its CPUs"
+
+
 def compose() -> dict[str, Any]:
     found: dict[str, Any] = yaml.safe_load(COMPOSE.read_text(encoding="utf-8"))
     return found

@@ -19,6 +19,7 @@ from app.settings import Settings
 
 MIN_THREAD_GAIN = 1.03  # least speedup for which fewer threads are used; a smaller one may not last
 _HOST_THREADS = 4  # if a GPU computes
+_MIN_SERVICE_CORES = 2  # efficiency cores: one for the event loop, and one for a long text that is tokenized meanwhile
 CONTENDED_GAIN = (
     1.3  # one more thread with its own core never costs a native kernel this factor, so other programs must be busy
 )
@@ -53,7 +54,8 @@ _WAIT_POLICY_REASONS: Mapping[str, tuple[str, str]] = {
 class ThreadPlan:
     """Decisions about threads.
 
-    `cpu_ids` is the mask of the compute threads, set before their pool starts; empty: not pinned.
+    `cpu_ids` is the mask of the compute threads, set before their pool starts; empty: not pinned. `service_cpu_ids` is
+    the mask of the threads that serve HTTP, tokenize and log, set when the model is loaded; empty: not pinned.
     """
 
     threads: Decision[int] = decided(ALL_KINDS)
@@ -64,6 +66,7 @@ class ThreadPlan:
     interop_threads: Decision[int] = decided()
     tokenizer_threads: Decision[int] = decided()
     http_threads: Decision[int] = decided()
+    service_cpu_ids: Decision[tuple[int, ...]] = decided()
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,12 +90,14 @@ def decide_threads(
     threads = _threads(facts, settings, compute_cores)
     if settings.threads == "auto":
         threads = _fewer_if_faster(threads, trials, precision)
+    cpu_ids = _cpu_ids(facts, threads.value, compute_cores)
     return ThreadPlan(
         threads=threads,
-        cpu_ids=_cpu_ids(facts, threads.value, compute_cores),
+        cpu_ids=cpu_ids,
         numa_node=compute_cores.node,
         wait_policy=_wait_policy(facts, threads.value, compute_cores),
         throttling_quota=_throttling_quota(facts, threads.value),
+        service_cpu_ids=_service_cpu_ids(facts, cpu_ids),
         **_small_pools(facts),
     )
 
@@ -119,6 +124,7 @@ def decide_host_threads(facts: Facts, settings: Settings) -> ThreadPlan:
         numa_node=compute_cores.node,
         wait_policy=Decision("passive", "Spinning would take cores from the thread that submits work to the GPU."),
         throttling_quota=Decision(None, "The GPU computes: step times are not corrected for a quota."),
+        service_cpu_ids=unbound,
         **_small_pools(facts),
     )
 
@@ -299,6 +305,29 @@ def _cpu_ids(facts: Facts, threads: int, compute_cores: ComputeCores) -> Decisio
     return Decision(
         tuple(sorted(chosen)),
         "One CPU of each core, so that no two threads share one; the others are left to the rest of the process.",
+    )
+
+
+def _service_cpu_ids(facts: Facts, cpu_ids: Decision[tuple[int, ...]]) -> Decision[tuple[int, ...]]:
+    """Decide the CPU mask of the threads that serve HTTP, tokenize and log: efficiency cores where there are any.
+
+    It is only set beside a mask of the compute threads: a thread inherits the mask of the one that starts it, and the
+    compute threads would remain on the efficiency cores.
+    """
+    if facts.os != "linux":
+        return Decision((), cpu_ids.reason)
+    cores, computing = _allowed_cores(facts), set(cpu_ids.value)
+    small = [core for core in cores if core.kind == "efficiency" and not computing & set(core.cpu_ids)]
+    if not small or all(core.kind == "efficiency" for core in cores):
+        return Decision((), "There are not two kinds of cores: the kernel chooses.")
+    if not computing:
+        return Decision((), "The compute threads are not bound to CPUs: the kernel chooses for all threads.")
+    if len(small) < _MIN_SERVICE_CORES:
+        return Decision((), "One efficiency core is too few for HTTP and tokenizing: the kernel chooses.")
+    return Decision(
+        tuple(sorted(cpu for core in small for cpu in core.cpu_ids)),
+        f"HTTP, tokenizing and logging use the {format_count(len(small), 'efficiency core')}, which leaves the "
+        "performance cores to the compute threads.",
     )
 
 

@@ -15,6 +15,10 @@ _CPUS = "/sys/devices/system/cpu"
 _NODES = "/sys/devices/system/node"
 _CACHE_KINDS: dict[str, CacheKind] = {"Data": "data", "Instruction": "instruction", "Unified": "unified"}
 
+# Performance monitors of Intel's efficiency cores, each with the list of its CPUs: Linux arch/x86/events/intel/core.c
+# (intel_hybrid_pmu_type_map). The second kind is a third kind of core, such as in Arrow Lake-H.
+_INTEL_SMALL = ("cpu_atom", "cpu_lowpower")
+
 # A core below this share of the largest cpu_capacity (Linux Documentation/scheduler/sched-capacity.rst) is an
 # efficiency core. Cores of one kind can differ by a few percent, if the firmware lists their best clocks.
 _EFFICIENCY_SHARE = 0.8
@@ -52,8 +56,8 @@ def _siblings(files: HostFiles, cpu: int, online: tuple[int, ...]) -> tuple[int,
 
 
 def _efficiency_cpus(files: HostFiles, online: tuple[int, ...]) -> frozenset[int]:
-    """Return the efficiency CPUs: Intel's hybrids list them in one file; Arm states each CPU's capacity."""
-    small = parse_cpu_list(files.text("/sys/devices/cpu_atom/cpus"))
+    """Return the efficiency CPUs: Intel's hybrids list them in files; Arm states each CPU's capacity."""
+    small = [cpu for kind in _INTEL_SMALL for cpu in parse_cpu_list(files.text(f"/sys/devices/{kind}/cpus"))]
     if small:
         return frozenset(small)
     capacities = {cpu: files.number(f"{_CPUS}/cpu{cpu}/cpu_capacity") or 0 for cpu in online}

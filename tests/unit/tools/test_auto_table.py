@@ -20,7 +20,7 @@ def test_the_levels_are_those_of_the_library() -> None:
     assert {level for levels in auto_table.LEVELS.values() for level in levels} == built
 
 
-@pytest.mark.parametrize("model", ["1B", "8B"])
+@pytest.mark.parametrize("model", ["1B", "3B", "8B"])
 def test_no_host_serves_a_large_model_in_fp32(model: str) -> None:
     rows = auto_table.page().split(f"## A model of {model} parameters")[1].split("\n## ")[0].splitlines()
     chosen = {row.split(" | ")[0][2:]: row.split(" | ")[1] for row in rows if row.startswith("| ")}

@@ -25,10 +25,12 @@ from app.weights.form_choice import CacheableForm
 from app.weights.load import Packing, load_model, pack_weights
 from app.weights.packs import PackFolder, write_pack
 from loaded_models import plan_of
+from native_levels import at_level, levels
 from reference_attention import PlainAttend, context_of
 from tiny_checkpoints import write_checkpoint
 
 pytestmark = pytest.mark.skipif(not has_kernel(OpCode.LINEAR_INT), reason="integer forms need the native library")
+LEVELS_AGREE = 0.995  # cosine of logits: levels round activations and sums differently
 CPU = cast(HostBackend, SimpleNamespace(device=torch.device("cpu")))
 
 
@@ -182,6 +184,34 @@ def test_another_architectures_and_versions_packs_are_left_alone(
     packings.clear()
     served(tmp_path)
     assert not packings and [file.read_bytes() for file in files(tmp_path)] == before
+
+
+@pytest.mark.parametrize("precision", ["int4", "int8"])
+def test_a_pack_serves_every_level_of_its_layout(tmp_path: Path, packings: list[str], precision: str) -> None:
+    """What the best level of a server packed is used by the levels of smaller machines, with the same weights."""
+    blocks: dict[int, torch.Tensor] = {}
+    for level in levels():
+        with at_level(level) as library:
+            packings.clear()
+            found = logits(served(tmp_path, precision)).float()
+            assert bool(packings) == (library.block not in blocks), f"{level} reads the pack of its layout"
+            expected = blocks.setdefault(library.block, found)
+            assert torch.nn.functional.cosine_similarity(found, expected, dim=-1).min() > LEVELS_AGREE, level
+    assert len(files(tmp_path)) == len(blocks)
+
+
+def test_a_pack_of_another_layout_is_left_alone(
+    tmp_path: Path, packings: list[str], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The level i8mm reads 8 adjacent inputs where dotprod reads 4: neither uses the other's pack."""
+    served(tmp_path)
+    packings.clear()
+    own = pack_cache._platform_key()
+    monkeypatch.setattr(pack_cache, "_platform_key", lambda: {**own, "block": "8" if own["block"] == "4" else "4"})
+    with caplog.at_level(logging.INFO):
+        served(tmp_path)
+    assert packings and "differ in block: they are not used and stay there" in caplog.text
+    assert len(files(tmp_path)) == 2
 
 
 @pytest.mark.parametrize("what", ["a file is in the way", "full"])

@@ -30,6 +30,10 @@ PLANNED: dict[str, tuple[str, int, int | None, int, str, int]] = {
     "axion": ("bf16", 8, None, 0, "active", 4),
     "grace": ("bf16", 72, None, 0, "active", 4),
     "raspberry-pi-5": ("fp32", 4, None, 0, "active", 4),
+    "orion-o6": ("bf16", 8, None, 8, "active", 4),
+    "rock-5b": ("fp32", 4, None, 4, "active", 4),
+    "radxa-x4": ("fp32", 4, None, 0, "active", 4),
+    "core-i7-1360p": ("fp32", 4, None, 4, "active", 4),
     "graviton2": ("fp32", 2, None, 0, "active", 2),
     "graviton3": ("bf16", 8, None, 0, "active", 4),
     "graviton3-old-kernel": ("fp32", 8, None, 0, "active", 4),
@@ -65,6 +69,11 @@ REASONS: list[tuple[str, str, str]] = [
     ("xeon-avx2", "cpu_ids", "One CPU of each core"),
     ("mac-m2", "threads", "4 efficiency cores"),
     ("mac-m2", "cpu_ids", "cannot bind"),
+    ("mac-m2", "service_cpu_ids", "cannot bind"),
+    ("orion-o6", "threads", "4 efficiency cores would delay"),
+    ("orion-o6", "service_cpu_ids", "use the 4 efficiency cores"),
+    ("core-i7-1360p", "service_cpu_ids", "use the 8 efficiency cores"),
+    ("radxa-x4", "service_cpu_ids", "not two kinds of cores"),
     ("mac-m2", "device", "Apple GPU (MPS) is present, but serving on it is not supported yet"),
     ("h100", "device", "8 × NVIDIA H100 80GB HBM3 is present, but serving on it is not supported yet"),
     ("cgroup-v1", "kv_cache_bytes", "control group's limit of 6.0 GiB"),
@@ -108,7 +117,7 @@ def test_threads_fit_what_the_process_may_use(recorded: Recorded, recipes: Recip
 
 @pytest.mark.parametrize("name", PLANNED)
 def test_every_decision_says_why(recorded: Recorded, recipes: Recipes, llama_1b: Needs, name: str) -> None:
-    needs = llama_1b if name not in ("graviton2", "cgroup-v1", "cgroup-v2-nested") else None  # where it fits
+    needs = llama_1b if name not in ("graviton2", "radxa-x4", "cgroup-v1", "cgroup-v2-nested") else None
     for field, decision in planned(recorded(name), recipes, needs).decisions():
         assert decision.reason.endswith("."), f"{field}: {decision.reason!r} is no sentence"
         assert decision.reason[0].isupper() or decision.reason[0].isdigit(), field
@@ -118,6 +127,39 @@ def test_every_decision_says_why(recorded: Recorded, recipes: Recipes, llama_1b:
 def test_reasons(recorded: Recorded, recipes: Recipes, llama_1b: Needs, name: str, field: str, words: str) -> None:
     needs = llama_1b if field == "kv_cache_bytes" and name == "graviton3" else None
     assert words in getattr(planned(recorded(name), recipes, needs), field).reason
+
+
+@pytest.mark.parametrize(
+    ("name", "cpus", "bound"),
+    [
+        ("orion-o6", (), (1, 2, 3, 4)),
+        ("rock-5b", (), (0, 1, 2, 3)),
+        ("core-i7-1360p", (), tuple(range(8, 16))),
+        ("core-i7-1360p", (0, 1, 2, 3, 9, 12), (9, 12)),  # of those that the affinity mask allows
+        ("core-i7-1360p", (0, 1, 2, 3, 9), ()),  # one is too few
+        ("core-i7-1360p", (0, 1, 2, 3), ()),
+        ("core-i7-1360p", (8, 9, 10, 11), ()),  # they compute
+        ("mac-m2", (), ()),
+        ("h100", (), ()),
+    ],
+)
+def test_other_threads_use_the_efficiency_cores(
+    recorded: Recorded, recipes: Recipes, name: str, cpus: tuple[int, ...], bound: tuple[int, ...]
+) -> None:
+    host = recorded(name)
+    plan = planned(replace(host, affinity=cpus or host.affinity), recipes)
+    assert plan.service_cpu_ids.value == bound
+    assert not set(bound) & set(plan.cpu_ids.value)
+
+
+def test_other_threads_are_not_bound_where_the_compute_threads_are_not(recorded: Recorded, recipes: Recipes) -> None:
+    """They would inherit the mask of the event loop, which starts their thread, and stay on efficiency cores."""
+    quota = replace(recorded("orion-o6").cgroup, quota_cores=2.0)
+    plan = planned(replace(recorded("orion-o6"), cgroup=quota), recipes)
+    assert (plan.cpu_ids.value, plan.service_cpu_ids.value) == ((), ())
+    assert "compute threads are not bound" in plan.service_cpu_ids.reason
+    cpuset = replace(recorded("orion-o6").cgroup, cpuset=(2, 3, 5, 6))
+    assert planned(replace(recorded("orion-o6"), cgroup=cpuset), recipes).service_cpu_ids.value == (2, 3)
 
 
 def test_a_model_that_does_not_fit_is_refused_with_the_numbers(

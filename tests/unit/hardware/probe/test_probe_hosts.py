@@ -26,6 +26,10 @@ SEEN: dict[str, tuple[str, str, str | None, str | None, int, int, int]] = {
     "axion": ("arm64", "Arm", "Neoverse V2", "Axion", 8, 8, 1),
     "grace": ("arm64", "Arm", "Neoverse V2", "Grace", 72, 72, 1),
     "raspberry-pi-5": ("arm64", "Arm", "Cortex-A76", None, 4, 4, 1),
+    "orion-o6": ("arm64", "Arm", "Cortex-A720", None, 12, 12, 1),
+    "rock-5b": ("arm64", "Arm", "Cortex-A76", None, 8, 8, 1),
+    "radxa-x4": ("x86_64", "Intel", "Gracemont", None, 4, 4, 1),
+    "core-i7-1360p": ("x86_64", "Intel", "Raptor Lake", None, 12, 16, 1),
     "graviton2": ("arm64", "Arm", "Neoverse N1", "Graviton2", 2, 2, 1),
     "graviton3": ("arm64", "Arm", "Neoverse V1", "Graviton3", 8, 8, 1),
     "graviton3-old-kernel": ("arm64", "Arm", "Neoverse V1", "Graviton3", 8, 8, 1),
@@ -60,6 +64,10 @@ ISA = {
     "axion": {"neon", "fp16", "fp16fml", "dotprod", "lse", "i8mm", "bf16", "sve", "sve2", "svei8mm", "svebf16"},
     "grace": {"neon", "fp16", "fp16fml", "dotprod", "lse", "i8mm", "bf16", "sve", "sve2", "svei8mm", "svebf16"},
     "raspberry-pi-5": {"neon", "fp16", "dotprod", "lse"},
+    "orion-o6": {"neon", "fp16", "fp16fml", "dotprod", "lse", "i8mm", "bf16", "sve", "sve2", "svei8mm", "svebf16"},
+    "rock-5b": {"neon", "fp16", "dotprod", "lse"},
+    "radxa-x4": {"avx2", "fma", "avx_vnni"},
+    "core-i7-1360p": {"avx2", "fma", "avx_vnni"},
     "zen5-vm": {"avx2", "avx512f", "avx512_vnni", "avx512_bf16", "avx_vnni"},
     "graviton2": {"neon", "fp16", "dotprod", "lse"},
     "graviton3": {"neon", "fp16", "fp16fml", "dotprod", "lse", "i8mm", "bf16", "sve", "svei8mm", "svebf16"},
@@ -113,7 +121,9 @@ def test_amx_is_there_where_the_kernel_states_it_and_only_there(recorded: Record
     assert not {name for name in recorded("xeon-avx2").isa if name.startswith("avx512")}
 
 
-@pytest.mark.parametrize(("name", "bits"), [("graviton3", 256), ("graviton4", 128), ("altra", None), ("zen5-vm", None)])
+@pytest.mark.parametrize(
+    ("name", "bits"), [("graviton3", 256), ("graviton4", 128), ("orion-o6", 128), ("altra", None), ("zen5-vm", None)]
+)
 def test_sve_vector_length(recorded: Recorded, name: str, bits: int | None) -> None:
     assert recorded(name).sve_bits == bits
 
@@ -123,6 +133,22 @@ def test_sve_vector_length(recorded: Recorded, name: str, bits: int | None) -> N
 )
 def test_smt_siblings(recorded: Recorded, name: str, core: tuple[int, ...]) -> None:
     assert recorded(name).cores[0].cpu_ids == core
+
+
+@pytest.mark.parametrize(
+    ("name", "efficient"),
+    [
+        ("orion-o6", {1, 2, 3, 4}),
+        ("rock-5b", {0, 1, 2, 3}),
+        ("core-i7-1360p", set(range(8, 16))),
+        ("mac-m2", {4, 5, 6, 7}),
+        ("radxa-x4", set()),  # all four are of the small kind: none is the other's efficiency core
+        ("raspberry-pi-5", set()),
+    ],
+)
+def test_efficiency_cores(recorded: Recorded, name: str, efficient: set[int]) -> None:
+    cores = recorded(name).cores
+    assert {cpu for core in cores if core.kind == "efficiency" for cpu in core.cpu_ids} == efficient
 
 
 def test_cores_stand_on_their_memory_nodes(recorded: Recorded) -> None:

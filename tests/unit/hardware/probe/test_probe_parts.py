@@ -180,6 +180,9 @@ def test_two_kinds_of_core(tmp_path: Path) -> None:
     assert [core.kind for core in topology.physical_cores(write(tmp_path / "intel", intel), ())] == [
         "performance"
     ] * 4 + ["efficiency"] * 2
+    three = {**intel, "/sys/devices/cpu_atom/cpus": "4", "/sys/devices/cpu_lowpower/cpus": "5"}
+    found = topology.physical_cores(write(tmp_path / "three", three), ())
+    assert [core.kind for core in found] == ["performance"] * 4 + ["efficiency"] * 2
 
 
 def test_the_core_that_computes_gives_its_name(tmp_path: Path) -> None:
