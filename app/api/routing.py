@@ -62,7 +62,7 @@ class ApiRuntime:
     """Everything that the endpoints use.
 
     `info` returns the part of `/info` that is not the version, stage or capacity; it is called for each request.
-    `page`: the web page is served.
+    `page`: the web page is served. `capacity` returns tokens per second by phase and rows, empty while unknown.
     """
 
     service: Service
@@ -74,6 +74,7 @@ class ApiRuntime:
     access_rules: AccessRules = NO_RULES
     names: ModelNames = ModelNames()
     page: bool = True
+    capacity: Callable[[], Mapping[str, Mapping[int, float]]] = dict
 
 
 def runtime_of(request: Request) -> ApiRuntime:
