@@ -39,6 +39,8 @@ class GenerateBody(SamplingFields):
         "inputs": "send prompt or token_ids here.",
         "text": "send prompt or token_ids here.",
     }
+    # vllm-router parses a body of this route as SGLang's and adds these.
+    NEUTRAL: ClassVar[Mapping[str, tuple[Any, ...]]] = {"return_logprob": (False,), "return_hidden_states": (False,)}
 
     model: str | None = None
     prompt: str | None = None

@@ -13,7 +13,7 @@ from fastapi.security import HTTPBearer
 from pydantic import TypeAdapter
 from starlette.types import Scope
 
-from app.api import health, invocations, native, tei, tokenizer
+from app.api import health, invocations, load_report, native, tei, tokenizer
 from app.api.anthropic import routes as anthropic
 from app.api.encoders import cohere, rerank, vllm
 from app.api.encoders import routes as encoders
@@ -56,6 +56,7 @@ ROUTERS: tuple[DialectRouter, ...] = (
     web_page.router,
     openai.router,
     openai.router.copy(_WITHOUT_PREFIX),
+    load_report.router,
     adapters.router,
     openai_responses.router,
     openai_responses.router.copy(_WITHOUT_PREFIX),

@@ -65,7 +65,8 @@ class ApiRuntime:
     """Everything that the endpoints use.
 
     `info` returns the part of `/info` that is not the version, stage or capacity; it is called for each request.
-    `page`: the web page is served. `tracer` None: no request is traced.
+    `page`: the web page is served. `tracer` None: no request is traced. `capacity` returns tokens per second by phase
+    and rows, empty while unknown.
     """
 
     service: Service
@@ -78,6 +79,7 @@ class ApiRuntime:
     names: ModelNames = ModelNames()
     page: bool = True
     tracer: Tracer | None = None
+    capacity: Callable[[], Mapping[str, Mapping[int, float]]] = dict
 
 
 def runtime_of(request: Request) -> ApiRuntime:

@@ -269,6 +269,10 @@ class StepMonitor:
         """Update the drift once a second from now on, and report it in the metrics."""
         self.drift = drift
 
+    def capacity(self) -> Mapping[str, Mapping[int, float]]:
+        """Return tokens per second by phase and number of rows; empty while step times are unknown."""
+        return {} if self.drift is None else self.drift.capacity()
+
     def watch_slow_steps(self, detector: SlowStepDetector) -> None:
         """Detect slow steps from now on. The model is loaded: its objects are frozen for the garbage collector."""
         self.gc_control.freeze()

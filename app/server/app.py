@@ -13,6 +13,7 @@ from starlette.responses import Response
 
 from app.api.access import AccessControl
 from app.api.errors import HANDLED_EXCEPTIONS
+from app.api.load_report import LoadReportHeader
 from app.api.middleware import RequestGate
 from app.api.pages.documentation import documentation_response
 from app.api.pages.web_page import web_file_endpoint, web_paths
@@ -51,6 +52,7 @@ def create_app(runtime: ApiRuntime) -> FastAPI:
     )
     app.state.runtime = runtime
     app.add_middleware(RouteTable, routes=ROUTES)
+    app.add_middleware(LoadReportHeader)
     files = web_paths() if runtime.page else {}
     public = public_operations() | {(method, path) for path in files for method in ("GET", "HEAD")}
     access = AccessControl(runtime.access_rules, runtime.api_keys, public)

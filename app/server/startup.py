@@ -210,7 +210,10 @@ class ServerRuntime:
         rules = AccessRules(*rates, settings.allowed_hosts, settings.cors_allow_origins)
         names = ModelNames(settings.served_model_name[1:], settings.any_model_name == "on")
         created, page = int(time.time()), settings.page == "on"
-        return ApiRuntime(self.service, self.metrics, self, self._info, created, keys, rules, names, page, self._tracer)
+        capacity, tracer = self._step_monitor.capacity, self._tracer
+        return ApiRuntime(
+            self.service, self.metrics, self, self._info, created, keys, rules, names, page, tracer, capacity
+        )
 
     async def start(self) -> None:
         """Start the thread pool, the service, the power meter and the worker."""

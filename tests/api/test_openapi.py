@@ -209,6 +209,7 @@ async def test_responses_match_their_models(
     chat = {"messages": [{"role": "user", "content": "a"}]}
     requests = [
         ("get", "/healthz", None), ("get", "/readyz", None), ("get", "/info", None), ("get", "/info/steps", None),
+        ("get", "/v1/loads", None),
         ("get", "/v1/models", None), ("get", "/v2", None), ("get", "/v2/health/ready", None),
         ("post", "/v1/chat/completions", chat), ("post", "/v1/completions", {"prompt": "a"}),
         ("post", "/generate", {"prompt": "a"}), ("post", "/tokenize", {"prompt": "a"}),

@@ -1,8 +1,10 @@
-"""Measure nginx's balancing rules with unequal servers: `python -m tools.measure.load_balancing [--model DIR]`.
+"""Measure real routers before unequal servers: `python -m tools.measure.load_balancing --programs VENV/bin`.
 
 Requests arrive at random, at fractions of the total capacity that the servers report, or come from clients that each
-wait for their answer. The weights are those of tools/upstream_weights.py, so they come from /metrics alone. Needs
-Linux, the right to create control groups (root), and nginx.
+wait for their answer. Weights are those of tools/upstream_weights.py, so they come from /metrics alone. Servers are
+unequal by `--speeds`, with steps that last a set time (tools/peers/serve_paced.py), or by `--quotas` of CPU time, which
+needs the right to create control groups (root). With `--sessions`, prompts begin with one of that many texts, so
+that a prefix cache helps. With `--end-one`, the slowest server is told to stop in the middle of each run.
 """
 
 from __future__ import annotations
@@ -10,11 +12,15 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import math
+import random
+import re
 import signal
 import sys
-from collections.abc import Mapping, Sequence
+import tempfile
+from collections.abc import Sequence
 from contextlib import ExitStack, closing
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 
 from app.bench.console import percentile
 from app.bench.http.loops import RunLimits
@@ -27,14 +33,17 @@ from app.bench.http.tally import (
     time_to_first_token,
 )
 from app.bench.http.wire import HttpClient, event_loop
-from app.bench.http.workload import UniformLengths, poisson_arrivals
-from tools.peers.nginx import Rule, before
+from app.bench.http.workload import TextPrompts, UniformLengths, poisson_arrivals
 from tools.peers.quota import Quota
+from tools.peers.routers.processes import NAMES, Fleet, running
 from tools.peers.servers import COMPLETIONS, ServerSide, ServerSpec, report_progress
 from tools.upstream_weights import requests_per_second, weigh
 
 WARM_UP_REQUESTS = 4
 DRAIN_SECONDS = 300.0  # time for an overloaded server to finish its queue after the last request
+TEXT = replace(COMPLETIONS, takes_ids=False)  # routers that look for prefixes read text
+# Rules that know the weights and nothing else; the best of them is what the others are compared with.
+BY_WEIGHTS = ("nginx weights", "nginx least_conn, weights")
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +61,8 @@ class Load:
 class Row:
     """The result of one rule under one load.
 
-    Seconds count from the moment a request was due. `shares` are the fractions of requests that each server answered.
+    Seconds count from the moment a request was due. `shares` are the fractions of requests that each server answered,
+    and `hits` the part of the prompts' tokens that were in a prefix cache.
     """
 
     load: str
@@ -66,13 +76,15 @@ class Row:
     refused: int
     failed: int
     shares: tuple[float, ...]
+    hits: float = 0.0
 
     @classmethod
-    def of(cls, load: Load, rule: str, run: GenerateRun, answers: Sequence[float]) -> Row:
+    def of(cls, load: Load, rule: str, run: GenerateRun, counts: Sequence[Counted]) -> Row:
         """Summarize a run.
 
-        `answers` has the count of each server. The speed is all tokens divided by the time of arrivals.
+        `counts` has what each server did. The speed is all tokens divided by the time of arrivals.
         """
+        total = sum(counts, Counted())
         first = [time_to_first_token(each) for each in run.answered]
         whole = [each.stream.chunks[-1][0] - each.intended for each in run.answered]
         refused = run.failures["status 429"]
@@ -87,22 +99,71 @@ class Row:
             answered=len(run.answered),
             refused=refused,
             failed=run.failures.total() - refused,
-            shares=tuple(count / max(1.0, sum(answers)) for count in answers),
+            shares=tuple(each.answered / max(1.0, total.answered) for each in counts),
+            hits=total.cached_tokens / max(1.0, total.prompt_tokens),
         )
 
-    def line(self) -> str:
+    def line(self, best_p99: float = math.nan) -> str:
+        """Return the row of the table; `best_p99` is what the p99 of whole answers is divided by."""
         shares = " : ".join(f"{share:.0%}" for share in self.shares)
+        ratio = "–" if math.isnan(best_p99) else f"{self.whole_p99 / best_p99:.2f}"
         return (
             f"| {self.load} | {self.rule} | {self.first_token_p50:.2f} / {self.first_token_p99:.2f} "
-            f"| {self.whole_p50:.2f} / {self.whole_p99:.2f} | {self.tokens_per_second:.0f} "
-            f"| {self.answered} / {self.refused} / {self.failed} | {shares} |"
+            f"| {self.whole_p50:.2f} / {self.whole_p99:.2f} | {ratio} | {self.tokens_per_second:.0f} "
+            f"| {self.answered} / {self.refused} / {self.failed} | {shares} | {self.hits:.0%} |"
         )
 
 
 HEAD = (
-    "| load | rule | first token p50 / p99 s | whole answer p50 / p99 s | tokens/s | answered / refused / failed | shares |\n"
-    "|---|---|---|---|---|---|---|"
+    "| load | router | first token p50 / p99 s | whole answer p50 / p99 s | p99 over the best weights' | tokens/s "
+    "| answered / refused / failed | shares | cached |\n|---|---|---|---|---|---|---|---|---|"
 )
+
+
+@dataclass(frozen=True, slots=True)
+class Counted:
+    """What a server has counted: completions that it finished, tokens of prompts, and those of them that were cached."""
+
+    answered: float = 0.0
+    prompt_tokens: float = 0.0
+    cached_tokens: float = 0.0
+
+    @classmethod
+    def read(cls, metrics: str) -> Counted:
+        """Return the counters of a server's metrics."""
+        series = [line.rpartition(" ") for line in metrics.splitlines()]
+        requests = [(name, value) for name, _, value in series if name.startswith("armature_requests_total{")]
+        tokens = {name: float(value) for name, _, value in series if name.startswith("armature_tokens_total{")}
+        return cls(
+            sum(float(value) for name, value in requests if re.search(r'outcome="(length|stop)"', name)),
+            tokens.get('armature_tokens_total{kind="prompt"}', 0.0),
+            tokens.get('armature_tokens_total{kind="cached"}', 0.0),
+        )
+
+    def __add__(self, other: Counted) -> Counted:
+        return self._with(other, 1)
+
+    def __sub__(self, other: Counted) -> Counted:
+        return self._with(other, -1)
+
+    def _with(self, other: Counted, sign: int) -> Counted:
+        return Counted(*(mine + sign * its for mine, its in zip(_values(self), _values(other), strict=True)))
+
+
+def _values(counted: Counted) -> tuple[float, float, float]:
+    return counted.answered, counted.prompt_tokens, counted.cached_tokens
+
+
+class SessionPrompts(TextPrompts):
+    """Prompts of sessions: each begins with the text of one of them, and the tokens asked for follow it."""
+
+    def __init__(self, plain: TextPrompts, sessions: int, shared_tokens: int) -> None:
+        self._plain, self._choice = plain, random.Random(sessions)
+        self._shared = [plain.prompt(shared_tokens) for _ in range(sessions)]
+
+    def prompt(self, num_tokens: int) -> str:
+        """Return the text of a session and about `num_tokens` tokens of its own."""
+        return f"{self._choice.choice(self._shared)} {self._plain.prompt(num_tokens)}"
 
 
 def main() -> int:
@@ -113,80 +174,111 @@ def main() -> int:
     )  # so that servers, control groups and nginx end too
     with event_loop() as runner:
         capacities, rows = runner.run(_measured(arguments))
+    kind, sizes = ("cores", arguments.quotas) if arguments.quotas else ("of the speed", arguments.speeds)
     reported = " and ".join(f"{capacity:.2f}" for capacity in capacities)
-    print(f"Quotas of {' and '.join(map(str, arguments.quotas))} cores; reported requests/s: {reported}.\n\n{HEAD}")
-    print("\n".join(row.line() for row in rows))
-    print(
-        json.dumps(
-            {"quotas": arguments.quotas, "requests_per_second_told": capacities, "rows": [asdict(row) for row in rows]}
-        )
-    )
+    print(f"Servers: {' and '.join(map(str, sizes))} {kind}; reported requests/s: {reported}.\n\n{HEAD}")
+    print("\n".join(row.line(best_by_weights(rows, row.load)) for row in rows))
+    print(json.dumps({kind: sizes, "requests_per_second_told": capacities, "rows": [asdict(row) for row in rows]}))
     return 0
 
 
-def rules_for(weights: Sequence[int]) -> dict[str, Rule]:
-    ones = [1] * len(weights)
-    return {
-        "round-robin": Rule(ones),
-        "weights": Rule(weights),
-        "least_conn": Rule(ones, least_connections=True),
-        "least_conn, weights": Rule(weights, least_connections=True),
-    }
+def best_by_weights(rows: Sequence[Row], load: str) -> float:
+    """Return the lowest p99 of whole answers of a rule that knows the weights and nothing else; NaN without one."""
+    return min((row.whole_p99 for row in rows if row.load == load and row.rule in BY_WEIGHTS), default=math.nan)
 
 
 async def _measured(arguments: argparse.Namespace) -> tuple[list[float], list[Row]]:
+    loads = [Load(part=part) for part in arguments.loads] + [Load(clients=count) for count in arguments.clients]
+    rows: list[Row] = []
+    with tempfile.TemporaryDirectory(prefix="armature-balancing-") as kept:
+        if arguments.end_one:  # every run needs all servers again
+            for load in loads:
+                for name in arguments.routers:
+                    capacities, found = await _started(arguments, kept, [load], [name])
+                    rows += found
+            return capacities, rows
+        return await _started(arguments, kept, loads, arguments.routers)
+
+
+async def _started(
+    arguments: argparse.Namespace, kept: str, loads: Sequence[Load], names: Sequence[str]
+) -> tuple[list[float], list[Row]]:
+    """Start the servers and measure these routers under these loads. `kept` is a folder for calibrations."""
     with ExitStack() as stack:
-        sides = [await _server(arguments, quota, stack) for quota in arguments.quotas]
+        sides = [_server(arguments, kept, number, stack) for number in range(len(arguments.quotas or arguments.speeds))]
+        for side in sides:
+            report_progress(f"{side.spec.name}: first answer after {await side.first_answer():.1f} s")
         servers = [side.url.removeprefix("http://") for side in sides]
         capacities = [await _capacity(side, arguments) for side in sides]
         weights = list(weigh(dict(zip(servers, capacities, strict=True)), {}).values())
         report_progress(f"weights {weights}, from {', '.join(f'{capacity:.2f}' for capacity in capacities)} requests/s")
-        nginx, urls = before(servers, rules_for(weights))
-        stack.callback(nginx.end)
-        return capacities, await _rows(arguments, urls, sides, sum(capacities))
+        fleet = Fleet(servers, weights, arguments.programs)
+        rows = []
+        for load in loads:
+            for name in names:
+                with running(name, fleet) as url:
+                    rows.append(await _row(arguments, load, name, url, sides, sum(capacities)))
+                report_progress(rows[-1].line(best_by_weights(rows, str(load))))
+        return capacities, rows
 
 
-async def _server(arguments: argparse.Namespace, quota: float, stack: ExitStack) -> ServerSide:
-    """Start a server in its own control group and wait for its first answer."""
+def _server(arguments: argparse.Namespace, kept: str, number: int, stack: ExitStack) -> ServerSide:
+    """Start a server: in its own control group, or with steps of a set time."""
     model = f"--model {arguments.model}" if arguments.model else ""
-    command = f"{arguments.python} -m app serve {model} --host 127.0.0.1 --port {{port}} {arguments.flags}"
-    group = Quota.make(f"{quota:g}", quota)
-    stack.callback(group.remove)
-    side = ServerSide(ServerSpec.parse(f"{quota:g}-cores={command}"), (group.procs,))
+    flags = f"{model} --host 127.0.0.1 --port {{port}} --no-request-log {arguments.flags}"
+    groups: tuple[Quota, ...] = ()
+    if arguments.quotas:
+        name, command = f"{arguments.quotas[number]:g}-cores", f"{arguments.python} -m app serve {flags}"
+        groups = (Quota.make(f"{number}", arguments.quotas[number]),)
+        stack.callback(groups[0].remove)
+    else:
+        speed = arguments.speeds[number]
+        name, paced = f"speed-{speed:g}", f"{arguments.python} -m tools.peers.serve_paced --speed {speed:g}"
+        command = f"{paced} -- --threads 1 --cache-dir {kept}/{speed:g} {flags}"
+    side = ServerSide(ServerSpec.parse(f"{name}={command}"), tuple(group.procs for group in groups))
     stack.callback(side.end)
-    report_progress(f"{quota:g} cores: first answer after {await side.first_answer():.1f} s")
     return side
 
 
 async def _capacity(side: ServerSide, arguments: argparse.Namespace) -> float:
     with closing(HttpClient(side.url)) as wire:
         metrics = (await wire.get("/metrics")).raise_for_status("/metrics").body.decode()
-        told = requests_per_second(metrics, arguments.prompt_tokens, arguments.max_tokens)
+        prompt_tokens = arguments.prompt_tokens + (arguments.shared_tokens if arguments.sessions else 0)
+        told = requests_per_second(metrics, prompt_tokens, arguments.max_tokens)
         if told is None:
             reason = (await wire.get("/info")).json()["plan"]["calibrate"]["reason"]
             raise SystemExit(f"{side.spec.name} reports no capacity: {reason}")
         return told
 
 
-async def _rows(
-    arguments: argparse.Namespace, urls: Mapping[str, str], sides: Sequence[ServerSide], capacity: float
-) -> list[Row]:
-    loads = [Load(part=part) for part in arguments.loads] + [Load(clients=count) for count in arguments.clients]
+async def _row(
+    arguments: argparse.Namespace, load: Load, name: str, url: str, sides: Sequence[ServerSide], capacity: float
+) -> Row:
     wanted = GenerateWorkload(_about(arguments.prompt_tokens), _about(arguments.max_tokens))
-    rows = []
-    for load in loads:
-        for name, url in urls.items():
-            with closing(HttpClient(url)) as wire:
-                traffic = await _traffic(wire, wanted)
-                await traffic.warm_up(WARM_UP_REQUESTS)
-                then = await _answers(sides)
-                run = await _one(load, traffic, capacity, arguments.seconds)
-                answers = [later - earlier for later, earlier in zip(await _answers(sides), then, strict=True)]
-            if not run.answered:
-                raise SystemExit(f"{name} at {load}: no request was answered: {dict(run.messages)}")
-            rows.append(Row.of(load, name, run, answers))
-            report_progress(rows[-1].line())
-    return rows
+    with closing(HttpClient(url)) as wire:
+        # Other words for each router, so that no prompt is in a cache from the run before; lengths are the same.
+        traffic = await _traffic(arguments, sides[0], wire, wanted, seed=NAMES.index(name))
+        await traffic.warm_up(WARM_UP_REQUESTS)
+        then = [await _counted(side) for side in sides]
+        ending = asyncio.ensure_future(_end_one(arguments, sides[-1]))
+        run = await _one(load, traffic, capacity, arguments.seconds)
+        last = await ending
+        now = [await _counted(side) for side in sides[:-1]] + [last or await _counted(sides[-1])]
+    if not run.answered:
+        raise SystemExit(f"{name} at {load}: no request was answered: {dict(run.messages)}")
+    for kind, message in run.messages.items():
+        report_progress(f"{name}: {run.failures[kind]} times {kind}: {message}")
+    return Row.of(load, name, run, [later - earlier for later, earlier in zip(now, then, strict=True)])
+
+
+async def _end_one(arguments: argparse.Namespace, side: ServerSide) -> Counted | None:
+    """In the middle of a run, tell the server to stop as a supervisor does; return what it had counted."""
+    if not arguments.end_one:
+        return None
+    await asyncio.sleep(arguments.seconds / 2)
+    counted = await _counted(side)
+    side.stop()
+    return counted
 
 
 def _about(tokens: int) -> UniformLengths:
@@ -194,10 +286,17 @@ def _about(tokens: int) -> UniformLengths:
     return UniformLengths(max(1, tokens // 2), tokens + tokens // 2)
 
 
-async def _traffic(wire: HttpClient, wanted: GenerateWorkload) -> GenerateTraffic:
-    model = await first_served_model(wire)
-    deck, _ = await prompts_for(wire, COMPLETIONS, model, wanted.seed)
-    return GenerateTraffic(wire, COMPLETIONS, model, deck, wanted)
+async def _traffic(
+    arguments: argparse.Namespace, side: ServerSide, wire: HttpClient, wanted: GenerateWorkload, seed: int
+) -> GenerateTraffic:
+    """Return the traffic through a router. Model and length of words are asked of a server, which knows them."""
+    with closing(HttpClient(side.url)) as direct:
+        model = await first_served_model(direct)
+        prompts, _ = await prompts_for(direct, TEXT, model, seed)
+    assert isinstance(prompts, TextPrompts), "the dialect sends text"
+    if arguments.sessions:
+        prompts = SessionPrompts(prompts, arguments.sessions, arguments.shared_tokens)
+    return GenerateTraffic(wire, TEXT, model, prompts, wanted)
 
 
 async def _one(load: Load, traffic: GenerateTraffic, capacity: float, seconds: float) -> GenerateRun:
@@ -218,32 +317,39 @@ async def _one(load: Load, traffic: GenerateTraffic, capacity: float, seconds: f
     return run
 
 
-async def _answers(sides: Sequence[ServerSide]) -> list[float]:
-    """Return the number of completions that each server has finished."""
-    counts = []
-    for side in sides:
-        with closing(HttpClient(side.url)) as wire:
-            counts.append(completed((await wire.get("/metrics")).body.decode()))
-    return counts
+async def _counted(side: ServerSide) -> Counted:
+    with closing(HttpClient(side.url)) as wire:
+        return Counted.read((await wire.get("/metrics")).raise_for_status("/metrics").body.decode())
 
 
-def completed(metrics: str) -> float:
-    series = (line.rpartition(" ") for line in metrics.splitlines() if line.startswith("armature_requests_total{"))
-    return sum(float(value) for name, _, value in series if 'outcome="length"' in name or 'outcome="stop"' in name)
+def chosen_routers(names: Sequence[str]) -> list[str]:
+    """Return the routers that begin with one of these names. Raises `SystemExit` if there is none."""
+    for name in names:
+        if not any(known.startswith(name) for known in NAMES):
+            raise SystemExit(f"{name} is no router: choose of {', '.join(NAMES)}")
+    return [known for known in NAMES if any(known == name or known.startswith(f"{name} ") for name in names)]
 
 
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--model", default="", help="checkpoint; default: the embedded demo")
     parser.add_argument("--flags", default="", help="further flags of armature serve, in one string")
-    parser.add_argument("--quotas", type=float, nargs="+", default=[1.0, 0.25], help="cores of each server")
+    parser.add_argument("--speeds", type=float, nargs="+", default=[1.0, 1.0, 0.5, 0.25], help="speed of each server")
+    parser.add_argument("--quotas", type=float, nargs="+", default=[], help="cores of each server, instead of speeds")
+    parser.add_argument("--routers", nargs="+", default=["nginx"], help="names of programs, or of program and policy")
+    parser.add_argument("--programs", default="", metavar="DIR", help="where routers are looked up before PATH")
+    parser.add_argument("--sessions", type=int, default=0, help="texts with which prompts begin; 0: all are different")
+    parser.add_argument("--shared-tokens", type=int, default=512, help="tokens of such a text")
+    parser.add_argument("--end-one", action="store_true", help="stop the last server in the middle of each run")
     parser.add_argument("--loads", type=float, nargs="*", default=[0.5, 0.8], help="fractions of the total capacity")
     parser.add_argument("--clients", type=int, nargs="*", default=[16])
     parser.add_argument("--seconds", type=float, default=60.0, help="seconds for each rule under each load")
     parser.add_argument("--prompt-tokens", type=int, default=128)
-    parser.add_argument("--max-tokens", type=int, default=64)
+    parser.add_argument("--max-tokens", type=int, default=32)
     parser.add_argument("--python", default=sys.executable)
-    return parser.parse_args()
+    arguments = parser.parse_args()
+    arguments.routers = chosen_routers(arguments.routers)
+    return arguments
 
 
 if __name__ == "__main__":

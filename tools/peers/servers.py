@@ -110,6 +110,10 @@ class ServerSide:
     def halt(self) -> None:
         self._signal(signal.SIGSTOP)
 
+    def stop(self) -> None:
+        """Tell the server to stop, as a supervisor does: it finishes its open requests."""
+        self._signal(signal.SIGTERM)
+
     def end(self) -> None:
         self._signal(signal.SIGKILL)
         self._process.wait()

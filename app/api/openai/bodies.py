@@ -24,8 +24,13 @@ _IGNORED_ELSEWHERE = (
     "request_id cache_salt cache_prompt id_slot guided_decoding_backend spaces_between_special_tokens timings_per_token"
 )
 IGNORED = frozenset(f"{_IGNORED_AT_OPENAI} {_IGNORED_ELSEWHERE}".split())
-# Fields of vLLM and llama.cpp with the values that request nothing.
+# Fields of vLLM, SGLang and llama.cpp with the values that request nothing. vllm-router and sglang-router parse a body and
+# add these of SGLang with their defaults to every request.
 NEUTRAL: Mapping[str, tuple[Any, ...]] = {
+    "no_stop_trim": (False,),
+    "return_hidden_states": (False,),
+    "separate_reasoning": (True,),
+    "stream_reasoning": (True,),
     "early_stopping": (False,),
     "typical_p": (1.0,),
     "mirostat": (0,),
