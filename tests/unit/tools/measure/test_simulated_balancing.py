@@ -13,9 +13,7 @@ from hypothesis import strategies as st
 from external_tools import ROOT
 from hypothesis_examples import examples
 from tools.measure.simulated_balancing import (
-    Job,
     Outcome,
-    Server,
     arrivals,
     clients,
     least_connections,
@@ -24,6 +22,7 @@ from tools.measure.simulated_balancing import (
     rules,
     weighted,
 )
+from tools.measure.simulated_server import Job, Server
 
 
 @pytest.mark.parametrize("load", [0.3, 0.7])
