@@ -42,7 +42,7 @@ STYLE: Any = {
     "axes.edgecolor": MUTED,
     "text.parse_math": False,
 }
-LEGEND_LINES = 4
+LEGEND_LINES = 5
 MOST_TICKS = 4
 ONE_INSTANCE = "Armature: engine"
 PREFIX = "armature-"  # of every pod's name: legends leave it out
@@ -137,8 +137,8 @@ def _axes(figure: Figure, place: Mapping[str, int], rows: int, panel: Mapping[st
     card.text(0.07 / wide, 1 - 0.16 / high, panel["title"], fontsize=9.5, weight="bold", color=INK, va="center")
     if panel["type"] in ("stat", "table"):
         return card
-    foot = 0.95 if panel["type"] == "timeseries" else 0.32
-    inner = ((left + 0.78) / width, (below + foot) / height, (wide - 0.92) / width, (high - foot - 0.38) / height)
+    foot = 1.08 if panel["type"] == "timeseries" else 0.32
+    inner = ((left + 0.86) / width, (below + foot) / height, (wide - 1.0) / width, (high - foot - 0.38) / height)
     return figure.add_axes(inner, facecolor=PAPER)
 
 
@@ -177,7 +177,11 @@ def _lines(axes: Axes, panel: Mapping[str, Any], shown: Sequence[Shown]) -> None
     if defaults["custom"].get("scaleDistribution"):
         axes.set_yscale("log")
         axes.minorticks_off()
-        axes.yaxis.set_major_locator(LogLocator(numticks=MOST_TICKS + 1))
+        low, high = axes.get_ylim()
+        axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5) if high < 30 * low else (1,), numticks=2 * MOST_TICKS))
+    elif unit == "bytes":
+        axes.set_ylim(bottom=0)
+        axes.yaxis.set_major_locator(MultipleLocator(2**20 * decimal_step(axes.get_ylim()[1] / 2**20 / MOST_TICKS)))
     else:
         top = axes.get_ylim()[1]
         axes.set_ylim(0, defaults.get("max", top))
@@ -191,6 +195,12 @@ def _lines(axes: Axes, panel: Mapping[str, Any], shown: Sequence[Shown]) -> None
     _time_axis(axes)
     axes.grid(axis="y", color=GROUND)
     _legend(axes)
+
+
+def decimal_step(least: float) -> float:
+    """Return the smallest of 1, 2 and 5 times a power of ten that is not below `least`."""
+    power = 10.0 ** math.floor(math.log10(least))
+    return power * next(step for step in (1, 2, 5, 10) if step * power >= least)
 
 
 def _natural(legend: str) -> list[tuple[int, str]]:
@@ -225,17 +235,19 @@ def tick_labels(ticks: Sequence[float], unit: str) -> list[str]:
 def _legend(axes: Axes) -> None:
     """Draw the legend below the axes, in as many columns as its words leave room for."""
     handles, labels = axes.get_legend_handles_labels()
-    inches = axes.bbox.width / axes.figure.dpi + 0.78
+    inches = axes.bbox.width / axes.figure.dpi + 0.86
     columns = max(1, min(3, int(inches / (LETTER_INCHES * max(map(len, labels), default=1) + 0.35))))
     most = LEGEND_LINES * columns
     if len(labels) > most:
-        handles, labels = handles[:most], [*labels[: most - 1], f"and {len(labels) - most + 1} more"]
-        handles[-1] = Line2D([], [], linestyle="none")
+        highest = sorted(range(len(labels)), key=lambda index: -handles[index].get_ydata()[-1])[: most - 1]
+        left_out = len(labels) - len(highest)
+        handles = [*(handles[index] for index in highest), Line2D([], [], linestyle="none")]
+        labels = [*(labels[index] for index in highest), f"and {left_out} lower"]
     axes.legend(
         handles,
         labels,
         loc="upper left",
-        bbox_to_anchor=(-0.74 / (axes.bbox.width / axes.figure.dpi), -0.22 / (axes.bbox.height / axes.figure.dpi)),
+        bbox_to_anchor=(-0.82 / (axes.bbox.width / axes.figure.dpi), -0.22 / (axes.bbox.height / axes.figure.dpi)),
         ncols=columns,
         frameon=False,
         fontsize=8.5,
@@ -274,7 +286,7 @@ def _table(axes: Axes, panel: Mapping[str, Any], shown: Sequence[Shown]) -> None
         )
     header = [*keys, *values]
     cells = [[*found, *(told_of.get(name, "") for name in values)] for found, told_of in sorted(lines.items())]
-    width = max(6, int(axes.bbox.width / axes.figure.dpi / len(header) / LETTER_INCHES))
+    width = max(6, int(axes.bbox.width / axes.figure.dpi / len(header) / LETTER_INCHES / 1.25))
     line = 0.34 / (axes.bbox.height / axes.figure.dpi)
     for row, words in enumerate([header, *cells]):
         for column, word in enumerate(words):

@@ -58,7 +58,7 @@ def test_one_pod_with_prompts_alone_waits_as_pollaczek_and_khinchine_say(sigma: 
 
 def test_two_pods_do_what_the_simulation_of_balancing_does() -> None:
     """The same requests through its loop, with the rule of the predicted wait, end at the same moments."""
-    fast, slow = pool(prefill=4000, decode=400), pool(prefill=1000, decode=100)
+    fast, slow = pool(prefill=4000, decode=400), pool(prefill=1100, decode=130)
     traffic = replace(STEADY, peak_rate=3.0)
     day = simulate(plan([(fast, 1), (slow, 1)], traffic, seconds=900.0), 4)
     servers, ended = [fast.server(), slow.server()], []
