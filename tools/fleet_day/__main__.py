@@ -76,7 +76,7 @@ def _simulated(scenario: Scenario, seed: int, hours: float) -> Figures:
         day = simulate(plan, seed, show)
     seconds = time.monotonic() - began
     print(f"{scenario.name}, {scenario.pods:,} pods: {day.sent:,} requests in {seconds:.0f} s", file=sys.stderr)
-    return figures(scenario, day, scenario.table == "sizes" and scenario.pods == WITH_SERIES)
+    return figures(scenario, day, scenario.table in ("sizes", "steadier") and scenario.pods == WITH_SERIES)
 
 
 def _kept(arguments: argparse.Namespace, fleets: Fleets) -> list[Figures]:

@@ -17,8 +17,9 @@ from tools.fleet_day.traffic import DAY, HOUR
 SCHEMA = "armature-fleet-day/1"
 SERIES_SECONDS = 900.0  # of the series for the pictures
 TITLES = {
-    "sizes": "fleet and size",
-    "changes": "one change to the mixed fleet",
+    "sizes": "autoscaler as configured",
+    "steadier": "steadier autoscaler",
+    "changes": "changes to the mixed fleet",
     "speeds": "other speeds of the first pool",
 }
 HEADER = (

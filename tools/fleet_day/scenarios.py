@@ -6,11 +6,12 @@ import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
-from tools.fleet_day.autoscaler import MIXED, Policy, ScalingRules, read_rules
+from tools.fleet_day.autoscaler import MIXED, RUNNING, Policy, ScalingRules, read_rules
 from tools.fleet_day.pools import Pool
 from tools.fleet_day.simulation import FleetPlan, PoolPlan, Spot, Starts
 from tools.fleet_day.traffic import Traffic
 
+MIXED_NAME = "mixed"
 SIZES = (10, 100, 1_000, 10_000)
 PEAK_LOAD = 0.7  # share of the reference pool's capacity that the peak takes, if it has as many pods as the size says
 WARM = Starts(machine=0.0, image=0.0, model=5.0)  # docs/proofs.md: 4 to 6 s on a node that has the cache
@@ -73,43 +74,54 @@ class Fleets:
 
 
 def by_size(fleets: Fleets, sizes: tuple[int, ...]) -> Iterator[Scenario]:
-    """Yield each pool alone and, if there are two, both, for each size."""
-    names = list(fleets.pools)
-    for pods in sizes:
-        for name in names:
-            yield Scenario("sizes", f"{name} only", pods, fleets.alone(name, pods))
-        if len(names) > 1:
-            yield Scenario("sizes", "mixed", pods, fleets.mixed(pods))
+    """Yield each pool alone and, if there are two, both, for each size: as configured, then with steadier autoscalers."""
+    plans = {
+        (pods, name): fleets.mixed(pods) if name == MIXED_NAME else fleets.alone(name, pods)
+        for pods in sizes
+        for name in (*fleets.pools, *([MIXED_NAME] if len(fleets.pools) > 1 else []))
+    }
+    for (pods, name), plan in plans.items():
+        yield Scenario("sizes", name, pods, plan)
+    for (pods, name), plan in plans.items():
+        yield Scenario("steadier", name, pods, steadier(plan))
 
 
 def changes(fleets: Fleets, pods: int) -> Iterator[Scenario]:
-    """Yield the mixed fleet with one thing changed at a time."""
+    """Yield the mixed fleet with changes to its autoscalers, and the steadier one with changes to its machines."""
     plan = fleets.mixed(pods)
+    steady = steadier(plan)
     half = replace(plan.spot, share=0.5)
+    slow = replace(plan.starts, machine=300.0)
     variants = {
         "as configured": plan,
-        "half of the pods on spot machines, 2 minutes of notice": replace(plan, spot=half),
-        "the same, without notice": replace(plan, spot=replace(half, notice=0.0)),
-        "balanced by weights": replace(plan, balancer="weights"),
-        "balanced evenly (a Service)": replace(plan, balancer="even"),
-        "new pods on warm machines, ready after 5 s": replace(plan, starts=WARM),
-        "new machines take 5 minutes": replace(plan, starts=replace(plan.starts, machine=300.0)),
-        "scaling up once in 4 minutes": _with_rules(plan, _slower_up),
-        "scaling down by 10% in 2 minutes": _with_rules(plan, _faster_down),
-        "both": _with_rules(plan, lambda rules: _faster_down(_slower_up(rules))),
-        "all targets of the autoscalers halved": _with_rules(plan, _half_targets),
-        "no bursts": replace(plan, traffic=replace(plan.traffic, bursts=0.0)),
+        "as configured, new pods ready after 5 s": replace(plan, starts=WARM),
+        "as configured, new machines after 5 minutes": replace(plan, starts=slow),
+        "all targets halved": _with_rules(plan, _half_targets),
+        "1. scaling up once in 4 minutes": _with_rules(plan, _slower_up),
+        "2. scaling down by 2% in 2 minutes": _with_rules(plan, _faster_down),
+        "3. a target of 16 running requests too": _with_rules(plan, _by_running),
+        "steadier: all three": steady,
+        "steadier, new pods ready after 5 s": replace(steady, starts=WARM),
+        "steadier, new machines after 5 minutes": replace(steady, starts=slow),
+        "steadier, half of the pods on spot machines": replace(steady, spot=half),
+        "the same, lost without notice": replace(steady, spot=replace(half, notice=0.0)),
+        "steadier, balanced by chance": replace(steady, balancer="weights"),
     }
     for name, each in variants.items():
         yield Scenario("changes", name, pods, each)
 
 
 def arm_speeds(fleets: Fleets, pods: int, factors: tuple[float, ...]) -> Iterator[Scenario]:
-    """Yield the first pool alone, at other speeds than declared."""
+    """Yield the first pool alone with steadier autoscalers, at other speeds than declared."""
     name, pool = next(iter(fleets.pools.items()))
     for factor in factors:
         changed = replace(fleets, pools={**fleets.pools, name: pool.faster(factor, f"declared: {factor:g} times")})
-        yield Scenario("speeds", f"{name} at {factor:g} times its rates", pods, changed.alone(name, pods))
+        yield Scenario("speeds", f"{name} at {factor:g} times its rates", pods, steadier(changed.alone(name, pods)))
+
+
+def steadier(plan: FleetPlan) -> FleetPlan:
+    """Return the fleet with autoscalers that see load before waits, grow once in four minutes and shrink by 2%."""
+    return _with_rules(plan, lambda rules: _by_running(_faster_down(_slower_up(rules))))
 
 
 def _with_rules(plan: FleetPlan, change: Callable[[ScalingRules], ScalingRules]) -> FleetPlan:
@@ -121,7 +133,12 @@ def _slower_up(rules: ScalingRules) -> ScalingRules:
 
 
 def _faster_down(rules: ScalingRules) -> ScalingRules:
-    return replace(rules, down=(*rules.down, Policy(percent=True, value=10, period_seconds=120)))
+    return replace(rules, down=(*rules.down, Policy(percent=True, value=2, period_seconds=120)))
+
+
+def _by_running(rules: ScalingRules) -> ScalingRules:
+    """Add a signal that rises before anybody waits. Sixteen are reached at about 0.8 of full load."""
+    return replace(rules, targets={**rules.targets, RUNNING: 16.0})
 
 
 def _half_targets(rules: ScalingRules) -> ScalingRules:

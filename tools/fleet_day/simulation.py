@@ -17,7 +17,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate, count
 
-from tools.fleet_day.autoscaler import SYNC_SECONDS, WAIT, WAITING, Autoscaler, ScalingRules
+from tools.fleet_day.autoscaler import RUNNING, SYNC_SECONDS, WAIT, WAITING, Autoscaler, ScalingRules
 from tools.fleet_day.pools import Pool
 from tools.fleet_day.traffic import DAY, HOUR, Arrival, Traffic
 from tools.measure.simulated_server import Job, Server
@@ -107,6 +107,7 @@ class Pod:
     version: int = 0
     waits: deque[float] = field(default_factory=lambda: deque(maxlen=SCRAPES))
     queues: deque[float] = field(default_factory=lambda: deque(maxlen=SCRAPES))
+    batches: deque[float] = field(default_factory=lambda: deque(maxlen=SCRAPES))
     gone: float | None = None
 
 
@@ -342,6 +343,7 @@ class _Simulation:
         for pod in self.open:
             pod.waits.append(self._predicted_wait(pod, moment))
             pod.queues.append(pod.server.num_waiting)
+            pod.batches.append(pod.server.num_here - pod.server.num_waiting)
         cheaper = _mean([_mean(pod.waits) for pod in self.open if pod.pool == 0])
         for pool, scaler in enumerate(self.autoscalers):
             mine = [pod for pod in self.open if pod.pool == pool]
@@ -380,6 +382,7 @@ class _Simulation:
 _GAUGES: Mapping[str, Callable[[Pod], Sequence[float]]] = {
     WAITING: lambda pod: pod.queues,
     WAIT: lambda pod: pod.waits,
+    RUNNING: lambda pod: pod.batches,
 }
 
 

@@ -178,13 +178,13 @@ def _lines(axes: Axes, panel: Mapping[str, Any], shown: Sequence[Shown]) -> None
         axes.set_yscale("log")
         axes.minorticks_off()
         low, high = axes.get_ylim()
-        axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5) if high < 30 * low else (1,), numticks=2 * MOST_TICKS))
+        axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5) if high < 100 * low else (1,), numticks=2 * MOST_TICKS))
     elif unit == "bytes":
         axes.set_ylim(bottom=0)
         axes.yaxis.set_major_locator(MultipleLocator(2**20 * decimal_step(axes.get_ylim()[1] / 2**20 / MOST_TICKS)))
     else:
-        top = axes.get_ylim()[1]
-        axes.set_ylim(0, defaults.get("max", top))
+        top = 1.06 * max(value for one in shown for _, value in one.points)
+        axes.set_ylim(0, defaults.get("max") or top or 1.0)
         axes.yaxis.set_major_locator(MaxNLocator(MOST_TICKS, steps=[1, 2, 2.5, 5, 10]))
     for step in defaults.get("thresholds", {}).get("steps", ())[1:]:
         if step["value"] <= 3 * axes.get_ylim()[1]:
@@ -242,7 +242,7 @@ def _legend(axes: Axes) -> None:
         highest = sorted(range(len(labels)), key=lambda index: -handles[index].get_ydata()[-1])[: most - 1]
         left_out = len(labels) - len(highest)
         handles = [*(handles[index] for index in highest), Line2D([], [], linestyle="none")]
-        labels = [*(labels[index] for index in highest), f"and {left_out} lower"]
+        labels = [*(labels[index] for index in highest), f"and {left_out} more"]
     axes.legend(
         handles,
         labels,

@@ -81,7 +81,7 @@ def test_no_two_lines_look_alike_and_a_legend_says_what_it_leaves_out(count: int
     assert len(set(HUES)) == len(HUES) == 10
     words = [text.get_text() for text in axes.get_legend().get_texts()]
     if len(words) < count:
-        assert words[-1] == f"and {count - len(words) + 1} lower"
+        assert words[-1] == f"and {count - len(words) + 1} more"
         assert words[0].startswith(f"pool {count - 1} "), "the highest are named"
 
 
