@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
+import numpy
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -22,7 +23,7 @@ from tools.fleet_day.report import figures, percentile, read, row, tables
 from tools.fleet_day.scenarios import Fleets, arm_speeds, by_size, changes
 from tools.fleet_day.simulation import BALANCERS, Day, FleetPlan, PoolPlan, Spot, Starts, simulate
 from tools.fleet_day.traffic import DAY, Lengths, Traffic
-from tools.measure.simulated_balancing import _run_until
+from tools.measure.simulated_balancing import _run_until, arrivals, weighted
 from tools.measure.simulated_server import Job, Server
 
 RESULTS = ROOT / "docs" / "results"
@@ -47,7 +48,7 @@ def plan(pools: Sequence[tuple[Pool, int]], traffic: Traffic, **fields: object) 
 def test_one_pod_with_prompts_alone_waits_as_pollaczek_and_khinchine_say(sigma: float) -> None:
     """The mean stay in M/G/1, first come first served, is s + λ E[s²] / 2(1 − ρ)."""
     lengths = Lengths(100, sigma, 1000)
-    drawn = lengths.draw(__import__("numpy").random.default_rng(5), 200_000) / 100
+    drawn = lengths.draw(numpy.random.default_rng(5), 200_000) / 100
     rate = 0.7 / drawn.mean()
     day = simulate(
         plan([(pool(), 1)], replace(STEADY, peak_rate=rate, prompts=lengths, completions=Lengths(1, 0, 1))), 1
@@ -90,8 +91,6 @@ def run(servers: Sequence[Server], moment: float, ended: list[float]) -> None:
 
 def test_servers_without_batching_are_erlangs() -> None:
     """With `cost` 0 a server of c places is M/M/c: the mean wait is C(c, a) / (cμ − λ)."""
-    from tools.measure.simulated_balancing import arrivals, weighted
-
     places, load = 8, 0.8 * 8
     term, total = 1.0, 0.0
     for index in range(places):
@@ -140,7 +139,8 @@ def test_what_was_on_a_lost_machine_is_sent_again_and_a_notice_saves_most_of_it(
         rules = replace(RULES, min_pods=1, max_pods=4)
         made = FleetPlan((PoolPlan(one, rules, 4),), replace(STEADY, peak_rate=3.0), spot=spot, seconds=3600.0)
         lost[notice] = simulate(made, 3)
-    assert lost[0.0].retried > 20 * max(1, lost[120.0].retried)
+    assert lost[0.0].retried > 10
+    assert lost[120.0].retried == 0, "no answer takes two minutes"
     assert lost[0.0].lost_pods > 3
     assert all(day.dollars[0] < 0.8 * day.pod_seconds[0] / 3600 for day in lost.values()), "spot machines cost less"
 
