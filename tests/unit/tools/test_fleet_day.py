@@ -12,13 +12,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from app.bench.compare.result import SCHEMA, CompareResult, LoadPoint, LoadSpec, write_result
 from app.bench.console import MeasurementFailed
 from external_tools import ROOT
 from hypothesis_examples import examples
 from tools.fleet_day.__main__ import main
 from tools.fleet_day.autoscaler import COMPONENT, MIXED, WAIT, WAITING, Autoscaler, ScalingRules, read_rules
 from tools.fleet_day.pictures import title
-from tools.fleet_day.pools import PLACES, Pool, decode_rates, default_pools, read_pool
+from tools.fleet_day.pools import PLACES, Pool, decode_rates, default_pools, pool_of_result, read_pool
 from tools.fleet_day.report import figures, percentile, read, row, tables
 from tools.fleet_day.scenarios import Fleets, arm_speeds, by_size, changes
 from tools.fleet_day.simulation import BALANCERS, Day, FleetPlan, PoolPlan, Spot, Starts, simulate
@@ -204,6 +205,27 @@ def test_a_measured_curve_is_linear_between_its_points_and_flat_beyond() -> None
     rates = decode_rates([(1, 10.0), (5, 30.0)])
     assert len(rates) == PLACES
     assert (rates[0], rates[2], rates[4], rates[-1]) == (10.0, 20.0, 30.0, 30.0)
+
+
+def test_a_pool_of_a_result_has_the_rates_that_clients_saw(tmp_path: Path) -> None:
+    def point(clients: int, token_seconds: float) -> LoadPoint:
+        load = LoadSpec(kind="generate", clients=clients, tokens=512, max_tokens=64)
+        return LoadPoint(
+            load=load, began=0, seconds=1, samples=1, first_token_seconds=[0.5], tpot_seconds=[token_seconds]
+        )
+
+    points = [point(1, 0.02), point(8, 0.04)]
+    fields = {"schema": SCHEMA, "name": "mine", "began_at": 0.0, "measured_by": "1", "info": {}, "points": points}
+    result = CompareResult.model_validate(fields | {"instance": "c7i.xlarge"})
+    write_result(result, tmp_path / "mine.json")
+    found = read_pool(f"x86={tmp_path / 'mine.json'}")
+    assert (found.prefill_rate, found.decode_rates[0], found.decode_rates[7]) == (1024.0, 50.0, 200.0)
+    assert (found.machine, found.hourly_price) == ("c7i.xlarge", 0.1785)
+    assert read_pool(f"x86={tmp_path / 'mine.json'},0.5").hourly_price == 0.5
+    with pytest.raises(MeasurementFailed, match="no price"):
+        pool_of_result("x86", result.model_copy(update={"instance": None}))
+    with pytest.raises(MeasurementFailed, match="no completions of one client"):
+        pool_of_result("x86", result.model_copy(update={"points": points[1:]}))
 
 
 @pytest.mark.parametrize(

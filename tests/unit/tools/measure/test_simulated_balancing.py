@@ -46,6 +46,27 @@ def test_a_batch_that_costs_little_makes_more_of_a_server() -> None:
     assert Server(1.0, cost=0.1, places=8).capacity == pytest.approx(8 / 1.7)
 
 
+def test_a_prompt_holds_the_batch_up() -> None:
+    """Two of five seconds are done when a prompt of three comes; after it both progress."""
+    server, other = Server(1.0, cost=0.0, prompt_rate=10.0), Job(1, 2.0, 1.0, prompt=30.0)
+    server.take(Job(0, 0.0, 5.0))
+    server.advance(2.0)
+    server.take(other)
+    server.take(Job(2, 2.0, 0.0, prompt=10.0))
+    assert (server.next_end, server.prompt_backlog(3.0), server.num_waiting) == (5.0, 3.0, 1)
+    server.advance(5.0)
+    assert server.end_next() == (other, False)
+    assert server.next_end == 6.0
+    server.advance(6.0)
+    assert server.end_next() == (Job(2, 2.0, 0.0, prompt=10.0), True), "nothing comes after its prompt"
+    assert server.next_end == 7.0
+    server.advance(7.0)
+    assert server.end_next() == (other, True)
+    assert server.next_end == 9.0
+    assert [job.number for job in server.remove_all()] == [0]
+    assert server.num_here == 0
+
+
 def test_turns_follow_the_weights_and_lie_apart() -> None:
     rule, servers = weighted([4, 1]), [Server(1.0), Server(0.25)]
     turns = [rule(servers, 0.0) for _ in range(10)]
