@@ -42,8 +42,8 @@ def loaded(file: Path) -> Dashboard:
     return found
 
 
-def test_the_three_are_there() -> None:
-    assert [file.stem for file in FILES] == ["engine", "fleet", "service"]
+def test_the_four_are_there() -> None:
+    assert [file.stem for file in FILES] == ["cost", "engine", "fleet", "service"]
     assert len({loaded(file)["uid"] for file in FILES}) == len(FILES)
 
 
@@ -112,6 +112,15 @@ def test_recorded_series_are_ours(file: Path) -> None:
     }
     for query in queries(loaded(file)):
         assert set(re.findall(r"\b\w+:\w+:\w+\b", query.expr)) <= recorded, query
+
+
+@every
+def test_small_dollars_have_different_ticks(file: Path) -> None:
+    """With a fixed number of decimals an axis up to $0.002 says $0.001 at several ticks."""
+    for panel in panels(loaded(file)):
+        defaults = panel["fieldConfig"]["defaults"]
+        if panel["type"] == "timeseries" and defaults["unit"] == "currencyUSD":
+            assert "decimals" not in defaults, panel["title"]
 
 
 def test_objectives_are_drawn_where_alerts_have_them() -> None:

@@ -65,7 +65,7 @@ def test_pools_are_distinguished() -> None:
 def test_dashboards_are_where_grafanas_sidecar_looks_and_small_enough() -> None:
     maps = of_kind(built(COMPONENT), "ConfigMap")
     assert [each["metadata"]["name"] for each in maps] == [
-        f"armature-dashboard-{name}" for name in ("engine", "fleet", "service")
+        f"armature-dashboard-{name}" for name in ("cost", "engine", "fleet", "service")
     ]
     for each in maps:
         assert each["metadata"]["labels"]["grafana_dashboard"] == "1"

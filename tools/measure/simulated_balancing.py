@@ -8,86 +8,16 @@ same figures on every machine.
 from __future__ import annotations
 
 import argparse
-import heapq
 import math
 import random
 import sys
-from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+from tools.measure.simulated_server import Job, Server
+
 SCRAPE_SECONDS = 0.05  # maximum age of an endpoint picker's metrics
 WARM_UP = 0.1  # fraction of requests that are not counted, while the servers fill
-
-
-@dataclass(frozen=True, slots=True)
-class Job:
-    number: int
-    arrived: float
-    work: float
-
-
-@dataclass(slots=True)
-class Server:
-    """A batch of up to `places` requests that progress at the same rate, with a queue of up to `queue` requests.
-
-    `cost` is what each further request adds to a step, relative to the first. 1 is plain processor sharing, and at 0
-    batching is free.
-    """
-
-    speed: float
-    cost: float = 1.0
-    places: int = 64
-    queue: int = 256
-    now: float = 0.0
-    progress: float = 0.0  # seconds of work done for a request that has been present from the start
-    running: list[tuple[float, int, Job]] = field(
-        default_factory=list
-    )  # heap, ordered by the progress at which each is done
-    waiting: deque[Job] = field(default_factory=deque)
-
-    @property
-    def num_here(self) -> int:
-        return len(self.running) + len(self.waiting)
-
-    def pace(self, members: int) -> float:
-        """Return the seconds of work per second for each of `members` requests."""
-        return self.speed / (1 + self.cost * (members - 1))
-
-    @property
-    def capacity(self) -> float:
-        """Seconds of work per second with every place taken."""
-        return self.places * self.pace(self.places)
-
-    @property
-    def next_end(self) -> float:
-        if not self.running:
-            return math.inf
-        return self.now + (self.running[0][0] - self.progress) / self.pace(len(self.running))
-
-    def advance(self, moment: float) -> None:
-        """Advance to a moment before which no request ends."""
-        if self.running:
-            self.progress += (moment - self.now) * self.pace(len(self.running))
-        self.now = moment
-
-    def take(self, job: Job) -> bool:
-        """Accept a request. Returns False if every place and the whole queue are taken."""
-        if self.num_here >= self.places + self.queue:
-            return False
-        self.waiting.append(job)
-        self._seat()
-        return True
-
-    def end_one(self) -> Job:
-        job = heapq.heappop(self.running)[2]
-        self._seat()
-        return job
-
-    def _seat(self) -> None:
-        while self.waiting and len(self.running) < self.places:
-            job = self.waiting.popleft()
-            heapq.heappush(self.running, (self.progress + job.work, job.number, job))
 
 
 Rule = Callable[[Sequence[Server], float], int]  # from the servers and the time to the chosen server
@@ -218,7 +148,7 @@ def _run_until(servers: Sequence[Server], moment: float, on_end: Callable[[Job],
             return
         for server in servers:
             server.advance(due)
-        on_end(ends.end_one())
+        on_end(ends.end_next()[0])
         if just_one:
             return
     for server in servers:

@@ -26,6 +26,8 @@ MAY_BE_ABSENT = {
     "process_cgroup_cpu_throttled_seconds_total": "no CPU quota",
     "armature_cpu_quota_cores": "no CPU quota",
     "armature_energy_idle_watts": "no counter of energy: what is modelled knows no idle power",
+    "armature_energy_above_idle_joules_per_token": "no counter of energy: what is modelled knows no idle power",
+    "armature_energy_above_idle_joules_per_vector": "no counter of energy: what is modelled knows no idle power",
     "armature_power_watts": "no counter of energy, and no --watts",
     "armature_energy_joules_total": "no counter of energy, and no --watts",
     "armature_cost_dollars_total": "no --hourly-price",

@@ -13,9 +13,7 @@ from hypothesis import strategies as st
 from external_tools import ROOT
 from hypothesis_examples import examples
 from tools.measure.simulated_balancing import (
-    Job,
     Outcome,
-    Server,
     arrivals,
     clients,
     least_connections,
@@ -24,6 +22,7 @@ from tools.measure.simulated_balancing import (
     rules,
     weighted,
 )
+from tools.measure.simulated_server import Job, Server
 
 
 @pytest.mark.parametrize("load", [0.3, 0.7])
@@ -45,6 +44,27 @@ def test_one_alone_takes_its_work_over_the_speed() -> None:
 def test_a_batch_that_costs_little_makes_more_of_a_server() -> None:
     assert Server(1.0, cost=1.0, places=8).capacity == pytest.approx(1.0)
     assert Server(1.0, cost=0.1, places=8).capacity == pytest.approx(8 / 1.7)
+
+
+def test_a_prompt_holds_the_batch_up() -> None:
+    """Two of five seconds are done when a prompt of three comes; after it both progress."""
+    server, other = Server(1.0, cost=0.0, prompt_rate=10.0), Job(1, 2.0, 1.0, prompt=30.0)
+    server.take(Job(0, 0.0, 5.0))
+    server.advance(2.0)
+    server.take(other)
+    server.take(Job(2, 2.0, 0.0, prompt=10.0))
+    assert (server.next_end, server.prompt_backlog(3.0), server.num_waiting) == (5.0, 3.0, 1)
+    server.advance(5.0)
+    assert server.end_next() == (other, False)
+    assert server.next_end == 6.0
+    server.advance(6.0)
+    assert server.end_next() == (Job(2, 2.0, 0.0, prompt=10.0), True), "nothing comes after its prompt"
+    assert server.next_end == 7.0
+    server.advance(7.0)
+    assert server.end_next() == (other, True)
+    assert server.next_end == 9.0
+    assert [job.number for job in server.remove_all()] == [0]
+    assert server.num_here == 0
 
 
 def test_turns_follow_the_weights_and_lie_apart() -> None:
