@@ -2,7 +2,8 @@
 
     python -m tools.random_checkpoint moe-3b DIR
 
-`moe-3b` has 3.2B weights in the layers of Qwen 3 with experts, of which a token uses 0.6B.
+`moe-3b` has 3.2B weights in the layers of Qwen 3 with experts, of which a token uses 0.6B. `llama-1.7b` and
+`llama-135m` have the shapes of SmolLM2 and one vocabulary, so that the second can draft for the first.
 """
 
 from __future__ import annotations
@@ -20,6 +21,18 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from app.models.decoders.config import ModelConfig
 from app.models.decoders.shapes import tensors_of
 
+_SMOLLM2: Mapping[str, Any] = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "head_dim": 64,
+    "vocab_size": 49152,
+    "max_position_embeddings": 8192,
+    "rope_theta": 130_000.0,
+    "rms_norm_eps": 1e-5,
+    "tie_word_embeddings": True,
+    "bos_token_id": 0,
+    "eos_token_id": 1,
+}
 SHAPES: Mapping[str, Mapping[str, Any]] = {
     "moe-3b": {
         "architectures": ["Qwen3MoeForCausalLM"],
@@ -41,6 +54,22 @@ SHAPES: Mapping[str, Mapping[str, Any]] = {
         "tie_word_embeddings": True,
         "bos_token_id": 0,
         "eos_token_id": 1,
+    },
+    "llama-1.7b": {
+        **_SMOLLM2,
+        "hidden_size": 2048,
+        "intermediate_size": 8192,
+        "num_hidden_layers": 24,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 32,
+    },
+    "llama-135m": {
+        **_SMOLLM2,
+        "hidden_size": 576,
+        "intermediate_size": 1536,
+        "num_hidden_layers": 30,
+        "num_attention_heads": 9,
+        "num_key_value_heads": 3,
     },
 }
 _SHARD_BYTES = 2 * 2**30

@@ -25,7 +25,7 @@ from app.bench.engine.ceilings import (
     WorkSamples,
     mean_ceilings,
 )
-from app.bench.engine.driver import PROMPT_TOKENS, DecoderDriver, ProductCosts, largest_cache_bytes, product_costs
+from app.bench.engine.driver import PROMPT_TOKENS, DecoderDriver, largest_cache_bytes, product_costs
 from app.bench.http.workload import TokenPrompts
 from app.engine.build import BuildRequest, BuiltEngine
 from app.engine.decoder.build import build_decoder_engine, build_device_decoder_engine
@@ -127,7 +127,7 @@ def measure_decoder_engine(
             built.model, checkpoint.model_config.vocab_size, largest_cache_bytes(facts, built.backend.device)
         )
         measured = {
-            load: WorkSamples(weights.read_bytes, weights.operations(load.all_tokens, load.logit_rows))
+            load: WorkSamples(weights.read_bytes(load.all_tokens), weights.operations(load.all_tokens, load.logit_rows))
             for load in loads
         }
         with closing(machine), torch.inference_mode(), gc_disabled():
@@ -146,7 +146,7 @@ def measure_decoder_engine(
     subject = f"{checkpoint.name}, {plan.precision.value}, {device_label(plan)}"
     figures = (
         *machine.figures(),
-        *(figure for load in taken for figure in _load_figures(load, taken[load], weights, kv_bytes)),
+        *(figure for load in taken for figure in _load_figures(load, taken[load], kv_bytes)),
     )
     notes = tuple(note for load, samples in taken.items() for note in _outliers(load, samples))
     return BenchOutcome("engine", subject, figures, details | {"step_seconds": steps}, complete, notes)
@@ -220,17 +220,17 @@ def _work(driver: DecoderDriver, load: DecoderLoad, steps: int) -> list[float]:
     return driver.decode(load.tokens, steps)
 
 
-def _load_figures(load: DecoderLoad, samples: WorkSamples, weights: ProductCosts, kv_bytes: float) -> Iterator[Figure]:
+def _load_figures(load: DecoderLoad, samples: WorkSamples, kv_bytes: float) -> Iterator[Figure]:
     """Yield the table rows of one load.
 
     `kv_bytes` is the size of one sequence's keys and values in the middle of its run.
     """
     bound, share = samples.bound
     parts = {"tok/s": load.all_tokens / samples.middle}
-    if not load.prompt and weights.read_bytes:
+    if not load.prompt and samples.num_bytes:
         parts["of read"] = samples.read_share
-        parts["with KV"] = samples.read_share * (1 + load.tokens * kv_bytes / weights.read_bytes)
-        parts["MB/token"] = weights.read_bytes / load.tokens / 1e6
+        parts["with KV"] = samples.read_share * (1 + load.tokens * kv_bytes / samples.num_bytes)
+        parts["MB/token"] = samples.num_bytes / load.tokens / 1e6
     parts["of products"] = samples.product_share
     yield Figure(
         load.name,
@@ -239,7 +239,7 @@ def _load_figures(load: DecoderLoad, samples: WorkSamples, weights: ProductCosts
         p99=samples.p99 * 1e3,
         ratio=share,
         against=bound,
-        target=TARGETS.get(load.name) if load.prompt or weights.read_bytes else None,
+        target=TARGETS.get(load.name) if load.prompt or samples.num_bytes else None,
         is_share=True,
         parts=parts,
     )

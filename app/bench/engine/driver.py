@@ -112,19 +112,26 @@ class DecoderDriver:
 class ProductCosts:
     """Cost of all matrix products of a model.
 
-    `num_bytes` is the size of the weights that one token reads. Operations are multiply-adds times two: per token for
-    the inner layers, and per row of logits for the output layer.
+    `num_bytes` is the size of the weights that every token reads, `expert_bytes` that of all experts, of which a token
+    reads the share `expert_use`. Operations are multiply-adds times two: per token for the inner layers, and per row
+    of logits for the output layer.
     """
 
     num_bytes: int
     operations_per_token: float
     operations_per_logit_row: float
     cache_bytes: int = 0  # the machine's largest cache
+    expert_bytes: int = 0
+    expert_use: float = 0.0
 
-    @property
-    def read_bytes(self) -> int:
-        """Weight bytes that a step reads from memory; 0 if at least half of the weights fit in the cache."""
-        return self.num_bytes if self.num_bytes > 2 * self.cache_bytes else 0
+    def read_bytes(self, tokens: int) -> int:
+        """Return the weight bytes that a step of `tokens` reads from memory; 0 if half of all weights fit in the cache.
+
+        Tokens are expected to choose their experts at random and independently.
+        """
+        if self.num_bytes + self.expert_bytes <= 2 * self.cache_bytes:
+            return 0
+        return self.num_bytes + round(self.expert_bytes * (1.0 - (1.0 - self.expert_use) ** tokens))
 
     def operations(self, tokens: int, logit_rows: int) -> float:
         """Return the operations of a step with this many tokens and rows of logits."""
@@ -140,22 +147,25 @@ def product_costs(model: torch.nn.Module, vocab_size: int, cache_bytes: int) -> 
         cache_bytes: Size of the machine's largest cache.
     """
     layers = [layer for layer in model.modules() if isinstance(layer, Linear)]
-    shares = {  # of all tokens, that an expert's products get
-        id(layer): mixture.routing.top_k / mixture.routing.num_experts
-        for mixture in model.modules()
-        if isinstance(mixture, MixtureOfExperts)
-        for layer in mixture.experts.modules()
-    }
+    mixtures = [module for module in model.modules() if isinstance(module, MixtureOfExperts)]
+    experts = {id(layer) for mixture in mixtures for layer in mixture.experts.modules()}
+    use = mixtures[0].routing.top_k / mixtures[0].routing.num_experts if mixtures else 0.0
     output = [layer for layer in layers if layer.out_features == vocab_size]
     inner = [layer for layer in layers if layer.out_features != vocab_size]
+    num_bytes = {
+        is_expert: sum(
+            {id(one.form): _few_rows_bytes(one.form) for one in layers if (id(one) in experts) is is_expert}.values()
+        )
+        for is_expert in (False, True)
+    }
     return ProductCosts(
-        num_bytes=round(
-            sum({id(layer.form): shares.get(id(layer), 1.0) * _few_rows_bytes(layer.form) for layer in layers}.values())
-        ),
+        num_bytes=num_bytes[False],
         operations_per_token=2.0
-        * sum(shares.get(id(layer), 1.0) * layer.in_features * layer.out_features for layer in inner),
+        * sum((use if id(layer) in experts else 1.0) * layer.in_features * layer.out_features for layer in inner),
         operations_per_logit_row=2.0 * sum(layer.in_features * layer.out_features for layer in output),
         cache_bytes=cache_bytes,
+        expert_bytes=num_bytes[True],
+        expert_use=use,
     )
 
 

@@ -234,7 +234,7 @@ def _repeated(driver: LoadDriver[N], load: N, times: int | None) -> list[tuple[f
 def _weight_bytes_read(weights: ProductCosts, plan: ServingPlan, load: EncoderLoad) -> float:
     """Return the weight bytes that a load reads: all weights once per step."""
     together = max(1, plan.batch_target_tokens.value // load.length)
-    return weights.read_bytes * math.ceil(load.texts / together)
+    return weights.read_bytes(load.length) * math.ceil(load.texts / together)
 
 
 def _figure(load: EncoderLoad, taken: BatchTimes, machine: CeilingSampler) -> Figure:

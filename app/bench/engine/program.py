@@ -112,7 +112,7 @@ def _minimum_work(checkpoint: ProgramCheckpoint, plan: ServingPlan, facts: Facts
     cache = max((cache.size_bytes for cache in facts.caches), default=0)
     operations = operations_per_row(checkpoint, FREE_DIMENSION_SIZE)
     weights = ProductCosts(read_bytes(checkpoint, plan.precision.value), operations, 0.0, cache)
-    return WorkSamples(weights.read_bytes * _num_steps(plan, load), weights.operations(load.rows, 0))
+    return WorkSamples(weights.read_bytes(load.rows) * _num_steps(plan, load), weights.operations(load.rows, 0))
 
 
 def _num_steps(plan: ServingPlan, load: ProgramLoad) -> int:

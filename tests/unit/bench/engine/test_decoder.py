@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -118,7 +119,7 @@ def test_many_steps_show_how_steady_they_are(prepared: Prepared, monkeypatch: py
 
 def test_the_table_fits_a_terminal(prepared: Prepared, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(decoder, "_work", lambda driver, load, steps: [1.2345] * steps)
-    monkeypatch.setattr(ProductCosts, "read_bytes", 10**9)
+    monkeypatch.setattr(ProductCosts, "read_bytes", lambda self, tokens: 10**9)
     outcome = run(prepared, EngineBenchOptions(rounds=1, rows=(16,), prompts=(512,), steps=1000))
     assert "with KV" in outcome.figures[-3].parts
     assert Console(width=1000).measure(outcome_table(outcome)).maximum <= 120
@@ -157,30 +158,34 @@ def test_a_token_passes_some_experts_of_a_mixture(tmp_path: Path) -> None:
     )
     active, every = active_weights(config), active_weights(config) + (6 - 3) * expert_weights(config)
     assert weights.operations_per_token == 2 * active
-    assert 4 * (active + 320 * 32) <= weights.num_bytes < 4 * (every + 320 * 32)
+    assert 4 * (active + 320 * 32) <= weights.read_bytes(1) < 4 * (every + 320 * 32)
+    assert weights.read_bytes(1) < weights.read_bytes(2) < weights.read_bytes(100)
+    assert weights.read_bytes(100) == weights.num_bytes + weights.expert_bytes
+    every_byte = weights.num_bytes + weights.expert_bytes
+    assert dataclasses.replace(weights, cache_bytes=every_byte // 2 - 1).read_bytes(1) == weights.read_bytes(1)
 
 
 def test_weights_that_fit_a_cache_are_not_held_against_memory() -> None:
-    assert ProductCosts(1000, 1.0, 1.0, cache_bytes=100).read_bytes == 1000
-    assert ProductCosts(1000, 1.0, 1.0, cache_bytes=500).read_bytes == 0
+    assert ProductCosts(1000, 1.0, 1.0, cache_bytes=100).read_bytes(1) == 1000
+    assert ProductCosts(1000, 1.0, 1.0, cache_bytes=500).read_bytes(1) == 0
     cached = Facts("linux", "x86_64", Cpu("", ""), (Core((0,)),), 1, 1, (0,), caches=(Cache(3, "unified", 77, 1),))
     assert largest_cache_bytes(cached, torch.device("cpu")) == 77
 
 
 def test_a_step_quicker_than_the_ceiling_is_a_failed_measurement() -> None:
     weights = ProductCosts(int(1e9), 1.0, 1.0)
-    samples = WorkSamples(weights.read_bytes, weights.operations(1, 1))
+    samples = WorkSamples(weights.read_bytes(1), weights.operations(1, 1))
     samples.add_round([0.5], MachineCeilings(read=1e9, product=1e12))
     assert samples.read_shares == [2.0]
-    mistaken = next(iter(decoder._load_figures(DecoderLoad(1, 1), samples, weights, 0.0)))
+    mistaken = next(iter(decoder._load_figures(DecoderLoad(1, 1), samples, 0.0)))
     assert mistaken.mistake is not None
 
 
 def test_keys_and_values_are_read_too() -> None:
     weights = ProductCosts(int(1e9), 1.0, 1.0)
-    samples = WorkSamples(weights.read_bytes, weights.operations(8, 8))
+    samples = WorkSamples(weights.read_bytes(8), weights.operations(8, 8))
     samples.add_round([2.0], MachineCeilings(read=1e9, product=1e12))
-    parts = next(iter(decoder._load_figures(DecoderLoad(8, 8), samples, weights, kv_bytes=1e8))).parts
+    parts = next(iter(decoder._load_figures(DecoderLoad(8, 8), samples, kv_bytes=1e8))).parts
     assert (parts["of read"], parts["with KV"], parts["MB/token"]) == (0.5, pytest.approx(0.9), 125.0)
 
 
