@@ -9,11 +9,13 @@ from pathlib import Path
 import yaml
 
 from tools.proofs.cluster.control_plane import ControlPlane
+from tools.proofs.cluster.namespaces import wait
 from tools.proofs.cluster.service import K8S
 from tools.proofs.findings import Findings
 
 DEFINITIONS = Path(__file__).resolve().parents[3] / "build" / "checkers" / "crds"  # `make checkers` gets them
 NAMESPACE = "custom"
+ESTABLISHED_SECONDS = 60.0
 # What is under the component, and the kinds that it brings.
 COMPONENTS: Mapping[str, tuple[str, Sequence[str]]] = {
     "gateway": ("base", ("gateway", "httproute", "inferencepool")),
@@ -35,7 +37,7 @@ def run(findings: Findings, cluster: ControlPlane) -> None:
         findings.skipped.append(f"custom resources of {', '.join(missing)}: `make checkers` could not get definitions.")
     if files:
         cluster.kubectl("apply", "--server-side", *(f"--filename={file}" for file in files))
-        cluster.kubectl("wait", "--for=condition=Established", "--timeout=60s", "crd", "--all")
+        wait(lambda: _established(cluster), ESTABLISHED_SECONDS, "the API server does not establish every kind")
     cluster.apply({"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": NAMESPACE}})
     for name, (under, kinds) in COMPONENTS.items():
         if not set(kinds) & set(missing):
@@ -79,6 +81,13 @@ def _applied(
         return cluster.kubectl("apply", "-k", str(folder), *words)
     except RuntimeError as error:
         return str(error)
+
+
+def _established(cluster: ControlPlane) -> bool:
+    conditions = [each.get("status", {}).get("conditions") or [] for each in cluster.get("crd")]
+    return all(
+        {"Established": "True"}.items() <= {one["type"]: one["status"] for one in each}.items() for each in conditions
+    )
 
 
 def _names(cluster: ControlPlane, kinds: Sequence[str]) -> list[str]:

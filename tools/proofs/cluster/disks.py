@@ -24,6 +24,7 @@ def volume_beyond_its_limit(findings: Findings, fleet: Fleet) -> None:
     The event tells of the eviction. The pod's status does not: the server ends with status 0 when it is stopped, so
     Kubernetes counts the pod as one that has succeeded.
     """
+    fleet.rolled_out()
     pod = fleet.ready()[0]["metadata"]["name"]
 
     def filled() -> None:
@@ -74,6 +75,7 @@ def full_node(findings: Findings, fleet: Fleet, nodes: list[Node]) -> None:
 
     This is the last check on that node, because the kubelet removes images that no pod uses.
     """
+    fleet.rolled_out()
     pod = fleet.ready()[0]
     name = pod["metadata"]["name"]
     node = next(each for each in nodes if each.name == pod["spec"]["nodeName"])
