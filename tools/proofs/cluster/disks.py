@@ -117,7 +117,10 @@ def _replaced(fleet: Fleet, pod: str) -> None:
 
 
 def _eviction(fleet: Fleet, pod: str) -> str:
-    """Return what the kubelet said when it evicted this pod, or ""."""
+    """Return what the kubelet said when it evicted this pod, in its status or an event, or ""."""
+    status = fleet.cluster.get("pod", pod, "-n", NAMESPACE)["status"]
+    if status.get("reason") == "Evicted":
+        return str(status["message"])
     chosen = f"--field-selector=involvedObject.name={pod},reason=Evicted"
     return " ".join(each["message"] for each in fleet.cluster.get("events", "-n", NAMESPACE, chosen))
 
