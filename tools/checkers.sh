@@ -9,9 +9,14 @@ into=build/checkers
 # dashboards, and axe, which checks that the web page is accessible.
 schemas=(@kubernetes-models/prometheus-operator@6.0.0 @kubernetes-models/keda@2.0.0 @kubernetes-models/gateway-api@2.0.0
   @grafana/schema@13.2.3 typescript@5.9.3 axe-core@4.14.1)
-# Definitions of resources without schemas on npm, from raw.githubusercontent.com: inference gateways and KServe.
+# Definitions (CRDs) of custom resources, from raw.githubusercontent.com. Tests use those without schemas on npm; the
+# proof's cluster uses all.
 definitions=(kubernetes-sigs/gateway-api-inference-extension/v1.6.0/config/crd/bases/inference.networking.k8s.io_inferencepools.yaml
-  kserve/kserve/v0.20.0/config/crd/full/serving.kserve.io_{clusterservingruntimes,inferenceservices}.yaml)
+  kubernetes-sigs/gateway-api/v1.5.0/config/crd/standard/gateway.networking.k8s.io_{gateways,httproutes}.yaml
+  kedacore/keda/v2.20.2/config/crd/bases/keda.sh_scaledobjects.yaml
+  kserve/kserve/v0.20.0/config/crd/full/serving.kserve.io_{clusterservingruntimes,inferenceservices}.yaml
+  kserve/kserve/v0.20.0/config/crd/full/llmisvc/serving.kserve.io_llminferenceservices.yaml
+  prometheus-operator/prometheus-operator/v0.93.0/example/prometheus-operator-crd/monitoring.coreos.com_{podmonitors,prometheusrules,servicemonitors}.yaml)
 
 missing=0
 say() { echo "checkers: $*" >&2; missing=1; }
@@ -64,7 +69,7 @@ if command -v npm >/dev/null; then
 else
   say "no schemas of custom resources and dashboards and no axe: npm is missing"
 fi
-custom_resources 2>/dev/null || say "no definitions of InferencePool, ClusterServingRuntime and InferenceService: curl could not download them"
+custom_resources 2>/dev/null || say "no definitions of custom resources, of InferencePool and KServe's kinds among them: curl could not download them"
 system_tools
 command -v kubectl >/dev/null || command -v kustomize >/dev/null || say "neither kubectl nor kustomize: tests of the built manifests are skipped"
 [ "$missing" = 0 ] && echo "checkers: complete, in $into and on the PATH"

@@ -9,6 +9,7 @@ written, is never used; a pack that cannot be used or kept causes a warning and 
 from __future__ import annotations
 
 import ctypes
+import errno
 import hashlib
 import json
 import logging
@@ -104,7 +105,18 @@ def write_pack(
         OSError: The file cannot be written.
     """
     with atomic_write(target) as stream:
+        _check_room(stream.fileno(), sum(blob.nbytes for blob in blobs.values()))
         return _write(stream.fileno(), {"key": dict(key), **(notes or PackNotes()).to_json()}, blobs, progress)
+
+
+def _check_room(file: int, nbytes: int) -> None:
+    """Raise the error of a full disk before anything is written.
+
+    Otherwise a disk that others use too would be full until the writing fails.
+    """
+    system = os.fstatvfs(file)
+    if system.f_blocks and system.f_bavail * system.f_frsize < nbytes:  # some network file systems tell no numbers
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
 def _write(file: int, about: Mapping[str, Any], blobs: Mapping[str, Tensor], progress: Progress) -> int:

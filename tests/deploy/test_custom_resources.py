@@ -9,9 +9,9 @@ import pytest
 from external_tools import Manifest, built
 from tests.deploy.custom_resources import complaints_of_definition, complaints_of_models, strict
 
-OURS = tuple(f"../tests/deploy/overlays/{name}" for name in ("gateway", "keda", "kserve"))
+OURS = tuple(f"../tests/deploy/overlays/{name}" for name in ("gateway", "keda", "kserve", "kserve-llm"))
 MODELLED = {"ScaledObject", "Gateway", "HTTPRoute"}
-DEFINED = {"InferencePool", "ClusterServingRuntime", "InferenceService"}
+DEFINED = {"InferencePool", "ClusterServingRuntime", "InferenceService", "LLMInferenceService"}
 
 
 def custom(kinds: set[str]) -> list[Manifest]:

@@ -15,8 +15,9 @@ from tests.deploy.clusters import server, servers
 from tests.deploy.live_prometheus import LivePrometheus
 from tests.deploy.test_manifests import VERSIONS
 
-KSERVE = "../tests/deploy/overlays/kserve"
+KSERVE, KSERVE_LLM = (f"../tests/deploy/overlays/{name}" for name in ("kserve", "kserve-llm"))
 MODEL_FOLDER = "/mnt/models"  # KServe's, for every runtime
+KSERVES_PRESTOP_SECONDS = 15
 
 
 def runtime() -> Manifest:
@@ -36,11 +37,48 @@ def services() -> dict[str, Manifest]:
     }
 
 
+def llm() -> Manifest:
+    (found,) = of_kind(built(KSERVE_LLM), "LLMInferenceService")
+    return dict(found["spec"])
+
+
+def llm_container() -> Manifest:
+    (found,) = llm()["template"]["containers"]
+    return dict(found)
+
+
 def queries(predictor: Manifest) -> list[tuple[str, float]]:
     return [
         (each["external"]["metric"]["query"], float(each["external"]["target"]["value"]))
         for each in predictor["autoScaling"]["metrics"]
     ]
+
+
+def test_the_llm_service_replaces_what_kserve_would_start() -> None:
+    """KServe lays it over its own template for vLLM, by the container's name: what is not said stays vLLM's."""
+    spec, given = llm(), llm_container()
+    assert (given["name"], given["image"]) == ("main", f"armature:{VERSION}")
+    assert given["command"] == ["python3", "-P", "-m", "app", "serve"]
+    environment = {each["name"]: each["value"] for each in given["env"]}
+    assert set(environment) <= {row.variable for row in setting_rows()}
+    assert environment["ARMATURE_MODEL"] == MODEL_FOLDER
+    assert environment["ARMATURE_SERVED_MODEL_NAME"] == spec["model"]["name"]
+    longest = float(environment["ARMATURE_DRAIN_SECONDS"])
+    assert longest >= float(environment["ARMATURE_REQUEST_TIMEOUT_SECONDS"])
+    assert spec["template"]["terminationGracePeriodSeconds"] >= longest + KSERVES_PRESTOP_SECONDS + 20
+    assert given["resources"]["requests"] == given["resources"]["limits"]
+
+
+def test_the_llm_service_is_as_hardened_and_probed_as_the_base() -> None:
+    (deployment,) = servers(built("base"))
+    base, given = server(deployment), llm_container()
+    assert base["securityContext"].items() <= given["securityContext"].items()
+    for probe in ("startupProbe", "readinessProbe", "livenessProbe"):
+        assert given[probe]["httpGet"] == {**base[probe]["httpGet"], "port": 8000, "scheme": "HTTP"}, probe
+        assert {**given[probe], "httpGet": None} == {**base[probe], "httpGet": None}, probe
+    mounted = {each["name"]: each["mountPath"] for each in given["volumeMounts"]}
+    assert mounted == {"cache": "/var/cache/armature", "tmp": "/tmp"}
+    assert {each["name"] for each in llm()["template"]["volumes"]} == set(mounted)
 
 
 def test_the_image_is_this_version_and_finds_its_model() -> None:

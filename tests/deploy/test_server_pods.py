@@ -154,6 +154,19 @@ def test_volumes_fit_the_disk_that_is_asked_for(folder: str, deployment: str) ->
     assert sum(sizes) < quantity(server(manifest)["resources"]["limits"]["ephemeral-storage"])
 
 
+@each_server
+def test_no_pack_is_larger_than_the_volume_of_the_cache(folder: str, deployment: str) -> None:
+    """The kubelet evicts a pod whose volume is beyond its limit, and the next pod would pack again."""
+    manifest = of(folder, deployment)
+    volumes = {each["name"]: each["emptyDir"] for each in pod(manifest)["volumes"] if "emptyDir" in each}
+    if "cache" not in volumes:
+        pytest.skip("a claim, whose limit nobody measures")
+    weights = quantity(server(manifest)["resources"]["limits"]["memory"]) - 2**30  # the process and its activations
+    if "models" in volumes:
+        weights = min(weights, quantity(volumes["models"]["sizeLimit"]))
+    assert quantity(volumes["cache"]["sizeLimit"]) >= weights
+
+
 def test_what_is_written_is_mounted_and_models_are_only_read() -> None:
     cache = re.search(r"ARMATURE_CACHE_DIR=(\S+)", DOCKERFILE)
     assert cache is not None

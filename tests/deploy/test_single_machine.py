@@ -127,6 +127,17 @@ def test_what_the_compose_file_names_exists() -> None:
     assert int(found["services"]["armature"]["stop_grace_period"].removesuffix("s")) >= DRAINED_AFTER
 
 
+def test_whoever_runs_the_image_as_documented_waits_for_open_answers() -> None:
+    """`docker stop` kills after 10 s where it is told nothing."""
+    pages = [ROOT / "README.md", ROOT / "k8s" / "README.md", *(ROOT / "docs").glob("*.md")]
+    text = "\n".join(page.read_text(encoding="utf-8").replace("\\\n", " ") for page in pages)
+    commands = [line for line in re.findall(r"^ *docker run .*$", text, re.MULTILINE) if "--entrypoint" not in line]
+    assert len(commands) >= 2
+    for command in commands:
+        given = re.search(r"--stop-timeout (\d+)", command)
+        assert given is not None and int(given[1]) >= DRAINED_AFTER, command
+
+
 def test_the_image_has_the_folder_of_the_cache() -> None:
     image = (ROOT / "Dockerfile").read_text(encoding="utf-8")
     mounted = [each for each in compose()["services"]["armature"]["volumes"] if isinstance(each, str)]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 import subprocess
 import sys
 import threading
@@ -16,14 +17,17 @@ import pytest
 import yaml
 
 from external_tools import ROOT, run, tool
-from tools.proofs.cluster import part
+from tools.proofs.cluster import namespaces, part
 from tools.proofs.cluster.disturbances import seconds_between
 from tools.proofs.cluster.load import Outcome, ask
 from tools.proofs.cluster.namespaces import Lab, Unready
+from tools.proofs.cluster.node import MODELS
 from tools.proofs.cluster.programs import KUBERNETES, NEEDED, Missing, gather
 from tools.proofs.cluster.service import REPLICAS, SMALL, Fleet
 from tools.proofs.containers import Image
 from tools.proofs.findings import Findings
+
+MODEL_VOLUME = "armature-models"
 
 
 def test_what_is_applied_is_the_two_pools_as_the_readme_has_them(tmp_path: Path) -> None:
@@ -56,6 +60,27 @@ def test_what_is_applied_is_the_two_pools_as_the_readme_has_them(tmp_path: Path)
     (settings,) = [each["data"] for each in manifests if each["kind"] == "ConfigMap"]
     assert settings["ARMATURE_PRECISION"] == "int4"
     assert settings["ARMATURE_MODEL"] == "/models/my-model"
+
+
+def test_a_large_model_is_mounted_from_a_claim_and_not_copied(tmp_path: Path) -> None:
+    kubectl = tool("kubectl")
+    lab = SimpleNamespace(folder=ROOT / "build" / "cluster-test" / tmp_path.name)
+    lab.folder.mkdir(parents=True)
+    try:
+        Fleet(SimpleNamespace(lab=lab, kubectl=lambda *words: None), "large", "big", claim=True, memory="4Gi").apply()
+        built = run([kubectl, "kustomize", str(lab.folder / "large")])
+    finally:
+        subprocess.run(["rm", "-r", str(lab.folder)], check=True)
+    assert built.returncode == 0, built.stderr
+    manifests = list(yaml.safe_load_all(built.stdout))
+    (volume,) = [each for each in manifests if each["metadata"]["name"] == MODEL_VOLUME and "hostPath" in each["spec"]]
+    (claim,) = [each["spec"] for each in manifests if each["metadata"]["name"] == MODEL_VOLUME and each is not volume]
+    assert (claim["volumeName"], claim["storageClassName"]) == (MODEL_VOLUME, "")
+    assert volume["spec"]["hostPath"]["path"] == MODELS
+    for each in (each for each in manifests if each["kind"] == "Deployment"):
+        spec = each["spec"]["template"]["spec"]
+        assert {"name": "models", "persistentVolumeClaim": {"claimName": MODEL_VOLUME}} in spec["volumes"]
+        assert spec["containers"][0]["resources"]["limits"]["memory"] == "4Gi"
 
 
 class Answers(BaseHTTPRequestHandler):
@@ -118,6 +143,54 @@ def test_a_program_that_has_ended_is_not_waited_for(tmp_path: Path) -> None:
     lab.start("etcd", SimpleNamespace(command=lambda *words: list(words)), "etcd")
     with pytest.raises(Unready, match="etcd ended with status 3: no such flag"):
         lab.until(lambda: False, 600, "etcd")
+
+
+def test_closing_waits_for_control_groups_that_are_still_in_use(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The kernel refuses to remove a group until what was killed in it has ended."""
+    monkeypatch.setattr(namespaces, "CGROUPS", tmp_path / "groups")
+    lab = Lab(tmp_path / "lab", tmp_path)
+    lab.folder.mkdir()
+    pod = tmp_path / "groups" / "cpu" / f"{lab.group}-node-1" / "kubepods" / "pod1"
+    pod.mkdir(parents=True)
+    member = subprocess.Popen(["sleep", "infinity"])
+    (pod / "cgroup.procs").write_text(f"{member.pid}\n")
+    refused = threading.Event()
+    remove = Path.rmdir
+
+    def rmdir(folder: Path) -> None:
+        try:
+            remove(folder)
+        except OSError:
+            refused.set()
+            raise
+
+    def kernel() -> None:
+        assert member.wait(60) == -signal.SIGKILL
+        assert refused.wait(60)
+        (pod / "cgroup.procs").unlink()
+
+    monkeypatch.setattr(Path, "rmdir", rmdir)
+    thread = threading.Thread(target=kernel)
+    thread.start()
+    lab.close()
+    thread.join(60)
+    assert list((tmp_path / "groups" / "cpu").iterdir()) == []
+    assert not lab.folder.exists()
+
+
+def test_a_folder_is_removed_and_what_its_links_name_stays(tmp_path: Path) -> None:
+    other = tmp_path / "other"
+    other.mkdir()
+    (other / "kept").touch()
+    for number in range(40):
+        inner = tmp_path / "lab" / str(number % 3) / str(number)
+        inner.mkdir(parents=True)
+        (inner / "file").touch()
+    (tmp_path / "lab" / "link").symlink_to(other)
+    namespaces.remove_folder(tmp_path / "lab")
+    assert not (tmp_path / "lab").exists() and (other / "kept").exists()
 
 
 def test_what_is_missing_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,7 +5,10 @@ from __future__ import annotations
 import logging
 import multiprocessing
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from resource import RLIM_INFINITY, RLIMIT_FSIZE, getrlimit, setrlimit
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -214,19 +217,36 @@ def test_a_pack_of_another_layout_is_left_alone(
     assert len(files(tmp_path)) == 2
 
 
-@pytest.mark.parametrize("what", ["a file is in the way", "full"])
+@pytest.mark.parametrize("what", ["a file is in the way", "full", "full within"])
 def test_where_nothing_can_be_kept_the_model_is_served(
     tmp_path: Path, what: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
+    most = RLIM_INFINITY
     if what == "full":
         monkeypatch.setattr(os, "fsync", _no_space)
+    elif what == "full within":
+        served(tmp_path)
+        (pack,) = files(tmp_path)
+        most = pack.stat().st_size // 2
+        pack.unlink()
     else:
         (tmp_path / "cache").write_text("")
-    with caplog.at_level(logging.WARNING):
+    with caplog.at_level(logging.WARNING), _files_of_at_most(most):
         assert logits(served(tmp_path)).isfinite().all()
     assert "the packed weights cannot be kept in" in caplog.text and "serving goes on" in caplog.text
-    if what == "full":
+    if what != "a file is in the way":
         assert files(tmp_path) == [] and len(list((tmp_path / "cache" / "packs").iterdir())) == 1  # the note
+
+
+@contextmanager
+def _files_of_at_most(size: int) -> Iterator[None]:
+    """Let the kernel refuse what is written beyond this size, as it does on a full disk: half of a pack is there then."""
+    before = getrlimit(RLIMIT_FSIZE)
+    setrlimit(RLIMIT_FSIZE, (size, before[1]))
+    try:
+        yield
+    finally:
+        setrlimit(RLIMIT_FSIZE, before)
 
 
 def _no_space(descriptor: int) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -137,6 +138,19 @@ def test_what_ends_a_writing_leaves_what_was_there(
     with pytest.raises(type(error)):
         write(file)
     assert file.read_bytes() == before and list(file.parent.iterdir()) == [file]
+
+
+def test_a_disk_without_room_is_not_filled_first(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    before, room = file.read_bytes(), sum(blob.nbytes for blob in BLOBS.values())
+    system = SimpleNamespace(f_blocks=1000, f_bavail=room - 1, f_frsize=1)
+    monkeypatch.setattr(os, "fstatvfs", lambda descriptor: system)
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "pwrite", lambda *given: pytest.fail("something was written"))
+        with pytest.raises(OSError, match="No space left on device"):
+            write(file)
+    assert file.read_bytes() == before and list(file.parent.iterdir()) == [file]
+    for system.f_blocks, system.f_bavail in ((1000, room), (0, 0)):  # just enough, and a file system that tells nothing
+        write(file)
 
 
 def test_a_short_write_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

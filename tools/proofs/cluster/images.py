@@ -8,7 +8,7 @@ from pathlib import Path
 
 from app.version import VERSION
 from tools.proofs.cluster.node import PAUSE_IMAGE
-from tools.proofs.containers import docker
+from tools.proofs.containers import Image, docker
 
 DEMO = Path(__file__).resolve().parents[3] / "app" / "demo" / "llama"
 SERVER_TAGS = ("armature:dev", f"armature:{VERSION}")  # of overlays/demo, and of the base
@@ -24,12 +24,12 @@ def pause(programs: Path, into: Path) -> None:
     docker("save", PAUSE_IMAGE, "-o", str(into))
 
 
-def server(tag: str, into: Path) -> None:
-    """Save the server's image under the names that the manifests have."""
+def server(image: Image, into: Path) -> None:
+    """Save the server's image for its platform alone, under the names that the manifests have."""
     for each in SERVER_TAGS:
-        if each != tag:
-            docker("tag", tag, each)
-    docker("save", *SERVER_TAGS, "-o", str(into), seconds=SECONDS)
+        if each != image.tag:
+            docker("tag", image.tag, each)
+    docker("save", f"--platform={image.platform}", *SERVER_TAGS, "-o", str(into), seconds=SECONDS)
 
 
 def model(checkpoint: Path, name: str, into: Path) -> str:

@@ -13,6 +13,9 @@ READY_SECONDS = 120.0
 PAUSE_IMAGE = "localhost/pause:1"
 CACHE = "/var/cache/armature"  # of components/cache/node, prepared as k8s/README.md says
 USER = "10001"
+DISK_BYTES = 16 * 2**30  # of a node, in a sparse file
+ARCHITECTURE = "kubernetes.io/arch"
+MODELS = "/var/lib/models"  # checkpoints that pods read through the claim armature-models
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,16 +24,31 @@ class Node:
     place: Place
     lab: Lab
 
-    def give(self, image: Path) -> None:
-        """Import an image that `docker save` wrote."""
-        self.place.run(str(self.lab.programs / "ctr"), "-n", "k8s.io", "images", "import", str(image), seconds=900)
+    @property
+    def disk(self) -> Path:
+        """The folder that is the node's own disk; only in its mount namespace."""
+        return self.lab.folder / self.name / "disk"
+
+    def give(self, image: Path, platform: str | None = None) -> None:
+        """Import an image that `docker save` wrote, of this platform; None: of the machine's."""
+        words = ("images", "import", *([f"--platform={platform}"] if platform else []), str(image))
+        self.place.run(str(self.lab.programs / "ctr"), "-n", "k8s.io", *words, seconds=900)
+
+    def mount_model(self, checkpoint: Path, name: str) -> None:
+        """Let the node have this checkpoint, as it is, as a folder of `MODELS`."""
+        self.place.run("mkdir", "-p", f"{MODELS}/{name}")
+        self.place.run("mount", "--bind", str(checkpoint.resolve()), f"{MODELS}/{name}")
 
 
-def join(cluster: ControlPlane, number: int) -> Node:
-    """Start a node and wait until Kubernetes calls it ready."""
+def join(cluster: ControlPlane, number: int, architecture: str | None = None) -> Node:
+    """Start a node and wait until Kubernetes calls it ready.
+
+    Its programs are the machine's. With `architecture` it says that it is of that one; the machine must be able to
+    emulate it, and the node is given images of it.
+    """
     lab, name = cluster.lab, f"node-{number}"
     folder = lab.folder / name
-    for each in ("kubelet", "log", "cache", "containerd", "network", "addresses"):
+    for each in ("network", "addresses", "disk"):
         (folder / each).mkdir(parents=True)
     place = lab.place(name, mounts=True)
     _network(cluster.place, place, number)
@@ -45,6 +63,8 @@ def join(cluster: ControlPlane, number: int) -> Node:
     node = Node(name, place, lab)
     node.give(lab.folder / "pause.tar")
     config = cluster.configure(f"kubelet-{name}", f"/O=system:nodes/CN=system:node:{name}")
+    if architecture:
+        cluster.apply(*_architecture(name, architecture))
     lab.start(
         f"kubelet-{name}", place, "kubelet", f"--config={folder / 'kubelet.json'}", f"--kubeconfig={config}",
         f"--hostname-override={name}", f"--node-ip={NODES}.{10 + number}",
@@ -61,6 +81,24 @@ def join(cluster: ControlPlane, number: int) -> Node:
         f"kubelet-{name}",
     )
     return node
+
+
+def _architecture(name: str, architecture: str) -> list[dict[str, object]]:
+    """Return objects by which the API server gives a node this architecture, whatever its kubelet says of itself."""
+    api, metadata = "admissionregistration.k8s.io/v1", {"name": f"architecture-{name}"}
+    rules = {"apiGroups": [""], "apiVersions": ["v1"], "operations": ["CREATE", "UPDATE"]}
+    label = f"Object{{metadata: Object.metadata{{labels: {{'{ARCHITECTURE}': '{architecture}'}}}}}}"
+    spec = {
+        "matchConstraints": {"resourceRules": [rules | {"resources": ["nodes", "nodes/status"]}]},
+        "matchConditions": [{"name": "node", "expression": f"object.metadata.name == '{name}'"}],
+        "reinvocationPolicy": "Never",
+        "mutations": [{"patchType": "ApplyConfiguration", "applyConfiguration": {"expression": label}}],
+    }
+    binding = {"policyName": metadata["name"]}
+    return [
+        {"apiVersion": api, "kind": "MutatingAdmissionPolicy", "metadata": metadata, "spec": spec},
+        {"apiVersion": api, "kind": "MutatingAdmissionPolicyBinding", "metadata": metadata, "spec": binding},
+    ]
 
 
 def _network(cluster: Place, node: Place, number: int) -> None:
@@ -80,13 +118,18 @@ def _network(cluster: Place, node: Place, number: int) -> None:
 
 
 def _mounts(node: Place, folder: Path) -> None:
-    """Give the node its own /run, /var/lib, /var/log and /var/cache; the machine's own are not touched."""
+    """Give the node its own disk, /run, /var/lib, /var/log and /var/cache; the machine's own are not touched."""
     node.run("mount", "--make-rshared", "/")
+    image, disk = folder / "disk.img", folder / "disk"
+    with image.open("wb") as file:
+        file.truncate(DISK_BYTES)
+    node.run("mkfs.ext4", "-q", "-F", "-m", "0", str(image))
+    node.run("mount", "-o", "loop,noinit_itable", str(image), str(disk))
     for each in ("/run", "/var/lib", "/var/log", "/var/cache"):
         node.run("mount", "-t", "tmpfs", "-o", "mode=755", "lab", each)
     for source, target in (("kubelet", "/var/lib/kubelet"), ("log", "/var/log"), ("cache", CACHE)):
-        node.run("mkdir", "-p", target)
-        node.run("mount", "--bind", str(folder / source), target)
+        node.run("mkdir", "-p", target, str(disk / source))
+        node.run("mount", "--bind", str(disk / source), target)
     node.run("install", "-d", "-o", USER, "-g", USER, CACHE)
 
 
@@ -110,7 +153,7 @@ def _control_group(lab: Lab, name: str) -> str:
 
 def _containerd(lab: Lab, folder: Path) -> str:
     return f"""version = 3
-root = "{folder / "containerd"}"
+root = "{folder / "disk" / "containerd"}"
 state = "/run/containerd"
 [plugins."io.containerd.cri.v1.images".pinned_images]
   sandbox = "{PAUSE_IMAGE}"
@@ -151,7 +194,6 @@ def _kubelet(cluster: ControlPlane, group: str) -> dict[str, object]:
         "failCgroupV1": False,
         "failSwapOn": False,
         "containerRuntimeEndpoint": "unix:///run/containerd/containerd.sock",
-        # The machine's disk is shared by both nodes and everything else on it.
-        "evictionHard": {"memory.available": "100Mi", "nodefs.available": "1%", "imagefs.available": "1%"},
-        "imageGCHighThresholdPercent": 100,
+        # Five minutes by default.
+        "evictionPressureTransitionPeriod": "10s",
     }

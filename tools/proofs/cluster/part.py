@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import tempfile
 import time
 from pathlib import Path
 from typing import Any
 
-from tools.proofs.cluster import disturbances, images
+from tools.proofs.cluster import architectures, custom, disks, disturbances, images
 from tools.proofs.cluster.control_plane import ControlPlane
 from tools.proofs.cluster.namespaces import Lab, wait
 from tools.proofs.cluster.node import Node, join
@@ -21,13 +20,24 @@ from tools.proofs.findings import Findings
 
 # Not below /run, /var/lib, /var/log or /var/cache, which the nodes have to themselves.
 KEPT = Path(__file__).resolve().parents[3] / "build" / "cluster"
+LARGE_MEMORY = "4Gi"
 FIRST_ANSWER_SECONDS, SECOND_START_SECONDS = 90.0, 6.0
 WAIT_SECONDS = 600.0
 REPEATS = 3
 
 
-def run(findings: Findings, image: Image, kubernetes: Path | None, model: Path | None) -> None:
-    """Bring the cluster up, run every check, and take it down."""
+def run(
+    findings: Findings, image: Image, kubernetes: Path | None, model: Path | None, other: Image | None = None
+) -> None:
+    """Bring the cluster up, run every check, and take it down.
+
+    Args:
+        findings: Where the checks go.
+        image: The server's image for this machine.
+        kubernetes: The folder of Kubernetes' server programs.
+        model: A checkpoint whose second start is timed, or None.
+        other: The server's image for an architecture that this machine emulates, or None.
+    """
     if kubernetes is None or os.geteuid() != 0:
         findings.skipped.append(
             "a cluster: it needs root, and `--kubernetes DIR`, a folder with Kubernetes' server programs, which no "
@@ -43,20 +53,26 @@ def run(findings: Findings, image: Image, kubernetes: Path | None, model: Path |
     lab = Lab(folder, programs)
     try:
         images.pause(programs, folder / "pause.tar")
-        images.server(image.tag, folder / "server.tar")
+        images.server(image, folder / "server.tar")
         began = time.monotonic()
         cluster = ControlPlane(lab)
         nodes = [join(cluster, number) for number in (1, 2)]
         _tell(findings, cluster, time.monotonic() - began)
         give(nodes, folder / "server.tar")
         first_apply(findings, cluster)
+        custom.run(findings, cluster)
         fleet = apply(findings, cluster, nodes)
         disturbances.run(findings, fleet)
         if model is not None:
             second_start(findings, cluster, nodes, model)
+            fleet.apply()
+            fleet.rolled_out()
+        disks.volume_beyond_its_limit(findings, fleet)
+        disks.full_cache(findings, fleet, nodes)
+        architectures.run(findings, cluster, fleet, other)
+        disks.full_node(findings, fleet, nodes)
     finally:
         lab.close()
-        shutil.rmtree(folder, ignore_errors=True)
 
 
 def give(nodes: list[Node], image: Path) -> None:
@@ -70,8 +86,7 @@ def _tell(findings: Findings, cluster: ControlPlane, seconds: float) -> None:
     runtimes = {each["status"]["nodeInfo"]["containerRuntimeVersion"] for each in cluster.get("nodes")}
     findings.notes.append(
         f"Kubernetes {version}, {', '.join(sorted(runtimes))}, two nodes on one machine, up after {seconds:.0f} s. Both "
-        "say that they have all of the machine's cores. No NetworkPolicy is enforced, and no node is of another "
-        "architecture: the pool arm64 stays pending throughout, which is part of the checks."
+        "say that they have all of the machine's cores, and each has a disk of its own. No NetworkPolicy is enforced."
     )
 
 
@@ -127,12 +142,14 @@ def apply(findings: Findings, cluster: ControlPlane, nodes: list[Node]) -> Fleet
 
 
 def second_start(findings: Findings, cluster: ControlPlane, nodes: list[Node], checkpoint: Path) -> None:
-    """Serve this checkpoint in int4, delete a pod, and time the next one on its node, which finds the cache there."""
-    tar = cluster.lab.folder / "checkpoint.tar"
+    """Serve this checkpoint in int4, delete a pod, and time the next one on its node, which finds the cache there.
+
+    The checkpoint must be readable by every user. It is mounted by a claim, so that a large one is not copied.
+    """
     name = "checkpoint"
-    images.model(checkpoint, name, tar)
-    give(nodes, tar)
-    fleet = Fleet(cluster, "large", name)
+    for node in nodes:
+        node.mount_model(checkpoint, name)
+    fleet = Fleet(cluster, "large", name, claim=True, memory=LARGE_MEMORY)
     fleet.apply("ARMATURE_PRECISION=int4")
     fleet.rolled_out()
     seen: list[float] = []

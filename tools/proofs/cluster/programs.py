@@ -19,7 +19,8 @@ NEWEST = ("etcd-server", "containerd", "busybox-static")
 # Of this machine's own release: they need its libraries.
 OWN = ("runc", "containernetworking-plugins", "prometheus")
 FROM_DEBIAN = ("etcd", "containerd", "containerd-shim-runc-v2", "ctr", "busybox", "runc", "prometheus")
-NEEDED = {"ip": "iproute2", "iptables": "iptables", "nsenter": "util-linux", "openssl": "openssl", "dpkg": "dpkg"}
+NEEDED = {"ip": "iproute2", "iptables": "iptables", "nsenter": "util-linux", "openssl": "openssl", "dpkg": "dpkg",
+          "mkfs.ext4": "e2fsprogs"}  # fmt: skip
 KEYRING = "/usr/share/keyrings/debian-archive-keyring.gpg"
 
 

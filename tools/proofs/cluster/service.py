@@ -14,6 +14,7 @@ import yaml
 from tools.proofs.cluster.control_plane import ControlPlane
 from tools.proofs.cluster.load import Load
 from tools.proofs.cluster.namespaces import wait
+from tools.proofs.cluster.node import MODELS
 
 K8S = Path(__file__).resolve().parents[3] / "k8s"
 NAMESPACE, POOL = "armature", "amd64"
@@ -23,12 +24,30 @@ ROLLOUT_SECONDS = 420
 # What the machine of a proof cannot give: a mixed pod takes six cores. Two pods a pool, so that one may be away.
 SMALL = {"cpu": "1", "memory": "2Gi", "ephemeral-storage": "6Gi"}
 
+VOLUME: dict[str, Any] = {
+    "apiVersion": "v1",
+    "kind": "PersistentVolume",
+    "metadata": {"name": "armature-models"},
+    "spec": {
+        "storageClassName": "",
+        "accessModes": ["ReadWriteMany"],
+        "capacity": {"storage": "50Gi"},
+        "hostPath": {"path": MODELS},
+    },
+}
+
 
 class Fleet:
-    """An overlay of `mixed` in a folder of its own, as k8s/README.md leads its reader to write one."""
+    """An overlay of `mixed` in a folder of its own, as k8s/README.md leads its reader to write one.
 
-    def __init__(self, cluster: ControlPlane, name: str, model: str) -> None:
+    The model is mounted from its image or, with `claim`, from a claim whose volume is a folder of the nodes.
+    """
+
+    def __init__(
+        self, cluster: ControlPlane, name: str, model: str, claim: bool = False, memory: str = SMALL["memory"]
+    ) -> None:
         self.cluster, self.folder, self.model = cluster, cluster.lab.folder / name, model
+        self.claim, self.size = claim, SMALL | {"memory": memory}
         self.key = secrets.token_urlsafe(24)
         self.folder.mkdir()
         (self.folder / "keys").write_text(self.key + "\n")
@@ -43,31 +62,42 @@ class Fleet:
         """Write the kustomization with these further settings, and apply it."""
         up = os.path.relpath(K8S, self.folder)
         literals = [f"ARMATURE_MODEL=/models/{self.model}", "ARMATURE_API_KEY_FILE=/etc/armature/keys/keys", *settings]
-        size = [{"op": "replace", "path": f"/spec/template/spec/containers/0/resources/{each}", "value": SMALL}
+        size = [{"op": "replace", "path": f"/spec/template/spec/containers/0/resources/{each}", "value": self.size}
                 for each in ("requests", "limits")]  # fmt: skip
         replicas = [{"op": "replace", "path": "/spec/minReplicas", "value": REPLICAS}]
-        image = {"name": "models", "image": {"reference": f"{self.model}:1"}}
-        volumes = {
-            "apiVersion": "apps/v1", "kind": "Deployment", "metadata": {"name": "armature"},
-            "spec": {"template": {"spec": {"volumes": [image]}}},
-        }  # fmt: skip
         servers = {"kind": "Deployment", "labelSelector": SERVERS}
+        (self.folder / "models.yaml").write_text(yaml.safe_dump(VOLUME))
+        own = ["models.yaml"] if self.claim else []
+        models = "model-claim" if self.claim else "model-image"
         kustomization = {
             "apiVersion": "kustomize.config.k8s.io/v1beta1",
             "kind": "Kustomization",
             "namespace": NAMESPACE,
-            "resources": ["namespace.yaml", f"{up}/overlays/mixed"],
-            "components": [f"{up}/components/{each}" for each in ("model-image", "cache/node", "priority")],
+            "resources": ["namespace.yaml", *own, f"{up}/overlays/mixed"],
+            "components": [f"{up}/components/{each}" for each in (models, "cache/node", "priority")],
             "configMapGenerator": [{"name": "armature", "behavior": "merge", "literals": literals}],
             "secretGenerator": [{"name": "armature-keys", "files": ["keys"]}],
             "patches": [
                 {"target": servers, "patch": json.dumps(size)},
-                {"target": servers, "patch": yaml.safe_dump(volumes)},
+                self._claim() if self.claim else {"target": servers, "patch": yaml.safe_dump(self._image())},
                 {"target": {"kind": "HorizontalPodAutoscaler"}, "patch": json.dumps(replicas)},
             ],
         }
         (self.folder / "kustomization.yaml").write_text(yaml.safe_dump(kustomization))
         self.cluster.kubectl("apply", "-k", str(self.folder))
+
+    def _image(self) -> dict[str, Any]:
+        volumes = [{"name": "models", "image": {"reference": f"{self.model}:1"}}]
+        return {
+            "apiVersion": "apps/v1", "kind": "Deployment", "metadata": {"name": "armature"},
+            "spec": {"template": {"spec": {"volumes": volumes}}},
+        }  # fmt: skip
+
+    def _claim(self) -> dict[str, Any]:
+        name = VOLUME["metadata"]["name"]
+        spec = {"storageClassName": "", "volumeName": name}
+        claim = {"apiVersion": "v1", "kind": "PersistentVolumeClaim", "metadata": {"name": name}, "spec": spec}
+        return {"patch": yaml.safe_dump(claim)}
 
     def rolled_out(self) -> None:
         """Wait until the pool has all its pods, of the newest template and ready."""
@@ -75,13 +105,18 @@ class Fleet:
                              f"--timeout={ROLLOUT_SECONDS}s", seconds=ROLLOUT_SECONDS + 30)  # fmt: skip
         wait(lambda: len(self.ready()) >= REPLICAS, ROLLOUT_SECONDS, f"less than {REPLICAS} pods were ready")
 
-    def pods(self) -> list[dict[str, Any]]:
-        """Return the pool's pods that are not ending."""
-        found = self.cluster.get("pods", "-n", NAMESPACE, "-l", f"{SERVERS},pool={POOL}")
-        return [each for each in found if "deletionTimestamp" not in each["metadata"]]
+    def pods(self, pool: str = POOL) -> list[dict[str, Any]]:
+        """Return the pool's pods that have not ended and are not ending."""
+        found = self.cluster.get("pods", "-n", NAMESPACE, "-l", f"{SERVERS},pool={pool}")
+        ended = {"Succeeded", "Failed"}  # an evicted pod stays as one of these
+        return [
+            each
+            for each in found
+            if "deletionTimestamp" not in each["metadata"] and each["status"]["phase"] not in ended
+        ]
 
-    def ready(self) -> list[dict[str, Any]]:
-        return [each for each in self.pods() if is_ready(each)]
+    def ready(self, pool: str = POOL) -> list[dict[str, Any]]:
+        return [each for each in self.pods(pool) if is_ready(each)]
 
     def url(self) -> str:
         return address(self.cluster, NAMESPACE)
@@ -89,9 +124,9 @@ class Fleet:
     def load(self, clients: int = CLIENTS) -> Load:
         return Load(self.cluster.place, self.url(), clients, self.key)
 
-    def execute(self, pod: str, script: str) -> None:
-        """Run a script in the pod's interpreter; how it ends does not matter."""
-        self.cluster.kubectl("-n", NAMESPACE, "exec", pod, "--", "python3", "-c", script, check=False)
+    def execute(self, pod: str, script: str) -> str:
+        """Run a script in the pod's interpreter and return its output; how it ends does not matter."""
+        return self.cluster.kubectl("-n", NAMESPACE, "exec", pod, "--", "python3", "-c", script, check=False)
 
 
 def is_ready(pod: dict[str, Any]) -> bool:
