@@ -27,8 +27,8 @@ START_SECONDS = 60.0
 def watching(program: str, folder: Path, pools: Mapping[str, str], plain: Sequence[str] = ()) -> Iterator[str]:
     """Run Prometheus until the block or this process ends, and yield its URL.
 
-    `pools` are server URLs by pool, labelled as our PodMonitor labels pods. `plain` are servers without labels except
-    job and instance. All data is in `folder`.
+    `pools` are server URLs by pool, labelled as our PodMonitor labels pods with the objective turn-taking. `plain` are
+    servers without labels except job and instance. All data is in `folder`.
     """
     configuration, log = folder / "prometheus.yml", folder / "prometheus.log"
     configuration.write_text(json.dumps(_configuration(_rules(folder), pools, plain)))
@@ -53,6 +53,7 @@ def _configuration(rules: Path, pools: Mapping[str, str], plain: Sequence[str]) 
             "targets": [url.removeprefix("http://")],
             "labels": {
                 "pool": pool,
+                "objective": "turn-taking",
                 "namespace": "armature",
                 "pod": f"armature-{pool}-0",
                 "instance": f"armature-{pool}-0",
