@@ -73,7 +73,7 @@ class Run:
         if done.returncode:
             last = (done.stderr.strip() or done.stdout.strip()).splitlines()[-1:]
             self.why[part] = f"failed: {last[0] if last else done.returncode}"
-            self.console.print(f"[red]{done.stdout[-3000:]}\n{done.stderr[-3000:]}[/red]", highlight=False)
+            self.console.print(f"{done.stdout[-3000:]}\n{done.stderr[-3000:]}", style="red", markup=False, highlight=False)
             return None
         return done.stdout
 
@@ -98,7 +98,7 @@ def main() -> int:
         )
         return 2
     with tempfile.TemporaryDirectory(prefix="armature-hardware-") as temporary:
-        run = Run(asked.write or Path(temporary), time.monotonic() + 60 * asked.minutes, Console(stderr=True))
+        run = Run(asked.keep or Path(temporary), time.monotonic() + 60 * asked.minutes, Console(stderr=True))
         try:
             checked_and_measured(run, asked.dry_run)
         except KeyboardInterrupt:

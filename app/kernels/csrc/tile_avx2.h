@@ -96,18 +96,38 @@ INLINE void pair_four(int rows, int width, int part, const uint8_t *at, const in
     }
 }
 
-INLINE void sum_32_int4(int rows, int width, const uint8_t *at, const int8_t *x, ptrdiff_t jump, __m256i (*acc)[MOST_WIDTH]) {
-    __m256i pairs[TILE_ROWS][MOST_WIDTH] = {{_mm256_setzero_si256()}};
+/* int4: the sums of pairs of 32 inputs. */
+INLINE void pair_32(int rows, int width, const uint8_t *at, const int8_t *x, ptrdiff_t jump, __m256i (*pairs)[MOST_WIDTH]) {
 #pragma GCC unroll 4
     for (int eight = 0; eight < 4; eight++, at += 128, x += rows * 8) {
         if (jump) ask(at + jump, 128);
         pair_four(rows, width, 0, at, x, pairs);
         pair_four(rows, width, 1, at, x + rows * 4, pairs);
     }
+}
+
+INLINE void sum_32_int4(int rows, int width, const uint8_t *at, const int8_t *x, ptrdiff_t jump, __m256i (*acc)[MOST_WIDTH]) {
+    __m256i pairs[TILE_ROWS][MOST_WIDTH] = {{_mm256_setzero_si256()}};
+    pair_32(rows, width, at, x, jump, pairs);
 #pragma GCC unroll 8
     for (int r = 0; r < rows; r++)
 #pragma GCC unroll 4
         for (int v = 0; v < width; v++) acc[r][v] = _mm256_add_epi32(acc[r][v], _mm256_madd_epi16(pairs[r][v], _mm256_set1_epi16(1)));
+}
+
+/* The exact sums of a whole int4 group of 32 inputs. Both int16 halves of an output begin with -4 times the sum of
+ * the group's activations, together the correction of the zero point 8. They stay below 2^15: 16 inputs times a code
+ * of at most 15 - 4, and 4 times the sum of the other 16, are at most (16 * 11 + 16 * 4) * 127 = 30480. */
+INLINE void sum_int4_group(int rows, int width, const uint8_t *at, const int8_t *x, const int32_t *negated, ptrdiff_t jump, __m256i (*acc)[MOST_WIDTH]) {
+#pragma GCC unroll 8
+    for (int r = 0; r < rows; r++)
+#pragma GCC unroll 4
+        for (int v = 0; v < width; v++) acc[r][v] = _mm256_set1_epi16((int16_t)(negated[r] * 4));
+    pair_32(rows, width, at, x, jump, acc);
+#pragma GCC unroll 8
+    for (int r = 0; r < rows; r++)
+#pragma GCC unroll 4
+        for (int v = 0; v < width; v++) acc[r][v] = _mm256_madd_epi16(acc[r][v], _mm256_set1_epi16(1));
 }
 
 /* int8: the weight's sign moves to the activation, since two products with unsigned codes up to 255 would overflow; 2
@@ -162,18 +182,35 @@ INLINE void take_group(int rows, int width, int header, int first, const uint8_t
     }
 }
 
-/* `rows` and `width` are compile-time constants at every call, so that sums stay in registers: few rows use a whole
- * panel at once, more rows its halves one after the other, while the group is in L1. */
-INLINE void multiply(int rows, int width, int bits, int header, const linear_int_arguments *a, const uint8_t *panel, int64_t row, const uint8_t *ahead, float *sums) {
-    const int64_t groups = a->padded / a->group;
-    const panel_layout layout = layout_of(bits, header, a->group, groups);
-    const uint8_t *weight_scales = panel + layout.scales, *codes = panel + layout.codes;
+/* The exact sums of one group's inputs and `width` registers of outputs. */
+INLINE void sum_group(int rows, int width, int bits, int header, int64_t group, const uint8_t *codes, const int8_t *x, const int32_t *negated, ptrdiff_t jump,
+                      __m256i (*acc)[MOST_WIDTH]) {
+#ifndef __AVXVNNI__
+    if (bits == 4 && group == 32 && header != SCALES_AND_MINIMUMS) {
+        sum_int4_group(rows, width, codes, x, negated, jump, acc);
+        return;
+    }
+#endif
     const int shift = header == SCALES_AND_MINIMUMS ? -1 : bits == 4 ? 3 : OFFSET8; /* factor of the sum of activations that corrects the weights' zero point */
+#pragma GCC unroll 8
+    for (int r = 0; r < rows; r++)
+#pragma GCC unroll 4
+        for (int v = 0; v < width; v++) acc[r][v] = shift < 0 ? _mm256_setzero_si256() : _mm256_slli_epi32(_mm256_set1_epi32(negated[r]), shift);
+    for (int64_t k = 0; k < group; k += 32) sum_32(rows, width, bits, codes + k * (bits == 4 ? 16 : 32), x + k * rows, jump, acc);
+}
+
+/* `rows`, `width` and, if it is 32, `group` are compile-time constants at every call, so that sums stay in registers:
+ * few rows use a whole panel at once, more rows its halves one after the other, while the group is in L1. */
+INLINE void multiply_groups(int rows, int width, int bits, int header, int64_t group, const linear_int_arguments *a, const uint8_t *panel, int64_t row,
+                            const uint8_t *ahead, float *sums) {
+    const int64_t groups = a->padded / a->group;
+    const panel_layout layout = layout_of(bits, header, group, groups);
+    const uint8_t *weight_scales = panel + layout.scales, *codes = panel + layout.codes;
     const int8_t *x = a->tiles + row * a->padded;
     const float *scales = a->scales + row * groups;
     const int32_t *negated = a->sums + row * groups;
     memset(sums, 0, (size_t)rows * PANEL_OUTPUTS * sizeof *sums);
-    for (int64_t g = 0; g < groups; g++, x += rows * a->group, scales += rows, negated += rows) {
+    for (int64_t g = 0; g < groups; g++, x += rows * group, scales += rows, negated += rows) {
         ptrdiff_t jump = 0; /* from codes to what is prefetched meanwhile */
         if (ahead) {
             ask(ahead, asked_header(header, g));
@@ -182,16 +219,16 @@ INLINE void multiply(int rows, int width, int bits, int header, const linear_int
         }
         for (int first = 0; first < 4; first += width) {
             __m256i acc[TILE_ROWS][MOST_WIDTH];
-#pragma GCC unroll 8
-            for (int r = 0; r < rows; r++)
-#pragma GCC unroll 4
-                for (int v = 0; v < width; v++) acc[r][v] = shift < 0 ? _mm256_setzero_si256() : _mm256_slli_epi32(_mm256_set1_epi32(negated[r]), shift);
-            for (int64_t k = 0; k < a->group; k += 32)
-                sum_32(rows, width, bits, codes + k * (bits == 4 ? 16 : 32) + first * 32, x + k * rows, first ? 0 : jump, acc);
+            sum_group(rows, width, bits, header, group, codes + first * 32, x, negated, first ? 0 : jump, acc);
             take_group(rows, width, header, first * 8, weight_scales, scales, negated, acc, sums);
         }
         weight_scales += layout.next_scales, codes += layout.next_codes;
     }
+}
+
+INLINE void multiply(int rows, int width, int bits, int header, const linear_int_arguments *a, const uint8_t *panel, int64_t row, const uint8_t *ahead, float *sums) {
+    if (a->group == 32) multiply_groups(rows, width, bits, header, 32, a, panel, row, ahead, sums);
+    else multiply_groups(rows, width, bits, header, a->group, a, panel, row, ahead, sums);
 }
 
 static void multiply_tile(const linear_int_arguments *a, const uint8_t *panel, int64_t row, int count, const uint8_t *ahead, float *sums) {

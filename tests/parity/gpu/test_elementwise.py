@@ -47,7 +47,8 @@ def test_the_norm_equals_its_reference(
 ) -> None:
     hidden, weight = made(gpu, rows, size, bad=bad), made(gpu, 1, size, 1)[0]
     found = norms.rms_norm(hidden, weight, 1e-5, dtype)
-    close(found, norms.rms_norm_torch(hidden, weight, 1e-5, dtype))
+    # torch's own kernel on a GPU makes a whole row with an infinity NaN, as it does not on a processor.
+    close(found, norms.rms_norm_torch(hidden.cpu(), weight.cpu(), 1e-5, dtype).to(gpu))
     assert found.isfinite()[:-1].all()
 
 
@@ -58,10 +59,10 @@ def test_what_is_added_after_a_branch(
 ) -> None:
     hidden, weight = made(gpu, rows, size), made(gpu, 1, size, 1)[0]
     branch = made(gpu, rows, size, 2, bad).to(dtype)
-    expected = hidden.clone()
-    norms.add_rms_norm_torch(expected, branch, weight, 1e-6)
+    expected = hidden.to("cpu", copy=True)
+    norms.add_rms_norm_torch(expected, branch.cpu(), weight.cpu(), 1e-6)
     norms.add_rms_norm(hidden, branch, weight, 1e-6)
-    close(hidden, expected)
+    close(hidden, expected.to(gpu))
 
 
 @few
