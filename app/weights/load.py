@@ -37,7 +37,7 @@ from app.kernels.linear.smoothing import (
 )
 from app.kernels.linear.torchao_linear import TorchaoFactory
 from app.models.decoders.decoder import Decoder, Embedding
-from app.models.decoders.layer import Filters, HeadNorm, Norm, StoredVector, Xielu
+from app.models.decoders.layers.vectors import Filters, HeadNorm, Norm, StoredVector, Xielu
 from app.models.encoders.encoder import DistanceBias, Encoder
 from app.models.encoders.heads import DenseLayer, LayerNorm
 from app.models.registry import build_decoder_model, build_encoder_model

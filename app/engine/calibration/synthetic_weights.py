@@ -21,7 +21,8 @@ from app.kernels.linear.linear import FormFactory, Linear, LinearForm
 from app.kernels.linear.torchao_linear import TorchaoFactory
 from app.kernels.native.memory import allocate_weights
 from app.models.decoders.decoder import Embedding
-from app.models.decoders.layer import Filters, HeadNorm, MixtureOfExperts, Norm, StoredVector, Xielu
+from app.models.decoders.layers.layer import MixtureOfExperts
+from app.models.decoders.layers.vectors import Filters, HeadNorm, Norm, StoredVector, Xielu
 from app.models.decoders.shapes import is_router
 from app.weights.form_choice import CacheablePacking, FormChoice
 from app.weights.forms import OUTPUT_SOURCES

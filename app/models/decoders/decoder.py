@@ -1,4 +1,4 @@
-"""The decoders: embedding, RoPE angles, last norm and output layer around their layers (`layer.py`).
+"""The decoders: embedding, RoPE angles, last norm and output layer around their layers (`layers/`).
 
 `DecoderBody` is a decoder that is served for its hidden states, such as Qwen3-Embedding or the bidirectional EuroBERT.
 """
@@ -17,7 +17,8 @@ from app.kernels.elementwise.embedding import RowFactor, add_embedding_rows, emb
 from app.kernels.linear.activations import Activations
 from app.kernels.linear.linear import EmbeddingForm, Linear
 from app.models.decoders.config import ModelConfig
-from app.models.decoders.layer import Attention, DecoderLayer, Norm
+from app.models.decoders.layers.layer import Attention, DecoderLayer
+from app.models.decoders.layers.vectors import Norm
 from app.models.decoders.rotary import LayerRopeAngles
 from app.models.encoders.config import EncoderConfig
 

@@ -10,7 +10,7 @@ import torch
 from app.kernels.linear.linear import Linear
 from app.models.decoders.config import ModelConfig
 from app.models.decoders.decoder import Embedding
-from app.models.decoders.layer import Filters, HeadNorm, Norm, StoredVector
+from app.models.decoders.layers.vectors import Filters, HeadNorm, Norm, StoredVector
 from app.models.decoders.shapes import tensors_of
 from app.models.registry import build_decoder_model
 from tiny_checkpoints import ARCHITECTURES, OTHERS, config_values
