@@ -34,21 +34,26 @@ def linear_of(product: Product, layer: int) -> Linear:
 class Attention(nn.Module):
     """Grouped-query attention: one product for queries, keys and values, then `attend`, which also applies RoPE.
 
+    If the layer reads keys and values of another one, the product has queries alone.
+
     The layer calls the product `out`, since it knows for which tokens the result is needed and where it is added.
     """
 
     def __init__(self, config: ModelConfig, layer: int, dtype: torch.dtype) -> None:
         super().__init__()
         at = f"model.layers.{layer}"
-        self.layer, self.head_dim, self.norm = layer, config.head_dim, config.head_norm
-        self.num_heads, self.num_kv_heads = config.num_heads, config.num_kv_heads
+        self.layer, self.head_dim, self.norm = config.cache_layer(layer), config.head_dim, config.head_norm
+        writes = layer < config.cache_layers
+        self.num_heads, self.num_kv_heads = config.num_heads, config.num_kv_heads if writes else 0
         self.qkv, self.out = (linear_of(product, layer) for product in mixer_products(config, layer))
         self.query_norm, self.key_norm = (
             None
-            if config.head_norm is None
+            if config.head_norm is None or not heads
             else HeadNorm(f"{at}.self_attn.{name}_norm", config.head_norm, heads, config.head_dim)
-            for name, heads in (("q", config.num_heads), ("k", config.num_kv_heads))
+            for name, heads in (("q", self.num_heads), ("k", self.num_kv_heads))
         )
+        has_norm = writes and config.head_norm is not None and config.head_norm.values
+        self.value_norm = StoredVector("", "", config.head_dim) if has_norm else None  # all weights are 1
         self.spec = AttentionSpec(config.attention_scale, config.windows[layer], config.attention_softcap)
         self.sinks = StoredVector(f"{at}.self_attn", "sinks", config.num_heads) if config.has_sinks else None
         self.slopes = AlibiSlopes(config.alibi_slopes) if config.alibi_slopes else None
@@ -68,17 +73,18 @@ class Attention(nn.Module):
 
     def _heads(self, product: Tensor, angles: RopeAngles | None) -> QkvHeads:
         sizes = (product, self.num_heads, self.num_kv_heads, self.head_dim)
-        if self.norm is None or self.query_norm is None or self.key_norm is None:
+        if self.norm is None or self.query_norm is None:
             return QkvHeads(*sizes, angles=angles)
         return QkvHeads(
             *sizes,
             self.query_norm.weight,
-            self.key_norm.weight,
+            None if self.key_norm is None else self.key_norm.weight,
             self.norm.eps,
             angles,
             subtracts_mean=self.norm.kind == "layer",
             together=self.norm.scope == "together",
             norm_after_rope=self.norm.after_rope,
+            value_norm=None if self.value_norm is None else self.value_norm.weight,
         )
 
 
@@ -138,14 +144,18 @@ class ShortConvolution(nn.Module):
 
 
 class DecoderMLP(nn.Module):
-    """down(act(gate x) * up x), with gate and up in one product; or down(act(up x))."""
+    """down(act(gate x) * up x), with gate and up in one product; or down(act(up x)).
+
+    With deviations in the config, most gates of a row are 0.
+    """
 
     def __init__(self, config: ModelConfig, layer: int, name: str = "mlp", inner: int | None = None) -> None:
         super().__init__()
         at = f"model.layers.{layer}"
-        inner = inner or config.intermediate_size
+        inner = inner or config.inner_size(layer)
         sources = tuple(f"{at}.{source}" for source in up_sources(config, name))
         self.is_gated, self.activation = config.is_gated, config.activation
+        self.deviations = config.gate_deviations[layer] if config.gate_deviations else None
         self.gate_up = Linear(sources, config.hidden_size, (2 if self.is_gated else 1) * inner, config.mlp_bias)
         self.xielu = Xielu(f"{at}.mlp.act_fn") if config.activation == "xielu" else None
         self.down = Linear((f"{at}.{name}.down_proj",), inner, config.hidden_size, config.mlp_bias)
@@ -172,7 +182,7 @@ class DecoderMLP(nn.Module):
         if not self.is_gated:
             return self.gate_up.multiply_activated(x, self.activation, self.down)
         gate_up = self.gate_up(x)
-        return gate(gate_up, self.activation, self.down.activation_group(gate_up.shape[0]))
+        return gate(gate_up, self.activation, self.down.activation_group(gate_up.shape[0]), self.deviations)
 
 
 class MixtureOfExperts(nn.Module):

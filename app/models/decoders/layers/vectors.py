@@ -100,14 +100,14 @@ class HeadNorm(nn.Module):
 
 
 class StoredVector(nn.Module):
-    """A stored vector of a layer, in FP32."""
+    """A stored vector of a layer, or a small matrix, in FP32. Without a `kind` it is not stored and its elements are 1."""
 
     kinds: tuple[str, ...]
 
-    def __init__(self, source: str, kind: str, size: int) -> None:
+    def __init__(self, source: str, kind: str, *shape: int) -> None:
         super().__init__()
         self.source, self.kinds = source, (kind,) if kind else ()
-        self.weight = nn.Parameter(torch.empty(size), requires_grad=False)
+        self.weight = nn.Parameter(torch.empty(shape), requires_grad=False)
 
     def fill(self, weight: float, device: torch.device | None) -> None:
         """Set all elements to one value."""

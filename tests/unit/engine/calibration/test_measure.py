@@ -110,6 +110,16 @@ def test_every_family_can_be_tried(tmp_path: Path, architecture: str) -> None:
         assert rehearsal_of(checkpoint, precision="bf16").step(TrialStep("decode", 2, 2))()
 
 
+@pytest.mark.parametrize("precision", ["bf16", "int4"])
+def test_few_layers_have_fewer_inputs_of_their_own(tmp_path: Path, precision: str) -> None:
+    checkpoint = open_checkpoint(write_checkpoint(tmp_path / "tiny", "Gemma3nForCausalLM"))
+    with torch.inference_mode():
+        rehearsal = rehearsal_of(checkpoint, precision=precision)
+        assert len(rehearsal.layer_counts) > 1
+        for layers in rehearsal.layer_counts:
+            assert rehearsal.step(TrialStep("decode", 2, layers))()
+
+
 @pytest.mark.parametrize("precision", PRECISIONS)
 def test_weights_that_a_step_reads_are_counted_as_they_are_loaded(checkpoint: Checkpoint, precision: str) -> None:
     plan = plan_of(checkpoint, precision=precision)
