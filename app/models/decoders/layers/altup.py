@@ -25,12 +25,20 @@ from app.models.decoders.layers.layer import Attention, DecoderMLP
 from app.models.decoders.layers.vectors import Norm, StoredVector
 
 _MAGNITUDE_FLOOR = 1e-5  # the least mean square of a row that gets the magnitude of another
-_HALF = math.sqrt(0.5)
+_ROOT_HALF = math.sqrt(0.5)
 
 
 def _scaled(norm: NormConfig, factor: float) -> NormConfig:
     """Return the norm of x as a norm of factor · x."""
     return replace(norm, eps=norm.eps * factor**2)
+
+
+class StreamMatrix(StoredVector):
+    """A matrix from which the factors between streams follow."""
+
+    def fill(self, weight: float, device: torch.device | None) -> None:
+        """Set all elements to 0: with any other value streams could grow from layer to layer without bound."""
+        super().fill(0.0, device)
 
 
 class StreamMixer(nn.Module):
@@ -46,10 +54,10 @@ class StreamMixer(nn.Module):
         self.router = Linear((f"{at}.modality_router",), size, streams)
         self.before, self.after = (
             Norm(f"{at}.router_norm", size, _scaled(config.norm, factor), dtype, gain=1 / size)
-            for factor in (1.0, 1 / _HALF)
+            for factor in (1.0, 1 / _ROOT_HALF)
         )
-        self.predictions = StoredVector(f"{at}.prediction_coefs", "weight", streams**2, streams)
-        self.corrections = StoredVector(f"{at}.correction_coefs", "weight", streams, streams)
+        self.predictions = StreamMatrix(f"{at}.prediction_coefs", "weight", streams**2, streams)
+        self.corrections = StreamMatrix(f"{at}.correction_coefs", "weight", streams, streams)
         self.factors = StoredVector(at, "correct_output_scale", size)
 
     def predict(self, states: Tensor) -> None:
@@ -59,7 +67,7 @@ class StreamMixer(nn.Module):
     def correct(self, states: Tensor, activated: Tensor, feeds: Linear) -> Activations:
         """Correct the streams by activated [tokens, size], and return the scaled first one as the input of a product."""
         mix = self._mix(self.after, activated, self.corrections)
-        correction = Correction(activated, _HALF, self.factors.weight)
+        correction = Correction(activated, _ROOT_HALF, self.factors.weight)
         return correct_streams(states, mix, correction, self.dtype, feeds.activation_group(len(states)))
 
     def _mix(self, norm: Norm, x: Tensor, weights: StoredVector) -> StreamMix:
@@ -127,9 +135,9 @@ class AltUpLayer(nn.Module):
         self.branch, self.input = LowRankBranch(config, altup, layer, dtype), LayerInput(config, altup, layer)
         self.attention_norm = Norm(f"{at}.input_layernorm", size, norm, dtype, self.attention.first)
         self.mixed_norm = Norm(f"{at}.post_attention_layernorm", size, norm)
-        doubled = _scaled(norm, 1 / _HALF)
+        doubled = _scaled(norm, 1 / _ROOT_HALF)
         self.mlp_norm = Norm(f"{at}.pre_feedforward_layernorm", size, doubled, dtype, self.mlp.first)
-        self.gated_norm = Norm(f"{at}.post_feedforward_layernorm", size, norm, gain=1 / _HALF)
+        self.gated_norm = Norm(f"{at}.post_feedforward_layernorm", size, norm, gain=1 / _ROOT_HALF)
 
     def forward(self, states: Tensor, angles: RopeAngles | None, attend: Attend, rows: Tensor | None) -> Tensor:
         """Run the layer on states [tokens, width], which are overwritten.
@@ -164,7 +172,7 @@ class AltUpEntry(nn.Module):
         self.inputs = Linear(("model.per_layer_model_projection",), size, config.num_layers * width)
         # The product is divided by sqrt(size) before its norm.
         norm = _scaled(config.norm, math.sqrt(size))
-        self.norm = Norm("model.per_layer_projection_norm", width, norm, gain=_HALF)
+        self.norm = Norm("model.per_layer_projection_norm", width, norm, gain=_ROOT_HALF)
 
     def forward(self, token_ids: Tensor, embedded: Tensor) -> Tensor:
         """Return the states [tokens, width] of tokens with these embeddings FP32 [tokens, size]."""
