@@ -19,16 +19,17 @@ class PlainAttend:
 
     def __call__(self, layer: int, heads: QkvHeads, spec: AttentionSpec) -> Tensor:
         query, key, value = apply_rope_to_qkv_torch(heads)
-        none = key.new_zeros(0, *key.shape[1:])
-        self.keys[layer] = torch.cat((self.keys.get(layer, none), key))
-        self.values[layer] = torch.cat((self.values.get(layer, none), value))
+        if heads.num_kv_heads:  # else an earlier layer wrote them
+            none = key.new_zeros(0, *key.shape[1:])
+            self.keys[layer] = torch.cat((self.keys.get(layer, none), key))
+            self.values[layer] = torch.cat((self.values.get(layer, none), value))
         if spec.filters is not None:
             channels = torch.cat((self.keys[layer], self.values[layer]), 1).flatten(1).float()
             before = channels.new_zeros(len(spec.filters) - 1, channels.shape[1])
             padded, first = torch.cat((before, channels)), len(channels) - len(query)
             sums = [(padded[at : at + len(spec.filters)] * spec.filters).sum(0) for at in range(first, len(channels))]
             return (query.float().flatten(1) * torch.stack(sums)).to(query.dtype)
-        group = query.shape[1] // key.shape[1]
+        group = query.shape[1] // self.keys[layer].shape[1]
         keys, values = (held[layer].float().repeat_interleave(group, 1) for held in (self.keys, self.values))
         scores = torch.einsum("qhd,khd->hqk", query.float(), keys) * spec.scale
         if spec.softcap is not None:

@@ -278,7 +278,8 @@ class Needs:
     by the number of inputs. `stored_quantization` is the type of most weights in a file that holds quantized ones, such
     as Q4_1, else empty; `codes_precision` is the precision in which they keep their codes. `int8_copy_bytes` are
     additional bytes if 4-bit layers also have an 8-bit copy.
-    `kv_elements_per_token` is 2 · layers · kv_heads · head_dim, or 0 for an encoder. `rows_vary` is true if the
+    `kv_elements_per_token` is 2 · layers · kv_heads · head_dim, or 0 for an encoder; the layers are those that have keys
+    and values, `num_kv_layers` (0: all). `rows_vary` is true if the
     cost of a program's row depends on dimensions that each request chooses. `operations_per_token` is two times the
     multiply-adds of one token or row, without an output layer (0: two for each parameter). `table_bytes` are bytes
     of tables of which a step reads only some rows. `quality_costs` are the relative
@@ -302,6 +303,7 @@ class Needs:
     stored_dtype: str
     int8_copy_bytes: int = 0
     num_kv_heads: int = 0
+    num_kv_layers: int = 0
     rows_vary: bool = False
     operations_per_token: float = 0.0
     table_bytes: int = 0

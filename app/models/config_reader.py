@@ -43,6 +43,13 @@ class ConfigReader:
             raise self._wrong(name, f"an integer of {at_least} to {at_most:,}", value)
         return value
 
+    def integers(self, name: str) -> tuple[int, ...]:
+        """Return a list of at least one positive integer."""
+        value = self._get(name, _REQUIRED)
+        if not isinstance(value, list) or not value:
+            raise self._wrong(name, "a list of integers", value)
+        return tuple(ConfigReader({name: item}, self.where).integer(name) for item in value)
+
     def optional_integer(self, name: str, default: int | None = None) -> int | None:
         """Return a positive integer, or `default` if it is absent."""
         return self.integer(name) if self.has(name) else default

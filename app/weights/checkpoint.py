@@ -126,7 +126,7 @@ class Checkpoint:
         if isinstance(config, ModelConfig):
             host_bytes, device_bytes = decoder_bytes(config, tensors), decoder_device_bytes(config, tensors)
             kv_heads = config.cache_heads
-            kv_elements = 2 * config.num_layers * kv_heads * config.head_dim
+            kv_elements = 2 * config.cache_layers * kv_heads * config.head_dim
             tables = tables_of(config)
             products, experts = active_weights(config), config.experts
         else:
@@ -146,6 +146,7 @@ class Checkpoint:
             vocab_size=config.vocab_size,
             stored_dtype=self.stored_dtype,
             num_kv_heads=kv_heads,
+            num_kv_layers=config.cache_layers if isinstance(config, ModelConfig) else 0,
             int8_copy_bytes=int8_copy_bytes(config),
             device_bytes_by_precision=device_bytes,
             operations_per_token=2.0 * products,

@@ -24,7 +24,7 @@ from app.kernels.linear.torchao_linear import TorchaoFactory, check_runs
 from app.kernels.native.arguments import OpCode
 from app.kernels.native.operations import has_kernel
 from app.models.decoders.config import ModelConfig
-from app.models.decoders.layer import Norm
+from app.models.decoders.layers.vectors import Norm
 from app.models.decoders.shapes import is_expert, is_router
 from app.weights.forms import (
     DETERMINISTIC_RECIPES,

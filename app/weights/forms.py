@@ -23,6 +23,7 @@ from app.models.decoders.shapes import (
     is_router,
     mixer_products,
     mlp_name,
+    narrow_products,
     norm_elements,
     products_of,
     router_weights,
@@ -178,7 +179,8 @@ def choose_upgrades(
 ) -> frozenset[str]:
     """Return the sources of the layers that four-bit models hold in eight bits, within `upgrade_budget`.
 
-    The output layer of a small model is one of them. Values come first: they are few, and an error in them reaches
+    The output layer of a small model is one of them, and so are the narrow products of every model, which are not counted
+    in the budget. Values come first: they are few, and an error in them reaches
     every later token. Then follow the products with the largest loss per byte.
 
     Args:
@@ -188,7 +190,7 @@ def choose_upgrades(
             projections of evenly spread layers are chosen, which lose most in most models.
     """
     costs, output = _upgrade_costs(config), "model.embed_tokens" if config.tie_embeddings else "lm_head"
-    always = frozenset({output} if _is_small(config) else ())
+    always = frozenset(({output} if _is_small(config) else set()).union(narrow_products(config)))
     values = [sources for sources in costs if is_value(sources[0])]
     others = [sources for sources in costs if sources not in values]
     left = upgrade_budget(config, recipe) - sum(costs[sources] for sources in values)
@@ -256,13 +258,14 @@ def kept_layer_bytes(config: ModelConfig, precision: str, kept: KeptLayers) -> i
         if not any(kept_precision(((pattern, wanted),), source) for source in shapes):
             known = ", ".join(sorted({f"*.{source.rpartition('.')[2]}" for source in shapes}))
             raise SettingsInvalid(f"keep_layers: no layer of this model matches {pattern}. Its layers are {known}.")
-    recipe, added = find_recipe("cpu", "x86_64", precision), 0
+    recipe, added, narrow = find_recipe("cpu", "x86_64", precision), 0, narrow_products(config)
     for source, (rows, columns) in shapes.items():
         held_in = kept_precision(kept, source)
         if held_in is not None:
-            held = LAYOUTS[_output_form(config, recipe) if is_output(source) else recipe.linear[0]].nbytes(
-                rows, columns
+            form = (
+                _output_form(config, recipe) if is_output(source) else recipe.source_forms(source, source in narrow)[0]
             )
+            held = LAYOUTS[form].nbytes(rows, columns)
             exact = 2 * rows * columns
             added += (exact if held_in == "bf16" else LAYOUTS[KEPT_FORMS[held_in][0]].nbytes(rows, columns)) - held
     return added
@@ -335,7 +338,7 @@ def stored_forms(precision: str, tensors: Mapping[str, TensorEntry]) -> dict[str
 def _stored_bytes(config: ModelConfig, tensors: Mapping[str, TensorEntry], precision: str) -> int:
     """Return the bytes of the linear layers, biases and norms of a decoder whose codes are kept."""
     forms, recipe = stored_forms(precision, tensors), find_recipe("cpu", "x86_64", precision)
-    held = 0
+    held, narrow = 0, narrow_products(config)
     for name, shape in tensors_of(config).items():
         source = name.removesuffix(".weight")
         if len(shape) == 1:
@@ -343,7 +346,8 @@ def _stored_bytes(config: ModelConfig, tensors: Mapping[str, TensorEntry], preci
         elif is_router(source):
             held += 2 * shape[0] * shape[1]
         elif name not in tables_of(config):
-            form = forms.get(source) or recipe.source_forms(source, is_upgraded=is_output(source))[0]
+            is_upgraded = is_output(source) or source in narrow
+            form = forms.get(source) or recipe.source_forms(source, is_upgraded)[0]
             held += LAYOUTS[form].nbytes(*shape)
     return held
 
@@ -387,7 +391,14 @@ def quantized_bytes(config: ModelConfig, precision: str) -> int:
     """
     recipe, norms = find_recipe("cpu", "x86_64", precision), 4 * norm_elements(config)
     output = LAYOUTS[_output_form(config, recipe)].nbytes(config.vocab_size, config.hidden_size)
-    has_upgrades = recipe.upgrade is not None and not all(map(is_output, choose_upgrades(config, recipe)))
+    narrow = narrow_products(config)
+    chosen = choose_upgrades(config, recipe) if recipe.upgrade is not None else frozenset[str]()
+    has_upgrades = any(not is_output(source) and source not in narrow for source in chosen)
+    if recipe.upgrade is not None:
+        norms += sum(
+            LAYOUTS[recipe.upgrade].nbytes(*shape) - LAYOUTS[recipe.linear[0]].nbytes(*shape)
+            for shape in narrow.values()
+        )
     return (
         _quantized_linear_bytes(config, precision)
         + (upgrade_budget(config, recipe) if has_upgrades else 0)

@@ -37,7 +37,8 @@ from app.kernels.linear.smoothing import (
 )
 from app.kernels.linear.torchao_linear import TorchaoFactory
 from app.models.decoders.decoder import Decoder, Embedding
-from app.models.decoders.layer import Filters, HeadNorm, Norm, StoredVector, Xielu
+from app.models.decoders.layers.vectors import Filters, HeadNorm, Norm, StoredVector, Xielu
+from app.models.decoders.shapes import narrow_products
 from app.models.encoders.encoder import DistanceBias, Encoder
 from app.models.encoders.heads import DenseLayer, LayerNorm
 from app.models.registry import build_decoder_model, build_encoder_model
@@ -277,7 +278,10 @@ class _ModelLoader:
     def _pack_calibrated(self, calibrator: PackCalibrator, linears: Sequence[Linear]) -> list[LayerPacking]:
         """Pack layer by layer while a text runs through the model, then pack again what is upgraded."""
         assert isinstance(self.model, Decoder), "only decoders are calibrated"
-        known = frozenset(source for source in self.choice.upgraded if is_value(source) or is_output(source))
+        always = narrow_products(self.model.config)
+        known = frozenset(
+            source for source in self.choice.upgraded if is_value(source) or is_output(source) or source in always
+        )
         self.choice = replace(self.choice, upgraded=known)
         layers = {layer.linear: layer for layer in self._layers(linears, self.choice)}
         for module in self.model.modules():

@@ -14,7 +14,15 @@ from dataclasses import dataclass, replace
 from app.errors import CheckpointInvalid
 from app.models.decoders.config import ModelConfig
 from app.models.decoders.shapes import Shape, tensors_of
-from app.models.decoders.stored import ExpertPart, expert_parts, head_rows, is_computed, is_transposed, our_name
+from app.models.decoders.stored import (
+    ExpertPart,
+    expert_parts,
+    head_rows,
+    is_computed,
+    is_transposed,
+    is_unused,
+    our_name,
+)
 from app.models.encoders.config import EncoderConfig
 from app.models.encoders.families import StoredName, encoder_family, stored_names
 from app.weights.safetensors import EncodedEntry, RearrangedEntry, TensorEntry
@@ -114,8 +122,8 @@ def fused_part(entry: TensorEntry, stored: StoredName) -> TensorEntry:
 def rename_decoder_tensors(found: Mapping[str, TensorEntry], config: ModelConfig) -> RenamedTensors:
     """Return the tensors of a decoder under this package's names, in this package's order of rows.
 
-    Left out are tensors that are computed, other parts of a model than its text half, and a tied embedding that is
-    stored twice.
+    Left out are tensors that are computed, other parts of a model than its text half, keys and values that no layer
+    reads, and a tied embedding that is stored twice.
     """
     expected = tensors_of(config)
     tensors, unused, stored_names = {}, [], {}
@@ -124,7 +132,9 @@ def rename_decoder_tensors(found: Mapping[str, TensorEntry], config: ModelConfig
         parts = ", ".join(sorted({name.rpartition(".")[0].split(".layers.")[0] for name in others})[:3])
         log.info("only the text half is served: %d tensors of other parts (%s, ...) are not read", len(others), parts)
     for stored, ours, entry in _separate_tensors(found, config):
-        if ours is None or is_computed(config, stored) or (ours == "lm_head.weight" and config.tie_embeddings):
+        if ours is None or is_computed(config, stored) or is_unused(config, ours):
+            continue
+        if ours == "lm_head.weight" and config.tie_embeddings:
             continue
         if ours not in expected:
             unused.append(stored)

@@ -79,3 +79,42 @@ plain_group from_tiles(const activations *a, int64_t row, int64_t g) {
     result.scale = a->scales[at], result.negated = a->sums[at];
     return result;
 }
+
+sink new_sink(activations *a, int64_t kind) {
+    const int64_t align = armature_tiles(2), count = (a->rows + armature_tiles(0) - 1) / armature_tiles(0), most = (a->rows + align - 1) / align * align;
+    a->height = ((a->rows + count - 1) / count + align - 1) / align * align;
+    a->groups = (a->size + a->group - 1) / a->group, a->padded = a->groups * a->group;
+    if (kind == 0) a->x = room(a->rows * a->size * 2);
+    else if (kind == 1) a->wide = room(a->rows * a->size * 4);
+    else a->tiles = room(most * a->padded), a->scales = room(most * a->groups * 4), a->sums = room(most * a->groups * 4);
+    return (sink){a->x, a->tiles, a->scales, a->sums, a->group, a->height, a->wide};
+}
+
+/* A scale below 1e-14 belongs to values that are almost zero: there an approximated GELU has no correct digit. */
+static void check_group(const activations *a, int64_t row, int64_t g, const double *expected) {
+    const plain_group found = from_tiles(a, row, g);
+    double largest = 0;
+    int32_t sum = 0;
+    for (int64_t i = 0; i < a->group && g * a->group + i < a->size; i++)
+        largest = fabs(expected[i]) > largest || expected[i] != expected[i] ? fabs(expected[i]) : largest;
+    if (!isfinite(largest) ? found.scale == found.scale : !close_to(found.scale, largest / 127, 1e-4 * largest / 127 + 1e-14)) {
+        failed("row %d, group %d: the scale is %g for %g", (int)row, (int)g, found.scale, largest / 127);
+        return;
+    }
+    for (int64_t i = 0; i < a->group; i++) {
+        const double value = g * a->group + i < a->size ? expected[i] : 0;
+        sum += found.codes[i];
+        if (isfinite(largest) && fabs((double)found.scale * found.codes[i] - value) > 0.501 * found.scale + 1e-5)
+            failed("row %d, input %d: code %d of %g for %g", (int)row, (int)(g * a->group + i), found.codes[i], found.scale, value);
+    }
+    if (found.negated != -sum) failed("row %d, group %d: the sum is %d for %d", (int)row, (int)g, found.negated, -sum);
+}
+
+void check_sink(const activations *a, const double *expected) {
+    for (int64_t at = 0; a->x && at < a->rows * a->size; at++)
+        if (!close_to(float_of_bf16(a->x[at]), expected[at], fabs(expected[at]) / 200 + 1e-5)) failed("value %d: %g for %g", (int)at, float_of_bf16(a->x[at]), expected[at]);
+    for (int64_t at = 0; a->wide && at < a->rows * a->size; at++)
+        if (!close_to(a->wide[at], expected[at], fabs(expected[at]) * 1e-4 + 2e-5)) failed("value %d: %g for %g", (int)at, a->wide[at], expected[at]);
+    for (int64_t row = 0; a->tiles && row < a->rows; row++)
+        for (int64_t g = 0; g < a->groups; g++) check_group(a, row, g, expected + row * a->size + g * a->group);
+}

@@ -33,4 +33,9 @@ plain_group plainly_quantised(const activations *a, int64_t row, int64_t g);
 /* Read the same values from the library's tiles. */
 plain_group from_tiles(const activations *a, int64_t row, int64_t g);
 
+/* A sink for `size` inputs with its buffers: bf16 (kind 0), fp32 (1), or tiles. */
+sink new_sink(activations *a, int64_t kind);
+/* Compare what was written to it with expected [rows, size]. */
+void check_sink(const activations *a, const double *expected);
+
 #endif

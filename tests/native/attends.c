@@ -123,7 +123,7 @@ int64_t attends(void) {
 
 /* Reference for a head: normalised if there are weights, then RoPE. */
 static void turned(const turn_arguments *a, const void *x, int64_t first, int64_t row, int64_t head, double *out) {
-    const float *weight = head < a->heads ? a->query_norm : head < a->heads + a->kv_heads ? a->key_norm : NULL;
+    const float *weight = head < a->heads ? a->query_norm : head < a->heads + a->kv_heads ? a->key_norm : a->value_norm;
     const int64_t dim = head < a->heads + a->kv_heads ? a->dim : 0, half = dim / 2;
     double squares = 0, before[256];
     for (int64_t i = 0; i < a->head_dim; i++) before[i] = get_element(x, a->wide, first + i), squares += before[i] * before[i];
@@ -151,27 +151,27 @@ static float *floats(int64_t count) {
 }
 
 int64_t turns(void) {
-    for (int64_t i = 0; i < 12; i++) {
-        const int64_t rows = between(1, 9), kv_heads = between(1, 3), heads = kv_heads * between(1, 3), all = heads + 2 * kv_heads, size = HEAD_DIMS[i % 6];
+    for (int64_t i = 0; i < 18; i++) {
+        const int64_t rows = between(1, 9), kv_heads = i >= 16 ? 0 : between(1, 3), heads = kv_heads ? kv_heads * between(1, 3) : 2, all = heads + 2 * kv_heads, size = HEAD_DIMS[i % 6];
         const int64_t dim = i % 4 == 3 ? 0 : i % 4 == 2 ? size / 2 : size, stride = all * size + below(3), count = (rows - 1) * stride + all * size;
         const int kind = (int)(i % 3), wide = kind == CACHE_FP32, bytes = wide ? 4 : 2;
-        cache c = new_cache(rows * 2, kv_heads, size, kind, 0);
+        cache c = new_cache(rows * 2, kv_heads ? kv_heads : 1, size, kind, 0);
         void *x = room(count * bytes);
         int64_t *written = room(rows * 8);
         for (int64_t at = 0; at < count; at++) set_element(x, wide, at, 3 * number());
         for (int64_t row = 0; row < rows; row++) written[row] = 2 * row + 1;
-        float *norms[2] = {i % 5 ? floats(size) : NULL, i % 5 ? floats(size) : NULL}, *waves[2] = {floats(rows * dim), floats(rows * dim)};
+        float *norms[3] = {i % 5 ? floats(size) : NULL, i % 5 ? floats(size) : NULL, i >= 12 ? floats(size) : NULL}, *waves[2] = {floats(rows * dim), floats(rows * dim)};
         void *before = memcpy(room(count * bytes), x, (size_t)(count * bytes));
-        const turn_arguments a = {x, norms[0], norms[1], waves[0], waves[1], written, c.kv, stride, rows, heads, kv_heads, size, dim, wide, 1e-6};
+        const turn_arguments a = {x, norms[0], norms[1], waves[0], waves[1], written, c.kv, stride, rows, heads, kv_heads, size, dim, wide, 1e-6, NULL, 0, 0, 0, norms[2]};
         run(OP_TURN, &a);
         for (int64_t at = 0; at < rows * all; at++) {
             double expected[256];
             turned(&a, before, at / all * stride + at % all * size, at / all, at % all, expected);
             check_turned(&a, &c, at / all, at % all, expected);
         }
-        for (int64_t row = 0; row < rows; row++)
-            if (c.bytes[2 * row * c.kv.token_bytes] != 0x7b) failed("row %d of the cache was written", (int)(2 * row));
-        free(c.bytes), free(x), free(written), free(norms[0]), free(norms[1]), free(waves[0]), free(waves[1]), free(before);
+        for (int64_t row = 0; row < 2 * rows; row++)
+            if ((!kv_heads || row % 2 == 0) && c.bytes[row * c.kv.token_bytes] != 0x7b) failed("row %d of the cache was written", (int)row);
+        free(c.bytes), free(x), free(written), free(norms[0]), free(norms[1]), free(norms[2]), free(waves[0]), free(waves[1]), free(before);
     }
-    return 12;
+    return 18;
 }

@@ -48,6 +48,8 @@ static const struct {
     {"rows of latent attention, bit for bit", latent_rows, OP_LATENT},
     {"rows that short convolutions cache", convolved, OP_CONVOLVED_ROWS},
     {"short convolutions over a cache", convolutions, OP_CONVOLVE},
+    {"streams before and after a layer", altered_streams, OP_ALTUP},
+    {"rows with the magnitude of others", matched_rows, OP_MATCH},
     {"scales of weights in four bits", int4_scales, OP_INT4_SCALES},
     {"codes of weights by GPTQ", gptq_codes, OP_INT4_GPTQ},
     {"nothing to do, too many threads, no such kernel", odd_calls, -1},

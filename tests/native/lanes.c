@@ -35,7 +35,7 @@ static void make_net(net *n, int64_t tokens, int some) {
     n->word = (rows_arguments){(uint8_t *)table, n->words.token_ids, NULL, n->hidden, tokens, TABLE, SIZE, SIZE, 0, FORM_STORED_FP32, 0, 0, 1};
     n->place = n->word, n->place.ids = n->words.positions, n->place.add = 1;
     n->attend = (texts_arguments){n->hidden, n->hidden + 32, n->hidden + 64, n->mixed, n->words.texts, NULL, SIZE, 32, 2, 2, 16, (int64_t)1 << 40, (int64_t)1 << 40, 0, 1, 0.25, 0};
-    n->gather = (gather_arguments){n->mixed, n->words.wanted, n->result, 32, tokens, 32};
+    n->gather = (gather_arguments){n->mixed, n->words.wanted, n->result, 32, tokens, 32, 32};
     const operation operations[4] = {{OP_ROWS, &n->word}, {OP_ROWS, &n->place}, {OP_TEXTS, &n->attend}, {OP_GATHER, &n->gather}};
     memcpy(n->operations, operations, sizeof operations);
     n->places[0] = (row_place){&n->word.count, 0, 0}, n->places[1] = (row_place){&n->place.count, 0, 0}, n->places[2] = (row_place){&n->gather.count, 1, 0};

@@ -2,47 +2,6 @@
  * of the start of a step. */
 #include "activations.h"
 
-/* A sink for `size` inputs with its buffers: bf16 (kind 0), fp32 (1), or tiles as in `activations`. */
-static sink new_sink(activations *a, int64_t kind) {
-    const int64_t align = armature_tiles(2), count = (a->rows + armature_tiles(0) - 1) / armature_tiles(0), most = (a->rows + align - 1) / align * align;
-    a->height = ((a->rows + count - 1) / count + align - 1) / align * align;
-    a->groups = (a->size + a->group - 1) / a->group, a->padded = a->groups * a->group;
-    if (kind == 0) a->x = room(a->rows * a->size * 2);
-    else if (kind == 1) a->wide = room(a->rows * a->size * 4);
-    else a->tiles = room(most * a->padded), a->scales = room(most * a->groups * 4), a->sums = room(most * a->groups * 4);
-    return (sink){a->x, a->tiles, a->scales, a->sums, a->group, a->height, a->wide};
-}
-
-/* A scale below 1e-14 belongs to values that are almost zero: there an approximated GELU has no correct digit. */
-static void check_group(const activations *a, int64_t row, int64_t g, const double *expected) {
-    const plain_group found = from_tiles(a, row, g);
-    double largest = 0;
-    int32_t sum = 0;
-    for (int64_t i = 0; i < a->group && g * a->group + i < a->size; i++)
-        largest = fabs(expected[i]) > largest || expected[i] != expected[i] ? fabs(expected[i]) : largest;
-    if (!isfinite(largest) ? found.scale == found.scale : !close_to(found.scale, largest / 127, 1e-4 * largest / 127 + 1e-14)) {
-        failed("row %d, group %d: the scale is %g for %g", (int)row, (int)g, found.scale, largest / 127);
-        return;
-    }
-    for (int64_t i = 0; i < a->group; i++) {
-        const double value = g * a->group + i < a->size ? expected[i] : 0;
-        sum += found.codes[i];
-        if (isfinite(largest) && fabs((double)found.scale * found.codes[i] - value) > 0.501 * found.scale + 1e-5)
-            failed("row %d, input %d: code %d of %g for %g", (int)row, (int)(g * a->group + i), found.codes[i], found.scale, value);
-    }
-    if (found.negated != -sum) failed("row %d, group %d: the sum is %d for %d", (int)row, (int)g, found.negated, -sum);
-}
-
-/* expected [rows, size] */
-static void check_sink(const activations *a, const double *expected) {
-    for (int64_t at = 0; a->x && at < a->rows * a->size; at++)
-        if (!close_to(float_of_bf16(a->x[at]), expected[at], fabs(expected[at]) / 200 + 1e-5)) failed("value %d: %g for %g", (int)at, float_of_bf16(a->x[at]), expected[at]);
-    for (int64_t at = 0; a->wide && at < a->rows * a->size; at++)
-        if (!close_to(a->wide[at], expected[at], fabs(expected[at]) * 1e-4 + 2e-5)) failed("value %d: %g for %g", (int)at, a->wide[at], expected[at]);
-    for (int64_t row = 0; a->tiles && row < a->rows; row++)
-        for (int64_t g = 0; g < a->groups; g++) check_group(a, row, g, expected + row * a->size + g * a->group);
-}
-
 static const int64_t SIZES[] = {576, 896, 1, 33, 64, 1500}, GROUPS[] = {32, 64, 128};
 
 static activations some_rows(int64_t i) {
@@ -153,38 +112,58 @@ static double expected_gate(int64_t kind, double gate, double up) {
     return x / (1 + exp(-(double)1.702f * x)) * ((up > 7 ? 7 : up < -7 ? -7 : up) + 1);
 }
 
+#define DEVIATIONS 0.75
+
+/* The mean of a row's gates plus DEVIATIONS times their standard deviation. */
+static double cutoff_of(const void *gates, int64_t wide, int64_t first, int64_t size) {
+    double mean = 0, squares = 0;
+    for (int64_t k = 0; k < size; k++) mean += get_element(gates, wide, first + k) / (double)size;
+    for (int64_t k = 0; k < size; k++) squares += pow(get_element(gates, wide, first + k) - mean, 2);
+    return mean + DEVIATIONS * sqrt(squares / (double)size);
+}
+
+/* Every third time gates are lowered; every fourth time `up` is apart. */
 int64_t gates(void) {
-    for (int64_t i = 0; i < 24; i++) {
+    for (int64_t i = 0; i < 36; i++) {
         activations a = some_rows(i);
         const sink out = new_sink(&a, i % 4);
-        const int64_t wide = i / 2 % 2, kind = i % 4 == 3 ? SWIGLU_OAI : SILU + i % 3;
-        void *gate_up = room(a.rows * 2 * a.size * (wide ? 4 : 2));
+        const int64_t wide = i / 2 % 2, lowered = i % 3 == 1, apart = i / 3 % 4 == 1, kind = i % 4 == 3 && !lowered ? SWIGLU_OAI : SILU + i % 3;
+        const int64_t halves = apart ? 1 : 2, stride = a.size + below(3);
+        void *gate_up = room(a.rows * halves * a.size * (wide ? 4 : 2));
         double *expected = room(a.rows * a.size * 8);
-        for (int64_t at = 0; at < a.rows * 2 * a.size; at++) set_element(gate_up, wide, at, (below(20) ? 5 : 90) * number());
-        if (i % 5 == 4) set_element(gate_up, wide, below(a.rows) * 2 * a.size, NAN);
+        float *up = apart ? room(((a.rows - 1) * stride + a.size) * 4) : NULL, *cutoffs = lowered ? room(a.rows * 4) : NULL;
+        for (int64_t at = 0; at < a.rows * halves * a.size; at++) set_element(gate_up, wide, at, (below(20) || lowered ? 5 : 90) * number());
+        for (int64_t at = 0; up && at < (a.rows - 1) * stride + a.size; at++) up[at] = number();
+        if (i % 5 == 4) set_element(gate_up, wide, below(a.rows) * halves * a.size, NAN);
         for (int64_t at = 0; at < a.rows * a.size; at++) {
-            const int64_t first = at / a.size * 2 * a.size + at % a.size;
-            expected[at] = expected_gate(kind, get_element(gate_up, wide, first), get_element(gate_up, wide, first + a.size));
+            const int64_t row = at / a.size, first = row * halves * a.size, k = at % a.size;
+            const double rest = get_element(gate_up, wide, first + k) - (lowered ? cutoff_of(gate_up, wide, first, a.size) : 0);
+            expected[at] = expected_gate(kind, lowered && rest < 0 ? 0 : rest, apart ? up[row * stride + k] : get_element(gate_up, wide, first + a.size + k));
         }
-        const gate_arguments arguments = {gate_up, a.rows, a.size, kind, wide, out};
+        const gate_arguments arguments = {gate_up, a.rows, a.size, kind, wide, out, up, cutoffs, stride, DEVIATIONS};
         run(OP_GATE, &arguments);
         check_sink(&a, expected);
-        free(gate_up), free(expected), free_activations(&a);
+        free(gate_up), free(expected), free(up), free(cutoffs), free_activations(&a);
     }
-    return 24;
+    return 36;
 }
 
 int64_t gathers(void) {
     for (int64_t i = 0; i < 6; i++) {
         const int64_t size = SIZES[i], rows = between(1, 20), count = below(10), stride = size + below(3), values = (rows - 1) * stride + size;
-        float *x = room(values * 4), *out = room(count * size * 4);
+        const int64_t apart = size + (i % 2 ? 3 : 0);
+        float *x = room(values * 4), *out = room(count * apart * 4);
         int64_t *ids = room(count * 8);
         for (int64_t at = 0; at < values; at++) x[at] = number();
         for (int64_t n = 0; n < count; n++) ids[n] = n ? below(rows) : rows - 1;
-        const gather_arguments arguments = {x, ids, out, stride, count, size};
+        for (int64_t at = 0; at < count * apart; at++) out[at] = 9;
+        const gather_arguments arguments = {x, ids, out, stride, count, size, apart};
         run(OP_GATHER, &arguments);
-        for (int64_t n = 0; n < count; n++)
-            if (memcmp(out + n * size, x + ids[n] * stride, (size_t)size * 4) != 0) failed("row %d is not row %d", (int)n, (int)ids[n]);
+        for (int64_t n = 0; n < count; n++) {
+            if (memcmp(out + n * apart, x + ids[n] * stride, (size_t)size * 4) != 0) failed("row %d is not row %d", (int)n, (int)ids[n]);
+            for (int64_t k = size; k < apart; k++)
+                if (out[n * apart + k] != 9) failed("a word after row %d was written", (int)n);
+        }
         free(x), free(out), free(ids);
     }
     return 6;
@@ -246,11 +225,11 @@ int64_t stored_rows(void) {
         }
         for (int64_t k = 0; factors && k < inputs; k++) factors[k] = number();
         for (int64_t n = 0; n < count; n++) ids[n] = n == 1 ? outputs : n == 2 ? -1 : n ? below(outputs) : outputs - 1;
-        const rows_arguments arguments = {table, ids, factors, out, count, outputs, inputs, 0, 0, form, 0, i % 4 == 3, 4.0};
+        const rows_arguments arguments = {table, ids, factors, out, count, outputs, inputs, 0, 0, form, 0, i % 4 == 3, 4.0, i % 3 == 2};
         for (int64_t at = 0; at < count * inputs; at++) out[at] = -0.0f; /* changes nothing, not even -0 */
         run(OP_ROWS, &arguments);
         for (int64_t at = 0; at < count * inputs; at++) {
-            const int64_t id = ids[at / inputs], k = at % inputs;
+            const int64_t stored = ids[at / inputs], k = at % inputs, id = i % 3 == 2 && (stored < 0 || stored >= outputs) ? 0 : stored;
             const float expected = id < 0 || id >= outputs ? NAN : numbers[id * inputs + k] * (factors ? factors[k] : 1.0f) * 4.0f;
             if (!same(out[at], expected)) failed("row %d, input %d: %g for %g", (int)id, (int)k, out[at], expected);
         }

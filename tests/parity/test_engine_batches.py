@@ -43,7 +43,7 @@ class Bench:
     def __init__(self, directory: Path) -> None:
         self.model = load(directory, max_model_len=MAX_LEN)
         config = self.model.config
-        shape = KvShape(config.num_layers, 12, MAX_LEN, config.cache_heads, config.head_dim)
+        shape = KvShape(config.cache_layers, 12, MAX_LEN, config.cache_heads, config.head_dim)
         self.calibration_file = KeepLogits()
         self.runner = CpuDecoderRunner(
             self.model, KvCache(shape, torch.float32), CpuBackend(torch.float32), self.calibration_file

@@ -62,7 +62,7 @@ def served(
 ) -> tuple[dict[str, list[int]], DecoderReplay]:
     """What every request was told, of a run in which requests join, share a prefix, draw, fork, leave early and end."""
     config: Any = model.config
-    cache = KvCache(KvShape(config.num_layers, SLOTS, MAX_LEN, config.cache_heads, config.head_dim), kv)
+    cache = KvCache(KvShape(config.cache_layers, SLOTS, MAX_LEN, config.cache_heads, config.head_dim), kv)
     replay = DecoderReplay(cast(Decoder, model), "" if enabled else "for this test", record_after=0)
     backend = CpuBackend(torch.float32 if kv == torch.float32 else torch.bfloat16)
     runner = CpuDecoderRunner(replay, cache, backend, Sampler(config.vocab_size))

@@ -25,6 +25,7 @@ FAST = (
     "CohereForCausalLM",
     "DeepseekV3ForCausalLM",
     "Lfm2ForCausalLM",
+    "Gemma3nForCausalLM",
 )
 CASES = {name: (name, values) for name, values in SERVED.items()} | dict(VARIANTS)
 

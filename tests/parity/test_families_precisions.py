@@ -40,6 +40,7 @@ FEATURES = {
     "phimoe-all-experts": "experts by sparsemixer, of which another one would change much, LayerNorm, biases",
     "Ernie4_5_MoeForCausalLM": "experts with a bias of their selection, interleaved rotation",
     "BloomForCausalLM": "ALiBi, a norm of embeddings",
+    "Gemma3nForCausalLM": "several hidden states, lowered gates, inputs for each layer, keys that layers share",
     "MptForCausalLM": "ALiBi, LayerNorm without biases",
 }
 CASES = {name: (name, values) for name, values in SERVED.items()} | dict(VARIANTS)
@@ -49,6 +50,7 @@ FAST = {
     ("CohereForCausalLM", "float32"),
     ("Lfm2ForCausalLM", "bfloat16"),
     ("GptOssForCausalLM", "bfloat16"),
+    ("Gemma3nForCausalLM", "int4"),
 }
 CLOSENESS = {"float32": 0.99999, "bfloat16": 0.999, "int8": 0.99, "int4": 0.75}  # cosine of logits with FP32's
 

@@ -111,6 +111,40 @@ def test_other_norms_of_heads_equal_their_reference(
 
 @needs_levels
 @pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("head_dim", [8, 24, 256])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.int8, torch.float32], ids=str)
+def test_values_may_have_a_norm(level: str, head_dim: int, dtype: torch.dtype) -> None:
+    product = torch.float32 if dtype == torch.float32 else torch.bfloat16
+    heads = replace(heads_of(5, 4, 2, head_dim, head_dim, True, product), value_norm=1 + torch.rand(head_dim))
+    query, key, value = apply_rope_to_qkv_torch(heads)
+    plain = torch.nn.functional.rms_norm(heads.split()[2].float(), (head_dim,), heads.value_norm, heads.eps)
+    torch.testing.assert_close(value.float(), plain, rtol=1e-2, atol=1e-5)
+    kv, _ = rows_of(2, head_dim, dtype)
+    with at_level(level):
+        found = apply_rope_and_write_kv(heads, kv, torch.arange(5))
+    torch.testing.assert_close(found, query, **(CLOSE_FP32 if dtype == torch.float32 else CLOSE))
+    step = 0.51 / 127 if dtype == torch.int8 else 0.0
+    for read, wanted in zip(kv.read(0, 5), (key, value), strict=True):
+        near = step * wanted.float().abs().amax(-1, keepdim=True) + 0.01 * wanted.float().abs() + 1e-5
+        assert bool(((read.float() - wanted.float()).abs() <= near).all())
+
+
+@needs_levels
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.int8, torch.float32], ids=str)
+def test_queries_alone_write_nothing(level: str, dtype: torch.dtype) -> None:
+    heads = heads_of(5, 4, 0, 24, 24, True, torch.float32 if dtype == torch.float32 else torch.bfloat16)
+    heads = replace(heads, key_norm=None)
+    expected = apply_rope_to_qkv_torch(heads)[0]
+    kv, memory = rows_of(2, 24, dtype)
+    with at_level(level):
+        found = apply_rope_and_write_kv(heads, kv.first_heads(0), torch.arange(5))
+    torch.testing.assert_close(found, expected, **(CLOSE_FP32 if dtype == torch.float32 else CLOSE))
+    assert bool((memory == MARK).all())
+
+
+@needs_levels
+@pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf])
 def test_bad_values_stay_in_their_head(level: str, bad: float) -> None:
     heads, (kv, _) = heads_of(3, 2, 2, 16, 16, False), rows_of(2, 16, torch.int8)

@@ -10,6 +10,7 @@ For each class it prints `equal` with the largest difference of a logit in FP32,
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 import tempfile
 from collections import Counter
@@ -131,6 +132,22 @@ _YARN = {
     "beta_slow": 1,
 }
 
+_GEMMA3N = {
+    **TINY,
+    **_WINDOW,
+    "num_hidden_layers": 6,
+    "layer_types": ["sliding_attention", "full_attention"] * 3,
+    "intermediate_size": [48, 48, 56, 56, 40, 40],
+    "activation_sparsity_pattern": [0.9, 0.5, 0.0, 0.2, 0.0, 0.9],
+    "num_kv_shared_layers": 2,
+    "vocab_size_per_layer_input": 300,
+    "hidden_size_per_layer_input": 12,
+    "altup_num_inputs": 3,
+    "laurel_rank": 8,
+    "rms_norm_eps": 1e-3,
+    "final_logit_softcapping": 3.0,
+}
+
 # class of transformers: what its configuration gets instead of `TINY`, or None if `TINY` suffices
 SERVED: Mapping[str, dict[str, Any]] = {
     "LlamaForCausalLM": {**TINY, "attention_bias": True, "mlp_bias": True},
@@ -154,6 +171,8 @@ SERVED: Mapping[str, dict[str, Any]] = {
         },
         "mm_tokens_per_image": 4,
     },
+    "Gemma3nForCausalLM": _GEMMA3N,
+    "Gemma3nForConditionalGeneration": {"text_config": _GEMMA3N},
     "VaultGemmaForCausalLM": {**TINY, **_GEMMA},
     "GraniteForCausalLM": {**_NO_HEAD_DIM, **_MULTIPLIERS},
     "HyperCLOVAXForCausalLM": {**TINY, **_MULTIPLIERS},
@@ -214,9 +233,12 @@ SERVED: Mapping[str, dict[str, Any]] = {
     "MiniCPM3ForCausalLM": {**_LATENT, "v_head_dim": 8, "dim_model_base": 16},
     "DeepseekV3ForCausalLM": {**_DEEPSEEK, "first_k_dense_replace": 2, "n_group": 2, "topk_group": 1},
 }
+# Classes whose other halves need packages that the environment does not have: a checkpoint has the text half of the class
+# below, under the names of published files.
+TEXT_HALVES: Mapping[str, str] = {"Gemma3nForConditionalGeneration": "Gemma3nForCausalLM"}
 # Families that are refused by their names.
 NOT_SERVED = (
-    *("Qwen3NextForCausalLM", "GraniteMoeHybridForCausalLM", "Llama4ForCausalLM", "Gemma3nForConditionalGeneration"),
+    *("Qwen3NextForCausalLM", "GraniteMoeHybridForCausalLM", "Llama4ForCausalLM"),
     *("FalconH1ForCausalLM", "MambaForCausalLM", "Mamba2ForCausalLM"),
     *("JambaForCausalLM", "DeepseekV32ForCausalLM"),
     *("BitNetForCausalLM", "RwkvForCausalLM", "T5ForConditionalGeneration", "BartForConditionalGeneration"),
@@ -348,6 +370,10 @@ def write_family(directory: Path, architecture: str, values: Mapping[str, Any], 
     """
     import transformers
 
+    if architecture in TEXT_HALVES:
+        write_family(directory / TEXT_HALF, TEXT_HALVES[architecture], values["text_config"], seed)
+        _write_whole(directory, architecture)
+        return
     kind = getattr(transformers, architecture)
     torch.manual_seed(seed)
     model = kind(kind.config_class(**values)).eval()
@@ -362,11 +388,38 @@ def write_family(directory: Path, architecture: str, values: Mapping[str, Any], 
     model.save_pretrained(directory)
 
 
+TEXT_HALF = "text"  # folder of a text half, as transformers saves it
+
+
+def _write_whole(directory: Path, architecture: str) -> None:
+    """Write the text half as part of a published checkpoint, which also holds weights that are not used."""
+    from safetensors.torch import load_file, save_file
+
+    config = json.loads((directory / TEXT_HALF / "config.json").read_text())
+    published = {"architectures": [architecture], "model_type": DECODER_FAMILIES[architecture].model_type}
+    (directory / "config.json").write_text(json.dumps({**published, "text_config": config}))
+    tensors = {
+        name.replace("model.", "model.language_model.", 1): tensor
+        for name, tensor in load_file(directory / TEXT_HALF / "model.safetensors").items()
+    }
+    last = f"model.language_model.layers.{config['num_hidden_layers'] - 1}.self_attn"
+    others = (
+        "model.vision_tower.timm_model.conv_stem",
+        "model.audio_tower.conformer.0.norm",
+        "model.embed_audio.embedding",
+    )
+    for name in (f"{last}.k_proj", f"{last}.v_proj", f"{last}.k_norm", *others):
+        tensors[f"{name}.weight"] = torch.ones(8, 8)
+    save_file(tensors, directory / "model.safetensors")
+
+
 @torch.inference_mode()
 def expected_logits(directory: Path, architecture: str, prompt: list[int]) -> Tensor:
     """Return transformers' logits [tokens, vocab] of a prompt, in FP32."""
     import transformers
 
+    if architecture in TEXT_HALVES:
+        architecture, directory = TEXT_HALVES[architecture], directory / TEXT_HALF
     kind = getattr(transformers, architecture)
     model = kind.from_pretrained(
         directory, dtype=torch.float32, attn_implementation="eager", local_files_only=True
@@ -383,7 +436,7 @@ def our_logits(directory: Path, prompt: list[int]) -> Tensor:
     plan = make_plan(probe(), None, settings, checkpoint.needs(), RECIPES)
     backend = select_host_backend(plan)
     model, config = load_model(checkpoint, plan, backend), checkpoint.decoder
-    shape = KvShape(config.num_layers, 1, len(prompt), config.cache_heads, config.head_dim)
+    shape = KvShape(config.cache_layers, 1, len(prompt), config.cache_heads, config.head_dim)
     attention = StepAttention(KvCache(shape, kv_dtype(plan)), backend)
     return window_logits(model, attention, prompt, 0, len(prompt))
 

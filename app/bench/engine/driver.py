@@ -21,7 +21,7 @@ from app.kernels.ceilings import cache_bytes
 from app.kernels.linear.bf16_panels import HybridLinear
 from app.kernels.linear.linear import Linear, LinearForm
 from app.messages import Abort, Generate, LoadedAdapter, RequestFailed, SamplingParams
-from app.models.decoders.layer import MixtureOfExperts
+from app.models.decoders.layers.layer import MixtureOfExperts
 
 PROMPT_TOKENS = 128
 SEGMENT_STEPS = 100  # more steps would measure the growing context instead of the step

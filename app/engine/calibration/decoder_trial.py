@@ -220,7 +220,7 @@ class DecoderTrial:
 
     def _embed(self, embedding: Embedding) -> None:
         """Give an embedding its table, as loading does."""
-        tied = self._forms.by_sources.get((embedding.source,))
+        tied = self._forms.tied_form(embedding.source, self.config.vocab_size)
         if isinstance(tied, Bf16PanelLinear | IntPanelLinear | HybridLinear | DeviceLinear):
             embedding.tie(tied)
         else:
@@ -230,12 +230,14 @@ class DecoderTrial:
 def _truncated_config(config: ModelConfig, layers: int) -> ModelConfig:
     # Layers without experts come first, and most layers have experts.
     experts = None if config.experts is None else replace(config.experts, layers=config.experts.layers[-layers:])
-    windows, ropes, convolution = config.windows[:layers], config.ropes[:layers], config.convolution
+    cut = {name: getattr(config, name)[:layers] for name in ("windows", "ropes", "inner_sizes", "gate_deviations")}
+    convolution = config.convolution
     if convolution is not None:  # the first layers attend to nothing, so begin with one that does
         first = convolution.layers.index(False)
         order = (*convolution.layers[first:], *convolution.layers[:first])
         convolution = replace(convolution, layers=order[:layers])
-    return replace(config, num_layers=layers, windows=windows, ropes=ropes, experts=experts, convolution=convolution)
+    # Every layer has its own keys and values, so that few layers need not have one of each kind.
+    return replace(config, num_layers=layers, experts=experts, convolution=convolution, shared_kv_layers=0, **cut)
 
 
 def _context_token_seconds(own: Mapping[TrialStep, float], kind: str, size: int, num_layers: int) -> float:

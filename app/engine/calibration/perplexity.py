@@ -104,7 +104,7 @@ class WindowScorer:
     def __init__(self, model: nn.Module, config: ModelConfig, kv_dtype: torch.dtype, backend: HostBackend) -> None:
         self._model = model
         shape = KvShape(
-            config.num_layers, 1, min(WINDOW_TOKENS, config.max_model_len), config.cache_heads, config.head_dim
+            config.cache_layers, 1, min(WINDOW_TOKENS, config.max_model_len), config.cache_heads, config.head_dim
         )
         self._attention = StepAttention(KvCache(shape, kv_dtype), backend)
 

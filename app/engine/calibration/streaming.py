@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from app.backends.base import HostBackend
 from app.engine.calibration.perplexity import WINDOW_TOKENS, Window, read_windows, window_logits, window_span
@@ -200,7 +200,7 @@ class StreamedCalibration:
         self._windows: list[Window] = [window for window in windows if window]
         self._probed = max(range(len(self._windows)), key=lambda number: len(self._windows[number]))
         self._probe_tokens = SMALL_PROBE_TOKENS if is_small else PROBE_TOKENS
-        shape = KvShape(config.num_layers, 1, window_tokens, config.cache_heads, config.head_dim)
+        shape = KvShape(config.cache_layers, 1, window_tokens, config.cache_heads, config.head_dim)
         self._attention = StepAttention(KvCache(shape, kv_dtype(plan)), backend)
         self.losses: dict[tuple[str, ...], float] = {}
         self._expected: dict[int, Tensor] = {}  # rows before the exact output layer, by the window's number
@@ -209,7 +209,8 @@ class StreamedCalibration:
         self, model: Decoder, exact: Callable[[Linear], ExactLinear]
     ) -> Iterator[Mapping[Linear, InputStatistics]]:
         """Yield the statistics of the products of each layer in turn (`PackCalibrator.stages`)."""
-        hidden = [model.embedded(torch.tensor(window), torch.arange(len(window))) for window in self._windows]
+        hidden: list[Tensor] = []
+        yield from self._around(model.entry, exact, lambda: self._embed(model, hidden))
         for index, layer in enumerate(model.layers):
             linears = [module for module in layer.modules() if isinstance(module, Linear)]
             meters = self._meters(linears, exact)
@@ -217,14 +218,14 @@ class StreamedCalibration:
                 linear.form = meter
             probe = hidden[self._probed][: self._probe_tokens].clone()
             for number, window in enumerate(self._windows):
-                for meter in meters.values():
-                    meter.counts = self._is_shown(number)
+                self._count(meters, number)
                 hidden[number] = self._run(model, index, hidden[number], window)
             yield {linear: meter.statistics() for linear, meter in meters.items()}
             if self._correlate:
                 self._measure_losses(model, index, probe, meters)
             for meter in meters.values():
                 meter.form.release()
+        yield from self._around(model.exit, exact, lambda: self._merge(model, hidden))
         output = InputMeter.of(exact(model.output), model.output.in_features, self._correlate)
         model.output.form = output  # the norm then returns plain rows
         for number, rows in enumerate(hidden):
@@ -234,6 +235,42 @@ class StreamedCalibration:
             else:
                 self._expected[number] = last.clone()
         yield {model.output: output.statistics()}
+
+    def _around(
+        self,
+        part: nn.Module | None,
+        exact: Callable[[Linear], ExactLinear],
+        run: Callable[[], Iterator[int]],
+    ) -> Iterator[Mapping[Linear, InputStatistics]]:
+        """Run a part before or after the layers on all windows, and yield the statistics of its products, if it has any.
+
+        `run` yields the number of each window before it runs it.
+        """
+        linears = [] if part is None else [module for module in part.modules() if isinstance(module, Linear)]
+        meters = self._meters(linears, exact)
+        for linear, meter in meters.items():
+            linear.form = meter
+        for number in run():
+            self._count(meters, number)
+        if meters:
+            yield {linear: meter.statistics() for linear, meter in meters.items()}
+        for meter in meters.values():
+            meter.form.release()
+
+    def _embed(self, model: Decoder, hidden: list[Tensor]) -> Iterator[int]:
+        for number, window in enumerate(self._windows):
+            yield number
+            hidden.append(model.embedded(torch.tensor(window), torch.arange(len(window))))
+
+    def _merge(self, model: Decoder, hidden: list[Tensor]) -> Iterator[int]:
+        for number, rows in enumerate(hidden):
+            yield number
+            hidden[number] = model.merged(rows)
+
+    def _count(self, meters: Mapping[Linear, InputMeter], number: int) -> None:
+        """Let the meters count the inputs of a window if it is shown."""
+        for meter in meters.values():
+            meter.counts = self._is_shown(number)
 
     def _meters(self, linears: Sequence[Linear], exact: Callable[[Linear], ExactLinear]) -> dict[Linear, InputMeter]:
         """Return a meter for each product of a layer.

@@ -21,7 +21,8 @@ from app.kernels.linear.linear import FormFactory, Linear, LinearForm
 from app.kernels.linear.torchao_linear import TorchaoFactory
 from app.kernels.native.memory import allocate_weights
 from app.models.decoders.decoder import Embedding
-from app.models.decoders.layer import Filters, HeadNorm, MixtureOfExperts, Norm, StoredVector, Xielu
+from app.models.decoders.layers.layer import MixtureOfExperts
+from app.models.decoders.layers.vectors import Filters, HeadNorm, Norm, StoredVector, Xielu
 from app.models.decoders.shapes import is_router
 from app.weights.form_choice import CacheablePacking, FormChoice
 from app.weights.forms import OUTPUT_SOURCES
@@ -67,24 +68,32 @@ class SyntheticMemory:
 
 
 class SyntheticForms:
-    """The linear forms, one for each product of a layer, shared by all models of a trial."""
+    """The linear forms, one for each product of a layer, shared by all models of a trial.
+
+    A product that serves all layers has another size, and so another form, where there are fewer of them.
+    """
 
     def __init__(self, choice: FormChoice, memory: SyntheticMemory | None = None) -> None:
         self.choice = choice
-        self.by_sources: dict[tuple[str, ...], LinearForm] = {}
+        self._by_size: dict[tuple[tuple[str, ...], int], LinearForm] = {}
         self._memory, self._used = memory or SyntheticMemory(), 0
 
     def form(self, linear: Linear) -> LinearForm:
         """Return the form of this product, made on first use."""
-        if linear.sources not in self.by_sources:
+        key = (linear.sources, linear.out_features)
+        if key not in self._by_size:
             if is_router(linear.sources[0]) and self.choice.device is None:
-                self.by_sources[linear.sources] = RandomLogits(linear.out_features)
-                return self.by_sources[linear.sources]
+                self._by_size[key] = RandomLogits(linear.out_features)
+                return self._by_size[key]
             bias = torch.zeros(linear.out_features, dtype=self.choice.dtype) if linear.has_bias else None
-            self.by_sources[linear.sources] = synthetic_form(
+            self._by_size[key] = synthetic_form(
                 self.choice.packing(linear), linear, bias, self.choice.dtype, self._take
             )
-        return self.by_sources[linear.sources]
+        return self._by_size[key]
+
+    def tied_form(self, source: str, rows: int) -> LinearForm | None:
+        """Return the form that holds an embedding of so many rows as well; None if no product does."""
+        return self._by_size.get(((source,), rows))
 
     def _take(self, nbytes: int) -> Tensor:
         """Return bytes filled with the pattern that no other form of these has."""
@@ -169,8 +178,9 @@ def fill_vectors(model: nn.Module, device: torch.device) -> None:
 
 def fill_table(embedding: Embedding, vocab_size: int, device: torch.device) -> None:
     """Give an embedding a table. One of tokens has only the rows that steps look up."""
-    is_token_table = len(embedding.weight) == vocab_size
-    rows = min(vocab_size, MAX_TOKEN_IDS) if is_token_table else len(embedding.weight) + embedding.first
+    is_token_table = embedding.absent_first or len(embedding.weight) == vocab_size
+    rows = len(embedding.weight) + embedding.first
+    rows = min(rows, MAX_TOKEN_IDS) if is_token_table else rows
     embedding.set_weight(synthetic_table(rows, embedding.weight.shape[1], device))
 
 

@@ -154,7 +154,7 @@ def _load_draft_model(request: BuildRequest[Checkpoint], draft: Checkpoint) -> D
     assert isinstance(model, Decoder), "a decoder's checkpoint"
     capacity = draft_kv_tokens(length)
     slots = min(DRAFT_SEQS, plan.max_running_seqs.value)
-    shape = KvShape(config.num_layers, slots, min(length, capacity), config.cache_heads, config.head_dim)
+    shape = KvShape(config.cache_layers, slots, min(length, capacity), config.cache_heads, config.head_dim)
     replay = DecoderReplay(model, request.eager_reason)
     runner = CpuDecoderRunner(replay, KvCache(shape, kv_dtype(plan)), backend, Sampler(config.vocab_size))
     warm_up_decoder(runner)
@@ -167,7 +167,7 @@ def kv_shape(config: ModelConfig, plan: ServingPlan) -> KvShape:
     Each sequence owns one slot, and may also read a prefix from the slot of another one.
     """
     return KvShape(
-        num_layers=config.num_layers,
+        num_layers=config.cache_layers,
         num_slots=2 * plan.max_running_seqs.value,
         max_len=plan.max_model_len.value,
         num_kv_heads=config.cache_heads,

@@ -176,8 +176,9 @@ def kv_bytes_per_token(needs: Needs, kv_precision: str) -> int:
         return needs.kv_elements_per_token * KV_PRECISIONS[kv_precision][1]
     if not needs.kv_elements_per_token:
         return 0
-    row = needs.kv_elements_per_token // needs.num_layers + 8 * needs.num_kv_heads
-    return needs.num_layers * -(-row // _KV_ALIGNMENT_BYTES) * _KV_ALIGNMENT_BYTES
+    layers = needs.num_kv_layers or needs.num_layers
+    row = needs.kv_elements_per_token // layers + 8 * needs.num_kv_heads
+    return layers * -(-row // _KV_ALIGNMENT_BYTES) * _KV_ALIGNMENT_BYTES
 
 
 @dataclass(frozen=True, slots=True)

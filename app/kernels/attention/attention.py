@@ -59,8 +59,8 @@ class KvRows:
         return (key * scales[0][..., None]).to(torch.bfloat16), (value * scales[1][..., None]).to(torch.bfloat16)
 
     def first_heads(self, heads: int) -> KvRows:
-        """Return a view of the first heads of each row."""
-        if heads == self.keys.shape[1]:
+        """Return a view of the first heads of each row; 0: of all."""
+        if heads in (0, self.keys.shape[1]):
             return self
         parts = (self.keys, self.values, self.key_scales, self.value_scales)
         keys, values, *scales = (None if part is None else part[:, :heads] for part in parts)
@@ -119,7 +119,8 @@ class QkvHeads:
 
     Queries and keys have a norm each and RoPE angles, if the model has them. The norm is an RMSNorm, or a LayerNorm if it
     `subtracts_mean`. Its weights fp32 are [head_dim], or [heads * head_dim]. `together`: the statistics are those of all
-    heads of a token instead of each one's.
+    heads of a token instead of each one's. `value_norm` [head_dim]: values have an RMSNorm of single heads. `num_kv_heads` 0:
+    there are queries alone, which attend to the keys and values that an earlier layer wrote.
     """
 
     product: Tensor
@@ -133,17 +134,19 @@ class QkvHeads:
     subtracts_mean: bool = False
     together: bool = False
     norm_after_rope: bool = False
+    value_norm: Tensor | None = None
 
     @property
     def has_plain_norm(self) -> bool:
-        """True if each norm is an RMSNorm of single heads with shared weights before RoPE, or if there is none."""
+        """True if queries and keys have an RMSNorm of single heads with shared weights before RoPE, or no norm."""
         shared = self.query_norm is None or self.query_norm.numel() == self.head_dim
-        return shared and not (self.subtracts_mean or self.together or self.norm_after_rope)
+        plain = not (self.subtracts_mean or self.together or self.norm_after_rope)
+        return shared and plain and self.value_norm is None and self.num_kv_heads > 0
 
     @property
     def is_final(self) -> bool:
         """True if heads need no norm and no RoPE before attention."""
-        return self.query_norm is None and self.key_norm is None and self.angles is None
+        return all(one is None for one in (self.query_norm, self.key_norm, self.value_norm, self.angles))
 
     def split(self) -> tuple[Tensor, Tensor, Tensor]:
         """Return views of the product: queries, keys and values, [tokens, heads, head_dim] each."""

@@ -115,20 +115,61 @@ INLINE vf gated(int activation, vf gate, vf up) { return activation == SWIGLU_OA
     if ((WHICH) == SWIGLU_OAI) { CALL(SWIGLU_OAI); } \
     else FOR_ACTIVATION(WHICH, CALL)
 
-/* Write `count` values of act(gate) * up. */
-INLINE void gate_values(int activation, int64_t wide, const void *gate, const void *up, int64_t count, float *values) {
+/* Gates and their factors, bf16 or, if `wide`, fp32. */
+typedef struct {
+    const void *gate, *up;
+    int64_t wide, wide_up;
+} gate_pair;
+
+/* Write `count` values of act(gate) * up; `values` may be the gates. */
+INLINE void gate_values(int activation, gate_pair x, int64_t count, float *values) {
     for (int64_t i = 0; i < count; i += LANES)
-        vf_store(values + i, gated(activation, row_load_part(wide, gate, i, count - i), row_load_part(wide, up, i, count - i)));
+        vf_store(values + i, gated(activation, row_load_part(x.wide, x.gate, i, count - i), row_load_part(x.wide_up, x.up, i, count - i)));
+}
+
+/* Two passes: the difference of two large sums would lose the deviation. */
+INLINE float row_cutoff(int64_t wide, const void *x, int64_t size, double deviations) {
+    vf sum = vf_all(0), squares = vf_all(0);
+    for (int64_t i = 0; i < size; i += LANES) sum += row_load_part(wide, x, i, size - i);
+    const float mean = vf_sum(sum) / (float)size;
+    int64_t i = 0;
+    for (; i + LANES <= size; i += LANES) {
+        const vf rest = row_load_part(wide, x, i, LANES) - mean;
+        squares += rest * rest;
+    }
+    float all = vf_sum(squares);
+    float tail[LANES];
+    vf_store(tail, row_load_part(wide, x, i, size - i) - mean);
+    for (int64_t k = 0; k < size - i; k++) all += tail[k] * tail[k];
+    return mean + (float)deviations * float_sqrt(all / (float)size);
+}
+
+/* The first half of each row of gates, or the whole row. */
+INLINE void row_cutoffs(const gate_arguments *a) {
+#pragma omp for schedule(static)
+    for (int64_t row = 0; row < a->rows; row++)
+        a->cutoffs[row] = row_cutoff(a->wide, element_of(a->wide, a->gate_up, row * (a->up ? 1 : 2) * a->size), a->size, a->deviations);
+}
+
+INLINE void lower_gates(int64_t wide, const void *gate, float cutoff, int64_t count, float *values) {
+    for (int64_t i = 0; i < count; i += LANES) vf_store(values + i, relu(row_load_part(wide, gate, i, count - i) - cutoff));
 }
 
 static void gate(const void *arguments) {
     const gate_arguments *a = arguments;
     float values[MOST_GROUP] __attribute__((aligned(64)));
+    if (a->cutoffs) row_cutoffs(a);
 #pragma omp for schedule(static)
     for (int64_t index = 0; index < a->rows * parts_of(&a->out, a->size); index++) {
         const part p = nth_part(&a->out, a->size, index);
-        const void *first = element_of(a->wide, a->gate_up, p.row * 2 * a->size + p.from), *second = element_of(a->wide, first, a->size);
-#define GATE_WITH(WHICH) gate_values(WHICH, a->wide, first, second, p.count, values)
+        gate_pair x = {element_of(a->wide, a->gate_up, p.row * (a->up ? 1 : 2) * a->size + p.from), NULL, a->wide, a->wide};
+        if (a->up) x.up = a->up + p.row * a->up_stride + p.from, x.wide_up = 1;
+        else x.up = element_of(a->wide, x.gate, a->size);
+        if (a->cutoffs) {
+            lower_gates(a->wide, x.gate, a->cutoffs[p.row], p.count, values);
+            x.gate = values, x.wide = 1;
+        }
+#define GATE_WITH(WHICH) gate_values(WHICH, x, p.count, values)
         FOR_GATE(a->activation, GATE_WITH)
         emit(&a->out, a->rows, a->size, p, values);
     }

@@ -163,6 +163,7 @@ EXPORT int64_t armature_size(int64_t code) {
         [OP_TOP] = sizeof(top_arguments),               [OP_ROUTE] = sizeof(route_arguments),
         [OP_EXPERTS] = sizeof(experts_arguments),       [OP_LATENT] = sizeof(latent_arguments),
         [OP_CONVOLVE] = sizeof(convolve_arguments),     [OP_CONVOLVED_ROWS] = sizeof(convolved_rows_arguments),
+        [OP_ALTUP] = sizeof(altup_arguments),           [OP_MATCH] = sizeof(match_arguments),
     };
     return code >= 0 && code < OP_COUNT ? sizes[code] : 0;
 }

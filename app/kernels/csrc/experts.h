@@ -190,7 +190,7 @@ static void gate_rows(const experts_arguments *a, const expert_memory *m, int64_
         const float *gate = m->results + m->rows_of[i] * a->gate_up.outputs;
         for (int64_t at = 0, parts = parts_of(&out, size); at < parts; at++) {
             part p = nth_part(&out, size, at);
-#define GATE_EXPERT(WHICH) gate_values(WHICH, 1, gate + p.from, gate + size + p.from, p.count, values)
+#define GATE_EXPERT(WHICH) gate_values(WHICH, (gate_pair){gate + p.from, gate + size + p.from, 1, 1}, p.count, values)
             FOR_GATE(a->activation, GATE_EXPERT)
             p.row = m->rows_of[i] - e->first;
             emit_input(e->products + 1, &out, e->rows, size, p, values);

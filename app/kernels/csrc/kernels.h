@@ -8,6 +8,7 @@
 #endif
 
 #include "activate.h"
+#include "altup.h"
 #include "angles.h"
 #include "convolve.h"
 #include "latent.h"
@@ -73,6 +74,8 @@ const level LEVEL = {
             [OP_LATENT] = latent,
             [OP_CONVOLVE] = convolve,
             [OP_CONVOLVED_ROWS] = convolved_rows,
+            [OP_ALTUP] = altup,
+            [OP_MATCH] = match,
 #if BF16_PRODUCT
             [OP_LINEAR_BF16] = linear_bf16,
 #endif

@@ -63,6 +63,8 @@ enum {
     OP_LATENT,      /* queries, keys and values of multi-head latent attention as rows of heads */
     OP_CONVOLVE,    /* a short convolution over cached rows, times gates */
     OP_CONVOLVED_ROWS, /* what a short convolution multiplies and caches */
+    OP_ALTUP,       /* the streams of a row before a layer, or after it */
+    OP_MATCH,       /* rows times a factor that gives them the rms of other rows */
     OP_COUNT
 };
 
@@ -117,11 +119,17 @@ typedef struct {
 } activate_arguments;
 
 /* gate_up [rows, 2 * size] bf16 or, if `wide`, fp32 to act(gate) * up. Only gates have SWIGLU_OAI, the clamped gate of
- * gpt-oss (activate.h). */
+ * gpt-oss (activate.h). With `up` [rows, size] fp32 (row stride in elements) gate_up is [rows, size], the gates alone. With
+ * `cutoffs` [rows], which is overwritten, a gate is lowered by its row's cutoff, the mean of the row's gates plus `deviations`
+ * times their standard deviation, and is at least 0 then. */
 typedef struct {
     const void *gate_up;
     int64_t rows, size, activation, wide;
     sink out;
+    const float *up;
+    float *cutoffs;
+    int64_t up_stride;
+    double deviations;
 } gate_arguments;
 
 #define MOST_INT4_GROUP 256
@@ -186,7 +194,7 @@ typedef struct {
 enum { FORM_INT4 = 4, FORM_INT8 = 8, FORM_BF16_PANELS = 16, FORM_STORED_BF16, FORM_STORED_FP16, FORM_STORED_FP32, FORM_FP32_PANELS };
 
 /* Rows ids[i] of a weight [outputs, inputs], out [count, inputs] fp32, times `factor` and, if given, `factors`
- * [inputs]; `add`: += into out. An id without a row reads nothing and gives NaN. */
+ * [inputs]; `add`: += into out. An id without a row reads nothing and gives NaN, or if `absent_first` it reads row 0. */
 typedef struct {
     const uint8_t *weight;
     const int64_t *ids;
@@ -194,14 +202,15 @@ typedef struct {
     float *out;
     int64_t count, outputs, inputs, padded, group, form, header, add;
     double factor;
+    int64_t absent_first;
 } rows_arguments;
 
-/* out [count, size] fp32 = rows ids[i] of x (row stride in elements); without `ids`, row i. */
+/* out [count, size] fp32 = rows ids[i] of x; without `ids`, row i. Row strides in elements. */
 typedef struct {
     const float *x;
     const int64_t *ids;
     float *out;
-    int64_t stride, count, size;
+    int64_t stride, count, size, out_stride;
 } gather_arguments;
 
 /* out [texts, size] fp32 = the sum (or, if `mean`, the mean) of rows [starts[i] + skipped[i], starts[i + 1]) of x (row stride in
@@ -415,7 +424,8 @@ typedef struct {
  * to the first `dim` elements of each: (a, b) to (a cos - b sin, b cos + a sin), cos and sin [rows, dim] fp32, the sign of
  * sin in the angle (dim 0: none). Queries stay in place; keys and values go to rows written[i] of the cache. The norm
  * divides by the rms of a head, after `subtracts_mean` the mean; with `scales` [rows, 2], which is overwritten, by the rms
- * of all heads of a row. It comes before RoPE, or after it if `norm_last`. */
+ * of all heads of a row. It comes before RoPE, or after it if `norm_last`. With `value_norm` [head_dim] values are normalised
+ * too. kv_heads 0: there are queries alone. */
 typedef struct {
     void *x;
     const float *query_norm, *key_norm, *cos, *sin;
@@ -425,6 +435,7 @@ typedef struct {
     double eps;
     float *scales;
     int64_t own_weights, subtracts_mean, norm_last;
+    const float *value_norm;
 } turn_arguments;
 
 /* Rows as OP_TURN reads them, out [rows, 3 * heads, rotated + plain], from the products of multi-head latent attention:
@@ -437,6 +448,30 @@ typedef struct {
     void *out;
     int64_t query_stride, other_stride, key_stride, rows, heads, plain, rotated, value, interleaved, wide;
 } latent_arguments;
+
+#define MOST_STREAMS 8
+
+/* Rows of x (row stride in elements) begin with `streams` parts [size] fp32: the streams of a token (AltUp, arXiv 2301.13310).
+ * With m = tanh(logits) [rows, streams], part k += the sum over i of c[k, i] * part i, where c[k, i] = the sum over j of
+ * weights[k * streams + i, j] * m[j]. With `activated` [rows, size], what a layer made of part 0, part k += (1 + c[k]) * (scale *
+ * activated - part 0) instead, where c[k] = the sum over j of weights[k, j] * m[j]; then out = part 0 * factors, factors [size]. */
+typedef struct {
+    float *x;
+    const float *logits, *weights, *activated, *factors;
+    int64_t stride, rows, size, streams;
+    double scale;
+    sink out;
+} altup_arguments;
+
+/* out = x * rms(like) / sqrt(max(the mean of squares of x, floor)), or `add`: += into out. x [rows, size] bf16 or, if `wide`,
+ * fp32, like and out [rows, size] fp32; row strides in elements. */
+typedef struct {
+    const void *x;
+    const float *like;
+    float *out;
+    int64_t stride, like_stride, out_stride, rows, size, wide, add;
+    double floor;
+} match_arguments;
 
 /* out [rows, 2 * size] = (b, a * c) of x [rows, 3 * size] = (a, b, c) with a row stride in elements; bf16, or fp32 if
  * `wide`. */
@@ -459,41 +494,6 @@ typedef struct {
     int64_t query_stride, out_stride, heads, head_dim, width, wide;
 } convolve_arguments;
 
-/* ---- Lanes: texts of one batch that go through recorded operations separately (lanes.c) ---- */
-
-/* A number that recorded operations keep: a number of rows, or the height of tiles for that number. `which`: 0 all
- * tokens, 1 the requested tokens. */
-typedef struct {
-    int64_t *word, which, is_height;
-} row_place;
-
-/* Texts one after the other, and `wanted`, ascending: the tokens whose hidden states are requested, NULL for all.
- * `types` NULL: not read. */
-typedef struct {
-    int64_t *token_ids, *positions, *types, *wanted;
-    text_list *texts;
-} text_words;
-
-/* Recorded operations with separate memory, the addresses from which they read their texts, and of their hidden
- * states fp32 [wanted, size]. */
-typedef struct {
-    text_words words;
-    const float *hidden;
-    const operation *operations;
-    int64_t count;
-    const row_place *places;
-    int64_t num_places;
-} text_steps;
-
-/* A batch, and hidden [wanted, size]. Lane i has texts [texts[i], texts[i + 1]) and rows [wanted[i], wanted[i + 1])
- * of the requested tokens. All `threads` compute the first `together` of `count` lanes with steps[0]; one thread
- * computes each of the others, thread t with steps[1 + t]. */
-typedef struct {
-    text_words batch;
-    float *hidden;
-    const int64_t *texts, *wanted;
-    const text_steps *steps;
-    int64_t count, together, threads, size;
-} lanes_arguments;
+#include "lanes.h"
 
 #endif

@@ -37,6 +37,7 @@ static void stored(const rows_arguments *a, int64_t id, int64_t from, int64_t co
 }
 
 static void widen(const rows_arguments *a, int64_t id, int64_t from, int64_t count, float *out) {
+    if (a->absent_first && (id < 0 || id >= a->outputs)) id = 0;
     if (id < 0 || id >= a->outputs)
         for (int64_t k = 0; k < count; k++) out[k] = NAN;
     else if (a->form == FORM_INT4 || a->form == FORM_INT8) armature_row_int(a, id, from, count, out);

@@ -75,7 +75,7 @@ static void norm(const void *arguments) {
 static void gather(const void *arguments) {
     const gather_arguments *a = arguments;
 #pragma omp for schedule(static)
-    for (int64_t i = 0; i < a->count; i++) memcpy(a->out + i * a->size, a->x + (a->ids ? a->ids[i] : i) * a->stride, (size_t)a->size * sizeof *a->out);
+    for (int64_t i = 0; i < a->count; i++) memcpy(a->out + i * a->out_stride, a->x + (a->ids ? a->ids[i] : i) * a->stride, (size_t)a->size * sizeof *a->out);
 }
 
 #endif

@@ -41,9 +41,18 @@ INLINE void row_scales(const turn_arguments *a) {
     }
 }
 
+/* The weights of a head's norm, NULL without one. */
+INLINE const float *head_norm(const turn_arguments *a, int64_t head) {
+    return head < a->heads ? a->query_norm : head < a->heads + a->kv_heads ? a->key_norm : a->value_norm;
+}
+
 INLINE void normalise_head(const turn_arguments *a, int64_t row, int64_t head, float *x) {
+    if (head >= a->heads + a->kv_heads) { /* values have the rms of each head, whatever the others have */
+        normalise(x, a->head_dim, a->value_norm, head_scale(x, a->head_dim, (float)a->eps));
+        return;
+    }
     const int64_t is_key = head >= a->heads, own = is_key ? head - a->heads : head;
-    const float *weight = (is_key ? a->key_norm : a->query_norm) + (a->own_weights ? own * a->head_dim : 0);
+    const float *weight = head_norm(a, head) + (a->own_weights ? own * a->head_dim : 0);
     if (a->subtracts_mean) subtract_mean(x, a->head_dim);
     normalise(x, a->head_dim, weight, a->scales ? a->scales[row * 2 + is_key] : head_scale(x, a->head_dim, (float)a->eps));
 }
@@ -96,7 +105,7 @@ static void turn(const void *arguments) {
 #pragma omp for schedule(static)
     for (int64_t i = 0; i < a->rows * heads; i++) {
         const int64_t row = i / heads, head = i % heads;
-        const int has_norm = (head < a->heads ? a->query_norm : head < turning ? a->key_norm : NULL) != NULL;
+        const int has_norm = head_norm(a, head) != NULL;
         void *source = element_of(a->wide, a->x, row * a->stride + head * size);
         float x[MOST_HEAD + LANES], turned[MOST_HEAD + LANES];
         for (int64_t k = 0; k < size; k += LANES) vf_store(x + k, row_load_part(a->wide, source, k, size - k));

@@ -1,7 +1,7 @@
 """Embedding rows, widened to fp32, from a packed linear form or from a table as the checkpoint stores it.
 
 `embedding_rows_torch` is the reference implementation, which serves without the native library and Triton. An id out
-of range is never read; its row is NaN.
+of range is never read; its row is NaN, or with `absent_first` that of id 0.
 """
 
 from __future__ import annotations
@@ -60,7 +60,9 @@ class EmbeddingTable:
         self.write(out, ids, factor)
         return out
 
-    def write(self, out: Tensor, ids: Tensor, factor: RowFactor = 1.0, add: bool = False) -> None:
+    def write(
+        self, out: Tensor, ids: Tensor, factor: RowFactor = 1.0, add: bool = False, absent_first: bool = False
+    ) -> None:
         """Write those rows to out [n, inputs] fp32, or add them if `add` is True."""
         ids = ids if ids.is_contiguous() else ids.contiguous()
         assert out.is_contiguous() and out.shape == (len(ids), self.inputs), (
@@ -69,14 +71,19 @@ class EmbeddingTable:
         factors, times = (factor.data_ptr(), 1.0) if isinstance(factor, Tensor) else (None, factor)
         sizes = (len(ids), self.outputs, self.inputs, self.padded, self.group, self.form, self.header, add)
         addresses = (self.weight.data_ptr(), ids.data_ptr(), factors, out.data_ptr())
-        run_operation(EmbeddingArguments(*addresses, *sizes, times), OpCode.EMBEDDING, len(ids) * self.inputs)
+        arguments = EmbeddingArguments(*addresses, *sizes, times, absent_first)
+        run_operation(arguments, OpCode.EMBEDDING, len(ids) * self.inputs)
 
 
-def embedding_rows(weight: Tensor, ids: Tensor, factor: RowFactor = 1.0) -> Tensor:
+def embedding_rows(weight: Tensor, ids: Tensor, factor: RowFactor = 1.0, absent_first: bool = False) -> Tensor:
     """Return rows fp32 [n, inputs] of a stored weight [outputs, inputs] for ids [n] int64, times a factor."""
     table = _native_table(weight)
     if table is not None:
-        return table.rows(ids, factor)
+        out = empty((len(ids), table.inputs), torch.float32)
+        table.write(out, ids, factor, absent_first=absent_first)
+        return out
+    if absent_first:
+        ids = ids.where((ids >= 0) & (ids < len(weight)), 0)
     if triton_usable(weight):
         from app.kernels.triton import elementwise
 

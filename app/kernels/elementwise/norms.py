@@ -95,33 +95,55 @@ def _supports_norm(hidden: Tensor, dtypes: Collection[torch.dtype] = (torch.floa
     return plain and hidden.device.type == "cpu" and has_kernel(OpCode.NORM)
 
 
-def gate(gate_up: Tensor, activation: str, group: int | None = None) -> Activations:
-    """Compute act(gate) * up [tokens, size] from gate_up [tokens, 2 * size], in its dtype or quantised."""
-    if (
-        gate_up.dtype not in ROW_DTYPES
-        or not gate_up.is_contiguous()
-        or gate_up.device.type != "cpu"
-        or not has_kernel(OpCode.GATE)
-    ):
-        return _quantise_if(_gate_elsewhere(gate_up, activation), group)
+def gate(gate_up: Tensor, activation: str, group: int | None = None, deviations: float | None = None) -> Activations:
+    """Compute act(gate) * up [tokens, size] from gate_up [tokens, 2 * size], in its dtype or quantised.
+
+    With `deviations`, most gates become 0 first: each is lowered by the mean of the row's gates plus so many of their
+    standard deviations, and is at least 0.
+    """
+    if not _supports_gate(gate_up):
+        return _quantise_if(_gate_elsewhere(gate_up, activation, deviations), group)
     rows, size = gate_up.shape[0], gate_up.shape[1] // 2
+    cutoffs = None if deviations is None else empty((rows,), torch.float32)
+    lowered = (None if cutoffs is None else cutoffs.data_ptr(), 0, deviations or 0.0)
     out, sink = allocate_output(rows, size, group, gate_up.dtype)
     sizes = (rows, size, ACTIVATION_CODES[activation], gate_up.dtype == torch.float32)
-    run_operation(GateArguments(gate_up.data_ptr(), *sizes, sink), OpCode.GATE, rows * size)
+    run_operation(GateArguments(gate_up.data_ptr(), *sizes, sink, None, *lowered), OpCode.GATE, rows * size)
     return out
 
 
-def _gate_elsewhere(gate_up: Tensor, activation: str) -> Tensor:
-    if triton_usable(gate_up) and gate_up.stride(1) == 1:
+def gate_with(gates: Tensor, up: Tensor, activation: str, group: int | None = None) -> Activations:
+    """Compute act(gates) * up [tokens, size] in the dtype of the gates or quantised; up [tokens, size] fp32."""
+    if not (_supports_gate(gates) and up.dtype == torch.float32 and up.stride(1) == 1):
+        return _quantise_if((ACTIVATIONS[activation](gates.float()) * up).to(gates.dtype), group)
+    rows, size = gates.shape
+    out, sink = allocate_output(rows, size, group, gates.dtype)
+    sizes = (rows, size, ACTIVATION_CODES[activation], gates.dtype == torch.float32)
+    factors = (up.data_ptr(), None, up.stride(0), 0.0)
+    run_operation(GateArguments(gates.data_ptr(), *sizes, sink, *factors), OpCode.GATE, rows * size)
+    return out
+
+
+def _supports_gate(x: Tensor) -> bool:
+    plain = x.dtype in ROW_DTYPES and x.is_contiguous() and x.device.type == "cpu"
+    return plain and has_kernel(OpCode.GATE)
+
+
+def _gate_elsewhere(gate_up: Tensor, activation: str, deviations: float | None) -> Tensor:
+    if triton_usable(gate_up) and gate_up.stride(1) == 1 and deviations is None:
         from app.kernels.triton import elementwise
 
         return elementwise.gate(gate_up, activation)
-    return gate_torch(gate_up, activation)
+    return gate_torch(gate_up, activation, deviations)
 
 
-def gate_torch(gate_up: Tensor, activation: str) -> Tensor:
+def gate_torch(gate_up: Tensor, activation: str, deviations: float | None = None) -> Tensor:
     """Compute act(gate) * up by torch; `swiglu_oai` is the clamped gate of gpt-oss."""
     first, second = gate_up.chunk(2, -1)
+    if deviations is not None:
+        wide = first.float()
+        spread, mean = torch.std_mean(wide, -1, correction=0, keepdim=True)
+        return (ACTIVATIONS[activation](F.relu(wide - mean - deviations * spread)) * second).to(gate_up.dtype)
     if activation == "swiglu_oai":
         bounded = first.clamp(max=SWIGLU_LIMIT)
         return bounded * (bounded * SWIGLU_ALPHA).sigmoid() * (second.clamp(-SWIGLU_LIMIT, SWIGLU_LIMIT) + 1)
@@ -140,16 +162,32 @@ def contiguous(x: Tensor) -> Tensor:
     return _gathered(x, None) if _supports_gather(x) else x.contiguous()
 
 
+def empty_rows(x: Tensor, size: int) -> Tensor:
+    """Return uninitialised rows fp32 [tokens, size], as many as x has and where x is."""
+    if x.device.type == "cpu":
+        return empty((len(x), size), torch.float32)
+    return torch.empty((len(x), size), dtype=torch.float32, device=x.device)
+
+
+def copy_rows(out: Tensor, x: Tensor) -> None:
+    """Copy x [tokens, size] to out [tokens, size] of the same dtype, for example some columns of a tensor."""
+    if _supports_gather(x) and _supports_gather(out):
+        _gathered(x, None, out)
+    else:
+        out.copy_(x)
+
+
 def _supports_gather(x: Tensor) -> bool:
     whole = (x.shape[1] * x.itemsize) % 4 == 0 and (x.stride(0) * x.itemsize) % 4 == 0 and x.stride(1) == 1
     return whole and x.device.type == "cpu" and has_kernel(OpCode.GATHER)
 
 
-def _gathered(x: Tensor, rows: Tensor | None) -> Tensor:
-    out = empty((len(x) if rows is None else len(rows), x.shape[1]), x.dtype)
+def _gathered(x: Tensor, rows: Tensor | None, out: Tensor | None = None) -> Tensor:
+    out = empty((len(x) if rows is None else len(rows), x.shape[1]), x.dtype) if out is None else out
     ids = None if rows is None else rows.data_ptr()
     # The kernel copies four bytes at a time as fp32, for any dtype.
-    sizes = (x.stride(0) * x.itemsize // 4, len(out), x.shape[1] * x.itemsize // 4)
+    words = [elements * x.itemsize // 4 for elements in (x.stride(0), x.shape[1], out.stride(0))]
+    sizes = (words[0], len(out), *words[1:])
     run_operation(GatherArguments(x.data_ptr(), ids, out.data_ptr(), *sizes), OpCode.GATHER, out.numel())
     return out
 

@@ -7,6 +7,7 @@ library and Triton.
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from app.kernels.attention.attention import KvRows, QkvHeads, RopeAngles, supports_kv
@@ -72,7 +73,8 @@ def apply_rope_and_write_kv(heads: QkvHeads, kv: KvRows, written: Tensor) -> Ten
     scales = empty((tokens, 2), torch.float32) if heads.together and heads.query_norm is not None else None
     own = heads.query_norm is not None and heads.query_norm.numel() > heads.head_dim
     norm = (None if scales is None else scales.data_ptr(), own, heads.subtracts_mean, heads.norm_after_rope)
-    run_operation(RopeArguments(*addresses, kv.addresses(), *sizes, heads.eps, *norm), OpCode.ROPE)
+    values = None if heads.value_norm is None else heads.value_norm.data_ptr()
+    run_operation(RopeArguments(*addresses, kv.addresses(), *sizes, heads.eps, *norm, values), OpCode.ROPE)
     return product[:, : heads.num_heads * heads.head_dim].view(tokens, heads.num_heads, heads.head_dim)
 
 
@@ -82,7 +84,8 @@ def _apply_rope_elsewhere(heads: QkvHeads, kv: KvRows, written: Tensor) -> Tenso
 
         return rope.apply_rope_and_write_kv(heads, kv, written)
     query, key, value = apply_rope_to_qkv_torch(heads)
-    kv.write(written, key, value)
+    if heads.num_kv_heads:
+        kv.write(written, key, value)
     return query
 
 
@@ -101,6 +104,8 @@ def apply_rope_to_qkv(heads: QkvHeads) -> tuple[Tensor, Tensor, Tensor]:
 def apply_rope_to_qkv_torch(heads: QkvHeads) -> tuple[Tensor, Tensor, Tensor]:
     """Return queries, keys and values, [tokens, heads, head_dim] each, in the product's dtype (reference)."""
     query, key, value = heads.split()
+    if heads.value_norm is not None:
+        value = F.rms_norm(value.float(), heads.value_norm.shape, heads.value_norm, heads.eps).to(value.dtype)
     return _norm_and_rope(query, heads.query_norm, heads), _norm_and_rope(key, heads.key_norm, heads), value
 
 

@@ -40,6 +40,8 @@ class OpCode(IntEnum):
     LATENT = 22
     CONVOLVE = 23
     CONVOLVED_ROWS = 24
+    ALTUP = 25
+    MATCH = 26
 
 
 class ProductOutput(IntEnum):
@@ -119,6 +121,9 @@ class GateArguments(ctypes.Structure):
         ("gate_up", _ADDRESS),
         *((name, _INT) for name in ("rows", "size", "activation", "wide")),
         ("out", RowSink),
+        *((name, _ADDRESS) for name in ("up", "cutoffs")),
+        ("up_stride", _INT),
+        ("deviations", _FLOAT),
     )
 
 
@@ -167,6 +172,7 @@ class EmbeddingArguments(ctypes.Structure):
         *((name, _ADDRESS) for name in ("weight", "ids", "factors", "out")),
         *((name, _INT) for name in ("count", "outputs", "inputs", "padded", "group", "form", "header", "add")),
         ("factor", _FLOAT),
+        ("absent_first", _INT),
     )
 
 
@@ -176,7 +182,7 @@ class GatherArguments(ctypes.Structure):
     code = OpCode.GATHER
     _fields_ = (
         *((name, _ADDRESS) for name in ("x", "ids", "out")),
-        *((name, _INT) for name in ("stride", "count", "size")),
+        *((name, _INT) for name in ("stride", "count", "size", "out_stride")),
     )
 
 
@@ -262,6 +268,7 @@ class RopeArguments(ctypes.Structure):
         ("eps", _FLOAT),
         ("scales", _ADDRESS),
         *((name, _INT) for name in ("own_weights", "subtracts_mean", "norm_last")),
+        ("value_norm", _ADDRESS),
     )
 
 
@@ -392,6 +399,29 @@ class ConvolvedRowsArguments(ctypes.Structure):
 
     code = OpCode.CONVOLVED_ROWS
     _fields_ = (("x", _ADDRESS), ("out", _ADDRESS), *((name, _INT) for name in ("stride", "rows", "size", "wide")))
+
+
+class AltUpArguments(ctypes.Structure):
+    """Arguments of mixing the streams of each row, before a layer or with its result."""
+
+    code = OpCode.ALTUP
+    _fields_ = (
+        *((name, _ADDRESS) for name in ("x", "logits", "weights", "activated", "factors")),
+        *((name, _INT) for name in ("stride", "rows", "size", "streams")),
+        ("scale", _FLOAT),
+        ("out", RowSink),
+    )
+
+
+class MatchArguments(ctypes.Structure):
+    """Arguments of scaling rows to the magnitude of other rows."""
+
+    code = OpCode.MATCH
+    _fields_ = (
+        *((name, _ADDRESS) for name in ("x", "like", "out")),
+        *((name, _INT) for name in ("stride", "like_stride", "out_stride", "rows", "size", "wide", "add")),
+        ("floor", _FLOAT),
+    )
 
 
 class RowCountAddress(ctypes.Structure):

@@ -16,6 +16,7 @@ import torch
 from app.errors import PlanImpossible
 from app.kernels.native.arguments import (
     ActivateArguments,
+    AltUpArguments,
     AttentionArguments,
     ConvolveArguments,
     ConvolvedRowsArguments,
@@ -33,6 +34,7 @@ from app.kernels.native.arguments import (
     LinearFp32Arguments,
     LinearIntArguments,
     LoraArguments,
+    MatchArguments,
     NormArguments,
     OpCode,
     PoolArguments,
@@ -150,6 +152,8 @@ def _version_matches() -> bool:
         LatentArguments,
         ConvolveArguments,
         ConvolvedRowsArguments,
+        AltUpArguments,
+        MatchArguments,
     )
     expected = {arguments.__name__: (int(arguments.code), ctypes.sizeof(arguments)) for arguments in structures}
     expected["Lanes"] = (len(OpCode), sum(map(ctypes.sizeof, (LanesArguments, LaneOperations, RowCountAddress))))

@@ -17,6 +17,7 @@ from app.models.decoders.family import DecoderFamily, Fields
 from app.models.decoders.family_values import known_texts
 from app.models.decoders.layer_config import (
     Activation,
+    AltUpConfig,
     ConvolutionConfig,
     ExpertsConfig,
     HeadNormConfig,
@@ -57,6 +58,10 @@ class ModelConfig:
     attention is latent, and `head_dim` is the size of a head of queries and keys. `convolution`: some layers have a short
     convolution in place of attention. `has_sinks`: each head has a learned logit in the denominator of its softmax.
     `alibi_slopes`: one for each head; empty: no ALiBi. `embedding_norm`: embeddings pass a norm before the first layer.
+    `inner_sizes`: the inner size of the MLP of each layer; empty: `intermediate_size`. `gate_deviations`: for each layer,
+    how many standard deviations above the mean gates begin to count; None: all count. `altup`: a token has several hidden
+    states. The last `shared_kv_layers` layers have no keys and values: each reads those of the last layer before them with
+    the same window.
     """
 
     architecture: str
@@ -98,6 +103,10 @@ class ModelConfig:
     has_sinks: bool = False
     alibi_slopes: tuple[float, ...] = ()
     embedding_norm: bool = False
+    inner_sizes: tuple[int, ...] = ()
+    gate_deviations: tuple[float | None, ...] = ()
+    altup: AltUpConfig | None = None
+    shared_kv_layers: int = 0
 
     @property
     def kind(self) -> Literal["decoder"]:
@@ -118,6 +127,21 @@ class ModelConfig:
         if self.convolution is None:
             return self.num_kv_heads
         return max(self.num_kv_heads, self.hidden_size // (2 * self.head_dim))
+
+    @property
+    def cache_layers(self) -> int:
+        """The layers that write keys and values, the first ones."""
+        return self.num_layers - self.shared_kv_layers
+
+    def cache_layer(self, layer: int) -> int:
+        """Return the layer whose keys and values a layer reads."""
+        if layer < self.cache_layers:
+            return layer
+        return max(one for one in range(self.cache_layers) if self.windows[one] == self.windows[layer])
+
+    def inner_size(self, layer: int) -> int:
+        """Return the inner size of the MLP of a layer without experts."""
+        return self.inner_sizes[layer] if self.inner_sizes else self.intermediate_size
 
     def has_convolution(self, layer: int) -> bool:
         """Return True if a layer has a short convolution in place of attention."""
@@ -203,6 +227,8 @@ def _usual_names(values: Mapping[str, Any], family: DecoderFamily) -> ConfigRead
 def _shape(config: ConfigReader, family: DecoderFamily) -> Fields:
     num_heads, hidden_size = config.integer("num_attention_heads"), config.integer("hidden_size")
     inner = None if config.has("intermediate_size") or family.fields.get("is_gated", True) else 4 * hidden_size
+    if isinstance(config.values.get("intermediate_size"), list):
+        inner = max(config.integers("intermediate_size"))
     return {
         "num_layers": config.integer("num_hidden_layers", at_most=MAX_LAYERS),
         "num_heads": num_heads,

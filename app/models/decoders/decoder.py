@@ -1,10 +1,11 @@
-"""The decoders: embedding, RoPE angles, last norm and output layer around their layers (`layer.py`).
+"""The decoders: embedding, RoPE angles, last norm and output layer around their layers (`layers/`).
 
 `DecoderBody` is a decoder that is served for its hidden states, such as Qwen3-Embedding or the bidirectional EuroBERT.
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 import torch
@@ -17,7 +18,10 @@ from app.kernels.elementwise.embedding import RowFactor, add_embedding_rows, emb
 from app.kernels.linear.activations import Activations
 from app.kernels.linear.linear import EmbeddingForm, Linear
 from app.models.decoders.config import ModelConfig
-from app.models.decoders.layer import Attention, DecoderLayer, Norm
+from app.models.decoders.layer_config import AltUpConfig, NormConfig
+from app.models.decoders.layers.altup import AltUpEntry, AltUpExit, AltUpLayer
+from app.models.decoders.layers.layer import Attention, DecoderLayer
+from app.models.decoders.layers.vectors import Norm
 from app.models.decoders.rotary import LayerRopeAngles
 from app.models.encoders.config import EncoderConfig
 
@@ -25,15 +29,17 @@ from app.models.encoders.config import EncoderConfig
 class Embedding(nn.Module):
     """Ids [tokens] to FP32 [tokens, size], times `scale`.
 
-    Ids count from row `first` of the stored table (RoBERTa's positions).
+    Ids count from row `first` of the stored table (RoBERTa's positions). `absent_first`: an id without a row has row 0.
 
     The table keeps its stored dtype and memory, where only used rows are read. If it is tied to an output layer
     that can return its rows, there is no second table.
     """
 
-    def __init__(self, source: str, rows: int, size: int, scale: float = 1.0, first: int = 0) -> None:
+    def __init__(
+        self, source: str, rows: int, size: int, scale: float = 1.0, first: int = 0, absent_first: bool = False
+    ) -> None:
         super().__init__()
-        self.source, self.scale, self.first = source, scale, first
+        self.source, self.scale, self.first, self.absent_first = source, scale, first, absent_first
         self.weight = nn.Parameter(torch.empty(rows, size), requires_grad=False)
         self.form: EmbeddingForm | None = None
         self.factor: RowFactor = self.scale  # multiplied with the rows
@@ -52,7 +58,7 @@ class Embedding(nn.Module):
         """Return the scaled rows of token_ids [tokens], FP32 [tokens, size]."""
         if self.form is not None:
             return self.form.rows(token_ids, self.factor)
-        return embedding_rows(self.weight, token_ids, self.factor)
+        return embedding_rows(self.weight, token_ids, self.factor, self.absent_first)
 
     def add_to(self, hidden: Tensor, ids: Tensor) -> None:
         """Add the rows of ids [tokens] to hidden [tokens, size] FP32."""
@@ -65,6 +71,13 @@ def output_layer(config: ModelConfig) -> Linear:
     return Linear((source,), config.hidden_size, config.vocab_size, config.logits_bias)
 
 
+def decoder_layer(config: ModelConfig, layer: int, dtype: torch.dtype) -> DecoderLayer | AltUpLayer:
+    """Return a layer."""
+    return (
+        DecoderLayer(config, layer, dtype) if config.altup is None else AltUpLayer(config, config.altup, layer, dtype)
+    )
+
+
 def position_embedding(config: ModelConfig) -> Embedding | None:
     """Return the table of learned positions; None if the config has none."""
     if not config.num_positions:
@@ -73,8 +86,24 @@ def position_embedding(config: ModelConfig) -> Embedding | None:
     return Embedding("model.embed_positions", rows, config.hidden_size, config.embedding_scale, first)
 
 
+def layer_input_table(config: ModelConfig, altup: AltUpConfig) -> Embedding:
+    """Return the table of what each layer reads of a token of its own."""
+    rows, size, scale = altup.input_vocab_size, config.num_layers * altup.input_size, math.sqrt(altup.input_size / 2)
+    return Embedding("model.embed_tokens_per_layer", rows, size, scale, absent_first=True)
+
+
+def last_norm(config: ModelConfig) -> NormConfig:
+    """Return the norm before the output layer, of the sum of all streams if there are several."""
+    if config.altup is None:
+        return config.norm
+    return replace(config.norm, eps=config.norm.eps * config.altup.num_streams**2)
+
+
 class Decoder(nn.Module):
-    """Token ids to logits."""
+    """Token ids to logits.
+
+    With several streams, rows of hidden states are those of `layers/altup.py` between `embedded` and `merged`.
+    """
 
     def __init__(self, config: ModelConfig, dtype: torch.dtype, max_model_len: int, device: torch.device) -> None:
         super().__init__()
@@ -84,9 +113,15 @@ class Decoder(nn.Module):
         self.embedding_norm = (
             Norm("model.embed_norm", config.hidden_size, config.norm) if config.embedding_norm else None
         )
-        self.layers = nn.ModuleList(DecoderLayer(config, index, dtype) for index in range(config.num_layers))
+        self.entry: AltUpEntry | None = None
+        self.exit: AltUpExit | None = None
+        if config.altup is not None:
+            self.entry = AltUpEntry(config, config.altup, layer_input_table(config, config.altup), dtype)
+            self.exit = AltUpExit(config, config.altup, dtype)
+        self.layers = nn.ModuleList(decoder_layer(config, index, dtype) for index in range(config.num_layers))
         self.output = output_layer(config)
-        self.norm = Norm("model.norm", config.hidden_size, config.norm, dtype, self.output, gain=config.logit_scale)
+        norm = last_norm(config)
+        self.norm = Norm("model.norm", config.hidden_size, norm, dtype, self.output, gain=config.logit_scale)
         self.angles = LayerRopeAngles(config.ropes, max_model_len, device)
 
     def forward(self, context: StepContext) -> Tensor | TopLogits:
@@ -108,15 +143,24 @@ class Decoder(nn.Module):
         wanted[-1] = context.logit_rows
         for layer, own, only in zip(self.layers, angles, wanted, strict=True):
             hidden = layer(hidden, own, context.attend, only)
-        return hidden
+        return self.merged(hidden)
+
+    def merged(self, hidden: Tensor) -> Tensor:
+        """Return what the last norm reads, from the result of the last layer."""
+        if self.exit is None:
+            return hidden
+        total: Tensor = self.exit(hidden)
+        return total
 
     def embedded(self, token_ids: Tensor, positions: Tensor) -> Tensor:
-        """Return the input of the first layer, FP32 [tokens, size], for tokens at these positions."""
+        """Return the input of the first layer, FP32, for tokens at these positions."""
         hidden: Tensor = self.embedding(token_ids)
         if self.position_embedding is not None:
             self.position_embedding.add_to(hidden, positions)
         if self.embedding_norm is not None:
             self.embedding_norm.overwrite(hidden)
+        if self.entry is not None:
+            hidden = self.entry(token_ids, hidden)
         return hidden
 
     def layer_angles(self, positions: Tensor) -> list[RopeAngles | None]:

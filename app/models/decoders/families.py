@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
+from app.models.decoders import altup_values as altup
 from app.models.decoders import expert_values as experts
 from app.models.decoders import family_values as values
 from app.models.decoders.families_experts import EXPERT_FAMILIES
@@ -30,6 +31,28 @@ _GEMMA3 = DecoderFamily(
     slides=lambda config, layer: (layer + 1) % config.integer("sliding_window_pattern", 6) != 0,
     read=values.gemma3,
     embeds=True,
+)
+# Names of the text half of a model that also reads pictures or sounds.
+_GEMMA_TEXT = {
+    "model.language_model.": "model.",
+    "language_model.model.": "model.",
+    "language_model.lm_head.": "lm_head.",
+}
+_GEMMA3N = DecoderFamily(
+    model_type="gemma3n_text",
+    title="Gemma 3n, its text model alone",
+    window=512,
+    tie_embeddings=True,
+    head_dim=256,
+    theta=1_000_000.0,
+    sliding_ropes=True,
+    local_theta=10_000.0,
+    attention_biases="none",
+    head_norm=HeadNormConfig(values=True),
+    activation=("hidden_activation", "gelu_pytorch_tanh"),
+    fields={"placement": "sandwich"},
+    slides=lambda config, layer: (layer + 1) % 5 != 0,
+    read=altup.gemma3n,
 )
 
 _LFM2 = DecoderFamily(
@@ -131,16 +154,25 @@ DECODER_FAMILIES: Mapping[str, DecoderFamily] = {
         model_type="gemma3",
         title="Gemma 3 (4B and larger), text only",
         text_config="text_config",
-        prefixes={
-            "model.language_model.": "model.",
-            "language_model.model.": "model.",
-            "language_model.lm_head.": "lm_head.",
-        },
+        prefixes=_GEMMA_TEXT,
         ignored=(
             *("vision_tower.", "multi_modal_projector."),
             *("model.vision_tower.", "model.multi_modal_projector."),
         ),
         embeds=False,
+    ),
+    "Gemma3nForCausalLM": _GEMMA3N,
+    "Gemma3nForConditionalGeneration": replace(
+        _GEMMA3N,
+        model_type="gemma3n",
+        title="Gemma 3n, text only",
+        text_config="text_config",
+        prefixes=_GEMMA_TEXT,
+        ignored=tuple(
+            f"{prefix}{part}."
+            for prefix in ("", "model.")
+            for part in ("vision_tower", "audio_tower", "embed_vision", "embed_audio")
+        ),
     ),
     "GemmaForCausalLM": DecoderFamily(
         model_type="gemma",

@@ -41,7 +41,7 @@ class HeadNormConfig:
     """The norm of queries and the norm of keys.
 
     `scope`: the statistics and the weights are those of one head, which all heads share; those of each head; or those of
-    all heads together. `after_rope`: rotary embeddings are applied first.
+    all heads together. `after_rope`: rotary embeddings are applied first. `values`: values have an RMSNorm without weights.
     """
 
     kind: Literal["rms", "layer"] = "rms"
@@ -49,6 +49,7 @@ class HeadNormConfig:
     eps: float = 1e-6
     offset: float = 0.0
     after_rope: bool = False
+    values: bool = False
 
     def num_weights(self, heads: int, head_dim: int) -> int:
         """Return the number of weights for this many heads."""
@@ -74,6 +75,20 @@ class ConvolutionConfig:
 
     width: int
     layers: tuple[bool, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class AltUpConfig:
+    """Several hidden states for each token, its streams (AltUp), with what the layers around them have.
+
+    A layer computes with the first stream, and adds a branch of rank `laurel_rank` beside attention (LAuReL). Each layer
+    also reads `input_size` elements of its own for each token, from a table with `input_vocab_size` rows for all layers.
+    """
+
+    num_streams: int
+    laurel_rank: int
+    input_size: int
+    input_vocab_size: int
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,7 +25,6 @@ UNSUPPORTED: Mapping[str, tuple[str, ...]] = {
         *("Lfm2Vl", "Lfm3Vl"),
     ),
     "chunked attention and experts that alternate with dense layers": ("Llama4",),
-    "several hidden states for each token, embeddings for each layer, and keys that layers share": ("Gemma3n",),
     "sparse attention, for which an indexer selects tokens": ("DeepseekV32", "DeepseekV4", "GlmMoeDsa"),
     "weights of one and a half bits": ("BitNet",),
     "a mixture of experts of its own kind": (

@@ -8,8 +8,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import NamedTuple
 
+from app.kernels.linear.layout import PANEL_OUTPUTS
 from app.models.decoders.config import ModelConfig
-from app.models.decoders.layer_config import LatentConfig, NormConfig
+from app.models.decoders.layer_config import AltUpConfig, LatentConfig, NormConfig
 
 Shape = tuple[int, ...]
 
@@ -28,6 +29,10 @@ def tensors_of(config: ModelConfig) -> dict[str, Shape]:
         shapes.update((f"{at}.{name}", shape) for name, shape in _mlp(config, layer))
         for name in norms_of(config):
             shapes.update((f"{at}.{tensor}", shape) for tensor, shape in _norm(name, config.norm, size))
+        if config.altup is not None:
+            shapes.update((f"{at}.{name}", shape) for name, shape in _altup_layer(config, config.altup))
+    if config.altup is not None:
+        shapes.update(_altup_around(config, config.altup))
     shapes.update(_norm("model.norm", config.norm, size))
     if not config.tie_embeddings:
         shapes["lm_head.weight"] = (config.vocab_size, size)
@@ -39,6 +44,8 @@ def tensors_of(config: ModelConfig) -> dict[str, Shape]:
 def tables_of(config: ModelConfig) -> list[str]:
     """Return the tensors whose rows are looked up as stored: embeddings without those tied to the output layer."""
     tables = [] if config.tie_embeddings else ["model.embed_tokens.weight"]
+    if config.altup is not None:
+        tables.append("model.embed_tokens_per_layer.weight")
     return [*tables, "model.embed_positions.weight"] if config.num_positions else tables
 
 
@@ -48,17 +55,21 @@ def products_of(config: ModelConfig) -> Iterator[tuple[Shape, bool]]:
     Products are listed as computed: queries, keys and values are one product, gate and up too.
     """
     yield from dense_products_of(config)
+    yield from ((shape, False) for shape in narrow_products(config).values())
     for shape in expert_products_of(config):
         assert config.experts is not None, "there are products of experts"
         yield from [(shape, config.mlp_bias)] * config.experts.routing.num_experts
 
 
 def dense_products_of(config: ModelConfig) -> Iterator[tuple[Shape, bool]]:
-    """Yield the shapes of `products_of` that every token passes: without experts of which it passes some."""
+    """Yield the shapes of `products_of` that every token passes: without experts of which it passes some.
+
+    `narrow_products` are not among them.
+    """
     for layer in range(config.num_layers):
         for product in mixer_products(config, layer):
             yield (sum(product.rows), product.inputs), product.bias
-        inner = config.intermediate_size
+        inner = config.inner_size(layer)
         if config.experts is not None and config.has_experts(layer):
             inner = config.experts.shared_size
         if inner:
@@ -76,16 +87,19 @@ def expert_products_of(config: ModelConfig) -> Iterator[Shape]:
 
 def router_weights(config: ModelConfig) -> int:
     """Return the number of weights of all routers."""
-    experts = config.experts
-    if experts is None:
-        return 0
-    return sum(experts.layers) * (experts.routing.num_experts + experts.shared_gate) * config.hidden_size
+    experts, count = config.experts, 0
+    if experts is not None:
+        count = sum(experts.layers) * (experts.routing.num_experts + experts.shared_gate)
+    if config.altup is not None:
+        count += config.num_layers * PANEL_OUTPUTS  # packed, the outputs fill a panel
+    return count * config.hidden_size
 
 
 def active_weights(config: ModelConfig) -> int:
     """Return the number of weights of products and routers that one token is multiplied with."""
     top_k = 0 if config.experts is None else config.experts.routing.top_k
     dense = sum(rows * columns for (rows, columns), _ in dense_products_of(config))
+    dense += sum(rows * columns for rows, columns in narrow_products(config).values())
     return dense + top_k * expert_weights(config) + router_weights(config)
 
 
@@ -100,8 +114,31 @@ def is_expert(source: str) -> bool:
 
 
 def is_router(source: str) -> bool:
-    """Return True for the weights of a router."""
-    return source.endswith((".mlp.gate", ".mlp.shared_expert_gate"))
+    """Return True for the weights of a router, of experts or of streams, which are not quantized."""
+    return source.endswith((".mlp.gate", ".mlp.shared_expert_gate", ".altup.modality_router", *_STREAM_MATRICES))
+
+
+_STREAM_MATRICES = (".altup.prediction_coefs", ".altup.correction_coefs")
+
+
+def narrow_products(config: ModelConfig) -> dict[str, Shape]:
+    """Return the products around AltUp, by their sources: those of the branches of its layers, and those between streams.
+
+    They are few and what they compute reaches every layer, so they have at least eight bits.
+    """
+    altup, size = config.altup, config.hidden_size
+    if altup is None:
+        return {}
+    shapes: dict[str, Shape] = {"model.per_layer_model_projection": (config.num_layers * altup.input_size, size)}
+    for number in range(altup.num_streams - 1):
+        shapes[f"model.altup_projections.{number}"] = shapes[f"model.altup_unembed_projections.{number}"] = (size, size)
+    for layer in range(config.num_layers):
+        at = f"model.layers.{layer}"
+        shapes[f"{at}.laurel.linear_left"] = (altup.laurel_rank, size)
+        shapes[f"{at}.laurel.linear_right"] = (size, altup.laurel_rank)
+        shapes[f"{at}.per_layer_input_gate"] = (altup.input_size, size)
+        shapes[f"{at}.per_layer_projection"] = (size, altup.input_size)
+    return shapes
 
 
 def qkv_sources(config: ModelConfig) -> tuple[str, ...]:
@@ -131,6 +168,8 @@ def mixer_products(config: ModelConfig, layer: int) -> tuple[Product, ...]:
     keys = config.num_kv_heads * config.head_dim
     rows = (queries + 2 * keys,) if config.fused_qkv else (queries, keys, keys)
     out = Product(("self_attn.o_proj",), (hidden,), queries, config.output_bias)
+    if layer >= config.cache_layers:
+        return Product(("self_attn.q_proj",), (queries,), hidden, config.qkv_bias), out
     return Product(qkv_sources(config), rows, hidden, config.qkv_bias), out
 
 
@@ -178,7 +217,7 @@ def norms_of(config: ModelConfig) -> tuple[str, ...]:
 
 
 def norm_elements(config: ModelConfig) -> int:
-    """Return the number of elements of all norms, sinks and filters of convolutions, which are FP32."""
+    """Return the number of elements of all norms, sinks, biases of routers and filters, which are FP32."""
     parts = config.norm.has_weight + config.norm.has_bias
     heads = 0
     if config.head_norm is not None:
@@ -190,7 +229,26 @@ def norm_elements(config: ModelConfig) -> int:
     convolved = 0 if config.convolution is None else sum(config.convolution.layers)
     filters = 0 if config.convolution is None else convolved * config.convolution.width * config.hidden_size
     norms = config.num_layers * len(norms_of(config)) + 1 + config.embedding_norm
-    return norms * parts * config.hidden_size + (config.num_layers - convolved) * heads + filters
+    shared = 0  # keys that are read from other layers have no norm
+    if config.head_norm is not None:
+        shared = config.shared_kv_layers * config.head_norm.num_weights(config.num_kv_heads, config.head_dim)
+        heads += config.head_norm.values * config.head_dim
+        shared += config.shared_kv_layers * config.head_norm.values * config.head_dim
+    own = (config.num_layers - convolved) * heads - shared
+    biases = 0
+    if config.experts is not None and config.experts.selection_bias:
+        biases = sum(config.experts.layers) * config.experts.routing.num_experts
+    return norms * parts * config.hidden_size + own + filters + biases + _altup_elements(config)
+
+
+def _altup_elements(config: ModelConfig) -> int:
+    """Return the number of elements of what AltUp holds in FP32."""
+    altup, size = config.altup, config.hidden_size
+    if altup is None:
+        return 0
+    matrices = altup.num_streams**3 + altup.num_streams**2
+    # Of each layer: the input norm twice more, the router's norm twice, two norms of branches, and factors.
+    return config.num_layers * (7 * size + matrices) + altup.input_size
 
 
 def _linear(name: str, rows: int, columns: int, bias: bool) -> Iterator[tuple[str, Shape]]:
@@ -221,13 +279,34 @@ def _mixer(config: ModelConfig, layer: int) -> Iterator[tuple[str, Shape]]:
         yield "self_attn.sinks", (config.num_heads,)
     if config.head_norm is not None:
         yield "self_attn.q_norm.weight", (config.head_norm.num_weights(config.num_heads, config.head_dim),)
-        yield "self_attn.k_norm.weight", (config.head_norm.num_weights(config.num_kv_heads, config.head_dim),)
+        if layer < config.cache_layers:
+            yield "self_attn.k_norm.weight", (config.head_norm.num_weights(config.num_kv_heads, config.head_dim),)
+
+
+def _altup_layer(config: ModelConfig, altup: AltUpConfig) -> Iterator[tuple[str, Shape]]:
+    """Yield what a layer with streams has beside attention and MLP, except its `narrow_products`."""
+    size, streams = config.hidden_size, altup.num_streams
+    for name in ("altup.router_norm", "laurel.post_laurel_norm", "post_per_layer_input_norm"):
+        yield from _norm(name, config.norm, size)
+    yield "altup.modality_router.weight", (streams, size)
+    yield "altup.prediction_coefs.weight", (streams**2, streams)
+    yield "altup.correction_coefs.weight", (streams, streams)
+    yield "altup.correct_output_scale", (size,)
+
+
+def _altup_around(config: ModelConfig, altup: AltUpConfig) -> Iterator[tuple[str, Shape]]:
+    """Yield what a model with streams has outside of its layers, and all `narrow_products`."""
+    table = (altup.input_vocab_size, config.num_layers * altup.input_size)
+    yield "model.embed_tokens_per_layer.weight", table
+    yield from _norm("model.per_layer_projection_norm", config.norm, altup.input_size)
+    for source, shape in narrow_products(config).items():
+        yield f"{source}.weight", shape
 
 
 def _mlp(config: ModelConfig, layer: int) -> Iterator[tuple[str, Shape]]:
     experts = config.experts
     if experts is None or not config.has_experts(layer):
-        yield from _one_mlp(config, "mlp", config.intermediate_size)
+        yield from _one_mlp(config, "mlp", config.inner_size(layer))
         return
     count = experts.routing.num_experts
     yield from _linear("mlp.gate", count, config.hidden_size, experts.router_bias)

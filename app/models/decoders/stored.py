@@ -34,6 +34,13 @@ def our_name(config: ModelConfig, stored: str) -> str | None:
     return stored if known is None else f"{known.replace('{}', layer)}.{kind}"
 
 
+def is_unused(config: ModelConfig, name: str) -> bool:
+    """Return True for what would make keys and values, by our name, in a layer that reads those of another layer."""
+    number = _NUMBER.search(name)
+    shares = number is not None and config.cache_layers <= int(number.group()) < config.num_layers
+    return shares and any(f".self_attn.{part}." in name for part in ("k_proj", "v_proj", "k_norm", "v_norm"))
+
+
 def is_computed(config: ModelConfig, stored: str) -> bool:
     """Return True for tensors of old files that are computed here."""
     return stored.endswith(DECODER_FAMILIES[config.architecture].computed)

@@ -41,6 +41,22 @@ def test_needs(tmp_path: Path, tied: bool) -> None:
     assert (needs.kind, needs.stored_dtype, needs.architecture) == ("decoder", "bfloat16", "LlamaForCausalLM")
 
 
+def test_keys_that_no_layer_reads_are_left_alone(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Published files of Gemma 3n hold them; those of a layer that needs them are not left alone."""
+    directory = write_checkpoint(tmp_path, "Gemma3nForCausalLM")
+    tensors = random_tensors(ModelConfig.from_hf(config_values("Gemma3nForCausalLM")))
+    for part in ("k_proj", "v_proj", "k_norm"):
+        tensors[f"model.layers.3.self_attn.{part}.weight"] = tensors[f"model.layers.1.self_attn.{part}.weight"].clone()
+    write_weights(directory, tensors)
+    with caplog.at_level("INFO"):
+        assert "model.layers.3.self_attn.k_proj.weight" not in open_checkpoint(directory).tensors
+    assert "not read" not in caplog.text
+    del tensors["model.layers.1.self_attn.k_norm.weight"]
+    write_weights(directory, tensors)
+    with pytest.raises(CheckpointInvalid, match="k_norm"):
+        open_checkpoint(directory)
+
+
 def test_harmless_extras_are_left_alone(tmp_path: Path) -> None:
     directory = write_checkpoint(tmp_path, tie_word_embeddings=True)
     tensors = random_tensors(ModelConfig.from_hf(config_values(tie_word_embeddings=True)))

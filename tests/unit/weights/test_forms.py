@@ -6,15 +6,22 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from app.errors import NoRecipe
+from app.hardware.plan.memory_budget import kv_bytes_per_token
 from app.hardware.plan.torchao_config import EXAMPLE, is_torchao
+from app.kernels.linear.int_panels import IntPanelLinear
 from app.kernels.linear.layout import LAYOUTS
-from app.kernels.linear.linear import DEVICE_FORMS, FORMS, QUANTISED_FORMS
+from app.kernels.linear.linear import DEVICE_FORMS, FORMS, QUANTISED_FORMS, Linear
+from app.kernels.native.arguments import OpCode
+from app.kernels.native.operations import has_kernel
 from app.models.decoders.config import ModelConfig
+from app.models.decoders.shapes import norm_elements
 from app.weights import forms
 from app.weights.checkpoint import open_checkpoint
 from app.weights.forms import RECIPES, Recipe, choose_upgrades, find_recipe
+from loaded_models import load
 from tiny_checkpoints import write_checkpoint
 
 
@@ -130,3 +137,24 @@ def test_the_output_layer_of_a_large_model_has_four_bits(tmp_path: Path, monkeyp
     monkeypatch.setattr(forms, "SMALL_MODEL", 0)
     assert "model.embed_tokens" not in choose_upgrades(config, recipe)
     assert forms.quantized_bytes(config, "int4") < small
+
+
+@pytest.mark.skipif(not has_kernel(OpCode.LINEAR_INT), reason="integer forms need the native library")
+@pytest.mark.parametrize("precision", ["bf16", "int8", "int4"])
+def test_bytes_of_a_model_with_several_hidden_states_are_those_that_it_holds(tmp_path: Path, precision: str) -> None:
+    """Its table of inputs of all layers stays as stored, and keys that layers share are counted once."""
+    sizes = {"intermediate_size": 96, "laurel_rank": 32, "hidden_size_per_layer_input": 32, "vocab_size": 320}
+    directory = write_checkpoint(tmp_path, "Gemma3nForCausalLM", dtype=torch.bfloat16, **sizes)
+    checkpoint = open_checkpoint(directory)
+    needs, model = checkpoint.needs(), load(directory, {"bf16": "bfloat16"}.get(precision, precision))
+    table = checkpoint.tensors["model.embed_tokens_per_layer.weight"]
+    assert needs.table_bytes == table.nbytes == 300 * 4 * 32 * 2
+    assert model.entry.table.weight.dtype == torch.bfloat16
+    held = table.nbytes + sum(linear.form.nbytes for linear in model.modules() if isinstance(linear, Linear))
+    held += 4 * norm_elements(checkpoint.decoder) if precision != "bf16" else 2 * norm_elements(checkpoint.decoder)
+    assert needs.bytes_by_precision[precision] == pytest.approx(held, rel=0.06)
+    assert needs.kv_elements_per_token == 2 * 2 * 2 * 8 and (needs.num_layers, needs.num_kv_layers) == (4, 2)
+    assert kv_bytes_per_token(needs, "int8") == 2 * 64
+    narrow = [linear for linear in model.modules() if isinstance(linear, Linear) and "laurel" in linear.sources[0]]
+    if precision == "int4":
+        assert all(isinstance(linear.form, IntPanelLinear) and linear.form.packing.bits == 8 for linear in narrow)

@@ -14,7 +14,7 @@ from app.kernels.linear.int_panels import IntPanelLinear
 from app.kernels.linear.linear import Linear, host_architecture
 from app.kernels.native.arguments import OpCode
 from app.kernels.native.operations import has_kernel
-from app.models.decoders.layer import HeadNorm, Norm
+from app.models.decoders.layers.vectors import HeadNorm, Norm
 from app.weights.checkpoint import open_checkpoint
 from app.weights.forms import find_recipe, upgrade_budget
 from loaded_models import load

@@ -110,6 +110,33 @@ def test_every_family_can_be_tried(tmp_path: Path, architecture: str) -> None:
         assert rehearsal_of(checkpoint, precision="bf16").step(TrialStep("decode", 2, 2))()
 
 
+@pytest.mark.parametrize("precision", ["bf16", "int4"])
+def test_few_layers_have_fewer_inputs_of_their_own(tmp_path: Path, precision: str) -> None:
+    checkpoint = open_checkpoint(write_checkpoint(tmp_path / "tiny", "Gemma3nForCausalLM"))
+    with torch.inference_mode():
+        rehearsal = rehearsal_of(checkpoint, precision=precision)
+        assert len(rehearsal.layer_counts) > 1
+        for layers in rehearsal.layer_counts:
+            assert rehearsal.step(TrialStep("decode", 2, layers))()
+
+
+def test_synthetic_hidden_states_do_not_grow_from_layer_to_layer(tmp_path: Path) -> None:
+    many = {
+        "num_hidden_layers": 60,
+        "intermediate_size": 48,
+        "layer_types": ["full_attention", "sliding_attention"] * 30,
+        "activation_sparsity_pattern": [0.0] * 60,
+        "altup_num_inputs": 8,
+    }
+    checkpoint = open_checkpoint(write_checkpoint(tmp_path / "tiny", "Gemma3nForCausalLM", **many))
+    plan = plan_of(checkpoint, precision="fp32")
+    stage = partial(CpuTrialStage, select_host_backend(plan))
+    with torch.inference_mode():
+        trial = DecoderTrial(checkpoint.decoder, plan, torch.device("cpu"), stage, TrialScope(0, 1))
+        assert trial.few_layers == 60
+        assert trial.step(TrialStep("decode", 8, 60))()  # logits that are not finite would raise
+
+
 @pytest.mark.parametrize("precision", PRECISIONS)
 def test_weights_that_a_step_reads_are_counted_as_they_are_loaded(checkpoint: Checkpoint, precision: str) -> None:
     plan = plan_of(checkpoint, precision=precision)

@@ -54,6 +54,46 @@ def exact_form(linear: Linear, form: Any) -> ExactLinear:
     return ExactLinear([weight], form.bias)
 
 
+@torch.inference_mode()
+def test_products_before_and_after_the_layers_have_statistics_too(tmp_path: Path, text: Path) -> None:
+    checkpoint = open_checkpoint(write_checkpoint(tmp_path / "tiny", "Gemma3nForCausalLM"))
+    plan = plan_of(checkpoint, "int4")
+    model = load_model(checkpoint, plan_of(checkpoint, "fp32"), select_host_backend(plan_of(checkpoint, "fp32")))
+    seen = StreamedCalibration(checkpoint, plan, select_host_backend(plan), text)
+    forms = {linear: linear.form for linear in model.modules() if isinstance(linear, Linear)}
+    stages = []
+    for stage in seen.stages(model, lambda linear: exact_form(linear, forms[linear])):
+        stages.append(stage)
+        for linear in stage:
+            linear.form = forms[linear]
+    assert len(stages) == len(model.layers) + 3 and {linear for stage in stages for linear in stage} == set(forms)
+    windows = [torch.tensor(window) for number, window in enumerate(seen._windows) if seen._is_shown(number)]
+    x = torch.cat([model.embedding(window) for window in windows])
+    torch.testing.assert_close(stages[0][model.entry.inputs].mean_squares, x.square().mean(0), rtol=1e-3, atol=1e-4)
+    states = [model.embedded(window, torch.arange(len(window))) for window in windows]
+    assert all(statistics.num_rows == sum(map(len, states)) for statistics in stages[-2].values())
+    assert max(seen.losses.values(), default=0.0) < 1e-6, "the exact forms lose nothing"
+
+
+@pytest.mark.parametrize("precision", ["int4", "int8"])
+def test_a_model_with_several_hidden_states_is_calibrated_and_measured(
+    tmp_path: Path, text: Path, precision: str
+) -> None:
+    checkpoint = open_checkpoint(write_checkpoint(tmp_path / "tiny", "Gemma3nForCausalLM"))
+    plan = plan_of(checkpoint, precision)
+    backend = select_host_backend(plan)
+    packing = Packing(make_calibrator=lambda: calibration_for(checkpoint, plan, backend, text))
+    model = load_model(checkpoint, plan, backend, packing=packing)
+    exact = load_model(checkpoint, plan_of(checkpoint, "fp32"), select_host_backend(plan_of(checkpoint, "fp32")))
+    window = list(range(4, 60))
+    with torch.inference_mode():
+        found, expected = (
+            WindowScorer(one, checkpoint.decoder, kv_dtype(own), select_host_backend(own)).score(window)
+            for one, own in ((model, plan), (exact, plan_of(checkpoint, "fp32")))
+        )
+    assert found[0] == pytest.approx(expected[0], rel=0.05)
+
+
 @pytest.mark.parametrize("architecture", ["LlamaForCausalLM", "Gemma2ForCausalLM", "Phi3ForCausalLM"])
 @torch.inference_mode()
 def test_the_statistics_are_those_of_the_inputs(tmp_path: Path, text: Path, architecture: str) -> None:

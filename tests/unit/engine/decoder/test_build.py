@@ -12,7 +12,7 @@ import torch
 from app.engine.build import BuildRequest, BuiltEngine
 from app.engine.decoder import build
 from app.engine.decoder.build import build_decoder_engine, kv_shape, warm_up_decoder
-from app.engine.decoder.cpu_runner import CpuDecoderRunner
+from app.engine.decoder.cpu_runner import CpuDecoderRunner, DecoderReplay
 from app.engine.decoder.engine import DecoderEngine
 from app.engine.encoder.build import build_encoder_engine
 from app.errors import PlanImpossible
@@ -83,6 +83,24 @@ def test_every_sequence_may_share_a_prefix_of_another(checkpoint: Checkpoint, pl
     shape = kv_shape(checkpoint.model_config, plan)
     assert (shape.num_slots, shape.max_len) == (6, plan.max_model_len.value)
     assert (shape.num_layers, shape.num_kv_heads, shape.head_dim) == (2, 2, 8)
+
+
+@pytest.mark.skipif(not has_kernel(OpCode.LINEAR_INT), reason="no native kernels here")
+@pytest.mark.parametrize("precision", ["fp32", "int4"])
+def test_keys_that_layers_share_are_stored_once_and_steps_are_replayed(tmp_path: Path, precision: str) -> None:
+    checkpoint = open_checkpoint(write_checkpoint(tmp_path / "tiny", "Gemma3nForCausalLM"))
+    settings, _ = load_settings(threads="1", precision=precision, kv_cache_bytes="1MiB", max_running_seqs="3")
+    plan = make_plan(probe(), None, settings, checkpoint.needs(), RECIPES.keys())
+    threads = torch.get_num_threads()
+    built = build_decoder_engine(BuildRequest(checkpoint, plan, lambda stage: None, eos_token_ids=(EOS,)))
+    torch.set_num_threads(threads)
+    cache = built.runner.kv_cache
+    assert cache.shape.num_layers == 2 and cache.bytes_per_token == checkpoint.needs().kv_elements_per_token * (
+        cache.dtype.itemsize
+    )
+    run(built, max_tokens=20, ignore_eos=True)
+    replay = built.runner.model
+    assert isinstance(replay, DecoderReplay) and replay.reason == "" and replay.num_replays > 5
 
 
 def test_the_warm_up_leaves_no_trace(

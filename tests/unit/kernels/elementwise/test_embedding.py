@@ -80,6 +80,13 @@ def test_an_id_that_no_row_has_reads_nothing() -> None:
         assert rows[1].isfinite().all()
 
 
+@pytest.mark.parametrize("dtype", [*DTYPES, torch.float64])  # without a kernel, ids are replaced before
+def test_an_id_that_no_row_has_may_have_the_first_row(dtype: torch.dtype) -> None:
+    weight, ids = table_of(40, 64, dtype), torch.tensor([40, 3, -1, 2**62, -(2**62)])
+    found = embedding_rows(weight, ids, 2.0, absent_first=True)
+    assert torch.equal(found, 2 * weight.float()[[0, 3, 0, 0, 0]])
+
+
 @needs_levels
 @settings(max_examples=examples(60), deadline=None)
 @given(

@@ -113,6 +113,48 @@ def test_the_gate_equals_its_reference(
 
 
 @needs_levels
+@often
+@given(
+    level=a_level, rows=num_rows, size=sizes, group=groups, spread=st.sampled_from([1e-3, 1.0, 30.0]), bad=bad_values,
+    deviations=st.sampled_from([-0.5, 0.0, 1.6448536]), dtype=dtypes,
+)  # fmt: skip
+def test_lowered_gates_equal_their_reference(
+    level: str, rows: int, size: int, group: int | None, spread: float, bad: float | None, deviations: float,
+    dtype: torch.dtype,
+) -> None:  # fmt: skip
+    gate_up, group = rows_of(rows, 2 * size, spread, bad).to(dtype), group_of(group, size)
+    with at_level(level):
+        assume(has_kernel(OpCode.GATE))
+        found = norms.gate(gate_up, "gelu_tanh", group, deviations)
+        # A cutoff is rounded like the largest gates, and what remains of a gate may be small.
+        check(found, norms.gate_torch(gate_up.float(), "gelu_tanh", deviations), group, atol=3e-5 * spread**2)
+
+
+def test_the_reference_lowers_gates_by_the_statistics_of_their_row() -> None:
+    gate_up = torch.tensor([[0.0, 2.0, 4.0, 10.0, 1.0, 1.0, 1.0, 3.0]])  # mean 4, deviation sqrt(14)
+    found = norms.gate_torch(gate_up, "relu", 1.0)
+    torch.testing.assert_close(found, torch.tensor([[0.0, 0.0, 0.0, 3 * (6 - 14**0.5)]]))
+
+
+@needs_levels
+@often
+@given(level=a_level, rows=num_rows, size=sizes, group=groups, spread=spreads, bad=bad_values, dtype=dtypes)
+def test_a_gate_with_other_factors_equals_its_reference(
+    level: str, rows: int, size: int, group: int | None, spread: float, bad: float | None, dtype: torch.dtype
+) -> None:
+    gates, up, group = (
+        rows_of(rows, size, spread, bad).to(dtype),
+        rows_of(rows, size + 9, seed=1),
+        group_of(group, size),
+    )
+    with at_level(level):
+        assume(has_kernel(OpCode.GATE))
+        found = norms.gate_with(gates, up[:, 5 : 5 + size], "gelu_tanh", group)
+    meant = ACTIVATIONS["gelu_tanh"](gates.double()) * up[:, 5 : 5 + size]
+    check(found, meant.float(), group)
+
+
+@needs_levels
 @settings(max_examples=examples(20), deadline=None)
 @given(level=a_level, rows=num_rows, size=sizes, group=groups)
 def test_a_row_says_the_same_whatever_else_is_in_the_batch(level: str, rows: int, size: int, group: int | None) -> None:
@@ -158,6 +200,11 @@ def test_gathered_rows_are_those_asked_for(level: str, size: int, dtype: torch.d
     with at_level(level):
         assert torch.equal(norms.gather(x, rows), x[rows])
         assert torch.equal(norms.gather(x, rows[::2]), x[rows[::2]])
+        into = torch.full((9, size + 8), 5.0, dtype=dtype)
+        norms.copy_rows(into[:, 4 : 4 + size], x)
+        assert torch.equal(into[:, 4 : 4 + size], x) and bool(
+            (into[:, :4] == 5).all() and (into[:, 4 + size :] == 5).all()
+        )
         assert norms.gather(x, rows[:0]).shape == (0, size)
 
 

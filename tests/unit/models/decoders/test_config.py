@@ -11,7 +11,7 @@ from app.errors import CheckpointInvalid
 from app.kernels.elementwise.latent_sizes import LatentHeads
 from app.models.decoders.config import ModelConfig
 from app.models.decoders.families import DECODER_FAMILIES
-from app.models.decoders.layer_config import ConvolutionConfig
+from app.models.decoders.layer_config import AltUpConfig, ConvolutionConfig
 from app.models.decoders.shapes import tensors_of
 from tiny_checkpoints import ARCHITECTURES, config_values
 
@@ -135,6 +135,35 @@ def test_lfm2_names_its_layers_by_their_numbers_and_adjusts_its_mlp() -> None:
     assert (config.num_kv_heads, config.cache_heads) == (8, 16)
 
 
+def test_gemma_3n_has_the_values_of_transformers_if_its_config_omits_them() -> None:
+    """As config.json of Gemma 3n E4B has it, without what is the default."""
+    values = {
+        "architectures": ["Gemma3nForConditionalGeneration"],
+        "text_config": {
+            "hidden_size": 2048,
+            "intermediate_size": [16384] * 35,
+            "num_hidden_layers": 35,
+            "num_attention_heads": 8,
+            "num_key_value_heads": 2,
+            "vocab_size": 262400,
+            "max_position_embeddings": 32768,
+        },
+    }
+    config = ModelConfig.from_hf(values)
+    assert config.altup == AltUpConfig(4, 64, 256, 262144)
+    assert (config.cache_layers, config.cache_layer(19), config.cache_layer(20), config.cache_layer(34)) == (
+        20,
+        19,
+        18,
+        19,
+    )
+    assert config.windows[:5] == (512, 512, 512, 512, None)
+    assert [rope and rope.theta for rope in config.ropes[3:5]] == [10_000.0, 1_000_000.0]
+    assert (config.intermediate_size, config.inner_sizes) == (16384, ())
+    assert config.gate_deviations == (pytest.approx(1.6448536), *config.gate_deviations[1:10], *(None,) * 25)
+    assert (config.attention_scale, config.logit_softcap, config.tie_embeddings) == (1.0, 30.0, True)
+
+
 def test_deepseek_v3_scales_scores_by_its_yarn() -> None:
     """As config.json of DeepSeek-V3 has it; the factor of cos and sin is 1."""
     values = {
@@ -182,6 +211,15 @@ def test_latent_attention_has_heads_of_its_own_sizes() -> None:
         ("DeepseekV2ForCausalLM", {"topk_method": "noaux_tc"}, "topk_method 'noaux_tc' is not known"),
         ("DeepseekV2ForCausalLM", {"norm_topk_prob": True}, "norm_topk_prob is True"),
         ("DeepseekV2ForCausalLM", {"moe_layer_freq": 2}, "moe_layer_freq is 2"),
+        ("Gemma3nForCausalLM", {"altup_active_idx": 1}, "altup_active_idx is 1"),
+        ("Gemma3nForCausalLM", {"altup_correct_scale": False}, "altup_correct_scale is False"),
+        ("Gemma3nForCausalLM", {"altup_num_inputs": 9}, "altup_num_inputs must be an integer of 2 to 8"),
+        ("Gemma3nForCausalLM", {"activation_sparsity_pattern": [1.0] * 4}, "shares below 1"),
+        ("Gemma3nForCausalLM", {"activation_sparsity_pattern": [0.5]}, "a list of 4 numbers"),
+        ("Gemma3nForCausalLM", {"intermediate_size": [48]}, "one size for each of the 4 layers"),
+        ("Gemma3nForCausalLM", {"intermediate_size": []}, "a list of integers"),
+        ("Gemma3nForCausalLM", {"num_kv_shared_layers": 4}, "num_kv_shared_layers must be an integer of 0 to 3"),
+        ("Gemma3nForCausalLM", {"num_kv_shared_layers": 3}, "no layer before them has the kind of attention"),
         ("Lfm2ForCausalLM", {"conv_bias": True}, "a bias of short convolutions"),
         ("Lfm2ForCausalLM", {"layer_types": ["conv"] * 4}, "a layer with full_attention"),
         ("Lfm2ForCausalLM", {"head_dim": 12}, "do not fit heads of 12"),

@@ -17,8 +17,9 @@ from app.kernels.linear.linear import Linear, PlainLinear
 from app.kernels.native.arguments import OpCode
 from app.kernels.native.operations import has_kernel
 from app.models.decoders.config import ModelConfig
-from app.models.decoders.layer import DecoderLayer, HeadNorm, Norm
 from app.models.decoders.layer_config import Placement
+from app.models.decoders.layers.layer import DecoderLayer
+from app.models.decoders.layers.vectors import HeadNorm, Norm
 from tiny_checkpoints import config_values
 
 needs_integers = pytest.mark.skipif(

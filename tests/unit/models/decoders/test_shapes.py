@@ -10,8 +10,8 @@ import torch
 from app.kernels.linear.linear import Linear
 from app.models.decoders.config import ModelConfig
 from app.models.decoders.decoder import Embedding
-from app.models.decoders.layer import Filters, HeadNorm, Norm, StoredVector
-from app.models.decoders.shapes import tensors_of
+from app.models.decoders.layers.vectors import AlibiSlopes, Filters, HeadNorm, Norm, StoredVector
+from app.models.decoders.shapes import norm_elements, tensors_of
 from app.models.registry import build_decoder_model
 from tiny_checkpoints import ARCHITECTURES, OTHERS, config_values
 
@@ -36,7 +36,21 @@ def test_modules_want_exactly_the_tensors_listed(architecture: str, biases: bool
     if config.shares_norm:  # a parallel layer computes it for each of its two products
         assert {wanted[f"model.layers.0.input_layernorm.{kind}"] for kind in ("weight",)} == {2}
         wanted = Counter(dict.fromkeys(wanted, 1))
+    if config.altup is not None:  # the branch beside attention reads the norm twice, and the router reads two rows
+        for layer in range(config.num_layers):
+            for name, count in (("input_layernorm", 3), ("altup.router_norm", 2)):
+                assert wanted[f"model.layers.{layer}.{name}.weight"] == count
+        wanted = Counter(dict.fromkeys(wanted, 1))
     assert wanted == Counter(list(shapes))
+
+
+@pytest.mark.parametrize("architecture", (*ARCHITECTURES, *OTHERS))
+def test_elements_in_fp32_are_counted_as_the_modules_hold_them(architecture: str) -> None:
+    config = ModelConfig.from_hf(config_values(architecture))
+    model = build_decoder_model(config, torch.float32, config.max_model_len, torch.device("cpu"))
+    held = [module for module in model.modules() if isinstance(module, Norm | HeadNorm | Filters | StoredVector)]
+    stored = (module for module in held if module.kinds or not isinstance(module, AlibiSlopes))
+    assert sum(parameter.numel() for module in stored for parameter in module.parameters()) == norm_elements(config)
 
 
 def test_the_model_is_built_without_memory() -> None:

@@ -2,34 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import replace
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from app.kernels.attention.attention import QkvHeads, RopeAngles
 from app.kernels.attention.context import Attend, AttentionSpec
 from app.kernels.attention.convolution import convolved_rows
-from app.kernels.elementwise.activations import convert_rows, xielu
+from app.kernels.elementwise.activations import convert_rows
 from app.kernels.elementwise.latent import latent_heads
-from app.kernels.elementwise.norms import (
-    add_rms_norm,
-    contiguous,
-    gate,
-    gather,
-    layer_norm,
-    layer_norm_in_place,
-    rms_norm,
-)
+from app.kernels.elementwise.norms import contiguous, gate, gather
 from app.kernels.elementwise.routing import route
 from app.kernels.elementwise.routing_rule import Routing
 from app.kernels.linear.activations import Activations, unquantised
 from app.kernels.linear.experts import ExpertForms, ExpertStack, run_experts_torch
 from app.kernels.linear.linear import Linear, LinearForm
 from app.models.decoders.config import ModelConfig
-from app.models.decoders.layer_config import ConvolutionConfig, ExpertsConfig, HeadNormConfig, LatentConfig, NormConfig
+from app.models.decoders.layer_config import ConvolutionConfig, ExpertsConfig, LatentConfig, NormConfig
+from app.models.decoders.layers.vectors import AlibiSlopes, Filters, HeadNorm, Norm, StoredVector, Xielu
 from app.models.decoders.shapes import Product, mixer_products, up_sources
 
 
@@ -39,123 +31,10 @@ def linear_of(product: Product, layer: int) -> Linear:
     return Linear(sources, product.inputs, sum(product.rows), product.bias, product.rows)
 
 
-class Norm(nn.Module):
-    """An RMSNorm or a LayerNorm, in FP32.
-
-    The result is in `dtype`, or in the input format of the product that it `feeds`. The result is multiplied by `gain`.
-    """
-
-    def __init__(
-        self,
-        source: str,
-        size: int,
-        norm: NormConfig,
-        dtype: torch.dtype = torch.float32,
-        feeds: Linear | None = None,
-        gain: float = 1.0,
-    ) -> None:
-        super().__init__()
-        self.source, self.norm, self.dtype, self.feeds, self.gain = source, norm, dtype, feeds, gain
-        self.weight = nn.Parameter(torch.empty(size), requires_grad=False)
-        self.bias = nn.Parameter(torch.empty(size), requires_grad=False) if norm.has_bias else None
-
-    @property
-    def kinds(self) -> tuple[str, ...]:
-        """The kinds of its stored tensors, in the order in which `set_weight` takes them."""
-        return ("weight",) * self.norm.has_weight + ("bias",) * self.norm.has_bias
-
-    def set_weight(self, *tensors: Tensor) -> None:
-        """Set the stored tensors of `kinds` [size], converted to FP32."""
-        wide = {kind: tensor.to(torch.float32, copy=True) for kind, tensor in zip(self.kinds, tensors, strict=True)}
-        self.weight = nn.Parameter((wide["weight"] + self.norm.offset) * self.gain, requires_grad=False)
-        if self.bias is not None:
-            self.bias = nn.Parameter(wide["bias"] * self.gain, requires_grad=False)
-
-    def fill(self, weight: float, device: torch.device | None) -> None:
-        """Set all weights to one value, and the bias to 0."""
-        self.weight = nn.Parameter(
-            torch.full(self.weight.shape, weight * self.gain, device=device), requires_grad=False
-        )
-        if self.bias is not None:
-            self.bias = nn.Parameter(torch.zeros(self.bias.shape, device=device), requires_grad=False)
-
-    def divide_weight(self, factors: Tensor) -> None:
-        """Divide the weight by the smooth scales of the product that it feeds (kernels/linear/smoothing.py)."""
-        self.weight.div_(factors)
-        if self.bias is not None:
-            self.bias.div_(factors)
-
-    def forward(self, x: Tensor) -> Activations:
-        """Return the norm of x [tokens, size].
-
-        Without `feeds`, x may have more dimensions and the result is a tensor.
-        """
-        group = None if self.feeds is None else self.feeds.activation_group(x.shape[0])
-        if self.norm.kind == "layer":
-            return layer_norm(x, (self.weight, self.bias, self.norm.eps), self.dtype, group)
-        return rms_norm(x, self.weight, self.norm.eps, self.dtype, group)
-
-    def overwrite(self, hidden: Tensor) -> None:
-        """Overwrite hidden [tokens, size] FP32 by its norm. Only a LayerNorm can do that."""
-        assert self.norm.kind == "layer", "no family has an RMSNorm after its embeddings"
-        layer_norm_in_place(hidden, (self.weight, self.bias, self.norm.eps))
-
-    def add_to(self, hidden: Tensor, x: Tensor) -> None:
-        """Add the norm of x [tokens, size] to hidden [tokens, size] FP32. Only an RMSNorm can do that."""
-        assert self.norm.kind == "rms", "no family has a LayerNorm after a branch"
-        add_rms_norm(hidden, x, self.weight, self.norm.eps)
-
-
-class HeadNorm(nn.Module):
-    """The weights of the norm of queries or keys, FP32; `QkvHeads` says how they are applied."""
-
-    def __init__(self, source: str, norm: HeadNormConfig, heads: int, head_dim: int) -> None:
-        super().__init__()
-        self.source, self.norm, self.kinds = source, norm, ("weight",)
-        self.weight = nn.Parameter(torch.empty(norm.num_weights(heads, head_dim)), requires_grad=False)
-
-    def set_weight(self, tensor: Tensor) -> None:
-        """Set the weights, converted to FP32."""
-        self.weight = nn.Parameter(tensor.to(torch.float32, copy=True) + self.norm.offset, requires_grad=False)
-
-    def fill(self, weight: float, device: torch.device | None) -> None:
-        """Set all weights to one value."""
-        self.weight = nn.Parameter(torch.full(self.weight.shape, weight, device=device), requires_grad=False)
-
-
-class StoredVector(nn.Module):
-    """A stored vector of a layer, in FP32."""
-
-    kinds: tuple[str, ...]
-
-    def __init__(self, source: str, kind: str, size: int) -> None:
-        super().__init__()
-        self.source, self.kinds = source, (kind,) if kind else ()
-        self.weight = nn.Parameter(torch.empty(size), requires_grad=False)
-
-    def fill(self, weight: float, device: torch.device | None) -> None:
-        """Set all elements to one value."""
-        self.weight = nn.Parameter(torch.full(self.weight.shape, weight, device=device), requires_grad=False)
-
-    def set_weight(self, tensor: Tensor) -> None:
-        """Set the vector, converted to FP32."""
-        self.weight = nn.Parameter(tensor.to(torch.float32, copy=True), requires_grad=False)
-
-
-class AlibiSlopes(StoredVector):
-    """The slopes of ALiBi, FP32 [heads], which no checkpoint stores."""
-
-    def __init__(self, slopes: Sequence[float]) -> None:
-        super().__init__("", "", len(slopes))
-        self.slopes = tuple(slopes)
-
-    def fill(self, weight: float, device: torch.device | None) -> None:
-        """Compute the slopes."""
-        self.weight = nn.Parameter(torch.tensor(self.slopes, device=device or "cpu"), requires_grad=False)
-
-
 class Attention(nn.Module):
     """Grouped-query attention: one product for queries, keys and values, then `attend`, which also applies RoPE.
+
+    If the layer reads keys and values of another one, the product has queries alone.
 
     The layer calls the product `out`, since it knows for which tokens the result is needed and where it is added.
     """
@@ -163,15 +42,18 @@ class Attention(nn.Module):
     def __init__(self, config: ModelConfig, layer: int, dtype: torch.dtype) -> None:
         super().__init__()
         at = f"model.layers.{layer}"
-        self.layer, self.head_dim, self.norm = layer, config.head_dim, config.head_norm
-        self.num_heads, self.num_kv_heads = config.num_heads, config.num_kv_heads
+        self.layer, self.head_dim, self.norm = config.cache_layer(layer), config.head_dim, config.head_norm
+        writes = layer < config.cache_layers
+        self.num_heads, self.num_kv_heads = config.num_heads, config.num_kv_heads if writes else 0
         self.qkv, self.out = (linear_of(product, layer) for product in mixer_products(config, layer))
         self.query_norm, self.key_norm = (
             None
-            if config.head_norm is None
+            if config.head_norm is None or not heads
             else HeadNorm(f"{at}.self_attn.{name}_norm", config.head_norm, heads, config.head_dim)
-            for name, heads in (("q", config.num_heads), ("k", config.num_kv_heads))
+            for name, heads in (("q", self.num_heads), ("k", self.num_kv_heads))
         )
+        has_norm = writes and config.head_norm is not None and config.head_norm.values
+        self.value_norm = StoredVector("", "", config.head_dim) if has_norm else None  # all weights are 1
         self.spec = AttentionSpec(config.attention_scale, config.windows[layer], config.attention_softcap)
         self.sinks = StoredVector(f"{at}.self_attn", "sinks", config.num_heads) if config.has_sinks else None
         self.slopes = AlibiSlopes(config.alibi_slopes) if config.alibi_slopes else None
@@ -191,17 +73,18 @@ class Attention(nn.Module):
 
     def _heads(self, product: Tensor, angles: RopeAngles | None) -> QkvHeads:
         sizes = (product, self.num_heads, self.num_kv_heads, self.head_dim)
-        if self.norm is None or self.query_norm is None or self.key_norm is None:
+        if self.norm is None or self.query_norm is None:
             return QkvHeads(*sizes, angles=angles)
         return QkvHeads(
             *sizes,
             self.query_norm.weight,
-            self.key_norm.weight,
+            None if self.key_norm is None else self.key_norm.weight,
             self.norm.eps,
             angles,
             subtracts_mean=self.norm.kind == "layer",
             together=self.norm.scope == "together",
             norm_after_rope=self.norm.after_rope,
+            value_norm=None if self.value_norm is None else self.value_norm.weight,
         )
 
 
@@ -260,58 +143,19 @@ class ShortConvolution(nn.Module):
         )
 
 
-class Filters(nn.Module):
-    """The filters of a short convolution, FP32 [width, channels]."""
-
-    kinds = ("weight",)
-
-    def __init__(self, source: str, width: int, channels: int) -> None:
-        super().__init__()
-        self.source = source
-        self.weight = nn.Parameter(torch.empty(width, channels), requires_grad=False)
-
-    def set_weight(self, tensor: Tensor) -> None:
-        """Set the filters from the stored ones [channels, 1, width]."""
-        self.weight = nn.Parameter(tensor.float().squeeze(1).T.contiguous(), requires_grad=False)
-
-    def fill(self, weight: float, device: torch.device | None) -> None:
-        """Set all elements to one value."""
-        self.weight = nn.Parameter(torch.full(self.weight.shape, weight, device=device), requires_grad=False)
-
-
-class Xielu(nn.Module):
-    """The activation xIELU with the two trained factors of a layer."""
-
-    kinds = ("alpha_p", "alpha_n")
-
-    def __init__(self, source: str) -> None:
-        super().__init__()
-        self.source = source
-        self.positive, self.negative = 0.8, 0.8
-
-    def set_weight(self, positive: Tensor, negative: Tensor) -> None:
-        """Set the factors from the stored logarithms [1]."""
-        self.positive = float(F.softplus(positive.float()))
-        self.negative = 0.5 + float(F.softplus(negative.float()))
-
-    def fill(self, weight: float, device: torch.device | None) -> None:
-        """Set both factors to one value."""
-        self.positive = self.negative = weight
-
-    def forward(self, x: Tensor, group: int | None) -> Activations:
-        """Return xIELU(x) [tokens, size], quantised if `group` is given."""
-        return xielu(x, self.positive, self.negative, group)
-
-
 class DecoderMLP(nn.Module):
-    """down(act(gate x) * up x), with gate and up in one product; or down(act(up x))."""
+    """down(act(gate x) * up x), with gate and up in one product; or down(act(up x)).
+
+    With deviations in the config, most gates of a row are 0.
+    """
 
     def __init__(self, config: ModelConfig, layer: int, name: str = "mlp", inner: int | None = None) -> None:
         super().__init__()
         at = f"model.layers.{layer}"
-        inner = inner or config.intermediate_size
+        inner = inner or config.inner_size(layer)
         sources = tuple(f"{at}.{source}" for source in up_sources(config, name))
         self.is_gated, self.activation = config.is_gated, config.activation
+        self.deviations = config.gate_deviations[layer] if config.gate_deviations else None
         self.gate_up = Linear(sources, config.hidden_size, (2 if self.is_gated else 1) * inner, config.mlp_bias)
         self.xielu = Xielu(f"{at}.mlp.act_fn") if config.activation == "xielu" else None
         self.down = Linear((f"{at}.{name}.down_proj",), inner, config.hidden_size, config.mlp_bias)
@@ -338,7 +182,7 @@ class DecoderMLP(nn.Module):
         if not self.is_gated:
             return self.gate_up.multiply_activated(x, self.activation, self.down)
         gate_up = self.gate_up(x)
-        return gate(gate_up, self.activation, self.down.activation_group(gate_up.shape[0]))
+        return gate(gate_up, self.activation, self.down.activation_group(gate_up.shape[0]), self.deviations)
 
 
 class MixtureOfExperts(nn.Module):

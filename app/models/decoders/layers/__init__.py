@@ -1,0 +1,1 @@
+"""The layers of decoders: attention, MLP, experts, and what is around them."""
