@@ -15,7 +15,7 @@ from app.bench.engine import compiled
 from app.bench.engine.compiled import torch_steps
 from app.bench.engine.driver import DecoderDriver
 from app.bench.engine.recording import EAGER, RECORDED, ReplayMode, _figures
-from app.bench.published.models import GEMMA_2B, model_folder
+from app.bench.published.models import GEMMA_1B, model_folder
 from app.cli.bench_parser import TORCH_DTYPES
 from app.cli.parser import parse_arguments
 from app.engine.decoder.cpu_runner import DecoderReplay
@@ -96,7 +96,7 @@ def test_the_dtypes_of_the_command_line_are_those_of_the_bench() -> None:
 
 def test_torch_steps_have_the_activation_of_the_checkpoint(tmp_path: Path) -> None:
     sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 1, "vocab_size": 300, "head_dim": 32}
-    model = replace(GEMMA_2B, config={**GEMMA_2B.config, **sizes, "num_attention_heads": 2})
+    model = replace(GEMMA_1B, config={**GEMMA_1B.config, **sizes, "num_attention_heads": 2})
     step = next(torch_steps(open_model(model_folder(model, tmp_path)[0]), (1,), ("fp32",)))
     assert isinstance(step.module, compiled.DecodeStep)
     gated, activation = list[torch.Tensor](), step.module.activation

@@ -17,8 +17,8 @@ from app.bench.published import command, models, runs
 from app.bench.published.command import PublishedJob, markdown_table, measure_published
 from app.bench.published.models import (
     BERT_LARGE,
-    GEMMA_2B,
-    GEMMA_3_270M,
+    GEMMA_1B,
+    GEMMA_270M,
     LARGE_LLAMAS,
     LLAMA_1B,
     LLAMA_8B,
@@ -51,14 +51,11 @@ TINY_BERT = replace(
 )  # fmt: skip
 
 
-TINY_GEMMAS = [
-    replace(
-        model,
-        config={**model.config, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "vocab_size": 300,
-                "num_attention_heads": 2, "head_dim": 32},
-    )
-    for model in (GEMMA_2B, GEMMA_3_270M)
-]  # fmt: skip
+TINY_GEMMA = replace(
+    GEMMA_1B,
+    config={**GEMMA_1B.config, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "vocab_size": 300,
+            "num_attention_heads": 2, "head_dim": 32},
+)  # fmt: skip
 
 
 def result(threads: int = 2, **milliseconds: float) -> RunResult:
@@ -74,8 +71,8 @@ def job(**given: Any) -> PublishedJob:
 @pytest.mark.parametrize(
     ("model", "weights"),
     [
-        (BERT_LARGE, 334e6), (LLAMA_110M, 110e6), (LLAMA_1B, 1.24e9), (LLAMA_8B, 8.03e9), (GEMMA_2B, 2.51e9),
-        (GEMMA_3_270M, 268e6),
+        (BERT_LARGE, 334e6), (LLAMA_110M, 110e6), (LLAMA_1B, 1.24e9), (LLAMA_8B, 8.03e9), (GEMMA_1B, 1.0e9),
+        (GEMMA_270M, 268e6),
     ],
     ids=lambda one: str(getattr(one, "name", "")),
 )  # fmt: skip
@@ -83,7 +80,7 @@ def test_models_have_the_published_sizes(model: models.PublishedModel, weights: 
     assert model.num_weights == pytest.approx(weights, rel=0.01)
 
 
-@pytest.mark.parametrize("model", [TINY_LLAMA, TINY_BERT, *TINY_GEMMAS], ids=["llama", "bert", "gemma", "gemma-3"])
+@pytest.mark.parametrize("model", [TINY_LLAMA, TINY_BERT, TINY_GEMMA], ids=["llama", "bert", "gemma"])
 def test_a_written_model_can_be_opened_and_is_written_once(model: models.PublishedModel, tmp_path: Path) -> None:
     directory, was_there = model_folder(model, tmp_path)
     assert not was_there
@@ -140,21 +137,21 @@ def test_rates_and_ratios_are_of_the_medians() -> None:
 
 def test_the_gemma_is_compared_with_the_eager_steps_of_torch() -> None:
     rows = published_rows(["graph"], X86_LEVELS, LLAMA_8B, is_quick=False)
-    row = next(row for row in rows if row.name == "Gemma 2B, int4 recorded over torch's eager FP32")
+    row = next(row for row in rows if row.name == "Gemma 3 1B, int4 recorded over torch's eager FP32")
     times = {"decode ×1, int4, recorded": 40.0, "step ×1, fp32, torch eager": 400.0}
     assert row.ours({row.runs[0]: result(**times)}) == 10.0
     assert row.theirs is not None and row.theirs.value == 14.0
 
 
 def test_the_memory_of_eager_steps_is_that_of_two_engines() -> None:
-    assert graph_run(GEMMA_2B).memory_bytes == pytest.approx(1.5e9 + 4.6 * 2.506e9, rel=0.01)
+    assert graph_run(GEMMA_1B).memory_bytes == pytest.approx(1.5e9 + 4.6 * 1e9, rel=0.01)
 
 
 def test_a_smaller_gemma_replaces_one_that_does_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
     measured = Measured(monkeypatch)
-    outcome = measure_published(job(topics=("graph",), usable_bytes=8e9))
+    outcome = measure_published(job(topics=("graph",), usable_bytes=5e9))
     assert [run.model.name for run in measured.runs] == ["llama-110m", "gemma-3-270m"]
-    assert outcome.notes == ("Gemma 2B in FP32 was left out: it takes 13.0 GB of memory, and 8.0 are available.",)
+    assert outcome.notes == ("Gemma 3 1B in FP32 was left out: it takes 6.1 GB of memory, and 5.0 are available.",)
 
 
 def test_a_run_drops_settings_of_the_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
