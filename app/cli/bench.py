@@ -162,7 +162,8 @@ def _speculation(prepared: Prepared, arguments: Namespace) -> BenchOutcome:
 def _eager(prepared: Prepared, arguments: Namespace) -> BenchOutcome:
     from app.bench.engine.recording import ReplayOptions, measure_replay
 
-    options = ReplayOptions(arguments.rounds, arguments.rows) if arguments.rows else ReplayOptions(arguments.rounds)
+    asked = {name: given for name in ("rows", "dtypes") if (given := getattr(arguments, name)) is not None}
+    options = ReplayOptions(arguments.rounds, **asked)
     return measure_replay(prepared.checkpoint, prepared.plan, prepared.facts, prepared.settings, options)
 
 

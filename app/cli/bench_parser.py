@@ -8,6 +8,8 @@ from typing import Any
 
 from app.bench.published.rows import TOPICS
 
+TORCH_DTYPES = ("fp32", "bf16")  # those of bench.engine.compiled, which imports torch
+
 
 def bench_flags() -> dict[str, dict[str, Any]]:
     """Return the flags that benches accept in addition to the settings.
@@ -36,6 +38,11 @@ def bench_flags() -> dict[str, dict[str, Any]]:
             "type": _count,
             "metavar": "N",
             "help": "a beam search of N beams, whose steps should take at most 100 ms; measure only this, --rows and --prompts",
+        },
+        "--dtypes": {
+            "type": _torch_dtypes,
+            "metavar": "DTYPE,DTYPE",
+            "help": f"dtypes of torch's own steps, eager and compiled (default {','.join(TORCH_DTYPES)})",
         },
         "--url": {"help": "measure the running server at this URL instead of starting one"},
         **_load_flags(),
@@ -249,6 +256,13 @@ def _count(text: str) -> int:
 
 def _counts(text: str) -> tuple[int, ...]:
     return tuple(_count(part) for part in text.split(","))
+
+
+def _torch_dtypes(text: str) -> tuple[str, ...]:
+    names = tuple(text.split(","))
+    if unknown := [name for name in names if name not in TORCH_DTYPES]:
+        raise argparse.ArgumentTypeError(f"there is {', '.join(TORCH_DTYPES)}, not {unknown[0]}")
+    return names
 
 
 def _rates(text: str) -> tuple[float, ...]:

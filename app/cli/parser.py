@@ -55,7 +55,7 @@ BENCHES: Mapping[str, BenchCommand] = {
     ),
     "eager": BenchCommand(
         "decode steps run by the Python interpreter compared with recorded native steps, and with torch.compile",
-        {"--rounds": 5, "--rows": None},
+        {"--rounds": 5, "--rows": None, "--dtypes": None},
     ),
     "recording": BenchCommand(
         "the cost of recording the duration of each step and the cause of slow steps", {"--rounds": 5}

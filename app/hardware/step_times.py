@@ -143,7 +143,7 @@ def _interpolate(points: _Points, number: int) -> float:
 
 # A step is replayed from a recording of its size, so prompt chunks have only these sizes. The smallest is processed
 # even if the target is missed already, so that a long prompt makes progress.
-PREFILL_CHUNK_SIZES = tuple(size for power in range(3, 14) for size in (2**power, 3 * 2 ** (power - 1)))
+PREFILL_CHUNK_SIZES = tuple(size for power in range(2, 14) for size in (2**power, 3 * 2 ** (power - 1)))
 MIN_PREFILL_TOKENS = PREFILL_CHUNK_SIZES[0]
 # Goal: the p99 latency of running streams is at most 3 × their p50 while a long prompt arrives, if the p99 of steps is
 # 1.5 × their p50.

@@ -21,12 +21,14 @@ from torch import Tensor, nn
 
 from app.bench.console import Figure, percentile
 from app.engine.program import synthetic_inputs
+from app.kernels.elementwise.activations import ACTIVATIONS
 from app.models.decoders.config import ModelConfig
 from app.models.encoders.config import EncoderConfig
 from app.weights.open import OpenedModel
 from app.weights.program import ProgramCheckpoint
 
 EAGER, COMPILED = "torch eager", "torch.compile"
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 CONTEXT_TOKENS = 64  # of each sequence of a decode step
 TEXT_TOKENS = 128  # of each text of an encoder
 STEPS = 20
@@ -49,7 +51,7 @@ class DecodeStep(nn.Module):
 
     def __init__(self, config: ModelConfig, dtype: torch.dtype) -> None:
         super().__init__()
-        self.config = config
+        self.config, self.activation = config, ACTIVATIONS[config.activation]
         hidden, kv, heads = (
             config.hidden_size,
             config.num_kv_heads * config.head_dim,
@@ -78,7 +80,7 @@ class DecodeStep(nn.Module):
             attended = F.scaled_dot_product_attention(query[:, :, None], all_keys, all_values)
             x = x + out(attended.reshape(len(ids), -1))
             gate, up = gate_up(self.norm(x)).chunk(2, -1)
-            x = x + down(F.silu(gate) * up)
+            x = x + down(self.activation(gate) * up)
         return F.linear(self.norm(x), self.embedding.weight)
 
 
@@ -129,15 +131,16 @@ def missing_compiler() -> str | None:
     return f"torch.compile was not measured: it needs a C++ compiler at run time, and {where}."
 
 
-def torch_steps(checkpoint: OpenedModel, rows: Sequence[int]) -> Iterator[TorchStep]:
-    """Yield the steps of a checkpoint's kind in FP32 and BF16; an exported program has its own dtype."""
+def torch_steps(checkpoint: OpenedModel, rows: Sequence[int], dtypes: Sequence[str]) -> Iterator[TorchStep]:
+    """Yield the steps of a checkpoint's kind in these dtypes of `DTYPES`; an exported program has its own dtype."""
     if isinstance(checkpoint, ProgramCheckpoint):
         module = torch.export.load(str(checkpoint.path)).module()
         for count in rows:
             named = synthetic_inputs(checkpoint.signature, count)
             yield TorchStep("program", count, module, [named[spec.name] for spec in checkpoint.signature.inputs])
         return
-    for name, dtype in (("fp32", torch.float32), ("bf16", torch.bfloat16)):
+    for name in dtypes:
+        dtype = DTYPES[name]
         if checkpoint.kind == "encoder":
             encoder = EncodeStep(checkpoint.encoder, dtype)
             for count in rows:
@@ -152,28 +155,35 @@ def torch_steps(checkpoint: OpenedModel, rows: Sequence[int]) -> Iterator[TorchS
             yield TorchStep(name, count, decoder, inputs)
 
 
-def measure_compiled(steps: Iterator[TorchStep], rounds: int) -> Iterator[Figure]:
-    """Yield, for each step, its milliseconds in eager and compiled execution, by turns, and the seconds to compile."""
+def measure_torch_steps(steps: Iterator[TorchStep], rounds: int, can_compile: bool) -> Iterator[Figure]:
+    """Yield, for each step, its milliseconds in eager and compiled execution, by turns, and the seconds to compile.
+
+    Without a compiler only eager execution is measured.
+    """
     for step in steps:
-        torch.compiler.reset()
-        compiled = torch.compile(step.module, fullgraph=True, dynamic=False)
-        began = time.perf_counter()
-        compiled(*step.inputs)
-        compile_seconds = time.perf_counter() - began
-        found: dict[str, list[float]] = {EAGER: [], COMPILED: []}
+        modules, parts = {EAGER: step.module}, dict[str, float]()
+        if can_compile:
+            modules[COMPILED], parts["seconds to compile"] = _compiled(step)
+        found: dict[str, list[float]] = {how: [] for how in modules}
         for _ in range(rounds):
-            found[EAGER] += _seconds(step.module, step.inputs)
-            found[COMPILED] += _seconds(compiled, step.inputs)
+            for how, module in modules.items():
+                found[how] += _seconds(module, step.inputs)
         eager = statistics.median(found[EAGER])
         for how, seconds in found.items():
-            middle, parts = (
-                statistics.median(seconds),
-                {"seconds to compile": compile_seconds} if how == COMPILED else {},
-            )
+            middle = statistics.median(seconds)
             yield Figure(
                 f"step ×{step.rows}, {step.name}, {how}", middle * 1e3, "ms", p99=percentile(seconds, 0.99) * 1e3,
-                ratio=eager / middle, against=EAGER, parts=parts,
+                ratio=eager / middle, against=EAGER, parts=parts if how == COMPILED else {},
             )  # fmt: skip
+
+
+def _compiled(step: TorchStep) -> tuple[Callable[..., object], float]:
+    """Return the compiled module of a step, and how many seconds its first call took."""
+    torch.compiler.reset()
+    module: Callable[..., object] = torch.compile(step.module, fullgraph=True, dynamic=False)
+    began = time.perf_counter()
+    module(*step.inputs)
+    return module, time.perf_counter() - began
 
 
 def _seconds(step: Callable[..., object], inputs: Sequence[Tensor]) -> list[float]:

@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 
 from app.bench.console import AdvanceProgress, BenchOutcome, Figure, compute_spread, percentile, progress
-from app.bench.engine.compiled import measure_compiled, missing_compiler, torch_steps
+from app.bench.engine.compiled import DTYPES, measure_torch_steps, missing_compiler, torch_steps
 from app.bench.engine.driver import DecoderDriver
 from app.bench.http.workload import TokenPrompts
 from app.engine.build import BuildRequest
@@ -49,10 +49,11 @@ DISABLED_REASON = "switched off by this bench"
 
 @dataclass(frozen=True, slots=True)
 class ReplayOptions:
-    """Options of the bench: repetitions, and how many sequences decode together."""
+    """Options of the bench: repetitions, how many sequences decode together, and the dtypes of torch's own steps."""
 
     rounds: int
     rows: Sequence[int] = ROWS
+    dtypes: Sequence[str] = tuple(DTYPES)
 
 
 @dataclass(slots=True)
@@ -87,11 +88,8 @@ def measure_replay(
     with torch.inference_mode():
         torch.set_num_threads(plan.threads.value)
         try:
-            for figure in (
-                measure_compiled(torch_steps(checkpoint, options.rows), options.rounds)
-                if complete and reason is None
-                else ()
-            ):
+            steps = torch_steps(checkpoint, options.rows, options.dtypes) if complete else iter(())
+            for figure in measure_torch_steps(steps, options.rounds, can_compile=reason is None):
                 figures.append(figure)
         except KeyboardInterrupt:
             complete = False

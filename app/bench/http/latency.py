@@ -15,7 +15,7 @@ from app.bench.http.workload import TokenPrompts
 
 NUM_STREAMS = 4
 STREAM_PROMPT_TOKENS = 64
-STREAM_MAX_TOKENS = 448  # the streams are aborted once the long prompt is answered
+STREAM_MAX_TOKENS = 1024  # the streams are aborted once the long prompt is answered
 QUIET_CHUNKS = 40  # chunks of each stream before the long prompt is sent
 TAIL_TOKENS = 16
 ITL_TARGET = 3.0

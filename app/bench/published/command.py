@@ -16,8 +16,8 @@ from types import FrameType
 from typing import Any
 
 from app.bench.console import AdvanceProgress, BenchOutcome, Figure, MeasurementFailed, format_number, progress
-from app.bench.published.models import LARGE_LLAMAS, PublishedModel, model_folder
-from app.bench.published.rows import QUICK_TOPICS, TOPICS, PublishedRow, published_rows
+from app.bench.published.models import GEMMAS, LARGE_LLAMAS, PublishedModel, model_folder
+from app.bench.published.rows import QUICK_TOPICS, TOPICS, PublishedRow, graph_run, published_rows
 from app.bench.published.runs import DEFAULT_SECONDS, PublishedRun, RunFailed, RunResult, measure_run, obstacle
 from app.bench.published.sources import likeness
 
@@ -72,7 +72,8 @@ def measure_published(job: PublishedJob) -> BenchOutcome:
     session = _Session()
     try:
         with _interrupted_by_sigterm(), _folder(job.folder) as folder:
-            rows = published_rows(job.measured_topics, job.levels, _largest(job, folder, session), job.is_quick)
+            llama, gemma = _largest_models(job, folder, session)
+            rows = published_rows(job.measured_topics, job.levels, llama, job.is_quick, gemma)
             runs = list(dict.fromkeys(run for row in rows for run in row.runs))
             with progress(len(runs), "starting") as advance:
                 _measure(job, runs, folder, session, advance)
@@ -108,16 +109,20 @@ def _folder(given: Path | None) -> Iterator[Path]:
         yield Path(made)
 
 
-def _largest(job: PublishedJob, folder: Path, session: _Session) -> PublishedModel:
-    """Return the largest model that fits in FP32, and note why larger ones do not."""
-    wanted = not job.is_quick and "int4" in job.measured_topics
-    for model in LARGE_LLAMAS[:-1]:
-        why = obstacle(PublishedRun(model, "fp32"), job.usable_bytes, folder)
-        if not why:
-            return model
-        if wanted:
-            session.notes.append(f"{model.title} in FP32 was left out: {why}.")
-    return LARGE_LLAMAS[-1]
+def _largest_models(job: PublishedJob, folder: Path, session: _Session) -> tuple[PublishedModel, PublishedModel]:
+    """Return the largest Llama and Gemma that fit in FP32, and note why larger ones do not."""
+    found = []
+    for topic, models, run in (
+        ("int4", LARGE_LLAMAS, lambda model: PublishedRun(model, "fp32")),
+        ("graph", GEMMAS, graph_run),
+    ):
+        wanted = not job.is_quick and topic in job.measured_topics
+        reasons = {model: obstacle(run(model), job.usable_bytes, folder) for model in models[:-1]}
+        fitting = next((model for model, why in reasons.items() if not why), models[-1])
+        larger = models[: models.index(fitting)] if wanted else ()
+        session.notes += [f"{model.title} in FP32 was left out: {reasons[model]}." for model in larger]
+        found.append(fitting)
+    return found[0], found[1]
 
 
 def _measure(

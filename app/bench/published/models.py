@@ -39,7 +39,7 @@ class PublishedModel:
     def tensors(self) -> dict[str, Shape]:
         """Shape of every tensor by Hugging Face's names."""
         is_bert = self.config["model_type"] == "bert"
-        return dict(_bert_tensors(self.config) if is_bert else _llama_tensors(self.config))
+        return dict(_bert_tensors(self.config) if is_bert else _decoder_tensors(self.config))
 
     @property
     def num_weights(self) -> int:
@@ -47,19 +47,39 @@ class PublishedModel:
         return sum(math.prod(shape) for shape in self.tensors.values())
 
 
+_DECODER = {
+    "max_position_embeddings": 2048,
+    "tie_word_embeddings": True,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "torch_dtype": "bfloat16",
+}
+
+
 def _llama(name: str, title: str, *, tied: bool = True, **sizes: int) -> PublishedModel:
     fixed = {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
         "hidden_act": "silu",
-        "max_position_embeddings": 2048,
         "rms_norm_eps": 1e-5,
-        "tie_word_embeddings": tied,
-        "bos_token_id": 1,
-        "eos_token_id": 2,
-        "torch_dtype": "bfloat16",
+        "rope_theta": 10_000.0,
     }
-    return PublishedModel(name, title, fixed | {"rope_theta": 10_000.0} | sizes)
+    return PublishedModel(name, title, _DECODER | {"tie_word_embeddings": tied} | fixed | sizes)
+
+
+def _gemma(name: str, title: str, **sizes: int) -> PublishedModel:
+    fixed = {
+        "architectures": ["Gemma3ForCausalLM"],
+        "model_type": "gemma3_text",
+        "hidden_activation": "gelu_pytorch_tanh",
+        "rms_norm_eps": 1e-6,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 1,
+        "head_dim": 256,
+        "vocab_size": 262144,
+        "sliding_window": 512,
+    }
+    return PublishedModel(name, title, _DECODER | fixed | sizes)
 
 
 BERT_LARGE = PublishedModel(
@@ -124,7 +144,11 @@ LLAMA_8B = _llama(
     num_key_value_heads=8,
     vocab_size=128256,
 )
+GEMMA_1B = _gemma("gemma-3-1b", "Gemma 3 1B", hidden_size=1152, intermediate_size=6912, num_hidden_layers=26)
+GEMMA_270M = _gemma("gemma-3-270m", "Gemma 3 270M", hidden_size=640, intermediate_size=2048, num_hidden_layers=18)
 LARGE_LLAMAS = (LLAMA_8B, LLAMA_3B, LLAMA_1B)  # the largest first
+# The largest first. Gemma 2B's eager steps take longer than `DEFAULT_SECONDS` on two cores.
+GEMMAS = (GEMMA_1B, GEMMA_270M)
 
 
 def model_folder(model: PublishedModel, folder: Path) -> tuple[Path, bool]:
@@ -171,7 +195,7 @@ def _random_block() -> memoryview:
     return memoryview(values)
 
 
-def _llama_tensors(config: Mapping[str, Any]) -> Iterator[tuple[str, Shape]]:
+def _decoder_tensors(config: Mapping[str, Any]) -> Iterator[tuple[str, Shape]]:
     hidden, inner, heads = config["hidden_size"], config["intermediate_size"], config["num_attention_heads"]
     size = config.get("head_dim", hidden // heads)
     queries, keys = heads * size, config["num_key_value_heads"] * size
@@ -184,6 +208,11 @@ def _llama_tensors(config: Mapping[str, Any]) -> Iterator[tuple[str, Shape]]:
         yield f"{at}.self_attn.v_proj.weight", (keys, hidden)
         yield f"{at}.self_attn.o_proj.weight", (hidden, queries)
         yield f"{at}.post_attention_layernorm.weight", (hidden,)
+        if config["model_type"] == "gemma3_text":
+            yield f"{at}.self_attn.q_norm.weight", (size,)
+            yield f"{at}.self_attn.k_norm.weight", (size,)
+            yield f"{at}.pre_feedforward_layernorm.weight", (hidden,)
+            yield f"{at}.post_feedforward_layernorm.weight", (hidden,)
         yield f"{at}.mlp.gate_proj.weight", (inner, hidden)
         yield f"{at}.mlp.up_proj.weight", (inner, hidden)
         yield f"{at}.mlp.down_proj.weight", (hidden, inner)

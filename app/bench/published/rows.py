@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from app.bench.published import sources
-from app.bench.published.models import BERT_LARGE, LARGE_LLAMAS, LLAMA_1B, LLAMA_110M, PublishedModel
+from app.bench.published.models import BERT_LARGE, GEMMAS, LARGE_LLAMAS, LLAMA_1B, LLAMA_110M, PublishedModel
 from app.bench.published.runs import PublishedRun, RunResult
 from app.bench.published.sources import PublishedFigure
 
@@ -43,15 +43,20 @@ class PublishedRow:
 
 
 def published_rows(
-    topics: Sequence[str], levels: Sequence[str], largest: PublishedModel, is_quick: bool
+    topics: Sequence[str],
+    levels: Sequence[str],
+    largest: PublishedModel,
+    is_quick: bool,
+    gemma: PublishedModel = GEMMAS[0],
 ) -> list[PublishedRow]:
     """Return the rows of these topics.
 
     Args:
         topics: Names of `TOPICS`.
         levels: Levels of the native kernels that this processor has, the best first.
-        largest: The largest model whose FP32 weights fit.
+        largest: The largest Llama whose FP32 weights fit.
         is_quick: Measure smaller models.
+        gemma: The largest Gemma whose FP32 weights fit.
     """
     found: list[PublishedRow] = []
     for topic in (topic for topic in _TEXT_LENGTHS if topic in topics):
@@ -59,7 +64,8 @@ def published_rows(
     if "llama-110m" in topics:
         found += _one_thread_rows(levels)
     if "graph" in topics:
-        found += _graph_rows()
+        found += _graph_rows(graph_run(LLAMA_110M, rounds=2), sources.BLOG_LLAMA)
+        found += _graph_rows(graph_run(GEMMAS[-1] if is_quick else gemma), sources.BLOG_GEMMA)
     if "levels" in topics:
         found += _level_rows(levels, LLAMA_110M if is_quick else LLAMA_1B)
     if "int4" in topics:
@@ -99,18 +105,23 @@ def _one_thread_rows(levels: Sequence[str]) -> list[PublishedRow]:
     return rows
 
 
-def _graph_rows() -> list[PublishedRow]:
-    run = PublishedRun(LLAMA_110M, "int4", "eager", flags=("--rows=1", "--rounds=2", "--max-model-len=1024"))
+def graph_run(model: PublishedModel, rounds: int = 1) -> PublishedRun:
+    """Return the run that measures eager, recorded and compiled steps of a model."""
+    flags = ("--rows=1", f"--rounds={rounds}", "--dtypes=fp32", "--max-model-len=1024")
+    return PublishedRun(model, "int4", "eager", flags=flags)
+
+
+def _graph_rows(run: PublishedRun, theirs_int4: PublishedFigure) -> list[PublishedRow]:
     pairs = (
         ("torch.compile over torch's eager steps, FP32", "step ×1, fp32, torch.compile", "step ×1, fp32, torch eager",
          sources.BLOG_GRAPH),
         ("recorded over eager steps, FP32", "decode ×1, fp32, recorded", "decode ×1, fp32, eager", sources.BLOG_GRAPH),
         ("recorded over eager steps, int4", "decode ×1, int4, recorded", "decode ×1, int4, eager", sources.BLOG_GRAPH),
         ("int4 recorded over torch's eager FP32", "decode ×1, int4, recorded", "step ×1, fp32, torch eager",
-         sources.BLOG_LLAMA),
+         theirs_int4),
     )  # fmt: skip
     return [
-        PublishedRow("graph", f"Llama 110M, {name}", "times", _ratio((run, fast), (run, slow)), (run,), theirs)
+        PublishedRow("graph", f"{run.model.title}, {name}", "times", _ratio((run, fast), (run, slow)), (run,), theirs)
         for name, fast, slow, theirs in pairs
     ]
 

@@ -46,8 +46,8 @@ class PublishedRun:
 
     @property
     def memory_bytes(self) -> float:
-        """Estimate of the memory that it takes; `bench eager` holds a model of torch and engines in two precisions."""
-        held = PRECISION_BYTES[self.precision] + (2 * PRECISION_BYTES["fp32"] if self.bench == "eager" else 0)
+        """Estimate of the memory that it takes; `bench eager` has a second engine in FP32, and then torch's model."""
+        held = PRECISION_BYTES[self.precision] + (PRECISION_BYTES["fp32"] if self.bench == "eager" else 0)
         return PROCESS_BYTES + held * self.model.num_weights
 
     def command(self, directory: Path, result: Path) -> list[str]:

@@ -57,6 +57,7 @@ TALK_INT4 = PublishedFigure(68.0, TALK, _NEOVERSE_V2)
 TALK_SPEEDUP = PublishedFigure(5.2, TALK, _NEOVERSE_V2)
 BLOG_GRAPH = PublishedFigure(2.0, BLOG, _GRAVITON3, is_limit=True)
 BLOG_LLAMA = PublishedFigure(18.0, BLOG, _GRAVITON3, is_limit=True)
+BLOG_GEMMA = PublishedFigure(14.0, BLOG, _GRAVITON3)
 BLOG_PROMPT = PublishedFigure(2.5, BLOG, _GRAVITON3)
 BLOG_DECODE = PublishedFigure(2.0, BLOG, _GRAVITON3)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -14,6 +15,9 @@ from app.bench.engine import compiled
 from app.bench.engine.compiled import torch_steps
 from app.bench.engine.driver import DecoderDriver
 from app.bench.engine.recording import EAGER, RECORDED, ReplayMode, _figures
+from app.bench.published.models import GEMMA_1B, model_folder
+from app.cli.bench_parser import TORCH_DTYPES
+from app.cli.parser import parse_arguments
 from app.engine.decoder.cpu_runner import DecoderReplay
 from app.weights.checkpoint import Checkpoint
 from app.weights.open import open_model
@@ -65,7 +69,7 @@ def test_torch_steps_have_the_shapes_of_the_checkpoint(kind: str, monkeypatch: p
     checkpoint = open_model(Path(app.__file__).parent / "demo" / kind)
     real = torch.compile
     monkeypatch.setattr(torch, "compile", lambda module, **options: real(module, backend="eager", **options))
-    steps = list(torch_steps(checkpoint, (1, 2)))
+    steps = list(torch_steps(checkpoint, (1, 2), ("fp32", "bf16")))
     assert [(step.name, step.rows) for step in steps] == [("fp32", 1), ("fp32", 2), ("bf16", 1), ("bf16", 2)]
     assert isinstance(checkpoint, Checkpoint)
     config = checkpoint.decoder if kind == "llama" else checkpoint.encoder
@@ -75,6 +79,28 @@ def test_torch_steps_have_the_shapes_of_the_checkpoint(kind: str, monkeypatch: p
         assert result.shape[0] == 2 and result.shape[-1] == (
             config.vocab_size if kind == "llama" else config.hidden_size
         )
-        figures = list(compiled.measure_compiled(iter(steps[:1]), rounds=1))
+        figures = list(compiled.measure_torch_steps(iter(steps[:1]), rounds=1, can_compile=True))
+        alone = list(compiled.measure_torch_steps(iter(steps[:1]), rounds=1, can_compile=False))
     assert [figure.name for figure in figures] == ["step ×1, fp32, torch eager", "step ×1, fp32, torch.compile"]
     assert figures[1].parts["seconds to compile"] > 0
+    assert [figure.name for figure in alone] == ["step ×1, fp32, torch eager"], "eager steps need no compiler"
+    assert [step.name for step in torch_steps(checkpoint, (1,), ("fp32",))] == ["fp32"]
+
+
+def test_the_dtypes_of_the_command_line_are_those_of_the_bench() -> None:
+    assert tuple(compiled.DTYPES) == TORCH_DTYPES
+    assert parse_arguments(["bench", "eager", "--dtypes", "bf16"]).dtypes == ("bf16",)
+    with pytest.raises(SystemExit):
+        parse_arguments(["bench", "eager", "--dtypes", "fp16"])
+
+
+def test_torch_steps_have_the_activation_of_the_checkpoint(tmp_path: Path) -> None:
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 1, "vocab_size": 300, "head_dim": 32}
+    model = replace(GEMMA_1B, config={**GEMMA_1B.config, **sizes, "num_attention_heads": 2})
+    step = next(torch_steps(open_model(model_folder(model, tmp_path)[0]), (1,), ("fp32",)))
+    assert isinstance(step.module, compiled.DecodeStep)
+    gated, activation = list[torch.Tensor](), step.module.activation
+    step.module.activation = lambda x: (gated.append(x), activation(x))[1]
+    with torch.inference_mode():
+        step.module(*step.inputs)
+        assert torch.equal(activation(gated[0]), torch.nn.functional.gelu(gated[0], approximate="tanh"))

@@ -15,8 +15,17 @@ import pytest
 from app.bench.console import MeasurementFailed
 from app.bench.published import command, models, runs
 from app.bench.published.command import PublishedJob, markdown_table, measure_published
-from app.bench.published.models import BERT_LARGE, LARGE_LLAMAS, LLAMA_1B, LLAMA_8B, LLAMA_110M, model_folder
-from app.bench.published.rows import QUICK_TOPICS, TOPICS, published_rows
+from app.bench.published.models import (
+    BERT_LARGE,
+    GEMMA_1B,
+    GEMMA_270M,
+    LARGE_LLAMAS,
+    LLAMA_1B,
+    LLAMA_8B,
+    LLAMA_110M,
+    model_folder,
+)
+from app.bench.published.rows import QUICK_TOPICS, TOPICS, graph_run, published_rows
 from app.bench.published.runs import PublishedRun, RunFailed, RunResult, measure_run, obstacle
 from app.bench.published.sources import PAPER_NEON, TALK_FP32, likeness
 from app.cli.bench import run_bench
@@ -42,6 +51,13 @@ TINY_BERT = replace(
 )  # fmt: skip
 
 
+TINY_GEMMA = replace(
+    GEMMA_1B,
+    config={**GEMMA_1B.config, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "vocab_size": 300,
+            "num_attention_heads": 2, "head_dim": 32},
+)  # fmt: skip
+
+
 def result(threads: int = 2, **milliseconds: float) -> RunResult:
     """A run with these figures, whose plan chose this many threads."""
     plan = {name: {"value": value} for name, value in (("threads", threads), ("precision", "x"), ("kernels", "amx"))}
@@ -54,14 +70,17 @@ def job(**given: Any) -> PublishedJob:
 
 @pytest.mark.parametrize(
     ("model", "weights"),
-    [(BERT_LARGE, 334e6), (LLAMA_110M, 110e6), (LLAMA_1B, 1.24e9), (LLAMA_8B, 8.03e9)],
+    [
+        (BERT_LARGE, 334e6), (LLAMA_110M, 110e6), (LLAMA_1B, 1.24e9), (LLAMA_8B, 8.03e9), (GEMMA_1B, 1.0e9),
+        (GEMMA_270M, 268e6),
+    ],
     ids=lambda one: str(getattr(one, "name", "")),
-)
+)  # fmt: skip
 def test_models_have_the_published_sizes(model: models.PublishedModel, weights: float) -> None:
     assert model.num_weights == pytest.approx(weights, rel=0.01)
 
 
-@pytest.mark.parametrize("model", [TINY_LLAMA, TINY_BERT], ids=["llama", "bert"])
+@pytest.mark.parametrize("model", [TINY_LLAMA, TINY_BERT, TINY_GEMMA], ids=["llama", "bert", "gemma"])
 def test_a_written_model_can_be_opened_and_is_written_once(model: models.PublishedModel, tmp_path: Path) -> None:
     directory, was_there = model_folder(model, tmp_path)
     assert not was_there
@@ -92,7 +111,7 @@ def test_every_topic_has_rows_and_every_figure_of_the_documents_is_in_one() -> N
     assert {row.topic for row in rows} == set(TOPICS)
     assert set(QUICK_TOPICS) < set(TOPICS)
     theirs = [row.theirs.value for row in rows if row.theirs is not None]
-    for value in (165.0, 120.0, 24.0, 61.3, 298.7, 2.5, 13.0, 68.0, 5.2, 18.0):
+    for value in (165.0, 120.0, 24.0, 61.3, 298.7, 2.5, 13.0, 68.0, 5.2, 18.0, 14.0):
         assert value in theirs
 
 
@@ -114,6 +133,25 @@ def test_rates_and_ratios_are_of_the_medians() -> None:
     results = {plain.runs[0]: result(**{"decode ×1": 50.0}), best.runs[0]: result(**{"decode ×1": 10.0})}
     assert (plain.ours(results), best.ours(results), over.ours(results)) == (20.0, 100.0, 5.0)
     assert over.ours({}) is None
+
+
+def test_the_gemma_is_compared_with_the_eager_steps_of_torch() -> None:
+    rows = published_rows(["graph"], X86_LEVELS, LLAMA_8B, is_quick=False)
+    row = next(row for row in rows if row.name == "Gemma 3 1B, int4 recorded over torch's eager FP32")
+    times = {"decode ×1, int4, recorded": 40.0, "step ×1, fp32, torch eager": 400.0}
+    assert row.ours({row.runs[0]: result(**times)}) == 10.0
+    assert row.theirs is not None and row.theirs.value == 14.0
+
+
+def test_the_memory_of_eager_steps_is_that_of_two_engines() -> None:
+    assert graph_run(GEMMA_1B).memory_bytes == pytest.approx(1.5e9 + 4.6 * 1e9, rel=0.01)
+
+
+def test_a_smaller_gemma_replaces_one_that_does_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+    measured = Measured(monkeypatch)
+    outcome = measure_published(job(topics=("graph",), usable_bytes=5e9))
+    assert [run.model.name for run in measured.runs] == ["llama-110m", "gemma-3-270m"]
+    assert outcome.notes == ("Gemma 3 1B in FP32 was left out: it takes 6.1 GB of memory, and 5.0 are available.",)
 
 
 def test_a_run_drops_settings_of_the_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -224,7 +262,7 @@ def test_sigterm_ends_like_ctrl_c(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_quick_run_takes_the_smallest_models(monkeypatch: pytest.MonkeyPatch) -> None:
     measured = Measured(monkeypatch)
     outcome = measure_published(job(is_quick=True, usable_bytes=15e9))
-    assert {run.model.name for run in measured.runs} == {"bert-large", "llama-110m", "llama-1b"}
+    assert {run.model.name for run in measured.runs} == {"bert-large", "llama-110m", "gemma-3-270m", "llama-1b"}
     assert outcome.notes == ()
 
 

@@ -189,7 +189,16 @@ def test_a_table_that_is_wrong_about_prompts_is_corrected_within_a_few_steps(wro
 def test_parts_of_prompts_have_few_sizes() -> None:
     steps = StepTimeTable.from_trial(TABLES["reads the weights for long"])
     budgets = {StepTimes(steps, 300, target / 1000).prefill_tokens(ROWS, CONTEXT) for target in range(1, 500)}
-    assert budgets == {8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 300}
+    assert budgets == {4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 300}
+
+
+def test_where_a_row_is_dear_chunks_are_small_enough_for_the_target() -> None:
+    """Eight tokens of a prompt beside four streams take more than twice the decodes alone on AVX2 in int4."""
+    steps = StepTimeTable.from_trial(TrialTimes("int4", 2, {1: 0.036, 8: 0.073}, {128: 0.85}))
+    target = MIXED_TO_DECODE_RATIO * steps.decode(ROWS)
+    assert steps.mixed(ROWS, 8) > target
+    seconds = arrival(PrefillBudget(512, model=StepTimeModel(steps)), lambda tokens, done: steps.mixed(ROWS, tokens))
+    assert max(seconds) <= target
 
 
 def test_a_chunk_deep_in_a_prompt_is_smaller() -> None:
