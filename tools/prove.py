@@ -137,7 +137,8 @@ def _proved(name: str, subject: Subject, kept: dict[str, Any]) -> bool:
     findings.seconds = round(time.monotonic() - began, 1)
     for check in findings.failed:
         print(f"prove: FAILED {check.name}: {check.found} (wanted: {check.wanted})", file=sys.stderr, flush=True)
-    kept["facts"] = _facts(subject)
+    kept["facts"] = facts = _facts(subject)
+    findings.machine = facts["machine"]
     kept["parts"][name] = findings.to_json()
     _write(kept, subject.arguments)
     return not findings.failed

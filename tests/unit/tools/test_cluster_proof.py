@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import signal
 import subprocess
@@ -17,8 +18,7 @@ import pytest
 import yaml
 
 from external_tools import ROOT, run, tool
-from tools.proofs.cluster import namespaces, part
-from tools.proofs.cluster.disturbances import seconds_between
+from tools.proofs.cluster import namespaces, part, starts
 from tools.proofs.cluster.load import Outcome, ask
 from tools.proofs.cluster.namespaces import Lab, Unready
 from tools.proofs.cluster.node import MODELS
@@ -131,8 +131,21 @@ def test_an_outcome_names_its_failures() -> None:
     )
 
 
-def test_times_of_kubernetes_are_subtracted() -> None:
-    assert seconds_between("2026-11-24T00:00:58Z", "2026-11-24T00:01:03Z") == 5.0
+def test_a_pod_is_timed_from_its_scheduling_to_its_readiness(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What kubectl prints of a watch: old pods, then a new one that is scheduled once, not ready twice, then ready."""
+    clock = iter(range(100))
+    monkeypatch.setattr(starts.time, "monotonic", lambda: float(next(clock)))
+    moments: dict[tuple[str, str], float] = {}
+    lines = [
+        "old True True \n",
+        "new  \n",
+        "new True False \n",
+        "new True False \n",
+        "new True True \n",
+        "old True False \n",
+    ]
+    starts.note(io.StringIO("".join(lines)), moments)
+    assert moments == {("old", "PodScheduled"): 0, ("old", "Ready"): 1, ("new", "PodScheduled"): 2, ("new", "Ready"): 5}
 
 
 def test_a_program_that_has_ended_is_not_waited_for(tmp_path: Path) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from datetime import datetime
 
 from tools.proofs.cluster.load import Outcome
 from tools.proofs.cluster.namespaces import wait
@@ -36,11 +35,6 @@ def run(findings: Findings, fleet: Fleet) -> None:
     memory(findings, fleet)
 
 
-def seconds_between(earlier: str, later: str) -> float:
-    """Return the seconds between two of Kubernetes' times."""
-    return (datetime.fromisoformat(later) - datetime.fromisoformat(earlier)).total_seconds()
-
-
 def under_load(fleet: Fleet, act: Callable[[], None]) -> tuple[Outcome, float]:
     """Run `act` while clients send requests. Returns what they saw, and the seconds that it took."""
     with fleet.load() as load:
@@ -63,7 +57,7 @@ def rollout(findings: Findings, fleet: Fleet) -> None:
     def changed() -> None:
         fleet.apply(f"ARMATURE_MAX_RUNNING_SEQS={RUNNING}")
         fleet.rolled_out()
-        _gone(fleet)
+        fleet.settled()
 
     none_failed(findings, "a rolling update under load", *under_load(fleet, changed))
 
@@ -167,9 +161,3 @@ def memory(findings: Findings, fleet: Fleet) -> None:
         outcome,
         "answers; requests on the killed pod are lost",
     )
-
-
-def _gone(fleet: Fleet) -> None:
-    """Wait until the pods of the old template have ended."""
-    name = ("pods", "-n", NAMESPACE, "-l", f"pool={POOL}")
-    wait(lambda: len(fleet.cluster.get(*name)) == REPLICAS, ROLLOUT_SECONDS, "old pods do not end")

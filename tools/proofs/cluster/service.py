@@ -105,6 +105,11 @@ class Fleet:
                              f"--timeout={ROLLOUT_SECONDS}s", seconds=ROLLOUT_SECONDS + 30)  # fmt: skip
         wait(lambda: len(self.ready()) >= REPLICAS, ROLLOUT_SECONDS, f"less than {REPLICAS} pods were ready")
 
+    def settled(self) -> None:
+        """Wait until the pods that are ending have ended."""
+        chosen = ("pods", "-n", NAMESPACE, "-l", f"{SERVERS},pool={POOL}")
+        wait(lambda: len(self.cluster.get(*chosen)) == REPLICAS, ROLLOUT_SECONDS, "old pods do not end")
+
     def pods(self, pool: str = POOL) -> list[dict[str, Any]]:
         """Return the pool's pods that have not ended and are not ending."""
         found = self.cluster.get("pods", "-n", NAMESPACE, "-l", f"{SERVERS},pool={pool}")
