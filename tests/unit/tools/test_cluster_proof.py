@@ -158,6 +158,20 @@ def test_a_program_that_has_ended_is_not_waited_for(tmp_path: Path) -> None:
         lab.until(lambda: False, 600, "etcd")
 
 
+def test_programs_that_are_no_longer_needed_end_and_the_others_stay(tmp_path: Path) -> None:
+    lab = Lab(tmp_path, tmp_path)
+    place = SimpleNamespace(command=lambda *words: list(words))
+    for name in ("nginx", "etcd"):
+        lab.start(name, place, "/bin/sleep", "600")
+    ended, stays = (process for _, process in lab.processes)
+    try:
+        lab.end("nginx")
+        assert ended.returncode == -signal.SIGTERM
+        assert stays.poll() is None
+    finally:
+        lab.end("etcd")
+
+
 def test_closing_waits_for_control_groups_that_are_still_in_use(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -225,7 +239,7 @@ def test_without_kubernetes_nothing_is_claimed() -> None:
 
 
 def test_the_clients_run_alone_and_end_with_their_input() -> None:
-    words = [sys.executable, "-m", "tools.proofs.cluster.load", "http://127.0.0.1:9", "2"]
+    words = [sys.executable, "-m", "tools.proofs.cluster.load", "http://127.0.0.1:9", "2", "24"]
     done = subprocess.run(words, input="", capture_output=True, text=True, cwd=ROOT, timeout=60, check=True)
     told = json.loads(done.stdout)
     assert told["answers"] == []

@@ -8,7 +8,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from tools.proofs.cluster import architectures, custom, disks, disturbances, images, starts
+from tools.proofs.cluster import architectures, custom, disks, disturbances, images, loss, starts
 from tools.proofs.cluster.control_plane import ControlPlane
 from tools.proofs.cluster.namespaces import Lab, wait
 from tools.proofs.cluster.node import Node, join
@@ -67,6 +67,7 @@ def run(
         disks.volume_beyond_its_limit(findings, fleet)
         disks.full_cache(findings, fleet, nodes)
         architectures.run(findings, cluster, fleet, other)
+        loss.node_lost(findings, fleet, nodes[1])
         disks.full_node(findings, fleet, nodes)
     finally:
         lab.close()

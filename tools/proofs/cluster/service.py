@@ -12,7 +12,7 @@ from typing import Any
 import yaml
 
 from tools.proofs.cluster.control_plane import ControlPlane
-from tools.proofs.cluster.load import Load
+from tools.proofs.cluster.load import MAX_TOKENS, Load
 from tools.proofs.cluster.namespaces import wait
 from tools.proofs.cluster.node import MODELS
 
@@ -126,8 +126,8 @@ class Fleet:
     def url(self) -> str:
         return address(self.cluster, NAMESPACE)
 
-    def load(self, clients: int = CLIENTS) -> Load:
-        return Load(self.cluster.place, self.url(), clients, self.key)
+    def load(self, clients: int = CLIENTS, max_tokens: int = MAX_TOKENS) -> Load:
+        return Load(self.cluster.place, self.url(), clients, self.key, max_tokens)
 
     def execute(self, pod: str, script: str) -> str:
         """Run a script in the pod's interpreter and return its output; how it ends does not matter."""
