@@ -28,7 +28,7 @@ from app.version import VERSION
 from tools.peers.servers import server_spec
 from tools.proofs.baking import bake
 from tools.proofs.containers import Image, docker, remove_all
-from tools.proofs.findings import Findings
+from tools.proofs.findings import Findings, TooLong
 from tools.proofs.parts import PARTS, Subject
 from tools.proofs.report import Section, page
 
@@ -44,10 +44,6 @@ UNEXPECTED = (
     subprocess.SubprocessError,
     MeasurementFailed,
 )
-
-
-class TooLong(RuntimeError):
-    """A part exceeded its time limit."""
 
 
 def main() -> int:

@@ -8,6 +8,10 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 
+class TooLong(RuntimeError):
+    """A part exceeded its time limit."""
+
+
 @dataclass(frozen=True, slots=True)
 class Check:
     """One check. `found` and `wanted` are texts that fit into a table cell."""

@@ -25,7 +25,7 @@ from tools.proofs.cluster.node import MODELS
 from tools.proofs.cluster.programs import KUBERNETES, NEEDED, Missing, gather
 from tools.proofs.cluster.service import REPLICAS, SMALL, Fleet
 from tools.proofs.containers import Image
-from tools.proofs.findings import Findings
+from tools.proofs.findings import Findings, TooLong
 
 MODEL_VOLUME = "armature-models"
 
@@ -229,6 +229,31 @@ def test_what_is_missing_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         (tmp_path / name).touch()
     with pytest.raises(Missing, match="lacks kube-apiserver: --kubernetes names the folder"):
         gather(tmp_path / "made", tmp_path)
+
+
+def test_a_step_that_breaks_off_has_failed_and_does_not_end_the_part() -> None:
+    findings = Findings()
+
+    def breaks() -> None:
+        raise TimeoutError("the pod does not end")
+
+    part.attempt(findings, "a drain", breaks)
+    (check,) = findings.checks
+    assert not check.passed
+    assert (check.name, check.found) == ("a drain: the step ran to its end", "TimeoutError: the pod does not end")
+
+    def takes_too_long() -> None:
+        raise TooLong("ended after 60 minutes")
+
+    with pytest.raises(TooLong):
+        part.attempt(findings, "a drain", takes_too_long)
+
+
+def test_without_a_checkpoint_no_second_start_is_claimed() -> None:
+    findings = Findings()
+    starts.second_start(findings, SimpleNamespace(), [], None)
+    assert not findings.checks
+    assert "--model DIR" in findings.skipped[0]
 
 
 def test_without_kubernetes_nothing_is_claimed() -> None:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 from tools.proofs.cluster import architectures, custom, disks, disturbances, images, loss, starts
@@ -15,7 +17,7 @@ from tools.proofs.cluster.node import Node, join
 from tools.proofs.cluster.programs import Missing, gather
 from tools.proofs.cluster.service import K8S, NAMESPACE, SERVERS, Fleet, address, asked
 from tools.proofs.containers import Image
-from tools.proofs.findings import Findings
+from tools.proofs.findings import Findings, TooLong
 
 # Not below /run, /var/lib, /var/log or /var/cache, which the nodes have to themselves.
 KEPT = Path(__file__).resolve().parents[3] / "build" / "cluster"
@@ -59,18 +61,36 @@ def run(
         first_apply(findings, cluster)
         custom.run(findings, cluster)
         fleet = apply(findings, cluster, nodes)
-        disturbances.run(findings, fleet)
-        if model is not None:
-            starts.second_start(findings, cluster, nodes, model)
-            fleet.apply()
-            fleet.rolled_out()
-        disks.volume_beyond_its_limit(findings, fleet)
-        disks.full_cache(findings, fleet, nodes)
-        architectures.run(findings, cluster, fleet, other)
-        loss.node_lost(findings, fleet, nodes[1])
-        disks.full_node(findings, fleet, nodes)
+        steps: dict[str, Callable[[], None]] = {
+            "disturbances": lambda: disturbances.run(findings, fleet),
+            "second starts": lambda: starts.second_start(findings, cluster, nodes, model),
+            "a volume beyond its limit": lambda: disks.volume_beyond_its_limit(findings, settled(fleet)),
+            "a full cache": lambda: disks.full_cache(findings, fleet, nodes),
+            "a node of another architecture": lambda: architectures.run(findings, cluster, fleet, other),
+            "a lost node": lambda: loss.node_lost(findings, fleet, nodes[1]),
+            "a full node": lambda: disks.full_node(findings, fleet, nodes),
+        }
+        for name, act in steps.items():
+            attempt(findings, name, act)
     finally:
         lab.close()
+
+
+def attempt(findings: Findings, name: str, act: Callable[[], None]) -> None:
+    """Run a step. One that breaks off has failed, and the next is tried."""
+    try:
+        act()
+    except TooLong:
+        raise
+    except (RuntimeError, OSError, ValueError, LookupError, subprocess.SubprocessError) as error:
+        findings.check(f"{name}: the step ran to its end", False, f"{type(error).__name__}: {error}")
+
+
+def settled(fleet: Fleet) -> Fleet:
+    """Return the fleet with its usual settings and pods."""
+    fleet.apply()
+    fleet.rolled_out()
+    return fleet
 
 
 def give(nodes: list[Node], image: Path) -> None:

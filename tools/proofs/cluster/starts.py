@@ -25,11 +25,14 @@ SCHEDULED, READY = "PodScheduled", "Ready"
 STATES = "".join(f'{{.status.conditions[?(@.type=="{each}")].status}} ' for each in (SCHEDULED, READY))
 
 
-def second_start(findings: Findings, cluster: ControlPlane, nodes: list[Node], checkpoint: Path) -> None:
+def second_start(findings: Findings, cluster: ControlPlane, nodes: list[Node], checkpoint: Path | None) -> None:
     """Serve this checkpoint in int4, delete a pod, and time the one that replaces it; three times.
 
     The checkpoint must be readable by every user. It is mounted by a claim, so that a large one is not copied.
     """
+    if checkpoint is None:
+        findings.skipped.append("the second start of a pod: no checkpoint was given (`--model DIR`).")
+        return
     name = "checkpoint"
     for node in nodes:
         node.mount_model(checkpoint, name)
