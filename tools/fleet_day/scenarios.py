@@ -99,13 +99,13 @@ def changes(fleets: Fleets, pods: int) -> Iterator[Scenario]:
         "half of the pods on spot machines": replace(plan, spot=half),
         "the same, lost without notice": replace(plan, spot=replace(half, notice=0.0)),
         "balanced by chance": replace(plan, balancer="weights"),
-        "scaling up once in 2 minutes, not 4": _with_rules(plan, _faster_up),
-        "scaling down by 1 in 2 minutes, never by 2%": _with_rules(plan, _slower_down),
-        "no target of running requests": _with_rules(plan, _without_running),
-        "all three: by waits alone": waits,
+        "by waits alone": waits,
         "by waits alone, new pods ready after 5 s": replace(waits, starts=WARM),
         "by waits alone, new machines after 5 minutes": replace(waits, starts=slow),
         "by waits alone, all targets halved": _with_rules(waits, _half_targets),
+        "by waits alone, up once in 4 minutes": _with_rules(plan, lambda rules: _without_running(_slower_down(rules))),
+        "by waits alone, down by 2% in 2 minutes": _with_rules(plan, lambda rules: _without_running(_faster_up(rules))),
+        "by waits and 16 running requests": _with_rules(plan, lambda rules: _slower_down(_faster_up(rules))),
     }
     for name, each in variants.items():
         yield Scenario("changes", name, pods, each)

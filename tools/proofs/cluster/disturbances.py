@@ -150,7 +150,8 @@ def _pods_added(fleet: Fleet) -> str:
     events: list[str] = []
 
     def told() -> bool:
-        events[:] = [each["message"] for each in cluster.get("events", "-n", NAMESPACE, own)]
+        said = [each["message"] for each in cluster.get("events", "-n", NAMESPACE, own)]
+        events[:] = [each for each in said if "above target" in each]  # not of the minimum, at its beginning
         return bool(events)
 
     wait(told, EVENT_SECONDS, f"the autoscaler of {POOL} gives no reason for its pods")
