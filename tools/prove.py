@@ -28,7 +28,7 @@ from app.version import VERSION
 from tools.peers.servers import server_spec
 from tools.proofs.baking import bake
 from tools.proofs.containers import Image, docker, remove_all
-from tools.proofs.findings import Findings
+from tools.proofs.findings import Findings, TooLong
 from tools.proofs.parts import PARTS, Subject
 from tools.proofs.report import Section, page
 
@@ -44,10 +44,6 @@ UNEXPECTED = (
     subprocess.SubprocessError,
     MeasurementFailed,
 )
-
-
-class TooLong(RuntimeError):
-    """A part exceeded its time limit."""
 
 
 def main() -> int:
@@ -137,7 +133,8 @@ def _proved(name: str, subject: Subject, kept: dict[str, Any]) -> bool:
     findings.seconds = round(time.monotonic() - began, 1)
     for check in findings.failed:
         print(f"prove: FAILED {check.name}: {check.found} (wanted: {check.wanted})", file=sys.stderr, flush=True)
-    kept["facts"] = _facts(subject)
+    kept["facts"] = facts = _facts(subject)
+    findings.machine = facts["machine"]
     kept["parts"][name] = findings.to_json()
     _write(kept, subject.arguments)
     return not findings.failed

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import re
+import socket
 import threading
 import urllib.error
 import urllib.request
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import closing, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
@@ -172,3 +174,29 @@ def test_as_documented_a_full_house_is_reported_as_such(documented: str, pair: t
 def test_as_documented_who_is_gone_costs_nobody_an_answer(documented: str, pair: tuple[Backend, Backend]) -> None:
     pair[0].close()
     assert {post(documented) for _ in range(10)} == {(200, "b")}
+
+
+def test_as_documented_a_machine_that_is_gone_costs_a_second_and_no_answer(
+    documented: str, pair: tuple[Backend, Backend]
+) -> None:
+    """Its packets are dropped: connecting times out, which nginx does not count among errors."""
+    port = pair[0].server.server_port
+    pair[0].close()
+    with closing(socket.socket()) as silent, ExitStack() as others:
+        silent.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        silent.bind(("127.0.0.1", port))
+        silent.listen(0)
+        for _ in range(4):  # a full queue drops what else arrives
+            waiting = others.enter_context(closing(socket.socket()))
+            waiting.setblocking(False)
+            waiting.connect_ex(("127.0.0.1", port))
+        assert {post(documented) for _ in range(5)} == {(200, "b")}
+
+
+def test_as_documented_connecting_may_be_tried_again_and_a_response_that_times_out_may_not() -> None:
+    text = (ROOT / "docs" / "nginx.conf").read_text()
+    times = {
+        name: float(re.findall(rf"{name} (\d+)s;", text)[0]) for name in ("proxy_read_timeout", "proxy_connect_timeout")
+    }
+    limit = float(re.findall(r"proxy_next_upstream_timeout (\d+)s;", text)[0])
+    assert times["proxy_connect_timeout"] < limit < times["proxy_read_timeout"]

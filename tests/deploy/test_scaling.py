@@ -13,6 +13,8 @@ from app.settings import Settings
 from external_tools import ROOT, Manifest, built, of_kind
 from tests.deploy.clusters import servers
 from tests.deploy.live_prometheus import LivePrometheus
+from tools.fleet_day.pools import PLACES
+from tools.fleet_day.simulation import Starts
 
 KEDA = "../tests/deploy/overlays/keda"
 ADAPTER = yaml.safe_load((ROOT / "k8s/components/autoscaling/hpa/prometheus-adapter.yaml").read_text())["rules"]
@@ -64,7 +66,15 @@ def test_pods_come_well_before_the_objective_is_missed_and_go_after_the_longest_
     for scaler in autoscalers():
         down = scaler["spec"]["behavior"]["scaleDown"]
         assert down["stabilizationWindowSeconds"] >= Settings.model_fields["request_timeout_seconds"].default
-        assert [each["value"] for each in down["policies"]] == [1]
+        assert [(each["type"], each["value"]) for each in down["policies"]] == [("Pods", 1), ("Percent", 2)]
+
+
+def test_load_is_a_signal_before_anybody_waits() -> None:
+    """Of every pool, and far below the places of a pod: at them the next request waits."""
+    for scaler in autoscalers():
+        assert targets(scaler["spec"])["armature_requests_running"] <= PLACES / 4
+        (period,) = {each["periodSeconds"] for each in scaler["spec"]["behavior"]["scaleUp"]["policies"]}
+        assert period >= Starts().seconds + 60, "a machine, a start, and a minute until the mean shows the new pods"
 
 
 def test_nothing_scales_by_cpu() -> None:

@@ -14,7 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from app.bench.console import MeasurementFailed, progress
-from tools.fleet_day.pictures import write_pictures
+from tools.fleet_day.pictures import WORDS, write_pictures
 from tools.fleet_day.pools import POOL_FORM, default_pools, read_pool
 from tools.fleet_day.report import Figures, assumptions, figures, read, tables, wrapped, write
 from tools.fleet_day.scenarios import SIZES, Fleets, Scenario, arm_speeds, by_size, changes
@@ -76,7 +76,7 @@ def _simulated(scenario: Scenario, seed: int, hours: float) -> Figures:
         day = simulate(plan, seed, show)
     seconds = time.monotonic() - began
     print(f"{scenario.name}, {scenario.pods:,} pods: {day.sent:,} requests in {seconds:.0f} s", file=sys.stderr)
-    return figures(scenario, day, scenario.table in ("sizes", "steadier") and scenario.pods == WITH_SERIES)
+    return figures(scenario, day, scenario.table in WORDS and scenario.pods == WITH_SERIES)
 
 
 def _kept(arguments: argparse.Namespace, fleets: Fleets) -> list[Figures]:

@@ -20,8 +20,8 @@ COMPONENT = K8S / "components" / "autoscaling" / "hpa" / "horizontalpodautoscale
 MIXED = K8S / "overlays" / "mixed"
 SYNC_SECONDS = 15.0  # --horizontal-pod-autoscaler-sync-period of the controller manager
 TOLERANCE = 0.1  # --horizontal-pod-autoscaler-tolerance
+RUNNING = "armature_requests_running"
 WAITING, WAIT = "armature_requests_waiting", "armature_predicted_wait_seconds"
-RUNNING = "armature_requests_running"  # of no manifest, but scenarios may use it
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,7 +14,7 @@ OBJECTIVE = 2.361  # seconds to a first token: docs/alerts.md
 # By pool or fleet: colours of Okabe and Ito that colour-blind readers tell apart, for light and for dark pages.
 COLOURS = {"light": ("#0072b2", "#d55e00", "#009e73"), "dark": ("#56b4e9", "#e69f00", "#2dc08d")}
 MARKERS = ("o", "s", "^")
-WORDS = {"sizes": "as configured", "steadier": "steadier"}
+WORDS = {"sizes": "as configured", "waits": "by waits alone"}
 
 
 def write_pictures(found: Mapping[str, Any], folder: Path, png: Path | None = None) -> list[Path]:
@@ -65,7 +65,7 @@ def _draw_day(runs: Sequence[Mapping[str, Any]], theme: Theme) -> Any:
     """Draw requests, pods and the p99 of a first token over the day, a column for each fleet."""
     from matplotlib.figure import Figure
 
-    shown = [run for run in runs if "series" in run and (run["table"] == "steadier" or run["name"] == MIXED_NAME)]
+    shown = [run for run in runs if "series" in run and (run["table"] == "sizes" or run["name"] == MIXED_NAME)]
     if not shown:
         return None
     figure = Figure(figsize=(10.5, 6.2), layout="constrained")
@@ -100,13 +100,13 @@ def _draw_sizes(runs: Sequence[Mapping[str, Any]], theme: Theme) -> Any:
     """Draw the dollars per million requests and the p99 of a first token of each fleet by size."""
     from matplotlib.figure import Figure
 
-    shown = [run for run in runs if run["table"] in ("sizes", "steadier")]
+    shown = [run for run in runs if run["table"] in WORDS]
     if len({run["pods"] for run in shown}) < 2:
         return None
     figure = Figure(figsize=(10, 4.4), layout="constrained")
     dollars, waits = figure.subplots(1, 2)
     for index, name in enumerate(dict.fromkeys(run["name"] for run in shown)):
-        for table, line in (("sizes", ":"), ("steadier", "-")):
+        for table, line in (("sizes", "-"), ("waits", ":")):
             mine = [run for run in shown if (run["name"], run["table"]) == (name, table)]
             sizes = [run["pods"] for run in mine]
             look = {"color": COLOURS[theme.name][index % 3], "marker": MARKERS[index % 3], "linestyle": line}

@@ -18,7 +18,7 @@ SCHEMA = "armature-fleet-day/1"
 SERIES_SECONDS = 900.0  # of the series for the pictures
 TITLES = {
     "sizes": "autoscaler as configured",
-    "steadier": "steadier autoscaler",
+    "waits": "autoscaler by waits alone",
     "changes": "changes to the mixed fleet",
     "speeds": "other speeds of the first pool",
 }

@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
-from tools.fleet_day.autoscaler import MIXED, RUNNING, Policy, ScalingRules, read_rules
+from tools.fleet_day.autoscaler import MIXED, RUNNING, ScalingRules, read_rules
 from tools.fleet_day.pools import Pool
 from tools.fleet_day.simulation import FleetPlan, PoolPlan, Spot, Starts
 from tools.fleet_day.traffic import Traffic
@@ -74,7 +74,7 @@ class Fleets:
 
 
 def by_size(fleets: Fleets, sizes: tuple[int, ...]) -> Iterator[Scenario]:
-    """Yield each pool alone and, if there are two, both, for each size: as configured, then with steadier autoscalers."""
+    """Yield each pool alone and, if there are two, both, for each size: as configured, then scaled by waits alone."""
     plans = {
         (pods, name): fleets.mixed(pods) if name == MIXED_NAME else fleets.alone(name, pods)
         for pods in sizes
@@ -83,62 +83,61 @@ def by_size(fleets: Fleets, sizes: tuple[int, ...]) -> Iterator[Scenario]:
     for (pods, name), plan in plans.items():
         yield Scenario("sizes", name, pods, plan)
     for (pods, name), plan in plans.items():
-        yield Scenario("steadier", name, pods, steadier(plan))
+        yield Scenario("waits", name, pods, by_waits_alone(plan))
 
 
 def changes(fleets: Fleets, pods: int) -> Iterator[Scenario]:
-    """Yield the mixed fleet with changes to its autoscalers, and the steadier one with changes to its machines."""
+    """Yield the mixed fleet with changes to its machines, and with changes to its autoscalers."""
     plan = fleets.mixed(pods)
-    steady = steadier(plan)
+    waits = by_waits_alone(plan)
     half = replace(plan.spot, share=0.5)
     slow = replace(plan.starts, machine=300.0)
     variants = {
         "as configured": plan,
-        "as configured, new pods ready after 5 s": replace(plan, starts=WARM),
-        "as configured, new machines after 5 minutes": replace(plan, starts=slow),
-        "all targets halved": _with_rules(plan, _half_targets),
-        "1. scaling up once in 4 minutes": _with_rules(plan, _slower_up),
-        "2. scaling down by 2% in 2 minutes": _with_rules(plan, _faster_down),
-        "3. a target of 16 running requests too": _with_rules(plan, _by_running),
-        "steadier: all three": steady,
-        "steadier, new pods ready after 5 s": replace(steady, starts=WARM),
-        "steadier, new machines after 5 minutes": replace(steady, starts=slow),
-        "steadier, half of the pods on spot machines": replace(steady, spot=half),
-        "the same, lost without notice": replace(steady, spot=replace(half, notice=0.0)),
-        "steadier, balanced by chance": replace(steady, balancer="weights"),
+        "new pods ready after 5 s": replace(plan, starts=WARM),
+        "new machines after 5 minutes": replace(plan, starts=slow),
+        "half of the pods on spot machines": replace(plan, spot=half),
+        "the same, lost without notice": replace(plan, spot=replace(half, notice=0.0)),
+        "balanced by chance": replace(plan, balancer="weights"),
+        "by waits alone": waits,
+        "by waits alone, new pods ready after 5 s": replace(waits, starts=WARM),
+        "by waits alone, new machines after 5 minutes": replace(waits, starts=slow),
+        "by waits alone, all targets halved": _with_rules(waits, _half_targets),
+        "by waits alone, up once in 4 minutes": _with_rules(plan, lambda rules: _without_running(_slower_down(rules))),
+        "by waits alone, down by 2% in 2 minutes": _with_rules(plan, lambda rules: _without_running(_faster_up(rules))),
+        "by waits and 16 running requests": _with_rules(plan, lambda rules: _slower_down(_faster_up(rules))),
     }
     for name, each in variants.items():
         yield Scenario("changes", name, pods, each)
 
 
 def arm_speeds(fleets: Fleets, pods: int, factors: tuple[float, ...]) -> Iterator[Scenario]:
-    """Yield the first pool alone with steadier autoscalers, at other speeds than declared."""
+    """Yield the first pool alone at other speeds than declared."""
     name, pool = next(iter(fleets.pools.items()))
     for factor in factors:
         changed = replace(fleets, pools={**fleets.pools, name: pool.faster(factor, f"declared: {factor:g} times")})
-        yield Scenario("speeds", f"{name} at {factor:g} times its rates", pods, steadier(changed.alone(name, pods)))
+        yield Scenario("speeds", f"{name} at {factor:g} times its rates", pods, changed.alone(name, pods))
 
 
-def steadier(plan: FleetPlan) -> FleetPlan:
-    """Return the fleet with autoscalers that see load before waits, grow once in four minutes and shrink by 2%."""
-    return _with_rules(plan, lambda rules: _by_running(_faster_down(_slower_up(rules))))
+def by_waits_alone(plan: FleetPlan) -> FleetPlan:
+    """Return the fleet with the manifests' first autoscalers: they see waits, not load, grow sooner and shrink by one."""
+    return _with_rules(plan, lambda rules: _without_running(_slower_down(_faster_up(rules))))
 
 
 def _with_rules(plan: FleetPlan, change: Callable[[ScalingRules], ScalingRules]) -> FleetPlan:
     return replace(plan, pools=tuple(replace(each, rules=change(each.rules)) for each in plan.pools))
 
 
-def _slower_up(rules: ScalingRules) -> ScalingRules:
-    return replace(rules, up=tuple(replace(each, period_seconds=240) for each in rules.up))
+def _faster_up(rules: ScalingRules) -> ScalingRules:
+    return replace(rules, up=tuple(replace(each, period_seconds=120) for each in rules.up))
 
 
-def _faster_down(rules: ScalingRules) -> ScalingRules:
-    return replace(rules, down=(*rules.down, Policy(percent=True, value=2, period_seconds=120)))
+def _slower_down(rules: ScalingRules) -> ScalingRules:
+    return replace(rules, down=tuple(each for each in rules.down if not each.percent))
 
 
-def _by_running(rules: ScalingRules) -> ScalingRules:
-    """Add a signal that rises before anybody waits. Sixteen are reached at about 0.8 of full load."""
-    return replace(rules, targets={**rules.targets, RUNNING: 16.0})
+def _without_running(rules: ScalingRules) -> ScalingRules:
+    return replace(rules, targets={name: value for name, value in rules.targets.items() if name != RUNNING})
 
 
 def _half_targets(rules: ScalingRules) -> ScalingRules:

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
+
+
+class TooLong(RuntimeError):
+    """A part exceeded its time limit."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,9 +39,11 @@ class Findings:
     skipped: list[str] = field(default_factory=list)
     began: str = ""
     seconds: float = 0.0
+    machine: str = ""
 
     def check(self, name: str, passed: bool, found: object, wanted: object = "") -> bool:
         self.checks.append(Check(name, bool(passed), _line(found), _line(wanted)))
+        progress(f"{'passed' if passed else 'FAILED'}: {name}: {_line(found)}")
         return bool(passed)
 
     def table(self, title: str, columns: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
@@ -55,8 +62,13 @@ class Findings:
             Table(each["title"], tuple(each["columns"]), tuple(tuple(row) for row in each["rows"]))
             for each in value["tables"]
         ]
-        plain = {name: value[name] for name in ("notes", "skipped", "began", "seconds")}
+        plain = {name: value[name] for name in ("notes", "skipped", "began", "seconds", "machine") if name in value}
         return cls(checks=[Check(**each) for each in value["checks"]], tables=tables, **plain)
+
+
+def progress(text: str) -> None:
+    """Say on standard error what was found, or what is done now: a part takes many minutes."""
+    print(f"prove: {text}", file=sys.stderr, flush=True)
 
 
 def _line(value: object) -> str:

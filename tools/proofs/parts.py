@@ -94,7 +94,7 @@ PARTS: Mapping[str, Part] = {
         "A real cluster",
         "The manifests applied to Kubernetes as k8s/README.md does, with pods of one core, and disturbed under load. "
         "Failures are requests without a whole answer.",
-        60,
+        90,
         lambda f, s: cluster.run(
             f, s.native, s.arguments.kubernetes, s.arguments.model, next((each for each in s.images if each.emulated), None)
         ),

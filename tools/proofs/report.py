@@ -13,9 +13,9 @@ from tools.proofs.findings import Check, Findings, Table
 HEAD = """# Proofs
 
 This page is for people who need evidence of what the image does. `make prove` writes it; do not edit it. Each
-promise was checked on real containers; a failed check is named as failed. Each section has its own date, because a
-part can be run alone (`make prove ARGS="--only quota"`). *Emulated* figures prove instructions and numbers, never
-speed.
+promise was checked on real containers; a failed check is named as failed. Each section has its own date and machine,
+because a part can be run alone (`make prove ARGS="--only quota"`). *Emulated* figures prove instructions and numbers,
+never speed.
 """
 
 
@@ -59,7 +59,7 @@ def _section(section: Section) -> Iterator[str]:
     if findings is None:
         yield "Not run.\n"
         return
-    yield f"{findings.began}, {findings.seconds:.0f} s.\n"
+    yield f"{findings.began}, {findings.seconds:.0f} s{f', on {findings.machine}' if findings.machine else ''}.\n"
     if findings.checks:
         yield from _rows(("check", "", "found", "wanted"), [_cells(check) for check in findings.checks])
         yield ""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import signal
 import subprocess
@@ -17,15 +18,14 @@ import pytest
 import yaml
 
 from external_tools import ROOT, run, tool
-from tools.proofs.cluster import namespaces, part
-from tools.proofs.cluster.disturbances import seconds_between
+from tools.proofs.cluster import namespaces, part, starts
 from tools.proofs.cluster.load import Outcome, ask
 from tools.proofs.cluster.namespaces import Lab, Unready
 from tools.proofs.cluster.node import MODELS
 from tools.proofs.cluster.programs import KUBERNETES, NEEDED, Missing, gather
 from tools.proofs.cluster.service import REPLICAS, SMALL, Fleet
 from tools.proofs.containers import Image
-from tools.proofs.findings import Findings
+from tools.proofs.findings import Findings, TooLong
 
 MODEL_VOLUME = "armature-models"
 
@@ -131,8 +131,21 @@ def test_an_outcome_names_its_failures() -> None:
     )
 
 
-def test_times_of_kubernetes_are_subtracted() -> None:
-    assert seconds_between("2026-11-24T00:00:58Z", "2026-11-24T00:01:03Z") == 5.0
+def test_a_pod_is_timed_from_its_scheduling_to_its_readiness(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What kubectl prints of a watch: old pods, then a new one that is scheduled once, not ready twice, then ready."""
+    clock = iter(range(100))
+    monkeypatch.setattr(starts.time, "monotonic", lambda: float(next(clock)))
+    moments: dict[tuple[str, str], float] = {}
+    lines = [
+        "old True True \n",
+        "new  \n",
+        "new True False \n",
+        "new True False \n",
+        "new True True \n",
+        "old True False \n",
+    ]
+    starts.note(io.StringIO("".join(lines)), moments)
+    assert moments == {("old", "PodScheduled"): 0, ("old", "Ready"): 1, ("new", "PodScheduled"): 2, ("new", "Ready"): 5}
 
 
 def test_a_program_that_has_ended_is_not_waited_for(tmp_path: Path) -> None:
@@ -143,6 +156,20 @@ def test_a_program_that_has_ended_is_not_waited_for(tmp_path: Path) -> None:
     lab.start("etcd", SimpleNamespace(command=lambda *words: list(words)), "etcd")
     with pytest.raises(Unready, match="etcd ended with status 3: no such flag"):
         lab.until(lambda: False, 600, "etcd")
+
+
+def test_programs_that_are_no_longer_needed_end_and_the_others_stay(tmp_path: Path) -> None:
+    lab = Lab(tmp_path, tmp_path)
+    place = SimpleNamespace(command=lambda *words: list(words))
+    for name in ("nginx", "etcd"):
+        lab.start(name, place, "/bin/sleep", "600")
+    ended, stays = (process for _, process in lab.processes)
+    try:
+        lab.end("nginx")
+        assert ended.returncode == -signal.SIGTERM
+        assert stays.poll() is None
+    finally:
+        lab.end("etcd")
 
 
 def test_closing_waits_for_control_groups_that_are_still_in_use(
@@ -204,6 +231,31 @@ def test_what_is_missing_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         gather(tmp_path / "made", tmp_path)
 
 
+def test_a_step_that_breaks_off_has_failed_and_does_not_end_the_part() -> None:
+    findings = Findings()
+
+    def breaks() -> None:
+        raise TimeoutError("the pod does not end")
+
+    part.attempt(findings, "a drain", breaks)
+    (check,) = findings.checks
+    assert not check.passed
+    assert (check.name, check.found) == ("a drain: the step ran to its end", "TimeoutError: the pod does not end")
+
+    def takes_too_long() -> None:
+        raise TooLong("ended after 60 minutes")
+
+    with pytest.raises(TooLong):
+        part.attempt(findings, "a drain", takes_too_long)
+
+
+def test_without_a_checkpoint_no_second_start_is_claimed() -> None:
+    findings = Findings()
+    starts.second_start(findings, SimpleNamespace(), [], None)
+    assert not findings.checks
+    assert "--model DIR" in findings.skipped[0]
+
+
 def test_without_kubernetes_nothing_is_claimed() -> None:
     findings = Findings()
     part.run(findings, Image("armature:dev", "linux/amd64"), None, None)
@@ -212,7 +264,7 @@ def test_without_kubernetes_nothing_is_claimed() -> None:
 
 
 def test_the_clients_run_alone_and_end_with_their_input() -> None:
-    words = [sys.executable, "-m", "tools.proofs.cluster.load", "http://127.0.0.1:9", "2"]
+    words = [sys.executable, "-m", "tools.proofs.cluster.load", "http://127.0.0.1:9", "2", "24"]
     done = subprocess.run(words, input="", capture_output=True, text=True, cwd=ROOT, timeout=60, check=True)
     told = json.loads(done.stdout)
     assert told["answers"] == []

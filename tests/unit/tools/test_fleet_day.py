@@ -17,11 +17,11 @@ from app.bench.console import MeasurementFailed
 from external_tools import ROOT
 from hypothesis_examples import examples
 from tools.fleet_day.__main__ import main
-from tools.fleet_day.autoscaler import COMPONENT, MIXED, WAIT, WAITING, Autoscaler, ScalingRules, read_rules
+from tools.fleet_day.autoscaler import COMPONENT, MIXED, RUNNING, WAIT, WAITING, Autoscaler, ScalingRules, read_rules
 from tools.fleet_day.pictures import title
 from tools.fleet_day.pools import PLACES, Pool, decode_rates, default_pools, pool_of_result, read_pool
 from tools.fleet_day.report import figures, percentile, read, row, tables
-from tools.fleet_day.scenarios import Fleets, arm_speeds, by_size, changes
+from tools.fleet_day.scenarios import Fleets, arm_speeds, by_size, by_waits_alone, changes
 from tools.fleet_day.simulation import BALANCERS, Day, FleetPlan, PoolPlan, Spot, Starts, simulate
 from tools.fleet_day.traffic import DAY, Lengths, Traffic
 from tools.measure.simulated_balancing import _run_until, arrivals, weighted
@@ -162,25 +162,25 @@ def test_a_sample_of_a_large_fleet_waits_as_the_fleet(load: float) -> None:
 
 def test_the_autoscalers_are_those_of_the_manifests() -> None:
     assert (RULES.min_pods, RULES.max_pods) == (2, 8)
-    assert RULES.targets == {WAITING: 4.0, WAIT: 1.0}
+    assert RULES.targets == {RUNNING: 16.0, WAITING: 4.0, WAIT: 1.0}
     assert (RULES.up_window, RULES.down_window) == (0, 600)
     dear = read_rules(COMPONENT, MIXED / "amd64" / "scaling.yaml")
-    assert dear.targets == {WAITING: 4.0}
+    assert dear.targets == {RUNNING: 16.0, WAITING: 4.0}
     assert (dear.external, dear.min_pods, dear.down) == (2.0, 1, RULES.down)
 
 
 def wanted(scaler: Autoscaler, moment: float, current: int, wait: float, ready: int | None = None) -> int:
     known = current if ready is None else ready
-    return scaler.wanted(moment, current, known, {WAITING: 0.0, WAIT: wait * known}, None)
+    return scaler.wanted(moment, current, known, {RUNNING: 0.0, WAITING: 0.0, WAIT: wait * known}, None)
 
 
-def test_pods_double_at_most_and_then_not_for_two_minutes() -> None:
+def test_pods_double_at_most_and_then_not_for_four_minutes() -> None:
     scaler = Autoscaler(replace(RULES, max_pods=100))
     assert wanted(scaler, 0, 4, 1.09) == 4, "within a tenth of the target nothing changes"
     assert wanted(scaler, 15, 4, 9.0) == 8
     assert wanted(scaler, 30, 8, 9.0) == 8
-    assert wanted(scaler, 120, 8, 9.0) == 8
-    assert wanted(scaler, 135, 8, 9.0) == 16
+    assert wanted(scaler, 240, 8, 9.0) == 8
+    assert wanted(scaler, 255, 8, 9.0) == 16
     assert wanted(Autoscaler(RULES), 0, 2, 9.0) == 4, "two pods more where twice is less"
 
 
@@ -199,6 +199,27 @@ def test_pods_go_one_at_a_time_and_only_after_ten_quiet_minutes() -> None:
         pods = following
     assert seen == [615, 735, 855, 975], "and two stay"
     assert pods == 2
+
+
+def test_of_many_pods_two_percent_go_at_a_time() -> None:
+    scaler = Autoscaler(replace(RULES, max_pods=1000))
+    wanted(scaler, 0, 400, 1.0)
+    assert wanted(scaler, 615, 400, 0.1) == 392
+
+
+def test_pods_come_before_anybody_waits_if_many_requests_run() -> None:
+    for running, pods in ((17.0, 4), (24.0, 6)):
+        sums = {RUNNING: 4 * running, WAITING: 0.0, WAIT: 0.0}
+        assert Autoscaler(RULES).wanted(0, 4, 4, sums, None) == pods, running
+
+
+def test_scaling_by_waits_alone_has_none_of_the_three() -> None:
+    """The rules of the manifests before load became a signal, with which the page compares them."""
+    fleets = Fleets(default_pools(), Traffic(1.0), Starts(), Spot())
+    for each in by_waits_alone(fleets.mixed(10)).pools:
+        assert RUNNING not in each.rules.targets and WAITING in each.rules.targets
+        assert [policy.period_seconds for policy in each.rules.up] == [120, 120]
+        assert [(policy.percent, policy.value) for policy in each.rules.down] == [(False, 1)]
 
 
 def test_a_measured_curve_is_linear_between_its_points_and_flat_beyond() -> None:
@@ -272,7 +293,7 @@ def test_the_page_has_the_recorded_figures() -> None:
 def test_the_pictures_show_the_recorded_day(theme: str) -> None:
     runs = read(RESULTS / "fleet-day.json")["runs"]
     picture = (RESULTS / f"fleet-day-{theme}.svg").read_text(encoding="utf-8")
-    shown = [title(run) for run in runs if "series" in run and (run["table"] == "steadier" or run["name"] == "mixed")]
+    shown = [title(run) for run in runs if "series" in run and (run["table"] == "sizes" or run["name"] == "mixed")]
     assert len(shown) == 4
     assert [each for each in shown if each not in picture] == []
 

@@ -23,7 +23,9 @@ FACTS = {"machine": "a small one"}
 
 
 def test_findings_are_kept_as_they_were() -> None:
-    findings = Findings(notes=["a note"], skipped=["a thing"], began="2026-11-22 09:00 UTC", seconds=1.5)
+    findings = Findings(
+        notes=["a note"], skipped=["a thing"], began="2026-11-22 09:00 UTC", seconds=1.5, machine="a small one"
+    )
     findings.check("a|b", False, {"lines": "two\nlines"}, 3)
     findings.table("T", ("a", "b"), [(1, "x\ny")])
     again = Findings.of_json(json.loads(json.dumps(findings.to_json())))
@@ -51,6 +53,20 @@ def test_a_page_of_passed_checks_names_no_failure() -> None:
     text = page(FACTS, [Section("Image", "It is read.", findings)])
     assert "**1 of 1 checks passed.**" in text
     assert "failed" not in text.partition("Each section")[2]
+
+
+def test_each_section_names_its_machine_if_it_was_recorded() -> None:
+    recorded, earlier = Findings(began="today", seconds=2, machine="two cores"), Findings(began="before", seconds=3)
+    sections = [Section("Image", "It is read.", recorded), Section("Start", "It is timed.", earlier)]
+    text = page(FACTS, sections)
+    assert "today, 2 s, on two cores.\n" in text
+    assert "before, 3 s.\n" in text
+
+
+def test_findings_of_a_file_that_names_no_machine_are_read() -> None:
+    kept = Findings(began="today").to_json()
+    del kept["machine"]
+    assert Findings.of_json(kept) == Findings(began="today")
 
 
 @pytest.mark.parametrize(
@@ -183,7 +199,8 @@ def test_a_part_that_cannot_go_on_has_failed_and_the_others_are_kept(
     text = arguments.report.read_text()
     assert f"- **failed**: the part ran to its end: {said}" in text
     assert "| kept | yes | well |" in text
-    assert json.loads(arguments.json.read_text())["parts"].keys() == {"one", "two"}
+    parts = json.loads(arguments.json.read_text())["parts"]
+    assert {name: each["machine"] for name, each in parts.items()} == {"one": FACTS["machine"], "two": ""}
 
 
 def test_a_signal_ends_all_of_it(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,7 +12,7 @@ from tools.proofs.cluster.namespaces import wait
 from tools.proofs.cluster.node import join
 from tools.proofs.cluster.service import NAMESPACE, POOL, REPLICAS, Fleet, asked
 from tools.proofs.containers import Image
-from tools.proofs.findings import Findings
+from tools.proofs.findings import Findings, progress
 
 OTHER_POOL, MACHINE = "arm64", "aarch64"
 READY_SECONDS = 600.0  # emulated
@@ -38,6 +38,7 @@ def run(findings: Findings, cluster: ControlPlane, fleet: Fleet, image: Image | 
     node.give(model)
     for each in (tar, model):
         each.unlink()
+    progress(f"waiting for emulated pods of {OTHER_POOL}, at most {READY_SECONDS:.0f} s; this takes all cores")
     began = time.monotonic()
     with suppress(TimeoutError):
         wait(lambda: len(fleet.ready(OTHER_POOL)) >= REPLICAS, READY_SECONDS, "")

@@ -34,16 +34,14 @@ class ControlPlane:
 
     def kubectl(self, *words: str, text: str | None = None, check: bool = True, seconds: float = 300.0) -> str:
         """Run kubectl in the cluster's namespace and return its output."""
-        program = str(self.lab.programs / "kubectl")
-        return self.place.run(
-            program,
-            "--kubeconfig",
-            str(self.keys / "admin.kubeconfig"),
-            *words,
-            text=text,
-            check=check,
-            seconds=seconds,
-        )
+        return self.place.run(*self._kubectl(*words), text=text, check=check, seconds=seconds)
+
+    def command(self, *words: str) -> list[str]:
+        """Return the command that runs kubectl in the cluster's namespace, for a process that goes on."""
+        return self.place.command(*self._kubectl(*words))
+
+    def _kubectl(self, *words: str) -> tuple[str, ...]:
+        return (str(self.lab.programs / "kubectl"), "--kubeconfig", str(self.keys / "admin.kubeconfig"), *words)
 
     def get(self, *words: str) -> Any:
         """Return an object, or the items of a list, as kubectl gets it."""

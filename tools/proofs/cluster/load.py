@@ -1,7 +1,7 @@
 """Clients of a service: each sends one request after the other, every one on a new connection.
 
-`python -m tools.proofs.cluster.load URL CLIENTS [KEY]` runs until its input ends and prints what was answered as JSON.
-A Service distributes connections, not requests, so kept connections would stay with one pod.
+`python -m tools.proofs.cluster.load URL CLIENTS TOKENS [KEY]` runs until its input ends and prints what was answered as
+JSON. A Service distributes connections, not requests, so kept connections would stay with one pod.
 """
 
 from __future__ import annotations
@@ -44,9 +44,9 @@ class Outcome:
         return f"{len(self.answers)} answers{worst}; {self.failed} failed{named}"
 
 
-def ask(url: str, key: str = "", timeout: float = TIMEOUT_SECONDS) -> str:
+def ask(url: str, key: str = "", max_tokens: int = MAX_TOKENS, timeout: float = TIMEOUT_SECONDS) -> str:
     """Send one request on a new connection. Returns "" after a whole answer, else the kind of failure."""
-    body = json.dumps({"prompt": "Once upon a time", "max_tokens": MAX_TOKENS}).encode()
+    body = json.dumps({"prompt": "Once upon a time", "max_tokens": max_tokens, "ignore_eos": True}).encode()
     headers = {"Content-Type": "application/json", "Connection": "close"} | (
         {"Authorization": f"Bearer {key}"} if key else {}
     )
@@ -66,10 +66,16 @@ def ask(url: str, key: str = "", timeout: float = TIMEOUT_SECONDS) -> str:
 class Load:
     """A context manager: clients in the cluster's namespace, whose `outcome` is known at its end."""
 
-    def __init__(self, place: Place, url: str, clients: int, key: str = "") -> None:
+    def __init__(self, place: Place, url: str, clients: int, key: str = "", max_tokens: int = MAX_TOKENS) -> None:
         self.outcome = Outcome()
         words = place.command(
-            sys.executable, "-m", "tools.proofs.cluster.load", url, str(clients), *([key] if key else [])
+            sys.executable,
+            "-m",
+            "tools.proofs.cluster.load",
+            url,
+            str(clients),
+            str(max_tokens),
+            *([key] if key else []),
         )
         self._process = subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=ROOT)
 
@@ -87,13 +93,13 @@ class Load:
 
 
 def main() -> int:
-    url, clients, key = (*sys.argv[1:], "")[:3]
+    url, clients, max_tokens, key = (*sys.argv[1:], "")[:4]
     outcome, over, lock = Outcome(), threading.Event(), threading.Lock()
 
     def client() -> None:
         while not over.is_set():
             began = time.monotonic()
-            failure = ask(url, key)
+            failure = ask(url, key, int(max_tokens))
             with lock:
                 if failure:
                     outcome.failures[failure] += 1

@@ -93,6 +93,10 @@ class Lab:
             log = (self.folder / "logs" / name).read_text(errors="replace").splitlines()[-5:]
             raise Unready(f"{error}: {' / '.join(log)}") from error
 
+    def end(self, *names: str) -> None:
+        """End these programs, which nothing else needs."""
+        _end([process for name, process in self.processes if name in names])
+
     def close(self) -> None:
         """End everything: Kubernetes' programs, then what runs in the nodes' control groups, then the rest."""
         for names in (("kube",), ("containerd",), ("",)):

@@ -23,6 +23,7 @@ class Node:
     name: str
     place: Place
     lab: Lab
+    link: str  # of the cluster's namespace to the node
 
     @property
     def disk(self) -> Path:
@@ -51,7 +52,7 @@ def join(cluster: ControlPlane, number: int, architecture: str | None = None) ->
     for each in ("network", "addresses", "disk"):
         (folder / each).mkdir(parents=True)
     place = lab.place(name, mounts=True)
-    _network(cluster.place, place, number)
+    link = _network(cluster.place, place, number)
     _mounts(place, folder)
     group = _control_group(lab, name)
     (folder / "containerd.toml").write_text(_containerd(lab, folder))
@@ -60,7 +61,7 @@ def join(cluster: ControlPlane, number: int, architecture: str | None = None) ->
     lab.start(f"containerd-{name}", place, "containerd", "--config", str(folder / "containerd.toml"))
     ctr = str(lab.programs / "ctr")
     lab.until(lambda: "Server" in place.run(ctr, "version", check=False), 60, f"containerd-{name}")
-    node = Node(name, place, lab)
+    node = Node(name, place, lab, link)
     node.give(lab.folder / "pause.tar")
     config = cluster.configure(f"kubelet-{name}", f"/O=system:nodes/CN=system:node:{name}")
     if architecture:
@@ -101,7 +102,8 @@ def _architecture(name: str, architecture: str) -> list[dict[str, object]]:
     ]
 
 
-def _network(cluster: Place, node: Place, number: int) -> None:
+def _network(cluster: Place, node: Place, number: int) -> str:
+    """Connect a node. Returns the name of its link in the cluster's namespace."""
     link = f"node{number}"
     cluster.run(*f"ip link add {link} type veth peer name eth0 netns {node.holder.pid}".split())
     cluster.run(*f"ip link set {link} master lab up".split())
@@ -115,6 +117,7 @@ def _network(cluster: Place, node: Place, number: int) -> None:
     ):
         node.run(*words.split())
     route(cluster, number)
+    return link
 
 
 def _mounts(node: Place, folder: Path) -> None:

@@ -17,10 +17,10 @@ ADAPTER = "prometheus-adapter"
 # static enough to run on older releases.
 NEWEST = ("etcd-server", "containerd", "busybox-static")
 # Of this machine's own release: they need its libraries.
-OWN = ("runc", "containernetworking-plugins", "prometheus")
-FROM_DEBIAN = ("etcd", "containerd", "containerd-shim-runc-v2", "ctr", "busybox", "runc", "prometheus")
+OWN = ("runc", "containernetworking-plugins", "prometheus", "nginx")
+FROM_DEBIAN = ("etcd", "containerd", "containerd-shim-runc-v2", "ctr", "busybox", "runc", "prometheus", "nginx")
 NEEDED = {"ip": "iproute2", "iptables": "iptables", "nsenter": "util-linux", "openssl": "openssl", "dpkg": "dpkg",
-          "mkfs.ext4": "e2fsprogs"}  # fmt: skip
+          "mkfs.ext4": "e2fsprogs", "curl": "curl"}  # fmt: skip
 KEYRING = "/usr/share/keyrings/debian-archive-keyring.gpg"
 
 

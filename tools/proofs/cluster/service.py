@@ -12,7 +12,7 @@ from typing import Any
 import yaml
 
 from tools.proofs.cluster.control_plane import ControlPlane
-from tools.proofs.cluster.load import Load
+from tools.proofs.cluster.load import MAX_TOKENS, Load
 from tools.proofs.cluster.namespaces import wait
 from tools.proofs.cluster.node import MODELS
 
@@ -105,6 +105,11 @@ class Fleet:
                              f"--timeout={ROLLOUT_SECONDS}s", seconds=ROLLOUT_SECONDS + 30)  # fmt: skip
         wait(lambda: len(self.ready()) >= REPLICAS, ROLLOUT_SECONDS, f"less than {REPLICAS} pods were ready")
 
+    def settled(self) -> None:
+        """Wait until the pods that are ending have ended."""
+        chosen = ("pods", "-n", NAMESPACE, "-l", f"{SERVERS},pool={POOL}")
+        wait(lambda: len(self.cluster.get(*chosen)) == REPLICAS, ROLLOUT_SECONDS, "old pods do not end")
+
     def pods(self, pool: str = POOL) -> list[dict[str, Any]]:
         """Return the pool's pods that have not ended and are not ending."""
         found = self.cluster.get("pods", "-n", NAMESPACE, "-l", f"{SERVERS},pool={pool}")
@@ -121,8 +126,8 @@ class Fleet:
     def url(self) -> str:
         return address(self.cluster, NAMESPACE)
 
-    def load(self, clients: int = CLIENTS) -> Load:
-        return Load(self.cluster.place, self.url(), clients, self.key)
+    def load(self, clients: int = CLIENTS, max_tokens: int = MAX_TOKENS) -> Load:
+        return Load(self.cluster.place, self.url(), clients, self.key, max_tokens)
 
     def execute(self, pod: str, script: str) -> str:
         """Run a script in the pod's interpreter and return its output; how it ends does not matter."""
