@@ -44,11 +44,13 @@ class SimulatedDeviceBackend:
 
     def __init__(self, dtype: torch.dtype) -> None:
         self.device = torch.device("cpu")
+        self.is_configured = False
         self.dtype = dtype
 
     def configure(self, plan: ServingPlan) -> None:
         """Set the number of compute threads."""
         torch.set_num_threads(plan.threads.value)
+        self.is_configured = True
 
     def free_bytes(self) -> int:
         """Return the bytes of host memory that this process can still allocate."""

@@ -73,7 +73,9 @@ class Run:
         if done.returncode:
             last = (done.stderr.strip() or done.stdout.strip()).splitlines()[-1:]
             self.why[part] = f"failed: {last[0] if last else done.returncode}"
-            self.console.print(f"{done.stdout[-3000:]}\n{done.stderr[-3000:]}", style="red", markup=False, highlight=False)
+            self.console.print(
+                f"{done.stdout[-3000:]}\n{done.stderr[-3000:]}", style="red", markup=False, highlight=False
+            )
             return None
         return done.stdout
 

@@ -17,6 +17,7 @@ from app.bench.console import MeasurementFailed
 from app.bench.http.workload import TokenPrompts
 from app.engine.decoder.engine import DecoderEngine
 from app.hardware.facts import Facts
+from app.hardware.step_times import MIN_PREFILL_TOKENS
 from app.kernels.ceilings import cache_bytes
 from app.kernels.linear.bf16_panels import HybridLinear
 from app.kernels.linear.linear import Linear, LinearForm
@@ -25,7 +26,6 @@ from app.models.decoders.layers.layer import MixtureOfExperts
 
 PROMPT_TOKENS = 128
 SEGMENT_STEPS = 100  # more steps would measure the growing context instead of the step
-MIN_PREFILL_CHUNK = 8  # smallest prefill chunk of a step, as in engine/scheduler/policy.py
 MAX_STEPS = 10_000  # limit until all sequences of a workload decode together
 
 
@@ -58,7 +58,7 @@ class DecoderDriver:
     def _decode_segment(self, rows: int, steps: int) -> list[float]:
         # Prompts are prefilled in chunks while earlier sequences already decode.
         # The earlier sequences must not end before the last one has started.
-        waiting = rows * PROMPT_TOKENS // MIN_PREFILL_CHUNK
+        waiting = rows * PROMPT_TOKENS // MIN_PREFILL_TOKENS
         max_tokens = min(steps + 2 * waiting, self._max_tokens)
         names = [self._add(PROMPT_TOKENS, max_tokens) for _ in range(rows)]
         self._until_decoding(rows)

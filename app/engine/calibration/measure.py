@@ -471,6 +471,7 @@ class TrialSession:
 
 def _device_trial(config: ModelConfig | EncoderConfig, plan: ServingPlan, scope: TrialScope) -> ModelTrial:
     backend = select_device_backend(plan)
+    backend.configure(plan)
     if isinstance(config, EncoderConfig):
         return EncoderTrial(config, plan, scope, backend.device, device_text_runner(backend, plan))
     return DecoderTrial(config, plan, backend.device, partial(DeviceTrialStage, backend), scope)

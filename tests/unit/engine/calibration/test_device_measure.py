@@ -25,7 +25,7 @@ from app.kernels.ceilings import CopyBandwidthProbe, DeviceMatmulThroughputProbe
 from app.settings import Settings
 from app.weights.checkpoint import Checkpoint, open_checkpoint
 from app.weights.forms import RECIPES
-from simulated_device import SimulatedDeviceBackend
+from simulated_device import RepeatedWork, SimulatedDeviceBackend
 from tiny_checkpoints import write_checkpoint
 from tiny_encoders import write_encoder
 
@@ -33,9 +33,18 @@ CPU = torch.device("cpu")
 GPU = CudaDevice(0, "NVIDIA H200", (9, 0), 141 * 2**30, free_bytes=140 * 2**30)
 
 
+class DeviceWithStream(SimulatedDeviceBackend):
+    """Records work only after `configure`, which makes the stream for it on a GPU."""
+
+    def capture(self, work: Callable[[], None]) -> RepeatedWork:
+        """Return an object that calls `work` again."""
+        assert self.is_configured, "there is no stream to record on yet"
+        return super().capture(work)
+
+
 @pytest.fixture(autouse=True)
 def _on_the_twin(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(selection, "DEVICE_BACKENDS", {"cuda": SimulatedDeviceBackend})
+    monkeypatch.setattr(selection, "DEVICE_BACKENDS", {"cuda": DeviceWithStream})
     threads = torch.get_num_threads()
     yield
     torch.set_num_threads(threads)
