@@ -14,6 +14,7 @@ import re
 import subprocess
 import sys
 import tempfile
+import textwrap
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -215,11 +216,8 @@ def about(run: Run, dry: bool) -> list[str]:
     )
     trouble = [f"- {part}: {why}" for part, why in run.why.items()]
     dryness = ["**A dry run: tiny shapes, no device. The figures say nothing.**", ""] if dry else []
-    return [
-        *dryness,
-        f"{day}; device: {devices}; host: {facts.cpu.name}; torch {torch}. Tests: {checked or 'none'}.",
-        *trouble,
-    ]
+    what = f"{day}; device: {devices}; host: {facts.cpu.name}; torch {torch}. Tests: {checked or 'none'}."
+    return [*dryness, *textwrap.wrap(what, 120), *trouble]
 
 
 def _counted(told: str, word: str) -> int:

@@ -165,7 +165,7 @@ def test_the_plan_counts_the_bytes_that_a_token_takes(
 ) -> None:
     counts = {
         "kv_elements_per_token": 2 * num_layers * kv_heads * head_dim,
-        "num_layers": num_layers,
+        "num_kv_layers": num_layers,
         "num_kv_heads": kv_heads,
     }
     cache = KvCache(KvShape(num_layers, 2, 100, kv_heads, head_dim), KV_DTYPES[precision])
