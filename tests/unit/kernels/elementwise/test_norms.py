@@ -126,8 +126,9 @@ def test_lowered_gates_equal_their_reference(
     with at_level(level):
         assume(has_kernel(OpCode.GATE))
         found = norms.gate(gate_up, "gelu_tanh", group, deviations)
-        # A cutoff is rounded like the largest gates, and what remains of a gate may be small.
-        check(found, norms.gate_torch(gate_up.float(), "gelu_tanh", deviations), group, atol=3e-5 * spread**2)
+        # A cutoff is rounded like the largest gates, and what remains of a gate may be small: of all of a group, too.
+        error = 3e-5 * spread**2
+        check(found, norms.gate_torch(gate_up.float(), "gelu_tanh", deviations), group, atol=error, slack=error)
 
 
 def test_the_reference_lowers_gates_by_the_statistics_of_their_row() -> None:
