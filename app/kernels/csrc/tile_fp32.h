@@ -18,11 +18,23 @@
 #define WIDE_ROWS 4
 #endif
 
-/* A pair (k, k + 1) of LANES outputs as two vectors. */
-INLINE void widen_pairs(const uint8_t *p, vf *even, vf *odd) {
+/* Of the pairs (k, k + 1) of LANES outputs, the weights of k or of k + 1. */
+INLINE vf widen_even(const uint8_t *p) {
     vu pairs;
     memcpy(&pairs, p, sizeof pairs);
-    *even = (vf)(pairs << 16), *odd = (vf)(pairs & 0xffff0000u);
+    return (vf)(pairs << 16);
+}
+
+INLINE vf widen_odd(const uint8_t *p) {
+    vu pairs;
+    memcpy(&pairs, p, sizeof pairs);
+#if LANES == 8 /* not a mask, which would take one of 16 registers: then one of multiply_wide's sums is spilled */
+    pairs >>= 16;
+    __asm__("" : "+x"(pairs));
+    return (vf)(pairs << 16);
+#else
+    return (vf)(pairs & 0xffff0000u);
+#endif
 }
 
 /* acc[r] += x[r] times the weights of one input. */
@@ -43,15 +55,18 @@ INLINE void multiply_wide(int rows, int narrow, int begins, const float *tile, c
     for (int r = 0; r < rows; r++)
         for (int i = 0; i < 2; i++) acc[r][i] = begins ? vf_all(0) : vf_load(sums + r * 32 + i * LANES);
     for (int64_t k = 0; k < inputs; k += narrow ? 2 : 1, panel += 128, tile += narrow ? 2 * rows : rows) {
-        vf low[2], high[2];
         if (ahead) {
             __builtin_prefetch(ahead, 0, 2), __builtin_prefetch(ahead + step / 2, 0, 2);
             ahead += step;
         }
-        if (narrow) widen_pairs(panel, &low[0], &low[1]), widen_pairs(panel + 4 * LANES, &high[0], &high[1]);
-        else low[0] = vf_load((const float *)panel), high[0] = vf_load((const float *)panel + LANES);
-        add_input(rows, acc, low[0], high[0], tile);
-        if (narrow) add_input(rows, acc, low[1], high[1], tile + rows);
+        if (!narrow) {
+            add_input(rows, acc, vf_load((const float *)panel), vf_load((const float *)panel + LANES), tile);
+            continue;
+        }
+        add_input(rows, acc, widen_even(panel), widen_even(panel + 4 * LANES), tile);
+        /* Forget what was loaded: with the weights of both inputs, 16 registers do not hold the sums. */
+        if (LANES == 8) __asm__ volatile("" : "+r"(panel));
+        add_input(rows, acc, widen_odd(panel), widen_odd(panel + 4 * LANES), tile + rows);
     }
 #pragma GCC unroll 12
     for (int r = 0; r < rows; r++)
@@ -84,11 +99,8 @@ INLINE void multiply_one_row(int narrow, int narrow_x, const void *x, const uint
         __builtin_prefetch(panel + distance), __builtin_prefetch(panel + distance + 64);
 #pragma GCC unroll 8
         for (int i = 0; i < 32 / LANES; i++) {
-            vf w[2];
-            if (narrow) widen_pairs(panel + i * 4 * LANES, &w[0], &w[1]);
-            else w[0] = vf_load((const float *)panel + i * LANES);
-            acc[i] += w[0] * one[0];
-            if (narrow) acc[i] += w[1] * one[1];
+            acc[i] += (narrow ? widen_even(panel + i * 4 * LANES) : vf_load((const float *)panel + i * LANES)) * one[0];
+            if (narrow) acc[i] += widen_odd(panel + i * 4 * LANES) * one[1];
         }
     }
     for (int i = 0; i < 32 / LANES; i++) vf_store(sums + i * LANES, acc[i]);
