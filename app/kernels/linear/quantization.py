@@ -246,7 +246,9 @@ def _inverse(scale: Tensor) -> Tensor:
 
 def _group_inputs(weight: Tensor, group: int) -> Tensor:
     """Reshape [rows, in] to [rows, groups, group], padded with zeros."""
-    return F.pad(weight, (0, -weight.shape[1] % group)).view(weight.shape[0], -1, group)
+    missing = -weight.shape[1] % group
+    whole = F.pad(weight, (0, missing)) if missing else weight  # padding by nothing copies too
+    return whole.reshape(weight.shape[0], -1, group)
 
 
 def _chunks(outputs: int, columns: int, device: torch.device) -> Iterator[slice]:

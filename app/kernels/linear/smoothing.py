@@ -13,6 +13,8 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
+_CACHED_ROWS = 32  # that are squared at a time: of 8,192 inputs 1 MiB, which stays in a cache
+
 
 def column_maxima(parts: Iterable[Tensor], columns: int, device: torch.device | None = None) -> Tensor:
     """Return the largest magnitude of each input, fp32 [in], over the rows [n, in] of all parts.
@@ -34,7 +36,10 @@ def column_mean_squares(parts: Iterable[Tensor], columns: int) -> Tensor:
 
 def column_squares(rows: Tensor) -> Tensor:
     """Return the sum of squares of each input, fp32 [in], over rows [n, in]."""
-    return rows.float().square_().sum(0)
+    total = torch.zeros(rows.shape[1])
+    for few in rows.split(_CACHED_ROWS):
+        total += few.to(torch.float32, copy=True).square_().sum(0)
+    return total
 
 
 def mean_of_squares(sums: Iterable[Tensor], columns: int, count: int) -> Tensor:
