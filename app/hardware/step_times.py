@@ -32,7 +32,9 @@ class StepTimeTable:
     `context_token_seconds` is for each token of context that a decoding sequence attends to. `pair_seconds` is for
     each pair of a prompt token and a token computed before its chunk, or of two tokens of a text beyond the pairs
     of the table's texts. `logits_points` is the time that decoding rows take beyond the same number of prompt
-    rows: of a prompt, only the last row has logits and is sampled.
+    rows: of a prompt, only the last row has logits and is sampled. `added_seconds` is what a prompt's tokens add to a
+    step of decodes, if that was learned and not measured: a time for any number of them, which may be negative, and one
+    for each token.
     """
 
     decode_points: _Points
@@ -41,6 +43,7 @@ class StepTimeTable:
     pair_seconds: float = 0.0
     logits_points: _Points = ()
     encode_points: _Points = ()
+    added_seconds: tuple[float, float] | None = None
 
     @classmethod
     def from_trial(cls, trial: TrialTimes) -> StepTimeTable:
@@ -68,6 +71,9 @@ class StepTimeTable:
             return self.decode(rows, context_tokens)
         if not rows:
             return self.prefill(tokens, prompt_context_tokens)
+        if self.added_seconds is not None:
+            fixed, per_token = self.added_seconds
+            return self.decode(rows, context_tokens) + max(fixed + tokens * per_token, 0.0)
         products = max(self._products(rows + tokens) + self._logits(rows), _interpolate(self.decode_points, rows))
         attention = context_tokens * self.context_token_seconds + tokens * prompt_context_tokens * self.pair_seconds
         return products + attention
@@ -99,6 +105,7 @@ class StepTimeTable:
             pair_seconds=self.pair_seconds * factor,
             logits_points=tuple((rows, seconds * factor) for rows, seconds in self.logits_points),
             encode_points=tuple((tokens, seconds * factor) for tokens, seconds in self.encode_points),
+            added_seconds=self.added_seconds and (self.added_seconds[0] * factor, self.added_seconds[1] * factor),
         )
 
     def _logits(self, rows: int) -> float:
@@ -142,12 +149,15 @@ def _interpolate(points: _Points, number: int) -> float:
 
 
 # A step is replayed from a recording of its size, so prompt chunks have only these sizes. The smallest is processed
-# even if the target is missed already, so that a long prompt makes progress.
+# even if the target is missed already, so that a long prompt makes progress. Without a target that an operator set, a
+# larger one is, too, if it takes at most `MISSED_TARGET_RATIO` times as long: steps that are not recorded on a GPU have a
+# long fixed time, and their tokens cost little.
 PREFILL_CHUNK_SIZES = tuple(size for power in range(2, 14) for size in (2**power, 3 * 2 ** (power - 1)))
 MIN_PREFILL_TOKENS = PREFILL_CHUNK_SIZES[0]
 # Goal: the p99 latency of running streams is at most 3 × their p50 while a long prompt arrives, if the p99 of steps is
 # 1.5 × their p50.
 MIXED_TO_DECODE_RATIO = 2.0
+MISSED_TARGET_RATIO = 1.1
 MIN_TARGET_SECONDS = (
     0.010  # a hundred tokens a second, which is faster than people read; a lower target would only slow prompts
 )
@@ -205,7 +215,7 @@ class StepTimes:
     def prefill_tokens(
         self, rows: int, context_tokens: int = 0, prompt_context_tokens: int = 0, num_prompts: int = 1
     ) -> int:
-        """Return the most prompt tokens that keep a step within the target, or the smallest chunk size."""
+        """Return the most prompt tokens that keep a step within the target, or those that hardly miss it by more."""
         if not rows:
             return self.max_tokens
         target = self.target(rows, context_tokens, num_prompts)
@@ -213,9 +223,13 @@ class StepTimes:
             *PREFILL_CHUNK_SIZES[: bisect_left(PREFILL_CHUNK_SIZES, self.max_tokens)],
             self.max_tokens,
         )
-        fitting = bisect_right(
-            sizes, target, key=lambda size: self.seconds(rows, size, context_tokens, prompt_context_tokens)
-        )
+
+        def seconds(size: int) -> float:
+            return self.seconds(rows, size, context_tokens, prompt_context_tokens)
+
+        fitting = bisect_right(sizes, target, key=seconds)
+        if not fitting and self.target_seconds is None:
+            fitting = bisect_right(sizes, MISSED_TARGET_RATIO * seconds(sizes[0]), key=seconds)
         return sizes[max(fitting - 1, 0)]
 
 

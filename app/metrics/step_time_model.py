@@ -33,9 +33,9 @@ _AS_MEASURED, _UNKNOWN = (1.0, 0), (0.0, 0)  # usual time, and number of steps
 _DRAFT_GAIN, _MIN_DRAFT_TOKENS = 0.1, 0.01
 
 FIRST_PREFILL_TOKENS = 32  # used while the price of a prefill token is unknown
-# Decode steps in the learned median. They are fewer than `RECENT_STEPS`, because only one step in sixteen decodes
-# alone while prompts never end. Two outliers (a page fault storm, another process) change nothing.
-_RECENT_DECODES = 5
+# Steps in the learned medians. They are fewer than `RECENT_STEPS`, because only one step in sixteen decodes alone while
+# prompts never end. Two outliers (a page fault storm, another process) change nothing.
+_RECENT_STEPS = 5
 _PRICE_GAIN = 0.3  # weight of a new measurement in the learned price
 _MAX_CHANGE = 2.0  # a measurement counts as at most this factor, so that one outlier moves the price by 30%
 _TABLE_TOKENS = 1024  # length at which the learned line is sampled for a table
@@ -280,23 +280,27 @@ class _RowFactors:
 
 
 class _LearnedTimes:
-    """Step times without a table: the time of decode steps, and `token_seconds` for each prefill token in addition.
+    """Step times without a table: the time of decode steps, and what the tokens of prompts add to it.
 
-    Its errors favor the streams.
+    They add `token_seconds` each, which steps without decodes show, and a fixed time: that of operations that are not
+    recorded, for example, or a negative one, where a few more rows are free. Its errors favor the streams.
     """
 
     def __init__(self) -> None:
         self.token_seconds: float | None = None
-        self._decodes: deque[float] = deque(maxlen=_RECENT_DECODES)
+        self._decodes: deque[float] = deque(maxlen=_RECENT_STEPS)
+        self._added: deque[tuple[int, float]] = deque(maxlen=_RECENT_STEPS)  # by prompts: tokens, and their seconds
 
     def table(self) -> StepTimeTable | None:
         """Return a table of the line; None before the first decode step."""
         if not self._decodes:
             return None
-        decode_seconds = median(self._decodes)
-        last_seconds = decode_seconds + (_TABLE_TOKENS - 1) * (self.token_seconds or 0.0)
+        decode_seconds, token_seconds = median(self._decodes), self.token_seconds or 0.0
+        last_seconds = decode_seconds + (_TABLE_TOKENS - 1) * token_seconds
         return StepTimeTable(
-            ((1, decode_seconds), (_TABLE_TOKENS, decode_seconds)), ((1, decode_seconds), (_TABLE_TOKENS, last_seconds))
+            ((1, decode_seconds), (_TABLE_TOKENS, decode_seconds)),
+            ((1, decode_seconds), (_TABLE_TOKENS, last_seconds)),
+            added_seconds=(self._fixed_seconds(), token_seconds),
         )
 
     def observe(self, step: StepStats) -> None:
@@ -306,21 +310,29 @@ class _LearnedTimes:
         elif step.prefill_tokens >= (MIN_PREFILL_TOKENS if step.decode_tokens else FIRST_PREFILL_TOKENS):
             self._learn_price(step)
 
-    def _learn_price(self, step: StepStats) -> None:
-        """Update the price of a prefill token.
+    def _fixed_seconds(self) -> float:
+        """Return the time that prompts add to decodes beyond the price of their tokens; 0 if none was seen beside any."""
+        price = self.token_seconds or 0.0
+        return median(added - tokens * price for tokens, added in self._added) if self._added else 0.0
 
-        For a mixed step, the price is the time in excess of the decodes alone, per prefill token. For other steps
-        it is the whole time per token.
+    def _learn_price(self, step: StepStats) -> None:
+        """Update the price of a prefill token, and what prompts add to decodes.
+
+        A step without decodes, which has many tokens, shows the price. Beside decodes, no token costs more than its
+        share of the time that the decodes alone do not take.
         """
-        if step.decode_tokens and not self._decodes:
+        tokens, known = step.prefill_tokens, self.token_seconds
+        if not step.decode_tokens:
+            added = max(step.corrected_seconds - max(self._fixed_seconds(), 0.0), 0.0)
+        elif self._decodes:
+            added = max(step.corrected_seconds - median(self._decodes), 0.0)
+            self._added.append((tokens, added))
+        else:
             return
-        decode_seconds = median(self._decodes) if step.decode_tokens else 0.0
-        price = max(step.corrected_seconds - decode_seconds, 0.0) / step.prefill_tokens
-        known = self.token_seconds
-        if known is None:
+        price = added / tokens
+        if known is None or (not step.decode_tokens and 0.0 < price < known):  # nothing makes a step too fast
             self.token_seconds = price or None
-        # a prefill-only step includes the fixed cost, so it is an upper bound
-        elif step.decode_tokens or price < known:
+        elif price < known or not step.decode_tokens:
             price = min(max(price, known / _MAX_CHANGE), known * _MAX_CHANGE)
             self.token_seconds = known + _PRICE_GAIN * (price - known)
 

@@ -12,6 +12,7 @@ from app.hardware.decision import TrialTimes
 from app.hardware.step_times import (
     MIN_PREFILL_TOKENS,
     MIN_TARGET_SECONDS,
+    MISSED_TARGET_RATIO,
     MIXED_TO_DECODE_RATIO,
     StepTimes,
     StepTimeTable,
@@ -67,6 +68,27 @@ def test_the_decodes_alone_are_measured_first() -> None:
     assert pace.max_prefill_tokens(1) == 0
     step(pace, 0, 1, DECODE_SECONDS)
     assert pace.max_prefill_tokens(1) > 0
+
+
+def launched(prefill: int) -> float:
+    """A GPU's steps: decodes are recorded; a step with a prompt is not, and its tokens cost little."""
+    return 0.005 + (0.008 + prefill * 3e-6 if prefill else 0.0)
+
+
+@pytest.mark.parametrize("with_prompt_first", [True, False])
+def test_chunks_are_not_small_where_tokens_cost_little_and_a_step_with_a_prompt_much(with_prompt_first: bool) -> None:
+    pace = PrefillBudget(2048)
+    if with_prompt_first:
+        step(pace, 2048, 0, launched(2048))
+    for _ in range(5):
+        step(pace, 0, 256, launched(0))
+    tokens = []
+    for _ in range(300):
+        tokens.append(pace.max_prefill_tokens(256))
+        step(pace, tokens[-1], 256, launched(tokens[-1]))
+        if tokens[-1] and len(tokens) == 50:
+            step(pace, 2048, 0, launched(2048))  # a prompt comes while nobody decodes
+    assert sorted(tokens[100:])[100] >= 128
 
 
 @pytest.mark.parametrize("cost", [linear, roofline])
@@ -165,7 +187,7 @@ def test_a_table_keeps_every_step_within_the_target_from_the_first(trial: TrialT
     )
     target = max(MIXED_TO_DECODE_RATIO * steps.decode(ROWS, CONTEXT), MIN_TARGET_SECONDS)
     least = [steps.mixed(ROWS, MIN_PREFILL_TOKENS, CONTEXT, done) for done in range(PROMPT)]
-    assert max(seconds) <= max(target, max(least)) * 1.0001
+    assert max(seconds) <= max(target, MISSED_TARGET_RATIO * max(least)) * 1.0001
     assert min(seconds[:-1]) > min(0.6 * target, min(least)), "and uses it"
 
 
