@@ -148,6 +148,14 @@ def test_a_pod_is_timed_from_its_scheduling_to_its_readiness(monkeypatch: pytest
     assert moments == {("old", "PodScheduled"): 0, ("old", "Ready"): 1, ("new", "PodScheduled"): 2, ("new", "Ready"): 5}
 
 
+def test_a_start_is_that_of_a_pod_scheduled_since() -> None:
+    """A pod of a former rollout, whose end was watched, is none."""
+    moments = {("old", starts.SCHEDULED): 1.0, ("old", starts.READY): 9.0, ("new", starts.SCHEDULED): 6.0}
+    assert starts.seconds_of_new_pods(moments, 5.0) == []
+    moments["new", starts.READY] = 8.5
+    assert starts.seconds_of_new_pods(moments, 5.0) == [2.5]
+
+
 def test_a_program_that_has_ended_is_not_waited_for(tmp_path: Path) -> None:
     program = tmp_path / "etcd"
     program.write_text("#!/bin/sh\necho 'no such flag' >&2\nexit 3\n")

@@ -54,16 +54,19 @@ def _seconds_of_replacement(fleet: Fleet, moments: Mapping[tuple[str, str], floa
     """Delete a pod. Returns the seconds from the scheduling of its replacement to its readiness."""
     fleet.rolled_out()
     fleet.settled()
-    before = {each["metadata"]["name"] for each in fleet.pods()}
-    gone = min(before)
+    gone, deleted = min(each["metadata"]["name"] for each in fleet.pods()), time.monotonic()
     fleet.cluster.kubectl("-n", NAMESPACE, "delete", "pod", gone, "--wait=false")
+    wait(lambda: bool(seconds_of_new_pods(moments, deleted)), WAIT_SECONDS, f"no pod that replaces {gone} is ready")
+    return seconds_of_new_pods(moments, deleted)[0]
 
-    def fresh() -> list[str]:
-        return [name for name, condition in list(moments) if condition == READY and name not in before]
 
-    wait(lambda: bool(fresh()), WAIT_SECONDS, f"no pod that replaces {gone} is ready")
-    (name,) = fresh()
-    return moments[name, READY] - moments[name, SCHEDULED]
+def seconds_of_new_pods(moments: Mapping[tuple[str, str], float], since: float) -> list[float]:
+    """Return the seconds to readiness of the pods that were scheduled after `since` and are ready.
+
+    Pods of a former rollout may be among those that were seen, as they ended.
+    """
+    scheduled = {name: moment for (name, condition), moment in list(moments.items()) if condition == SCHEDULED}
+    return [moments[name, READY] - at for name, at in scheduled.items() if at > since and (name, READY) in moments]
 
 
 @contextmanager
