@@ -107,18 +107,16 @@ class Fleet:
 
     def settled(self) -> None:
         """Wait until the pods that are ending have ended."""
-        chosen = ("pods", "-n", NAMESPACE, "-l", f"{SERVERS},pool={POOL}")
-        wait(lambda: len(self.cluster.get(*chosen)) == REPLICAS, ROLLOUT_SECONDS, "old pods do not end")
+        wait(lambda: len(self._present()) == REPLICAS, ROLLOUT_SECONDS, "old pods do not end")
 
     def pods(self, pool: str = POOL) -> list[dict[str, Any]]:
         """Return the pool's pods that have not ended and are not ending."""
+        return [each for each in self._present(pool) if "deletionTimestamp" not in each["metadata"]]
+
+    def _present(self, pool: str = POOL) -> list[dict[str, Any]]:
         found = self.cluster.get("pods", "-n", NAMESPACE, "-l", f"{SERVERS},pool={pool}")
         ended = {"Succeeded", "Failed"}  # an evicted pod stays as one of these
-        return [
-            each
-            for each in found
-            if "deletionTimestamp" not in each["metadata"] and each["status"]["phase"] not in ended
-        ]
+        return [each for each in found if each["status"]["phase"] not in ended]
 
     def ready(self, pool: str = POOL) -> list[dict[str, Any]]:
         return [each for each in self.pods(pool) if is_ready(each)]
