@@ -82,7 +82,7 @@ INLINE void widen(int kind, const uint8_t *p, vf *x) {
         return;
     }
     if (kind == FROM_FP32) {
-        memcpy(x, p, 2 * sizeof *x);
+        x[0] = vf_load((const float *)p), x[1] = vf_load((const float *)p + LANES); /* memcpy of both goes through memory */
         return;
     }
     vu both;
@@ -117,14 +117,8 @@ INLINE vf add_product(int kind, vf sum, vf key, vf query) {
 #define KV_PREFETCH 0
 #endif
 
-#ifndef KV_PREFETCH_FP32
-#define KV_PREFETCH_FP32 2
-#endif
-
-INLINE void ask_for(int kind, const uint8_t *p, int64_t bytes) {
-    for (int64_t i = 0; i < bytes; i += 64)
-        if (kind == FROM_FP32) __builtin_prefetch(p + i, 0, KV_PREFETCH_FP32);
-        else __builtin_prefetch(p + i, 0, KV_PREFETCH);
+INLINE void ask_for(const uint8_t *p, int64_t bytes) {
+    for (int64_t i = 0; i < bytes; i += 64) __builtin_prefetch(p + i, 0, KV_PREFETCH);
 }
 
 /* ---- products ---- */
@@ -160,7 +154,7 @@ INLINE void score(int kind, int rows, int first, const block_rows *keys, const f
             for (int i = 0; i < 4; i++) {
                 const int t = t0 + part * 4 + i;
                 key[i] = keys->base + keys->at[t];
-                if (first) ask_for(kind, keys->ahead + keys->ahead_at[t], keys->bytes);
+                if (first) ask_for(keys->ahead + keys->ahead_at[t], keys->bytes);
 #pragma GCC unroll 4
                 for (int r = 0; r < rows; r++) sums[r][i] = vf_all(0);
             }
@@ -193,7 +187,7 @@ INLINE void add_values(int kind, int rows, int steps, int tail, int first, const
         for (int v = 0; v < 2 * steps; v++) acc[r][v] = vf_load(sums[r] + d + v * LANES);
     for (int t = from; t < to; t++) {
         const uint8_t *value = values->base + values->at[t] + d * bytes_of(kind);
-        if (first && d == 0) ask_for(kind, values->ahead + values->ahead_at[t], values->bytes);
+        if (first && d == 0) ask_for(values->ahead + values->ahead_at[t], values->bytes);
         for (int i = 0; i < steps; i++)
             if (tail) widen_tail(kind, value, values->head_dim - d, x);
             else widen(kind, value + i * STEP * bytes_of(kind), x + 2 * i);
