@@ -170,6 +170,8 @@ RETRY_FACTOR = 3  # times as many samples if they vary too much, and if there is
 CLEARLY_SLOWER = 1.25
 FIRST_STEP_SECONDS = 0.1  # a first step that takes less is run twice, and the faster run counts
 
+UNORDERED = "steps with more rows or layers were measured shorter than steps with fewer"
+
 TrialKey = tuple[int, TrialStep]  # (threads, step)
 
 
@@ -286,11 +288,14 @@ def _with_peaks(before: Measurements, found: Measurements, after: Measurements) 
 
 
 def _measure_trials(subject: CalibrationSubject, timer: CalibrationTimer, found: Measurements) -> Measurements:
-    """Try every precision that may be chosen, then every thread count, then measure the full table of the plan."""
-    plan, threads, coarse = subject.plans[0], subject.threads[0], list[TrialTimes]()
+    """Try every precision that may be chosen, then every thread count, then measure the full table of the plan.
+
+    A single precision is tried, too: on a slow machine there is no time for the full table.
+    """
+    plan, threads = subject.plans[0], subject.threads[0]
+    found = _try_precisions(subject, timer, found)
+    coarse = [*found.trials]
     if len(subject.plans) > 1:
-        found = _try_precisions(subject, timer, found)
-        coarse = [*found.trials]
         name = subject.choose(found)[0]
         plan = next((candidate for candidate in subject.plans if candidate.precision.value == name), plan)
     if len(subject.threads) > 1:
@@ -400,7 +405,8 @@ class TrialSession:
         found = [model_trial.summarize(number, _seconds_of_threads(medians, number)) for number in threads]
         trials = [replace(trial, spread=rounds.spread()) for trial in found if trial is not None]
         if not trials:
-            self.noise = self.noise or "steps with more rows or layers were measured shorter than steps with fewer"
+            is_whole = all(point.key in medians for block in blocks for point in block.points)
+            self.noise = self.noise or (UNORDERED if is_whole else NO_TIME)
             trials = self._noisy_trials(model_trial, threads, rounds)
         return trials
 
