@@ -87,9 +87,10 @@ def attempt(findings: Findings, name: str, act: Callable[[], None]) -> None:
 
 
 def settled(fleet: Fleet) -> Fleet:
-    """Return the fleet with its usual settings and pods."""
+    """Return the fleet with its usual settings and pods; those of another fleet, with another key, have ended."""
     fleet.apply()
     fleet.rolled_out()
+    fleet.settled()
     return fleet
 
 
