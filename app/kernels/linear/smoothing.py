@@ -37,7 +37,7 @@ def column_mean_squares(parts: Iterable[Tensor], columns: int) -> Tensor:
 def column_squares(rows: Tensor) -> Tensor:
     """Return the sum of squares of each input, fp32 [in], over rows [n, in]."""
     total = torch.zeros(rows.shape[1])
-    for few in rows.split(_CACHED_ROWS):
+    for few in torch.split(rows, _CACHED_ROWS):
         total += few.to(torch.float32, copy=True).square_().sum(0)
     return total
 
