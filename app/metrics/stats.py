@@ -96,6 +96,7 @@ class StepStats:
 
 
 # Fields that were renamed, and their keys in `GET /info`, which are a contract.
+_NOT_IN_INFO = frozenset(["added_seconds"])  # of a table that was learned, whose times the points describe as well
 _INFO_KEYS = {"step_times": "tempo", "draft_tokens": "guesses", "tokens_per_step": "tokens_made"}
 
 
@@ -127,8 +128,11 @@ class EngineSnapshot:
 
     def to_json(self) -> dict[str, Any]:
         """Return the `capacity` object of `GET /info`."""
-        fields = asdict(self, dict_factory=lambda items: {_INFO_KEYS.get(name, name): value for name, value in items})
-        return fields | {"kv_usage_ratio": self.kv_usage_ratio}
+
+        def told(items: list[tuple[str, Any]]) -> dict[str, Any]:
+            return {_INFO_KEYS.get(name, name): value for name, value in items if name not in _NOT_IN_INFO}
+
+        return asdict(self, dict_factory=told) | {"kv_usage_ratio": self.kv_usage_ratio}
 
 
 class StepLog:
