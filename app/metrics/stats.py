@@ -95,8 +95,8 @@ class StepStats:
         return steps.mixed(self.num_rows, self.prefill_tokens, self.context_tokens, behind)
 
 
-# Fields that were renamed, and their keys in `GET /info`, which are a contract.
 _NOT_IN_INFO = frozenset(["added_seconds"])  # of a table that was learned, whose times the points describe as well
+# Fields that were renamed, and their keys in `GET /info`, which are a contract.
 _INFO_KEYS = {"step_times": "tempo", "draft_tokens": "guesses", "tokens_per_step": "tokens_made"}
 
 
