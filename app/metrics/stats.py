@@ -129,10 +129,10 @@ class EngineSnapshot:
     def to_json(self) -> dict[str, Any]:
         """Return the `capacity` object of `GET /info`."""
 
-        def told(items: list[tuple[str, Any]]) -> dict[str, Any]:
+        def renamed(items: list[tuple[str, Any]]) -> dict[str, Any]:
             return {_INFO_KEYS.get(name, name): value for name, value in items if name not in _NOT_IN_INFO}
 
-        return asdict(self, dict_factory=told) | {"kv_usage_ratio": self.kv_usage_ratio}
+        return asdict(self, dict_factory=renamed) | {"kv_usage_ratio": self.kv_usage_ratio}
 
 
 class StepLog:
