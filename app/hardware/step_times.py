@@ -215,7 +215,11 @@ class StepTimes:
     def prefill_tokens(
         self, rows: int, context_tokens: int = 0, prompt_context_tokens: int = 0, num_prompts: int = 1
     ) -> int:
-        """Return the most prompt tokens that keep a step within the target, or those that hardly miss it by more."""
+        """Return the most prompt tokens that keep a step within the target.
+
+        If no chunk size does, return the smallest one. Without `target_seconds`, return then the largest one that takes
+        at most `MISSED_TARGET_RATIO` times as long as the smallest.
+        """
         if not rows:
             return self.max_tokens
         target = self.target(rows, context_tokens, num_prompts)

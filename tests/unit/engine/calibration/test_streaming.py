@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +20,11 @@ from app.hardware.plan.plan import ServingPlan, make_plan
 from app.hardware.probe.probe import probe
 from app.kernels.linear.fp32_panels import Fp32PanelLinear
 from app.kernels.linear.linear import ExactLinear, Linear
-from app.kernels.linear.quantization import compute_gptq_factors
+from app.kernels.linear.quantization import InputStatistics, compute_gptq_factors
 from app.kernels.linear.smoothing import activation_aware_scales
 from app.kernels.native.arguments import OpCode
 from app.kernels.native.operations import has_kernel
+from app.models.decoders.decoder import Decoder
 from app.settings import load_settings
 from app.weights.checkpoint import Checkpoint, open_checkpoint
 from app.weights.forms import RECIPES
@@ -54,19 +56,31 @@ def exact_form(linear: Linear, form: Any) -> ExactLinear:
     return ExactLinear([weight], form.bias)
 
 
+def linears_of(model: Decoder) -> set[Linear]:
+    return {module for module in model.modules() if isinstance(module, Linear)}
+
+
+def run_stages(seen: StreamedCalibration, model: Decoder) -> list[Mapping[Linear, InputStatistics]]:
+    """The statistics of each stage, after which its products get the forms that they had."""
+    forms = {linear: linear.form for linear in linears_of(model)}
+    stages = []
+    for stage in seen.stages(model, lambda linear: exact_form(linear, forms[linear])):
+        stages.append(stage)
+        for linear in stage:
+            linear.form = forms[linear]
+    return stages
+
+
 @torch.inference_mode()
 def test_products_before_and_after_the_layers_have_statistics_too(tmp_path: Path, text: Path) -> None:
     checkpoint = open_checkpoint(write_checkpoint(tmp_path / "tiny", "Gemma3nForCausalLM"))
     plan = plan_of(checkpoint, "int4")
     model = load_model(checkpoint, plan_of(checkpoint, "fp32"), select_host_backend(plan_of(checkpoint, "fp32")))
     seen = StreamedCalibration(checkpoint, plan, select_host_backend(plan), text)
-    forms = {linear: linear.form for linear in model.modules() if isinstance(linear, Linear)}
-    stages = []
-    for stage in seen.stages(model, lambda linear: exact_form(linear, forms[linear])):
-        stages.append(stage)
-        for linear in stage:
-            linear.form = forms[linear]
-    assert len(stages) == len(model.layers) + 3 and {linear for stage in stages for linear in stage} == set(forms)
+    stages = run_stages(seen, model)
+    assert len(stages) == len(model.layers) + 3 and {linear for stage in stages for linear in stage} == linears_of(
+        model
+    )
     windows = [torch.tensor(window) for number, window in enumerate(seen._windows) if seen._is_shown(number)]
     x = torch.cat([model.embedding(window) for window in windows])
     torch.testing.assert_close(stages[0][model.entry.inputs].mean_squares, x.square().mean(0), rtol=1e-3, atol=1e-4)
@@ -102,13 +116,10 @@ def test_the_statistics_are_those_of_the_inputs(tmp_path: Path, text: Path, arch
     backend = select_host_backend(plan)
     model = load_model(checkpoint, plan_of(checkpoint, "fp32"), select_host_backend(plan_of(checkpoint, "fp32")))
     seen = StreamedCalibration(checkpoint, plan, backend, text)
-    forms = {linear: linear.form for linear in model.modules() if isinstance(linear, Linear)}
-    stages = []
-    for stage in seen.stages(model, lambda linear: exact_form(linear, forms[linear])):
-        stages.append(stage)
-        for linear in stage:
-            linear.form = forms[linear]
-    assert len(stages) == len(model.layers) + 1 and {linear for stage in stages for linear in stage} == set(forms)
+    stages = run_stages(seen, model)
+    assert len(stages) == len(model.layers) + 1 and {linear for stage in stages for linear in stage} == linears_of(
+        model
+    )
     first = model.layers[0].attention.qkv
     windows = [window for number, window in enumerate(seen._windows) if seen._is_shown(number)]
     x = torch.cat([model.layers[0].attention_norm(model.embedding(torch.tensor(one))) for one in windows]).float()
