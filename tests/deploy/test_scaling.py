@@ -113,13 +113,14 @@ def test_keda_gets_one_number_from_each_query(prometheus: LivePrometheus) -> Non
 
 @pytest.mark.full
 def test_without_any_server_keda_falls_back_instead_of_scaling_down(prometheus: LivePrometheus) -> None:
-    """An empty answer is an error to it (`ignoreNullValues`): of the queue, which every server tells. A wait may well be unknown."""
-    queue, wait = (
-        each["metadata"]["query"].replace('namespace="armature"', 'namespace="nobody"')
+    """An empty answer is an error to it (`ignoreNullValues`): of counts that every server exports. A wait may well be unknown."""
+    queries = {
+        each["name"]: each["metadata"]["query"].replace('namespace="armature"', 'namespace="nobody"')
         for each in scaled_object()["spec"]["triggers"]
-    )
-    assert prometheus.query(queue) == []
-    assert [each["value"][1] for each in prometheus.query(wait)] == ["0"]
+    }
+    assert queries.keys() == {"running", "waiting", "predicted-wait"}
+    assert prometheus.query(queries["running"]) == prometheus.query(queries["waiting"]) == []
+    assert [each["value"][1] for each in prometheus.query(queries["predicted-wait"])] == ["0"]
     assert all(each["metadata"]["ignoreNullValues"] == "false" for each in scaled_object()["spec"]["triggers"])
 
 
