@@ -63,14 +63,17 @@ def strict(document: dict[str, Any]) -> dict[str, Any]:
     return document
 
 
-def fuzz(url: str, examples: int, seed: int = 1, key: str = "", aliases: bool = True) -> FuzzResult:
-    """Send up to `examples` generated requests to each operation, besides those of the fixed coverage phase.
+def fuzz(
+    url: str, examples: int, seed: int = 1, key: str = "", aliases: bool = True, coverage: bool = True
+) -> FuzzResult:
+    """Send up to `examples` generated requests to each operation, besides the 18,000 of the fixed coverage phase.
 
     Without `aliases`, each operation gets them at one of its paths only.
     """
     headers = {"authorization": f"Bearer {key}"} if key else {}
     document = strict(httpx.get(f"{url}/openapi.json", headers=headers, timeout=60).json())
     document = document if aliases else without_aliases(document)
+    phases = ["examples", *(["coverage"] if coverage else []), "fuzzing", "stateful"]
     with TemporaryDirectory() as name:
         folder = Path(name)
         (folder / "openapi.json").write_text(json.dumps(document))
@@ -95,6 +98,8 @@ def fuzz(url: str, examples: int, seed: int = 1, key: str = "", aliases: bool = 
             str(seed),
             "--max-examples",
             str(examples),
+            "--phases",
+            ",".join(phases),
             "--no-shrink",
         ]
         command += [

@@ -21,11 +21,12 @@ EXAMPLES = 10  # of each operation, besides the fixed cases of the coverage phas
 def test_no_route_answers_500_or_what_it_does_not_declare(kind: str, tmp_path: Path) -> None:
     pytest.importorskip("schemathesis")
     with serving(kind, tmp_path / "model") as server:
-        result = fuzz(server.url, EXAMPLES, aliases=False)
+        # Most routes refuse the other kinds alike, so the fixed cases, minutes of them, are sent to two kinds.
+        result = fuzz(server.url, EXAMPLES, aliases=False, coverage=kind in ("decoder", "encoder"))
         assert server.client.get("/readyz").status_code == 200
     assert result.failures == {}, result.output
     assert result.server_errors == 0
-    assert result.cases > 1_000
+    assert result.cases > (10_000 if kind in ("decoder", "encoder") else 300)
 
 
 @pytest.mark.parametrize(
