@@ -138,7 +138,7 @@ int64_t gptq_codes(void) {
                 const double scale = scales[o * groups + order[j] / group], code = codes[o * code_stride + order[j]] - 8.0;
                 const double exact = scale == 0 ? 0 : fmin(fmax(x[j] / scale, -8), 7), error = (x[j] - code * scale) / root[j * root_stride + j];
                 if (fabs(code - exact) > 0.51) failed("code %d of output %d: %g for %g", (int)j, (int)o, code, exact);
-                for (int64_t k = j + 1; k < inputs; k++) x[k] -= error * root[j * root_stride + k];
+                for (int64_t k = j + 1; k < inputs; k++) x[k] -= error * root[k * root_stride + j];
             }
             for (int64_t i = inputs; i < code_stride && o + 1 < outputs; i++)
                 if (codes[o * code_stride + i] != 99) failed("a byte beyond the codes was written");

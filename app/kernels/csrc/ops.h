@@ -146,8 +146,9 @@ typedef struct {
 #define MOST_GPTQ_INPUTS 512
 
 /* Round a weight [outputs, inputs] (row stride in elements) by GPTQ, input by input. `order` [inputs] lists the inputs in
- * the order of rounding; scales [outputs, groups]; root [inputs, inputs] (row stride in elements) is the upper triangular
- * factor of the inverse Hessian in that order. Writes codes [outputs, inputs] (row stride in bytes), 0 to 15. */
+ * the order of rounding; scales [outputs, groups]. With U the upper triangular factor of the inverse Hessian in that order,
+ * root [inputs, inputs] (row stride in elements) is its transpose: row k has the factors by which input k absorbs the errors
+ * of those before it. Writes codes [outputs, inputs] (row stride in bytes), 0 to 15. */
 typedef struct {
     const float *weight, *scales, *root;
     const int64_t *order;

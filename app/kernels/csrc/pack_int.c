@@ -26,6 +26,26 @@ static int64_t place(int64_t output, int64_t k, int64_t bits, int64_t block, int
     return eight * 128 + half * 64 + o % 8 * 8 + i;
 }
 
+/* Write eight codes of an output to where `place` has them, in panels of zeros; outputs share the bytes of four-bit codes
+ * in blocks of eight. */
+static void pack_eight(const uint8_t *codes, int64_t output, int64_t bits, int64_t block, uint8_t *target) {
+    const int64_t half = output / 16, o = output % 16;
+    if (bits == 8 && block == 8) memcpy(target + half * 128 + o * 8, codes, 8);
+    else if (bits == 8) memcpy(target + half * 64 + o * 4, codes, 4), memcpy(target + 128 + half * 64 + o * 4, codes + 4, 4);
+    else if (block == 4) {
+        uint32_t low, high;
+        memcpy(&low, codes, 4), memcpy(&high, codes + 4, 4);
+        low |= high << 4;
+        memcpy(target + half * 64 + o * 4, &low, 4);
+    } else {
+        uint64_t eight, others;
+        uint8_t *at = target + half * 64 + o % 8 * 8;
+        memcpy(&eight, codes, 8), memcpy(&others, at, 8);
+        others |= eight << (o / 8 * 4);
+        memcpy(at, &others, 8);
+    }
+}
+
 /* Pack outputs [first, first + outputs) of a weight, each once, into panels of zeros. */
 EXPORT void armature_pack_int(const pack_arguments *a) {
     const int64_t groups = a->padded / a->group, block = armature_now()->block, last = a->first + a->outputs;
@@ -43,11 +63,7 @@ EXPORT void armature_pack_int(const pack_arguments *a) {
                 memcpy(scales + o * size, a->scales + (row * groups + g) * size, (size_t)size);
                 if (a->header == SCALES_AND_MINIMUMS) memcpy(scales + 64 + o * 2, a->others + row * groups + g, 2);
                 const uint8_t *codes = a->codes + row * a->padded + g * a->group;
-                for (int64_t k = 0; k < a->group; k++) {
-                    int shift;
-                    uint8_t *at = target + place(o, k, a->bits, block, &shift);
-                    *at = (uint8_t)(*at | codes[k] << shift);
-                }
+                for (int64_t k = 0; k < a->group; k += 8) pack_eight(codes + k, o, a->bits, block, target + k / 8 * (a->bits == 8 ? 256 : 128));
             }
         }
 }

@@ -330,13 +330,31 @@ def compute_gptq_factors(
     mean = scaled.diagonal().mean()
     if not mean > 0:
         return GptqFactors(order, torch.eye(len(scaled)), None)
-    damped = scaled[order][:, order].div_(mean)
+    # With inputs in reverse, C = LLᵀ is the Cholesky decomposition, and U is L⁻¹ with rows and columns in reverse.
+    reverse = order.flip(0)
+    damped = scaled.index_select(0, reverse).index_select(1, reverse).div_(mean)
     damped.diagonal().add_(damping)
-    # C = RRᵀ with R upper triangular is the Cholesky decomposition with rows and columns in reverse; then U = R⁻¹.
-    reverse: Tensor = torch.linalg.cholesky(damped.flip(0, 1)).flip(0, 1).contiguous()
-    upper: Tensor = torch.linalg.solve_triangular(reverse, torch.eye(len(reverse)), upper=True)
+    lower = _inverse_of_lower(torch.linalg.cholesky(damped))
     importance = (scaled.diagonal() / mean + damping).float() if fits_scales else None
-    return GptqFactors(order, upper.contiguous(), importance)
+    return GptqFactors(order, lower.T.flip(0, 1).contiguous().T, importance)  # the kernel reads U by columns
+
+
+_WHOLE = 64  # rows of a triangular matrix that are solved at once
+
+
+def _inverse_of_lower(matrix: Tensor) -> Tensor:
+    """Return the inverse of a lower triangular matrix; products of its quarters are faster than solving for all rows."""
+    half = len(matrix) // 2
+    if half < _WHOLE:
+        inverse: Tensor = torch.linalg.solve_triangular(
+            matrix, torch.eye(len(matrix), dtype=matrix.dtype), upper=False
+        )
+        return inverse
+    inverse = torch.zeros_like(matrix)
+    inverse[:half, :half] = first = _inverse_of_lower(matrix[:half, :half])
+    inverse[half:, half:] = second = _inverse_of_lower(matrix[half:, half:])
+    inverse[half:, :half] = (second @ (matrix[half:, :half] @ first)).neg_()
+    return inverse
 
 
 def gptq_int4(
@@ -405,7 +423,8 @@ def _gptq_block(weight: Tensor, rounded: Int4Weight, first: int, gptq_factors: G
 
     `weight` is contiguous fp32.
     """
-    root, order, group = gptq_factors.inverse_root, gptq_factors.rounding_order, rounded.group
+    order, group = gptq_factors.rounding_order, rounded.group
+    root = gptq_factors.inverse_root.T.contiguous()
     scales = rounded.scales[:, first // group : first // group + -(-len(order) // group)].float().contiguous()
     run_operation(
         Int4GptqArguments(
