@@ -14,7 +14,10 @@ from types import FrameType
 def run() -> int:
     """Run the command line and return its exit status."""
     signal.signal(signal.SIGTERM, _exit_on_signal)
-    from app.cli.main import main
+    from app.imports import collection_paused
+
+    with collection_paused():
+        from app.cli.main import main
 
     return main()
 

@@ -26,6 +26,7 @@ from app.errors import ArmatureError, PlanImpossible, SettingsInvalid, StartupEr
 from app.hardware.plan.plan import make_plan
 from app.hardware.plan.precision import describe_cost
 from app.hardware.probe.probe import probe
+from app.imports import collection_paused
 from app.server.model_source import open_or_fetch_model
 from app.server.prepare import CALIBRATE_COMMAND_SECONDS, Prepared, calibrate, prepare, with_kept_calibration
 from app.server.start_console import StartConsole
@@ -76,7 +77,8 @@ def _serve(arguments: Namespace) -> int:
     settings = _settings(arguments)
     with closing(StartConsole(has_bars=settings.log_format == "text")) as console:
         console.show("starting")  # the import takes a second
-        from app.server.process import serve
+        with collection_paused():
+            from app.server.process import serve
 
     return serve(settings)
 

@@ -10,8 +10,8 @@ import asyncio
 import logging
 import os
 import time
-from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import closing, contextmanager
 from pathlib import Path
 from threading import Event as Flag
@@ -27,6 +27,7 @@ from app.hardware.plan.plan import ServingPlan
 from app.hardware.plan.precision import describe_cost
 from app.hardware.probe.cgroup import find_cpu_stat
 from app.hardware.probe.host_files import HostFiles
+from app.imports import collection_paused
 from app.messages import Stop
 from app.metrics.gauges import DeploymentGauges, DeploymentInfo, ServerInfo, throttled_seconds
 from app.metrics.instruments import Metrics
@@ -54,6 +55,8 @@ from app.service.service import Service
 from app.settings import Settings, parse_rate_limit
 from app.tracing.request_trace import Tracer
 from app.version import VERSION
+from app.weights.cache_file import PACKS, checkpoint_fingerprint
+from app.weights.checkpoint import Checkpoint
 from app.weights.files import unreadable_message
 from app.weights.program import ProgramCheckpoint
 
@@ -65,7 +68,6 @@ if TYPE_CHECKING:
     from app.metrics.load_progress import LoadProgress
     from app.text.chat import ChatTemplate
     from app.text.tokenizer import Tokenizer
-    from app.weights.checkpoint import Checkpoint
 
 log = logging.getLogger(__name__)
 
@@ -161,6 +163,20 @@ def make_served_model(prepared: Prepared, tokenizer: Tokenizer | None, chat: Cha
     from app.server.served_decoder import make_served_decoder
 
     return make_served_decoder(name, limits, tokenizer, chat, checkpoint, prepared.settings)
+
+
+def hash_ahead(prepared: Prepared) -> Sequence[Future[str]]:
+    """Hash the checkpoint's files on other threads if packed weights are kept, which are named by the hash.
+
+    The result is noted where `PackFolder.open` finds it; an error is raised there again. Return what to wait for.
+    """
+    folder, checkpoint = prepared.plan.pack_folder.value, prepared.checkpoint
+    if folder is None or not isinstance(checkpoint, Checkpoint):
+        return ()
+    pool = ThreadPoolExecutor(1, thread_name_prefix="armature-hash")
+    hashing = pool.submit(checkpoint_fingerprint, checkpoint, Path(folder) / PACKS, prepared.plan.threads.value)
+    pool.shutdown(wait=False)
+    return (hashing,)
 
 
 def save_prefixes(engine: Engine, is_wanted: Callable[[], bool]) -> None:
@@ -281,6 +297,7 @@ class ServerRuntime:
         if isinstance(self._start, UnfetchedModel):
             self._start = self._start.fetch(report_stage)
         os.environ.update(self._prepared.plan.environment())  # torch's thread pools read it at import
+        hashing = hash_ahead(self._prepared)  # while imports use one core
         tokenizer = read_tokenizer(self._prepared.checkpoint, report_stage)
         if tokenizer is not None and self._prepared.draft is not None:
             from app.server.draft_model import check_vocabulary
@@ -289,9 +306,11 @@ class ServerRuntime:
         chat = read_chat_template(self._prepared, tokenizer)
         report_stage("importing torch")
         began = time.monotonic()
-        import torch  # noqa: F401  # imported here so that the time is logged
+        with collection_paused():
+            import torch  # noqa: F401  # imported here so that the time is logged
 
         log.debug("torch imported in %.1f s", time.monotonic() - began)
+        wait(hashing)  # it would disturb the measurement
         self._prepared = calibrate(self._prepared, report_stage)
         while True:
             try:

@@ -26,6 +26,7 @@ from app.weights.checkpoint import Checkpoint
 
 log = logging.getLogger(__name__)
 
+PACKS = "packs"  # the folder of packed weights, which has the hashes of checkpoints too
 PARTIAL, _ABANDONED_SECONDS = ".partial-", 3600.0
 _warned: set[Path] = set()  # folders for which a warning was logged
 

@@ -21,7 +21,7 @@ import zlib
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +34,7 @@ from app.kernels.native.library import native_library
 from app.kernels.native.memory import allocate_packed
 from app.version import VERSION
 from app.weights.cache_file import (
+    PACKS,
     FileUnusable,
     atomic_write,
     checkpoint_fingerprint,
@@ -121,21 +122,29 @@ def _check_room(file: int, nbytes: int) -> None:
 
 def _write(file: int, about: Mapping[str, Any], blobs: Mapping[str, Tensor], progress: Progress) -> int:
     places = {name: Blob(0, blob.nbytes, 0) for name, blob in blobs.items()}
-    at = _aligned(
-        _BEGIN + len(_header(about, places))
-    )  # numbers have a fixed width, so the header's length is known before their values
-    done, total = 0, sum(blob.nbytes for blob in blobs.values())
+    # Numbers have a fixed width, so the header's length is known before their values.
+    at = _aligned(_BEGIN + len(_header(about, places)))
     for name, blob in blobs.items():
-        checksum = 0
-        whole = _bytes_view(blob)
+        places[name] = Blob(at, blob.nbytes, 0)
+        at = _aligned(at + blob.nbytes)
+    done, total = 0, sum(blob.nbytes for blob in blobs.values())
+
+    def write(name: str) -> int:
+        """Write a blob and return its checksum."""
+        whole, checksum = _bytes_view(blobs[name]), 0
         for first in range(0, len(whole), _CHUNK_BYTES):
             chunk = whole[first : first + _CHUNK_BYTES]
             checksum = zlib.crc32(chunk, checksum)
-            _write_at(file, chunk, at + first)
-            done += len(chunk)
+            _write_at(file, chunk, places[name].start + first)
+        return checksum
+
+    names = sorted(blobs, key=lambda name: -blobs[name].nbytes)  # the largest first, so that no thread ends late
+    with ThreadPoolExecutor(torch.get_num_threads()) as pool, ExitStack() as undo:
+        undo.callback(pool.shutdown, cancel_futures=True)
+        for name, checksum in zip(names, pool.map(write, names), strict=True):
+            places[name] = replace(places[name], checksum=checksum)
+            done += blobs[name].nbytes
             progress(done, total)
-        places[name] = Blob(at, blob.nbytes, checksum)
-        at = _aligned(at + blob.nbytes)
     os.ftruncate(file, at)
     header = _header(about, places)
     _write_at(file, MAGIC + len(header).to_bytes(8, "little") + zlib.crc32(header).to_bytes(8, "little") + header, 0)
@@ -289,7 +298,6 @@ def _check(name: str, checksum: int, blob: Blob) -> None:
 log = logging.getLogger(__name__)
 
 FORMAT = 3  # version of the blobs' layout: raise it when csrc/ops.h changes the layout of packed weights
-FOLDER = "packs"
 _QUANTIZATION_MODULES = (
     quantization,
     int_panels,
@@ -318,7 +326,7 @@ class PackFolder:
         if not any(True for layer in layers for _ in layer.blob_bytes()):
             return None
         began = time.monotonic()
-        content = checkpoint_fingerprint(checkpoint, self.folder / FOLDER, torch.get_num_threads())
+        content = checkpoint_fingerprint(checkpoint, self.folder / PACKS, torch.get_num_threads())
         log.debug("the checkpoint is %s (%.1f s)", content, time.monotonic() - began)
         return PackFile(self, {"checkpoint": content, "choice": repr(choice), **_platform_key()})
 
@@ -341,7 +349,7 @@ class PackFile:
         """Compute the path from `key`."""
         self._packs, self.key = packs, key
         digest = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()
-        self.file = packs.folder / FOLDER / f"{digest[:32]}.pack"
+        self.file = packs.folder / PACKS / f"{digest[:32]}.pack"
         self.size: int | None = None
         self.found = False
 

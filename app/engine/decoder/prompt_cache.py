@@ -23,10 +23,9 @@ from app.engine.scheduler.kv_allocator import KvSlot
 from app.kernels.native.library import native_library
 from app.metrics.step_time_model import StepTimeModel
 from app.version import VERSION
-from app.weights.cache_file import checkpoint_fingerprint
+from app.weights.cache_file import PACKS, checkpoint_fingerprint
 from app.weights.checkpoint import Checkpoint
 from app.weights.form_choice import form_choice
-from app.weights.packs import FOLDER
 
 BLOCK_TOKENS = 128  # of a file: 3 MB for a model of 135M parameters, 15 MB for one of 1.7B
 MOST_PROMPTS = 64  # whose names are held
@@ -130,7 +129,7 @@ def open_prompt_cache(
         return None
     request.report("opening the prompt cache")
     folder = Path(plan.prompt_cache.value)
-    notes = folder if plan.pack_folder.value is None else Path(plan.pack_folder.value) / FOLDER
+    notes = folder if plan.pack_folder.value is None else Path(plan.pack_folder.value) / PACKS
     identity = {
         "checkpoint": checkpoint_fingerprint(checkpoint, notes, torch.get_num_threads()),
         "weights": repr(form_choice(plan, checkpoint.decoder, None, checkpoint.tensors)),

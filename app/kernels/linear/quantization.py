@@ -346,9 +346,7 @@ def _inverse_of_lower(matrix: Tensor) -> Tensor:
     """Return the inverse of a lower triangular matrix; products of its quarters are faster than solving for all rows."""
     half = len(matrix) // 2
     if half < _WHOLE:
-        inverse: Tensor = torch.linalg.solve_triangular(
-            matrix, torch.eye(len(matrix), dtype=matrix.dtype), upper=False
-        )
+        inverse: Tensor = torch.linalg.solve_triangular(matrix, torch.eye(len(matrix), dtype=matrix.dtype), upper=False)
         return inverse
     inverse = torch.zeros_like(matrix)
     inverse[:half, :half] = first = _inverse_of_lower(matrix[:half, :half])
