@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import gc
 import math
+import statistics
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import closing
@@ -168,7 +169,12 @@ RETRY_FACTOR = 3  # times as many samples if they vary too much, and if there is
 # A precision is dropped after one step only if it would not be chosen even if it were faster by this factor: one step
 # is not a median.
 CLEARLY_SLOWER = 1.25
-FIRST_STEP_SECONDS = 0.1  # a first step that takes less is run twice, and the faster run counts
+# First steps are repeated for this long, and the shortest counts: other work lengthens most of the runs on a busy machine,
+# and what it adds to a step of few layers is multiplied by the others.
+FIRST_STEP_SECONDS = 0.1
+FIRST_STEP_SHARE = 0.2  # most of the time of a precision that its first step may take
+MAX_MIDDLE_RUN = 1.3  # the middle run over the shortest from which other work seems to lengthen steps
+AGAIN_SHARE, AGAIN_ROUNDS = 0.3, 4  # share of the time that is left for timing single steps again then, in turns
 
 UNORDERED = "steps with more rows or layers were measured shorter than steps with fewer"
 
@@ -326,11 +332,13 @@ def _try_precisions(subject: CalibrationSubject, timer: CalibrationTimer, found:
     others. Where making the models takes the time, the first steps alone are known.
     """
     threads, precisions_timer = subject.threads[0], timer.share(PRECISIONS_SHARE)
+    sessions: dict[str, TrialSession] = {}
     for index, candidate in enumerate(subject.plans):
         if index and timer.is_over:
             break
         name = candidate.precision.value
         session = TrialSession(subject, candidate, precisions_timer.share(1 / (len(subject.plans) - index)))
+        sessions[name] = session
         first = session.first_step_seconds(threads)
         if first is not None and _cannot_be_chosen(subject, found, name, first):
             found = replace(found, single_steps={**found.single_steps, name: first})
@@ -340,7 +348,23 @@ def _try_precisions(subject: CalibrationSubject, timer: CalibrationTimer, found:
             found = replace(found, trials=(*found.trials, *trials))
         elif first is not None:
             found = replace(found, single_steps={**found.single_steps, name: first})
-    return found
+    is_busy = len(sessions) > 1 and any(session.is_disturbed for session in sessions.values())
+    return _with_steps_again(found, sessions, threads, timer.share(AGAIN_SHARE)) if is_busy else found
+
+
+def _with_steps_again(
+    found: Measurements, sessions: Mapping[str, TrialSession], threads: int, timer: CalibrationTimer
+) -> Measurements:
+    """Time the single steps again, in turns.
+
+    On a busy machine the time of one precision depends on when it was measured more than on the precision.
+    """
+    steps = dict(found.single_steps)
+    seconds = max(0.0, timer.deadline - timer.clock()) / (AGAIN_ROUNDS * max(1, len(steps)))
+    while steps and not timer.is_over:
+        for name in steps:
+            steps[name] = sessions[name].first_step_seconds(threads, seconds) or steps[name]
+    return replace(found, single_steps=steps)
 
 
 def _cannot_be_chosen(subject: CalibrationSubject, found: Measurements, name: str, seconds: float) -> bool:
@@ -380,11 +404,16 @@ def _with_int8_copy(
 
 
 class TrialSession:
-    """A trial of one plan. `noise` is the reason if it gave no result."""
+    """A trial of one plan.
+
+    `noise` is the reason if it gave no result. `is_disturbed`: other work seems to have lengthened a first step.
+    """
 
     def __init__(self, subject: CalibrationSubject, plan: ServingPlan, timer: CalibrationTimer) -> None:
         self.subject, self.plan, self.timer = subject, plan, timer
         self.noise = ""
+        self.is_disturbed = False
+        self._least: dict[TrialStep, float] = {}
         self._built: tuple[TrialScope, ModelTrial] | None = None
 
     def trials(self, threads: Sequence[int], trial_shape: TrialShape) -> list[TrialTimes]:
@@ -418,10 +447,11 @@ class TrialSession:
         found = [model_trial.summarize(number, _seconds_of_threads(least, number), math.inf) for number in threads]
         return [replace(trial, spread=rounds.spread(), noise=self.noise) for trial in found if trial is not None]
 
-    def first_step_seconds(self, threads: int) -> float | None:
-        """Return the seconds of one decode step of one sequence with the whole model.
+    def first_step_seconds(self, threads: int, repeated: float | None = None) -> float | None:
+        """Return the seconds of one decode step of one sequence with the whole model, from the shortest runs so far.
 
-        None if the model does not decode, or if steps with more layers were not slower.
+        It is repeated for `repeated` seconds; None: for a part of the trial's time. The result is None if the model
+        does not decode, or if steps with more layers were not slower.
         """
         self.timer.report(f"calibrating: {self.plan.precision.value}")
         model_trial = self._model_trial(COARSE_TRIAL)
@@ -429,16 +459,28 @@ class TrialSession:
             return None
         torch.set_num_threads(threads)
         shapes = [shape for shape in model_trial.trial_steps(COARSE_TRIAL) if (shape.kind, shape.size) == ("decode", 1)]
-        parts = [(1, shape.layers, self._shortest_run(model_trial.step(shape))) for shape in shapes]
+        if repeated is None:
+            left = self.timer.deadline - self.timer.clock()
+            repeated = min(FIRST_STEP_SECONDS, FIRST_STEP_SHARE * max(0.0, left))
+        runs = [model_trial.step(shape) for shape in shapes]
+        for shape, seconds in zip(shapes, self._shortest_runs(runs, repeated), strict=True):
+            self._least[shape] = min(seconds, self._least.get(shape, math.inf))
+        parts = [(1, shape.layers, self._least[shape]) for shape in shapes]
         return extrapolate_by_size(parts, model_trial.decode_layers).get(1)
 
-    def _shortest_run(self, run: Callable[[], object]) -> float:
-        times: list[float] = []
-        while not times or (len(times) < 2 and times[0] < FIRST_STEP_SECONDS):
-            start = self.timer.clock()
-            run()
-            times.append(self.timer.clock() - start)
-        return min(times)
+    def _shortest_runs(self, runs: Sequence[Callable[[], object]], repeated: float) -> list[float]:
+        """Return the least seconds of each function, run in turns for a while, so that other work disturbs all alike."""
+        clock, took = self.timer.clock, [list[float]() for _ in runs]
+        end = clock() + repeated
+        while not took[-1] or clock() < end:
+            for run, seconds in zip(runs, took, strict=True):
+                start = clock()
+                run()
+                seconds.append(clock() - start)
+        least = [min(seconds) for seconds in took]
+        middle = [statistics.median(seconds) for seconds in took]
+        self.is_disturbed |= any(one > MAX_MIDDLE_RUN * other for one, other in zip(middle, least, strict=True))
+        return least
 
     def _scope(self, trial_shape: TrialShape) -> TrialScope:
         return TrialScope(self.subject.cache_bytes, trial_shape.layers_share, trial_shape.most_outputs)

@@ -100,7 +100,7 @@ def known_timing(inputs: EstimateInputs, precision: str, threads: int) -> TrialT
         one, noisy, correction = None, None, 1.0
     if noisy is not None:
         return noisy
-    factor = correction if one is None else one / estimate.steps.decode(FEW_SEQS)
+    factor = max(correction, _least_factor(inputs, estimate)) if one is None else one / estimate.steps.decode(FEW_SEQS)
     source: TimingSource = "estimated" if one is None else "one step"
     return TrialTiming(_scaled(estimate.trial, factor), estimate.steps.scaled(factor), source)
 
@@ -117,6 +117,19 @@ def _correction(inputs: EstimateInputs, threads: int) -> float:
     estimates = {name: estimated_timing(inputs, name, threads) for name in took}
     factors = [took[name] / one.steps.decode(FEW_SEQS) for name, one in estimates.items() if one is not None]
     return min(factors, default=1.0)
+
+
+def _least_factor(inputs: EstimateInputs, estimate: TrialTiming) -> float:
+    """Return the least factor of an estimate with which a step reads its weights no faster than the machine has shown.
+
+    A correction can be far too small: if other work slowed down the products that were timed for the ceilings.
+    """
+    rates = _shown_reads(inputs)
+    measured = None if inputs.measurements is None else _finite_positive(inputs.measurements.read_bytes_per_second)
+    if measured is not None:
+        rates.append(measured)
+    estimated = estimate.steps.decode(FEW_SEQS)
+    return estimate.trial.read_bytes / max(rates) / estimated if rates and estimated > 0 else 0.0
 
 
 def estimated_timing(inputs: EstimateInputs, precision: str, threads: int) -> TrialTiming | None:
@@ -166,16 +179,22 @@ def find_ceilings(inputs: EstimateInputs, precision: str, threads: int) -> Ceili
     if products is not None and precision not in ("fp32", "bf16", "fp16"):
         products *= _REACHED_SHARE
     cores = _usable_cores(inputs.facts, threads)
+    return Ceilings(
+        read or max([_reads(inputs.facts, cores), *_shown_reads(inputs)]),
+        products or cores * per_core,
+        measured=read is not None and products is not None,
+    )
+
+
+def _shown_reads(inputs: EstimateInputs) -> list[float]:
+    """Return the rates at which steps of one sequence that were timed read their weights, in bytes a second."""
+    measured = inputs.measurements or Measurements()
     shown = [timing.trial.read_bytes / timing.steps.decode(FEW_SEQS) for timing in _decoding_trials(inputs)]
     for name in () if measured.fallback else measured.single_steps:
         seconds, nbytes = _single_step(measured, name), _read_bytes(inputs, name)
         share = 1.0 if inputs.needs is None else inputs.needs.read_share(1)
         shown += [share * nbytes / seconds] if seconds and nbytes else []
-    return Ceilings(
-        read or max([_reads(inputs.facts, cores), *shown]),
-        products or cores * per_core,
-        measured=read is not None and products is not None,
-    )
+    return [rate for rate in shown if rate > 0]
 
 
 def _decoding_trials(inputs: EstimateInputs) -> list[TrialTiming]:

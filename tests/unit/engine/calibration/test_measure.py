@@ -328,6 +328,21 @@ def test_nothing_that_may_be_chosen_is_left_without_a_time(
     assert found.single_steps == {"fp32": pytest.approx(40 * (FIXED + 8 * (LAYER + ROW)), rel=0.05)}
 
 
+def test_bursts_of_other_work_do_not_decide(checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Other work lengthens the early steps of the faster precision by far, and most of the others."""
+    steps = {"bf16": 0, "fp32": 0}
+
+    def factor(rehearsal: DecoderTrial, threads: int) -> float:
+        precision = rehearsal.plan.precision.value
+        steps[precision] += 1
+        bursts = 8.0 if precision == "bf16" and steps[precision] <= 10 else 1.0
+        return (1.0 if precision == "bf16" else 3.0) * bursts * (1.0, 2.0, 2.0)[steps[precision] % 3]
+
+    subject = subject_of(checkpoint, "bf16", "fp32", choose=lambda found: ("fp32", 1))
+    found = measured(Machine(monkeypatch, factor), subject)
+    assert found.single_steps["bf16"] == pytest.approx(FIXED + 8 * (LAYER + ROW), rel=0.05)
+
+
 @pytest.mark.parametrize(("making", "timed"), [(0.4, ["bf16", "fp32"]), (1.0, ["bf16"])])
 def test_where_making_the_models_takes_the_time_their_first_steps_count(
     checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch, making: float, timed: list[str]

@@ -144,6 +144,15 @@ def test_the_slow_reference_that_nobody_timed_does_not_win(llama_1b: Needs) -> N
     assert "fp32 was not timed but estimated" in against
 
 
+@pytest.mark.parametrize("read", [10e9, 20e9, 30e9])
+def test_an_estimate_reads_no_faster_than_the_machine(llama_1b: Needs, read: float) -> None:
+    """Other work slowed down the products that were timed for the ceilings, so int4 was timed four times as fast as estimated."""
+    products = {"int8": 5e10, "int4": 5e10, "fp32": 1e11}
+    found = Measurements(read, products, single_steps={"int8": 1 / 8.4, "int4": 1 / 53.6})
+    decision = plan(llama_1b, found).precision
+    assert decision.value == "int4" and "a measured 53.6 tokens/s" in decision.reason
+
+
 def test_an_estimate_does_not_displace_what_was_measured_fast_enough(llama_1b: Needs) -> None:
     fast, slow = SLOW_TOKENS_PER_SECOND + 0.1, SLOW_TOKENS_PER_SECOND / 4
     assert plan(llama_1b, Measurements(trials=(trial("fp32", fast, 100),))).precision.value == "fp32"
