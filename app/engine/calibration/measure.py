@@ -174,6 +174,7 @@ CLEARLY_SLOWER = 1.25
 FIRST_STEP_SECONDS = 0.1
 FIRST_STEP_SHARE = 0.2  # most of the time of a precision that its first step may take
 MAX_MIDDLE_RUN = 1.3  # the middle run over the shortest from which other work seems to lengthen steps
+MAX_OVER_CEILINGS = 2.5  # times of reading plus computing at the best rates, above which a step was surely disturbed
 AGAIN_SHARE, AGAIN_ROUNDS = 0.3, 4  # share of the time that is left for timing single steps again then, in turns
 
 UNORDERED = "steps with more rows or layers were measured shorter than steps with fewer"
@@ -313,8 +314,7 @@ def _measure_trials(subject: CalibrationSubject, timer: CalibrationTimer, found:
     session = TrialSession(subject, plan, timer.share(1 - COPY_SHARE) if try_int8_copy else timer)
     full = session.trials((threads,), FULL_TRIAL)
     if not full and not coarse:
-        has_steps = bool(found.single_steps) and session.noise == NO_TIME
-        return found if has_steps else replace(found, fallback=session.noise)
+        return found if found.single_steps else replace(found, fallback=session.noise)
     timed = {trial.precision for trial in full}
     found = replace(
         found,
@@ -348,14 +348,21 @@ def _try_precisions(subject: CalibrationSubject, timer: CalibrationTimer, found:
             found = replace(found, trials=(*found.trials, *trials))
         elif first is not None:
             found = replace(found, single_steps={**found.single_steps, name: first})
-    is_busy = len(sessions) > 1 and any(session.is_disturbed for session in sessions.values())
-    return _with_steps_again(found, sessions, threads, timer.share(AGAIN_SHARE)) if is_busy else found
+    if len(sessions) == 1 or not _seems_busy(found, sessions):
+        return found
+    return _with_steps_again(found, sessions, threads, timer.share(AGAIN_SHARE))
+
+
+def _seems_busy(found: Measurements, sessions: Mapping[str, TrialSession]) -> bool:
+    """Return whether other work seems to have lengthened first steps: their runs differ, or all took far too long."""
+    is_disturbed = any(session.is_disturbed for session in sessions.values())
+    return is_disturbed or len(_plausible_steps(found, sessions)) < len(found.single_steps)
 
 
 def _with_steps_again(
     found: Measurements, sessions: Mapping[str, TrialSession], threads: int, timer: CalibrationTimer
 ) -> Measurements:
-    """Time the single steps again, in turns.
+    """Time the single steps again, in turns, and leave out those that are implausible even then.
 
     On a busy machine the time of one precision depends on when it was measured more than on the precision.
     """
@@ -364,7 +371,23 @@ def _with_steps_again(
     while steps and not timer.is_over:
         for name in steps:
             steps[name] = sessions[name].first_step_seconds(threads, seconds) or steps[name]
-    return replace(found, single_steps=steps)
+    found = replace(found, single_steps=steps)
+    is_disturbed = any(session.is_disturbed for session in sessions.values())
+    return replace(found, single_steps=_plausible_steps(found, sessions)) if is_disturbed else found
+
+
+def _plausible_steps(found: Measurements, sessions: Mapping[str, TrialSession]) -> dict[str, float]:
+    """Return the single steps that took not much longer than reading and computing at the best rates that are known."""
+    work = {name: sessions[name].step_work() for name in found.single_steps}
+    shown = [work[name][0] / took for name, took in found.single_steps.items()]
+    read = max([found.read_bytes_per_second or 0.0, *shown])
+
+    def limit(name: str) -> float:
+        nbytes, operations = work[name]
+        products = found.products_per_second.get(name, 0.0)
+        return nbytes / read + (operations / products if products > 0 else math.inf)
+
+    return {name: took for name, took in found.single_steps.items() if took <= MAX_OVER_CEILINGS * limit(name)}
 
 
 def _cannot_be_chosen(subject: CalibrationSubject, found: Measurements, name: str, seconds: float) -> bool:
@@ -462,25 +485,29 @@ class TrialSession:
         if repeated is None:
             left = self.timer.deadline - self.timer.clock()
             repeated = min(FIRST_STEP_SECONDS, FIRST_STEP_SHARE * max(0.0, left))
-        runs = [model_trial.step(shape) for shape in shapes]
-        for shape, seconds in zip(shapes, self._shortest_runs(runs, repeated), strict=True):
-            self._least[shape] = min(seconds, self._least.get(shape, math.inf))
+        samples = self._repeat([model_trial.step(shape) for shape in shapes], repeated)
+        for shape, took in zip(shapes, samples, strict=True):
+            self._least[shape] = min(*took, self._least.get(shape, math.inf))
+            self.is_disturbed |= statistics.median(took) > MAX_MIDDLE_RUN * self._least[shape]
         parts = [(1, shape.layers, self._least[shape]) for shape in shapes]
         return extrapolate_by_size(parts, model_trial.decode_layers).get(1)
 
-    def _shortest_runs(self, runs: Sequence[Callable[[], object]], repeated: float) -> list[float]:
-        """Return the least seconds of each function, run in turns for a while, so that other work disturbs all alike."""
+    def step_work(self) -> tuple[float, float]:
+        """Return the bytes that a decode step of one sequence reads, and its operations."""
+        model_trial = self._model_trial(COARSE_TRIAL)
+        assert isinstance(model_trial, DecoderTrial), "only decoders have single steps"
+        return model_trial.read_bytes, model_trial.operations_per_token
+
+    def _repeat(self, runs: Sequence[Callable[[], object]], seconds: float) -> list[list[float]]:
+        """Return the seconds of each function, run in turns for a while, so that other work disturbs all alike."""
         clock, took = self.timer.clock, [list[float]() for _ in runs]
-        end = clock() + repeated
+        end = clock() + seconds
         while not took[-1] or clock() < end:
-            for run, seconds in zip(runs, took, strict=True):
+            for run, samples in zip(runs, took, strict=True):
                 start = clock()
                 run()
-                seconds.append(clock() - start)
-        least = [min(seconds) for seconds in took]
-        middle = [statistics.median(seconds) for seconds in took]
-        self.is_disturbed |= any(one > MAX_MIDDLE_RUN * other for one, other in zip(middle, least, strict=True))
-        return least
+                samples.append(clock() - start)
+        return took
 
     def _scope(self, trial_shape: TrialShape) -> TrialScope:
         return TrialScope(self.subject.cache_bytes, trial_shape.layers_share, trial_shape.most_outputs)
