@@ -14,7 +14,7 @@ from types import FrameType
 def run() -> int:
     """Run the command line and return its exit status."""
     signal.signal(signal.SIGTERM, _exit_on_signal)
-    from app.imports import collection_paused
+    from app.hardware.imports import collection_paused
 
     with collection_paused():
         from app.cli.main import main

@@ -23,10 +23,10 @@ from app.cli.parser import given_settings, make_parser, parse_arguments
 from app.cli.progress import command_progress
 from app.cli.tables import PlanExplanation
 from app.errors import ArmatureError, PlanImpossible, SettingsInvalid, StartupError, UnknownArgument
+from app.hardware.imports import collection_paused
 from app.hardware.plan.plan import make_plan
 from app.hardware.plan.precision import describe_cost
 from app.hardware.probe.probe import probe
-from app.imports import collection_paused
 from app.server.model_source import open_or_fetch_model
 from app.server.prepare import CALIBRATE_COMMAND_SECONDS, Prepared, calibrate, prepare, with_kept_calibration
 from app.server.start_console import StartConsole

@@ -46,7 +46,7 @@ from app.weights.lora.adapter import ServedAdapters
 from app.weights.open import OpenedModel
 
 if TYPE_CHECKING:
-    from app.engine.calibration.measure import CalibrationSubject
+    from app.engine.calibration.session import CalibrationSubject
 
 log = logging.getLogger(__name__)
 
@@ -420,7 +420,7 @@ def measuring_budget_seconds(checkpoint: OpenedModel) -> float:
 
 def measurement_subject(prepared: Prepared) -> CalibrationSubject:
     """Return what to measure: each precision that may be chosen, the fastest first, and the numbers of threads."""
-    from app.engine.calibration.measure import CalibrationSubject
+    from app.engine.calibration.session import CalibrationSubject
 
     facts, settings, checkpoint, plan = prepared.facts, prepared.settings, prepared.checkpoint, prepared.plan
     names = [plan.precision.value, *_other_precisions(prepared)]

@@ -23,11 +23,11 @@ from app.engine.decoder.engine import DecoderEngine
 from app.engine.worker import Callbacks, Worker
 from app.errors import PrecisionTooCostly, ServiceStopping, SettingsInvalid
 from app.hardware.facts import Facts, to_json_value
+from app.hardware.imports import collection_paused
 from app.hardware.plan.plan import ServingPlan
 from app.hardware.plan.precision import describe_cost
 from app.hardware.probe.cgroup import find_cpu_stat
 from app.hardware.probe.host_files import HostFiles
-from app.imports import collection_paused
 from app.messages import Stop
 from app.metrics.gauges import DeploymentGauges, DeploymentInfo, ServerInfo, throttled_seconds
 from app.metrics.instruments import Metrics

@@ -63,6 +63,17 @@ def strict(document: dict[str, Any]) -> dict[str, Any]:
     return document
 
 
+def _command(url: str, examples: int, seed: int, headers: dict[str, str], coverage: bool) -> list[str]:
+    """The command for schemathesis in a folder with the schema and the configuration."""
+    phases = ["examples", *(["coverage"] if coverage else []), "fuzzing", "stateful"]
+    command = [sys.executable, "-c", COMMAND, "--config-file", "schemathesis.toml", "run", "openapi.json", "--url", url]
+    command += ["--checks", "all", "--mode", "all", "--seed", str(seed), "--max-examples", str(examples)]
+    command += ["--phases", ",".join(phases), "--no-shrink", "--continue-on-failure", "--request-timeout", "60"]
+    command += ["--warnings", "off", "--suppress-health-check", "all"]
+    command += ["--report", "json,har", "--report-json-path", "report.json", "--report-har-path", "report.har"]
+    return [*command, *(each for header, value in headers.items() for each in ("-H", f"{header}: {value}"))]
+
+
 def fuzz(
     url: str, examples: int, seed: int = 1, key: str = "", aliases: bool = True, coverage: bool = True
 ) -> FuzzResult:
@@ -73,46 +84,11 @@ def fuzz(
     headers = {"authorization": f"Bearer {key}"} if key else {}
     document = strict(httpx.get(f"{url}/openapi.json", headers=headers, timeout=60).json())
     document = document if aliases else without_aliases(document)
-    phases = ["examples", *(["coverage"] if coverage else []), "fuzzing", "stateful"]
     with TemporaryDirectory() as name:
         folder = Path(name)
         (folder / "openapi.json").write_text(json.dumps(document))
         (folder / "schemathesis.toml").write_text(CONFIG)
-        command = [
-            sys.executable,
-            "-c",
-            COMMAND,
-            "--config-file",
-            "schemathesis.toml",
-            "run",
-            "openapi.json",
-            "--url",
-            url,
-        ]
-        command += [
-            "--checks",
-            "all",
-            "--mode",
-            "all",
-            "--seed",
-            str(seed),
-            "--max-examples",
-            str(examples),
-            "--phases",
-            ",".join(phases),
-            "--no-shrink",
-        ]
-        command += [
-            "--continue-on-failure",
-            "--request-timeout",
-            "60",
-            "--warnings",
-            "off",
-            "--suppress-health-check",
-            "all",
-        ]
-        command += ["--report", "json,har", "--report-json-path", "report.json", "--report-har-path", "report.har"]
-        command += [each for header, value in headers.items() for each in ("-H", f"{header}: {value}")]
+        command = _command(url, examples, seed, headers, coverage)
         done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=SECONDS, check=False)
         if not (folder / "report.json").exists():
             raise RuntimeError(f"schemathesis did not run: {done.stdout[-2000:]} {done.stderr[-2000:]}")

@@ -54,7 +54,7 @@ SMALL_PROBE_TOKENS, PROBE_TOKENS = 128, 32
 TOKEN_WEIGHTS = 0.8e12
 SMALL_MODEL, SMALL_MODEL_TOKENS = 300_000_000, 13_000
 MIN_TOKENS = 512
-LOGITS_ELEMENTS = 2**24  # logits that are compared at a time: 64 MiB in each of the two models
+LOGITS_ELEMENTS = 2**25  # logits that are compared at a time: 128 MiB in each of the two models
 SCALES_SHARE = 4  # int8 needs only mean squares, for which a fourth of the tokens is enough
 
 

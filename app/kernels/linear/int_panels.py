@@ -100,7 +100,7 @@ class IntPanelLinear:
         self.group = packing.layout.group_of(inputs)
         self.padded = -(-inputs // self.group) * self.group
         self.bias = None if bias is None else bias.to(torch.float32, copy=True)
-        self.panels = allocate_packed(self.panels_bytes).zero_() if panels is None else panels
+        self.panels = allocate_packed(self.panels_bytes) if panels is None else panels
         assert self.panels.numel() == self.panels_bytes and self.panels.data_ptr() % 64 == 0, (
             "panels must have the size of this weight and begin at a cache line"
         )

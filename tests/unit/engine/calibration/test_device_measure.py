@@ -15,7 +15,8 @@ from app.engine.calibration import measure as measuring
 from app.engine.calibration import measure as peaks
 from app.engine.calibration.decoder_trial import CONTEXT_ROWS, DecoderTrial
 from app.engine.calibration.encoder_trial import EncoderTrial
-from app.engine.calibration.measure import CalibrationSubject, DeviceTrialStage, device_text_runner, measure_machine
+from app.engine.calibration.measure import measure_machine
+from app.engine.calibration.session import CalibrationSubject, DeviceTrialStage, device_text_runner
 from app.engine.calibration.stages import FULL_TRIAL, TrialScope, TrialStep
 from app.hardware.facts import CudaDevice, TorchBuild
 from app.hardware.plan.plan import ServingPlan, make_plan

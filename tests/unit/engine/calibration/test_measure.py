@@ -15,8 +15,10 @@ import torch
 from app.backends.selection import select_backend, select_host_backend
 from app.engine.calibration import measure as measuring
 from app.engine.calibration import measure as peaks
+from app.engine.calibration import session
 from app.engine.calibration.decoder_trial import CHUNK_TOKENS, CONTEXT_ROWS, DecoderTrial
-from app.engine.calibration.measure import CalibrationSubject, measure_machine
+from app.engine.calibration.measure import measure_machine
+from app.engine.calibration.session import CalibrationSubject, TrialSession
 from app.engine.calibration.stages import CpuTrialStage, TrialScope, TrialStep
 from app.hardware.decision import Decision, Measurements, TrialTimes
 from app.hardware.plan.plan import ServingPlan, make_plan
@@ -214,7 +216,9 @@ def test_few_layers_and_few_outputs_stand_for_all(tmp_path: Path, monkeypatch: p
     shallow = open_checkpoint(write_checkpoint(tmp_path / "shallow"))  # two layers: all are made
     machine = Machine(monkeypatch, quiet)
     subject = subject_of(shallow, "fp32", "bf16")
-    monkeypatch.setattr(measuring, "COARSE_TRIAL", dataclasses.replace(measuring.COARSE_TRIAL, most_outputs=32))
+    few_outputs = dataclasses.replace(measuring.COARSE_TRIAL, most_outputs=32)
+    for module in (measuring, session):
+        monkeypatch.setattr(module, "COARSE_TRIAL", few_outputs)
     by_precision = {trial.precision: trial for trial in measured(machine, subject).trials}
     assert by_precision["fp32"].decode_seconds[8] == pytest.approx(FIXED + 2 * (LAYER + 8 * ROW))
     outputs = (320 - 32) * 32 / (32 * 64 + 32 * 32 + 2 * 32 * 48 + 48 * 32)  # what is left out, in layers
@@ -348,15 +352,15 @@ def test_where_making_the_models_takes_the_time_their_first_steps_count(
     checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch, making: float, timed: list[str]
 ) -> None:
     """With a cache of hundreds of megabytes the models are large: they are not made again for nothing."""
-    machine, built, make = Machine(monkeypatch, quiet), [], measuring.TrialSession.model_trial
+    machine, built, make = Machine(monkeypatch, quiet), [], TrialSession.model_trial
 
-    def slowly(session: measuring.TrialSession, scope: TrialScope) -> Any:
+    def slowly(session: TrialSession, scope: TrialScope) -> Any:
         built.append(session.plan.precision.value)
         model = make(session, scope)
         machine.now += making
         return model
 
-    monkeypatch.setattr(measuring.TrialSession, "model_trial", slowly)
+    monkeypatch.setattr(TrialSession, "model_trial", slowly)
     subject = subject_of(checkpoint, "bf16", "fp32", choose=lambda found: ("fp32", 1))
     found = measured(machine, subject)
     assert built == timed
@@ -367,13 +371,13 @@ def test_a_model_is_built_once_for_its_first_step_and_its_trial(
     checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     built: list[str] = []
-    make = measuring.TrialSession.model_trial
+    make = TrialSession.model_trial
 
-    def counted(session: measuring.TrialSession, scope: TrialScope) -> Any:
+    def counted(session: TrialSession, scope: TrialScope) -> Any:
         built.append(session.plan.precision.value)
         return make(session, scope)
 
-    monkeypatch.setattr(measuring.TrialSession, "model_trial", counted)
+    monkeypatch.setattr(TrialSession, "model_trial", counted)
     subject = subject_of(checkpoint, "bf16", "fp32", choose=quickest_step)
     measured(Machine(monkeypatch, quiet), subject)
     assert built[:2] == ["bf16", "fp32"] and len(built) == 3, "the third one is the full trial"
