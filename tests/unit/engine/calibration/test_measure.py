@@ -433,9 +433,9 @@ def test_a_context_needs_room(checkpoint: Checkpoint) -> None:
 
 
 def test_a_trial_of_a_tiny_model_is_believable(checkpoint: Checkpoint) -> None:
-    """With the real clock: whatever the machine is doing, there is a sane table or a reason."""
+    """With the real clock: whatever the machine is doing, there is a sane table, at least a step, or a reason."""
     found = measure_machine(subject_of(checkpoint, "fp32"), 0.3, lambda stage: None)
-    assert bool(found.trials) != bool(found.fallback)
+    assert bool(found.trials or found.single_steps) != bool(found.fallback)
     assert all(_is_sane(trial) for trial in found.trials)
 
 
