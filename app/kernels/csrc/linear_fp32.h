@@ -10,6 +10,9 @@
 #include "tile_fp32.h"
 
 #define AHEAD_FP32 4096        /* prefetch distance of one row in bytes */
+#ifndef AHEAD_NARROW
+#define AHEAD_NARROW AHEAD_FP32 /* the same for bf16 weights */
+#endif
 #define ASKING 8               /* products of tiles that share the prefetch of the next part of a panel */
 #define TOGETHER_FP32 4        /* panels per task of many rows: their inputs below are read once for all */
 #define ROWS_FP32 264          /* rows whose sums a task keeps: their inputs below fit half of a 512 KB L2 */
@@ -97,8 +100,8 @@ INLINE int claim_fp32(const linear_fp32_arguments *a, int64_t num_panels) {
 static void one_row_fp32(const linear_fp32_arguments *a, int64_t panel) {
     const uint8_t *weights = a->panels + panel * panel_bytes_fp32(a);
     float sums[PANEL_OUTPUTS] __attribute__((aligned(64)));
-    if (a->narrow_panels && a->narrow_x) multiply_one_row(1, 1, a->x, weights, a->inputs, AHEAD_FP32, sums);
-    else if (a->narrow_panels) multiply_one_row(1, 0, a->x, weights, a->inputs, AHEAD_FP32, sums);
+    if (a->narrow_panels && a->narrow_x) multiply_one_row(1, 1, a->x, weights, a->inputs, AHEAD_NARROW, sums);
+    else if (a->narrow_panels) multiply_one_row(1, 0, a->x, weights, a->inputs, AHEAD_NARROW, sums);
     else if (a->narrow_x) multiply_one_row(0, 1, a->x, weights, a->inputs, AHEAD_FP32, sums);
     else multiply_one_row(0, 0, a->x, weights, a->inputs, AHEAD_FP32, sums);
     store_rows_fp32(a, sums, PANEL_OUTPUTS, 0, 1, panel * PANEL_OUTPUTS);

@@ -91,7 +91,7 @@ INLINE void pick_task(const pick_arguments *a, int64_t task, int64_t panels, int
             const int64_t left = p->rows - row, first = panel * PANEL_OUTPUTS, outputs = p->outputs - first;
             const int count = (int)(left < p->height ? left : p->height);
             if (!panel_is_needed(a, row, count, panel)) continue;
-            multiply_panel(p, weights, row, count, p->rows <= p->height ? weights + AHEAD : row == 0 ? weights + bytes : NULL, sums);
+            multiply_panel(p, weights, row, count, p->rows <= p->height ? weights + AHEAD(count) : row == 0 ? weights + bytes : NULL, sums);
             for (int r = 0; r < count; r++)
                 look(a, (seen *)place_of(a, task, row + r), sums + r * PANEL_OUTPUTS, first, outputs < PANEL_OUTPUTS ? outputs : PANEL_OUTPUTS,
                      allowed_outputs(a, row + r, panel));

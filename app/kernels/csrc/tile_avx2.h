@@ -210,12 +210,15 @@ INLINE void multiply_groups(int rows, int width, int bits, int header, int64_t g
     const float *scales = a->scales + row * groups;
     const int32_t *negated = a->sums + row * groups;
     memset(sums, 0, (size_t)rows * PANEL_OUTPUTS * sizeof *sums);
+    /* Headers of double quantization lie before all codes. If the same panel is prefetched, its codes go on after the
+     * headers of the next panel, which are prefetched meanwhile. */
+    const ptrdiff_t lead = ahead ? ahead - panel : 0, next_headers = lead < layout.bytes ? layout.bytes : lead;
     for (int64_t g = 0; g < groups; g++, x += rows * group, scales += rows, negated += rows) {
-        ptrdiff_t jump = 0; /* from codes to what is prefetched meanwhile */
-        if (ahead) {
-            ask(ahead, asked_header(header, g));
-            ahead += asked_header(header, g);
-            jump = ahead - codes, ahead += layout.group_codes;
+        ptrdiff_t jump = lead; /* from codes to what is prefetched meanwhile */
+        if (lead) {
+            const int is_apart = header == DOUBLE_QUANTIZED;
+            ask(weight_scales + (is_apart ? next_headers : lead), asked_header(header, g));
+            if (is_apart && lead < layout.bytes && codes + lead - panel >= layout.bytes) jump += layout.codes;
         }
         for (int first = 0; first < 4; first += width) {
             __m256i acc[TILE_ROWS][MOST_WIDTH];

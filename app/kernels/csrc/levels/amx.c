@@ -10,7 +10,7 @@
 #define MIN_WIDE_ROWS 24 /* measured: at 16 rows AVX-512 is as fast, at 32 it takes 1.4 times as long */
 /* One row of int4 [8192, 2048] takes 309 us; with a distance of 8 KB 323, and with both of the other levels' values 384:
  * a Sapphire Rapids core has 16 buffers for lines on their way to its first cache, and more for its second. */
-#define AHEAD 4096
+#define AHEAD(rows) 4096
 #define PREFETCH_TO _MM_HINT_T1
 /* Decode attention over bf16, 8 x 4,000 tokens (`bench kernels`): 3.6 ms a layer; prefetched past the caches 9.8. */
 #define KV_PREFETCH 2
