@@ -347,6 +347,29 @@ def test_bursts_of_other_work_do_not_decide(checkpoint: Checkpoint, monkeypatch:
     assert found.single_steps["bf16"] == pytest.approx(FIXED + 8 * (LAYER + ROW), rel=0.05)
 
 
+def test_a_disturbed_trial_whose_samples_agree_is_repeated(
+    checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All steps of the faster precision take four times as long until the other one was tried."""
+    tried: list[str] = []
+
+    def factor(rehearsal: DecoderTrial, threads: int) -> float:
+        tried.append(rehearsal.plan.precision.value)
+        return 4.0 if tried[-1] == "bf16" and "fp32" not in tried else 1.0
+
+    def best(found: Measurements) -> tuple[str, int]:
+        return min(found.trials, key=lambda trial: trial.decode_seconds[1]).precision, 1
+
+    monkeypatch.setattr(TrialSession, "step_work", lambda session: (1.0, 0.0))
+    monkeypatch.setattr(
+        measuring, "_peaks", lambda subject, backend, part: Measurements(1.0, {"bf16": 1.0, "fp32": 1.0})
+    )
+    subject = subject_of(checkpoint, "bf16", "fp32", choose=best)
+    found = measured(Machine(monkeypatch, factor), subject, budget=2.0)
+    by_precision = {trial.precision: trial for trial in found.trials}
+    assert by_precision["bf16"].decode_seconds[1] == pytest.approx(FIXED + 8 * (LAYER + ROW), rel=0.01)
+
+
 @pytest.mark.parametrize(("making", "timed"), [(0.4, ["bf16", "fp32"]), (1.0, ["bf16"])])
 def test_where_making_the_models_takes_the_time_their_first_steps_count(
     checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch, making: float, timed: list[str]
