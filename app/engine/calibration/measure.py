@@ -78,7 +78,7 @@ COPY_SHARE = 0.25  # share of the rest for prompts in eight bits in addition to 
 # is not a median.
 CLEARLY_SLOWER = 1.25
 MAX_OVER_CEILINGS = 2.5  # times of reading plus computing at the best rates, above which a step was surely disturbed
-# The same of a trial, which is then repeated. On two cores of Zen 3, int4 takes 0.7 to 0.9 of that time and int8 1.4.
+# The same of a trial, which is then repeated. On quiet cores of Zen 3, int4 takes 0.7 of that time, int8 and bf16 0.9 to 1.1.
 MAX_TRIAL_OVER_CEILINGS = 1.7
 AGAIN_SHARE, AGAIN_ROUNDS = 0.3, 4  # share of the time that is left for timing again then; single steps in turns
 
@@ -282,7 +282,7 @@ def _least_seconds(found: Measurements, sessions: Mapping[str, TrialSession]) ->
 
 def _cannot_be_chosen(subject: CalibrationSubject, found: Measurements, name: str, seconds: float) -> bool:
     """Return whether a precision whose decode step of one sequence took `seconds` would lose by the plan's rules."""
-    known = [*found.single_steps.values(), *(min(trial.decode_seconds.values()) for trial in found.trials)]
+    known = [*found.single_steps.values(), *(_one_row(trial) for trial in found.trials)]
     optimistic = replace(found, single_steps={**found.single_steps, name: seconds / CLEARLY_SLOWER})
     return bool(known) and seconds > CLEARLY_SLOWER * min(known) and subject.choose(optimistic)[0] != name
 

@@ -216,8 +216,8 @@ INLINE void multiply_groups(int rows, int width, int bits, int header, int64_t g
     for (int64_t g = 0; g < groups; g++, x += rows * group, scales += rows, negated += rows) {
         ptrdiff_t jump = lead; /* from codes to what is prefetched meanwhile */
         if (lead) {
-            const int is_apart = header == DOUBLE_QUANTIZED;
-            ask(weight_scales + (is_apart ? next_headers : lead), asked_header(header, g));
+            const int is_apart = header == DOUBLE_QUANTIZED; /* the first header begins with the scales of outputs */
+            ask(is_apart ? panel + next_headers + (g ? layout.scales + g * layout.next_scales : 0) : weight_scales + lead, asked_header(header, g));
             if (is_apart && lead < layout.bytes && codes + lead - panel >= layout.bytes) jump += layout.codes;
         }
         for (int first = 0; first < 4; first += width) {
