@@ -66,8 +66,10 @@ class DecoderTrial:
         self.plan = plan
         self._device = device
         self._forms = SyntheticForms(replace(form_choice(plan, config, device=device), most_few=0), memory)
+        self._layer_bytes, self._whole_output_bytes = self._sizes(config)
+        self._output_bytes = self._sizes(_truncated_config(self.config, 1))[1]  # fewer outputs, the same layers
         self.few_layers = num_trial_layers(
-            self.config.num_layers, scope, *self._sizes(self.config), held=self._held_share(config)
+            self.config.num_layers, scope, self._layer_bytes, self._output_bytes, held=self._held_share(config)
         )
         whole = self.few_layers == self.decode_layers  # then nothing has to be extrapolated
         self.layer_counts = [self.few_layers] if whole else sorted({1, 2, self.few_layers})
@@ -151,8 +153,7 @@ class DecoderTrial:
     @property
     def read_bytes(self) -> int:
         """Bytes of weights that a decode step of the whole model reads."""
-        layer, output = self._sizes(self._whole)
-        return round(self._whole.num_layers * layer + output)
+        return round(self._whole.num_layers * self._layer_bytes + self._whole_output_bytes)
 
     @property
     def operations_per_token(self) -> float:
@@ -162,8 +163,8 @@ class DecoderTrial:
     @property
     def decode_layers(self) -> float:
         """Number of layers in a decode step. The part of the output layer that is left out counts as layers too."""
-        layer, output = self._sizes(self._whole)
-        return self._whole.num_layers + (output - self._sizes(self.config)[1]) / layer
+        left_out = self._whole_output_bytes - self._output_bytes
+        return self._whole.num_layers + left_out / self._layer_bytes
 
     def summarize(
         self, threads: int, seconds: Mapping[TrialStep, float], max_adjustment: float = MAX_ADJUSTMENT
@@ -195,7 +196,10 @@ class DecoderTrial:
     # ---- the model -------------------------------------------------------------------------------------------------
 
     def _sizes(self, config: ModelConfig) -> tuple[float, int]:
-        """Return the bytes that the products of a layer read on average, and those of the output layer."""
+        """Return the bytes that the products of a layer read on average, and those of the output layer.
+
+        The modules are made for it, which takes a tenth of a second with many experts.
+        """
         model = build_decoder_model(config, self._dtype, 1, torch.device("cpu"))
         layers, output = self._forms.read_sizes(model.modules())
         return layers / config.num_layers, output

@@ -47,11 +47,13 @@ def measure_cpu_peaks(precisions: Iterable[str], threads: int, cache_bytes: int,
     with closing(ReadBandwidthProbe(threads, max(READ_BYTES, 2 * cache_bytes))) as reading:
         read = reading.sample()
     products: dict[str, float] = {}
+    rates: dict[torch.dtype, float] = {}
     for precision in precisions:
         dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}.get(precision, torch.int8)
-        rate = MatmulThroughputProbe(dtype, PRODUCT_SHAPES).sample()
-        if rate == rate:  # false for NaN: no form multiplies this precision on this machine
-            products[precision] = part * rate
+        if dtype not in rates:
+            rates[dtype] = MatmulThroughputProbe(dtype, PRODUCT_SHAPES).sample()
+        if rates[dtype] == rates[dtype]:  # false for NaN: no form multiplies this precision on this machine
+            products[precision] = part * rates[dtype]
     return Measurements(read_bytes_per_second=part * read, products_per_second=products)
 
 

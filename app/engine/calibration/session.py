@@ -54,6 +54,9 @@ RETRY_FACTOR = 3  # times as many samples if they vary too much, and if there is
 # and what it adds to a step of few layers is multiplied by the others.
 FIRST_STEP_SECONDS = 0.1
 FIRST_STEP_SHARE = 0.2  # most of the time of a precision that its first step may take
+# Runs of a first step, even where making the model took all the time. The first one finds weights outside of the caches and
+# page tables: with a mixture of experts it takes five times as long as the next ones.
+LEAST_RUNS = 3
 MAX_MIDDLE_RUN = 1.3  # the middle run over the shortest from which other work seems to lengthen steps
 UNORDERED = "steps with more rows or layers were measured shorter than steps with fewer"
 TrialKey = tuple[int, TrialStep]  # (threads, step)
@@ -176,10 +179,13 @@ class TrialSession:
         return model_trial.read_bytes, model_trial.operations_per_token
 
     def _repeat(self, runs: Sequence[Callable[[], object]], seconds: float) -> list[list[float]]:
-        """Return the seconds of each function, run in turns for a while, so that other work disturbs all alike."""
+        """Return the seconds of each function, run in turns for a while, so that other work disturbs all alike.
+
+        Each runs at least `LEAST_RUNS` times, unless that takes longer than `FIRST_STEP_SECONDS`.
+        """
         clock, took = self.timer.clock, [list[float]() for _ in runs]
-        end = clock() + seconds
-        while not took[-1] or clock() < end:
+        began = clock()
+        while not took[-1] or clock() < began + (FIRST_STEP_SECONDS if len(took[-1]) < LEAST_RUNS else seconds):
             for run, samples in zip(runs, took, strict=True):
                 start = clock()
                 run()
