@@ -14,7 +14,6 @@ import torch
 
 from app.backends.selection import select_backend, select_host_backend
 from app.engine.calibration import measure as measuring
-from app.engine.calibration import measure as peaks
 from app.engine.calibration import session
 from app.engine.calibration.decoder_trial import CHUNK_TOKENS, CONTEXT_ROWS, DecoderTrial
 from app.engine.calibration.measure import measure_machine
@@ -325,14 +324,8 @@ def test_a_cold_first_run_does_not_count_even_without_time(
     checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Making a mixture of experts takes all the time, and its first run takes five times as long as the next ones."""
-    steps = 0
-
-    def factor(rehearsal: DecoderTrial, threads: int) -> float:
-        nonlocal steps
-        steps += 1
-        return 5.0 if steps <= 2 * len(rehearsal.layer_counts) else 1.0
-
-    found = measured(Machine(monkeypatch, factor), subject_of(checkpoint, "fp32"), budget=0.0)
+    machine = Machine(monkeypatch, lambda trial, threads: 5.0 if machine.steps <= 2 * len(trial.layer_counts) else 1.0)
+    found = measured(machine, subject_of(checkpoint, "fp32"), budget=0.0)
     assert found.trials == ()
     assert found.single_steps == {"fp32": pytest.approx(FIXED + 8 * (LAYER + ROW), rel=0.05)}
 
@@ -447,8 +440,8 @@ def test_ceilings_are_sampled_where_the_budget_has_room(
     checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(ceilings, "SPIN_DOWN_SECONDS", 0.0)
-    monkeypatch.setattr(peaks, "READ_BYTES", 2**20)
-    monkeypatch.setattr(peaks, "PRODUCT_SHAPES", ((64, 64, 64),))
+    monkeypatch.setattr(measuring, "READ_BYTES", 2**20)
+    monkeypatch.setattr(measuring, "PRODUCT_SHAPES", ((64, 64, 64),))
     found = measured(Machine(monkeypatch, quiet), subject_of(checkpoint, "fp32"), budget=3.0)
     assert found.read_bytes_per_second and found.read_bytes_per_second > 1e6
     assert found.products_per_second.keys() == {"fp32"}
