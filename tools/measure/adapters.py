@@ -57,7 +57,9 @@ def main() -> None:
     ):
         parser.add_argument(flag, type=int, default=default)
     given = parser.parse_args()
-    settings = Settings(model=given.model, precision=given.precision, calibrate="off", max_model_len=1024)
+    settings = Settings(
+        model=given.model, precision=given.precision, calibrate="off", speculation="off", max_model_len=1024
+    )
     prepared = prepare(settings)
     os.environ.update(prepared.plan.environment())
     prepared = calibrate(prepared, lambda stage: None)

@@ -7,7 +7,7 @@ engine is driven by its worker instead.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import count, cycle
 
@@ -33,7 +33,8 @@ class DecoderDriver:
     """Submits prompts to an engine and steps it on this thread.
 
     Prompts never repeat, so the prefix cache never matches. Decode measurements start with new sequences every
-    `segment_steps` steps.
+    `segment_steps` steps. `after_step` is called with the seconds of each step, and its numbers of prefilled and decoded
+    tokens.
     """
 
     def __init__(self, engine: DecoderEngine, prompts: TokenPrompts, max_model_len: int) -> None:
@@ -42,6 +43,7 @@ class DecoderDriver:
         self._max_tokens = max_model_len - PROMPT_TOKENS
         self._names = count()
         self._adapters: Iterator[LoadedAdapter | None] = cycle((None,))
+        self.after_step: Callable[[float, tuple[int, int]], None] = lambda seconds, tokens: None
         self.segment_steps = min(SEGMENT_STEPS, max(1, self._max_tokens // 2))
 
     def use_adapters(self, adapters: Sequence[LoadedAdapter | None]) -> None:
@@ -117,7 +119,9 @@ class DecoderDriver:
         elapsed = time.perf_counter() - start
         stats = self._engine.stats
         assert stats is not None, "an engine with work has run a step"
-        return elapsed, (stats.prefill_tokens, stats.decode_tokens)
+        tokens = stats.prefill_tokens, stats.decode_tokens
+        self.after_step(elapsed, tokens)
+        return elapsed, tokens
 
 
 @dataclass(frozen=True, slots=True)

@@ -73,7 +73,7 @@ def native_library() -> NativeKernels:
             None, None, "the native library was not built (no C compiler at install?): torch's own products serve"
         )
     try:
-        library = _load(path)
+        library = load_library(path)
     except OSError as error:
         if named or level:
             raise PlanImpossible(f"The native library {path} cannot be loaded: {error}.") from error
@@ -94,7 +94,12 @@ def _select_level(library: ctypes.CDLL, requested: str | None) -> NativeKernels:
     return NativeKernels(library, level, f"native kernels for {level}", *sizes)
 
 
-def _load(path: Path) -> ctypes.CDLL:
+def load_library(path: Path) -> ctypes.CDLL:
+    """Load a library of kernels, and declare its functions.
+
+    Raises:
+        OSError: If the file is no library.
+    """
     assert torch.__version__, "torch must be loaded first, because it brings libgomp"
     library = ctypes.CDLL(str(path))
     for name, (result, arguments) in _SIGNATURES.items():

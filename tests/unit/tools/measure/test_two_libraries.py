@@ -1,0 +1,47 @@
+"""Two libraries run steps in turns, and each step counts for the library that ran it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tools.measure.two_libraries import AlternatingLibraries, decode_in_turns, report
+
+
+class Driver:
+    """Runs a prompt before each ten decode steps; a step takes as many seconds as the library says."""
+
+    def __init__(self, libraries: AlternatingLibraries) -> None:
+        self.libraries = libraries
+        self.after_step: Any = None
+
+    def decode(self, rows: int, steps: int) -> None:
+        for step in range(steps):
+            if step % 10 == 0:
+                self.after_step(100.0 + self.libraries(), (64, 0))
+            self.after_step(float(self.libraries()), (0, rows))
+
+
+def test_each_library_has_its_own_steps() -> None:
+    libraries = AlternatingLibraries([lambda: 2, lambda: 4])
+    driver: Any = Driver(libraries)
+    ours, others = decode_in_turns(driver, libraries, 8, 25)
+    assert (set(ours), set(others)) == ({2.0}, {4.0})
+    assert len(ours) + len(others) == 50
+    assert report(ours, others).startswith("2000.000 ms, other 4000.000 ms: ratio 0.500 (quartiles 0.500 to 0.500")
+
+
+def test_arguments_are_passed_on() -> None:
+    libraries = AlternatingLibraries([lambda *given: sum(given), lambda *given: -sum(given)])
+    assert libraries(1, 2) == 3
+    libraries.choose_next()
+    assert libraries(1, 2) == -3
+    libraries.choose_next()
+    assert libraries.chosen == 0
+
+
+def test_a_ratio_is_of_neighbouring_steps() -> None:
+    assert "ratio 0.500 " in report([1.0, 2.0, 3.0], [2.0, 4.0, 6.0, 60.0])
+    with pytest.raises(ValueError, match="at least"):
+        report([1.0], [2.0])
