@@ -15,7 +15,7 @@ from statistics import median
 from typing import TYPE_CHECKING
 
 from app.messages import LoadedAdapter, SetAdapter
-from app.server.prepare import calibrate, prepare
+from app.server.prepare import prepare
 from app.settings import Settings
 
 if TYPE_CHECKING:
@@ -62,7 +62,6 @@ def main() -> None:
     )
     prepared = prepare(settings)
     os.environ.update(prepared.plan.environment())
-    prepared = calibrate(prepared, lambda stage: None)
     import torch
 
     from app.bench.engine.driver import DecoderDriver

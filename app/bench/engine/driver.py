@@ -66,6 +66,8 @@ class DecoderDriver:
         self._until_decoding(rows)
         seconds: list[float] = []
         while len(seconds) < steps:
+            if not self._engine.has_work:
+                raise MeasurementFailed("the sequences ended before enough steps were measured: is speculation on?")
             elapsed, tokens = self._step()
             if tokens == (0, rows):
                 seconds.append(elapsed)

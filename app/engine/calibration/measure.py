@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import gc
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import replace
 
@@ -46,14 +46,10 @@ def measure_cpu_peaks(precisions: Iterable[str], threads: int, cache_bytes: int,
     torch.set_num_threads(threads)
     with closing(ReadBandwidthProbe(threads, max(READ_BYTES, 2 * cache_bytes))) as reading:
         read = reading.sample()
-    products: dict[str, float] = {}
-    rates: dict[torch.dtype, float] = {}
-    for precision in precisions:
-        dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}.get(precision, torch.int8)
-        if dtype not in rates:
-            rates[dtype] = MatmulThroughputProbe(dtype, PRODUCT_SHAPES).sample()
-        if rates[dtype] == rates[dtype]:  # false for NaN: no form multiplies this precision on this machine
-            products[precision] = part * rates[dtype]
+    dtypes = {name: {"fp32": torch.float32, "bf16": torch.bfloat16}.get(name, torch.int8) for name in precisions}
+    rates = _product_rates(dtypes, lambda dtype: MatmulThroughputProbe(dtype, PRODUCT_SHAPES).sample())
+    # a rate that is not itself is NaN: no form multiplies this precision on this machine
+    products = {name: part * rate for name, rate in rates.items() if rate == rate}
     return Measurements(read_bytes_per_second=part * read, products_per_second=products)
 
 
@@ -61,14 +57,17 @@ def measure_device_peaks(backend: BaseBackend, precisions: Iterable[str]) -> Mea
     """Return the rate of a copy, counting reads and writes. A kernel that only reads comes close to it."""
     size = min(COPY_BYTES, backend.free_bytes() // FREE_MEMORY_FRACTION)
     read = CopyBandwidthProbe(backend.device, backend.synchronize, size).sample()
-    rates: dict[torch.dtype, float] = {}
-    products: dict[str, float] = {}
-    for precision in precisions:
-        dtype = _DEVICE_DTYPES.get(precision, backend.dtype)
-        if dtype not in rates:
-            rates[dtype] = DeviceMatmulThroughputProbe(backend.device, backend.synchronize, dtype).sample()
-        products[precision] = rates[dtype]
+    dtypes = {name: _DEVICE_DTYPES.get(name, backend.dtype) for name in precisions}
+    products = _product_rates(
+        dtypes, lambda dtype: DeviceMatmulThroughputProbe(backend.device, backend.synchronize, dtype).sample()
+    )
     return Measurements(read_bytes_per_second=read, products_per_second=products)
+
+
+def _product_rates(dtypes: Mapping[str, torch.dtype], sample: Callable[[torch.dtype], float]) -> dict[str, float]:
+    """Return the rate of products by precision. Precisions that are multiplied in the same dtype are sampled once."""
+    rates = {dtype: sample(dtype) for dtype in dict.fromkeys(dtypes.values())}
+    return {name: rates[dtype] for name, dtype in dtypes.items()}
 
 
 # seconds for both measurements of the peaks; a smaller budget means a model for which they do not matter

@@ -25,6 +25,7 @@ from app.hardware.plan.plan import ServingPlan, make_plan
 from app.hardware.probe.probe import probe
 from app.kernels import ceilings
 from app.kernels.ceilings import MatmulThroughputProbe, ReadBandwidthProbe
+from app.messages import Abort
 from app.models.decoders.config import ModelConfig
 from app.models.decoders.shapes import active_weights, expert_weights
 from app.settings import load_settings
@@ -241,6 +242,18 @@ def test_a_prefill_computes_every_token(built: Any) -> None:
 def test_what_cannot_be_added_says_why(built: Any) -> None:
     with pytest.raises(MeasurementFailed, match="context"):
         DecoderDriver(built.engine, TokenPrompts(range(2, 320)), 1024).prefill(5000)
+
+
+def test_sequences_that_end_early_are_noticed(built: Any) -> None:
+    driver = DecoderDriver(built.engine, TokenPrompts(range(2, 320)), 1024)
+
+    def end(seconds: float, tokens: tuple[int, int]) -> None:
+        if tokens == (0, 1):
+            built.engine.abort(Abort("bench-0"))
+
+    driver.after_step = end
+    with pytest.raises(MeasurementFailed, match="ended before"):
+        driver.decode(1, steps=8)
 
 
 def test_more_rows_than_the_plan_runs_are_noticed(built: Any) -> None:

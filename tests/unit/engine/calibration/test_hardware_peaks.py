@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
 from app.engine.calibration import measure
 
@@ -22,7 +23,17 @@ def test_under_a_quota_that_binds_ceilings_are_what_it_leaves(monkeypatch: pytes
     assert (found.read_bytes_per_second, found.products_per_second) == (2.0, {"fp32": 2.0})
 
 
-def test_precisions_with_the_same_products_are_timed_once() -> None:
-    rates = measure.measure_cpu_peaks(["int4", "int8"], 1, 0).products_per_second
-    assert rates.keys() in ({"int4", "int8"}, set())
-    assert len(set(rates.values())) <= 1
+def test_precisions_with_the_same_products_are_timed_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    timed: list[torch.dtype] = []
+
+    class Ceiling:
+        def __init__(self, dtype: torch.dtype, *about: object) -> None:
+            timed.append(dtype)
+
+        def sample(self) -> float:
+            return float(len(timed))
+
+    monkeypatch.setattr(measure, "MatmulThroughputProbe", Ceiling)
+    found = measure.measure_cpu_peaks(["int4", "int8", "bf16"], 1, 0)
+    assert timed == [torch.int8, torch.bfloat16]
+    assert found.products_per_second == {"int4": 1.0, "int8": 1.0, "bf16": 2.0}
