@@ -12,8 +12,6 @@
  * a Sapphire Rapids core has 16 buffers for lines on their way to its first cache, and more for its second. */
 #define AHEAD(rows) 4096
 #define PREFETCH_TO _MM_HINT_T1
-/* Decode attention over bf16, 8 x 4,000 tokens (`bench kernels`): 3.6 ms a layer; prefetched past the caches 9.8. */
-#define KV_PREFETCH 2
 
 #include "../tile_avx512.h"
 #include "../kernels.h"

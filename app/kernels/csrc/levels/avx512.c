@@ -5,8 +5,6 @@
 #define BLOCK 4
 #define TILE_ROWS 12
 #define TILE_ALIGN 1
-/* As amx.c, since the processors without bf16 are Intel's. */
-#define KV_PREFETCH 2
 
 #include "../tile_avx512.h"
 #include "../kernels.h"
