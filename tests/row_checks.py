@@ -7,7 +7,14 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
-from app.kernels.linear.activations import Activations, QuantisedActivations, quantise_torch, unpack_tiles, unquantised
+from app.kernels.linear.activations import (
+    Activations,
+    QuantisedActivations,
+    RowGroups,
+    quantise_torch,
+    unpack_tiles,
+    unquantised,
+)
 from native_levels import levels
 
 LEVELS = levels()
@@ -17,8 +24,9 @@ num_rows = st.integers(1, 40)
 sizes = st.sampled_from([8, 64, 100, 576, 896, 2048, 3000, 8192])
 spreads = st.sampled_from([0.0, 1e-37, 1e-3, 1.0, 30.0, 1e4, 3e37])
 bad_values = st.sampled_from([None, torch.nan, torch.inf, -torch.inf])
-# None asks for bf16, 0 for one group of the whole row.
-groups = st.sampled_from([None, 0, 32, 64, 128])
+WHOLE_ROW = RowGroups(0)  # one group
+# None asks for bf16.
+groups = st.sampled_from([None, WHOLE_ROW, RowGroups(32), RowGroups(32, 4), RowGroups(64), RowGroups(128)])
 
 
 def rows_of(rows: int, size: int, spread: float = 1.0, bad: float | None = None, seed: int = 0) -> Tensor:
@@ -28,11 +36,11 @@ def rows_of(rows: int, size: int, spread: float = 1.0, bad: float | None = None,
     return x
 
 
-def group_of(group: int | None, size: int) -> int | None:
-    return -(-size // 32) * 32 if group == 0 else group
+def group_of(group: RowGroups | None, size: int) -> RowGroups | None:
+    return RowGroups(-(-size // 32) * 32) if group == WHOLE_ROW else group
 
 
-def check(found: Activations, meant: Tensor, group: int | None, atol: float = 1e-10, slack: float = 0.0) -> None:
+def check(found: Activations, meant: Tensor, group: RowGroups | None, atol: float = 1e-10, slack: float = 0.0) -> None:
     """meant: fp32. Codes may be one off, as the values may differ in their last bit, and by `slack` before they are codes."""
     if group is None and unquantised(found).dtype == torch.float32:
         torch.testing.assert_close(unquantised(found), meant, rtol=1e-4, atol=atol, equal_nan=True)

@@ -8,8 +8,10 @@ static float value_of(int kind, float power, int64_t i) {
     return number() * (below(50) == 0 ? 30.0f : 1.0f);
 }
 
+int64_t any_shared(int64_t group) { return group == 32 ? 1 << below(4) : 1; }
+
 activations new_activations(int64_t rows, int64_t size, int64_t group, int kind) {
-    activations a = {.rows = rows, .size = size, .stride = size + below(3), .group = group, .groups = (size + group - 1) / group};
+    activations a = {.rows = rows, .size = size, .stride = size + below(3), .group = group, .groups = (size + group - 1) / group, .shared = any_shared(group)};
     a.padded = a.groups * group;
     a.x = room(((rows - 1) * a.stride + size) * 2);
     for (int64_t row = 0; row < rows; row++)
@@ -44,17 +46,28 @@ void quantise_activations(activations *a) {
     a->tiles = room(most * a->padded);
     a->scales = room(most * a->groups * 4);
     a->sums = room(most * a->groups * 4);
-    const quantise_arguments arguments = {a->x, a->stride, a->rows, a->size, {NULL, a->tiles, a->scales, a->sums, a->group, a->height}};
+    const quantise_arguments arguments = {a->x, a->stride, a->rows, a->size, {NULL, a->tiles, a->scales, a->sums, a->group, a->height, NULL, a->shared}};
     run(OP_QUANTISE, &arguments);
+}
+
+/* Inputs [from, to) have the scale of group g. */
+typedef struct {
+    int64_t from, to;
+} part;
+
+static part scaled_together(const activations *a, int64_t g) {
+    const int64_t size = a->group * a->shared, from = g / a->shared * size;
+    return (part){from, from + size < a->size ? from + size : a->size};
 }
 
 plain_group plainly_quantised(const activations *a, int64_t row, int64_t g) {
     plain_group result = {{0}, 0, 0};
     const uint16_t *x = a->x + row * a->stride + g * a->group;
     const int64_t count = a->size - g * a->group < a->group ? a->size - g * a->group : a->group;
+    const part scaled = scaled_together(a, g);
     float largest = 0;
-    for (int64_t i = 0; i < count; i++) {
-        const float size = fabsf(float_of_bf16(x[i]));
+    for (int64_t i = scaled.from; i < scaled.to; i++) {
+        const float size = fabsf(float_of_bf16(a->x[row * a->stride + i]));
         if (!isfinite(size)) result.scale = NAN;
         else if (size > largest) largest = size;
     }
@@ -87,7 +100,7 @@ sink new_sink(activations *a, int64_t kind) {
     if (kind == 0) a->x = room(a->rows * a->size * 2);
     else if (kind == 1) a->wide = room(a->rows * a->size * 4);
     else a->tiles = room(most * a->padded), a->scales = room(most * a->groups * 4), a->sums = room(most * a->groups * 4);
-    return (sink){a->x, a->tiles, a->scales, a->sums, a->group, a->height, a->wide};
+    return (sink){a->x, a->tiles, a->scales, a->sums, a->group, a->height, a->wide, a->shared};
 }
 
 /* A scale below 1e-14 belongs to values that are almost zero: there an approximated GELU has no correct digit. */
@@ -95,7 +108,8 @@ static void check_group(const activations *a, int64_t row, int64_t g, const doub
     const plain_group found = from_tiles(a, row, g);
     double largest = 0;
     int32_t sum = 0;
-    for (int64_t i = 0; i < a->group && g * a->group + i < a->size; i++)
+    const part scaled = scaled_together(a, g);
+    for (int64_t i = scaled.from - g * a->group; i < scaled.to - g * a->group; i++)
         largest = fabs(expected[i]) > largest || expected[i] != expected[i] ? fabs(expected[i]) : largest;
     if (!isfinite(largest) ? found.scale == found.scale : !close_to(found.scale, largest / 127, 1e-4 * largest / 127 + 1e-14)) {
         failed("row %d, group %d: the scale is %g for %g", (int)row, (int)g, found.scale, largest / 127);

@@ -6,7 +6,7 @@
 
 typedef struct {
     uint16_t *x; /* [rows, size], row stride `stride` */
-    int64_t rows, size, stride, group, groups, padded, height;
+    int64_t rows, size, stride, group, groups, padded, height, shared;
     int8_t *tiles;
     float *scales;
     int32_t *sums;
@@ -23,6 +23,8 @@ typedef struct {
 /* The values: any; integers to 127 times a power of two, each group with a 127; all of them 127 or -127. */
 enum { ANY, POWERS, EXTREME };
 
+/* Groups of a row with the same scale: 1, and of groups of 32 also 2, 4 or 8. */
+int64_t any_shared(int64_t group);
 activations new_activations(int64_t rows, int64_t size, int64_t group, int kind);
 /* Row `row` of `a` alone. */
 activations one_row(const activations *a, int64_t row);

@@ -213,7 +213,7 @@ static void one_mixture(const expert_form *f, int64_t i) {
     for (int which = 0; which < 2; which++)
         w[which] = (expert_weights){
             .panels = panels[which], .biases = with_bias ? biases[which] : NULL, .outputs = which ? hidden : 2 * inner, .inputs = which ? inner : hidden, .form = f->form,
-            .group = f->needs == OP_LINEAR_INT ? group : 0, .header = f->header, .wide_from = f->needs == OP_LINEAR_INT ? armature_tiles(3) : 0, .narrow_panels = f->narrow,
+            .group = f->needs == OP_LINEAR_INT ? group : 0, .header = f->header, .wide_from = f->needs == OP_LINEAR_INT ? armature_tiles(3) : 0, .narrow_panels = f->narrow, .shared = any_shared(group),
         };
     void *x = room(((rows - 1) * x_stride + hidden) * (wide ? 4 : 2));
     float *found = room(((rows - 1) * hidden_stride + hidden) * 4), *before = room(((rows - 1) * hidden_stride + hidden) * 4), *factors = room(rows * k * 4);

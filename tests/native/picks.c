@@ -11,7 +11,7 @@ typedef struct {
 
 static linear_int_arguments product_of(const picked *p) {
     return (linear_int_arguments){
-        p->w.panels, p->bias, p->a.tiles, p->a.scales, p->a.sums, p->logits, p->w.outputs, p->a.rows, p->a.padded, p->w.outputs, p->a.group, p->a.height, p->w.bits, p->w.header, OUTPUT_FP32,
+        p->w.panels, p->bias, p->a.tiles, p->a.scales, p->a.sums, p->logits, p->w.outputs, p->a.rows, p->a.padded, p->w.outputs, p->a.group, p->a.height, p->w.bits, p->w.header, OUTPUT_FP32, .shared = p->a.shared,
     };
 }
 

@@ -59,7 +59,7 @@ static number_of_size *expected_of(const activations *a, const weights *w) {
 static float *multiplied(const activations *a, const weights *w) {
     float *y = room(a->rows * w->outputs * 4);
     const linear_int_arguments arguments = {
-        w->panels, NULL, a->tiles, a->scales, a->sums, y, w->outputs, a->rows, a->padded, w->outputs, a->group, a->height, w->bits, w->header, OUTPUT_FP32,
+        w->panels, NULL, a->tiles, a->scales, a->sums, y, w->outputs, a->rows, a->padded, w->outputs, a->group, a->height, w->bits, w->header, OUTPUT_FP32, .shared = a->shared,
     };
     run(OP_LINEAR_INT, &arguments);
     return y;

@@ -5,7 +5,8 @@
 static const int64_t SIZES[] = {576, 896, 1, 33, 64, 1500}, GROUPS[] = {32, 64, 128};
 
 static activations some_rows(int64_t i) {
-    return (activations){.rows = between(1, 20), .size = SIZES[i % 6], .group = GROUPS[below(3)]};
+    const int64_t group = GROUPS[below(3)];
+    return (activations){.rows = between(1, 20), .size = SIZES[i % 6], .group = group, .shared = any_shared(group)};
 }
 
 int64_t norms(void) {

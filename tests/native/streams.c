@@ -27,7 +27,7 @@ static float *floats(int64_t count) {
 
 int64_t altered_streams(void) {
     for (int64_t i = 0; i < 24; i++) {
-        activations rows = {.rows = between(1, 9), .size = SIZES[i % 6], .group = 64};
+        activations rows = {.rows = between(1, 9), .size = SIZES[i % 6], .group = 64, .shared = 1};
         const int64_t streams = between(2, MOST_STREAMS), corrects = i / 6 % 2, width = streams * rows.size, stride = width + below(3);
         const int64_t count = (rows.rows - 1) * stride + width, factors = corrects ? streams : streams * streams;
         const sink out = new_sink(&rows, i % 4);

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from app.kernels.linear.activations import quantise, quantise_torch, unpack_tiles
+from app.kernels.linear.activations import RowGroups, quantise, quantise_torch, unpack_tiles
 from app.kernels.linear.bf16_product import WideRows
 from app.kernels.linear.int_panels import IntPanelFactory, IntPanelLinear
 from app.kernels.native.library import native_library
@@ -42,10 +42,11 @@ class Product:
 
     x: Tensor
     form: IntPanelLinear
+    groups: RowGroups  # in which x is quantised
 
     def expected_seconds(self) -> tuple[Tensor, Tensor]:
         """Float64 [rows, outputs], and the sum of all magnitudes in it."""
-        codes, scales = quantise_torch(self.x, self.form.group)
+        codes, scales = quantise_torch(self.x, self.groups)
         rounded = (codes.double() * scales.double()[..., None]).flatten(1)[:, : self.form.inputs]
         weight = self.form.dequantised().double()
         bias = torch.zeros(self.form.outputs) if self.form.bias is None else self.form.bias
@@ -63,7 +64,9 @@ def products(draw: st.DrawFn, most_rows: int = 40) -> Product:
     if draw(st.booleans()):
         weight = weight.sign()
     bias = torch.randn(outputs, generator=generator) if draw(st.booleans()) else None
-    return Product(x.bfloat16(), draw(FORMS).pack(weight, bias))
+    form = draw(FORMS).pack(weight, bias)
+    shared = draw(st.sampled_from([1, 2, 4, 8])) if form.group == 32 else 1
+    return Product(x.bfloat16(), form, RowGroups(form.group, shared))
 
 
 def multiplied(form: IntPanelLinear, x: Tensor) -> Tensor:
@@ -79,8 +82,10 @@ def multiplied(form: IntPanelLinear, x: Tensor) -> Tensor:
 def test_activations_are_rounded_as_the_reference_rounds_them(level: str, x: st.DataObject) -> None:
     with at_level(level):
         product = x.draw(products())
-        group = x.draw(st.sampled_from([32, 64, 128, 256]))
-        expected, found = quantise_torch(product.x, group), unpack_tiles(quantise(product.x, group))
+        groups = RowGroups(x.draw(st.sampled_from([32, 64, 128, 256])), 1)
+        if groups.size == 32:
+            groups = replace(groups, shared=x.draw(st.sampled_from([1, 2, 4, 8])))
+        expected, found = quantise_torch(product.x, groups), unpack_tiles(quantise(product.x, groups))
         assert torch.equal(found[0], expected[0])
         assert torch.equal(found[1], expected[1])
 
@@ -92,8 +97,9 @@ def test_a_product_is_that_of_what_the_codes_mean(level: str, data: st.DataObjec
     with at_level(level):
         product = data.draw(products())
         expected, size = product.expected_seconds()
-        error = (product.form.multiply(product.x).double() - expected).abs()
+        error = (product.form.multiply(quantise(product.x, product.groups)).double() - expected).abs()
         assert (error <= 2e-5 * size + expected.abs() / 256).all(), f"off by {float(error.max()):g}"
+        expected, size = replace(product, groups=product.form.row_groups).expected_seconds()
         twin = product.form.multiply_torch(product.x).double()
         assert ((twin - expected).abs() <= 2e-5 * size).all()
 
@@ -142,7 +148,7 @@ def test_many_rows_may_be_multiplied_in_bf16(level: str, data: st.DataObject, mo
         packing, shape = replace(few.form.packing, wide=WideRows.MANY), (few.form.outputs, few.form.inputs)
         form = IntPanelLinear(packing, *shape, few.form.bias, few.form.panels)
         assert form.activation_group(len(x)) is None
-        assert form.activation_group(native.wide_rows - 1) == form.group
+        assert form.activation_group(native.wide_rows - 1) == form.row_groups
         rows, weight = x.double(), rounded(form.dequantised()).double()
         bias = torch.zeros(form.outputs) if form.bias is None else form.bias
         expected, size = rows @ weight.T + bias, rows.abs() @ weight.abs().T + bias.abs()

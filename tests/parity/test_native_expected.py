@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from app.kernels.elementwise.embedding import EmbeddingTable, TableLayout
-from app.kernels.linear.activations import quantise, unpack_tiles
+from app.kernels.linear.activations import RowGroups, quantise, unpack_tiles
 from app.kernels.linear.layout import PanelLayout
 from app.kernels.native.arguments import LinearIntArguments, OpCode, PackIntArguments, ProductOutput
 from app.kernels.native.library import native_library
@@ -115,13 +115,13 @@ class Packed:
 
     def times(self, x: Tensor) -> Tensor:
         """fp32 [rows, outputs]."""
-        codes = quantise(x, self.case.layout.group_of(self.case.inputs))
+        codes = quantise(x, RowGroups(self.case.layout.group_of(self.case.inputs)))
         y = torch.full((len(x), self.case.outputs), torch.nan)
         run_operation(
             LinearIntArguments(
                 self.panels.data_ptr(), None, codes.codes.data_ptr(), codes.scales.data_ptr(), codes.sums.data_ptr(), y.data_ptr(),
                 y.stride(0), len(x), self.padded, self.case.outputs, codes.group, codes.height, self.case.bits,
-                self.case.layout.header, ProductOutput.FP32,
+                self.case.layout.header, ProductOutput.FP32, shared=codes.shared,
             ),
             OpCode.LINEAR_INT,
         )  # fmt: skip
@@ -157,7 +157,7 @@ def sample(y: Tensor) -> Tensor:
 def results(case: Case) -> dict[str, object]:
     """What is stored: digests of all that is exact, and some of the sums whose last bit may depend on their order."""
     x = activations(case, exact=False)
-    codes, scales = unpack_tiles(quantise(x, case.layout.group_of(case.inputs)))
+    codes, scales = unpack_tiles(quantise(x, RowGroups(case.layout.group_of(case.inputs))))
     exact, near = Packed.of(case, exact=True), Packed.of(case, exact=False)
     return {
         "quantised": digest(codes, scales),

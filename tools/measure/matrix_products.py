@@ -39,7 +39,7 @@ def products(outputs: int, inputs: int, rows: int) -> dict[str, tuple[Product, P
     packing = IntPanelFactory(8, None)
     if packing.supports(outputs, inputs, torch.bfloat16):
         form: IntPanelLinear = packing.pack(torch.randn(outputs, inputs), None)
-        found["int8"] = pair(form, quantise(torch.randn(rows, inputs).bfloat16(), form.group))
+        found["int8"] = pair(form, quantise(torch.randn(rows, inputs).bfloat16(), form.row_groups))
     return found
 
 

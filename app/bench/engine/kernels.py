@@ -151,7 +151,7 @@ def _time_product(copies: list[IntPanelLinear], rows: int) -> list[float]:
     does.
     """
     form = copies[0]
-    x = quantise(torch.randn(rows, form.inputs).bfloat16(), form.group)
+    x = quantise(torch.randn(rows, form.inputs).bfloat16(), form.row_groups)
     y = torch.empty(rows, form.outputs, dtype=torch.bfloat16)
     used = copies if rows < MANY_ROWS else copies[:4]
     steps = [

@@ -73,7 +73,7 @@ INLINE void describe_product(const expert_weights *w, const expert_memory *m, co
     p->a.integer = (linear_int_arguments){
         .panels = panels, .bias = bias, .tiles = m->codes + x->first * padded, .scales = m->scales + x->first * groups, .sums = m->sums + x->first * groups, .y = y,
         .y_stride = w->outputs, .rows = x->rows, .padded = padded, .outputs = w->outputs, .group = w->group, .height = rows_together(x->rows), .bits = w->form,
-        .header = w->header, .output = OUTPUT_FP32,
+        .header = w->header, .output = OUTPUT_FP32, .shared = w->shared,
     };
     p->divided = divide((w->outputs + PANEL_OUTPUTS - 1) / PANEL_OUTPUTS, (x->rows + p->a.integer.height - 1) / p->a.integer.height, FIT_INT / panel_bytes_int(&p->a.integer));
     p->tasks = p->divided.panel_tasks * p->divided.tile_tasks;
@@ -143,7 +143,7 @@ INLINE sink input_of(const expert_product *p) {
     if (p->form == FORM_BF16_PANELS) return (sink){.rows = (uint16_t *)p->a.bf16.x};
 #endif
     const linear_int_arguments *i = &p->a.integer;
-    return (sink){.tiles = (int8_t *)i->tiles, .scales = (float *)i->scales, .sums = (int32_t *)i->sums, .group = i->group, .height = i->height};
+    return (sink){.tiles = (int8_t *)i->tiles, .scales = (float *)i->scales, .sums = (int32_t *)i->sums, .group = i->group, .height = i->height, .shared = i->shared};
 }
 
 /* Write part p of a row, for any form of the product that reads it. */

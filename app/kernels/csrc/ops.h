@@ -7,7 +7,9 @@
  *
  * Quantised activations
  *   A row of `size` inputs is padded with zeros to a multiple of `group`, itself a multiple of 32. Each group of a row has a scale:
- *   value = scale * code, code int8 in [-127, 127]. A group with NaN or infinity in it has the scale NaN. Rows are stored in
+ *   value = scale * code, code int8 in [-127, 127]. A group with NaN or infinity in it has the scale NaN. Each `shared` groups of
+ *   a row have the same scale, which counts the largest value of all of them; a product may then add them before it multiplies
+ *   by the scale. Rows are stored in
  *   *tiles* of `height` rows (the last may have fewer), so that a product reads a tile from the first to the last byte. A tile with
  *   `count` rows (rounded up to TILE_ALIGN) that begins at row `first` has
  *     codes at first * padded + (k / BLOCK) * count * BLOCK + row * BLOCK + k % BLOCK;
@@ -68,7 +70,8 @@ enum {
     OP_COUNT
 };
 
-/* Destination of rows of activations: quantised if `tiles` is given, else `rows` bf16 or `wide` fp32, [rows, size]. */
+/* Destination of rows of activations: quantised if `tiles` is given, else `rows` bf16 or `wide` fp32, [rows, size]. A scale
+ * is that of `shared` groups: 1, or 2, 4 or 8 groups of 32. */
 typedef struct {
     uint16_t *rows;
     int8_t *tiles;
@@ -76,6 +79,7 @@ typedef struct {
     int32_t *sums;
     int64_t group, height;
     float *wide;
+    int64_t shared;
 } sink;
 
 /* x [rows, size] bf16, row stride in elements. */
@@ -170,7 +174,7 @@ typedef struct {
     const float *scales;
     const int32_t *sums;
     void *y;
-    int64_t y_stride, rows, padded, outputs, group, height, bits, header, output, activation;
+    int64_t y_stride, rows, padded, outputs, group, height, bits, header, output, activation, shared;
 } linear_int_arguments;
 
 /* Each row's `k` best outputs of a product whose logits are not needed otherwise, best first, and the lower id first
@@ -332,13 +336,13 @@ typedef struct {
 } route_arguments;
 
 /* One product of all experts: their packed weights [outputs, inputs] and, if given, biases [outputs] fp32. `form` 4 or 8:
- * panels of integers with `group` and `header`, which are multiplied with bf16 rows from `wide_from` rows of an expert on
+ * panels of integers with `group` and `header` and rows with `shared`, which are multiplied with bf16 rows from `wide_from` rows of an expert on
  * (0: never). FORM_BF16_PANELS: the product of OP_LINEAR_BF16, in the order that `fixed` says. FORM_FP32_PANELS: the
  * product of OP_LINEAR_FP32, of bf16 panels if `narrow_panels`. */
 typedef struct {
     const uint8_t *const *panels;
     const float *const *biases;
-    int64_t outputs, inputs, form, group, header, wide_from, fixed, narrow_panels;
+    int64_t outputs, inputs, form, group, header, wide_from, fixed, narrow_panels, shared;
 } expert_weights;
 
 /* hidden [rows, down.outputs] fp32 += the sum over j < k, in this order, of weights[i, j] times expert ids[i, j] of x[i]:

@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from app.kernels.linear.activations import ROW_DTYPES, Activations, allocate_output, quantise
+from app.kernels.linear.activations import ROW_DTYPES, Activations, RowGroups, allocate_output, quantise
 from app.kernels.native.arguments import ACTIVATION_CODES, ActivateArguments, OpCode, TopElementsArguments
 from app.kernels.native.memory import empty
 from app.kernels.native.operations import has_kernel, run_operation
@@ -32,7 +32,7 @@ ACTIVATIONS: Mapping[str, Callable[[Tensor], Tensor]] = {
 }
 
 
-def activate(x: Tensor, activation: str, group: int | None = None) -> Activations:
+def activate(x: Tensor, activation: str, group: RowGroups | None = None) -> Activations:
     """Return act(x) in the dtype of x [tokens, size], quantised if `group` is given.
 
     `group` is the number of inputs that share one scale. x may be overwritten.
@@ -47,7 +47,7 @@ def activate(x: Tensor, activation: str, group: int | None = None) -> Activation
     return out
 
 
-def xielu(x: Tensor, positive: float, negative: float, group: int | None = None) -> Activations:
+def xielu(x: Tensor, positive: float, negative: float, group: RowGroups | None = None) -> Activations:
     """Return xIELU(x) (arXiv 2411.13010) in the dtype of x [tokens, size], quantised if `group` is given."""
     if x.dtype not in ROW_DTYPES or x.stride(1) != 1 or x.device.type != "cpu" or not has_kernel(OpCode.ACTIVATE):
         result = xielu_torch(x, positive, negative)
@@ -66,7 +66,7 @@ def xielu_torch(x: Tensor, positive: float, negative: float) -> Tensor:
     return (torch.where(wide > 0, positive * wide * wide, (below.expm1() - below) * negative) + 0.5 * wide).to(x.dtype)
 
 
-def convert_rows(hidden: Tensor, dtype: torch.dtype, group: int | None = None) -> Activations:
+def convert_rows(hidden: Tensor, dtype: torch.dtype, group: RowGroups | None = None) -> Activations:
     """Return hidden [tokens, size] fp32 as the input of a product: in `dtype`, or quantised if `group` is given.
 
     The result may be `hidden` itself.

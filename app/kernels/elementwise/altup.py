@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from app.kernels.linear.activations import ROW_DTYPES, Activations, allocate_output, quantise
+from app.kernels.linear.activations import ROW_DTYPES, Activations, RowGroups, allocate_output, quantise
 from app.kernels.native.arguments import AltUpArguments, MatchArguments, OpCode, RowSink
 from app.kernels.native.operations import has_kernel, run_operation
 
@@ -74,7 +74,7 @@ def predict_streams_torch(states: Tensor, mix: StreamMix) -> None:
 
 
 def correct_streams(
-    states: Tensor, mix: StreamMix, correction: Correction, dtype: torch.dtype, group: int | None = None
+    states: Tensor, mix: StreamMix, correction: Correction, dtype: torch.dtype, group: RowGroups | None = None
 ) -> Activations:
     """Add to each stream its share of what the layer changed.
 

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from app.kernels.elementwise.activations import ACTIVATIONS
-from app.kernels.linear.activations import ROW_DTYPES, Activations, allocate_output, quantise
+from app.kernels.linear.activations import ROW_DTYPES, Activations, RowGroups, allocate_output, quantise
 from app.kernels.native.arguments import (
     ACTIVATION_CODES,
     SWIGLU_ALPHA,
@@ -31,7 +31,9 @@ from app.kernels.native.operations import has_kernel, run_operation
 from app.kernels.triton.support import triton_usable
 
 
-def rms_norm(hidden: Tensor, weight: Tensor, eps: float, dtype: torch.dtype, group: int | None = None) -> Activations:
+def rms_norm(
+    hidden: Tensor, weight: Tensor, eps: float, dtype: torch.dtype, group: RowGroups | None = None
+) -> Activations:
     """Compute hidden / rms(hidden) * weight in `dtype`, or quantised; hidden [tokens, size], weight [size] fp32."""
     if dtype not in ROW_DTYPES or not _supports_norm(hidden, ROW_DTYPES):
         return _quantise_if(_rms_norm_elsewhere(hidden, weight, eps, dtype), group)
@@ -95,7 +97,9 @@ def _supports_norm(hidden: Tensor, dtypes: Collection[torch.dtype] = (torch.floa
     return plain and hidden.device.type == "cpu" and has_kernel(OpCode.NORM)
 
 
-def gate(gate_up: Tensor, activation: str, group: int | None = None, deviations: float | None = None) -> Activations:
+def gate(
+    gate_up: Tensor, activation: str, group: RowGroups | None = None, deviations: float | None = None
+) -> Activations:
     """Compute act(gate) * up [tokens, size] from gate_up [tokens, 2 * size], in its dtype or quantised.
 
     With `deviations`, most gates become 0 first: each is lowered by the mean of the row's gates plus so many of their
@@ -112,7 +116,7 @@ def gate(gate_up: Tensor, activation: str, group: int | None = None, deviations:
     return out
 
 
-def gate_with(gates: Tensor, up: Tensor, activation: str, group: int | None = None) -> Activations:
+def gate_with(gates: Tensor, up: Tensor, activation: str, group: RowGroups | None = None) -> Activations:
     """Compute act(gates) * up [tokens, size] in the dtype of the gates or quantised; up [tokens, size] fp32."""
     if not (_supports_gate(gates) and up.dtype == torch.float32 and up.stride(1) == 1):
         return _quantise_if((ACTIVATIONS[activation](gates.float()) * up).to(gates.dtype), group)
@@ -192,7 +196,7 @@ def _gathered(x: Tensor, rows: Tensor | None, out: Tensor | None = None) -> Tens
     return out
 
 
-def _quantise_if(rows: Tensor, group: int | None) -> Activations:
+def _quantise_if(rows: Tensor, group: RowGroups | None) -> Activations:
     return rows if group is None else quantise(rows, group)
 
 
@@ -203,7 +207,7 @@ def layer_norm(
     hidden: Tensor,
     norm: LayerNormWeights,
     dtype: torch.dtype,
-    group: int | None = None,
+    group: RowGroups | None = None,
     in_place: bool = False,
 ) -> Activations:
     """Compute (hidden - mean) / deviation * weight + bias of hidden [tokens, size] fp32.

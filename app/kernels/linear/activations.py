@@ -1,8 +1,8 @@
 """Quantised activations, the input of integer products: int8 codes in tiles, with scales and sums.
 
-Each group of a row has one scale and one sum. The layout is described in csrc/ops.h. The kernels for norms, gated
-activations and quantisation write it. `unpack_tiles` reads it back for the reference implementations and the
-tests.
+Each group of a row has a scale and a sum, and several groups may have the same scale. The layout is described in
+csrc/ops.h. The kernels for norms, gated activations and quantisation write it. `unpack_tiles` reads it back for the
+reference implementations and the tests.
 """
 
 from __future__ import annotations
@@ -21,10 +21,22 @@ _MAX_GROUP = 65536  # csrc/sink.h
 
 
 @dataclass(frozen=True, slots=True)
+class RowGroups:
+    """Groups of the inputs of a row that is quantised.
+
+    `size` inputs have a sum of their own, as they have a scale of a weight. Each `shared` groups have the same scale: 1,
+    or 2, 4 or 8 groups of 32 inputs.
+    """
+
+    size: int
+    shared: int = 1
+
+
+@dataclass(frozen=True, slots=True)
 class QuantisedActivations:
     """Int8 codes, scales and sums of `rows` rows with `size` inputs each, padded to `padded`, a multiple of `group`.
 
-    A tile has `height` rows. The last tile may have fewer.
+    Each `shared` groups of a row have the same scale. A tile has `height` rows. The last tile may have fewer.
     """
 
     codes: Tensor  # int8, in tiles
@@ -34,6 +46,7 @@ class QuantisedActivations:
     size: int
     group: int
     height: int
+    shared: int = 1
 
     @property
     def padded(self) -> int:
@@ -43,7 +56,14 @@ class QuantisedActivations:
     def as_sink(self) -> RowSink:
         """Return the C structure that makes a kernel write its rows into this object."""
         return RowSink(
-            None, self.codes.data_ptr(), self.scales.data_ptr(), self.sums.data_ptr(), self.group, self.height, None
+            None,
+            self.codes.data_ptr(),
+            self.scales.data_ptr(),
+            self.sums.data_ptr(),
+            self.group,
+            self.height,
+            None,
+            self.shared,
         )
 
 
@@ -63,16 +83,17 @@ def unquantised(x: Activations) -> Tensor:
     return x
 
 
-def empty_quantised(rows: int, size: int, group: int) -> QuantisedActivations:
+def empty_quantised(rows: int, size: int, groups: RowGroups) -> QuantisedActivations:
     """Allocate quantised rows without initialising them."""
+    group = groups.size
     assert group % 32 == 0 and 0 < group <= _MAX_GROUP, (
         "kernels read 32 inputs at a time, and keep at most 65536 on their stack"
     )
     align = native_library().align
-    groups, most = -(-size // group), -(-rows // align) * align
+    count, most = -(-size // group), -(-rows // align) * align
     return QuantisedActivations(
-        empty((most * groups * group,), torch.int8), empty((most * groups,), torch.float32), empty((most * groups,), torch.int32),
-        rows, size, group, tile_height(rows),
+        empty((most * count * group,), torch.int8), empty((most * count,), torch.float32), empty((most * count,), torch.int32),
+        rows, size, group, tile_height(rows), groups.shared,
     )  # fmt: skip
 
 
@@ -80,17 +101,17 @@ ROW_DTYPES = (torch.bfloat16, torch.float32)  # dtypes of rows that the kernels 
 
 
 def allocate_output(
-    rows: int, size: int, group: int | None, dtype: torch.dtype = torch.bfloat16
+    rows: int, size: int, groups: RowGroups | None, dtype: torch.dtype = torch.bfloat16
 ) -> tuple[Activations, RowSink]:
     """Allocate the output of a kernel and return it with the C structure that describes it.
 
-    It is quantised if `group` is given, else of `dtype`, one of `ROW_DTYPES`.
+    It is quantised if `groups` are given, else of `dtype`, one of `ROW_DTYPES`.
     """
-    if group is None:
+    if groups is None:
         out = empty((rows, size), dtype)
         narrow, wide = (out.data_ptr() if dtype == one else None for one in ROW_DTYPES)
-        return out, RowSink(narrow, None, None, None, 0, 0, wide)
-    quantised = empty_quantised(rows, size, group)
+        return out, RowSink(narrow, None, None, None, 0, 0, wide, 1)
+    quantised = empty_quantised(rows, size, groups)
     return quantised, quantised.as_sink()
 
 
@@ -102,14 +123,14 @@ def tile_height(rows: int) -> int:
     return -(-height // chosen.align) * chosen.align
 
 
-def quantise(x: Tensor, group: int) -> QuantisedActivations:
-    """Quantise x [rows, size] to int8 codes with one scale for each row and group.
+def quantise(x: Tensor, groups: RowGroups) -> QuantisedActivations:
+    """Quantise x [rows, size] to int8 codes with a scale for each group of a row, or for several.
 
     Rows of another dtype than bf16 are converted to bf16 first.
     """
     if x.stride(-1) != 1 or x.dtype != torch.bfloat16:
         x = x.to(torch.bfloat16).contiguous()
-    result = empty_quantised(x.shape[0], x.shape[1], group)
+    result = empty_quantised(x.shape[0], x.shape[1], groups)
     run_operation(
         QuantiseArguments(x.data_ptr(), x.stride(0), x.shape[0], x.shape[1], result.as_sink()),
         OpCode.QUANTISE,
@@ -118,22 +139,23 @@ def quantise(x: Tensor, group: int) -> QuantisedActivations:
     return result
 
 
-def quantise_torch(x: Tensor, group: int) -> tuple[Tensor, Tensor]:
+def quantise_torch(x: Tensor, groups: RowGroups) -> tuple[Tensor, Tensor]:
     """Quantise x [rows, size] in plain torch; this is the reference implementation of `quantise`.
 
-    Codes are rounded to nearest, ties to even. A group whose largest magnitude is below 1e-35 is zero. A group
-    that contains a value that is not finite has the scale NaN and the codes 0.
+    Codes are rounded to nearest, ties to even. Groups of one scale are zero if their largest magnitude is below 1e-35. If
+    they contain a value that is not finite, their scale is NaN and their codes are 0.
 
     Returns:
         Codes int8 [rows, groups, group] and scales fp32 [rows, groups].
     """
     rows, size = x.shape
-    groups = -(-size // group)
-    values = torch.zeros(rows, groups * group)
+    count, together = -(-size // groups.size), groups.size * groups.shared
+    values = torch.zeros(rows, -(-size // together) * together)
     values[:, :size] = x.float()
-    values = values.view(rows, groups, group)
-    largest = values.abs().amax(-1)
-    finite = values.isfinite().all(-1)
+    scaled = values.view(rows, -1, together)
+    largest = scaled.abs().amax(-1).repeat_interleave(groups.shared, 1)[:, :count]
+    finite = scaled.isfinite().all(-1).repeat_interleave(groups.shared, 1)[:, :count]
+    values = values[:, : count * groups.size].reshape(rows, count, groups.size)
     used = finite & (largest > 1e-35)
     # A tensor, because torch divides a Python number by a tensor through the reciprocal, which rounds twice.
     hundred = torch.full_like(largest, 127.0)

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from app.kernels.elementwise.activations import TopLogits, TopLogitsRequest
 from app.kernels.elementwise.embedding import RowFactor
-from app.kernels.linear.activations import QuantisedActivations, rows_of
+from app.kernels.linear.activations import QuantisedActivations, RowGroups, rows_of
 from app.kernels.linear.bf16_product import PackedWeight, run_bf16_product
 from app.kernels.linear.fp32_panels import FloatPanelLinear
 from app.kernels.linear.int_panels import IntPanelFactory, IntPanelLinear
@@ -161,7 +161,7 @@ class HybridLinear:
     def _form(self, rows: int) -> IntPanelLinear | RowSplitLinear:
         return self.few if rows <= self.max_few_rows else self.many
 
-    def activation_group(self, rows: int) -> int | None:
+    def activation_group(self, rows: int) -> RowGroups | None:
         """Return the quantisation group of the activations for this many rows; None for a plain tensor."""
         return self._form(rows).activation_group(rows)
 

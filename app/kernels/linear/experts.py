@@ -65,17 +65,27 @@ class ProductStack:
         return ExpertWeights(ctypes.addressof(self.panels), biases, *_layout(self.forms[0])[:-1])
 
 
-def _layout(form: PanelForm) -> tuple[int, int, int, int, int, int, bool, bool, bool]:
+def _layout(form: PanelForm) -> tuple[int, int, int, int, int, int, bool, bool, int, bool]:
     """Return the numbers of `expert_weights` in csrc/ops.h, and whether there is a bias."""
     sizes, has_bias = (form.outputs, form.inputs), form.bias is not None
     if isinstance(form, IntPanelLinear):
         wide, packing = form.packing.wide, form.packing
         wide_from = {WideRows.NEVER: 0, WideRows.ALWAYS: 1, WideRows.MANY: native_library().wide_rows}[wide]
         wide_from = wide_from if native_library().wide_rows else 0
-        return (*sizes, packing.bits, form.group, packing.layout.header, wide_from, False, False, has_bias)
+        return (
+            *sizes,
+            packing.bits,
+            form.group,
+            packing.layout.header,
+            wide_from,
+            False,
+            False,
+            form.row_groups.shared,
+            has_bias,
+        )
     if isinstance(form, Bf16PanelLinear):
-        return (*sizes, TableLayout.BF16_PANELS, 0, 0, 0, form.fixed, False, has_bias)
-    return (*sizes, TableLayout.FP32_PANELS, 0, 0, 0, False, form.is_narrow, has_bias)
+        return (*sizes, TableLayout.BF16_PANELS, 0, 0, 0, form.fixed, False, 1, has_bias)
+    return (*sizes, TableLayout.FP32_PANELS, 0, 0, 0, False, form.is_narrow, 1, has_bias)
 
 
 class ExpertStack:

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from app.kernels.elementwise.activations import TopLogits, TopLogitsRequest, empty_top_logits, top_logits_of
 from app.kernels.elementwise.embedding import EmbeddingTable, RowFactor, TableLayout
-from app.kernels.linear.activations import Activations, unquantised
+from app.kernels.linear.activations import Activations, RowGroups, unquantised
 from app.kernels.linear.layout import PANEL_OUTPUTS
 from app.kernels.native.arguments import ACTIVATION_CODES, LinearFp32Arguments, OpCode, ProductOutput
 from app.kernels.native.library import native_library
@@ -93,7 +93,7 @@ class FloatPanelLinear:
         """Bytes of panels and bias."""
         return self.panels.nbytes + (self.bias.nbytes if self.bias is not None else 0)
 
-    def activation_group(self, rows: int) -> int | None:
+    def activation_group(self, rows: int) -> RowGroups | None:
         """Return None: activations are not quantised."""
         return None
 

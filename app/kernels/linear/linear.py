@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from app.kernels.elementwise.activations import TopLogits, TopLogitsForm, TopLogitsRequest, activate
 from app.kernels.elementwise.embedding import RowFactor
-from app.kernels.linear.activations import Activations, quantise, unquantised
+from app.kernels.linear.activations import Activations, RowGroups, quantise, unquantised
 from app.kernels.linear.bf16_panels import Bf16PanelLinear, FixedOrderFactory
 from app.kernels.linear.device import DeviceFactory
 from app.kernels.linear.device_int4 import DeviceInt4Factory
@@ -35,7 +35,7 @@ class LinearForm(Protocol):
         """Bytes of the form, in allocated memory or in a mapped file."""
         ...
 
-    def activation_group(self, rows: int) -> int | None:
+    def activation_group(self, rows: int) -> RowGroups | None:
         """Return the quantisation group of the activations at this many rows.
 
         None means a tensor in the model's dtype.
@@ -135,7 +135,7 @@ class PlainLinear:
         """Bytes of weight and bias."""
         return self.weight.nbytes + (self.bias.nbytes if self.bias is not None else 0)
 
-    def activation_group(self, rows: int) -> int | None:
+    def activation_group(self, rows: int) -> RowGroups | None:
         """Return None: activations are not quantised."""
         return None
 
@@ -273,7 +273,7 @@ class OneDnnLinear:
         """Bytes of packed weight and bias."""
         return self.packed.nbytes + (self.bias.nbytes if self.bias is not None else 0)
 
-    def activation_group(self, rows: int) -> int | None:
+    def activation_group(self, rows: int) -> RowGroups | None:
         """Return None: activations are not quantised."""
         return None
 
@@ -385,7 +385,7 @@ class Linear(nn.Module):
         product = self.form.multiply(x)
         return product if product.dtype == torch.float32 else product.float()
 
-    def activation_group(self, rows: int) -> int | None:
+    def activation_group(self, rows: int) -> RowGroups | None:
         """Return the quantisation group of the activations at this many rows; None for a plain tensor."""
         return self.form.activation_group(rows)
 

@@ -13,7 +13,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from app.kernels.linear.activations import QuantisedActivations, quantise, rows_of
+from app.kernels.linear.activations import QuantisedActivations, RowGroups, quantise, rows_of
 from app.kernels.linear.int_panels import IntPanelFactory, IntPanelLinear
 from app.kernels.linear.quantization import GptqFactors, Int4Weight, Int8Weight
 from app.kernels.native.arguments import ACTIVATION_CODES, ProductOutput
@@ -103,9 +103,10 @@ class RowSplitLinear:
                 form.fill(start - begin, rows[start - first : end - first], gptq_factors, codes)
             begin += form.outputs
 
-    def activation_group(self, rows: int) -> int | None:
-        """Return the quantisation group of the activations, which all forms share; None for a plain tensor."""
-        return self.forms[0].activation_group(rows)
+    def activation_group(self, rows: int) -> RowGroups | None:
+        """Return the groups of activations, whose scales are those that the most exact form needs; None for a tensor."""
+        groups = [form.activation_group(rows) for form in self.forms]
+        return None if None in groups else min((one for one in groups if one), key=lambda one: one.shared)
 
     def multiply(self, x: Tensor | QuantisedActivations) -> Tensor:
         """Multiply x [tokens, in] to [tokens, out] bf16."""

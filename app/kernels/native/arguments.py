@@ -59,6 +59,7 @@ class RowSink(ctypes.Structure):
         *((name, _ADDRESS) for name in ("rows", "tiles", "scales", "sums")),
         *((name, _INT) for name in ("group", "height")),
         ("wide", _ADDRESS),
+        ("shared", _INT),
     )
 
 
@@ -146,6 +147,7 @@ class LinearIntArguments(ctypes.Structure):
                 "header",
                 "output",
                 "activation",
+                "shared",
             )
         ),
     )
@@ -356,7 +358,7 @@ class ExpertWeights(ctypes.Structure):
     _fields_ = (
         *((name, _ADDRESS) for name in ("panels", "biases")),
         *((name, _INT) for name in ("outputs", "inputs", "form", "group", "header", "wide_from", "fixed")),
-        ("narrow_panels", _INT),
+        *((name, _INT) for name in ("narrow_panels", "shared")),
     )
 
 

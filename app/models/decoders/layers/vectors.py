@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from app.kernels.elementwise.activations import xielu
 from app.kernels.elementwise.norms import add_rms_norm, layer_norm, layer_norm_in_place, rms_norm
-from app.kernels.linear.activations import Activations
+from app.kernels.linear.activations import Activations, RowGroups
 from app.kernels.linear.linear import Linear
 from app.models.decoders.layer_config import HeadNormConfig, NormConfig
 
@@ -168,6 +168,6 @@ class Xielu(nn.Module):
         """Set both factors to one value."""
         self.positive = self.negative = weight
 
-    def forward(self, x: Tensor, group: int | None) -> Activations:
+    def forward(self, x: Tensor, group: RowGroups | None) -> Activations:
         """Return xIELU(x) [tokens, size], quantised if `group` is given."""
         return xielu(x, self.positive, self.negative, group)

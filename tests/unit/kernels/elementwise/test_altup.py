@@ -18,11 +18,11 @@ from app.kernels.elementwise.altup import (
     predict_streams,
     predict_streams_torch,
 )
-from app.kernels.linear.activations import unquantised
+from app.kernels.linear.activations import RowGroups, unquantised
 from app.kernels.native.arguments import OpCode
 from app.kernels.native.operations import has_kernel
 from native_levels import at_level
-from row_checks import LEVELS, check, group_of, needs_levels, rows_of
+from row_checks import LEVELS, WHOLE_ROW, check, group_of, needs_levels, rows_of
 
 SIZES = [1, 33, 576, 2048]
 
@@ -86,9 +86,9 @@ def test_predicted_streams_equal_their_reference(level: str, rows: int, streams:
 @pytest.mark.parametrize("rows", [1, 7])
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("group", [None, 0, 32])
+@pytest.mark.parametrize("group", [None, WHOLE_ROW, RowGroups(32), RowGroups(32, 4)], ids=str)
 def test_corrected_streams_equal_their_reference(
-    level: str, rows: int, size: int, dtype: torch.dtype, group: int | None
+    level: str, rows: int, size: int, dtype: torch.dtype, group: RowGroups | None
 ) -> None:
     mix, correction, own = mix_of(rows, 4, size, corrects=True), correction_of(rows, size), group_of(group, size)
     states, twin = states_of(rows, mix), states_of(rows, mix)

@@ -8,10 +8,11 @@ import torch
 from app.kernels.elementwise.latent import latent_heads, latent_heads_torch
 from app.kernels.elementwise.latent_sizes import LatentHeads
 from app.kernels.elementwise.norms import contiguous, rms_norm, rms_norm_torch
+from app.kernels.linear.activations import RowGroups
 from app.kernels.native.arguments import OpCode
 from app.kernels.native.operations import has_kernel
 from native_levels import at_level
-from row_checks import LEVELS, check, group_of, needs_levels, rows_of
+from row_checks import LEVELS, WHOLE_ROW, check, group_of, needs_levels, rows_of
 
 SIZES = [LatentHeads(3, 12, 4, 10, True), LatentHeads(5, 128, 64, 128, True), LatentHeads(2, 6, 2, 8, False)]
 
@@ -40,10 +41,10 @@ def test_heads_equal_their_reference(level: str, dtype: torch.dtype, sizes: Late
 @needs_levels
 @pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize("size", [8, 100, 512, 1536])
-@pytest.mark.parametrize("group", [None, 0, 32])
+@pytest.mark.parametrize("group", [None, WHOLE_ROW, RowGroups(32), RowGroups(32, 4)], ids=str)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_norms_of_some_columns_equal_their_reference(
-    level: str, size: int, group: int | None, dtype: torch.dtype
+    level: str, size: int, group: RowGroups | None, dtype: torch.dtype
 ) -> None:
     x, weight = rows_of(6, size + 6).to(dtype)[:, 4 : 4 + size], rows_of(1, size, seed=2)[0]
     own = group_of(group, size)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from app.kernels.elementwise.activations import ACTIVATIONS, activate, activate_torch, convert_rows, xielu, xielu_torch
 from app.kernels.elementwise.norms import layer_norm, layer_norm_in_place, layer_norm_torch
-from app.kernels.linear.activations import ROW_DTYPES, Activations, quantise, unquantised
+from app.kernels.linear.activations import ROW_DTYPES, Activations, RowGroups, quantise, unquantised
 from app.kernels.linear.int_panels import IntPanelFactory
 from app.kernels.linear.linear import FORMS, ActivatingForm, Linear
 from app.kernels.native.arguments import OpCode
@@ -49,7 +49,7 @@ def test_the_norm_equals_its_reference(
     level: str,
     rows: int,
     size: int,
-    group: int | None,
+    group: RowGroups | None,
     shift: float,
     bad: float | None,
     with_bias: bool,
@@ -81,7 +81,7 @@ def test_the_norm_equals_its_reference(
     activation=st.sampled_from(sorted(ACTIVATIONS)), dtype=st.sampled_from(ROW_DTYPES),
 )  # fmt: skip
 def test_an_activation_equals_its_reference(
-    level: str, rows: int, size: int, group: int | None, spread: float, bad: float | None, activation: str,
+    level: str, rows: int, size: int, group: RowGroups | None, spread: float, bad: float | None, activation: str,
     dtype: torch.dtype,
 ) -> None:  # fmt: skip
     wide, group = rows_of(rows, size + 8, spread, bad).to(dtype), group_of(group, size)
@@ -101,7 +101,7 @@ def test_an_activation_equals_its_reference(
     factors=st.tuples(st.floats(0.1, 2.0), st.floats(0.1, 2.0)), dtype=st.sampled_from(ROW_DTYPES),
 )  # fmt: skip
 def test_xielu_equals_its_reference(
-    level: str, rows: int, size: int, group: int | None, spread: float, factors: tuple[float, float],
+    level: str, rows: int, size: int, group: RowGroups | None, spread: float, factors: tuple[float, float],
     dtype: torch.dtype,
 ) -> None:  # fmt: skip
     wide, group = rows_of(rows, size + 8, spread, None).to(dtype), group_of(group, size)
@@ -116,7 +116,7 @@ def test_xielu_equals_its_reference(
 @often
 @given(level=a_level, rows=num_rows, size=sizes, group=groups, dtype=st.sampled_from(ROW_DTYPES))
 def test_rows_are_converted_to_what_a_product_reads(
-    level: str, rows: int, size: int, group: int | None, dtype: torch.dtype
+    level: str, rows: int, size: int, group: RowGroups | None, dtype: torch.dtype
 ) -> None:
     wide, group = rows_of(rows, size + 8), group_of(group, size)
     with at_level(level):
@@ -127,7 +127,9 @@ def test_rows_are_converted_to_what_a_product_reads(
 @needs_levels
 @settings(max_examples=examples(20), deadline=None)
 @given(level=a_level, rows=num_rows, size=sizes, group=groups)
-def test_a_row_says_the_same_whatever_else_is_in_the_batch(level: str, rows: int, size: int, group: int | None) -> None:
+def test_a_row_says_the_same_whatever_else_is_in_the_batch(
+    level: str, rows: int, size: int, group: RowGroups | None
+) -> None:
     hidden, norm, group = rows_of(rows, size), norm_of(size, True), group_of(group, size)
     with at_level(level):
         assume(has_kernel(OpCode.LAYER_NORM))
@@ -145,8 +147,8 @@ def test_a_row_says_the_same_whatever_else_is_in_the_batch(level: str, rows: int
 class TakesGroups:
     """A form that reads quantised rows, and does nothing else."""
 
-    def activation_group(self, rows: int) -> int:
-        return 64
+    def activation_group(self, rows: int) -> RowGroups:
+        return RowGroups(64)
 
 
 def layer(form: object, outputs: int, inputs: int) -> Linear:
@@ -176,4 +178,6 @@ def test_a_product_is_activated_on_its_way_out(name: str, activation: str, dtype
     if dtype == torch.bfloat16 and has_kernel(OpCode.QUANTISE):
         codes: Activations = layer(form, 515, 160).multiply_activated(x, activation, layer(TakesGroups(), 1, 515))
         if name != "plain":
-            assert all(torch.equal(a, b) for a, b in zip(bits(codes), bits(quantise(found, 64)), strict=True))
+            assert all(
+                torch.equal(a, b) for a, b in zip(bits(codes), bits(quantise(found, RowGroups(64))), strict=True)
+            )

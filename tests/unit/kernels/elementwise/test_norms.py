@@ -9,13 +9,14 @@ from hypothesis import strategies as st
 
 from app.kernels.elementwise import norms
 from app.kernels.elementwise.activations import ACTIVATIONS
-from app.kernels.linear.activations import ROW_DTYPES, quantise, quantise_torch, unpack_tiles, unquantised
+from app.kernels.linear.activations import ROW_DTYPES, RowGroups, quantise, quantise_torch, unpack_tiles, unquantised
 from app.kernels.native.arguments import OpCode
 from app.kernels.native.operations import has_kernel
 from hypothesis_examples import examples
 from native_levels import at_level
 from row_checks import (
     LEVELS,
+    WHOLE_ROW,
     a_level,
     bad_values,
     bits,
@@ -41,14 +42,16 @@ dtypes = st.sampled_from(ROW_DTYPES)
     level=a_level,
     rows=num_rows,
     size=sizes,
-    group=st.sampled_from([0, 32, 64, 96, 128, 1536]),
+    groups=st.sampled_from(
+        [WHOLE_ROW, *(RowGroups(32, shared) for shared in (1, 2, 4, 8)), *map(RowGroups, (64, 96, 128, 1536))]
+    ),
     spread=spreads,
     bad=bad_values,
 )
 def test_quantising_equals_its_reference_to_the_bit(
-    level: str, rows: int, size: int, group: int, spread: float, bad: float | None
+    level: str, rows: int, size: int, groups: RowGroups, spread: float, bad: float | None
 ) -> None:
-    x, group = rows_of(rows, size, spread, bad).bfloat16(), group_of(group, size) or 0
+    x, group = rows_of(rows, size, spread, bad).bfloat16(), group_of(groups, size) or groups
     with at_level(level):
         assume(has_kernel(OpCode.QUANTISE))
         found = quantise(x, group)
@@ -63,7 +66,7 @@ def test_quantising_equals_its_reference_to_the_bit(
 @often
 @given(level=a_level, rows=num_rows, size=sizes, group=groups, spread=spreads, bad=bad_values, dtype=dtypes)
 def test_the_norm_equals_its_reference(
-    level: str, rows: int, size: int, group: int | None, spread: float, bad: float | None, dtype: torch.dtype
+    level: str, rows: int, size: int, group: RowGroups | None, spread: float, bad: float | None, dtype: torch.dtype
 ) -> None:
     hidden, weight, group = rows_of(rows, size, spread, bad), rows_of(1, size, seed=1)[0], group_of(group, size)
     wide = torch.zeros(rows, size + 8)
@@ -101,7 +104,7 @@ def test_a_norm_that_is_added_equals_its_reference(
     activation=st.sampled_from([*sorted(ACTIVATIONS), "swiglu_oai"]), dtype=dtypes,
 )  # fmt: skip
 def test_the_gate_equals_its_reference(
-    level: str, rows: int, size: int, group: int | None, spread: float, bad: float | None, activation: str,
+    level: str, rows: int, size: int, group: RowGroups | None, spread: float, bad: float | None, activation: str,
     dtype: torch.dtype,
 ) -> None:  # fmt: skip
     gate_up, group = rows_of(rows, 2 * size, spread, bad).to(dtype), group_of(group, size)
@@ -119,7 +122,7 @@ def test_the_gate_equals_its_reference(
     deviations=st.sampled_from([-0.5, 0.0, 1.6448536]), dtype=dtypes,
 )  # fmt: skip
 def test_lowered_gates_equal_their_reference(
-    level: str, rows: int, size: int, group: int | None, spread: float, bad: float | None, deviations: float,
+    level: str, rows: int, size: int, group: RowGroups | None, spread: float, bad: float | None, deviations: float,
     dtype: torch.dtype,
 ) -> None:  # fmt: skip
     gate_up, group = rows_of(rows, 2 * size, spread, bad).to(dtype), group_of(group, size)
@@ -141,7 +144,7 @@ def test_the_reference_lowers_gates_by_the_statistics_of_their_row() -> None:
 @often
 @given(level=a_level, rows=num_rows, size=sizes, group=groups, spread=spreads, bad=bad_values, dtype=dtypes)
 def test_a_gate_with_other_factors_equals_its_reference(
-    level: str, rows: int, size: int, group: int | None, spread: float, bad: float | None, dtype: torch.dtype
+    level: str, rows: int, size: int, group: RowGroups | None, spread: float, bad: float | None, dtype: torch.dtype
 ) -> None:
     gates, up, group = (
         rows_of(rows, size, spread, bad).to(dtype),
@@ -158,7 +161,9 @@ def test_a_gate_with_other_factors_equals_its_reference(
 @needs_levels
 @settings(max_examples=examples(20), deadline=None)
 @given(level=a_level, rows=num_rows, size=sizes, group=groups)
-def test_a_row_says_the_same_whatever_else_is_in_the_batch(level: str, rows: int, size: int, group: int | None) -> None:
+def test_a_row_says_the_same_whatever_else_is_in_the_batch(
+    level: str, rows: int, size: int, group: RowGroups | None
+) -> None:
     gate_up, hidden, weight = (
         rows_of(rows, 2 * size).bfloat16(),
         rows_of(rows, size, seed=1),

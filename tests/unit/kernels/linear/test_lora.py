@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from app.kernels.linear.activations import quantise
+from app.kernels.linear.activations import RowGroups, quantise
 from app.kernels.linear.layout import lora_elements
 from app.kernels.linear.lora import LoraProduct, LoraRows, LoraSlots, LoraWeights, RowRun
 from native_levels import at_level, levels
@@ -33,7 +33,9 @@ def make_product(
     return product, rows
 
 
-def added(product: LoraProduct, x: Tensor, num_outputs: int, dtype: torch.dtype, group: int | None = None) -> Tensor:
+def added(
+    product: LoraProduct, x: Tensor, num_outputs: int, dtype: torch.dtype, group: RowGroups | None = None
+) -> Tensor:
     y = torch.ones(len(x), num_outputs, dtype=dtype)
     product.add(y, x if group is None else quantise(x, group))
     return y
@@ -59,8 +61,8 @@ def test_adding_equals_the_reference(level: str, dtype: torch.dtype, inputs: int
 
 
 @pytest.mark.parametrize("level", levels())
-@pytest.mark.parametrize("group", [32, 64, 576])
-def test_quantised_rows_are_dequantised(level: str, group: int) -> None:
+@pytest.mark.parametrize("group", [RowGroups(32), RowGroups(32, 4), RowGroups(64), RowGroups(576)])
+def test_quantised_rows_are_dequantised(level: str, group: RowGroups) -> None:
     with at_level(level):
         product, rows = make_product(576, (40, 33), (8, 16, 3), torch.bfloat16)
         rows.fill(RUNS, RUNS, 19)

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from app.kernels.linear.activations import QuantisedActivations, quantise, unpack_tiles
+from app.kernels.linear.activations import QuantisedActivations, RowGroups, quantise, unpack_tiles
 from app.kernels.linear.int_panels import IntPanelFactory
 from app.kernels.native.arguments import OpCode
 from app.kernels.native.operations import has_kernel
@@ -112,9 +112,9 @@ def test_a_view_that_copies_ends_it_too() -> None:
 
 def test_quantised_results_come_back_too() -> None:
     own = torch.zeros(5, 96).bfloat16()
-    recorded = record_operations(ResultPool(), lambda: quantise(own, 32))
+    recorded = record_operations(ResultPool(), lambda: quantise(own, RowGroups(32)))
     own.copy_(torch.randn(5, 96))
     result = recorded.run()
     assert isinstance(result, QuantisedActivations)
-    for mine, theirs in zip(unpack_tiles(result), unpack_tiles(quantise(own, 32)), strict=True):
+    for mine, theirs in zip(unpack_tiles(result), unpack_tiles(quantise(own, RowGroups(32))), strict=True):
         assert torch.equal(mine, theirs)
