@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from app.kernels.linear.activations import RowGroups, quantise
 from app.kernels.linear.int_panels import IntPanelFactory
 from app.kernels.linear.row_split import RowSplitFactory
 from app.kernels.native.arguments import OpCode
@@ -32,9 +33,12 @@ def test_each_range_is_multiplied_by_its_own_form(rows: int, with_bias: bool) ->
     form, x = packing.pack(weight, given), torch.randn(rows, INPUTS).bfloat16()
     parts = zip(weight.split(SIZES), bias.split(SIZES), (FOUR, EIGHT, FOUR), strict=True)
     alone = [own.pack(part, one if with_bias else None) for part, one, own in parts]
-    expected = torch.cat([one.multiply(x) for one in alone], 1)
+    # Four bits alone would have scales of 128 inputs.
+    assert form.activation_group(rows) == alone[1].row_groups == RowGroups(32) != alone[0].row_groups
+    codes = quantise(x, RowGroups(32))
+    expected = torch.cat([one.multiply(codes) for one in alone], 1)
     assert torch.equal(form.multiply(x), expected)
-    relu = torch.cat([one.multiply_activated(x, "relu") for one in alone], 1)
+    relu = torch.cat([one.multiply_activated(codes, "relu") for one in alone], 1)
     assert torch.equal(form.multiply_activated(x, "relu"), relu)
     hidden = torch.ones(rows, sum(SIZES))
     form.add_to(hidden, x)
