@@ -118,7 +118,7 @@ INLINE void multiply_groups(int rows, int bits, int header, int own, int64_t gro
         const int64_t end = own || a->last - g < a->shared ? a->last : g + a->shared;
         __m512 held[HELD_ROWS][2];
 #pragma GCC unroll 16
-        for (int i = 0; i < 2 * rows && rows <= HELD_ROWS; i++) held[i / 2][i % 2] = _mm512_setzero_ps();
+        for (int i = 0; i < 2 * HELD_ROWS; i++) held[i / 2][i % 2] = _mm512_setzero_ps();
         const int begins = g == 0;
         for (; g < end; g++) {
             __m512i acc[TILE_ROWS][2];
@@ -139,7 +139,8 @@ INLINE void multiply_groups(int rows, int bits, int header, int own, int64_t gro
             if (own) scales += a->count;
         }
 #pragma GCC unroll 16
-        for (int i = 0; i < 2 * rows && rows <= HELD_ROWS; i++) {
+        for (int i = 0; i < 2 * HELD_ROWS; i++) {
+            if (rows > HELD_ROWS || i >= 2 * rows) continue;
             __m512 sum = held[i / 2][i % 2];
             if (!own) sum = _mm512_fmadd_ps(sum, _mm512_set1_ps(scales[i / 2]), begins ? _mm512_setzero_ps() : _mm512_load_ps(a->sums + i * 16));
             _mm512_store_ps(a->sums + i * 16, sum);
@@ -186,7 +187,8 @@ static void multiply_tile(const linear_int_arguments *a, const uint8_t *panel, i
                 .weight_scales = panel + layout.scales + g * layout.next_scales, .codes = panel + layout.codes + g * layout.next_codes,
                 .ahead = ahead, .x = a->tiles + row * a->padded + g * a->group * count + r * 4, .scales = a->scales + row * groups + g * count + r,
                 .negated = a->sums + row * groups + g * count + r, .sums = sums + r * PANEL_OUTPUTS, .next_scales = layout.next_scales,
-                .next_codes = layout.next_codes, .first = g, .last = last, .count = count, .group = a->group, .shared = a->shared, .part = part, .asked = (a->bits == 4 ? 128 : 256) / parts,
+                .next_codes = layout.next_codes, .first = g, .last = last, .count = count, .group = a->group, .shared = a->shared, .part = part,
+                .asked = (a->bits == 4 ? 128 : 256) / parts,
             };
             multiply(count - r < rows ? count - r : rows, &some);
         }
