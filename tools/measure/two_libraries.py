@@ -55,10 +55,13 @@ def alternate(other: Path) -> AlternatingLibraries:
     """Put the function that alternates into the loaded library. Engines that are built later call it."""
     from app.kernels.native.library import load_library, native_library
 
-    library = native_library().library
-    if library is None:
+    library, level = native_library().library, native_library().level
+    if library is None or level is None:
         raise SystemExit(f"There is nothing to compare: {native_library().reason}.")
-    libraries = AlternatingLibraries([library.armature_run, load_library(other).armature_run])
+    loaded = load_library(other)
+    if loaded.armature_select(level.encode()) != 0:  # else it would choose its best, whatever ARMATURE_ISA says
+        raise SystemExit(f"{other} lacks the level {level}, which this checkout's library uses.")
+    libraries = AlternatingLibraries([library.armature_run, loaded.armature_run])
     library.armature_run = libraries
     return libraries
 

@@ -39,7 +39,7 @@ PASSES_PER_ROUND = 12
 
 SHAPES = ((8192, 2048), (2048, 8192))  # outputs, inputs
 
-FORMS = {"int4": IntPanelFactory(bits=4, group=32), "int8": IntPanelFactory(bits=8, group=32)}
+FORMS = {"int4": IntPanelFactory(bits=4, group=32, double_quantized=True), "int8": IntPanelFactory(bits=8, group=32)}
 
 # The same formats by torchao, and row counts: their products take long, and torchao packs no copies to rotate over.
 TORCHAO_FORMS = {"int4": TorchaoFactory(INT4_REFERENCE), "int8": TorchaoFactory(INT8_REFERENCE)}

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import shutil
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tools.measure.two_libraries import AlternatingLibraries, decode_in_turns, report
+from app.kernels.native.library import LIBRARY_PATH, load_library
+from native_levels import at_level, levels
+from row_checks import needs_levels
+from tools.measure.two_libraries import AlternatingLibraries, alternate, decode_in_turns, report
 
 
 class Driver:
@@ -45,3 +50,12 @@ def test_a_ratio_is_of_neighbouring_steps() -> None:
     assert "ratio 0.500 " in report([1.0, 2.0, 3.0], [2.0, 4.0, 6.0, 60.0])
     with pytest.raises(ValueError, match="at least"):
         report([1.0], [2.0])
+
+
+@needs_levels
+def test_the_other_library_has_the_same_level(tmp_path: Path) -> None:
+    other, (best, *_, worst) = shutil.copy(LIBRARY_PATH, tmp_path / "other.so"), levels()
+    assert load_library(other).armature_level() == best.encode()
+    with at_level(worst):
+        alternate(other)
+    assert load_library(other).armature_level() == worst.encode()
