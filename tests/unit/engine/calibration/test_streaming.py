@@ -235,10 +235,12 @@ def test_a_loss_is_that_of_four_bits_alone(tmp_path: Path, text: Path, int8_copy
         x = torch.randn(rows, few.inputs, generator=torch.Generator().manual_seed(2)) ** 3
         form = streaming._rounded_form(packed, exact, exact.multiply(x))
         change, expected = form.multiply(x) - x @ weight.T, x @ (few.dequantised() - weight).T
-        assert float((change - expected).norm() / expected.norm()) < 0.25
+        assert (
+            float((change - expected).norm() / expected.norm()) < 0.35
+        )  # W r - Q r for inputs r with scales of 128 inputs, which these tails make coarse
         if rows == 8:
             plain = few.multiply(x) - x @ weight.T
-            assert float((plain - expected).norm() / expected.norm()) > 0.35, "the rounding of inputs counts"
+            assert float((plain - expected).norm() / expected.norm()) > 0.6, "the rounding of inputs counts"
     hidden = torch.ones(200, few.outputs)
     form.add_to(hidden, x)
     torch.testing.assert_close(hidden, 1 + form.multiply(x))
