@@ -93,7 +93,7 @@ def main() -> None:
     parser.add_argument("--precision", default="int4")
     parser.add_argument("--rows", type=int, default=1)
     parser.add_argument("--pairs", type=int, default=400)
-    parser.add_argument("--cache-dir", default="off", help="folder of packed weights, as of serve")
+    parser.add_argument("--cache-dir", type=Path, help="folder of packed weights, as of serve")
     given = parser.parse_args()
     if not given.other.exists():
         parser.error(f"{given.other} does not exist")

@@ -336,8 +336,8 @@ typedef struct {
 } route_arguments;
 
 /* One product of all experts: their packed weights [outputs, inputs] and, if given, biases [outputs] fp32. `form` 4 or 8:
- * panels of integers with `group` and `header` and rows with `shared`, which are multiplied with bf16 rows from `wide_from` rows of an expert on
- * (0: never). FORM_BF16_PANELS: the product of OP_LINEAR_BF16, in the order that `fixed` says. FORM_FP32_PANELS: the
+ * panels of integers with `group` and `header`, and rows with `shared`; they are multiplied with bf16 rows from `wide_from`
+ * rows of an expert on (0: never). FORM_BF16_PANELS: the product of OP_LINEAR_BF16, in the order that `fixed` says. FORM_FP32_PANELS: the
  * product of OP_LINEAR_FP32, of bf16 panels if `narrow_panels`. */
 typedef struct {
     const uint8_t *const *panels;
