@@ -13,7 +13,7 @@ from app.kernels.native.operations import has_kernel
 
 pytestmark = pytest.mark.skipif(not has_kernel(OpCode.LINEAR_INT), reason="integer forms need the native library")
 
-FOUR, EIGHT = IntPanelFactory(4, 32), IntPanelFactory(8, 32)
+FOUR, EIGHT = IntPanelFactory(4, 32, double_quantized=True), IntPanelFactory(8, 32)
 SIZES = (40, 24, 33)
 INPUTS = 96
 
