@@ -12,6 +12,7 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import replace
+from typing import TypeVar
 
 import torch
 
@@ -31,12 +32,14 @@ from app.kernels.ceilings import (
     MatmulThroughputProbe,
     ReadBandwidthProbe,
     cache_bytes,
+    is_faster_in_four_bits,
 )
 from app.kernels.timing import Clock, crossover_rows, monotone_table
 
 # Size of the buffer for the read rate: four times a large cache, filled in some hundredths of a second.
 READ_BYTES = 2**27
 PRODUCT_SHAPES = ((256, 2048, 2048),)
+Kind = TypeVar("Kind")  # how a precision is multiplied
 # dtype in which a device multiplies each precision; the backend's dtype for others, such as four bits.
 _DEVICE_DTYPES = {"fp32": torch.float32, "fp16": torch.float16}
 
@@ -46,11 +49,17 @@ def measure_cpu_peaks(precisions: Iterable[str], threads: int, cache_bytes: int,
     torch.set_num_threads(threads)
     with closing(ReadBandwidthProbe(threads, max(READ_BYTES, 2 * cache_bytes))) as reading:
         read = reading.sample()
-    dtypes = {name: {"fp32": torch.float32, "bf16": torch.bfloat16}.get(name, torch.int8) for name in precisions}
-    rates = _product_rates(dtypes, lambda dtype: MatmulThroughputProbe(dtype, PRODUCT_SHAPES).sample())
+    kinds = {name: _product_kind(name) for name in precisions}
+    rates = _product_rates(kinds, lambda kind: MatmulThroughputProbe(kind[0], PRODUCT_SHAPES, kind[1]).sample())
     # a rate that is not itself is NaN: no form multiplies this precision on this machine
     products = {name: part * rate for name, rate in rates.items() if rate == rate}
     return Measurements(read_bytes_per_second=part * read, products_per_second=products)
+
+
+def _product_kind(precision: str) -> tuple[torch.dtype, int]:
+    """Return the dtype in which the processor multiplies a precision, and the bits of its weights if they matter."""
+    dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}.get(precision, torch.int8)
+    return dtype, 4 if precision in INT4_PRECISIONS and is_faster_in_four_bits() else 8
 
 
 def measure_device_peaks(backend: BaseBackend, precisions: Iterable[str]) -> Measurements:
@@ -64,10 +73,10 @@ def measure_device_peaks(backend: BaseBackend, precisions: Iterable[str]) -> Mea
     return Measurements(read_bytes_per_second=read, products_per_second=products)
 
 
-def _product_rates(dtypes: Mapping[str, torch.dtype], sample: Callable[[torch.dtype], float]) -> dict[str, float]:
-    """Return the rate of products by precision. Precisions that are multiplied in the same dtype are sampled once."""
-    rates = {dtype: sample(dtype) for dtype in dict.fromkeys(dtypes.values())}
-    return {name: rates[dtype] for name, dtype in dtypes.items()}
+def _product_rates(kinds: Mapping[str, Kind], sample: Callable[[Kind], float]) -> dict[str, float]:
+    """Return the rate of products by precision. Precisions that are multiplied in the same way are sampled once."""
+    rates = {kind: sample(kind) for kind in dict.fromkeys(kinds.values())}
+    return {name: rates[kind] for name, kind in kinds.items()}
 
 
 # seconds for both measurements of the peaks; a smaller budget means a model for which they do not matter

@@ -25,6 +25,8 @@ from app.hardware.plan.plan import ServingPlan, make_plan
 from app.hardware.probe.probe import probe
 from app.kernels import ceilings
 from app.kernels.ceilings import MatmulThroughputProbe, ReadBandwidthProbe
+from app.kernels.native.arguments import OpCode
+from app.kernels.native.operations import has_kernel
 from app.messages import Abort
 from app.models.decoders.config import ModelConfig
 from app.models.decoders.shapes import active_weights, expert_weights
@@ -275,6 +277,20 @@ def test_the_readers_read_the_whole_buffer(threads: int) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_product_has_a_rate(dtype: torch.dtype) -> None:
     assert MatmulThroughputProbe(dtype, shapes=((16, 32, 32),)).sample() > 0.0
+
+
+@pytest.mark.skipif(not has_kernel(OpCode.LINEAR_INT), reason="integer forms need the native library")
+@pytest.mark.parametrize("level", ["avx2", "avx512"])
+def test_the_ceiling_of_integers_has_every_form(monkeypatch: pytest.MonkeyPatch, level: str) -> None:
+    rows = []
+    monkeypatch.setattr(ceilings, "is_faster_in_four_bits", lambda: level == "avx2")
+    packed = ceilings._four_bits
+    monkeypatch.setattr(ceilings, "_four_bits", lambda *size: rows.append(size) or packed(*size))
+    assert MatmulThroughputProbe(torch.int8, shapes=((16, 32, 64),)).sample() > 0.0
+    assert rows == ([(32, 64)] if level == "avx2" else [])
+    assert MatmulThroughputProbe(torch.int8, shapes=((16, 32, 64),), bits=8).sample() > 0.0
+    assert len(rows) <= 1, "eight bits are not compared with four"
+    assert packed(32, 64).dequantised().abs().max() > 0
 
 
 def test_a_machine_keeps_its_samples() -> None:
