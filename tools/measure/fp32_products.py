@@ -1,9 +1,10 @@
 """Measure fp32 products of fp32 and bf16 weights against torch's: `python -m tools.measure.fp32_products`.
 
 All variants multiply the same shape in turns, and the output has the medians and their ratios: at one row the share of
-the rate at which the packed weight is read, at all rows the speed over `F.linear` and over oneDNN's packed weight in
+memory read (the mean of a sample before and one after), at all rows the speed over `F.linear` and over oneDNN's packed weight in
 FP32, and that of bf16 weights, widened while they are read, over fp32 weights. `ARMATURE_ISA` selects a level.
-`--cpu-time` counts the thread's own seconds, for a machine that is not idle; it needs `--threads 1`.
+`--cpu-time` counts the thread's own seconds, for a machine that is not idle; it needs `--threads 1`, and there is no
+share of memory read.
 """
 
 from __future__ import annotations
@@ -12,12 +13,13 @@ import argparse
 import statistics
 import time
 from collections.abc import Callable, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from app.kernels.ceilings import ReadBandwidthProbe
 from app.kernels.linear.fp32_panels import Fp32PanelFactory
 from app.kernels.linear.linear import OneDnnLinear
 from app.kernels.native.library import native_library
@@ -38,20 +40,21 @@ def main() -> None:
     outputs, inputs = map(int, asked.shape.split("x"))
     clock = time.thread_time if asked.cpu_time else time.perf_counter
     print(f"{native_library().level}, {asked.threads} threads, weight [{outputs}, {inputs}], medians")
-    with torch.inference_mode():
+    with torch.inference_mode(), closing(ReadBandwidthProbe(asked.threads)) as reading:
         weight = torch.randn(outputs, inputs) / inputs**0.5
         for rows in map(int, asked.rows.split(",")):
-            medians = {
-                name: statistics.median(taken)
-                for name, taken in timed(variants(weight, rows, asked.threads), asked.seconds, clock).items()
-            }
-            print(report(rows, weight.numel(), medians), flush=True)
+            reads = rows == 1 and not asked.cpu_time
+            before = reading.sample() if reads else None
+            times = timed(variants(weight, rows), asked.seconds, clock)
+            read = (before + reading.sample()) / 2 if before else None
+            medians = {name: statistics.median(taken) for name, taken in times.items()}
+            print(report(rows, weight.numel(), medians, read), flush=True)
 
 
-def variants(weight: Tensor, rows: int, threads: int) -> Mapping[str, Callable[[], object]]:
-    """Return the products of `rows` rows by name, and at one row a plain read of the packed weight."""
-    x, library = torch.randn(rows, weight.shape[1]), native_library().library
-    narrow, linear = x.bfloat16(), weight
+def variants(weight: Tensor, rows: int) -> Mapping[str, Callable[[], object]]:
+    """Return the products of `rows` rows by name."""
+    x, linear = torch.randn(rows, weight.shape[1]), weight
+    narrow = x.bfloat16()
     fp32, widened = (Fp32PanelFactory(dtype).pack(weight, None) for dtype in (torch.float32, torch.bfloat16))
     found: dict[str, Callable[[], object]] = {
         "F.linear": lambda: F.linear(x, linear),
@@ -61,14 +64,6 @@ def variants(weight: Tensor, rows: int, threads: int) -> Mapping[str, Callable[[
     if OneDnnLinear.supports(*weight.shape, torch.float32):
         packed = OneDnnLinear.pack(weight, None)
         found["onednn"] = lambda: packed.multiply(x)
-    if rows == 1 and library is not None:
-        share, pool = fp32.panels.numel() // threads, ThreadPoolExecutor(threads)
-        parts = [fp32.panels.data_ptr() + at * share for at in range(threads)]
-        found["read"] = (
-            (lambda: library.armature_read(parts[0], share))
-            if threads == 1
-            else (lambda: list(pool.map(lambda part: library.armature_read(part, share), parts)))
-        )
     return found
 
 
@@ -86,14 +81,15 @@ def timed(
     return taken
 
 
-def report(rows: int, weights: int, medians: Mapping[str, float]) -> str:
-    """Return a line of milliseconds, then of ratios."""
+def report(rows: int, weights: int, medians: Mapping[str, float], read: float | None) -> str:
+    """Return a line of milliseconds, then of ratios; `read`: bytes of memory read in a second."""
     times = "  ".join(f"{name} {1e3 * value:.3f}" for name, value in medians.items())
     fp32, widened = medians["fp32"], medians["widened"]
     ratios = [f"fp32 over {name} {medians[name] / fp32:.2f}" for name in ("F.linear", "onednn") if name in medians]
     ratios.append(f"widened over fp32 {fp32 / widened:.2f}")
-    if "read" in medians:
-        ratios.append(f"of memory read: fp32 {medians['read'] / fp32:.2f}, widened {medians['read'] / 2 / widened:.2f}")
+    if read is not None:
+        shares = (nbytes * weights / read / taken for nbytes, taken in ((4, fp32), (2, widened)))
+        ratios.append("of {:.1f} GB/s of memory read: fp32 {:.2f}, widened {:.2f}".format(read / 1e9, *shares))
     return f"{rows:5d} rows, ms: {times};  {', '.join(ratios)}; {2e-9 * rows * weights / fp32:.0f} GFLOP/s"
 
 

@@ -28,7 +28,7 @@ from app.kernels.linear.int_panels import IntPanelFactory, IntPanelLinear
 from app.kernels.linear.torchao_linear import TorchaoFactory, TorchaoLinear
 from app.kernels.native.arguments import OpCode, ProductOutput
 from app.kernels.native.library import native_library
-from app.kernels.native.memory import aligned_bytes
+from app.kernels.native.memory import allocate_packed
 from app.kernels.native.operations import has_kernel, observe_operations, operation_array
 
 SEQUENCES, KV_TOKENS = 8, 4000
@@ -102,7 +102,7 @@ def _copies(packing: IntPanelFactory, shape: tuple[int, int]) -> list[IntPanelLi
     return [
         first,
         *(
-            IntPanelLinear(packing, outputs, inputs, None, aligned_bytes(first.panels.numel()).copy_(first.panels))
+            IntPanelLinear(packing, outputs, inputs, None, allocate_packed(first.panels.numel()).copy_(first.panels))
             for _ in range(count - 1)
         ),
     ]
