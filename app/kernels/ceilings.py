@@ -17,6 +17,7 @@ from concurrent.futures import ThreadPoolExecutor
 import torch
 import torch.nn.functional as F
 
+from app.kernels.linear.activations import quantise
 from app.kernels.linear.int_panels import IntPanelFactory, IntPanelLinear
 from app.kernels.linear.linear import FORMS, host_architecture
 from app.kernels.native.library import native_library
@@ -124,7 +125,7 @@ def _products(
     if dtype == torch.int8:
         yield from _integer_products(rows, outputs, inputs)
         if bits == 4 and is_faster_in_four_bits():
-            yield _four_bits(outputs, inputs).multiply, torch.randn(rows, inputs).bfloat16()
+            yield _rounded_before(_four_bits(outputs, inputs), rows)
         return
     x = torch.randn(rows, inputs).to(dtype)
     for name in ("plain", "onednn", "panels", "panels/widened", "panels/fp32"):
@@ -154,7 +155,14 @@ def _integer_products(rows: int, outputs: int, inputs: int) -> Iterable[tuple[Mu
         yield multiply, torch.randint(0, 256, (rows, inputs), dtype=torch.uint8)
     packing = IntPanelFactory(bits=8, group=None)
     if packing.supports(outputs, inputs, torch.bfloat16):
-        yield packing.pack(torch.randn(outputs, inputs), None).multiply, torch.randn(rows, inputs).bfloat16()
+        yield _rounded_before(packing.pack(torch.randn(outputs, inputs), None), rows)
+
+
+def _rounded_before(form: IntPanelLinear, rows: int) -> tuple[Multiply, torch.Tensor]:
+    """Return the product of rows that are quantised before it, as those of a model are by the operation before."""
+    x = torch.randn(rows, form.inputs).bfloat16()
+    codes = quantise(x, form.row_groups)
+    return lambda _: form.multiply(codes), x
 
 
 def _four_bits(outputs: int, inputs: int) -> IntPanelLinear:
