@@ -21,8 +21,9 @@ from rich.measure import Measurement
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 
+PRODUCT_RATE = "product rate"
 # Where our own product is the fastest, its ceiling is a sample of the same product, and both vary by 1 to 2%.
-HIGHEST_SHARE = 1.03
+HIGHEST_PRODUCT_SHARE = 1.03
 
 
 class MeasurementFailed(Exception):
@@ -94,7 +95,8 @@ class Figure:
     @property
     def mistake(self) -> str | None:
         """Reason why this figure cannot be correct, or None."""
-        if self.is_share and self.ratio is not None and not 0.0 <= self.ratio <= HIGHEST_SHARE:
+        highest = HIGHEST_PRODUCT_SHARE if self.against == PRODUCT_RATE else 1.0
+        if self.is_share and self.ratio is not None and not 0.0 <= self.ratio <= highest:
             return f"{self.name}: {self.ratio:.2f} of {self.against} is impossible: a failed measurement"
         return None
 

@@ -1,8 +1,8 @@
 """Measure fp32 products of fp32 and bf16 weights against torch's: `python -m tools.measure.fp32_products`.
 
 All variants multiply the same shape in turns, and the output has the medians and their ratios: at one row the share of
-memory read (the mean of a sample before and one after), at all rows the speed over `F.linear` and over oneDNN's packed weight in
-FP32, and that of bf16 weights, widened while they are read, over fp32 weights. `ARMATURE_ISA` selects a level.
+memory read (the mean of a sample before and one after), at all rows the speed over `F.linear` and over oneDNN's packed
+weight in FP32, and that of bf16 weights, widened while they are read, over fp32 weights. `ARMATURE_ISA` selects a level.
 `--cpu-time` counts the thread's own seconds, for a machine that is not idle; it needs `--threads 1`, and there is no
 share of memory read.
 """

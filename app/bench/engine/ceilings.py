@@ -13,7 +13,7 @@ from typing import Protocol
 import torch
 
 from app.backends.base import BaseBackend
-from app.bench.console import Figure, percentile
+from app.bench.console import PRODUCT_RATE, Figure, percentile
 from app.kernels.ceilings import (
     COPY_BYTES,
     FREE_MEMORY_FRACTION,
@@ -86,7 +86,7 @@ class WorkSamples:
     def bound(self) -> tuple[str, float]:
         """Name of the nearer ceiling, and the share of it that was reached."""
         read, product = self.read_share, self.product_share
-        return ("memory read", read) if read >= product else ("product rate", product)
+        return ("memory read", read) if read >= product else (PRODUCT_RATE, product)
 
 
 class CeilingSampler(Protocol):

@@ -55,10 +55,8 @@ def test_a_target_without_a_ratio_bounds_the_value() -> None:
     assert Figure("start", 6.0, "s").met is None
 
 
-def test_a_share_above_what_ceilings_vary_by_is_a_failed_measurement(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
-    figures = (Figure("decode", 1.0, "tok/s", ratio=1.04, against="read bandwidth", is_share=True),)
+def test_a_share_above_one_is_a_failed_measurement(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    figures = (Figure("decode", 1.0, "tok/s", ratio=1.01, against="read bandwidth", is_share=True),)
     outcome = BenchOutcome("engine", "tiny", figures)
     assert print_outcome(outcome, tmp_path / "out.json") == 1
     captured = capsys.readouterr()
@@ -69,6 +67,7 @@ def test_a_share_above_what_ceilings_vary_by_is_a_failed_measurement(
 
 def test_the_ceiling_may_be_a_sample_of_the_same_product() -> None:
     assert Figure("512 rows", 1.0, "us", ratio=1.02, against="product rate", is_share=True).mistake is None
+    assert Figure("512 rows", 1.0, "us", ratio=1.04, against="product rate", is_share=True).mistake is not None
 
 
 def test_a_ratio_that_is_no_share_may_pass_one(capsys: pytest.CaptureFixture[str]) -> None:
