@@ -6,10 +6,13 @@
 #ifndef ARMATURE_ATTENTION_DECODE_H
 #define ARMATURE_ATTENTION_DECODE_H
 
-#include "decode_lanes.h"
+#if LANES == 8
+#include "decode_products_avx2.h"
+#else
+#include "decode_products.h"
+#endif
 
 #define TASK_ROWS 64 /* query heads (of all queries) of one task */
-#define DISTANCE 1   /* heads of a block between the prefetch of bytes and their use; 2 takes 1.02 to 1.1 times as long (Zen 4) */
 
 #if BF16_UNITS
 #define KEYS_AS FROM_PAIRS
@@ -23,6 +26,7 @@ typedef struct {
     const attention_arguments *a;
     const sequence *s;
     int64_t first_head, kv_heads, from, to, split;
+    int64_t after; /* where the thread's next task may begin, to be prefetched */
     float *partials; /* of the sequence; NULL if the task has the whole context */
     int64_t rows;    /* per KV head */
     int64_t at[2 * DECODE_BLOCK];
@@ -66,10 +70,10 @@ static void begin_decoding(decoding *d, int kind) {
     }
 }
 
-/* Set the addresses of the tokens of the block at `position`. Tokens outside the task use the nearest token inside. */
-INLINE void locate(const decoding *d, int64_t position, int64_t *at) {
+/* Set the addresses of the tokens of the block at `position`. Tokens outside [from, to) use the nearest token inside. */
+INLINE void locate(const decoding *d, int64_t position, int64_t from, int64_t to, int64_t *at) {
     for (int64_t t = 0; t < DECODE_BLOCK; t++) {
-        const int64_t p = position + t < d->from ? d->from : position + t < d->to ? position + t : d->to - 1;
+        const int64_t p = position + t < from ? from : position + t < to ? position + t : to - 1;
         at[t] = row_at(d->a, d->s, p);
     }
 }
@@ -133,39 +137,30 @@ INLINE void weigh(decoding *d, int64_t row, int64_t head, int64_t ahead, int fro
         default: CALL(SHARING);     \
     }
 
-INLINE void score_all(int kind, const decoding *d, int64_t row0, const block_rows *keys, int from, int to, float (*scores)[DECODE_BLOCK]) {
+INLINE void score_all(int kind, const decoding *d, kv_ahead *ahead, int64_t row0, const block_rows *keys, int from, int to, float (*scores)[DECODE_BLOCK]) {
     for (int64_t r = 0; r < d->rows; r += SHARING) {
-#define SCORE(ROWS) score(kind, ROWS < SHARING ? ROWS : SHARING, r == 0, keys, (const float (*)[MAX_HEAD_DIM])d->queries + row0 + r, from, to, scores + r)
+#define SCORE(ROWS) score(kind, ROWS < SHARING ? ROWS : SHARING, r ? NULL : ahead, keys, (const float (*)[MAX_HEAD_DIM])d->queries + row0 + r, from, to, scores + r)
         FOR_ROWS(d->rows - r, SCORE)
     }
 }
 
-/* Process rows [row, row + count), all of one query. */
-INLINE void add_all(int kind, decoding *d, int64_t row, int64_t count, int first, const block_rows *values, const float (*weights)[DECODE_BLOCK], int from,
-                    int to) {
-    const int64_t size = d->a->head_dim;
+/* Process rows [row, row + count), all of one query. `ahead`: NULL for all queries but the first. */
+INLINE void add_all(int kind, decoding *d, kv_ahead *ahead, int64_t row, int64_t count, const block_rows *values, const float (*weights)[DECODE_BLOCK],
+                    int from, int to) {
     for (int64_t r = 0; r < count; r += SHARING) {
-        int64_t i = 0;
-#define ADD(ROWS, STEPS, TAIL) \
-    add_values(kind == FROM_PAIRS ? FROM_BF16 : kind, ROWS < SHARING ? ROWS : SHARING, STEPS, TAIL, first && r == 0, values, i, weights + r, from, to, d->sums + row + r)
-#define ADD_TWO(ROWS) ADD(ROWS, 2, 0)
-#define ADD_ONE(ROWS) ADD(ROWS, 1, 0)
-#define ADD_TAIL(ROWS) ADD(ROWS, 1, 1)
-        for (; i + 2 * STEP <= size; i += 2 * STEP) FOR_ROWS(count - r, ADD_TWO)
-        for (; i + STEP <= size; i += STEP) FOR_ROWS(count - r, ADD_ONE)
-        if (i < size) FOR_ROWS(count - r, ADD_TAIL)
+#define ADD(ROWS) \
+    add_head(kind == FROM_PAIRS ? FROM_BF16 : kind, ROWS < SHARING ? ROWS : SHARING, r ? NULL : ahead, values, weights + r, from, to, d->sums + row + r)
+        FOR_ROWS(count - r, ADD)
     }
 }
 
 /* Process head `h` of the task for the block at `position`, whose tokens are at d->at; those of the next block follow
  * there. */
-INLINE void take_block(decoding *d, int kind, int64_t h, int64_t position) {
+INLINE void take_block(decoding *d, int kind, kv_ahead *ahead, int64_t h, int64_t position) {
     const attention_arguments *a = d->a;
-    const int64_t distance = DISTANCE < d->kv_heads ? DISTANCE : d->kv_heads, wraps = h + distance >= d->kv_heads;
     const int64_t group = group_size(a), bytes = a->head_dim * bytes_of(kind), head = d->first_head + h;
-    const int64_t asked = head + distance - (wraps ? d->kv_heads : 0), *ahead_at = d->at + (wraps ? DECODE_BLOCK : 0);
-    const block_rows keys = {a->kv.keys + head * bytes, a->kv.keys + asked * bytes, d->at, ahead_at, a->head_dim, bytes};
-    const block_rows values = {a->kv.values + head * bytes, a->kv.values + asked * bytes, d->at, ahead_at, a->head_dim, bytes};
+    const block_rows keys = {a->kv.keys + head * bytes, d->at, a->head_dim, bytes}, values = {a->kv.values + head * bytes, d->at, a->head_dim, bytes};
+    const int share = (DECODE_BLOCK + (int)group - 1) / (int)group; /* tokens whose values are prefetched at a time */
     float scores[MAX_GROUP][DECODE_BLOCK] __attribute__((aligned(64))), key_scales[DECODE_BLOCK], value_scales[DECODE_BLOCK];
     if (kind == FROM_INT8)
         for (int t = 0; t < DECODE_BLOCK; t++) {
@@ -174,14 +169,17 @@ INLINE void take_block(decoding *d, int kind, int64_t h, int64_t position) {
             memcpy(value_scales + t, a->kv.value_scales + d->at[t] + head * 4, 4);
         }
     const int low = d->from > position ? (int)(d->from - position) : 0, high = d->to - position < DECODE_BLOCK ? (int)(d->to - position) : DECODE_BLOCK;
-    score_all(kind, d, h * d->rows, &keys, low, high, scores);
+    begin_head(ahead, h);
+    score_all(kind, d, ahead, h * d->rows, &keys, low, high, scores);
     for (int64_t query = 0; query < d->s->num_tokens; query++) {
         const int64_t seen = first_seen(a, d->s->start + query) - position, left = d->s->start + query + 1 - position, row = h * d->rows + query * group;
         const int from = seen > low ? (int)(seen < DECODE_BLOCK ? seen : DECODE_BLOCK) : low, to = left < high ? (int)(left > 0 ? left : 0) : high;
         if (from >= to) continue;
-        for (int64_t g = 0; g < group; g++)
+        for (int64_t g = 0; g < group; g++) {
+            if (query == 0) ask_for_values(ahead, share);
             weigh(d, row + g, head * group + g, 1 - left, from, to, kind == FROM_INT8 ? key_scales : NULL, kind == FROM_INT8 ? value_scales : NULL, scores[query * group + g]);
-        add_all(kind, d, row, group, query == 0, &values, (const float (*)[DECODE_BLOCK])scores + query * group, from, to);
+        }
+        add_all(kind, d, query ? NULL : ahead, row, group, &values, (const float (*)[DECODE_BLOCK])scores + query * group, from, to);
     }
 }
 
@@ -224,13 +222,18 @@ static void finish_decoding(const decoding *d) {
 }
 
 INLINE void decode_as(decoding *d, int kind) {
+    const attention_arguments *a = d->a;
+    const int64_t bytes = a->head_dim * bytes_of(kind);
+    const task_rows all = {a->kv.keys + d->first_head * bytes, a->kv.values + d->first_head * bytes, d->at, d->kv_heads, bytes};
     begin_decoding(d, kind);
     int64_t position = d->from / DECODE_BLOCK * DECODE_BLOCK;
-    locate(d, position, d->at);
+    locate(d, position, d->from, d->to, d->at);
     for (; position < d->to; position += DECODE_BLOCK) {
-        const int64_t next = position + DECODE_BLOCK < d->to ? position + DECODE_BLOCK : position;
-        locate(d, next, d->at + DECODE_BLOCK);
-        for (int64_t h = 0; h < d->kv_heads; h++) take_block(d, kind, h, position);
+        kv_ahead ahead;
+        if (position + DECODE_BLOCK < d->to) locate(d, position + DECODE_BLOCK, d->from, d->to, d->at + DECODE_BLOCK);
+        else locate(d, d->after, d->after, d->after + DECODE_BLOCK < d->to ? d->after + DECODE_BLOCK : d->to, d->at + DECODE_BLOCK);
+        begin_block(&ahead, &all);
+        for (int64_t h = 0; h < d->kv_heads; h++) take_block(d, kind, &ahead, h, position);
         memcpy(d->at, d->at + DECODE_BLOCK, sizeof d->at / 2);
     }
     finish_decoding(d);
@@ -242,6 +245,9 @@ static void decode(const attention_arguments *a, const sequence *s, int64_t spli
     const int64_t begins = (first_split(a, s) + split) * DECODE_SPLIT, ends = begins + DECODE_SPLIT, lowest = first_seen(a, s->start), context = s->start + s->num_tokens;
     d.a = a, d.s = s, d.first_head = first_head, d.kv_heads = kv_heads, d.split = split, d.partials = partials;
     d.from = begins > lowest ? begins : lowest, d.to = ends < context ? ends : context;
+    /* Threads claim parts from the last to the first, so that this one's next is likely to be so many before. */
+    const int64_t after = begins - omp_get_num_threads() * DECODE_SPLIT;
+    d.after = after < lowest || kv_heads < a->kv_heads ? d.from : after;
     if (a->wide) decode_as(&d, FROM_FP32);
     else if (a->kv.key_scales) decode_as(&d, FROM_INT8);
     else decode_as(&d, KEYS_AS);
