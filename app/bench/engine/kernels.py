@@ -47,7 +47,7 @@ TORCHAO_ROWS, TORCHAO_PASSES = (1, 16, 128), 3
 
 ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 512)
 
-ROTATED_BYTES = 2**28  # total size of the copies of a weight, far beyond any cache
+ROTATED_BYTES = 2**29  # total size of the copies of a weight; of 2**28 a last cache of 16 MiB kept some lines
 
 # Passes over all weights in each round, by number of rows.
 PASSES = {1: 8, 2: 8, 4: 8, 8: 8, 16: 6, 32: 4, 64: 6, 128: 4, 512: 2}

@@ -75,7 +75,7 @@ INLINE void describe_product(const expert_weights *w, const expert_memory *m, co
         .y_stride = w->outputs, .rows = x->rows, .padded = padded, .outputs = w->outputs, .group = w->group, .height = rows_together(x->rows), .bits = w->form,
         .header = w->header, .output = OUTPUT_FP32, .shared = w->shared,
     };
-    p->divided = divide((w->outputs + PANEL_OUTPUTS - 1) / PANEL_OUTPUTS, (x->rows + p->a.integer.height - 1) / p->a.integer.height, FIT_INT / panel_bytes_int(&p->a.integer));
+    p->divided = divide_int(&p->a.integer);
     p->tasks = p->divided.panel_tasks * p->divided.tile_tasks;
 }
 
@@ -237,7 +237,7 @@ static void multiply_experts(const experts_arguments *a, const expert_memory *m,
     }
     const expert_rows *begun = NULL;
     const int chunk = (int)pass->chunk[which];
-    float sums[TILE_ROWS * PANEL_OUTPUTS] __attribute__((aligned(64)));
+    float sums[TASK_SUMS] __attribute__((aligned(64)));
     x = m->experts;
 #pragma omp for schedule(dynamic, chunk)
     for (int64_t i = 0; i < pass->num_tasks[which]; i++) {

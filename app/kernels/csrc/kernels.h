@@ -47,6 +47,8 @@ const level LEVEL = {
     .block = BLOCK,
     .align = TILE_ALIGN,
     .wide_rows = MIN_WIDE_ROWS,
+    .streams = STREAMS,
+    .stream_ahead = STREAM_AHEAD,
     .attention_panels = ATTENTION_PANELS,
     .kernels =
         {

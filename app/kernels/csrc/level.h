@@ -14,6 +14,7 @@ typedef struct {
     int64_t block;     /* adjacent inputs: 4 or 8 */
     int64_t align;     /* tiles are rounded up to a multiple of this number of rows */
     int64_t wide_rows; /* from this number of rows on, integer weights times bf16 rows are faster (0: never, or no kernel) */
+    int64_t streams, stream_ahead; /* parts of memory that a product of one row reads in turns, and its prefetch distance in bytes (division.h) */
     int64_t attention_panels; /* prompts share panels of keys and values in scratch */
     kernel kernels[OP_COUNT];
 } level;

@@ -70,7 +70,7 @@ static void many_rows(const linear_bf16_arguments *a, const division *d, int64_t
 
 /* A task of few rows is one panel. */
 INLINE division divide_bf16(const linear_bf16_arguments *a) {
-    return divide((a->outputs + PANEL_OUTPUTS - 1) / PANEL_OUTPUTS, (a->rows + BF16_ROWS - 1) / BF16_ROWS, FIT_BF16 / (pairs_of(a) * PANEL_OUTPUTS * 4));
+    return divide((a->outputs + PANEL_OUTPUTS - 1) / PANEL_OUTPUTS, (a->rows + BF16_ROWS - 1) / BF16_ROWS, 1, FIT_BF16 / (pairs_of(a) * PANEL_OUTPUTS * 4));
 }
 
 INLINE void begin_bf16(const linear_bf16_arguments *a) { (void)a; }

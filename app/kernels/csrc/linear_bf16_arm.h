@@ -128,7 +128,7 @@ static void rows_mmla(const linear_bf16_arguments *a, const division *d, int64_t
 
 /* A task of a single row is one panel. */
 INLINE division divide_bf16(const linear_bf16_arguments *a) {
-    return divide((a->outputs + PANEL_OUTPUTS - 1) / PANEL_OUTPUTS, mmla_tiles(a), FIT_MMLA / (pairs_of(a) * 128));
+    return divide((a->outputs + PANEL_OUTPUTS - 1) / PANEL_OUTPUTS, mmla_tiles(a), 1, FIT_MMLA / (pairs_of(a) * 128));
 }
 
 INLINE void begin_bf16(const linear_bf16_arguments *a) { (void)a; }

@@ -13,6 +13,7 @@
 #ifndef AHEAD_NARROW
 #define AHEAD_NARROW AHEAD_FP32 /* the same for bf16 weights */
 #endif
+#define TURN_FP32 8            /* lines of 128 bytes of one panel before those of the next, if a row multiplies several in turns */
 #define ASKING 8               /* products of tiles that share the prefetch of the next part of a panel */
 #define TOGETHER_FP32 4        /* panels per task of many rows: their inputs below are read once for all */
 #define ROWS_FP32 264          /* rows whose sums a task keeps: their inputs below fit half of a 512 KB L2 */
@@ -91,20 +92,25 @@ static void store_rows_fp32(const linear_fp32_arguments *a, const float *sums, i
 
 /* Panels that a thread claims at a time: about a megabyte, so that reading is continuous, but at least eight claims per
  * thread. */
-INLINE int claim_fp32(const linear_fp32_arguments *a, int64_t num_panels) {
-    int64_t chunk = (1 << 20) / panel_bytes_fp32(a), most = num_panels / (8 * omp_get_num_threads());
+INLINE int claim_fp32(const linear_fp32_arguments *a, const division *d) {
+    int64_t chunk = (1 << 20) / (panel_bytes_fp32(a) * d->panels), most = d->panel_tasks / (8 * omp_get_num_threads());
     if (chunk > most) chunk = most;
     return chunk < 1 ? 1 : (int)chunk;
 }
 
-static void one_row_fp32(const linear_fp32_arguments *a, int64_t panel) {
-    const uint8_t *weights = a->panels + panel * panel_bytes_fp32(a);
-    float sums[PANEL_OUTPUTS] __attribute__((aligned(64)));
-    if (a->narrow_panels && a->narrow_x) multiply_one_row(1, 1, a->x, weights, a->inputs, AHEAD_NARROW, sums);
-    else if (a->narrow_panels) multiply_one_row(1, 0, a->x, weights, a->inputs, AHEAD_NARROW, sums);
-    else if (a->narrow_x) multiply_one_row(0, 1, a->x, weights, a->inputs, AHEAD_FP32, sums);
-    else multiply_one_row(0, 0, a->x, weights, a->inputs, AHEAD_FP32, sums);
-    store_rows_fp32(a, sums, PANEL_OUTPUTS, 0, 1, panel * PANEL_OUTPUTS);
+/* One row times `count` adjacent panels, from `panel` on. */
+INLINE void one_row_fp32(const linear_fp32_arguments *a, int64_t panel, int count) {
+    const ptrdiff_t bytes = panel_bytes_fp32(a);
+    const uint8_t *weights = a->panels + panel * bytes;
+    const int64_t turn = count > 1 ? TURN_FP32 : a->inputs;
+    float sums[STREAMS * PANEL_OUTPUTS] __attribute__((aligned(64)));
+#define ONE_ROW(NARROW, NARROW_X, AHEAD_ONE) \
+    multiply_one_row(NARROW, NARROW_X, a->x, weights, count, bytes, turn, a->inputs, count > 1 ? STREAM_AHEAD : AHEAD_ONE, sums)
+    if (a->narrow_panels && a->narrow_x) ONE_ROW(1, 1, AHEAD_NARROW);
+    else if (a->narrow_panels) ONE_ROW(1, 0, AHEAD_NARROW);
+    else if (a->narrow_x) ONE_ROW(0, 1, AHEAD_FP32);
+    else ONE_ROW(0, 0, AHEAD_FP32);
+    for (int p = 0; p < count; p++) store_rows_fp32(a, sums + p * PANEL_OUTPUTS, PANEL_OUTPUTS, 0, 1, (panel + p) * PANEL_OUTPUTS);
 }
 
 /* Inputs [from, to) of tiles [tile0, tile1) times panels [panel0, panel1): the part of a panel that is multiplied at a
@@ -150,14 +156,20 @@ static void rows_fp32(const linear_fp32_arguments *a, const division *d, int64_t
     }
 }
 
-/* A task of few rows is one panel. */
 INLINE division divide_fp32(const linear_fp32_arguments *a) {
-    return divide((a->outputs + PANEL_OUTPUTS - 1) / PANEL_OUTPUTS, tiles_of(a), TOGETHER_FP32);
+    const int64_t num_panels = (a->outputs + PANEL_OUTPUTS - 1) / PANEL_OUTPUTS;
+    return divide(num_panels, tiles_of(a), is_single(a) ? streams_of(num_panels) : 1, TOGETHER_FP32);
 }
 
 static void task_fp32(const linear_fp32_arguments *a, const division *d, int64_t task) {
-    if (is_single(a)) one_row_fp32(a, task);
-    else rows_fp32(a, d, task);
+    if (!is_single(a)) {
+        rows_fp32(a, d, task);
+        return;
+    }
+    const int64_t first = task * d->panels, end = first + d->panels < d->num_panels ? first + d->panels : d->num_panels;
+    if (STREAMS > 1 && end - first == STREAMS) one_row_fp32(a, first, STREAMS);
+    else
+        for (int64_t panel = first; panel < end; panel++) one_row_fp32(a, panel, 1);
 }
 
 static void linear_fp32(const void *arguments) {
@@ -168,7 +180,7 @@ static void linear_fp32(const void *arguments) {
         for (int64_t i = 0; i < copies_fp32(a); i++) copy_fp32(a, i);
     }
     const division d = divide_fp32(a);
-    const int chunk = d.num_tiles <= FEW_TILES ? claim_fp32(a, d.num_panels) : 1;
+    const int chunk = d.num_tiles <= FEW_TILES ? claim_fp32(a, &d) : 1;
 #pragma omp for schedule(dynamic, chunk)
     for (int64_t task = 0; task < d.panel_tasks * d.tile_tasks; task++) task_fp32(a, &d, task);
 }

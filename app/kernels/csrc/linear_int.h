@@ -33,15 +33,31 @@ INLINE int asked_header(int header, int64_t g) {
         else multiply(__VA_ARGS__, 4, SCALES, a, panel, row, ahead, sums);                      \
         break;
 
-/* As `multiply_tile`, including the scales of the outputs. */
-INLINE void multiply_panel(const linear_int_arguments *a, const uint8_t *panel, int64_t row, int count, const uint8_t *ahead, float *sums) {
-    multiply_tile(a, panel, row, count, ahead, sums);
+/* Multiply the sums of `count` rows by the panel's scales of the outputs, if it has them. */
+INLINE void scale_outputs(const linear_int_arguments *a, const uint8_t *panel, int count, float *sums) {
     if (a->header != DOUBLE_QUANTIZED) return;
     for (int i = 0; i < PANEL_OUTPUTS; i += LANES) {
         const vf scale = bf16_load((const uint16_t *)panel + i);
         for (int r = 0; r < count; r++) vf_store(sums + r * PANEL_OUTPUTS + i, vf_load(sums + r * PANEL_OUTPUTS + i) * scale);
     }
 }
+
+/* As `multiply_tile`, including the scales of the outputs. */
+INLINE void multiply_panel(const linear_int_arguments *a, const uint8_t *panel, int64_t row, int count, const uint8_t *ahead, float *sums) {
+    multiply_tile(a, panel, row, count, ahead, sums);
+    scale_outputs(a, panel, count, sums);
+}
+
+#if STREAMS > 1
+/* The same for one or two rows from row 0 on and STREAMS adjacent panels in turns: sums [STREAMS, count, 32]. */
+static void multiply_streams(const linear_int_arguments *a, const uint8_t *panels, int count, float *sums);
+#endif
+
+/* Sums of the largest task that keeps them on its stack. */
+#define TASK_SUMS ((TILE_ROWS > STREAMS * STREAM_ROWS ? TILE_ROWS : STREAMS * STREAM_ROWS) * PANEL_OUTPUTS)
+
+/* Whether these panels are multiplied by `multiply_streams`. */
+INLINE int are_streams(const linear_int_arguments *a, int64_t panels) { return STREAMS > 1 && panels == STREAMS && a->rows <= STREAM_ROWS; }
 
 INLINE void store_row(int activation, const linear_int_arguments *a, const float *sums, ptrdiff_t row, ptrdiff_t first, ptrdiff_t outputs) {
     for (ptrdiff_t i = 0; i < outputs; i += LANES) {
@@ -77,33 +93,50 @@ INLINE int claim(const linear_int_arguments *a, const division *d) {
 #define AHEAD(rows) 8192
 #endif
 
+/* Store the sums of `count` rows from `row` on and of a panel. */
+INLINE void store_panel(const linear_int_arguments *a, const float *sums, int64_t row, int count, int64_t panel) {
+    const int64_t first = panel * PANEL_OUTPUTS, outputs = a->outputs - first < PANEL_OUTPUTS ? a->outputs - first : PANEL_OUTPUTS;
+#define STORE_ROWS(WHICH) \
+    for (int r = 0; r < count; r++) store_row(WHICH, a, sums + r * PANEL_OUTPUTS, row + r, first, outputs)
+    FOR_ACTIVATION(a->activation, STORE_ROWS)
+}
+
 /* A single pass prefetches its own panel. With several passes the first prefetches the next panel, so that memory is
- * busy meanwhile. */
+ * busy meanwhile. sums: TASK_SUMS. */
 INLINE void run_task(const linear_int_arguments *a, const division *d, int64_t task, float *sums) {
     const ptrdiff_t bytes = panel_bytes_int(a);
     const int64_t panel0 = task / d->tile_tasks * d->panels, tile0 = task % d->tile_tasks * d->tiles;
     const int64_t panel1 = panel0 + d->panels < d->num_panels ? panel0 + d->panels : d->num_panels;
     const int64_t tile1 = tile0 + d->tiles < d->num_tiles ? tile0 + d->tiles : d->num_tiles;
+#if STREAMS > 1
+    if (are_streams(a, panel1 - panel0)) {
+        const int count = (int)a->rows;
+        multiply_streams(a, a->panels + panel0 * bytes, count, sums);
+        for (int p = 0; p < STREAMS; p++) store_panel(a, sums + p * count * PANEL_OUTPUTS, 0, count, panel0 + p);
+        return;
+    }
+#endif
     for (int64_t tile = tile0; tile < tile1; tile++)
         for (int64_t panel = panel0; panel < panel1; panel++) {
             const uint8_t *weights = a->panels + panel * bytes;
-            const int64_t row = tile * a->height, left = a->rows - row, first = panel * PANEL_OUTPUTS;
+            const int64_t row = tile * a->height, left = a->rows - row;
             const int count = (int)(left < a->height ? left : a->height);
             multiply_panel(a, weights, row, count, d->num_tiles == 1 ? weights + AHEAD(count) : tile == tile0 ? weights + d->panels * bytes : NULL, sums);
-            const int64_t outputs = a->outputs - first < PANEL_OUTPUTS ? a->outputs - first : PANEL_OUTPUTS;
-#define STORE_ROWS(WHICH) \
-    for (int r = 0; r < count; r++) store_row(WHICH, a, sums + r * PANEL_OUTPUTS, row + r, first, outputs)
-            FOR_ACTIVATION(a->activation, STORE_ROWS)
+            store_panel(a, sums, row, count, panel);
         }
+}
+
+INLINE division divide_int(const linear_int_arguments *a) {
+    const int64_t num_panels = (a->outputs + PANEL_OUTPUTS - 1) / PANEL_OUTPUTS, num_tiles = (a->rows + a->height - 1) / a->height;
+    return divide(num_panels, num_tiles, a->rows <= STREAM_ROWS ? streams_of(num_panels) : 1, FIT_INT / panel_bytes_int(a));
 }
 
 static void linear_int(const void *arguments) {
     const linear_int_arguments *a = arguments;
     if (a->rows < 1) return; /* a step that requests no rows */
-    const int64_t num_panels = (a->outputs + PANEL_OUTPUTS - 1) / PANEL_OUTPUTS, num_tiles = (a->rows + a->height - 1) / a->height;
-    const division d = divide(num_panels, num_tiles, FIT_INT / panel_bytes_int(a));
+    const division d = divide_int(a);
     const int chunk = claim(a, &d);
-    float sums[TILE_ROWS * PANEL_OUTPUTS] __attribute__((aligned(64)));
+    float sums[TASK_SUMS] __attribute__((aligned(64)));
 #pragma omp for schedule(dynamic, chunk)
     for (int64_t task = 0; task < d.panel_tasks * d.tile_tasks; task++) run_task(a, &d, task, sums);
 }

@@ -85,7 +85,20 @@ INLINE void pick_task(const pick_arguments *a, int64_t task, int64_t panels, int
     const linear_int_arguments *p = &a->product;
     const ptrdiff_t bytes = panel_bytes_int(p);
     for (int64_t row = 0; row < p->rows; row++) start_row(a, (seen *)place_of(a, task, row));
-    for (int64_t panel = task * panels; panel < (task + 1) * panels && panel < num_panels; panel++)
+    const int64_t end = (task + 1) * panels < num_panels ? (task + 1) * panels : num_panels;
+    int64_t panel = task * panels;
+#if STREAMS > 1
+    for (; are_streams(p, STREAMS) && (!a->allowed || a->logsumexp) && panel + STREAMS <= end; panel += STREAMS) {
+        const int count = (int)p->rows;
+        multiply_streams(p, p->panels + panel * bytes, count, sums);
+        for (int64_t i = 0; i < STREAMS * count; i++) {
+            const int64_t row = i % count, first = (panel + i / count) * PANEL_OUTPUTS, outputs = p->outputs - first;
+            look(a, (seen *)place_of(a, task, row), sums + i * PANEL_OUTPUTS, first, outputs < PANEL_OUTPUTS ? outputs : PANEL_OUTPUTS,
+                 allowed_outputs(a, row, panel + i / count));
+        }
+    }
+#endif
+    for (; panel < end; panel++)
         for (int64_t row = 0; row < p->rows; row += p->height) {
             const uint8_t *weights = p->panels + panel * bytes;
             const int64_t left = p->rows - row, first = panel * PANEL_OUTPUTS, outputs = p->outputs - first;
@@ -122,7 +135,7 @@ static void pick(const void *arguments) {
     const pick_arguments *a = arguments;
     const int64_t num_panels = (a->product.outputs + PANEL_OUTPUTS - 1) / PANEL_OUTPUTS, panels = (num_panels + PICK_TASKS - 1) / PICK_TASKS;
     const int64_t tasks = (num_panels + panels - 1) / panels;
-    float sums[TILE_ROWS * PANEL_OUTPUTS] __attribute__((aligned(64)));
+    float sums[TASK_SUMS] __attribute__((aligned(64)));
 #pragma omp for schedule(dynamic, 1)
     for (int64_t task = 0; task < tasks; task++) pick_task(a, task, panels, num_panels, sums);
 #pragma omp for schedule(static)

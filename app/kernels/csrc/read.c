@@ -6,20 +6,29 @@
 
 typedef uint64_t words __attribute__((vector_size(64)));
 
-#define AHEAD 8192
+#define AHEAD 8192 /* of a single stream */
+#define TURN 256   /* bytes of one stream before those of the next */
 
-/* Return the exclusive or of `bytes` bytes, up to the last whole line of 64. */
+static void read_turn(const uint8_t *p, int64_t ahead, words *all) {
+    for (int line = 0; line < TURN / 64; line++) {
+        words x;
+        __builtin_prefetch(p + line * 64 + ahead);
+        memcpy(&x, p + line * 64, sizeof x);
+        all[line] ^= x;
+    }
+}
+
+/* Return the exclusive or of `bytes` bytes, up to the last whole TURN, read in as many streams as the level's products of one
+ * row read. */
 EXPORT uint64_t armature_read(const uint8_t *p, int64_t bytes) {
-    words all[4] = {{0}};
-    for (int64_t i = 0; i + 256 <= bytes; i += 256)
-        for (int line = 0; line < 4; line++) {
-            words x;
-            __builtin_prefetch(p + i + line * 64 + AHEAD);
-            memcpy(&x, p + i + line * 64, sizeof x);
-            all[line] ^= x;
-        }
+    const level *now = armature_now();
+    const int64_t streams = now ? now->streams : 1, ahead = streams > 1 ? now->stream_ahead : AHEAD, turns = bytes / TURN, each = turns / streams;
+    words all[TURN / 64] = {{0}};
+    for (int64_t turn = 0; turn < each; turn++)
+        for (int64_t stream = 0; stream < streams; stream++) read_turn(p + (stream * each + turn) * TURN, ahead, all);
+    for (int64_t turn = each * streams; turn < turns; turn++) read_turn(p + turn * TURN, ahead, all);
     uint64_t result = 0;
-    for (int line = 0; line < 4; line++)
+    for (int line = 0; line < TURN / 64; line++)
         for (int i = 0; i < 8; i++) result ^= all[line][i];
     return result;
 }

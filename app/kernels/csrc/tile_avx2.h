@@ -199,9 +199,10 @@ INLINE void sum_group(int rows, int width, int bits, int header, int64_t group, 
     for (int64_t k = 0; k < group; k += 32) sum_32(rows, width, bits, codes + k * (bits == 4 ? 16 : 32), x + k * rows, jump, acc);
 }
 
-/* `rows`, `width` and, if it is 32, `group` are compile-time constants at every call, so that sums stay in registers:
- * few rows use a whole panel at once, more rows its halves one after the other, while the group is in L1. */
-INLINE void multiply_groups(int rows, int width, int bits, int header, int64_t group, const linear_int_arguments *a, const uint8_t *panel, int64_t row,
+/* `panels`, `rows`, `width` and, if it is 32, `group` are compile-time constants at every call, so that sums stay in
+ * registers: few rows use a whole panel at once, more rows its halves one after the other, while the group is in L1. Of
+ * several panels a group each is multiplied in turns. */
+INLINE void multiply_groups(int panels, int rows, int width, int bits, int header, int64_t group, const linear_int_arguments *a, const uint8_t *panel, int64_t row,
                             const uint8_t *ahead, float *sums) {
     const int64_t groups = a->padded / a->group;
     const panel_layout layout = layout_of(bits, header, group, groups);
@@ -209,35 +210,49 @@ INLINE void multiply_groups(int rows, int width, int bits, int header, int64_t g
     const int8_t *x = a->tiles + row * a->padded;
     const float *scales = a->scales + row * groups;
     const int32_t *negated = a->sums + row * groups;
-    memset(sums, 0, (size_t)rows * PANEL_OUTPUTS * sizeof *sums);
+    memset(sums, 0, (size_t)panels * rows * PANEL_OUTPUTS * sizeof *sums);
     /* Headers of double quantization lie before all codes. If the same panel is prefetched, its codes go on after the
      * headers of the next panel, which are prefetched meanwhile. */
-    const ptrdiff_t lead = ahead ? ahead - panel : 0, next_headers = lead < layout.bytes ? layout.bytes : lead;
+    const ptrdiff_t lead = ahead ? ahead - panel : 0, next_headers = lead < layout.bytes ? panels * layout.bytes : lead;
     for (int64_t g = 0; g < groups; g++, x += rows * group, scales += rows, negated += rows) {
-        ptrdiff_t jump = lead; /* from codes to what is prefetched meanwhile */
-        if (lead) {
-            const int is_apart = header == DOUBLE_QUANTIZED; /* the first header begins with the scales of outputs */
-            ask(is_apart ? panel + next_headers + (g ? layout.scales + g * layout.next_scales : 0) : weight_scales + lead, asked_header(header, g));
-            if (is_apart && lead < layout.bytes && codes + lead - panel >= layout.bytes) jump += layout.codes;
-        }
-        for (int first = 0; first < 4; first += width) {
-            __m256i acc[TILE_ROWS][MOST_WIDTH];
-            sum_group(rows, width, bits, header, group, codes + first * 32, x, negated, first ? 0 : jump, acc);
-            take_group(rows, width, header, first * 8, weight_scales, scales, negated, acc, sums);
+        for (int p = 0; p < panels; p++) {
+            const uint8_t *own = panel + p * layout.bytes, *own_scales = weight_scales + p * layout.bytes, *own_codes = codes + p * layout.bytes;
+            ptrdiff_t jump = lead; /* from codes to what is prefetched meanwhile */
+            if (lead) {
+                const int is_apart = header == DOUBLE_QUANTIZED; /* the first header begins with the scales of outputs */
+                ask(is_apart ? own + next_headers + (g ? layout.scales + g * layout.next_scales : 0) : own_scales + lead, asked_header(header, g));
+                if (is_apart && lead < layout.bytes && own_codes + lead - own >= layout.bytes) jump += layout.codes;
+            }
+            for (int first = 0; first < 4; first += width) {
+                __m256i acc[TILE_ROWS][MOST_WIDTH];
+                sum_group(rows, width, bits, header, group, own_codes + first * 32, x, negated, first ? 0 : jump, acc);
+                take_group(rows, width, header, first * 8, own_scales, scales, negated, acc, sums + p * rows * PANEL_OUTPUTS);
+            }
         }
         weight_scales += layout.next_scales, codes += layout.next_codes;
     }
 }
 
-INLINE void multiply(int rows, int width, int bits, int header, const linear_int_arguments *a, const uint8_t *panel, int64_t row, const uint8_t *ahead, float *sums) {
-    if (a->group == 32) multiply_groups(rows, width, bits, header, 32, a, panel, row, ahead, sums);
-    else multiply_groups(rows, width, bits, header, a->group, a, panel, row, ahead, sums);
+INLINE void multiply(int rows, int width, int panels, int bits, int header, const linear_int_arguments *a, const uint8_t *panel, int64_t row, const uint8_t *ahead, float *sums) {
+    if (a->group == 32) multiply_groups(panels, rows, width, bits, header, 32, a, panel, row, ahead, sums);
+    else multiply_groups(panels, rows, width, bits, header, a->group, a, panel, row, ahead, sums);
 }
 
 static void multiply_tile(const linear_int_arguments *a, const uint8_t *panel, int64_t row, int count, const uint8_t *ahead, float *sums) {
     switch (count) {
-        CASE(1, 4) CASE(2, 4) CASE(3, 2) CASE(4, 2) CASE(5, 2) CASE(6, 2)
+        CASE(1, 4, 1) CASE(2, 4, 1) CASE(3, 2, 1) CASE(4, 2, 1) CASE(5, 2, 1) CASE(6, 2, 1)
     }
 }
+
+#if STREAMS > 1
+static void multiply_streams(const linear_int_arguments *a, const uint8_t *panel, int count, float *sums) {
+    const uint8_t *ahead = panel + STREAM_AHEAD;
+    const int64_t row = 0;
+    switch (count) {
+        CASE(1, 4, STREAMS) CASE(2, 4, STREAMS)
+    }
+    for (int p = 0; p < STREAMS; p++) scale_outputs(a, panel + p * panel_bytes_int(a), count, sums + p * count * PANEL_OUTPUTS);
+}
+#endif
 
 #endif

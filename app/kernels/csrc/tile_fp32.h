@@ -82,12 +82,13 @@ INLINE void multiply_wide_tile(int rows, int narrow, int begins, const float *ti
     }
 }
 
-/* One row, all 32 outputs of a panel at a time: it is bound by memory, which delivers in order. The lines `distance` bytes
- * ahead are prefetched. x is fp32, or bf16 if `narrow_x`; with `narrow`, inputs are even. */
-INLINE void multiply_one_row(int narrow, int narrow_x, const void *x, const uint8_t *panel, int64_t inputs, ptrdiff_t distance, float *sums) {
+/* Inputs [from, to) of one row times all 32 outputs of a panel, whose lines from `from` on are at `panel`: it is bound by
+ * memory, which delivers in order. The lines `distance` bytes ahead are prefetched. x is fp32, or bf16 if `narrow_x`; with
+ * `narrow`, both ends are even. */
+INLINE void add_one_row(int narrow, int narrow_x, const void *x, const uint8_t *panel, int64_t from, int64_t to, ptrdiff_t distance, float *sums) {
     vf acc[32 / LANES];
-    for (int i = 0; i < 32 / LANES; i++) acc[i] = vf_all(0);
-    for (int64_t k = 0; k < inputs; k += narrow ? 2 : 1, panel += 128) {
+    for (int i = 0; i < 32 / LANES; i++) acc[i] = vf_load(sums + i * LANES);
+    for (int64_t k = from; k < to; k += narrow ? 2 : 1, panel += 128) {
         float one[2] = {0};
         for (int j = 0; j < (narrow ? 2 : 1); j++) {
             if (!narrow_x) one[j] = ((const float *)x)[k + j];
@@ -104,6 +105,17 @@ INLINE void multiply_one_row(int narrow, int narrow_x, const void *x, const uint
         }
     }
     for (int i = 0; i < 32 / LANES; i++) vf_store(sums + i * LANES, acc[i]);
+}
+
+/* One row times `count` panels that are `bytes` apart: sums [count, 32]. Of each panel `turn` lines at a time are multiplied. */
+INLINE void multiply_one_row(int narrow, int narrow_x, const void *x, const uint8_t *panels, int count, ptrdiff_t bytes, int64_t turn, int64_t inputs,
+                             ptrdiff_t distance, float *sums) {
+    const int step = narrow ? 2 : 1;
+    memset(sums, 0, (size_t)count * 32 * sizeof *sums);
+    for (int64_t from = 0; from < inputs; from += turn * step) {
+        const int64_t to = from + turn * step < inputs ? from + turn * step : inputs;
+        for (int p = 0; p < count; p++) add_one_row(narrow, narrow_x, x, panels + p * bytes + from / step * 128, from, to, distance, sums + p * 32);
+    }
 }
 
 #endif
