@@ -48,7 +48,8 @@ class AttackServer:
 
     @staticmethod
     def release(gate: asyncio.Event) -> None:
-        """Open a gate of a script that is waited at."""
+        """Open a gate of a script as soon as it is waited at."""
+        until(lambda: gate._loop is not None)  # type: ignore[attr-defined]
         gate._loop.call_soon_threadsafe(gate.set)  # type: ignore[attr-defined]
 
     @property
