@@ -9,12 +9,12 @@ typedef uint64_t words __attribute__((vector_size(64)));
 #define AHEAD 8192 /* of a single stream */
 #define TURN 256   /* bytes of one stream before those of the next */
 
-static void read_turn(const uint8_t *p, int64_t ahead, words *all) {
-    for (int line = 0; line < TURN / 64; line++) {
+static inline void read_turn(const uint8_t *p, int64_t ahead, words *all) {
+    for (int i = 0; i < TURN; i += 64) {
         words x;
-        __builtin_prefetch(p + line * 64 + ahead);
-        memcpy(&x, p + line * 64, sizeof x);
-        all[line] ^= x;
+        __builtin_prefetch(p + i + ahead);
+        memcpy(&x, p + i, sizeof x);
+        *all ^= x;
     }
 }
 
@@ -23,12 +23,11 @@ static void read_turn(const uint8_t *p, int64_t ahead, words *all) {
 EXPORT uint64_t armature_read(const uint8_t *p, int64_t bytes) {
     const level *now = armature_now();
     const int64_t streams = now ? now->streams : 1, ahead = streams > 1 ? now->stream_ahead : AHEAD, turns = bytes / TURN, each = turns / streams;
-    words all[TURN / 64] = {{0}};
+    words all = {0}; /* one, which baseline registers hold */
     for (int64_t turn = 0; turn < each; turn++)
-        for (int64_t stream = 0; stream < streams; stream++) read_turn(p + (stream * each + turn) * TURN, ahead, all);
-    for (int64_t turn = each * streams; turn < turns; turn++) read_turn(p + turn * TURN, ahead, all);
+        for (int64_t stream = 0; stream < streams; stream++) read_turn(p + (stream * each + turn) * TURN, ahead, &all);
+    for (int64_t turn = each * streams; turn < turns; turn++) read_turn(p + turn * TURN, ahead, &all);
     uint64_t result = 0;
-    for (int line = 0; line < TURN / 64; line++)
-        for (int i = 0; i < 8; i++) result ^= all[line][i];
+    for (int i = 0; i < 8; i++) result ^= all[i];
     return result;
 }
