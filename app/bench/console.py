@@ -22,9 +22,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 PRODUCT_RATE = "product rate"
-# Where our own product is the fastest, its ceiling is a sample of the same product, and both vary by 1 to 2%; the shape
-# that suits a processor best is up to 3% faster than the sample's.
-HIGHEST_PRODUCT_SHARE = 1.05
+# Where our own product is the fastest, its ceiling is a sample of the same product, and both vary by 1 to 2%.
+HIGHEST_PRODUCT_SHARE = 1.03
 
 
 class MeasurementFailed(Exception):

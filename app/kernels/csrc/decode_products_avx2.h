@@ -2,7 +2,7 @@
  * keys, or times three vectors of a value, have twelve sums in registers: FMA takes five cycles and two begin per cycle
  * (Zen 2), so fewer sums would wait for each other. A mask of odd bf16 elements has no register; they are shifted down
  * and up. On Zen 2, 8 x 4,000 tokens take 0.69 of the time of two queries times four keys with a head's lines prefetched before
- * the next head's: 4.2 instead of 6.1 ms a layer (`armature bench kernels`). */
+ * the next head's: 4.1 instead of 6.1 ms a layer (`armature bench kernels`). */
 #ifndef ARMATURE_DECODE_PRODUCTS_AVX2_H
 #define ARMATURE_DECODE_PRODUCTS_AVX2_H
 
@@ -20,10 +20,10 @@
  * since a core has few buffers for them. Shortly before their use, lines are prefetched from there to the first cache. */
 typedef struct {
     const task_rows *all;
-    const uint8_t *line, *end;     /* the next line of the next block, and the end of its token's keys or values */
-    const uint8_t *values, *after; /* of the head; the keys that follow those of the head */
-    const int64_t *next, *value_at, *after_at;
-    int in_values; /* whether `line` is of values */
+    const uint8_t *line, *end; /* the next line of the next block, and the end of its token's keys or values */
+    const uint8_t *values;     /* of the head, whose tokens from `value_at` on are still to be prefetched */
+    const int64_t *next, *value_at; /* `next`: the token of `line` */
+    int in_values;                  /* whether `line` is of values */
 } kv_ahead;
 
 INLINE void begin_block(kv_ahead *ahead, const task_rows *all) {
@@ -31,13 +31,9 @@ INLINE void begin_block(kv_ahead *ahead, const task_rows *all) {
     ahead->line = all->keys + *ahead->next, ahead->end = ahead->line + all->heads * all->bytes;
 }
 
-INLINE void begin_head(kv_ahead *ahead, int64_t head) {
-    const task_rows *all = ahead->all;
-    const int last = head + 1 == all->heads;
-    ahead->values = all->values + head * all->bytes, ahead->value_at = all->at;
-    ahead->after = all->keys + (last ? 0 : head + 1) * all->bytes, ahead->after_at = all->at + (last ? DECODE_BLOCK : 0);
-}
+INLINE void begin_head(kv_ahead *ahead, int64_t head) { ahead->values = ahead->all->values + head * ahead->all->bytes, ahead->value_at = ahead->all->at; }
 
+/* Prefetch `count` lines of the next block, in fours. */
 INLINE void ask_for_lines(kv_ahead *ahead, int64_t count) {
     const uint8_t *line = ahead->line;
     do { /* loops of one round are predicted */
@@ -53,14 +49,15 @@ INLINE void ask_for_lines(kv_ahead *ahead, int64_t count) {
     ahead->line = (ahead->in_values ? all->values : all->keys) + *ahead->next, ahead->end = ahead->line + all->heads * all->bytes;
 }
 
+/* Prefetch to the first cache. */
 INLINE void ask_soon(const uint8_t *p, int64_t bytes) {
     __builtin_prefetch(p, 0, 3);
     for (int64_t i = 64; i < bytes; i += 64) __builtin_prefetch(p + i, 0, 3);
 }
 
-/* Of the 64 lines (with 64 bytes in a head) that each head asks for, a third is asked for while keys are multiplied, a
- * quarter here, before the softmax of each query head, and the rest while values are multiplied. `tokens`: the number of
- * values to prefetch to the first cache. */
+/* A block has 64 lines of keys and values for each head and each 64 bytes of it. While the head is computed, a third of
+ * so many is asked for while its keys are multiplied, a quarter here, before the softmax of its queries, and the rest
+ * while its values are. `tokens`: the number of values to prefetch to the first cache. */
 INLINE void ask_for_values(kv_ahead *ahead, int tokens) {
     const int64_t bytes = ahead->all->bytes;
     ask_for_lines(ahead, (tokens * bytes + 127) / 128);

@@ -13,7 +13,7 @@
 #define STREAMS 1
 #define STREAM_AHEAD 0 /* prefetch distance in bytes of each */
 #endif
-#define STREAM_ROWS 2
+#define STREAM_ROWS 2 /* of integers */
 
 /* `panels` panels and `tiles` tiles per task. */
 typedef struct {

@@ -9,9 +9,7 @@
  * Zen 2 four reach 36 to 51 GB/s while one reaches 28 to 35, with prefetches of up to 512 bytes; 1 KB or more, which help
  * a single stream of products, take 1.2 times as long. */
 #define STREAMS 4
-#ifndef STREAM_AHEAD
 #define STREAM_AHEAD 256 /* prefetch distance in bytes of each */
-#endif
 
 /* The same where there are too few panels for that: by then the processor's own prefetching has brought lines to the
  * second cache, while more in flight fill the buffers of the first: 2 KB instead of 8 is 1.08 to 1.15 times as fast on
