@@ -115,6 +115,13 @@ INLINE void sum_32_int4(int rows, int width, const uint8_t *at, const int8_t *x,
         for (int v = 0; v < width; v++) acc[r][v] = _mm256_add_epi32(acc[r][v], _mm256_madd_epi16(pairs[r][v], _mm256_set1_epi16(1)));
 }
 
+/* Four times an int32 that fits 14 bits, in all 16 words: its low half is read directly. */
+INLINE __m256i times_four(const int32_t *x) {
+    int16_t low;
+    memcpy(&low, x, sizeof low);
+    return _mm256_slli_epi16(_mm256_set1_epi16(low), 2);
+}
+
 /* The exact sums of a whole int4 group of 32 inputs. Both int16 halves of an output begin with -4 times the sum of
  * the group's activations, together the correction of the zero point 8. They stay below 2^15: 16 inputs times a code
  * of at most 15 - 4, and 4 times the sum of the other 16, are at most (16 * 11 + 16 * 4) * 127 = 30480. */
@@ -122,7 +129,7 @@ INLINE void sum_int4_group(int rows, int width, const uint8_t *at, const int8_t 
 #pragma GCC unroll 8
     for (int r = 0; r < rows; r++)
 #pragma GCC unroll 4
-        for (int v = 0; v < width; v++) acc[r][v] = _mm256_set1_epi16((int16_t)(negated[r] * 4));
+        for (int v = 0; v < width; v++) acc[r][v] = times_four(negated + r);
     pair_32(rows, width, at, x, jump, acc);
 #pragma GCC unroll 8
     for (int r = 0; r < rows; r++)
@@ -223,6 +230,7 @@ INLINE void multiply_groups(int panels, int rows, int width, int bits, int heade
                 ask(is_apart ? own + next_headers + (g ? layout.scales + g * layout.next_scales : 0) : own_scales + lead, asked_header(header, g));
                 if (is_apart && lead < layout.bytes && own_codes + lead - own >= layout.bytes) jump += layout.codes;
             }
+            if (panels > 1 && g == groups - 1) ask(own + panels * layout.bytes + layout.codes, STREAM_STARTS); /* of the thread's next task */
             for (int first = 0; first < 4; first += width) {
                 __m256i acc[TILE_ROWS][MOST_WIDTH];
                 sum_group(rows, width, bits, header, group, own_codes + first * 32, x, negated, first ? 0 : jump, acc);

@@ -112,7 +112,7 @@ static void turn(const void *arguments) {
         if (has_norm && !a->norm_last) normalise_head(a, row, head, x);
         const int64_t dim = head < turning ? a->dim : 0;
         if (dim) {
-            memcpy(turned, x, sizeof x);
+            for (int64_t k = dim / LANES * LANES; k < size; k += LANES) vf_store(turned + k, vf_load(x + k));
             turn_head(x, dim, a->cos + row * a->dim, a->sin + row * a->dim, turned);
         }
         float *result = dim ? turned : x;
