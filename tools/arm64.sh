@@ -132,14 +132,15 @@ make_root() {
 make_packages() {
   # Hypothesis reads the sources of all modules that are in no folder of this name, which takes minutes here.
   local site="$dir/site-packages" pins
-  pins=$(grep -hE '^[a-z]' requirements/runtime.txt requirements/dev.txt | grep -vE '^(ruff|mypy|pre-commit|uvloop|scikit-build-core|wheel)=='; echo "$TORCH")
+  pins=$(grep -hE '^[a-z]' requirements/{runtime,bench,otel,dev}.txt | grep -vE '^(ruff|mypy|pre-commit|uvloop|scikit-build-core|wheel)=='; echo "$TORCH")
   [ -f "$site/.pins" ] && [ "$(cat "$site/.pins")" = "$pins" ] && return
   say "installing the pinned packages and $TORCH for arm64"
   rm -rf "$site" "$dir/site"
   # The pins are complete, so pip must not resolve: it would add the CUDA packages of this machine's architecture.
   printf '%s\n' "$pins" >"$dir/pins.txt"
   local platforms=()
-  for version in 2_28 2_27 2_24 2_17; do platforms+=(--platform "manylinux_${version}_aarch64"); done
+  # All that the C library of bookworm, 2.36, can load: pip takes only those that are named.
+  for version in {36..17}; do platforms+=(--platform "manylinux_2_${version}_aarch64"); done
   local python=.venv/bin/python
   [ -x "$python" ] || python=python3
   PIP_ROOT_USER_ACTION=ignore "$python" -m pip install -q --no-deps --target "$site" --python-version "$PYTHON" --implementation cp --only-binary=:all: \
