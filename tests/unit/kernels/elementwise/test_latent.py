@@ -50,7 +50,7 @@ def test_norms_of_some_columns_equal_their_reference(
     own = group_of(group, size)
     with at_level(level):
         found = rms_norm(x, weight, 1e-6, torch.bfloat16, own)
-    check(found, rms_norm_torch(x, weight, 1e-6, torch.float32), own, atol=1e-6)
+        check(found, rms_norm_torch(x, weight, 1e-6, torch.float32), own, atol=1e-6)  # it reads the level's tiles
 
 
 @needs_levels

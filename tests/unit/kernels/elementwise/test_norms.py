@@ -154,8 +154,8 @@ def test_a_gate_with_other_factors_equals_its_reference(
     with at_level(level):
         assume(has_kernel(OpCode.GATE))
         found = norms.gate_with(gates, up[:, 5 : 5 + size], "gelu_tanh", group)
-    meant = ACTIVATIONS["gelu_tanh"](gates.double()) * up[:, 5 : 5 + size]
-    check(found, meant.float(), group)
+        meant = ACTIVATIONS["gelu_tanh"](gates.double()) * up[:, 5 : 5 + size]
+        check(found, meant.float(), group)  # it reads the level's tiles
 
 
 @needs_levels
