@@ -42,7 +42,7 @@ _POPULATE_READ = 22  # MADV_POPULATE_READ of Linux 5.14, which Python's mmap doe
 _FETCH_BYTES = 8 * 2**20  # the call holds the interpreter's lock, so it must be short
 _COPY_BYTES = 8 * 2**20  # bytes of source pages held while a tensor is converted
 # Bytes read at a time. Each thread holds one block, and while it quantizes the block its values in FP32 and its codes:
-# with 4 MiB, two threads held up to 34 MB beside the weights, with 2 MiB 19 MB; packing took as long.
+# with 4 MiB, two threads held up to 34 MB beside the weights, with 2 MiB 20 MB; packing took as long.
 _BLOCK_BYTES = 2 * 2**20
 
 

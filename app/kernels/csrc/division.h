@@ -13,7 +13,6 @@
 #define STREAMS 1
 #define STREAM_AHEAD 0 /* prefetch distance in bytes of each */
 #endif
-#define STREAM_STARTS 512 /* bytes of codes that are prefetched before a stream's next panel begins */
 #define STREAM_ROWS 2 /* of integers */
 
 /* `panels` panels and `tiles` tiles per task. */

@@ -206,6 +206,8 @@ INLINE void sum_group(int rows, int width, int bits, int header, int64_t group, 
     for (int64_t k = 0; k < group; k += 32) sum_32(rows, width, bits, codes + k * (bits == 4 ? 16 : 32), x + k * rows, jump, acc);
 }
 
+#define STREAM_STARTS 512 /* bytes of codes that are prefetched before a stream's next panel begins */
+
 /* `panels`, `rows`, `width` and, if it is 32, `group` are compile-time constants at every call, so that sums stay in
  * registers: few rows use a whole panel at once, more rows its halves one after the other, while the group is in L1. Of
  * several panels a group each is multiplied in turns. */
