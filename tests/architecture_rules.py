@@ -27,13 +27,7 @@ from architecture_tables import (
     LIBRARIES,
     MAX_CATCH_ALLS,
     MAX_FILE_LINES,
-    MAX_FOLDER_FILES,
     MAX_FUNCTION_LINES,
-    MAX_TOP_FILES,
-    RETIRED_CLASS_WORDS,
-    RETIRED_NAMES,
-    RETIRED_WORDS,
-    STANDARD_NAMES,
     VAGUE_NAMES,
 )
 
@@ -183,17 +177,6 @@ def packages_only_describe(tree: Tree) -> Iterator[str]:
             yield f"{module.path}: must hold a docstring that describes the folder, and nothing else"
 
 
-def folders_are_small(tree: Tree) -> Iterator[str]:
-    """The top of app/ and each folder hold few files."""
-    files: dict[str, int] = defaultdict(int)
-    for module in tree.app.values():
-        files[module.path.parent.as_posix()] += 1
-    for folder, number in files.items():
-        most = MAX_TOP_FILES if folder == "app" else MAX_FOLDER_FILES
-        if number > most:
-            yield f"{folder}: has {number} Python files, {most} are allowed"
-
-
 def libraries_stay_in_their_folders(tree: Tree) -> Iterator[str]:
     """Some libraries are imported in a few places only."""
     for module in tree.code():
@@ -240,42 +223,36 @@ def _catches_all(caught: ast.expr | None) -> bool:
 
 
 def names_are_standard(tree: Tree) -> Iterator[str]:
-    """Modules, classes, functions, arguments and variables have no vague, retired or standard library name."""
+    """Modules, classes, functions, arguments and variables have no vague or standard library name."""
     for module in tree.code():
         for part in module.name.split("."):
-            if fault := _fault(part):
-                yield f"{module.path}: the name {part} is {fault}"
+            if _is_vague(part):
+                yield f"{module.path}: the name {part} is vague"
         if module.name.rpartition(".")[2] in sys.stdlib_module_names:
             yield f"{module.path}: has the name of a module of the standard library"
-        for line, name, is_class in _names(module.syntax):
-            if fault := _fault(name, is_class):
-                yield f"{module.at(line)}: the name {name} is {fault}"
+        for line, name in _names(module.syntax):
+            if _is_vague(name):
+                yield f"{module.at(line)}: the name {name} is vague"
 
 
-def _names(syntax: ast.Module) -> Iterator[tuple[int, str, bool]]:
-    """Yield the line of each name that the module gives, the name, and True if it is a class."""
+def _names(syntax: ast.Module) -> Iterator[tuple[int, str]]:
+    """Yield the line of each name that the module gives, and the name."""
     for node in ast.walk(syntax):
         if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
-            yield node.lineno, node.name, isinstance(node, ast.ClassDef)
+            yield node.lineno, node.name
         elif isinstance(node, ast.arg):
-            yield node.lineno, node.arg, False
+            yield node.lineno, node.arg
         elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
-            yield node.lineno, node.attr, False
+            yield node.lineno, node.attr
         elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
-            yield node.lineno, node.id, False
+            yield node.lineno, node.id
         elif isinstance(node, ast.alias) and node.asname:
-            yield node.lineno, node.asname, False
+            yield node.lineno, node.asname
 
 
-def _fault(name: str, is_class: bool = False) -> str:
-    for standard in STANDARD_NAMES:
-        name = name.replace(standard, "")
+def _is_vague(name: str) -> bool:
     words = {word.lower() for word in re.findall(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+", name)}
-    if is_class and words & RETIRED_CLASS_WORDS:
-        return "retired"
-    if words & VAGUE_NAMES or {word.removesuffix("s") for word in words} & VAGUE_NAMES:
-        return "vague"
-    return "retired" if words & RETIRED_WORDS or any(retired in name for retired in RETIRED_NAMES) else ""
+    return bool((words | {word.removesuffix("s") for word in words}) & VAGUE_NAMES)
 
 
 def class_names_are_unique(tree: Tree) -> Iterator[str]:
@@ -312,7 +289,6 @@ RULES = (
     imports_point_down,
     no_import_cycles,
     packages_only_describe,
-    folders_are_small,
     libraries_stay_in_their_folders,
     devices_stay_in_their_folders,
     blind_excepts_are_listed,

@@ -56,8 +56,6 @@ VIOLATIONS: list[tuple[Rule, str, str, str]] = [
         "nothing else",
     ),
     (rules.packages_only_describe, "app/engine/__init__.py", "", "must hold a docstring"),
-    (rules.folders_are_small, "app/a.py", "", "app: has"),
-    (rules.folders_are_small, "app/engine/a.py", "", "app/engine: has"),
     (rules.libraries_stay_in_their_folders, "app/cli/main.py", "from fastapi import FastAPI\n", "imports fastapi"),
     (rules.libraries_stay_in_their_folders, "app/cli/main.py", "import starlette.routing\n", "imports starlette"),
     (rules.libraries_stay_in_their_folders, "app/errors.py", "import prometheus_client\n", "imports prometheus_client"),
@@ -101,29 +99,16 @@ VIOLATIONS: list[tuple[Rule, str, str, str]] = [
     (rules.names_are_standard, "app/engine/slot_helper.py", "", "vague"),
     (rules.names_are_standard, "app/engine/utils.py", "", "vague"),
     (rules.names_are_standard, "app/engine/worker.py", "class CommonThings: ...\n", "CommonThings is vague"),
-    (rules.names_are_standard, "app/engine/tenants.py", "", "retired"),
-    (rules.names_are_standard, "app/engine/worker.py", "class Roster: ...\n", "Roster is retired"),
-    (rules.names_are_standard, "app/engine/worker.py", "def f(tempo): ...\n", "tempo is retired"),
-    (rules.names_are_standard, "app/engine/worker.py", "def rehearse_step(): ...\n", "retired"),
-    (rules.names_are_standard, "app/engine/worker.py", "class A:\n    guesses: int\n", "guesses is retired"),
-    (rules.names_are_standard, "app/engine/worker.py", "def f(self):\n    self.made_up_weights = 1\n", "retired"),
-    (rules.names_are_standard, "app/engine/worker.py", "def f():\n    pace = 1\n", "pace is retired"),
-    (rules.names_are_standard, "app/engine/worker.py", "import json as desk\n", "desk is retired"),
-    (rules.names_are_standard, "app/engine/worker.py", "class OrderedRequest: ...\n", "OrderedRequest is retired"),
-    (rules.names_are_standard, "app/engine/worker.py", "class Flight: ...\nin_flight = 1\n", "Flight is retired"),
     (rules.names_are_standard, "app/engine/queue.py", "", "standard library"),
     (rules.class_names_are_unique, "app/engine/other.py", "class Overloaded: ...\n", "share the class name Overloaded"),
-    (rules.files_are_short, "app/engine/worker.py", "x = 1\n" * 501, "501 lines"),
-    (rules.files_are_short, "tests/test_nothing.py", "x = 1\n" * 501, "501 lines"),
-    (rules.files_are_short, "tools/nothing.py", "x = 1\n" * 501, "501 lines"),
+    (rules.files_are_short, "app/engine/worker.py", "x = 1\n" * 801, "801 lines"),
+    (rules.files_are_short, "tests/test_nothing.py", "x = 1\n" * 801, "801 lines"),
+    (rules.files_are_short, "tools/nothing.py", "x = 1\n" * 801, "801 lines"),
     (rules.functions_are_short, "app/engine/worker.py", "def f():\n" + "    x = 1\n" * 60, "f has 61 lines"),
 ]
 # Files that a violation needs around it.
 AROUND: dict[Rule, dict[str, str]] = {
     rules.no_import_cycles: {"app/engine/ring.py": "from app.engine.slots import X\n"},
-    rules.folders_are_small: {
-        f"app/{folder}{name}.py": "" for folder in ("", "engine/") for name in "bcdefghijklmnopqr"
-    },
 }
 
 

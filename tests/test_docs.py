@@ -7,10 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from architecture_tables import LAYERS, RETIRED_WORDS
+from architecture_tables import LAYERS
 
 WIDTH = 120
-MAX_TERMS = 40
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = sorted(
     [*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md"), *(ROOT / "k8s").glob("*.md"), *ROOT.glob("app/demo/*/*.md")],
@@ -96,23 +95,3 @@ def test_the_folders_are_those_of_the_package() -> None:
     folders = {name(file.parent) for file in (ROOT / "app").rglob("*.py")}
     assert folders - written == set()
     assert {each for each in written if not (ROOT / each).is_dir()} == set()
-
-
-def test_the_glossary_is_short_and_has_every_retired_word() -> None:
-    rows = re.findall(r"^\| (.+?) \| (.+?) \| (.+?) \|$", section("Glossary"), re.MULTILINE)[1:]
-    terms = [row for row in rows if not row[0].startswith("---")]
-    assert len(terms) <= MAX_TERMS
-    assert len({old for old, _, _ in terms}) == len(terms)
-    assert all(meaning for _, _, meaning in terms)
-    assert {"desk", "roster", "tenants", "tempo", "allowance", "rehearsal"} <= RETIRED_WORDS
-    old_words = {word for old, _, _ in terms for word in re.findall(r"\w+", old)}
-    assert {"desk", "roster", "tenants", "tempo", "allowance", "rehearsal"} <= old_words
-
-
-def test_the_terms_of_the_glossary_are_classes() -> None:
-    terms = {term for cell in re.findall(r"^\| .+? \| (.+?) \| .+ \|$", section("Glossary"), re.MULTILINE)
-             for term in re.findall(r"`([A-Z]\w+)`", cell)}  # fmt: skip
-    assert len(terms) > 20
-    source = "\n".join(file.read_text(encoding="utf-8") for file in (ROOT / "app").rglob("*.py"))
-    defined = set(re.findall(r"^(?:class )?([A-Z]\w+)(?:\(|:| =)", source, re.MULTILINE))
-    assert terms - defined == set()
