@@ -21,7 +21,6 @@ from app.engine.scheduler.scheduler import Scheduler
 from app.kernels.attention.attention import max_decode_queries
 from app.kernels.linear.bf16_panels import Bf16PanelLinear, FixedOrderFactory
 from app.kernels.native.arguments import OpCode
-from app.kernels.native.library import native_library
 from app.kernels.native.operations import has_kernel
 from app.messages import Generate, RequestFailed, SamplingParams, SequenceFinished, TokensReady
 from app.models.decoders.decoder import Decoder
@@ -139,24 +138,28 @@ def test_neighbours_do_not_change_a_bit(architecture: str, precision: str, kv: t
     assert evicted > 0
 
 
-@pytest.mark.parametrize("precision", ["int4", "bfloat16"])
-def test_without_it_neighbours_do(precision: str, tmp_path: Path) -> None:
-    """Which is why there is something to switch on, and shows that what is compared above is fine enough."""
-    if precision == "int4" and native_library().level == "avx2":
-        pytest.skip("at this level the two are equal in int4 (seen on Zen 3; why is not known)")
-    model, room = model_of(tmp_path, "LlamaForCausalLM", precision, deterministic=False), SLOTS * MAX_LEN
-    whole, parts = (served(model, REQUESTS[1:2], False, 1, room, budget)[0] for budget in (MAX_LEN, 5))
-    assert whole != parts
+def test_the_comparison_sees_the_last_bits(tmp_path: Path) -> None:
+    """Log-probabilities are compared whole: a relative change of 2**-22 before the output layer is found.
+
+    Whether results change without `deterministic` depends on the processor, so that is not asserted.
+    """
+    model, room = model_of(tmp_path, "LlamaForCausalLM", "float32"), SLOTS * MAX_LEN
+    before, _ = served(model, REQUESTS[:1], True, 1, room, MAX_LEN, torch.float32)
+    with torch.inference_mode():
+        cast(Decoder, model).norm.weight.mul_(1 + 2**-22)
+    after, _ = served(model, REQUESTS[:1], True, 1, room, MAX_LEN, torch.float32)
+    assert after != before
 
 
 @pytest.mark.skipif(not has_kernel(OpCode.LINEAR_BF16), reason="no products of bf16 here")
 @pytest.mark.parametrize("inputs", [31, 64, 577, 2048])
 def test_a_lone_row_of_bf16_is_summed_as_one_of_many(inputs: int) -> None:
-    """And is not, in the form that takes a shorter road for it. AMX has one road."""
+    """The form that takes a shorter path for a lone row may differ by the order of its sums."""
     weight, x = torch.randn(96, inputs).bfloat16(), torch.randn(13, inputs).bfloat16()
     for form in (FixedOrderFactory().pack(weight, None), Bf16PanelLinear.pack(weight, None)):
         whole, alone = torch.zeros(13, 96), torch.zeros(13, 96)
         form.add_to(whole, x)
         for row in range(13):
             form.add_to(alone[row : row + 1], x[row : row + 1])
-        assert torch.equal(whole, alone) == (form.fixed or native_library().level == "amx")
+        assert torch.equal(whole, alone) or not form.fixed
+        torch.testing.assert_close(whole, alone, rtol=1e-4, atol=1e-4 * inputs**0.5)
