@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -138,10 +139,10 @@ FIRST_STEPS = """\
 armature serves small language models on ordinary processors. Type one of these first:
 
   armature serve                          serve the small demo model that comes with the package
-  armature serve --model ORG/NAME         fetch and serve a model of Hugging Face's hub
-  armature serve --model DIR              serve a checkpoint directory, a GGUF file or an exported program
+  armature serve ORG/NAME                 fetch and serve a model of Hugging Face's hub
+  armature serve DIR                      serve a checkpoint directory, a GGUF file or an exported program
   armature chat                           talk to the server in a terminal; without one, to the demo model
-  armature probe --model ORG/NAME         show what would be chosen for it on this machine, and why
+  armature probe ORG/NAME                 show what would be chosen for it on this machine, and why
   armature --help                         list all commands"""
 
 
@@ -152,14 +153,68 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         UnknownArgument: There is no argument, or a flag or argument is unknown. For a bad value, argparse itself exits
             with status 2.
     """
-    if argv is not None and not argv:
+    words = sys.argv[1:] if argv is None else argv
+    if not words:
         raise UnknownArgument(FIRST_STEPS)
-    arguments, unknown = make_parser().parse_known_args(argv)
+    parser = make_parser()
+    _require_known_command(parser, words)
+    arguments, unknown = parser.parse_known_args(words)
     if unknown:
         command = " ".join(filter(None, (arguments.command, getattr(arguments, "bench", None))))
         complaint = _describe_unknown(unknown, hasattr(arguments, "results"))
         raise UnknownArgument(f"armature {command}: {complaint} armature {command} --help lists the flags.")
+    _take_model_argument(arguments)
     return arguments
+
+
+def _require_known_command(parser: argparse.ArgumentParser, words: Sequence[str]) -> None:
+    """Refuse an unknown command, or an unknown benchmark, with the nearest one that exists.
+
+    Raises:
+        UnknownArgument: The command is unknown.
+    """
+    given, known = "armature", subcommands(parser)
+    for word in words[:2]:
+        if word.startswith("-") or not known:
+            return
+        if word not in known:
+            near = difflib.get_close_matches(word, known, n=1)
+            if near:
+                hint = f"Did you mean {given} {near[0]}?"
+            elif given == "armature" and _looks_like_model(word):
+                hint = f"Did you mean armature serve {word}?"
+            else:
+                hint = f"There are: {', '.join(known)}."
+            raise UnknownArgument(f"{given}: there is no command {word!r}. {hint} {given} --help lists all.")
+        given, known = f"{given} {word}", subcommands(known[word])
+
+
+def subcommands(parser: argparse.ArgumentParser) -> Mapping[str, argparse.ArgumentParser]:
+    """Return the commands of a parser by name; empty if it has none."""
+    for action in parser._actions:
+        if isinstance(action, argparse._SubParsersAction):
+            return action.choices
+    return {}
+
+
+def _looks_like_model(word: str) -> bool:
+    return "/" in word or word.endswith((".gguf", ".pt2")) or Path(word).is_dir()
+
+
+def _take_model_argument(arguments: argparse.Namespace) -> None:
+    """Store a model that was given without its flag as the setting `model`.
+
+    Raises:
+        UnknownArgument: It was given twice.
+    """
+    model = vars(arguments).pop("model_argument", None)
+    if model is None:
+        return
+    if hasattr(arguments, "model"):
+        raise UnknownArgument(
+            f"armature {arguments.command}: the model is given twice, as {model} and as --model {arguments.model}."
+        )
+    arguments.model = model
 
 
 def given_settings(arguments: argparse.Namespace) -> dict[str, str]:
@@ -179,13 +234,14 @@ def make_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"armature {VERSION}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    _add_settings(_command(commands, "serve", "serve a checkpoint over HTTP"))
-    probe = _command(
+    serve = _model_command(commands, "serve", "serve a checkpoint over HTTP")
+    _add_settings(serve)
+    probe = _model_command(
         commands, "probe", "show this machine's hardware and the serving plan for it, each decision with its reason"
     )
     probe.add_argument("--json", action="store_true", help="print one JSON object")
     _add_settings(probe)
-    pack = _command(
+    pack = _model_command(
         commands, "pack", "quantize and pack a checkpoint's weights now, and cache them for every later start"
     )
     pack.add_argument(
@@ -195,7 +251,7 @@ def make_parser() -> argparse.ArgumentParser:
         help="typical text for this model, for calibration; default: a short text that is part of the package",
     )
     _add_settings(pack)
-    calibrate = _command(
+    calibrate = _model_command(
         commands,
         "calibrate",
         "measure this machine with a model's shapes now, and cache the result for every later start",
@@ -270,6 +326,13 @@ def _command(commands: Any, name: str, description: str, within: str = "", files
         usage=f"armature {within}{name} {files}[FLAGS]",
         allow_abbrev=False,
     )
+    return parser
+
+
+def _model_command(commands: Any, name: str, description: str) -> argparse.ArgumentParser:
+    """Add a command that takes the model as its argument too, as `armature serve ORG/NAME`."""
+    parser = _command(commands, name, description, files="[MODEL] ")
+    parser.add_argument("model_argument", metavar="MODEL", nargs="?", help="the same as --model")
     return parser
 
 

@@ -7,12 +7,14 @@ are left out: it is not trusted.
 from __future__ import annotations
 
 import re
+import shutil
 import sys
 from collections.abc import Callable, Mapping
 from contextlib import closing, suppress
 from dataclasses import dataclass
 from typing import TextIO
 
+from rich.cells import cell_len
 from rich.console import Console
 from rich.text import Text
 
@@ -37,8 +39,9 @@ class AnswerPrinter:
 
     def __init__(self, out: TextIO) -> None:
         self._out = out
-        self._console = Console(file=out, highlight=False)
+        self._wrap = WordWrap(lambda: shutil.get_terminal_size().columns)
         self._shows_reasoning = out.isatty()
+        self._has_control = out.isatty() and not Console(file=out).is_dumb_terminal
         self._reasons = False
         self._at_line_start = True
 
@@ -61,12 +64,48 @@ class AnswerPrinter:
         shown = CONTROL.sub("", text) if self._out.isatty() else text
         if not shown:
             return
-        if self._reasons:
-            self._console.print(Text(shown, style="dim"), end="", soft_wrap=True)
-        else:
-            self._out.write(shown)
-        self._out.flush()
         self._at_line_start = shown.endswith("\n")
+        if self._has_control:
+            shown = self._wrap.feed(shown)
+        self._out.write(f"\x1b[2m{shown}\x1b[0m" if self._has_control and self._reasons else shown)
+        self._out.flush()
+
+
+class WordWrap:
+    """Breaks lines between words while text arrives in parts of any size.
+
+    A word that reaches the terminal's edge is erased there and written again on the next line. A word that is longer
+    than a line is left to the terminal.
+    """
+
+    def __init__(self, width: Callable[[], int]) -> None:
+        self._width = width
+        self._column = 0  # cells written in this line
+        self._word = ""  # what was written since the last space, in this line
+
+    def feed(self, part: str) -> str:
+        """Return what to write to the terminal for the next part."""
+        return "".join(map(self._feed, part))
+
+    def _feed(self, character: str) -> str:
+        width, cells = max(self._width(), 2), cell_len(character)
+        does_fit = self._column + cells <= width
+        if character == "\n" or (character.isspace() and not does_fit):
+            self._column, self._word = 0, ""
+            return "\n"
+        before = "" if does_fit else self._start_line(width - cells)
+        self._column += cells
+        self._word = "" if character.isspace() else self._word + character
+        return before + character
+
+    def _start_line(self, room: int) -> str:
+        """Return what takes the unfinished word to the next line, unless it is longer than `room`."""
+        word, cells = self._word, cell_len(self._word)
+        if cells > room:
+            self._column, self._word = 0, ""
+            return "\n"
+        start, self._column = self._column - cells, cells
+        return f"\x1b[{start + 1}G\x1b[K\n{word}" if word else "\n"
 
 
 class LineReader:

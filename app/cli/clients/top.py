@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from datetime import datetime
 
-from rich.console import Console, Group, RenderableType
+from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
 from rich.live import Live
+from rich.measure import Measurement
+from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
@@ -16,6 +19,7 @@ from app.cli.clients.live_figures import CAUSES, LiveFigure, LiveFigures, SlowSt
 
 FILE_WIDTH = 140  # columns of a picture in a file or a pipe
 BARS = "▁▂▃▄▅▆▇█"
+_LEAST_BARS = 8  # columns below which bars say nothing
 
 
 def show_figures(figures: LiveFigures, interval: float, once: bool) -> int:
@@ -48,26 +52,46 @@ def render(figures: LiveFigures, read: Sequence[LiveFigure], problem: str = "") 
     parts: list[RenderableType] = [_head(figures), ""]
     if problem:
         parts += [Text(problem, style="bold red"), ""]
-    return Group(*parts, _figure_table(read), "", *_slow_steps(figures.slow))
+    return Group(*parts, _FigureTable(read), "", *_slow_steps(figures.slow))
 
 
 def _head(figures: LiveFigures) -> Text:
     info, plan = figures.info, figures.info.get("plan") or {}
     device, precision = ((plan.get(name) or {}).get("value", "") for name in ("device", "precision"))
     how = f", a {figures.kind} on {device} in {precision}" if device else ""
-    head = Text(no_wrap=True, overflow="ellipsis")
+    head = Text()
     head.append(str(info["model"]["name"]), style="bold")
     return head.append(f"{how} · Armature {info['version']} · {figures.server.url}")
 
 
-def _figure_table(read: Iterable[LiveFigure]) -> Table:
+@dataclass(frozen=True, slots=True)
+class _FigureTable:
+    """The figures in the width of the terminal: no value is cut, and bars are shown where they fit."""
+
+    read: Sequence[LiveFigure]
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        """Yield the table with bars, without them, or with a name and its values in two lines."""
+        plain = _grid(self.read, has_bars=False)
+        room = options.max_width - Measurement.get(console, options.update(max_width=1000), plain).maximum
+        if room >= 0:
+            yield _grid(self.read, has_bars=room >= _LEAST_BARS)
+        else:
+            for figure in self.read:
+                yield Text(figure.name, style="bold")
+                yield Padding(Text(f"{figure.value}  {figure.detail}".rstrip()), (0, 0, 0, 2))
+
+
+def _grid(read: Iterable[LiveFigure], has_bars: bool) -> Table:
     table = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
     table.add_column(style="bold", no_wrap=True)
     table.add_column(justify="right", no_wrap=True)
     table.add_column(no_wrap=True)
-    table.add_column(style="cyan", no_wrap=True, overflow="crop")
+    if has_bars:
+        table.add_column(style="cyan", no_wrap=True, overflow="crop")
     for figure in read:
-        table.add_row(figure.name, figure.value, figure.detail, draw_line(figure.points))
+        bars = [draw_line(figure.points)] if has_bars else []
+        table.add_row(figure.name, figure.value, figure.detail, *bars)
     return table
 
 
@@ -82,7 +106,9 @@ def draw_line(points: Sequence[float]) -> str:
 def _slow_steps(slow: Iterable[SlowStepRow]) -> list[RenderableType]:
     table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold")
     for heading in ("time", "took", "phase", "tokens", "cause"):
-        table.add_column(heading, justify="right" if heading in ("took", "tokens") else "left", no_wrap=True)
+        table.add_column(
+            heading, justify="right" if heading in ("took", "tokens") else "left", no_wrap=heading != "cause"
+        )
     for step in slow:
         when = datetime.fromtimestamp(step.at).strftime("%H:%M:%S")
         cause = CAUSES.get(step.cause, step.cause)

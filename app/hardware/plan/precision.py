@@ -290,12 +290,10 @@ def exact_precision(facts: Facts, kind: str, needs: Needs | None, level: str) ->
 
     A decoder that is stored in BF16 stays so on a processor without BF16 products too, if the native kernels run:
     they read half the bytes of FP32 and widen them. One that is stored in eight bits or fewer is widened to BF16, whose
-    rounding is finer than that of the file.
+    rounding is finer than that of the file. Without a checkpoint, the answer is for a decoder in BF16, as most are.
     """
     name = unquantized_precision(facts, kind)
-    narrow = (
-        needs is not None and needs.generates and bool(needs.stored_quantization or needs.stored_dtype == "bfloat16")
-    )
+    narrow = needs is None or (needs.generates and bool(needs.stored_quantization or needs.stored_dtype == "bfloat16"))
     return "bf16" if name == "fp32" and kind == "cpu" and narrow and level != TORCH_KERNELS else name
 
 
@@ -330,8 +328,9 @@ def _reference_reason(candidates: PrecisionCandidates, reference: str) -> str:
         )
         return f"{least}: half the bytes of FP32 and several times its speed."
     if reference == "bf16" and not multiplier:
-        stored = candidates.needs.stored_quantization if candidates.needs else ""
-        return f"The checkpoint is in {stored or 'BF16'}; {_WIDENED}."
+        if candidates.needs is None:
+            return f"For a checkpoint in BF16, as most are: {_WIDENED}."
+        return f"The checkpoint is in {candidates.needs.stored_quantization or 'BF16'}; {_WIDENED}."
     if reference == "bf16":
         return f"This processor has BF16 products ({multiplier}): half the bytes of FP32 and several times its speed."
     return "This processor has no BF16 products." if not multiplier else "BF16 is not supported on this device yet."

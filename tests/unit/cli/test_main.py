@@ -94,7 +94,12 @@ def test_a_load_that_cannot_be_is_refused(flag: str) -> None:
         (["serve", "--prot", "9000"], "armature serve: there is no flag --prot. Did you mean --port?"),
         (["serve", "--max-model-length=9"], "Did you mean --max-model-len?"),
         (["serve", "--xyzzy"], "there is no flag --xyzzy. armature serve --help"),
-        (["serve", "some/where"], "'some/where' is not understood. A model is given as --model some/where."),
+        (["serve", "a/b", "c/d"], "'c/d' is not understood. A model is given as --model c/d."),
+        (["serve", "a/b", "--model", "c/d"], "the model is given twice, as a/b and as --model c/d."),
+        (["srve"], "armature: there is no command 'srve'. Did you mean armature serve?"),
+        (["bench", "enigne"], "armature bench: there is no command 'enigne'. Did you mean armature bench engine?"),
+        (["Qwen/Qwen3-0.6B"], "Did you mean armature serve Qwen/Qwen3-0.6B?"),
+        (["xyzzy"], "There are: serve, probe, pack,"),
         (["bench", "start", "--url", "http://x"], "armature bench start: there is no flag --url."),
         (["serve", "--por", "1"], "there is no flag --por."),
     ],
@@ -110,9 +115,13 @@ def test_what_is_not_understood_is_named_with_what_was_meant(
     assert captured.out == ""
 
 
-@pytest.mark.parametrize(
-    "argv", [["srve"], ["bench"], ["bench", "speed"], ["bench", "itl", "--rounds", "0"], ["serve", "--port"]]
-)
+@pytest.mark.parametrize("command", ["serve", "probe", "pack", "calibrate"])
+def test_a_model_may_be_given_without_its_flag(command: str) -> None:
+    assert parse_arguments([command, "a/b", "--threads", "1"]).model == "a/b"
+    assert not hasattr(parse_arguments([command]), "model")
+
+
+@pytest.mark.parametrize("argv", [["bench"], ["bench", "itl", "--rounds", "0"], ["serve", "--port"]])
 def test_a_command_line_that_cannot_be_ends_with_status_2(argv: list[str]) -> None:
     with pytest.raises(SystemExit) as ended:
         main.main(argv)
@@ -232,3 +241,19 @@ def test_the_command_alone_says_what_to_type(capsys: pytest.CaptureFixture[str])
         if words[-1] == "--help":
             continue
         assert parse_arguments(words[1:]).command == words[1], line
+
+
+def test_ctrl_c_while_modules_are_imported_ends_without_a_traceback() -> None:
+    script = (
+        "import os, signal, sys\n"
+        "class Interrupter:\n"
+        "    def find_spec(self, name, *rest):\n"
+        "        if name == 'app.cli.main':\n"
+        "            os.kill(os.getpid(), signal.SIGINT)\n"
+        "sys.meta_path.insert(0, Interrupter())\n"
+        "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
+        "from app.__main__ import run\n"
+        "run()\n"
+    )
+    ended = subprocess.run([sys.executable, "-c", script, "--version"], capture_output=True, text=True, check=False)
+    assert (ended.returncode, ended.stderr) == (130, "")

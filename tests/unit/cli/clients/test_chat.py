@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import io
+import re
 import socket
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from rich.cells import cell_len
 
 from app.cli.clients import chat, command
-from app.cli.clients.chat import AnswerPrinter, Chat
+from app.cli.clients.chat import AnswerPrinter, Chat, WordWrap
 from app.cli.clients.connection import ServerConnection, ServerRefused
 from app.cli.clients.conversation import Conversation, StreamedAnswer
 from app.cli.main import main
@@ -214,3 +218,45 @@ def test_the_speed_of_an_answer() -> None:
 def test_a_refusal_is_raised_to_the_caller(monkeypatch: pytest.MonkeyPatch) -> None:
     with running(ScriptedServer({})) as script, pytest.raises(ServerRefused, match="Not Found"):
         Chat(ServerConnection(script.url), Conversation("fox")).answer("hi")
+
+
+class Terminal:
+    """The lines of a terminal of some width that knows new lines, a cursor's column and erase to the end of a line."""
+
+    def __init__(self, width: int) -> None:
+        self.width, self.column = width, 0
+        self.lines: list[list[str]] = [[]]
+
+    def write(self, text: str) -> None:
+        for control, character in re.findall(r"\x1b\[(\d*[GK])|(.)", text, re.DOTALL):
+            if control.endswith("G"):
+                self.column = int(control[:-1]) - 1
+            elif control:
+                del self.lines[-1][self.column :]
+            elif character == "\n":
+                self.lines.append([])
+                self.column = 0
+            else:
+                assert self.column + cell_len(character) <= self.width, "the terminal breaks the line"
+                del self.lines[-1][self.column :]
+                self.lines[-1] += [character, *[""] * (cell_len(character) - 1)]
+                self.column += cell_len(character)
+
+    def text(self) -> list[str]:
+        return ["".join(line).rstrip() for line in self.lines]
+
+
+@given(
+    st.lists(st.text(alphabet="ab 你\n", max_size=12), max_size=12),
+    st.integers(min_value=4, max_value=11),
+)
+def test_words_are_not_broken(parts: list[str], width: int) -> None:
+    terminal, wrap = Terminal(width), WordWrap(lambda: width)
+    for part in parts:
+        terminal.write(wrap.feed(part))
+    text = "".join(parts)
+    shown = terminal.text()
+    assert "".join(shown).replace(" ", "") == re.sub(r"\s", "", text)
+    for word in text.split():
+        if cell_len(word) <= width:
+            assert any(word in line for line in shown), (word, shown)

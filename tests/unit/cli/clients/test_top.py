@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import io
 import re
 import time
 from pathlib import Path
 from typing import Any, get_args
 
 import pytest
+from rich.console import Console
 
 from app.cli.clients import live_figures
 from app.cli.clients.connection import ServerConnection, ServerRefused
 from app.cli.clients.live_figures import CAUSES, LiveFigures, format_seconds, open_figures
-from app.cli.clients.top import draw_line, show_figures
+from app.cli.clients.top import draw_line, render, show_figures
 from app.cli.main import main
 from app.metrics.samples import parse_samples
 from app.metrics.stats import Cause
@@ -176,3 +178,24 @@ def test_samples() -> None:
 def test_a_server_is_required() -> None:
     with pytest.raises(ServerRefused):
         LiveFigures(ServerConnection("http://127.0.0.1:1"), INFO).read()
+
+
+@pytest.mark.parametrize("columns", [36, 44, 58, 70, 140])
+def test_no_value_is_cut_in_a_narrow_terminal(columns: int) -> None:
+    with running(serving()) as script:
+        figures = open_figures(ServerConnection(script.url, None))
+        read = figures.read()
+    console = Console(width=columns, record=True, file=io.StringIO())
+    console.print(render(figures, read))
+    shown = console.export_text()
+    assert "…" not in shown and all(len(line) <= columns for line in shown.splitlines())
+    words = " ".join(shown.split())
+    for text in (
+        script.url,
+        "gap between tokens, p50",
+        "25%",
+        "of 4,096 tokens",
+        "1.5 per million tokens",
+        "2 running",
+    ):
+        assert text in words
