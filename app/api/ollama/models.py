@@ -9,11 +9,10 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from app.api.ollama.bodies import ShowBody
+from app.api.ollama.bodies import NameBody
 from app.api.ollama.output import timestamp
 from app.api.ollama.schemas import OLLAMA_ERRORS, OllamaModels, OllamaShow, OllamaVersion
 from app.api.routing import BODY_ERRORS, ApiRuntime, DialectRouter, RequestBody, check_model, runtime_of, served_names
-from app.errors import InvalidRequest
 from app.service.served_model import ServedDecoder, ServedEncoder, ServedModel
 from app.version import VERSION
 
@@ -60,14 +59,11 @@ async def processes(request: Request) -> Response:
     response_model=OllamaShow,
     responses=router.failures(*BODY_ERRORS, 404),
 )
-async def show(request: Request, unread: RequestBody[ShowBody]) -> Response:
+async def show(request: Request, unread: RequestBody[NameBody]) -> Response:
     """Serve `POST /api/show`."""
     runtime = runtime_of(request)
     body = await unread.parse(needs_type=False)
-    name = body.model or body.name
-    if name is None:
-        raise InvalidRequest("model: Field required.", field="model")
-    check_name(runtime, name)
+    check_name(runtime, body.wanted)
     served, facts = runtime.service.model, _facts(runtime)
     template = served.chat.source if isinstance(served, ServedDecoder) and served.chat else "{{ .Prompt }}"
     description: Json = {
