@@ -20,7 +20,7 @@ from app.api.routing import (
     runtime_of,
     sampling_defaults,
 )
-from app.api.schemas import LEAVE_OUT, OTHER_SAMPLERS, Int64, Refusal, SamplingFields, TokenIds, refused
+from app.api.schemas import LEAVE_OUT, OPENAI_ONLY, OTHER_SAMPLERS, Int64, Refusal, SamplingFields, TokenIds, refused
 from app.api.streaming import CollectedChoice, CollectedCompletion, EventEncoding, GenerationStream, respond
 from app.errors import InvalidRequest
 from app.messages import FinishReason
@@ -42,6 +42,7 @@ class GenerateBody(SamplingFields):
     # vllm-router parses a body of this route as SGLang's and adds the first two.
     REFUSED: ClassVar[Mapping[str, Refusal]] = {
         **OTHER_SAMPLERS,
+        **OPENAI_ONLY,
         **refused(LEAVE_OUT, return_logprob=False, return_hidden_states=False, sampling_params=({},), parameters=({},)),
     }
 

@@ -227,14 +227,23 @@ async def test_tokens_are_counted(client: httpx.AsyncClient) -> None:
         ({"max_tokens": 0}, 400, "invalid_request_error", "max_tokens must be"),
         ({"messages": []}, 400, "invalid_request_error", "messages: at least one message is required"),
         ({"stop_sequences": [""]}, 400, "invalid_request_error", "stop_sequences"),
-        ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, 400, "invalid_request_error", "does not run"),
+        ({"tools": [{"input_schema": {}}]}, 400, "invalid_request_error", "tools[0].name: Field required"),
+        (
+            {"thread": {"type": "continue", "previous_message_id": "msg_1"}},
+            400, "invalid_request_error", "this server stores no conversations",
+        ),
         ({"tool_choice": {"type": "tool"}, "tools": [TOOL]}, 400, "invalid_request_error", "needs a name"),
         ({"mcp_servers": [{"url": "x"}]}, 400, "invalid_request_error", "mcp_servers is not supported"),
-        ({"frequency_penalty": 1}, 400, "invalid_request_error", "frequency_penalty is not a parameter"),
+        ({"frequency_penalty": 1}, 400, "invalid_request_error", "frequency_penalty is not supported"),
         (
             {"messages": [{"role": "user", "content": [{"type": "image", "source": {"type": "url", "url": "x"}}]}]},
             400, "invalid_request_error", "messages[0].content[0] is of type 'image'",
         ),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "document", "source": {"type": "url", "url": "x"}}]}]},
+            400, "invalid_request_error", "messages[0].content[0] is of type 'document'",
+        ),
+        ({"system": [{"type": "image"}]}, 400, "invalid_request_error", "system[0] is of type 'image'"),
         (
             {"messages": [{"role": "user", "content": [{"type": "tool_use", "id": "a", "name": "b", "input": {}}]}]},
             400, "invalid_request_error", "does not belong to the role user",

@@ -15,7 +15,7 @@ from app.api.anthropic.bodies import MessagesBody
 from app.api.llama_cpp.bodies import LlamaCppBody
 from app.api.native import GenerateBody
 from app.api.ollama import translate as ollama
-from app.api.ollama.bodies import OllamaChatBody, OllamaEmbedBody, OllamaGenerateBody, NameBody
+from app.api.ollama.bodies import NameBody, OllamaChatBody, OllamaEmbedBody, OllamaGenerateBody
 from app.api.openai.bodies import ChatBody, CompletionBody, MessagePart
 from app.api.openai.translate import chat_request
 from app.api.openai_responses import translate as responses

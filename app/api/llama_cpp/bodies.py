@@ -10,7 +10,17 @@ from typing_extensions import TypedDict
 
 from app.api.errors import ErrorFormat, HttpError
 from app.api.llama_cpp.prompts import LlamaCppPrompts
-from app.api.schemas import LEAVE_OUT, MAX_PARTS, OTHER_SAMPLERS, Body, Int64, Refusal, SamplingFields, refused
+from app.api.schemas import (
+    LEAVE_OUT,
+    MAX_PARTS,
+    OPENAI_ONLY,
+    OTHER_SAMPLERS,
+    Body,
+    Int64,
+    Refusal,
+    SamplingFields,
+    refused,
+)
 from app.messages import MAX_LOGIT_BIASES
 from app.metrics.instruments import Api
 
@@ -43,6 +53,7 @@ class LlamaCppBody(SamplingFields):
     API: ClassVar[Api] = "llama_cpp"
     REFUSED: ClassVar[Mapping[str, Refusal]] = {
         **OTHER_SAMPLERS,
+        **OPENAI_ONLY,
         **refused(LEAVE_OUT, t_max_predict_ms=(0, -1), lora=([],), image_data=([],), multimodal_data=([],)),
     }
     FOREIGN: ClassVar[Mapping[str, str]] = {

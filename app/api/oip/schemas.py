@@ -9,7 +9,7 @@ from pydantic import Field
 from typing_extensions import TypedDict
 
 from app.api.errors import ErrorFormat, HttpError
-from app.api.schemas import LEAVE_OUT, OTHER_SAMPLERS, Body, Int64, Refusal, SamplingFields, refused
+from app.api.schemas import LEAVE_OUT, OPENAI_ONLY, OTHER_SAMPLERS, Body, Int64, Refusal, SamplingFields, refused
 from app.metrics.instruments import Api
 
 MAX_TENSORS = 64  # inputs or outputs of one request
@@ -105,10 +105,10 @@ class GenerateParameters(SamplingFields):
 
     REFUSED: ClassVar[Mapping[str, Refusal]] = {
         **OTHER_SAMPLERS,
+        **OPENAI_ONLY,
         **refused(LEAVE_OUT, exclude_input_in_output=True, return_context_logits=False, image_input=()),
         **refused("use stop", stop_words=("", [])),
         **refused("use seed", random_seed=()),
-        **refused("use max_tokens", max_new_tokens=(), max_output_tokens=()),
     }
 
     max_tokens: Int64 | None = None
