@@ -60,10 +60,14 @@ class Lifespan(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class ModelNames:
-    """Names of the served model besides its first. `accepts_any`: clients may send any name."""
+    """Names of the served model besides its first.
+
+    `accepts_any`: bodies may have any name; `accepts_any_path`: paths too, which say what exists.
+    """
 
     aliases: tuple[str, ...] = ()
     accepts_any: bool = False
+    accepts_any_path: bool = False
 
 
 class NewNames:
@@ -163,10 +167,10 @@ def renamed_fields(names: Mapping[str, str]) -> Iterator[None]:
         raise
 
 
-def check_model(runtime: ApiRuntime, name: str | None) -> str:
+def check_model(runtime: ApiRuntime, name: str | None, *, in_path: bool = False) -> str:
     """Return the name that answers have: the served model's first one, or the adapter's if `name` is an adapter's.
 
-    None and names of the model itself are the model.
+    None and names of the model itself are the model. `in_path`: the name is not in a body.
 
     Raises:
         ModelNotFound: Nothing of this name is served.
@@ -176,7 +180,7 @@ def check_model(runtime: ApiRuntime, name: str | None) -> str:
         return served
     if runtime.service.adapters.find(name) is not None:
         return name
-    if names.accepts_any:
+    if names.accepts_any_path if in_path else names.accepts_any:
         for new in runtime.new_names.find("model", (name,)):
             log.info("requests name the model %r, which is not served here: %r answers them", new, served)
         return served

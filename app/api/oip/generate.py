@@ -78,7 +78,8 @@ async def _respond(request: Request, unread: UnreadBody[OipGenerateBody], stream
     with count_refusals(runtime.metrics, "oip"):
         check_origin(request)
         requested_model(request)
-        name, model = check_model(runtime, request.path_params["name"]), runtime.service.decoder
+        name = check_model(runtime, request.path_params["name"], in_path=True)
+        model = runtime.service.decoder
         body, parameters = await unread.translate(partial(_parse_body, stream=stream, report=unread.report_ignored))
         params = _sampling_params(parameters, sampling_defaults(runtime))
     format_ = _GenerateFormat(model, name, body.id, params, bool(parameters.get("details")))

@@ -229,7 +229,7 @@ def requested_model(request: Request) -> ServedModel:
             f"{', '.join(MODEL_ROUTES)}.",
             field="name",
         )
-    check_model(runtime, name)
+    check_model(runtime, name, in_path=True)
     if version != VERSION:
         raise ModelNotFound(f"The model {name!r} has no version {version[:40]!r}; it has {VERSION!r}.", field="version")
     return model

@@ -11,8 +11,18 @@ from starlette.responses import JSONResponse, Response
 
 from app.api.ollama.bodies import NameBody
 from app.api.ollama.output import timestamp
-from app.api.ollama.schemas import OLLAMA_ERRORS, OllamaModels, OllamaShow, OllamaVersion
-from app.api.routing import BODY_ERRORS, ApiRuntime, DialectRouter, RequestBody, check_model, runtime_of, served_names
+from app.api.ollama.schemas import OLLAMA_ERRORS, OllamaModels, OllamaShow, OllamaStatus, OllamaVersion
+from app.api.routing import (
+    BODY_ERRORS,
+    NDJSON,
+    ApiRuntime,
+    DialectRouter,
+    RequestBody,
+    check_model,
+    runtime_of,
+    served_names,
+)
+from app.api.streaming import format_line
 from app.service.served_model import ServedDecoder, ServedEncoder, ServedModel
 from app.version import VERSION
 
@@ -27,6 +37,24 @@ router = DialectRouter("Ollama", OLLAMA_ERRORS)
 def check_name(runtime: ApiRuntime, name: str) -> str:
     """Return the name that answers have (`check_model`), for a name with or without the tag `latest`."""
     return check_model(runtime, name.removesuffix(TAG))
+
+
+@router.post(
+    "/api/pull",
+    summary="Ollama: success for the served model, which is here",
+    response_model=OllamaStatus,
+    responses=router.failures(*BODY_ERRORS, 404) | router.line_stream(OllamaStatus),
+    response_description="Lines of JSON that end with the status success; with `stream` false, that one.",
+)
+async def pull(request: Request, unread: RequestBody[NameBody]) -> Response:
+    """Serve `POST /api/pull`. Nothing is fetched, and another model is not found."""
+    runtime = runtime_of(request)
+    body = await unread.parse(needs_type=False)
+    check_model(runtime, body.wanted.removesuffix(TAG), in_path=True)
+    if body.stream is False:
+        return JSONResponse({"status": "success"})
+    lines = (format_line({"status": status}) for status in ("pulling manifest", "verifying sha256 digest", "success"))
+    return Response(b"".join(lines), media_type=NDJSON)
 
 
 @router.get(
