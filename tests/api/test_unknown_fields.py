@@ -349,3 +349,25 @@ async def test_a_wrong_model_name_is_logged_once(
     for path in ("/v1/models/gpt-4o", "/v2/models/gpt-4o", "/v2/models/gpt-4o/ready"):
         assert (await client.get(path)).status_code == 404, f"{path} says what exists"
     assert (await client.post("/api/pull", json={"model": "gpt-4o"})).status_code == 404
+
+
+# ---- salts ---------------------------------------------------------------------------------------------------------
+
+SALTED = [
+    "/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages", "/api/chat", "/api/generate", "/completion",
+    "/infill", "/generate", "/v2/models/demo/generate", "/v2/models/demo/generate_stream", "/invocations",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("path", SALTED)
+async def test_the_salt_reaches_the_service(path: str, client: httpx.AsyncClient, service: Any) -> None:
+    body, _ = GENERATING[path]
+    for salt in (None, "tenant"):
+        response = await client.post(path, json=body | {"cache_salt": salt})
+        assert response.status_code == 200, response.text
+        assert service.requests[-1].cache_salt == salt
+    for wrong in ("", "x" * 1025, 5, ["a"]):
+        response = await client.post(path, json=body | {"cache_salt": wrong})
+        assert response.status_code == 400, wrong
+        assert "cache_salt" in response.text
+    assert len(service.requests) == 2

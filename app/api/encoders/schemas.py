@@ -9,7 +9,7 @@ from pydantic import Field
 from typing_extensions import TypedDict
 
 from app.api.llama_cpp.prompts import LlamaCppInputs
-from app.api.schemas import LEAVE_OUT, Body, Int64, Refusal, Texts, refused
+from app.api.schemas import LEAVE_OUT, Body, CacheSalt, Int64, Refusal, Texts, refused
 from app.metrics.instruments import Api
 
 NonEmptyText = Annotated[str, Field(min_length=1)]
@@ -19,7 +19,7 @@ NON_EMPTY = Field(fail_fast=True, min_length=1)
 class PoolingFields(Body):
     """Fields common to OpenAI's and vLLM's routes for encoders. `truncate` is an extension: long texts are truncated.
 
-    `truncate_prompt_tokens` is vLLM's name for it; -1 is the length that the model reads, the only one supported. With
+    Requests share nothing, so any `cache_salt` is followed. `truncate_prompt_tokens` is vLLM's name for it; -1 is the length that the model reads, the only one supported. With
     `use_activation` false, scores are logits and vectors are not normalized.
     """
 
@@ -30,6 +30,7 @@ class PoolingFields(Body):
     }
 
     model: str | None = None
+    cache_salt: CacheSalt | None = None
     truncate: bool | None = None
     truncate_prompt_tokens: Literal[-1] | None = None
     use_activation: bool | None = None
