@@ -19,8 +19,9 @@ NON_EMPTY = Field(fail_fast=True, min_length=1)
 class PoolingFields(Body):
     """Fields common to OpenAI's and vLLM's routes for encoders. `truncate` is an extension: long texts are truncated.
 
-    Requests share nothing, so any `cache_salt` is followed. `truncate_prompt_tokens` is vLLM's name for it; -1 is the length that the model reads, the only one supported. With
-    `use_activation` false, scores are logits and vectors are not normalized.
+    Requests share nothing, so any `cache_salt` is followed. `truncate_prompt_tokens` is vLLM's name for `truncate`; -1 is
+    the length that the model reads, the only one supported. With `use_activation` false, scores are logits and vectors
+    are not normalized.
     """
 
     API: ClassVar[Api] = "embeddings"
