@@ -119,7 +119,7 @@ class ApiRuntime:
         """Count the ignored fields of a body, and log each name the first time. Any thread may call it."""
         self.metrics.fields_ignored(api, len(names))
         for name in self.new_names.find(api, names):
-            log.info("requests of the API %s have %r, which this server does not know: it is ignored", api, name)
+            log.info("requests of the API %s have %r, which has no effect here: it is ignored", api, name)
 
 
 def runtime_of(request: Request) -> ApiRuntime:

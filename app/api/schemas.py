@@ -153,27 +153,29 @@ OTHER_SAMPLERS: Mapping[str, Refusal] = refused(
     smoothing_factor=0.0,
 )
 
+
+def grammars_refused(advice: str) -> dict[str, Refusal]:
+    """Return refusals of the fields with which OpenAI's routes, vLLM and SGLang make an answer follow a grammar."""
+    names = "structured_outputs guided_json guided_regex guided_choice guided_grammar json_schema regex ebnf".split()
+    return refused(advice, response_format=({"type": "text"},), grammar="", **dict.fromkeys(names, ()))
+
+
+_OPENAIS_ROUTES = "use /v1/completions or /v1/chat/completions"
 # Fields of OpenAI's routes, vLLM and SGLang that change the answer and that the plainer routes do not have.
-OPENAI_ONLY: Mapping[str, Refusal] = refused(
-    "use /v1/completions or /v1/chat/completions",
-    response_format=({"type": "text"},),
-    structured_outputs=(),
-    guided_json=(),
-    guided_regex=(),
-    guided_choice=(),
-    guided_grammar=(),
-    grammar="",
-    json_schema=(),
-    regex=(),
-    ebnf=(),
-    tools=([],),
-    suffix="",
-    echo=False,
-    best_of=1,
-    use_beam_search=False,
-    prompt_logprobs=(),
-    truncate_prompt_tokens=(),
-) | refused("use max_tokens", max_new_tokens=(), max_output_tokens=())
+OPENAI_ONLY: Mapping[str, Refusal] = (
+    grammars_refused(_OPENAIS_ROUTES)
+    | refused(
+        _OPENAIS_ROUTES,
+        tools=([],),
+        suffix="",
+        echo=False,
+        best_of=1,
+        use_beam_search=False,
+        prompt_logprobs=(),
+        truncate_prompt_tokens=(),
+    )
+    | refused("use max_tokens", max_new_tokens=(), max_output_tokens=())
+)
 
 
 class SamplingFields(Body):

@@ -234,7 +234,7 @@ class Metrics:
         self._requests.labels(api, "refused").inc()
 
     def fields_ignored(self, api: Api, number: int) -> None:
-        """Count fields of a request that this server does not know."""
+        """Count fields of a request that were ignored."""
         self._ignored_fields.labels(api).inc(number)
 
     def first_token(self, timings: Timings, seconds: float, exemplar: Exemplar | None = None) -> None:
@@ -302,7 +302,7 @@ class Metrics:
         for api, outcome in product(get_args(Api), OUTCOMES):
             self._requests.labels(api, outcome)
         self._ignored_fields = self.counter(
-            "ignored_fields", "Fields of requests that this server does not know and ignored.", "api"
+            "ignored_fields", "Fields of requests that have no effect here and were ignored.", "api"
         )
         for api in get_args(Api):
             self._ignored_fields.labels(api)

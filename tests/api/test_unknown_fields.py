@@ -6,6 +6,7 @@ import json
 import logging
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, get_args, get_type_hints
 
 import httpx
@@ -205,6 +206,19 @@ def test_each_field_of_the_tables_is_refused_by_name_with_advice() -> None:
 def test_what_would_change_the_answer_is_in_a_table(path: str, fields: list[str]) -> None:
     model = body_models()[path]
     assert set(fields) <= {*model.REFUSED, *model.FOREIGN}
+
+
+def all_bodies(model: type[Body] = Body) -> Iterator[type[Body]]:
+    for each in model.__subclasses__():
+        yield each
+        yield from all_bodies(each)
+
+
+def test_the_page_lists_what_is_refused() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "compatibility.md").read_text(encoding="utf-8")
+    listed = page.split("## Fields")[1].split("\n## ")[0]
+    names = {name for model in all_bodies() for name in model.REFUSED if name not in model.model_fields}
+    assert not {name for name in names if f"`{name}`" not in listed}
 
 
 # ---- nested objects ------------------------------------------------------------------------------------------------

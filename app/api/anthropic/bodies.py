@@ -8,7 +8,18 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import Discriminator, Field, Tag
 
 from app.api.openai.bodies import MAX_NAME, MAX_TOOLS
-from app.api.schemas import LEAVE_OUT, MAX_MESSAGES, MAX_PARTS, OTHER_SAMPLERS, Body, CacheSalt, Int64, Refusal, refused
+from app.api.schemas import (
+    LEAVE_OUT,
+    MAX_MESSAGES,
+    MAX_PARTS,
+    OTHER_SAMPLERS,
+    Body,
+    CacheSalt,
+    Int64,
+    Refusal,
+    grammars_refused,
+    refused,
+)
 from app.errors import InvalidRequest, ThreadNotFound, UnsupportedParameter
 from app.metrics.instruments import Api
 
@@ -268,7 +279,7 @@ class ConversationBody(Body):
         ),
         **refused("use max_tokens", max_completion_tokens=()),
         **refused("use stop_sequences", stop=([], "")),
-        **refused("use output_config.format", response_format=({"type": "text"},)),
+        **grammars_refused("use output_config.format"),
         **refused("use system", instructions=""),
         **refused("use tools", functions=([],)),
     }

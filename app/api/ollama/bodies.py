@@ -8,7 +8,17 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import Field
 
 from app.api.openai.bodies import MAX_NAME, MAX_TOOLS
-from app.api.schemas import LEAVE_OUT, MAX_MESSAGES, OTHER_SAMPLERS, Body, CacheSalt, Int64, Refusal, refused
+from app.api.schemas import (
+    LEAVE_OUT,
+    MAX_MESSAGES,
+    OTHER_SAMPLERS,
+    Body,
+    CacheSalt,
+    Int64,
+    Refusal,
+    grammars_refused,
+    refused,
+)
 from app.errors import InvalidRequest, UnsupportedParameter
 from app.metrics.instruments import Api
 
@@ -114,9 +124,10 @@ class _ModelBody(Body):
 class OllamaGenerationBody(_ModelBody):
     """Fields common to chat and generate. Both stream unless `stream` is false."""
 
-    REFUSED: ClassVar[Mapping[str, Refusal]] = refused(
-        "use options", temperature=(), top_p=(), top_k=(), seed=(), stop=(), num_predict=(), max_tokens=()
-    ) | refused("use format", response_format=({"type": "text"},))
+    REFUSED: ClassVar[Mapping[str, Refusal]] = {
+        **refused("use options", temperature=(), top_p=(), top_k=(), seed=(), stop=(), num_predict=(), max_tokens=()),
+        **grammars_refused("use format"),
+    }
 
     stream: bool | None = None
     format: Literal["", "json"] | dict[str, Any] | None = None

@@ -155,7 +155,7 @@ class FunctionName(Body):
     name: str
 
 
-class AllowedTool(Body):
+class AllowedFunction(Body):
     """A tool that may be called."""
 
     type: str | None = None
@@ -166,7 +166,7 @@ class AllowedTools(Body):
     """The tools that may be called, or of which one must be called."""
 
     mode: Literal["auto", "required"] | None = None
-    tools: Annotated[tuple[AllowedTool, ...], Field(fail_fast=True, max_length=MAX_TOOLS)] = ()
+    tools: Annotated[tuple[AllowedFunction, ...], Field(fail_fast=True, max_length=MAX_TOOLS)] = ()
 
 
 class NamedToolChoice(Body):

@@ -17,6 +17,7 @@ from app.api.schemas import (
     Int64,
     Refusal,
     SamplingFields,
+    grammars_refused,
     refused,
 )
 from app.errors import InvalidRequest, UnsupportedParameter
@@ -226,7 +227,7 @@ class ResponsesBody(SamplingFields):
             logprobs=False,
         ),
         **refused("use max_output_tokens", max_tokens=(), max_completion_tokens=(), n_predict=()),
-        **refused("use text.format", response_format=({"type": "text"},), json_schema=(), grammar=("",)),
+        **grammars_refused("use text.format"),
         **refused("use tools", functions=([],)),
         **refused("use instructions", system=""),
     }
