@@ -8,6 +8,7 @@ ArmatureError
 │   │   ├── ContextLengthExceeded
 │   │   ├── TemplateStopped
 │   │   ├── UnsupportedParameter
+│   │   │   └── ThreadNotFound
 │   │   └── WrongModelKind
 │   ├── ModelNotFound
 │   ├── BodyTooLarge
@@ -76,6 +77,12 @@ class UnsupportedParameter(InvalidRequest):
     """The request uses a parameter that this server or route does not support."""
 
     code = "unsupported_parameter"
+
+
+class ThreadNotFound(UnsupportedParameter):
+    """The request continues a conversation that this server does not hold."""
+
+    code = "thread_not_found"
 
 
 class WrongModelKind(InvalidRequest):

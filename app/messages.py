@@ -227,7 +227,7 @@ class Generate:
     """One tokenized generation request. `arrived_at` is `time.monotonic()` when the HTTP request was admitted.
 
     `bad_word_ids` are the token sequences of `params.bad_words`. The completion follows `grammar`, if it is given.
-    `adapter` None means the model alone.
+    `adapter` None means the model alone. Only requests with the same `cache_salt` share keys and values.
     """
 
     request_id: str
@@ -237,6 +237,7 @@ class Generate:
     bad_word_ids: tuple[tuple[int, ...], ...] = ()
     grammar: Grammar | None = None
     adapter: LoadedAdapter | None = None
+    cache_salt: str | None = None
 
 
 @dataclass(frozen=True, slots=True)

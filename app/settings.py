@@ -215,8 +215,10 @@ class Settings(BaseSettings):
         description="Names clients use for the model; answers have the first. In the variable they are separated by commas."
         " The directory's name, or ORG/NAME of a model of the hub, if not given.",
     )
-    any_model_name: Literal["off", "on"] = Field(
-        "off", description="Accept every model name, for clients that send a fixed one such as gpt-4o."
+    any_model_name: Auto | Literal["off", "on"] = Field(
+        "auto",
+        description="Accept every model name in a request's body, for clients that send a fixed one such as gpt-4o; on: also in paths;"
+        " auto: yes, unless adapters may be served or there are several API keys.",
     )
     lora: Annotated[TextList, _checked_by(parse_adapters)] = Field(
         (),

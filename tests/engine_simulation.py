@@ -108,8 +108,9 @@ class Simulation:
         self.scheduler.speculation = oracular(chance)
         return self
 
-    def add(self, request_id: str, token_ids: Iterable[int], **params: object) -> None:
-        request = Generate(request_id, tuple(token_ids), SamplingParams(**params), arrived_at=0.0)  # type: ignore[arg-type]
+    def add(self, request_id: str, token_ids: Iterable[int], cache_salt: str | None = None, **params: object) -> None:
+        chosen = SamplingParams(**params)  # type: ignore[arg-type]
+        request = Generate(request_id, tuple(token_ids), chosen, arrived_at=0.0, cache_salt=cache_salt)
         self.hear(self.engine.add(request))
 
     def step(self) -> Batch | None:
@@ -197,6 +198,7 @@ def check_pool(pool: KvSlots, scheduler: Scheduler) -> None:
         if slot.running:
             owner = owners[slot.index]
             assert slot.token_ids is owner.token_ids
+            assert slot.scope == owner.prefix_scope
             assert slot.reserved <= len(slot.token_ids), "room is kept for guesses that were wrong"
             assert (owner.num_computed, owner.prefix_slot, owner.prefix_tokens) == (
                 slot.num_tokens,
@@ -209,6 +211,7 @@ def check_pool(pool: KvSlots, scheduler: Scheduler) -> None:
             assert pool.slots[leaner].prefix_tokens <= slot.num_tokens, "others lean on what is not there"
         if slot.prefix_slot is not None:
             assert slot.index in pool.slots[slot.prefix_slot].sharers
+            assert slot.scope == pool.slots[slot.prefix_slot].scope, "somebody leans on what belongs to another"
     assert sizes == pool.used_tokens <= pool.capacity_tokens
     assert pool.in_use_tokens() <= pool.used_tokens
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterable
 
-from app.engine.scheduler.batch import Batch, KvCopy, Sequence
+from app.engine.scheduler.batch import Batch, KvCopy, PrefixScope, Sequence
 from app.engine.scheduler.kv_allocator import KvSlot
 from tracking_runner import RememberingRunner
 
@@ -17,7 +17,7 @@ class KeptPrefixes:
 
     def __init__(self, runner: RememberingRunner, chance: float) -> None:
         self._runner, self._chance, self._rng = runner, chance, random.Random(0)
-        self._marks: dict[tuple[int, ...], list[int]] = {}
+        self._marks: dict[tuple[PrefixScope, tuple[int, ...]], list[int]] = {}
         self.num_read = 0
 
     def move(self, copies: Iterable[KvCopy], released: Iterable[tuple[int, int, int]]) -> None:
@@ -27,7 +27,7 @@ class KeptPrefixes:
         computed, memory = sequence.num_computed, self._runner.memory
         while True:
             end = (computed // BLOCK + 1) * BLOCK
-            marks = self._marks.get(tuple(sequence.token_ids[:end]))
+            marks = self._marks.get((sequence.prefix_scope, tuple(sequence.token_ids[:end])))
             stop = min(end, sequence.max_cached_tokens)
             if marks is None or stop <= computed or end > len(sequence.token_ids):
                 return computed, False
@@ -47,4 +47,4 @@ class KeptPrefixes:
                     for position in range(end - BLOCK, end)
                 ]
                 marks = [self._runner.memory[home, end - BLOCK + place] for place, home in enumerate(homes)]
-                self._marks[tuple(slot.token_ids[:end])] = marks
+                self._marks[slot.scope, tuple(slot.token_ids[:end])] = marks

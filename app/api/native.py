@@ -20,7 +20,7 @@ from app.api.routing import (
     runtime_of,
     sampling_defaults,
 )
-from app.api.schemas import Int64, SamplingFields, TokenIds
+from app.api.schemas import LEAVE_OUT, OPENAI_ONLY, OTHER_SAMPLERS, Int64, Refusal, SamplingFields, TokenIds, refused
 from app.api.streaming import CollectedChoice, CollectedCompletion, EventEncoding, GenerationStream, respond
 from app.errors import InvalidRequest
 from app.messages import FinishReason
@@ -39,8 +39,12 @@ class GenerateBody(SamplingFields):
         "inputs": "send prompt or token_ids here.",
         "text": "send prompt or token_ids here.",
     }
-    # vllm-router parses a body of this route as SGLang's and adds these.
-    NEUTRAL: ClassVar[Mapping[str, tuple[Any, ...]]] = {"return_logprob": (False,), "return_hidden_states": (False,)}
+    # vllm-router parses a body of this route as SGLang's and adds the first two.
+    REFUSED: ClassVar[Mapping[str, Refusal]] = {
+        **OTHER_SAMPLERS,
+        **OPENAI_ONLY,
+        **refused(LEAVE_OUT, return_logprob=False, return_hidden_states=False, sampling_params=({},), parameters=({},)),
+    }
 
     model: str | None = None
     prompt: str | None = None
@@ -142,6 +146,7 @@ def _generation_request(
         token_ids=body.token_ids,
         add_special_tokens=body.add_special_tokens is not False,
         model=name,
+        cache_salt=body.cache_salt,
     )
 
 

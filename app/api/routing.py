@@ -8,11 +8,13 @@ own error sentences. `RouteTable` finds operations without FastAPI's router. `Ru
 from __future__ import annotations
 
 import asyncio
+import logging
 import re
+import threading
 import uuid
-from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Coroutine, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Annotated, Any, Generic, Protocol, TypeVar, get_args, get_origin, get_type_hints
 
 from fastapi import APIRouter
@@ -37,7 +39,11 @@ from app.service.served_model import ServedDecoder
 from app.service.service import Service
 from app.tracing.request_trace import Tracer
 
+log = logging.getLogger(__name__)
+
 T = TypeVar("T")
+_MAX_LOGGED = 256  # names of one kind that get a line in the log
+_MAX_LOGGED_CHARACTERS = 100
 _MAX_NAMES = 4  # served names in one message
 _SPACE_BYTES = 64  # looked at first: stripping a whole body takes milliseconds
 
@@ -54,10 +60,37 @@ class Lifespan(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class ModelNames:
-    """Names of the served model besides its first. `accepts_any`: clients may send any name."""
+    """Names of the served model besides its first.
+
+    `accepts_any`: bodies may have any name; `accepts_any_path`: paths too, which say what exists.
+    """
 
     aliases: tuple[str, ...] = ()
     accepts_any: bool = False
+    accepts_any_path: bool = False
+
+
+class NewNames:
+    """Names from requests that were seen before: of each kind the first ones only, since clients may invent names.
+
+    Any thread may use it.
+    """
+
+    def __init__(self) -> None:
+        self._seen: dict[str, set[str]] = {}
+        self._lock = threading.Lock()
+
+    def find(self, kind: str, names: Collection[str]) -> list[str]:
+        """Return those of the names that are new, cut to a bounded length; none once there are too many of the kind."""
+        with self._lock:
+            seen = self._seen.setdefault(kind, set())
+            new = []
+            for name in names:
+                short = name[:_MAX_LOGGED_CHARACTERS]
+                if len(seen) < _MAX_LOGGED and short not in seen:
+                    seen.add(short)
+                    new.append(short)
+            return new
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +113,13 @@ class ApiRuntime:
     page: bool = True
     tracer: Tracer | None = None
     capacity: Callable[[], Mapping[str, Mapping[int, float]]] = dict
+    new_names: NewNames = field(default_factory=NewNames)
+
+    def report_ignored(self, api: Api, names: Collection[str]) -> None:
+        """Count the ignored fields of a body, and log each name the first time. Any thread may call it."""
+        self.metrics.fields_ignored(api, len(names))
+        for name in self.new_names.find(api, names):
+            log.info("requests of the API %s have %r, which has no effect here: it is ignored", api, name)
 
 
 def runtime_of(request: Request) -> ApiRuntime:
@@ -127,10 +167,10 @@ def renamed_fields(names: Mapping[str, str]) -> Iterator[None]:
         raise
 
 
-def check_model(runtime: ApiRuntime, name: str | None) -> str:
+def check_model(runtime: ApiRuntime, name: str | None, *, in_path: bool = False) -> str:
     """Return the name that answers have: the served model's first one, or the adapter's if `name` is an adapter's.
 
-    None and names of the model itself are the model.
+    None and names of the model itself are the model. `in_path`: the name is not in a body.
 
     Raises:
         ModelNotFound: Nothing of this name is served.
@@ -140,7 +180,9 @@ def check_model(runtime: ApiRuntime, name: str | None) -> str:
         return served
     if runtime.service.adapters.find(name) is not None:
         return name
-    if names.accepts_any:
+    if names.accepts_any_path if in_path else names.accepts_any:
+        for new in runtime.new_names.find("model", (name,)):
+            log.info("requests name the model %r, which is not served here: %r answers them", new, served)
         return served
     known = ", ".join(map(repr, served_names(runtime)[:_MAX_NAMES]))
     raise ModelNotFound(f"The model {name[:100]!r} is not served here; {known} is.", field="model")
@@ -232,7 +274,11 @@ class UnreadBody(Generic[BodyT]):
     def _parse(self, body: bytes) -> BodyT:
         if not body[:_SPACE_BYTES].strip() and not body.strip():
             raise InvalidRequest("The body is empty: send a JSON object.")
-        return parse_body(self._model, body)
+        return parse_body(self._model, body, self.report_ignored)
+
+    def report_ignored(self, api: Api, names: Collection[str]) -> None:
+        """Count and log the ignored fields of this body."""
+        runtime_of(self._request).report_ignored(api, names)
 
     @classmethod
     def __get_pydantic_core_schema__(cls, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:

@@ -1,9 +1,11 @@
-"""Base classes of all request bodies: strict types, refusal of unknown fields, and the sampling fields."""
+"""Base classes of all request bodies: strict types, fields that are refused or ignored, and the sampling fields."""
 
 from __future__ import annotations
 
+import re
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Annotated, Any, ClassVar, TypeVar
 
@@ -15,84 +17,172 @@ from app.api.errors import invalid_body
 from app.api.json_size import LOOP_BYTES, check_num_values
 from app.errors import InvalidRequest, UnsupportedParameter
 from app.messages import MAX_BAD_WORDS, MAX_LOGIT_BIASES, SamplingParams
+from app.metrics.instruments import Api
 
 MAX_PROMPTS = 64  # prompts in one body; each becomes a separate request to the engine
 MAX_MESSAGES = 4_096
 MAX_PARTS = 128  # parts of one message
 MAX_STOP_TOKEN_IDS = 256
 MAX_ALLOWED_TOKEN_IDS = 2**18
+MAX_CACHE_SALT = 1_024  # characters; every slot of the KV cache may keep one
 
 _MAX_ID_DIGITS = 10
 _MAX_NAMED_KEYS = 10  # wrong keys that an error names
+_MAX_IGNORED_NAMES = 1_000  # of one body that are counted
+_PLACE = re.compile(r"\[[0-9]+\]")
 
 # Python's integers have no bound; no valid value needs more than 64 bits.
 Int64 = Annotated[int, Field(ge=-(2**63), le=2**63 - 1)]
+CacheSalt = Annotated[str, Field(min_length=1, max_length=MAX_CACHE_SALT)]
 TokenIds = Annotated[
     Any,
     AfterValidator(lambda value: validate_token_ids(value)),
     WithJsonSchema({"type": "array", "items": {"type": "integer"}, "minItems": 1}),
 ]
 BodyT = TypeVar("BodyT", bound="Body")
+# Called with the API and the names of the ignored fields of a body that has any.
+ReportIgnored = Callable[[Api, Collection[str]], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Refusal:
+    """Why a field is refused, as advice to the client, and the values that are accepted because they request nothing."""
+
+    advice: str
+    neutral: tuple[Any, ...] = ()
+
+
+def refused(advice: str, **neutral: Any) -> dict[str, Refusal]:
+    """Return refusals with one advice. The names are given with the one value that requests nothing, or a tuple of these."""
+    return {
+        name: Refusal(advice, values if isinstance(values, tuple) else (values,)) for name, values in neutral.items()
+    }
 
 
 class Body(BaseModel):
-    """A JSON object from a client. Unknown fields are refused by name, unless one of two tables lists them.
+    """A JSON object from a client. Unknown fields are ignored, unless one of two tables refuses them by name.
 
-    Fields in IGNORED have no effect that a client could notice. Fields in NEUTRAL are accepted only with a value
-    that requests nothing. Null requests nothing in any field. FOREIGN has fields of other dialects, each with a
-    sentence that says what would be right: a body that has one is refused with it.
+    Fields in REFUSED would change the answer. Each has the values that request nothing, which are accepted. FOREIGN has
+    fields of other dialects that hold the prompt there, each with a sentence that says what would be right. Null
+    requests nothing in any field. Ignored fields are counted for API.
     """
 
     model_config = ConfigDict(strict=True, extra="allow", frozen=True)
-    IGNORED: ClassVar[frozenset[str]] = frozenset()
-    NEUTRAL: ClassVar[Mapping[str, tuple[Any, ...]]] = {}
+    API: ClassVar[Api] = "native"
+    REFUSED: ClassVar[Mapping[str, Refusal]] = {}
     FOREIGN: ClassVar[Mapping[str, str]] = {}
 
     @classmethod
     def __get_pydantic_json_schema__(cls, core_schema: CoreSchema, handler: GetJsonSchemaHandler) -> JsonSchemaValue:
-        """Return the schema for the OpenAPI document: with the fields of both tables, and without any other."""
+        """Return the schema for the OpenAPI document: with the values that refused fields may have."""
         schema = handler.resolve_ref_schema(handler(core_schema))
-        ignored: dict[str, Any] = {name: {} for name in sorted(cls.IGNORED)}
-        neutral = {
-            name: {"enum": [*(one for one in values if one is not None), None]} for name, values in cls.NEUTRAL.items()
+        named = {
+            name: {"enum": [*(one for one in refusal.neutral if one is not None), None]}
+            for name, refusal in cls.REFUSED.items()
         }
-        schema["properties"] = ignored | neutral | schema.get("properties", {})
-        schema["additionalProperties"] = False
+        schema["properties"] = named | {name: {"enum": [None]} for name in cls.FOREIGN} | schema.get("properties", {})
+        schema["additionalProperties"] = True
         return schema
 
-    def refuse_unknown(self, path: str = "") -> None:
-        """Raise `UnsupportedParameter` for unknown fields and drop the ignored ones.
+    def check_fields(self, path: str, ignored: dict[str, None]) -> None:
+        """Raise `UnsupportedParameter` for refused fields, and drop unknown ones, whose names go to `ignored`.
 
         Dropping frees memory: a list of a million empty lists would otherwise be kept as long as its request.
+
+        Args:
+            path: Where this object is in the body, such as `messages[0].`.
+            ignored: Gets the paths of unknown fields, without the numbers of places in lists: `messages[].id`.
         """
         extra = self.model_extra or {}
         for name, value in extra.items():
-            if value is None or name in self.IGNORED or value in self.NEUTRAL.get(name, ()):
+            if value is None:
                 continue
-            field = path + name
-            if name not in self.NEUTRAL:
-                advice = self.FOREIGN.get(name)
-                sentence = f"{field} is not a parameter of this route" + (f": {advice}" if advice else ".")
-                raise UnsupportedParameter(sentence, field=field)
-            neutral = " or ".join(repr(accepted) for accepted in self.NEUTRAL[name] if accepted is not None)
-            advice = f"leave it out, or send {neutral}" if neutral else "leave it out"
-            raise UnsupportedParameter(f"{field} is not supported: {advice}.", field=field)
+            if name in self.REFUSED or name in self.FOREIGN:
+                self._check_refused(name, value, path)
+            elif len(ignored) < _MAX_IGNORED_NAMES:
+                ignored[_PLACE.sub("[]", path) + name] = None
         extra.clear()
         for name in type(self).model_fields:
-            _refuse_unknown_below(getattr(self, name), path + name)
+            _check_fields_below(getattr(self, name), path + name, ignored)
+
+    def leave_out(self, path: str, kind: str | None, ignored: dict[str, None]) -> None:
+        """Drop the fields of an object of a type that is left out, and count it: `tools[].type=web_search`."""
+        if len(ignored) < _MAX_IGNORED_NAMES:
+            ignored[f"{_PLACE.sub('[]', path)}type={kind}"] = None
+        (self.model_extra or {}).clear()
+
+    def _check_refused(self, name: str, value: Any, path: str) -> None:
+        field = path + name
+        if name in self.FOREIGN:
+            raise UnsupportedParameter(f"{field} is not a parameter of this route: {self.FOREIGN[name]}", field=field)
+        refusal = self.REFUSED[name]
+        if value in refusal.neutral:
+            return
+        neutral = " or ".join(repr(accepted) for accepted in refusal.neutral if accepted is not None)
+        way = f"{refusal.advice}, or send {neutral}" if neutral else refusal.advice
+        raise UnsupportedParameter(f"{field} is not supported: {way}.", field=field)
 
 
-def _refuse_unknown_below(value: Any, path: str) -> None:
+def _check_fields_below(value: Any, path: str, ignored: dict[str, None]) -> None:
     if isinstance(value, Body):
-        value.refuse_unknown(f"{path}.")
+        value.check_fields(f"{path}.", ignored)
     elif isinstance(value, tuple):
         for index, item in enumerate(value):
             if isinstance(item, Body):
-                item.refuse_unknown(f"{path}[{index}].")
+                item.check_fields(f"{path}[{index}].", ignored)
+
+
+LEAVE_OUT = "leave it out"
+# Samplers of llama.cpp and of servers around it that this server does not have, with the values that turn them off.
+OTHER_SAMPLERS: Mapping[str, Refusal] = refused(
+    LEAVE_OUT,
+    typical_p=1.0,
+    typical=1.0,
+    tfs_z=1.0,
+    tfs=1.0,
+    mirostat=0,
+    mirostat_mode=0,
+    dynatemp_range=0.0,
+    xtc_probability=0.0,
+    dry_multiplier=0.0,
+    top_n_sigma=(-1.0, 0),
+    top_a=0.0,
+    epsilon_cutoff=0.0,
+    eta_cutoff=0.0,
+    penalty_alpha=0.0,
+    smoothing_factor=0.0,
+)
+
+
+def grammars_refused(advice: str) -> dict[str, Refusal]:
+    """Return refusals of the fields with which OpenAI's routes, vLLM and SGLang make an answer follow a grammar."""
+    names = "structured_outputs guided_json guided_regex guided_choice guided_grammar json_schema regex ebnf".split()
+    return refused(advice, response_format=({"type": "text"},), grammar="", **dict.fromkeys(names, ()))
+
+
+_OPENAIS_ROUTES = "use /v1/completions or /v1/chat/completions"
+# Fields of OpenAI's routes, vLLM and SGLang that change the answer and that the plainer routes do not have.
+OPENAI_ONLY: Mapping[str, Refusal] = (
+    grammars_refused(_OPENAIS_ROUTES)
+    | refused(
+        _OPENAIS_ROUTES,
+        tools=([],),
+        suffix="",
+        echo=False,
+        best_of=1,
+        use_beam_search=False,
+        prompt_logprobs=(),
+        truncate_prompt_tokens=(),
+    )
+    | refused("use max_tokens", max_new_tokens=(), max_output_tokens=())
+)
 
 
 class SamplingFields(Body):
-    """Sampling parameters of all generating dialects. Absent and null mean the neutral value."""
+    """Sampling parameters of all generating dialects. Absent and null mean the neutral value.
+
+    Only prompts with the same `cache_salt` share keys and values of a prefix.
+    """
 
     temperature: float | None = None
     top_p: float | None = None
@@ -115,6 +205,7 @@ class SamplingFields(Body):
     include_stop_str_in_output: bool | None = None
     skip_special_tokens: bool | None = None
     priority: Int64 | None = None
+    cache_salt: CacheSalt | None = None
 
     def params(self, defaults: Mapping[str, Any] = MappingProxyType({}), **more: Any) -> SamplingParams:
         """Return the sampling parameters; a None in `more` also means that the client gave no value.
@@ -127,6 +218,7 @@ class SamplingFields(Body):
             InvalidRequest: a value is out of range.
         """
         given = {name: getattr(self, name) for name in SamplingFields.model_fields} | more
+        del given["cache_salt"]  # of the request, and no parameter of sampling
         given["stop"] = (self.stop,) if isinstance(self.stop, str) else self.stop
         given["top_k"] = 0 if self.top_k == -1 else self.top_k  # vLLM's value for all tokens
         given["include_stop"] = given.pop("include_stop_str_in_output")
@@ -144,7 +236,7 @@ def _token_biases(biases: Mapping[str, float]) -> Iterator[tuple[int, float]]:
         yield int(name), bias
 
 
-def parse_body(model: type[BodyT], body: bytes) -> BodyT:
+def parse_body(model: type[BodyT], body: bytes, report: ReportIgnored | None = None) -> BodyT:
     """Parse a body as `model`. Raises an `InvalidRequest` about the first error, or if it has too many values."""
     if len(body) > LOOP_BYTES:
         check_num_values(body)
@@ -152,7 +244,10 @@ def parse_body(model: type[BodyT], body: bytes) -> BodyT:
         parsed = model.model_validate_json(body)
     except ValidationError as error:
         raise _foreign_body(model, body) or invalid_body(error) from error
-    parsed.refuse_unknown()
+    ignored: dict[str, None] = {}
+    parsed.check_fields("", ignored)
+    if ignored and report is not None:
+        report(model.API, ignored)
     return parsed
 
 

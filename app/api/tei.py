@@ -32,8 +32,9 @@ from app.api.routing import (
     request_id,
     runtime_of,
 )
-from app.api.schemas import Body, Int64, validate_token_ids
+from app.api.schemas import LEAVE_OUT, Body, Int64, Refusal, refused, validate_token_ids
 from app.errors import WrongModelKind
+from app.metrics.instruments import Api
 from app.service.inputs import MAX_TEXTS
 from app.service.requests import Encoded, EncodingRequest
 from app.service.served_model import ServedEncoder, ServedModel, paired_similarities, to_numpy
@@ -78,7 +79,7 @@ PredictInput = Annotated[
 class PredictParameters(Body):
     """Parameters with which the Hugging Face hub's client classifies texts."""
 
-    NEUTRAL: ClassVar[Mapping[str, tuple[Any, ...]]] = {"function_to_apply": (None,)}
+    REFUSED: ClassVar[Mapping[str, Refusal]] = refused(LEAVE_OUT, function_to_apply=())
 
     top_k: Annotated[Int64, Field(ge=1)] | None = None
 
@@ -86,6 +87,7 @@ class PredictParameters(Body):
 class PredictBody(TruncationFields):
     """Body of `POST /predict`."""
 
+    API: ClassVar[Api] = "classify"
     FOREIGN: ClassVar[Mapping[str, str]] = {
         "input": "send inputs here, or send input to /v1/classify.",
         "text": "send inputs here.",
@@ -116,6 +118,7 @@ class SimilarityParameters(TruncationFields):
 class SimilarityBody(Body):
     """Body of `POST /similarity`."""
 
+    API: ClassVar[Api] = "rerank"
     FOREIGN: ClassVar[Mapping[str, str]] = {
         "source_sentence": "send inputs with source_sentence and sentences.",
         "sentences": "send inputs with source_sentence and sentences.",

@@ -46,7 +46,6 @@ class TokenizeBody(Body):
     are `inputs`, with `prompt_name`.
     """
 
-    IGNORED: ClassVar[frozenset[str]] = frozenset({"parse_special"})
     FOREIGN: ClassVar[Mapping[str, str]] = {
         "text": "send prompt here.",
         "ids": "send prompt here; /decode takes ids.",
@@ -182,7 +181,9 @@ async def _prompt_ids(runtime: ApiRuntime, body: TokenizeBody) -> list[int]:
         return await service.tokenize(body.prompt, body.add_special_tokens is not False)
     messages = [template_message(message) for message in body.messages or ()]
     options = ChatOptions(
-        tools=tuple(tool.model_dump(exclude_none=True) for tool in body.tools or ()),
+        tools=tuple(
+            tool.model_dump(exclude_none=True) | {"type": "function"} for tool in body.tools or () if tool.is_function
+        ),
         add_generation_prompt=body.add_generation_prompt is not False,
         continue_final_message=bool(body.continue_final_message),
     )

@@ -233,6 +233,10 @@ class Metrics:
         """Count a request that was refused before admission."""
         self._requests.labels(api, "refused").inc()
 
+    def fields_ignored(self, api: Api, number: int) -> None:
+        """Count fields of a request that were ignored."""
+        self._ignored_fields.labels(api).inc(number)
+
     def first_token(self, timings: Timings, seconds: float, exemplar: Exemplar | None = None) -> None:
         """Record a choice's first token, `seconds` after its request arrived."""
         self._queue_seconds.observe(timings.queue_seconds, exemplar)
@@ -297,6 +301,11 @@ class Metrics:
         # Create all series now: Prometheus sees no increase for a series that first appears with a value of 1.
         for api, outcome in product(get_args(Api), OUTCOMES):
             self._requests.labels(api, outcome)
+        self._ignored_fields = self.counter(
+            "ignored_fields", "Fields of requests that have no effect here and were ignored.", "api"
+        )
+        for api in get_args(Api):
+            self._ignored_fields.labels(api)
         self._tokens = self.counter(
             "tokens", "Tokens by kind; cached tokens are also counted as prompt tokens.", "kind"
         )

@@ -81,6 +81,17 @@ FLUSH_SECONDS = 1.0  # longest wait of a stop for the spans of the last requests
 ISA_RANKS = ("amx_bf16", "avx512_bf16", "avx512_vnni", "avx512f", "avx2", "sve2", "sve", "i8mm", "dotprod", "neon")
 
 
+def accepts_any_name(settings: Settings, num_keys: int) -> tuple[bool, bool]:
+    """Return whether a request may name any model in its body, and in its path.
+
+    Without being told, not where a wrong name may be a mistake: it could be meant for an adapter, or clients with
+    different keys could expect different models.
+    """
+    is_clear = not settings.lora and settings.lora_root is None and num_keys <= 1
+    on = settings.any_model_name == "on"
+    return on or (settings.any_model_name == "auto" and is_clear), on
+
+
 def read_api_keys(settings: Settings) -> tuple[str, ...]:
     """Return the API keys of the setting and of the key file.
 
@@ -224,7 +235,7 @@ class ServerRuntime:
         settings = self._start.settings
         keys, rates = read_api_keys(settings), parse_rate_limit(settings.rate_limit)
         rules = AccessRules(*rates, settings.allowed_hosts, settings.cors_allow_origins)
-        names = ModelNames(settings.served_model_name[1:], settings.any_model_name == "on")
+        names = ModelNames(settings.served_model_name[1:], *accepts_any_name(settings, len(keys)))
         created, page = int(time.time()), settings.page == "on"
         capacity, tracer = self._step_monitor.capacity, self._tracer
         return ApiRuntime(

@@ -42,9 +42,12 @@ class Prompt:
     literals: Mapping[int, str] = field(default_factory=dict)
     opens_reasoning: bool = False
 
-    def command(self, request_id: str, arrived_at: float, adapter: LoadedAdapter | None = None) -> Generate:
+    def command(
+        self, request_id: str, arrived_at: float, adapter: LoadedAdapter | None = None, cache_salt: str | None = None
+    ) -> Generate:
         """Return the request for the worker."""
-        return Generate(request_id, self.token_ids, self.params, arrived_at, self.bad_word_ids, self.grammar, adapter)
+        tokens = self.token_ids, self.params, arrived_at, self.bad_word_ids
+        return Generate(request_id, *tokens, self.grammar, adapter, cache_salt)
 
 
 def read_prompt(model: ServedDecoder, request: GenerationRequest) -> Prompt:

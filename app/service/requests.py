@@ -61,7 +61,7 @@ class GenerationRequest:
     end of the context, where the completion ends with the reason `length`. With `infill`, the completion fills the gap
     after the prompt. `model` is the served model's name, or that of an adapter; None means the model. The completion
     follows `grammar`. Calls of `tools` are separated from the text, and so is reasoning if
-    `separates_reasoning` is set.
+    `separates_reasoning` is set. Keys and values of the prompt are shared with requests of the same `cache_salt` only.
     """
 
     params: SamplingParams
@@ -82,6 +82,7 @@ class GenerationRequest:
     clips_max_tokens: bool = False
     infill: Infill | None = None
     model: str | None = None
+    cache_salt: str | None = None
 
     def __post_init__(self) -> None:
         given = sum(source is not None for source in (self.prompt, self.token_ids, self.messages))

@@ -10,7 +10,7 @@ from typing import Any
 
 import httpx
 
-from app.api.routing import ApiRuntime
+from app.api.routing import ApiRuntime, NewNames
 from app.models.encoders.config import EncoderConfig
 from app.server.app import create_app
 from fake_encoder import CONFIG, LIMITS, EncodingWorker, encoding
@@ -27,7 +27,8 @@ def _application() -> Any:
 async def asking(config: EncoderConfig = CONFIG) -> AsyncIterator[tuple[httpx.AsyncClient, EncodingWorker]]:
     async with encoding(config, LIMITS) as (service, worker, _):
         app = _application()
-        app.state.runtime = replace(app.state.runtime, service=service, metrics=service._pipeline.metrics)
+        mine = {"service": service, "metrics": service._pipeline.metrics, "new_names": NewNames()}
+        app.state.runtime = replace(app.state.runtime, **mine)  # type: ignore[arg-type]
         async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://armature") as client:
             yield client, worker
 

@@ -128,14 +128,18 @@ class ScriptedService:
 
 
 class CountingMetrics:
-    """Remembers what was refused; renders the `Accept` header."""
+    """Remembers what was refused and how many fields were ignored; renders the `Accept` header."""
 
     def __init__(self) -> None:
         self.refusals: list[str] = []
+        self.ignored: list[tuple[str, int]] = []
         self.step_log = StepLog()
 
     def refused(self, api: str) -> None:
         self.refusals.append(api)
+
+    def fields_ignored(self, api: str, number: int) -> None:
+        self.ignored.append((api, number))
 
     def render(self, accept: str = "") -> tuple[bytes, str]:
         return accept.encode(), "text/plain; version=1.0.0; charset=utf-8"

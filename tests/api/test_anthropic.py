@@ -227,14 +227,23 @@ async def test_tokens_are_counted(client: httpx.AsyncClient) -> None:
         ({"max_tokens": 0}, 400, "invalid_request_error", "max_tokens must be"),
         ({"messages": []}, 400, "invalid_request_error", "messages: at least one message is required"),
         ({"stop_sequences": [""]}, 400, "invalid_request_error", "stop_sequences"),
-        ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, 400, "invalid_request_error", "does not run"),
+        ({"tools": [{"input_schema": {}}]}, 400, "invalid_request_error", "tools[0].name: Field required"),
+        (
+            {"thread": {"type": "continue", "previous_message_id": "msg_1"}},
+            400, "invalid_request_error", "this server stores no conversations",
+        ),
         ({"tool_choice": {"type": "tool"}, "tools": [TOOL]}, 400, "invalid_request_error", "needs a name"),
         ({"mcp_servers": [{"url": "x"}]}, 400, "invalid_request_error", "mcp_servers is not supported"),
-        ({"frequency_penalty": 1}, 400, "invalid_request_error", "frequency_penalty is not a parameter"),
+        ({"frequency_penalty": 1}, 400, "invalid_request_error", "frequency_penalty is not supported"),
         (
             {"messages": [{"role": "user", "content": [{"type": "image", "source": {"type": "url", "url": "x"}}]}]},
             400, "invalid_request_error", "messages[0].content[0] is of type 'image'",
         ),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "document", "source": {"type": "url", "url": "x"}}]}]},
+            400, "invalid_request_error", "messages[0].content[0] is of type 'document'",
+        ),
+        ({"system": [{"type": "image"}]}, 400, "invalid_request_error", "system[0] is of type 'image'"),
         (
             {"messages": [{"role": "user", "content": [{"type": "tool_use", "id": "a", "name": "b", "input": {}}]}]},
             400, "invalid_request_error", "does not belong to the role user",
@@ -290,3 +299,73 @@ async def test_a_history_with_too_many_parts(client: httpx.AsyncClient) -> None:
     response = await client.post("/v1/messages", json=HELLO | {"messages": [{"role": "user", "content": blocks}] * 33})
     assert response.status_code == 400
     assert "messages" in response.json()["error"]["message"]
+
+
+# ---- agents --------------------------------------------------------------------------------------------------------
+
+
+async def test_an_agents_request(client: httpx.AsyncClient, service: ScriptedService) -> None:
+    """What coding agents and the tool runners of Anthropic's clients send."""
+    body = HELLO | {
+        "thread": {"type": "create"}, "betas": ["x"], "metadata": {"user_id": "u"}, "speed": "fast", "fallbacks": [],
+        "context_management": {"edits": []}, "output_config": {"effort": "high"}, "thinking": {"type": "adaptive"},
+        "system": [{"type": "text", "text": "Be kind.", "cache_control": {"type": "ephemeral"}}],
+        "tools": [
+            TOOL | {"cache_control": {"type": "ephemeral"}, "type": "custom", "eager_input_streaming": True},
+            {"type": "web_search_20260209", "name": "web_search", "max_uses": 5},
+            {"type": "mcp_toolset", "mcp_server_name": "a"},
+        ],
+    }  # fmt: skip
+    response = await client.post("/v1/messages?beta=true", json=body)
+    assert response.status_code == 200, response.text
+    use = sent(service).tools
+    assert use is not None and [tool.name for tool in use.tools] == ["add"]
+
+
+async def test_a_thread_is_begun_and_not_continued(client: httpx.AsyncClient) -> None:
+    """Anthropic's clients send the whole conversation once they read this code."""
+    thread = {"type": "continue", "previous_message_id": "msg_1"}
+    error = (await client.post("/v1/messages", json=HELLO | {"thread": thread})).json()["error"]
+    assert error["details"] == {"error_code": "thread_not_found"}
+    assert "send all messages" in error["message"]
+
+
+async def test_documents_are_read_and_other_blocks_of_a_history_left_out(
+    client: httpx.AsyncClient, service: ScriptedService
+) -> None:
+    plain = {"type": "text", "media_type": "text/plain", "data": "The sky is green."}
+    parts = {"type": "content", "content": [{"type": "text", "text": "One."}, {"type": "image"}]}
+    picture = {"type": "image", "source": {"type": "base64", "data": "aGk="}}
+    found = {
+        "type": "search_result",
+        "source": "https://a",
+        "title": "A",
+        "content": [{"type": "text", "text": "Found."}],
+    }
+    turns = [
+        {"role": "user", "content": [
+            {"type": "document", "title": "Sky", "context": "A poem.", "source": plain, "citations": {"enabled": True}},
+            {"type": "document", "source": parts}, {"type": "text", "text": "What is it?"},
+        ]},
+        {"role": "assistant", "content": [
+            {"type": "server_tool_use", "id": "s", "name": "web_search", "input": {"query": "x"}},
+            {"type": "web_search_tool_result", "tool_use_id": "s", "content": {"type": "error", "error_code": "x"}},
+            {"type": "text", "text": "Green."}, {"type": "compaction", "content": "Earlier: hello."},
+            {"type": "tool_use", "id": "t", "name": "add", "input": {}},
+        ]},
+        {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "t", "is_error": False, "content": [
+            picture, {"type": "document", "source": {"type": "base64", "data": "x"}}, found,
+            {"type": "tool_reference", "tool_name": "x"}, {"type": "text", "text": "End."},
+        ]}]},
+    ]  # fmt: skip
+    response = await client.post("/v1/messages", json=HELLO | {"messages": turns})
+    assert response.status_code == 200, response.text
+    messages = sent(service).messages or ()
+    texts = [[part["text"] for part in message["content"]] for message in messages]
+    note = "left out, because this model reads text only]"
+    assert texts == [
+        ["Sky\nA poem.\nThe sky is green.", f"One.\n[image: {note}", "What is it?"],
+        ["Green.", "Earlier: hello."],
+        [f"[image: {note}", f"[document: {note}", "A\nhttps://a\nFound.", f"[tool_reference: {note}", "End."],
+    ]
+    assert [call["function"]["name"] for call in messages[1]["tool_calls"]] == ["add"]

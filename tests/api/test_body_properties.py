@@ -15,7 +15,7 @@ from app.api.anthropic.bodies import MessagesBody
 from app.api.llama_cpp.bodies import LlamaCppBody
 from app.api.native import GenerateBody
 from app.api.ollama import translate as ollama
-from app.api.ollama.bodies import OllamaChatBody, OllamaEmbedBody, OllamaGenerateBody, ShowBody
+from app.api.ollama.bodies import NameBody, OllamaChatBody, OllamaEmbedBody, OllamaGenerateBody
 from app.api.openai.bodies import ChatBody, CompletionBody, MessagePart
 from app.api.openai.translate import chat_request
 from app.api.openai_responses import translate as responses
@@ -26,11 +26,11 @@ from app.errors import InvalidRequest
 from tests.api.scripted_service import ScriptedService
 
 DIALECTS: tuple[type[Body], ...] = (
-    MessagesBody, ResponsesBody, LlamaCppBody, OllamaChatBody, OllamaGenerateBody, OllamaEmbedBody, ShowBody,
+    MessagesBody, ResponsesBody, LlamaCppBody, OllamaChatBody, OllamaGenerateBody, OllamaEmbedBody, NameBody,
 )  # fmt: skip
 BODIES = (ChatBody, CompletionBody, GenerateBody, TokenizeBody, DetokenizeBody, *DIALECTS)
 RUNTIME: Any = SimpleNamespace(service=ScriptedService())
-NAMES = sorted({name for body in BODIES for name in (*body.model_fields, *body.NEUTRAL, *body.IGNORED)})
+NAMES = sorted({name for body in BODIES for name in (*body.model_fields, *body.REFUSED, *body.FOREIGN)})
 SCALARS = st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=4)
 VALUES = st.recursive(
     SCALARS, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=4), inner, max_size=3)
@@ -72,7 +72,7 @@ def test_any_bytes(model: type[Body], content: bytes) -> None:
 def test_any_fields(model: type[Body], fields: dict[str, Any], prompt: Any, messages: Any) -> None:
     required = {"max_tokens": 5, "model": "demo", "input": messages}
     given_fields = {**required, "prompt": prompt, "messages": messages, **fields}
-    if model in (GenerateBody, ChatBody, CompletionBody, TokenizeBody, DetokenizeBody, LlamaCppBody, ShowBody):
+    if model in (GenerateBody, ChatBody, CompletionBody, TokenizeBody, DetokenizeBody, LlamaCppBody, NameBody):
         given_fields = {"prompt": prompt, "messages": messages, **fields}
     understood(model, json.dumps(given_fields).encode())
 

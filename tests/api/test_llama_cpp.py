@@ -147,7 +147,7 @@ async def test_selected_fields(client: httpx.AsyncClient) -> None:
         ({"prompt": "a", "logit_bias": [["", "x"]]}, "logit_bias"),
         ({"prompt": "a", "post_sampling_probs": True, "n_probs": 1, "top_p": 0.5}, "post_sampling_probs needs top_k"),
         ({"prompt": "a", "mirostat": 2}, "mirostat is not supported"),
-        ({"prompt": "a", "nonsense": 1}, "nonsense is not a parameter"),
+        ({"prompt": "a", "tools": [{}]}, "tools is not supported: use /v1/completions"),
         ({"prompt": ["a"] * 64, "n": 3}, "The number of prompts times n"),
     ],
 )

@@ -35,7 +35,7 @@ async def served() -> AsyncIterator[Served]:
             "needs either data or the parameter binary_data_size",
         ),
         ([tensor("text", "BYTES", [1], binary_data_size=5)], "needs the header inference-header-content-length"),
-        ([tensor("text", "BYTES", [1], ["a"], shared_memory_region="x")], "shared_memory_region is not a parameter"),
+        ([tensor("text", "BYTES", [1], ["a"], shared_memory_region="x")], "shared_memory_region is not supported"),
         ([tensor("text", "BYTES", [-1], ["a"])], "shape"),
         ([tensor("text", "BYTES", [2.0], ["a"])], "shape"),  # type: ignore[list-item]
         ([tensor("text", "BYTES", [2**70], ["a"])], "shape"),
@@ -104,10 +104,9 @@ async def test_headers_that_lie(served: Served, declared: str) -> None:
         ({"outputs": [{"name": "embedding"}, {"name": "embedding"}]}, "twice"),
         ({"outputs": [{"name": "embedding", "parameters": {"classification": 2}}]}, "classification is not supported"),
         ({"parameters": {"sequence_id": 7}}, "sequence_id is not supported"),
-        ({"parameters": {"sampling": 7}}, "sampling is not a parameter"),
         ({"parameters": {"dimensions": 3}}, "dimensions must be in [1, 2]"),
         ({"id": 7}, "id"),
-        ({"model": "x"}, "model is not a parameter"),
+        ({"text_input": "x"}, "text_input is not a parameter"),
     ],
 )
 async def test_requests_that_are_refused(served: Served, fields: dict[str, Any], word: str) -> None:

@@ -179,7 +179,8 @@ async def test_the_tag_latest_and_no_content_type(client: httpx.AsyncClient) -> 
         ("chat", {"messages": [{"role": "user", "content": "a", "images": ["aGk="]}]}, 400, "messages[0].images"),
         ("chat", {"options": {"num_predict": 0}}, 400, "options.num_predict must be"),
         ("chat", {"options": {"temperature": 9}}, 400, "options.temperature must be"),
-        ("chat", {"options": {"nonsense": 1}}, 400, "options.nonsense is not a parameter"),
+        ("chat", {"temperature": 1}, 400, "temperature is not supported: use options"),
+        ("chat", {"tools": [{"type": "function"}]}, 400, "tools[0].function: Field required"),
         ("chat", {"options": {"mirostat": 2}}, 400, "options.mirostat is not supported"),
         ("chat", {"format": 5}, 400, "format"),
         ("generate", {"prompt": "a", "suffix": "b"}, 400, "suffix is not supported"),
@@ -188,7 +189,8 @@ async def test_the_tag_latest_and_no_content_type(client: httpx.AsyncClient) -> 
         ("embed", {"input": "a"}, 400, "generates text"),
         ("embeddings", {"prompt": "a"}, 400, "generates text"),
         ("show", {"model": "other"}, 404, "'other' is not served here"),
-        ("pull", {"model": "demo"}, 404, "Not Found"),
+        ("pull", {"model": "other"}, 404, "'other' is not served here"),
+        ("pull", {"model": None}, 400, "model: Field required"),
     ],
 )
 async def test_refusals(
@@ -247,3 +249,17 @@ async def test_the_model_is_described(client: httpx.AsyncClient) -> None:
     assert shown["capabilities"] == ["completion", "tools"]
     assert shown["template"] == "{{ messages }}"
     assert "version" in (await client.get("/api/version")).json()
+
+
+@pytest.mark.parametrize("body", [{"model": "demo"}, {"name": "demo:latest", "insecure": True}])
+async def test_the_served_model_is_pulled_at_once(client: httpx.AsyncClient, body: Any) -> None:
+    lines = (await client.post("/api/pull", json=body)).text.splitlines()
+    assert [json.loads(line)["status"] for line in lines][::2] == ["pulling manifest", "success"]
+    assert (await client.post("/api/pull", json=body | {"stream": False})).json() == {"status": "success"}
+
+
+async def test_tools_of_other_types_are_left_out(client: httpx.AsyncClient, service: ScriptedService) -> None:
+    tools = [{"type": "web_search"}, {"type": "function", "function": {"name": "add"}}]
+    assert (await client.post("/api/chat", json=HELLO | {"tools": tools})).status_code == 200
+    use = service.requests[0].tools
+    assert use is not None and [tool.name for tool in use.tools] == ["add"]

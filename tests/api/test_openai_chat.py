@@ -149,7 +149,8 @@ async def test_what_asks_for_nothing_is_accepted(client: httpx.AsyncClient) -> N
     [
         ("modalities", ["text", "audio"]),
         ("beam_width", 2),
-        ("no_such_field", 1),
+        ("system", "Be kind."),
+        ("max_new_tokens", 5),
         ("chat_template", "{{ messages }}"),
     ],
 )
@@ -163,10 +164,30 @@ async def test_what_we_do_not_do_is_refused_by_name(client: httpx.AsyncClient, f
     assert error["type"] == "invalid_request_error"
 
 
-async def test_an_unknown_field_inside_a_message_is_named_with_its_place(client: httpx.AsyncClient) -> None:
-    messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b", "prefix": True}]
+async def test_a_refused_field_inside_a_message_is_named_with_its_place(client: httpx.AsyncClient) -> None:
+    messages = [{"role": "user", "content": "a"}, {"role": "user", "content": "b", "images": ["aGk="]}]
     error = (await client.post(URL, json=HELLO | {"messages": messages})).json()["error"]
-    assert (error["code"], error["param"]) == ("unsupported_parameter", "messages[1].prefix")
+    assert (error["code"], error["param"]) == ("unsupported_parameter", "messages[1].images")
+
+
+@pytest.mark.parametrize("name", ["prefix", "partial", "continue_final_message"])
+async def test_an_answer_may_continue_the_last_message(
+    client: httpx.AsyncClient, service: ScriptedService, name: str
+) -> None:
+    last = {"role": "assistant", "content": "b"} | ({name: True} if name != "continue_final_message" else {})
+    body = HELLO | {"messages": [{"role": "user", "content": "a"}, last]}
+    await client.post(URL, json=body | ({} if name in last else {name: True}))
+    options = service.requests[0].chat_options
+    assert options is not None and options.continue_final_message
+
+
+async def test_minus_one_is_no_limit(client: httpx.AsyncClient, service: ScriptedService) -> None:
+    for fields in ({"max_tokens": -1}, {"max_completion_tokens": -1}, {"max_tokens": -1, "max_completion_tokens": -1}):
+        assert (await client.post(URL, json=HELLO | fields)).status_code == 200
+        assert service.requests[-1].params.max_tokens is None
+    assert (await client.post("/v1/completions", json={"prompt": "a", "max_tokens": -1})).status_code == 200
+    assert service.requests[-1].params.max_tokens is None
+    assert (await client.post(URL, json=HELLO | {"max_tokens": -2})).status_code == 400
 
 
 async def test_logprobs_in_the_stream_and_in_the_answer(client: httpx.AsyncClient, service: ScriptedService) -> None:

@@ -200,7 +200,17 @@ async def test_each_form_of_a_grammar(
         ({"tools": TOOLS, "tool_choice": {"function": {"name": "other"}}}, "tool_choice"),
         ({"tools": TOOLS * 2}, "tools"),
         ({"tools": TOOLS, "functions": [FUNCTION]}, "functions"),
-        ({"tools": [{"type": "browser"}]}, "tools[0]"),
+        ({"tools": [{"type": "function"}]}, "tools[0].function"),
+        ({"tools": [{"type": "browser"}], "tool_choice": "required"}, "tool_choice"),
+        ({"tools": TOOLS, "tool_choice": {"type": "function"}}, "tool_choice.function"),
+        ({"tools": TOOLS, "tool_choice": {"type": "allowed_tools"}}, "tool_choice.allowed_tools"),
+        (
+            {
+                "tools": TOOLS,
+                "tool_choice": {"type": "allowed_tools", "allowed_tools": {"tools": [{"function": {"name": "x"}}]}},
+            },
+            "tool_choice",
+        ),
         ({"continue_final_message": True, "add_generation_prompt": True}, "continue_final_message"),
     ],
 )

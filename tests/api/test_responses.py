@@ -194,10 +194,13 @@ async def test_fields_that_change_nothing(client: httpx.AsyncClient) -> None:
         ({"previous_response_id": "resp_1"}, "previous_response_id", "previous_response_id is not supported"),
         ({"conversation": "conv_1"}, "conversation", "not supported"),
         ({"background": True}, "background", "not supported"),
-        ({"input": [{"type": "item_reference", "id": "msg_1"}]}, "input[0]", "this server stores none"),
-        ({"input": [{"type": "web_search_call", "id": "x"}]}, "input[0]", "'web_search_call'"),
+        ({"input": [{"type": "item_reference", "id": "msg_1"}]}, "input[0]", "this server stores nothing"),
+        ({"input": [{"type": "compaction", "encrypted_content": "x"}]}, "input[0]", "readable only for the server"),
+        ({"input": [{"type": "web_search_call", "id": "x"}]}, "input", "at least 1 item"),
         ({"input": [{"type": "function_call_output", "output": "2"}]}, "input[0].call_id", "Field required"),
-        ({"tools": [{"type": "web_search"}]}, "tools[0].type", "this server does not run"),
+        ({"tools": [{"type": "function"}]}, "tools[0].name", "Field required"),
+        ({"tools": [{"type": "web_search"}], "tool_choice": "required"}, "tool_choice", "tool_choice needs tools"),
+        ({"tool_choice": {"type": "web_search"}}, "tool_choice.type", "Input should be"),
         ({"max_output_tokens": 0}, "max_output_tokens", "max_output_tokens must be"),
         ({"text": {"format": {"type": "json_schema", "name": "a"}}}, "text.format.schema", "needs a schema"),
         ({"n": 2}, "n", "n must be 1"),
@@ -246,3 +249,170 @@ async def test_input_tokens_are_counted(client: httpx.AsyncClient, path: str) ->
     counted = await client.post(path, json={"input": "Hello", "tools": [tool]})
     assert counted.json() == {"object": "response.input_tokens", "input_tokens": 2}
     assert (await client.post(path, json={"input": 5})).json()["error"]["param"] == "input"
+
+
+# ---- agents --------------------------------------------------------------------------------------------------------
+
+PATCH = {"type": "custom", "name": "patch", "description": "Edits.", "format": {
+    "type": "grammar", "syntax": "lark", "definition": "start: /x+/",
+}}  # fmt: skip
+NAMESPACE = {
+    "type": "namespace", "name": "mcp__notes__", "description": "Notes.",
+    "tools": [
+        {"type": "function", "name": "find", "description": "Finds.", "parameters": {"type": "object"}, "strict": False},
+        {"type": "custom", "name": "write"},
+        {"type": "web_search"},
+    ],
+}  # fmt: skip
+# What a coding agent's command line sends with each request.
+AGENT: dict[str, Any] = HELLO | {
+    "instructions": "You edit files.", "stream": True, "store": False, "tool_choice": "auto", "truncation": "auto",
+    "parallel_tool_calls": False, "include": ["reasoning.encrypted_content"], "prompt_cache_key": "k",
+    "client_metadata": {"turn": "1"}, "service_tier": "auto", "text": {"verbosity": "low"},
+    "reasoning": {"effort": "medium", "summary": "auto", "context": "all"}, "context_management": [{"type": "compaction"}],
+    "tools": [
+        TOOL | {"defer_loading": False}, PATCH, NAMESPACE, {"type": "web_search", "external_web_access": True},
+        {"type": "tool_search", "execution": "client", "description": "x", "parameters": {}}, {"type": "local_shell"},
+        {"type": "mcp", "server_label": "a", "server_url": "x"}, {"type": "image_generation"},
+    ],
+}  # fmt: skip
+
+
+def calling(name: str, arguments: str) -> list[Any]:
+    half = len(arguments) // 2
+    return [
+        TextDelta(0, "", (1,), tool_calls=(ToolCallDelta(0, arguments[:half], "call_1", name),), timings=Timings()),
+        TextDelta(0, "", (2,), tool_calls=(ToolCallDelta(0, arguments[half:]),)),
+        ChoiceFinished(0, "tool_calls", Usage(3, 1, 2), 2, Timings()),
+    ]
+
+
+async def test_an_agents_tools_become_functions(client: httpx.AsyncClient, service: ScriptedService) -> None:
+    response = await client.post("/v1/responses", json=AGENT | {"stream": False})
+    assert response.status_code == 200, response.text
+    request = sent(service)
+    assert request.tools is not None and request.chat_options is not None
+    assert [tool.name for tool in request.tools.tools] == ["add", "patch", "mcp__notes__find", "mcp__notes__write"]
+    patch = request.chat_options.tools[1]["function"]
+    assert "lark grammar:\nstart: /x+/" in patch["description"]
+    assert patch["parameters"]["required"] == ["input"]
+    shown = response.json()["tools"]
+    assert [tool["type"] for tool in shown] == ["function", "custom", "namespace"]
+    assert [tool["name"] for tool in shown[2]["tools"]] == ["find", "write"]
+
+
+async def test_a_call_of_a_namespace_has_the_clients_names(client: httpx.AsyncClient, service: ScriptedService) -> None:
+    service.scripts = [calling("mcp__notes__find", '{"a": 1}')]
+    told = named_events(await client.post("/v1/responses", json=AGENT))
+    call = told[-1]["response"]["output"][0]
+    assert (call["type"], call["name"], call["namespace"]) == ("function_call", "find", "mcp__notes__")
+    assert call["arguments"] == '{"a": 1}'
+    added = next(event["item"] for event in told if event["type"] == "response.output_item.added")
+    assert (added["name"], added["namespace"]) == ("find", "mcp__notes__")
+    done = next(event for event in told if event["type"] == "response.function_call_arguments.done")
+    assert (done["name"], done["arguments"]) == ("find", '{"a": 1}')
+
+
+@pytest.mark.parametrize(
+    ("tool", "arguments", "text"),
+    [
+        ("patch", '{"input": "*** \\"x\\"\\n"}', '*** "x"\n'),
+        ("mcp__notes__write", '{"input": ""}', ""),
+        ("patch", '{"other": 1}', '{"other": 1}'),
+        ("patch", '{"input": 5}', '{"input": 5}'),
+        ("patch", "[1]", "[1]"),
+        ("patch", '{"input": "cut', '{"input": "cut'),
+    ],
+)
+async def test_a_custom_call_has_its_text(
+    client: httpx.AsyncClient, service: ScriptedService, tool: str, arguments: str, text: str
+) -> None:
+    service.scripts = [calling(tool, arguments)]
+    whole = (await client.post("/v1/responses", json=AGENT | {"stream": False})).json()["output"][0]
+    assert (whole["type"], whole["call_id"], whole["input"]) == ("custom_tool_call", "call_1", text)
+    assert "arguments" not in whole
+    told = named_events(await client.post("/v1/responses", json=AGENT))
+    assert kinds(told)[2:] == [
+        "output_item.added", "custom_tool_call_input.delta", "custom_tool_call_input.done", "output_item.done", "completed",
+    ]  # fmt: skip
+    assert (told[2]["item"]["input"], told[3]["delta"], told[4]["input"]) == ("", text, text)
+    assert told[5]["item"] == told[-1]["response"]["output"][0]
+    assert (told[5]["item"]["name"], told[5]["item"].get("namespace")) == (
+        ("patch", None) if tool == "patch" else ("write", "mcp__notes__")
+    )
+
+
+async def test_the_next_turn_of_an_agent(client: httpx.AsyncClient, service: ScriptedService) -> None:
+    picture = {"type": "computer_screenshot", "image_url": "data:image/png;base64,aGk="}
+    items: list[Any] = [
+        {"role": "user", "content": "Hi"},
+        {"type": "reasoning", "id": "rs_1", "summary": [], "encrypted_content": "gAAA"},
+        {"type": "web_search_call", "id": "ws_1", "status": "completed", "action": {"type": "search", "query": "x"}},
+        {"type": "mcp_list_tools", "id": "l", "server_label": "a", "tools": []},
+        {"type": "function_call", "call_id": "1", "name": "find", "namespace": "mcp__notes__", "arguments": "{}"},
+        {"type": "custom_tool_call", "call_id": "2", "name": "patch", "input": "***", "status": "completed"},
+        {"type": "local_shell_call", "call_id": "3", "action": {"type": "exec", "command": ["ls"]}, "status": "completed"},
+        {"type": "function_call_output", "call_id": "1", "output": [{"type": "input_image", "image_url": "data:x"}]},
+        {"type": "custom_tool_call_output", "call_id": "2", "output": "Done."},
+        {"type": "local_shell_call_output", "call_id": "3", "output": "a.txt"},
+        {"type": "computer_call_output", "call_id": "4", "output": picture},
+        {"type": "ghost_snapshot", "ghost_commit": {"id": "x"}},
+        {"type": "something_new", "output": {"a": 1}, "content": 5, "name": []},
+        {"role": "user", "content": "Go on."},
+    ]  # fmt: skip
+    response = await client.post("/v1/responses", json=AGENT | {"input": items, "stream": False})
+    assert response.status_code == 200, response.text
+    messages = sent(service).messages or ()
+    assert [message["role"] for message in messages] == ["system", "user", "assistant", *["tool"] * 4, "user"]
+    called = [(call["function"]["name"], call["function"]["arguments"]) for call in messages[2]["tool_calls"]]
+    assert called == [
+        ("mcp__notes__find", "{}"),
+        ("patch", {"input": "***"}),
+        ("local_shell", {"action": {"type": "exec", "command": ["ls"]}}),
+    ]
+    results = [message["content"] for message in messages[3:7]]
+    assert results[0] == [{"type": "text", "text": "[input_image: left out, because this model reads text only]"}]
+    assert results[1:3] == ["Done.", "a.txt"]
+    assert json.loads(results[3]) == {"type": "computer_screenshot", "image_url": "[left out]"}
+    assert [message.get("name") for message in messages[3:6]] == ["mcp__notes__find", "patch", "local_shell"]
+
+
+@pytest.mark.parametrize(
+    ("choice", "offered", "forced"),
+    [
+        ({"type": "function", "name": "find", "namespace": "mcp__notes__"}, 4, ["mcp__notes__find"]),
+        ({"type": "custom", "name": "patch"}, 4, ["patch"]),
+        (
+            {"type": "allowed_tools", "mode": "required", "tools": [{"type": "namespace", "name": "mcp__notes__"}]},
+            2, ["mcp__notes__find", "mcp__notes__write"],
+        ),
+        (
+            {"type": "allowed_tools", "mode": "auto", "tools": [{"type": "web_search"}, {"type": "custom", "name": "patch"}]},
+            1, [],
+        ),
+    ],
+)  # fmt: skip
+async def test_choices_between_an_agents_tools(
+    client: httpx.AsyncClient, service: ScriptedService, choice: Any, offered: int, forced: list[str]
+) -> None:
+    response = await client.post("/v1/responses", json=AGENT | {"stream": False, "tool_choice": choice})
+    assert response.status_code == 200, response.text
+    use = sent(service).tools
+    assert use is not None
+    assert (len(use.tools), [tool.name for tool in use.forced]) == (offered, forced)
+    assert response.json()["tool_choice"] == choice
+
+
+async def test_a_long_name_of_a_namespace_is_cut_and_found_again(
+    client: httpx.AsyncClient, service: ScriptedService
+) -> None:
+    tools = [{"type": "function", "name": "n" * 100 + str(number)} for number in range(2)]
+    body = HELLO | {"tools": [{"type": "namespace", "name": "s" * 100, "description": "", "tools": tools}]}
+    await client.post("/v1/responses", json=body)
+    use = sent(service).tools
+    assert use is not None
+    names = [tool.name for tool in use.tools]
+    assert len(set(names)) == 2 and {len(name) for name in names} == {128}
+    service.scripts = [calling(names[1], "{}")]
+    call = (await client.post("/v1/responses", json=body)).json()["output"][0]
+    assert (call["name"], call["namespace"]) == ("n" * 100 + "1", "s" * 100)

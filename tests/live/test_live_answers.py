@@ -86,8 +86,9 @@ def test_the_official_client_streams(official: openai.OpenAI) -> None:
 def test_the_official_client_understands_refusals(official: openai.OpenAI) -> None:
     import openai
 
+    assert official.chat.completions.create(model="gpt-9", messages=CHAT, max_tokens=1).model == "tiny"
     with pytest.raises(openai.NotFoundError, match="gpt-9"):
-        official.chat.completions.create(model="gpt-9", messages=CHAT)
+        official.models.retrieve("gpt-9")
     with pytest.raises(openai.BadRequestError) as refused:
         official.chat.completions.create(model="tiny", messages=CHAT, extra_body={"beam_width": 3})
     assert (refused.value.code, refused.value.param) == ("unsupported_parameter", "beam_width")

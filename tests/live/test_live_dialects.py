@@ -43,7 +43,7 @@ def running() -> Iterator[LiveServer]:
 @pytest.fixture(scope="module")
 def strict() -> Iterator[LiveServer]:
     """A server that refuses other names, and needs a key."""
-    with live(DEMO_DIRECTORY, served_model_name="demo", api_keys=("secret",)) as server:
+    with live(DEMO_DIRECTORY, served_model_name="demo", any_model_name="off", api_keys=("secret",)) as server:
         yield server
 
 

@@ -23,7 +23,7 @@ TEXTS = ["the fox said hello", "hello", "green world"]
 @pytest.fixture(scope="module")
 def embedder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
     path = write_encoder(tmp_path_factory.mktemp("encoders") / "embedder", "BertModel", modules=Modules())
-    with live(path) as server:
+    with live(path, any_model_name="off") as server:
         yield server
 
 

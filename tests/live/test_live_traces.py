@@ -175,7 +175,7 @@ def test_other_routes_are_not_traced(path: str, traced: LiveServer, collector: O
     ("path", "body", "status", "code"),
     [
         ("/v1/completions", {"model": "tiny", "prompt": "a", "temperature": 9}, 400, "invalid_request"),
-        ("/v1/completions", {"model": "other", "prompt": "a"}, 404, "model_not_found"),
+        ("/v2/models/other/generate", {"text_input": "a"}, 404, "model_not_found"),
         ("/v1/completions", {"model": "tiny", "prompt": "a " * 400}, 400, "context_length_exceeded"),
         ("/v1/embeddings", {"model": "tiny", "input": "a"}, 400, "wrong_model_kind"),
     ],

@@ -90,6 +90,29 @@ def test_prompts_of_adapters_are_neither_kept_nor_found(model: torch.nn.Module, 
         assert (cached_tokens(second) > 0) == (kept is asked)
 
 
+def test_files_of_one_salt_are_found_with_that_salt_only(model: torch.nn.Module, tmp_path: Path) -> None:
+    salts = [None, "a", "b"]
+    requests = {salt: replace(REQUESTS[0], request_id=f"salt {salt}", cache_salt=salt) for salt in salts}
+    plain = tokens_of(Engine(model, torch.float32).generate([REQUESTS[0]]))
+    for kept in salts:
+        folder = tmp_path / str(kept)
+        first, _ = started(model, torch.float32, folder)
+        first.generate([requests[kept]])
+        first.engine.save_prefixes(lambda: False)
+        for asked in salts:
+            second, _ = started(model, torch.float32, folder)
+            told = tokens_of(second.generate([requests[asked]]))
+            assert list(told.values()) == list(plain.values())
+            assert cached_tokens(second) == (6 * BLOCK if asked == kept else 0)
+            second.engine.save_prefixes(lambda: False)
+            if asked != kept:  # each has files of its own
+                third, _ = started(model, torch.float32, folder)
+                third.generate([requests[asked]])
+                assert cached_tokens(third) == 6 * BLOCK
+                third.generate([requests[kept]])
+                assert cached_tokens(third) == 12 * BLOCK
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int8])
 def test_the_same_bytes_are_found_also_where_a_prefix_was_shared(
     model: torch.nn.Module, dtype: torch.dtype, tmp_path: Path

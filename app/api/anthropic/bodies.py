@@ -2,106 +2,213 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import Field
+from pydantic import Discriminator, Field, Tag
 
 from app.api.openai.bodies import MAX_NAME, MAX_TOOLS
-from app.api.schemas import MAX_MESSAGES, MAX_PARTS, Body, Int64
-from app.errors import InvalidRequest, UnsupportedParameter
+from app.api.schemas import (
+    LEAVE_OUT,
+    MAX_MESSAGES,
+    MAX_PARTS,
+    OTHER_SAMPLERS,
+    Body,
+    CacheSalt,
+    Int64,
+    Refusal,
+    grammars_refused,
+    refused,
+)
+from app.errors import InvalidRequest, ThreadNotFound, UnsupportedParameter
+from app.metrics.instruments import Api
 
-# Required fields of the supported blocks, by type. Other types are refused by name.
-_BLOCK_FIELDS: Mapping[str, tuple[str, ...]] = {
+# Required fields of the blocks that are a text, and of all supported blocks, by type.
+_TEXT_FIELDS: Mapping[str, tuple[str, ...]] = {
     "text": ("text",),
+    "document": ("source",),
+    "search_result": ("content",),
+    "compaction": ("content",),
+}
+_BLOCK_FIELDS: Mapping[str, tuple[str, ...]] = {
+    **_TEXT_FIELDS,
     "thinking": ("thinking",),
     "redacted_thinking": (),
     "tool_use": ("id", "name", "input"),
     "tool_result": ("tool_use_id",),
 }
 _FUNCTION_TYPES = (None, "custom")
+_MAX_TYPE = 40  # characters of a type in a sentence
+
+
+class OtherBlock(Body):
+    """A block that cannot be read: a picture, or what another company's tools returned."""
+
+    type: str
+
+    def check_fields(self, path: str, ignored: dict[str, None]) -> None:
+        """Note that the block is left out. Its message decides whether it may be."""
+        self.leave_out(path, self.type, ignored)
+
+    @property
+    def readable(self) -> str | None:
+        """None: there is no text."""
+        return None
+
+    @property
+    def shown(self) -> str:
+        """What tells the model of the block."""
+        return f"[{self.type[:_MAX_TYPE]}: left out, because this model reads text only]"
+
+
+class PlainBlock(Body):
+    """A text within a document or a result of a search."""
+
+    type: str
+    text: str | None = None
+
+    @property
+    def shown(self) -> str:
+        """The text; in place of another block, what tells the model of it."""
+        return OtherBlock(type=self.type).shown if self.text is None else self.text
+
+
+PlainBlocks = Annotated[tuple[PlainBlock, ...], Field(fail_fast=True, max_length=MAX_PARTS)]
+
+
+class DocumentSource(Body):
+    """Where a document is. A text is in `data`, or in `content`; other documents are files."""
+
+    type: str
+    data: str | None = None
+    content: str | PlainBlocks | None = None
+
+    @property
+    def text(self) -> str | None:
+        """The text of the document; None for a file."""
+        if self.type == "text":
+            return self.data
+        return _joined(self.content) if self.type == "content" else None
 
 
 class TextBlock(Body):
-    """A block of text."""
-
-    IGNORED: ClassVar[frozenset[str]] = frozenset({"cache_control", "citations"})
+    """A block that is a text: a text, a document with its title and context, or a result of a search."""
 
     type: str
     text: str | None = None
+    title: str | None = None
+    context: str | None = None
+    source: str | DocumentSource | None = None
+    content: str | PlainBlocks | None = None
 
-    def refuse_unknown(self, path: str = "") -> None:
-        """Refuse blocks that are no text, by their type."""
-        _check_block(self, {"text": ("text",)}, path)
-        super().refuse_unknown(path)
+    def check_fields(self, path: str, ignored: dict[str, None]) -> None:
+        """Refuse a block without what its type needs."""
+        for name in _BLOCK_FIELDS[self.type]:
+            if getattr(self, name) is None:
+                raise InvalidRequest(f"{path}{name}: Field required.", field=f"{path}{name}")
+        super().check_fields(path, ignored)
+
+    @property
+    def readable(self) -> str | None:
+        """The text of the block; None if it is a file."""
+        if self.type not in _TEXT_FIELDS:
+            return None
+        if self.type == "text":
+            return self.text
+        text = self.source.text if isinstance(self.source, DocumentSource) else _joined(self.content)
+        source = self.source if isinstance(self.source, str) else None
+        return None if text is None else "\n".join(part for part in (self.title, source, self.context, text) if part)
+
+    @property
+    def shown(self) -> str:
+        """The text of the block; in place of a file, what tells the model of it."""
+        text = self.readable
+        return OtherBlock(type=self.type).shown if text is None else text
 
 
-TextBlocks = Annotated[tuple[TextBlock, ...], Field(fail_fast=True, max_length=MAX_PARTS)]
+def _joined(content: str | tuple[PlainBlock | TextBlock | OtherBlock, ...] | None) -> str | None:
+    return content if content is None or isinstance(content, str) else "\n".join(block.shown for block in content)
 
 
-class ContentBlock(Body):
-    """A block of a message: text, the model's thinking, a call of a tool, or its result."""
+def _by_type(types: Iterable[str]) -> Discriminator:
+    """Return the choice between blocks of these types and others."""
+    known = frozenset(types)
 
-    IGNORED: ClassVar[frozenset[str]] = frozenset(
-        {"cache_control", "citations", "signature", "data", "caller", "toolset_name", "is_error"}
-    )
+    def tag(value: Any) -> str:
+        kind = value.get("type") if isinstance(value, dict) else getattr(value, "type", None)
+        return "Other" if isinstance(kind, str) and kind not in known else "Known"
 
-    type: str
-    text: str | None = None
+    return Discriminator(tag)
+
+
+_Other = Annotated[OtherBlock, Tag("Other")]
+AnyTextBlock = Annotated[Annotated[TextBlock, Tag("Known")] | _Other, _by_type(_TEXT_FIELDS)]
+TextBlocks = Annotated[tuple[AnyTextBlock, ...], Field(fail_fast=True, max_length=MAX_PARTS)]
+
+
+class ContentBlock(TextBlock):
+    """A block of a message: a text, the model's thinking, a call of a tool, or its result."""
+
     thinking: str | None = None
     id: str | None = None
     name: str | None = None
     input: dict[str, Any] | None = None
     tool_use_id: str | None = None
-    content: str | TextBlocks | None = None
-
-    def refuse_unknown(self, path: str = "") -> None:
-        """Refuse blocks of other types, and blocks without what their type needs."""
-        _check_block(self, _BLOCK_FIELDS, path)
-        super().refuse_unknown(path)
+    content: str | TextBlocks | None = None  # type: ignore[assignment]  # results of tools have documents too
 
 
-def _check_block(block: TextBlock | ContentBlock, fields: Mapping[str, tuple[str, ...]], path: str) -> None:
-    place = path.removesuffix(".")
-    if block.type not in fields:
-        raise UnsupportedParameter(
-            f"{place} is of type {block.type[:40]!r}; this server's models read text, and neither images nor "
-            f"documents: send blocks of the types {', '.join(fields)}.",
-            field=place,
-        )
-    for name in fields[block.type]:
-        if getattr(block, name) is None:
-            raise InvalidRequest(f"{path}{name}: Field required.", field=f"{path}{name}")
+AnyBlock = Annotated[Annotated[ContentBlock, Tag("Known")] | _Other, _by_type(_BLOCK_FIELDS)]
 
 
 class AnthropicMessage(Body):
     """One message of a conversation."""
 
     role: Literal["user", "assistant", "system"]
-    content: str | Annotated[tuple[ContentBlock, ...], Field(fail_fast=True, max_length=MAX_PARTS)]
+    content: str | Annotated[tuple[AnyBlock, ...], Field(fail_fast=True, max_length=MAX_PARTS)]
+
+    def check_fields(self, path: str, ignored: dict[str, None]) -> None:
+        """Refuse blocks of the user's that cannot be read.
+
+        Those of the assistant's messages are left out: what was said about them follows as text.
+        """
+        super().check_fields(path, ignored)
+        if self.role != "assistant":
+            refuse_unreadable(self.content, f"{path}content", _BLOCK_FIELDS)
+
+
+def refuse_unreadable(content: Any, path: str, types: Iterable[str] = _TEXT_FIELDS) -> None:
+    """Refuse blocks that would have to be read and cannot, by their type."""
+    for index, block in enumerate(content if isinstance(content, tuple) else ()):
+        if block.readable is None and (block.type in _TEXT_FIELDS or block.type not in types):
+            place = f"{path}[{index}]"
+            raise UnsupportedParameter(
+                f"{place} is of type {block.type[:_MAX_TYPE]!r}; this server's models read text, and neither images nor "
+                f"files: send blocks of the types {', '.join(types)}.",
+                field=place,
+            )
 
 
 class AnthropicTool(Body):
-    """A tool of the client's. Tools that Anthropic's servers run are refused by their type."""
-
-    IGNORED: ClassVar[frozenset[str]] = frozenset(
-        {"cache_control", "strict", "input_examples", "eager_input_streaming", "defer_loading", "allowed_callers"}
-    )
+    """A tool of the client's. Tools that Anthropic's servers run, or whose form they know, are left out."""
 
     type: str | None = None
-    name: Annotated[str, Field(min_length=1, max_length=MAX_NAME)]
+    name: Annotated[str, Field(min_length=1, max_length=MAX_NAME)] | None = None
     description: str | None = None
     input_schema: dict[str, Any] | None = None
 
-    def refuse_unknown(self, path: str = "") -> None:
-        """Refuse tools that are not the client's own."""
-        if self.type not in _FUNCTION_TYPES:
-            raise UnsupportedParameter(
-                f"{path}type {str(self.type)[:40]!r} is a tool that this server does not run: "
-                "send tools with a name and an input_schema.",
-                field=f"{path}type",
-            )
-        super().refuse_unknown(path)
+    def check_fields(self, path: str, ignored: dict[str, None]) -> None:
+        """Note a tool of another type as ignored, and refuse a tool without a name."""
+        if not self.is_function:
+            self.leave_out(path, self.type, ignored)
+            return
+        if self.name is None:
+            raise InvalidRequest(f"{path}name: Field required.", field=f"{path}name")
+        super().check_fields(path, ignored)
+
+    @property
+    def is_function(self) -> bool:
+        """True for a tool with a schema of its own."""
+        return self.type in _FUNCTION_TYPES
 
 
 class AnthropicToolChoice(Body):
@@ -114,8 +221,6 @@ class AnthropicToolChoice(Body):
 
 class Thinking(Body):
     """Whether the model thinks first. A budget is no limit here: `max_tokens` is."""
-
-    IGNORED: ClassVar[frozenset[str]] = frozenset({"budget_tokens", "display"})
 
     type: Literal["enabled", "disabled", "adaptive", "between_tools"]
 
@@ -130,9 +235,23 @@ class OutputFormat(Body):
 class OutputConfig(Body):
     """The form of the answer's text; the effort is not followed."""
 
-    IGNORED: ClassVar[frozenset[str]] = frozenset({"effort"})
-
     format: OutputFormat | None = None
+
+
+class Thread(Body):
+    """A conversation that the server is to hold. It is held for no one, so a thread can be begun and not continued."""
+
+    type: str
+    previous_message_id: str | None = None
+
+    def check_fields(self, path: str, ignored: dict[str, None]) -> None:
+        """Refuse a request that has new messages only, in the way on which clients send the whole conversation."""
+        if self.type != "create":
+            raise ThreadNotFound(
+                f"{path}previous_message_id: this server stores no conversations: send all messages.",
+                field=f"{path}previous_message_id",
+            )
+        super().check_fields(path, ignored)
 
 
 class ConversationBody(Body):
@@ -141,13 +260,32 @@ class ConversationBody(Body):
     Old parts of the conversation are not removed, whatever `context_management` says.
     """
 
-    IGNORED: ClassVar[frozenset[str]] = frozenset(
-        "metadata service_tier cache_control inference_geo speed betas diagnostics user_profile_id workspace_id "
-        "context_management".split()
-    )
-    NEUTRAL: ClassVar[Mapping[str, tuple[Any, ...]]] = {
-        "container": (),
-        "mcp_servers": ([],),
+    API: ClassVar[Api] = "messages"
+    REFUSED: ClassVar[Mapping[str, Refusal]] = {
+        **OTHER_SAMPLERS,
+        **refused(
+            LEAVE_OUT,
+            container=(),
+            mcp_servers=([],),
+            compaction=(),
+            frequency_penalty=0,
+            presence_penalty=0,
+            repetition_penalty=1.0,
+            min_p=0,
+            seed=(),
+            n=1,
+            logit_bias=({},),
+            logprobs=False,
+        ),
+        **refused("use max_tokens", max_completion_tokens=()),
+        **refused("use stop_sequences", stop=([], "")),
+        **grammars_refused("use output_config.format"),
+        **refused("use system", instructions=""),
+        **refused("use tools", functions=([],)),
+    }
+    FOREIGN: ClassVar[Mapping[str, str]] = {
+        "prompt": "send messages here, or send prompt to /v1/completions.",
+        "input": "send messages here, or send input to /v1/responses.",
     }
 
     model: str | None = None
@@ -158,12 +296,14 @@ class ConversationBody(Body):
     thinking: Thinking | None = None
     output_config: OutputConfig | None = None
     output_format: OutputFormat | None = None
+    thread: Thread | None = None
 
-    def refuse_unknown(self, path: str = "") -> None:
-        """Refuse a conversation without a message, in Anthropic's words."""
+    def check_fields(self, path: str, ignored: dict[str, None]) -> None:
+        """Refuse a conversation without a message, in Anthropic's words, and a system prompt that cannot be read."""
         if not self.messages:
             raise InvalidRequest("messages: at least one message is required", field="messages")
-        super().refuse_unknown(path)
+        super().check_fields(path, ignored)
+        refuse_unreadable(self.system, "system")
 
     @property
     def thinks(self) -> bool:
@@ -184,3 +324,4 @@ class MessagesBody(ConversationBody):
     temperature: float | None = None
     top_p: float | None = None
     top_k: Int64 | None = None
+    cache_salt: CacheSalt | None = None

@@ -8,6 +8,7 @@ from typing import Any, Literal, NotRequired
 from typing_extensions import TypedDict
 
 from app.api.errors import ErrorFormat, HttpError
+from app.errors import ThreadNotFound
 
 # ---- errors --------------------------------------------------------------------------------------------------------
 
@@ -17,6 +18,7 @@ class AnthropicErrorDetail(TypedDict):
 
     type: str
     message: str
+    details: NotRequired[dict[str, str]]
 
 
 class AnthropicError(TypedDict):
@@ -39,7 +41,10 @@ _ERROR_TYPES: Mapping[int, str] = {
 
 def _error_body(error: HttpError) -> dict[str, Any]:
     kind = _ERROR_TYPES.get(error.status, "api_error" if error.status >= 500 else "invalid_request_error")
-    return {"type": "error", "error": {"type": kind, "message": error.message}}
+    detail: dict[str, Any] = {"type": kind, "message": error.message}
+    if error.code == ThreadNotFound.code:  # clients then send the whole conversation
+        detail["details"] = {"error_code": error.code}
+    return {"type": "error", "error": detail}
 
 
 ANTHROPIC_ERRORS = ErrorFormat(_error_body, AnthropicError)

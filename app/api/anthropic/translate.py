@@ -5,7 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from app.api.anthropic.bodies import AnthropicMessage, ContentBlock, ConversationBody, MessagesBody, TextBlock
+from app.api.anthropic.bodies import (
+    AnthropicMessage,
+    ContentBlock,
+    ConversationBody,
+    MessagesBody,
+    OtherBlock,
+    TextBlock,
+)
 from app.api.openai.bodies import (
     ChatBody,
     FunctionCallText,
@@ -20,6 +27,7 @@ from app.api.openai.bodies import (
 from app.api.schemas import make_body
 from app.errors import InvalidRequest
 
+Blocks = tuple[ContentBlock | OtherBlock, ...]
 _TOOL_CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 
 
@@ -48,6 +56,7 @@ def chat_body(body: ConversationBody) -> ChatBody:
             "temperature": body.temperature,
             "top_p": body.top_p,
             "top_k": body.top_k,
+            "cache_salt": body.cache_salt,
         }
     return make_body(ChatBody, **fields)
 
@@ -63,7 +72,7 @@ def _is_begun(last: AnthropicMessage) -> bool:
 
 def _messages(body: ConversationBody) -> Iterator[Message]:
     if body.system:
-        yield Message(role="system", content=_text_parts(body.system))
+        yield Message(role="system", content=_content(body.system))
     for place, message in enumerate(body.messages):
         if isinstance(message.content, str):
             yield Message(role=message.role, content=message.content)
@@ -73,15 +82,16 @@ def _messages(body: ConversationBody) -> Iterator[Message]:
             yield from _user_messages(message, place)
 
 
-def _assistant_message(blocks: tuple[ContentBlock, ...], place: int) -> Message:
-    _check_types(blocks, ("text", "thinking", "redacted_thinking", "tool_use"), "assistant", place)
+def _assistant_message(content: Blocks, place: int) -> Message:
+    _check_types(content, ("thinking", "redacted_thinking", "tool_use"), "assistant", place)
+    blocks = [block for block in content if isinstance(block, ContentBlock)]
     calls = tuple(
         ToolCallRecord(id=block.id, function=FunctionCallText(name=block.name or "", arguments=block.input))
         for block in blocks
         if block.type == "tool_use"
     )
     thinking = "".join(block.thinking or "" for block in blocks if block.type == "thinking")
-    texts = tuple(MessagePart(type="text", text=block.text) for block in blocks if block.type == "text")
+    texts = _text_parts(tuple(block for block in blocks if block.readable is not None))
     return Message(
         role="assistant", content=texts or None, tool_calls=calls or None, reasoning_content=thinking or None
     )
@@ -90,31 +100,34 @@ def _assistant_message(blocks: tuple[ContentBlock, ...], place: int) -> Message:
 def _user_messages(message: AnthropicMessage, place: int) -> Iterator[Message]:
     """Yield a message for each result of a tool, and for the texts between them."""
     assert not isinstance(message.content, str), "a list of blocks"
-    _check_types(message.content, ("text", "tool_result"), message.role, place)
+    _check_types(message.content, ("tool_result",), message.role, place)
     parts: list[MessagePart] = []
     for block in message.content:
-        if block.type == "text":
-            parts.append(MessagePart(type="text", text=block.text))
+        if not isinstance(block, ContentBlock) or block.type != "tool_result":
+            parts.append(MessagePart(type="text", text=block.shown))
             continue
         if parts:
             yield Message(role=message.role, content=tuple(parts))
             parts = []
-        yield Message(role="tool", tool_call_id=block.tool_use_id, content=_text_parts(block.content or ""))
+        yield Message(role="tool", tool_call_id=block.tool_use_id, content=_content(block.content or ""))
     if parts or not message.content:
         yield Message(role=message.role, content=tuple(parts))
 
 
-def _check_types(blocks: tuple[ContentBlock, ...], types: tuple[str, ...], role: str, place: int) -> None:
+def _check_types(blocks: Blocks, types: tuple[str, ...], role: str, place: int) -> None:
+    """Refuse blocks that are no text and have none of these types; what cannot be read was refused before."""
     for index, block in enumerate(blocks):
-        if block.type not in types:
+        if isinstance(block, ContentBlock) and block.readable is None and block.type not in types:
             field = f"messages[{place}].content[{index}]"
             raise InvalidRequest(f"{field} of type {block.type!r} does not belong to the role {role}.", field=field)
 
 
-def _text_parts(content: str | tuple[TextBlock, ...]) -> str | tuple[MessagePart, ...]:
-    if isinstance(content, str):
-        return content
-    return tuple(MessagePart(type="text", text=block.text) for block in content)
+def _content(content: str | tuple[TextBlock | OtherBlock, ...]) -> str | tuple[MessagePart, ...]:
+    return content if isinstance(content, str) else _text_parts(content)
+
+
+def _text_parts(blocks: tuple[TextBlock | OtherBlock, ...]) -> tuple[MessagePart, ...]:
+    return tuple(MessagePart(type="text", text=block.shown) for block in blocks)
 
 
 # ---- tools ---------------------------------------------------------------------------------------------------------
@@ -126,9 +139,12 @@ def _tools(body: ConversationBody) -> tuple[ToolDefinition, ...] | None:
     return tuple(
         ToolDefinition(
             type="function",
-            function=FunctionDefinition(name=tool.name, description=tool.description, parameters=tool.input_schema),
+            function=FunctionDefinition(
+                name=tool.name or "", description=tool.description, parameters=tool.input_schema
+            ),
         )
         for tool in body.tools
+        if tool.is_function
     )
 
 

@@ -15,7 +15,6 @@ from typing_extensions import TypedDict
 from app.api.encoders.schemas import NON_EMPTY
 from app.api.encoders.vectors import join_with_pauses, json_response, to_base64_json, to_json_list
 from app.api.errors import ErrorFormat, HttpError
-from app.api.openai.bodies import IGNORED
 from app.api.routing import (
     BODY_ERRORS,
     DialectRouter,
@@ -28,8 +27,9 @@ from app.api.routing import (
     request_id,
     runtime_of,
 )
-from app.api.schemas import Body, Int64
+from app.api.schemas import LEAVE_OUT, Body, Int64, Refusal, refused
 from app.errors import InvalidRequest
+from app.metrics.instruments import Api
 from app.service.requests import Encoded, EncodingRequest
 from app.service.served_model import FloatArray, ServedEncoder, to_numpy
 
@@ -49,12 +49,8 @@ class CohereEmbedBody(Body):
     int8 and uint8 vectors are refused: their ranges come from a calibration that a checkpoint does not have.
     """
 
-    IGNORED: ClassVar[frozenset[str]] = IGNORED
-    NEUTRAL: ClassVar[Mapping[str, tuple[Any, ...]]] = {
-        "images": (None, []),
-        "max_tokens": (None,),
-        "priority": (None, 0),
-    }
+    API: ClassVar[Api] = "embeddings"
+    REFUSED: ClassVar[Mapping[str, Refusal]] = refused(LEAVE_OUT, images=([],), max_tokens=(), output_dimension=())
     FOREIGN: ClassVar[Mapping[str, str]] = {
         "input": "send texts here, or send input to /v1/embeddings (OpenAI).",
         "inputs": "send texts here, or send inputs to /embed (text-embeddings-inference).",

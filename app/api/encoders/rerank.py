@@ -18,12 +18,12 @@ from app.api.encoders.cohere import COHERE_ERRORS, CohereMeta, response_meta
 from app.api.encoders.schemas import NON_EMPTY, EncoderUsage, NonEmptyText, TruncationFields
 from app.api.encoders.scoring import RelevanceQuery, Truncation, score_relevance, sort_by_score
 from app.api.encoders.vectors import json_response, token_header
-from app.api.openai.bodies import IGNORED
 from app.api.openai.schemas import OPENAI_ERRORS
 from app.api.routing import BODY_ERRORS, DialectRouter, RequestBody, answer_errors_as, new_response_id
-from app.api.schemas import Body, Int64
+from app.api.schemas import LEAVE_OUT, Body, Int64, Refusal, refused
 from app.api.tei import TEI_ERRORS
 from app.errors import InvalidRequest
+from app.metrics.instruments import Api
 
 
 class Document(Body):
@@ -38,14 +38,18 @@ class RerankBody(TruncationFields):
     With documents, `truncate` and `raw_scores` are extensions.
     """
 
-    IGNORED: ClassVar[frozenset[str]] = IGNORED
-    NEUTRAL: ClassVar[Mapping[str, tuple[Any, ...]]] = {
-        "rank_fields": (None, [], ["text"]),
-        "max_chunks_per_doc": (None,),
-        "max_tokens_per_doc": (None,),
-        "priority": (None, 0),
-        "truncate_prompt_tokens": (None,),
-    }
+    API: ClassVar[Api] = "rerank"
+    REFUSED: ClassVar[Mapping[str, Refusal]] = refused(
+        LEAVE_OUT,
+        rank_fields=([], ["text"]),
+        max_chunks_per_doc=(),
+        max_tokens_per_doc=(),
+        truncate_prompt_tokens=(),
+        add_special_tokens=True,
+        instruction=(),
+        instruct=(),
+        images=([],),
+    )
     FOREIGN: ClassVar[Mapping[str, str]] = {
         "inputs": "send query with documents or texts here, or send inputs to /similarity or /predict.",
         "queries": "send one query here, or send queries and documents to /score.",

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 from typing_extensions import TypedDict
 
 from app.api.llama_cpp.prompts import LlamaCppInputs
-from app.api.openai.bodies import IGNORED
-from app.api.schemas import Body, Int64, Texts
+from app.api.schemas import LEAVE_OUT, Body, CacheSalt, Int64, Refusal, Texts, refused
+from app.metrics.instruments import Api
 
 NonEmptyText = Annotated[str, Field(min_length=1)]
 NON_EMPTY = Field(fail_fast=True, min_length=1)
@@ -19,19 +19,19 @@ NON_EMPTY = Field(fail_fast=True, min_length=1)
 class PoolingFields(Body):
     """Fields common to OpenAI's and vLLM's routes for encoders. `truncate` is an extension: long texts are truncated.
 
-    `truncate_prompt_tokens` is vLLM's name for it; -1 is the length that the model reads, the only one supported. With
-    `use_activation` false, scores are logits and vectors are not normalized.
+    Requests share nothing, so any `cache_salt` is followed. `truncate_prompt_tokens` is vLLM's name for `truncate`; -1 is
+    the length that the model reads, the only one supported. With `use_activation` false, scores are logits and vectors
+    are not normalized.
     """
 
-    IGNORED: ClassVar[frozenset[str]] = IGNORED
-    NEUTRAL: ClassVar[Mapping[str, tuple[Any, ...]]] = {
-        "add_special_tokens": (None, True),
-        "padding": (None, "do_not_pad"),
-        "priority": (None, 0),
-        "truncation_side": (None, "right"),
+    API: ClassVar[Api] = "embeddings"
+    REFUSED: ClassVar[Mapping[str, Refusal]] = {
+        **refused(LEAVE_OUT, add_special_tokens=True, truncation_side="right", image=(), images=([],)),
+        **refused("use use_activation", normalize=True, activation=True, softmax=True),
     }
 
     model: str | None = None
+    cache_salt: CacheSalt | None = None
     truncate: bool | None = None
     truncate_prompt_tokens: Literal[-1] | None = None
     use_activation: bool | None = None
@@ -45,6 +45,19 @@ class PoolingFields(Body):
 class EmbeddingsBody(PoolingFields):
     """Body of `POST /v1/embeddings`. `input` has OpenAI's forms and llama.cpp's."""
 
+    REFUSED: ClassVar[Mapping[str, Refusal]] = {
+        **PoolingFields.REFUSED,
+        **refused(
+            "put the checkpoint's prompt before each text, or use /embed with prompt_name",
+            input_type=(),
+            task=(),
+            task_type=(),
+            prompt_name=(),
+        ),
+        **refused("use encoding_format", embedding_type="float", embedding_types=(["float"],), output_dtype="float"),
+        **refused("use dimensions", output_dimension=()),
+        **refused(LEAVE_OUT, late_chunking=False, stream=False, embd_normalize=2),
+    }
     FOREIGN: ClassVar[Mapping[str, str]] = {
         "inputs": "send input here, or send inputs to /embed (text-embeddings-inference) or /encode.",
         "texts": "send input here, or send texts to /v1/embed or /v2/embed (Cohere).",
@@ -70,6 +83,7 @@ ClassifyInput = str | TextPair
 class ClassifyBody(PoolingFields):
     """Body of `POST /v1/classify` and `/classify`. `raw_scores` is an extension: scores are logits."""
 
+    API: ClassVar[Api] = "classify"
     FOREIGN: ClassVar[Mapping[str, str]] = {
         "inputs": "send input here, or send inputs to /predict (text-embeddings-inference).",
         "texts": "send input here.",
@@ -101,6 +115,7 @@ class TruncationFields(Body):
 class TextsBody(TruncationFields):
     """Texts, and the name of the checkpoint's prompt that is put before them."""
 
+    API: ClassVar[Api] = "embeddings"
     FOREIGN: ClassVar[Mapping[str, str]] = {
         "input": "send inputs here, or send input to /v1/embeddings (OpenAI).",
         "texts": "send inputs here, or send texts to /v1/embed or /v2/embed (Cohere).",

@@ -19,6 +19,7 @@ from app.api.openai.schemas import OPENAI_ERRORS
 from app.api.routing import BODY_ERRORS, DialectRouter, RequestBody, check_model, count_refusals, request_id, runtime_of
 from app.api.schemas import Int64, Texts
 from app.errors import InvalidRequest, WrongModelKind
+from app.metrics.instruments import Api
 from app.service.requests import Encoded, EncodingRequest
 from app.service.served_model import FloatArray, ServedEncoder, to_numpy
 
@@ -34,6 +35,7 @@ class ScoreBody(PoolingFields):
     One query is scored with every document; as many queries as documents are scored in pairs.
     """
 
+    API: ClassVar[Api] = "rerank"
     FOREIGN: ClassVar[Mapping[str, str]] = {
         "query": "send queries and documents here, or send query and documents to /rerank.",
         "texts": "send queries and documents here, or send query and texts to /rerank.",

@@ -10,8 +10,19 @@ from typing_extensions import TypedDict
 
 from app.api.errors import ErrorFormat, HttpError
 from app.api.llama_cpp.prompts import LlamaCppPrompts
-from app.api.schemas import MAX_PARTS, Body, Int64, SamplingFields
+from app.api.schemas import (
+    LEAVE_OUT,
+    MAX_PARTS,
+    OPENAI_ONLY,
+    OTHER_SAMPLERS,
+    Body,
+    Int64,
+    Refusal,
+    SamplingFields,
+    refused,
+)
 from app.messages import MAX_LOGIT_BIASES
+from app.metrics.instruments import Api
 
 
 def _validate_biases(value: Any) -> tuple[tuple[int | str, float | Literal[False]], ...]:
@@ -32,13 +43,6 @@ TokenBiases = Annotated[
     WithJsonSchema({"anyOf": [{"type": "array", "items": {"type": "array"}}, {"type": "object"}, {"type": "null"}]}),
 ]
 
-# Caches and slots, and parameters of samplers that are off.
-_IGNORED = frozenset(
-    "cache_prompt id_slot slot_id n_keep n_discard n_indent min_keep timings_per_token return_progress samplers "
-    "repeat_last_n penalize_nl mirostat_tau mirostat_eta dynatemp_exponent xtc_threshold dry_base dry_allowed_length "
-    "dry_penalty_last_n dry_sequence_breakers n_cache_reuse api_key".split()
-)
-
 
 class LlamaCppBody(SamplingFields):
     """Body of `POST /completion`. `n_predict` below 0 means up to the end of the context.
@@ -46,18 +50,15 @@ class LlamaCppBody(SamplingFields):
     `model` may name an adapter; other names mean the model, as llama.cpp does.
     """
 
-    IGNORED: ClassVar[frozenset[str]] = _IGNORED
-    NEUTRAL: ClassVar[Mapping[str, tuple[Any, ...]]] = {
-        "typical_p": (1.0,),
-        "tfs_z": (1.0,),
-        "mirostat": (0,),
-        "dynatemp_range": (0.0,),
-        "xtc_probability": (0.0,),
-        "dry_multiplier": (0.0,),
-        "top_n_sigma": (-1.0,),
-        "t_max_predict_ms": (0, -1),
-        "lora": ([],),
-        "image_data": ([],),
+    API: ClassVar[Api] = "llama_cpp"
+    REFUSED: ClassVar[Mapping[str, Refusal]] = {
+        **OTHER_SAMPLERS,
+        **OPENAI_ONLY,
+        **refused(LEAVE_OUT, t_max_predict_ms=(0, -1), lora=([],), image_data=([],), multimodal_data=([],)),
+    }
+    FOREIGN: ClassVar[Mapping[str, str]] = {
+        "messages": "send prompt here, or send messages to /v1/chat/completions.",
+        "inputs": "send prompt here.",
     }
 
     model: str | None = None

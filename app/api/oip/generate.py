@@ -23,7 +23,7 @@ from app.api.routing import (
     runtime_of,
     sampling_defaults,
 )
-from app.api.schemas import parse_body
+from app.api.schemas import ReportIgnored, parse_body
 from app.api.streaming import CollectedCompletion, EventEncoding, EventStreamResponse, GenerationStream, respond
 from app.errors import InvalidRequest
 from app.messages import SamplingParams
@@ -78,21 +78,27 @@ async def _respond(request: Request, unread: UnreadBody[OipGenerateBody], stream
     with count_refusals(runtime.metrics, "oip"):
         check_origin(request)
         requested_model(request)
-        name, model = check_model(runtime, request.path_params["name"]), runtime.service.decoder
-        body, parameters = await unread.translate(partial(_parse_body, stream=stream))
+        name = check_model(runtime, request.path_params["name"], in_path=True)
+        model = runtime.service.decoder
+        body, parameters = await unread.translate(partial(_parse_body, stream=stream, report=unread.report_ignored))
         params = _sampling_params(parameters, sampling_defaults(runtime))
     format_ = _GenerateFormat(model, name, body.id, params, bool(parameters.get("details")))
     generation = GenerationRequest(
-        params=params, api="oip", request_id=request_id(request), prompt=body.text_input, model=name
+        params=params,
+        api="oip",
+        request_id=request_id(request),
+        prompt=body.text_input,
+        model=name,
+        cache_salt=parameters.get("cache_salt"),
     )
     return await respond(runtime.service.generate(generation), format_, _EVENTS, streams=stream)
 
 
-def _parse_body(body: bytes, stream: bool) -> tuple[OipGenerateBody, Json]:
+def _parse_body(body: bytes, stream: bool, report: ReportIgnored) -> tuple[OipGenerateBody, Json]:
     """Return the body and its parameters, which may be in `parameters` or at the top level."""
     if not body.strip():
         raise InvalidRequest("The body is empty: send a JSON object with text_input.")
-    parsed = parse_body(OipGenerateBody, body)
+    parsed = parse_body(OipGenerateBody, body, report)
     given: Json = {}
     for source in (parsed, parsed.parameters or GenerateParameters()):
         for name in GenerateParameters.model_fields:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
@@ -14,13 +14,15 @@ from app.api.oip.tensors import VERSION
 from app.api.routing import BODY_ERRORS, DialectRouter, RequestBody, runtime_of
 from app.api.schemas import Body, parse_body
 from app.errors import NotReady, UnsupportedParameter
-from app.metrics.instruments import DurationTotal, Metrics
+from app.metrics.instruments import Api, DurationTotal, Metrics
 
 REPOSITORY_PATH = "/v2/repository/models/{name:path}"
 
 
 class RepositoryIndexBody(Body):
     """Body of `POST /v2/repository/index`, which may be empty. With `ready`, only models that are ready are listed."""
+
+    API: ClassVar[Api] = "oip"
 
     ready: bool | None = None
 
@@ -102,7 +104,7 @@ async def index(request: Request, unread: RequestBody[RepositoryIndexBody]) -> R
     """Serve `POST /v2/repository/index`: the served model; nothing until its name is known."""
     check_origin(request)
     given = await unread.read()
-    body = parse_body(RepositoryIndexBody, given) if given.strip() else RepositoryIndexBody()
+    body = parse_body(RepositoryIndexBody, given, unread.report_ignored) if given.strip() else RepositoryIndexBody()
     service = runtime_of(request).service
     try:
         name = service.model.name

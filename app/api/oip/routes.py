@@ -53,6 +53,7 @@ from app.api.routing import (
     run_beside_loop,
     runtime_of,
 )
+from app.api.schemas import ReportIgnored
 from app.errors import InvalidRequest, ModelNotFound, RequestTimeout, WrongModelKind
 from app.service.requests import InferenceRequest
 from app.service.served_model import ServedDecoder, ServedEncoder, ServedModel, ServedProgram
@@ -185,7 +186,9 @@ async def infer(request: Request, unread: RequestBody[InferBody]) -> Response:
     with count_refusals(runtime.metrics, "oip"):
         check_origin(request)
         model = requested_model(request)
-        inference = await unread.translate(lambda body: _parse_inference(model, *split_body(request, body)))
+        inference = await unread.translate(
+            lambda body: _parse_inference(model, *split_body(request, body), unread.report_ignored)
+        )
         _check_parameters(model, inference)
     microseconds = inference.parameters.timeout
     try:
@@ -226,7 +229,7 @@ def requested_model(request: Request) -> ServedModel:
             f"{', '.join(MODEL_ROUTES)}.",
             field="name",
         )
-    check_model(runtime, name)
+    check_model(runtime, name, in_path=True)
     if version != VERSION:
         raise ModelNotFound(f"The model {name!r} has no version {version[:40]!r}; it has {VERSION!r}.", field="version")
     return model
@@ -245,13 +248,13 @@ def check_origin(request: Request) -> None:
         raise InvalidRequest("Send the body as JSON with the header `content-type: application/json`.")
 
 
-def _parse_inference(model: ServedModel, head: bytes, tail: bytes | None) -> InferRequest:
+def _parse_inference(model: ServedModel, head: bytes, tail: bytes | None, report: ReportIgnored) -> InferRequest:
     if isinstance(model, ServedDecoder):
         raise WrongModelKind(
             f"{model.name!r} generates text: use /v2/models/{model.name}/generate, or serve an encoder.", field="model"
         )
     if head or tail is None:
-        return parse_infer_request(head, tail)
+        return parse_infer_request(head, tail, report)
     return InferRequest(parse_bare_body(signature_of(model), tail), parameters=InferParameters(binary_data_output=True))
 
 

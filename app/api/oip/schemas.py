@@ -9,20 +9,24 @@ from pydantic import Field
 from typing_extensions import TypedDict
 
 from app.api.errors import ErrorFormat, HttpError
-from app.api.schemas import Body, Int64, SamplingFields
+from app.api.schemas import LEAVE_OUT, OPENAI_ONLY, OTHER_SAMPLERS, Body, Int64, Refusal, SamplingFields, refused
+from app.metrics.instruments import Api
 
 MAX_TENSORS = 64  # inputs or outputs of one request
 MAX_DIMENSIONS = 16
 
 Dimension = Annotated[int, Field(ge=0, le=2**64 - 1)]
 # Values that MLServer's clients send for tensors that need no conversion.
-CONTENT_TYPE = (None, "str", "np")
+CONTENT_TYPE: Mapping[str, Refusal] = refused(LEAVE_OUT, content_type=("str", "np"))
 
 
 class InputParameters(Body):
     """Parameters of an input. `binary_data_size` is the number of its bytes after the JSON."""
 
-    NEUTRAL: ClassVar[Mapping[str, tuple[Any, ...]]] = {"content_type": CONTENT_TYPE}
+    REFUSED: ClassVar[Mapping[str, Refusal]] = {
+        **CONTENT_TYPE,
+        **refused(LEAVE_OUT, shared_memory_region=(), shared_memory_byte_size=(), shared_memory_offset=()),
+    }
 
     binary_data_size: Int64 | None = None
 
@@ -45,7 +49,7 @@ class InputTensor(Body):
 class OutputParameters(Body):
     """Parameters of an output. `binary_data` requests it as bytes after the response's JSON."""
 
-    NEUTRAL: ClassVar[Mapping[str, tuple[Any, ...]]] = {"content_type": CONTENT_TYPE, "classification": (None, 0)}
+    REFUSED: ClassVar[Mapping[str, Refusal]] = {**InputParameters.REFUSED, **refused(LEAVE_OUT, classification=0)}
 
     binary_data: bool | None = None
 
@@ -64,12 +68,9 @@ class InferParameters(Body):
     same as in `/encode`.
     """
 
-    NEUTRAL: ClassVar[Mapping[str, tuple[Any, ...]]] = {
-        "content_type": CONTENT_TYPE,
-        "priority": (None, 0),
-        "sequence_id": (None, 0, ""),
-        "sequence_start": (None, False),
-        "sequence_end": (None, False),
+    REFUSED: ClassVar[Mapping[str, Refusal]] = {
+        **CONTENT_TYPE,
+        **refused(LEAVE_OUT, sequence_id=(0, ""), sequence_start=False, sequence_end=False),
     }
 
     binary_data_output: bool | None = None
@@ -83,7 +84,7 @@ class InferParameters(Body):
 class InferBody(Body):
     """Body of `POST /v2/models/{model}/infer`. The path names the model."""
 
-    IGNORED: ClassVar[frozenset[str]] = frozenset({"model_name", "model_version"})
+    API: ClassVar[Api] = "oip"
     FOREIGN: ClassVar[Mapping[str, str]] = {
         "instances": "send inputs here; version 1 of the protocol is not served.",
         "text_input": "send inputs here, or send text_input to generate.",
@@ -102,10 +103,12 @@ class GenerateParameters(SamplingFields):
     prompt.
     """
 
-    NEUTRAL: ClassVar[Mapping[str, tuple[Any, ...]]] = {
-        "exclude_input_in_output": (None, True),
-        "bad_words": (None, ""),
-        "stop_words": (None, ""),
+    REFUSED: ClassVar[Mapping[str, Refusal]] = {
+        **OTHER_SAMPLERS,
+        **OPENAI_ONLY,
+        **refused(LEAVE_OUT, exclude_input_in_output=True, return_context_logits=False, image_input=()),
+        **refused("use stop", stop_words=("", [])),
+        **refused("use seed", random_seed=()),
     }
 
     max_tokens: Int64 | None = None
@@ -119,6 +122,7 @@ class OipGenerateBody(GenerateParameters):
     Parameters may be in `parameters` or at the top level.
     """
 
+    API: ClassVar[Api] = "oip"
     FOREIGN: ClassVar[Mapping[str, str]] = {
         "inputs": "send text_input here, or send inputs to infer.",
         "prompt": "send text_input here, or send prompt to /v1/completions.",

@@ -23,7 +23,7 @@ from starlette.responses import Response
 from app.api.encoders.vectors import to_json_list
 from app.api.middleware import MAX_BODY_BYTES, TENSOR_HEADER
 from app.api.oip.schemas import InferBody, InferParameters, InputTensor, OutputTensor
-from app.api.schemas import parse_body
+from app.api.schemas import ReportIgnored, parse_body
 from app.api.streaming import server_timing
 from app.errors import BodyTooLarge, InvalidRequest
 from app.messages import Array, Timings
@@ -237,14 +237,14 @@ def split_body(request: Request, body: bytes) -> tuple[bytes, bytes | None]:
     return body[:length], body[length:]
 
 
-def parse_infer_request(head: bytes, tail: bytes | None) -> InferRequest:
+def parse_infer_request(head: bytes, tail: bytes | None, report: ReportIgnored | None = None) -> InferRequest:
     """Parse the body and check every tensor's datatype, shape and bytes for consistency.
 
     The model's own requirements are checked later.
     """
     if not head.strip():
         raise InvalidRequest("The body is empty: send a JSON object with inputs.")
-    body = parse_body(InferBody, head)
+    body = parse_body(InferBody, head, report)
     return InferRequest(
         _inputs(body.inputs, tail), _outputs(body.outputs), body.id, body.parameters or InferParameters()
     )

@@ -8,22 +8,29 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import Field
 
 from app.api.openai.bodies import MAX_NAME, MAX_TOOLS
-from app.api.schemas import MAX_MESSAGES, Body, Int64
-from app.errors import UnsupportedParameter
-
-# Options about memory, threads and the library: they change no answer here. The context is the server's own, and the
-# repetition penalty sees all of it.
-_IGNORED_OPTIONS = frozenset(
-    "num_ctx num_keep num_batch num_gpu main_gpu num_thread numa low_vram use_mmap use_mlock f16_kv logits_all "
-    "vocab_only embedding_only repeat_last_n penalize_newline mirostat_tau mirostat_eta draft_num_predict".split()
+from app.api.schemas import (
+    LEAVE_OUT,
+    MAX_MESSAGES,
+    OTHER_SAMPLERS,
+    Body,
+    CacheSalt,
+    Int64,
+    Refusal,
+    grammars_refused,
+    refused,
 )
+from app.errors import InvalidRequest, UnsupportedParameter
+from app.metrics.instruments import Api
 
 
 class Options(Body):
-    """The `options` object. `num_predict` below 0 means up to the end of the context; `top_k` 0 means all tokens."""
+    """The `options` object. `num_predict` below 0 means up to the end of the context; `top_k` 0 means all tokens.
 
-    IGNORED: ClassVar[frozenset[str]] = _IGNORED_OPTIONS
-    NEUTRAL: ClassVar[Mapping[str, tuple[Any, ...]]] = {"mirostat": (0,), "tfs_z": (1.0,), "typical_p": (1.0,)}
+    Options about memory, threads and the library are ignored. The context is the server's own, and the repetition
+    penalty sees all of it.
+    """
+
+    REFUSED: ClassVar[Mapping[str, Refusal]] = OTHER_SAMPLERS
 
     num_predict: Int64 | None = None
     temperature: float | None = None
@@ -40,24 +47,34 @@ class Options(Body):
 class OllamaFunction(Body):
     """A function that the model may call; `parameters` is a JSON schema."""
 
-    IGNORED: ClassVar[frozenset[str]] = frozenset({"strict"})
-
     name: Annotated[str, Field(min_length=1, max_length=MAX_NAME)]
     description: str | None = None
     parameters: dict[str, Any] | None = None
 
 
 class OllamaTool(Body):
-    """A tool; only functions are supported."""
+    """A tool. Tools of other types than functions are left out."""
 
-    type: Literal["function"] | None = None
-    function: OllamaFunction
+    type: str | None = None
+    function: OllamaFunction | None = None
+
+    def check_fields(self, path: str, ignored: dict[str, None]) -> None:
+        """Note a tool of another type as ignored, and refuse a function without its definition."""
+        if self.function is None and self.type in (None, "function"):
+            raise InvalidRequest(f"{path}function: Field required.", field=f"{path}function")
+        if self.type not in (None, "function"):
+            self.leave_out(path, self.type, ignored)
+            return
+        super().check_fields(path, ignored)
+
+    @property
+    def offered(self) -> OllamaFunction | None:
+        """The function that is offered to the model; None for a tool of another type."""
+        return self.function if self.type in (None, "function") else None
 
 
 class CalledFunction(Body):
     """A call of a function in the history."""
-
-    IGNORED: ClassVar[frozenset[str]] = frozenset({"index"})
 
     name: str
     arguments: dict[str, Any] | None = None
@@ -65,8 +82,6 @@ class CalledFunction(Body):
 
 class OllamaToolCall(Body):
     """A tool call in the history."""
-
-    IGNORED: ClassVar[frozenset[str]] = frozenset({"type"})
 
     id: str | None = None
     function: CalledFunction
@@ -77,13 +92,13 @@ class _ImagesRefused(Body):
 
     images: list[Any] | None = None
 
-    def refuse_unknown(self, path: str = "") -> None:
-        """Refuse images, and unknown fields."""
+    def check_fields(self, path: str, ignored: dict[str, None]) -> None:
+        """Refuse images, and what else is refused."""
         if self.images:
             raise UnsupportedParameter(
                 f"{path}images: this server's models read text, and no images: leave them out.", field=f"{path}images"
             )
-        super().refuse_unknown(path)
+        super().check_fields(path, ignored)
 
 
 class OllamaMessage(_ImagesRefused):
@@ -100,7 +115,7 @@ class OllamaMessage(_ImagesRefused):
 class _ModelBody(Body):
     """Fields of all bodies. The model stays loaded whatever `keep_alive` says."""
 
-    IGNORED: ClassVar[frozenset[str]] = frozenset({"keep_alive"})
+    API: ClassVar[Api] = "ollama"
 
     model: str
     options: Options | None = None
@@ -109,11 +124,15 @@ class _ModelBody(Body):
 class OllamaGenerationBody(_ModelBody):
     """Fields common to chat and generate. Both stream unless `stream` is false."""
 
-    IGNORED: ClassVar[frozenset[str]] = frozenset({"keep_alive", "truncate", "shift"})
+    REFUSED: ClassVar[Mapping[str, Refusal]] = {
+        **refused("use options", temperature=(), top_p=(), top_k=(), seed=(), stop=(), num_predict=(), max_tokens=()),
+        **grammars_refused("use format"),
+    }
 
     stream: bool | None = None
     format: Literal["", "json"] | dict[str, Any] | None = None
     think: bool | str | None = None
+    cache_salt: CacheSalt | None = None
     logprobs: bool | None = None
     top_logprobs: Int64 | None = None
 
@@ -130,6 +149,12 @@ class OllamaGenerationBody(_ModelBody):
 class OllamaChatBody(OllamaGenerationBody):
     """Body of `POST /api/chat`. Without messages it only asks for the model to be loaded."""
 
+    REFUSED: ClassVar[Mapping[str, Refusal]] = {
+        **OllamaGenerationBody.REFUSED,
+        **refused("send a message of the role system", system=""),
+    }
+    FOREIGN: ClassVar[Mapping[str, str]] = {"prompt": "send messages here, or send prompt to /api/generate."}
+
     messages: Annotated[tuple[OllamaMessage, ...], Field(fail_fast=True, max_length=MAX_MESSAGES)] | None = None
     tools: Annotated[tuple[OllamaTool, ...], Field(fail_fast=True, max_length=MAX_TOOLS)] | None = None
 
@@ -137,7 +162,11 @@ class OllamaChatBody(OllamaGenerationBody):
 class OllamaGenerateBody(OllamaGenerationBody, _ImagesRefused):
     """Body of `POST /api/generate`. The prompt is a user's message, or with `raw` the text that is continued."""
 
-    NEUTRAL: ClassVar[Mapping[str, tuple[Any, ...]]] = {"suffix": ("",), "template": ("",), "context": ([],)}
+    REFUSED: ClassVar[Mapping[str, Refusal]] = {
+        **OllamaGenerationBody.REFUSED,
+        **refused(LEAVE_OUT, suffix="", template="", context=([],)),
+    }
+    FOREIGN: ClassVar[Mapping[str, str]] = {"messages": "send prompt here, or send messages to /api/chat."}
 
     prompt: str | None = None
     system: str | None = None
@@ -161,10 +190,19 @@ class OllamaEmbeddingsBody(_ModelBody):
     prompt: str
 
 
-class ShowBody(Body):
-    """Body of `POST /api/show`."""
+class NameBody(Body):
+    """Body of `POST /api/show` and `/api/pull`: the name of a model, also under its older name."""
 
-    IGNORED: ClassVar[frozenset[str]] = frozenset({"verbose"})
+    API: ClassVar[Api] = "ollama"
 
     model: str | None = None
     name: str | None = None
+    stream: bool | None = None
+
+    @property
+    def wanted(self) -> str:
+        """The name. Raises `InvalidRequest` if there is none."""
+        name = self.model or self.name
+        if name is None:
+            raise InvalidRequest("model: Field required.", field="model")
+        return name

@@ -9,11 +9,20 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from app.api.ollama.bodies import ShowBody
+from app.api.ollama.bodies import NameBody
 from app.api.ollama.output import timestamp
-from app.api.ollama.schemas import OLLAMA_ERRORS, OllamaModels, OllamaShow, OllamaVersion
-from app.api.routing import BODY_ERRORS, ApiRuntime, DialectRouter, RequestBody, check_model, runtime_of, served_names
-from app.errors import InvalidRequest
+from app.api.ollama.schemas import OLLAMA_ERRORS, OllamaModels, OllamaShow, OllamaStatus, OllamaVersion
+from app.api.routing import (
+    BODY_ERRORS,
+    NDJSON,
+    ApiRuntime,
+    DialectRouter,
+    RequestBody,
+    check_model,
+    runtime_of,
+    served_names,
+)
+from app.api.streaming import format_line
 from app.service.served_model import ServedDecoder, ServedEncoder, ServedModel
 from app.version import VERSION
 
@@ -28,6 +37,24 @@ router = DialectRouter("Ollama", OLLAMA_ERRORS)
 def check_name(runtime: ApiRuntime, name: str) -> str:
     """Return the name that answers have (`check_model`), for a name with or without the tag `latest`."""
     return check_model(runtime, name.removesuffix(TAG))
+
+
+@router.post(
+    "/api/pull",
+    summary="Ollama: success for the served model, which is here",
+    response_model=OllamaStatus,
+    responses=router.failures(*BODY_ERRORS, 404) | router.line_stream(OllamaStatus),
+    response_description="Lines of JSON that end with the status success; with `stream` false, that one.",
+)
+async def pull(request: Request, unread: RequestBody[NameBody]) -> Response:
+    """Serve `POST /api/pull`. Nothing is fetched, and another model is not found."""
+    runtime = runtime_of(request)
+    body = await unread.parse(needs_type=False)
+    check_model(runtime, body.wanted.removesuffix(TAG), in_path=True)
+    if body.stream is False:
+        return JSONResponse({"status": "success"})
+    lines = (format_line({"status": status}) for status in ("pulling manifest", "verifying sha256 digest", "success"))
+    return Response(b"".join(lines), media_type=NDJSON)
 
 
 @router.get(
@@ -60,14 +87,11 @@ async def processes(request: Request) -> Response:
     response_model=OllamaShow,
     responses=router.failures(*BODY_ERRORS, 404),
 )
-async def show(request: Request, unread: RequestBody[ShowBody]) -> Response:
+async def show(request: Request, unread: RequestBody[NameBody]) -> Response:
     """Serve `POST /api/show`."""
     runtime = runtime_of(request)
     body = await unread.parse(needs_type=False)
-    name = body.model or body.name
-    if name is None:
-        raise InvalidRequest("model: Field required.", field="model")
-    check_name(runtime, name)
+    check_name(runtime, body.wanted)
     served, facts = runtime.service.model, _facts(runtime)
     template = served.chat.source if isinstance(served, ServedDecoder) and served.chat else "{{ .Prompt }}"
     description: Json = {

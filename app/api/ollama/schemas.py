@@ -22,6 +22,12 @@ def _error_body(error: HttpError) -> dict[str, Any]:
 OLLAMA_ERRORS = ErrorFormat(_error_body, OllamaError)
 
 
+class OllamaStatus(TypedDict):
+    """Line of a response of `POST /api/pull`."""
+
+    status: str
+
+
 class OllamaTokenLogprob(TypedDict):
     """A token with its log-probability, and the most likely ones at its position."""
 

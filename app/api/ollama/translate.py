@@ -35,10 +35,11 @@ def chat_generation(runtime: ApiRuntime, body: OllamaChatBody, identity: str) ->
         ToolDefinition(
             type="function",
             function=FunctionDefinition(
-                name=tool.function.name, description=tool.function.description, parameters=tool.function.parameters
+                name=offered.name, description=offered.description, parameters=offered.parameters
             ),
         )
         for tool in body.tools or ()
+        if (offered := tool.offered) is not None
     )
     messages = tuple(map(_message, body.messages))
     return _chat_generation(runtime, body, identity, messages, tools=tools)
@@ -96,7 +97,7 @@ def _adapted(request: GenerationRequest) -> GenerationRequest:
 
 
 def _shared_fields(body: OllamaGenerationBody) -> dict[str, Any]:
-    fields = sampling_fields(body.options or Options())
+    fields = sampling_fields(body.options or Options()) | {"cache_salt": body.cache_salt}
     if isinstance(body.format, Mapping):
         return fields | {"json_schema": body.format}
     return fields | {"response_format": ResponseFormat(type="json_object") if body.format == "json" else None}

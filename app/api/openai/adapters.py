@@ -23,8 +23,6 @@ class LoadAdapterBody(Body):
 class UnloadAdapterBody(Body):
     """Body of `POST /v1/unload_lora_adapter`."""
 
-    IGNORED = frozenset({"lora_int_id"})
-
     lora_name: str
 
 

@@ -1,4 +1,4 @@
-"""Request bodies of the OpenAI dialect: supported fields, ignored fields, and fields that must be neutral."""
+"""Request bodies of the OpenAI dialect: supported fields, and fields that are refused."""
 
 from __future__ import annotations
 
@@ -7,43 +7,71 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
-from app.api.schemas import MAX_MESSAGES, MAX_PARTS, Body, Int64, Prompts, SamplingFields
+from app.api.schemas import (
+    LEAVE_OUT,
+    MAX_MESSAGES,
+    MAX_PARTS,
+    OTHER_SAMPLERS,
+    Body,
+    Int64,
+    Prompts,
+    Refusal,
+    SamplingFields,
+    refused,
+)
 from app.errors import InvalidRequest, UnsupportedParameter
 from app.messages import MAX_LOGPROB_TOKEN_IDS
+from app.metrics.instruments import Api
 
 MAX_TOOLS = 256
 MAX_NAME = 128  # characters of a function's name
+# Some clients send the flag as text.
+Strict = bool | Literal["true", "false", "True", "False"]
 
-# Fields for labels, billing and storage at OpenAI, and hints that another server may follow. They change no answer here.
-_IGNORED_AT_OPENAI = (
-    "user metadata store service_tier safety_identifier prompt_cache_key prompt_cache_retention prediction verbosity "
-    "reasoning_effort"
-)
-# The same of vLLM and llama.cpp: ids, caches, and the library that follows a grammar.
-_IGNORED_ELSEWHERE = (
-    "request_id cache_salt cache_prompt id_slot guided_decoding_backend spaces_between_special_tokens timings_per_token"
-)
-IGNORED = frozenset(f"{_IGNORED_AT_OPENAI} {_IGNORED_ELSEWHERE}".split())
-# Fields of vLLM, SGLang and llama.cpp with the values that request nothing. vllm-router and sglang-router parse a body and
-# add these of SGLang with their defaults to every request.
-NEUTRAL: Mapping[str, tuple[Any, ...]] = {
-    "no_stop_trim": (False,),
-    "return_hidden_states": (False,),
-    "separate_reasoning": (True,),
-    "stream_reasoning": (True,),
-    "early_stopping": (False,),
-    "typical_p": (1.0,),
-    "mirostat": (0,),
-    "repeat_penalty": (1.0,),
-    "return_progress": (False,),
-    "verbose": (False,),
+USE_STRUCTURED_OUTPUTS = "use structured_outputs or response_format"
+# Fields of vLLM, SGLang, llama.cpp and TGI that change the answer, with the values that request nothing. vllm-router and
+# sglang-router parse a body and add these of SGLang with their defaults to every request.
+REFUSED: Mapping[str, Refusal] = {
+    **OTHER_SAMPLERS,
+    **refused(
+        LEAVE_OUT,
+        no_stop_trim=False,
+        return_hidden_states=False,
+        separate_reasoning=True,
+        stream_reasoning=True,
+        early_stopping=False,
+        logits_processors=([],),
+        custom_logit_processor=(),
+        stop_regex=([], ""),
+        session_params=(),
+        lora_path=(),
+        adapter_id=(),
+        prompt_embeds=(),
+        mm_processor_kwargs=({},),
+        multi_modal_data=({},),
+        image_data=([],),
+        audio_data=([],),
+        video_data=([],),
+    ),
+    **refused(
+        USE_STRUCTURED_OUTPUTS,
+        regex=(),
+        ebnf=(),
+        structural_tag=(),
+        guided_json_object=False,
+        guided_whitespace_pattern=(),
+        whitespace_pattern=(),
+    ),
+    **refused("use repetition_penalty", repeat_penalty=1.0),
+    **refused("use max_tokens", max_new_tokens=(), max_output_tokens=(), num_predict=()),
+    **refused("use use_beam_search", beam_width=1),
+    **refused("use min_tokens", min_new_tokens=0),
+    **refused("use stop", stop_sequences=([],)),
 }
 
 
 class StreamOptions(Body):
     """The `stream_options` object."""
-
-    IGNORED: ClassVar[frozenset[str]] = frozenset({"include_obfuscation"})
 
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
@@ -58,7 +86,7 @@ class JsonSchemaFormat(Body):
     name: str | None = None
     description: str | None = None
     json_schema: dict[str, Any] | bool | None = Field(None, alias="schema")
-    strict: bool | None = None
+    strict: Strict | None = None
 
 
 class ResponseFormat(Body):
@@ -77,12 +105,9 @@ Choices = Annotated[tuple[str, ...], Field(fail_fast=True, min_length=1)]
 class StructuredOutputs(Body):
     """vLLM's `structured_outputs` object, with one of its fields."""
 
-    IGNORED: ClassVar[frozenset[str]] = frozenset({"disable_fallback", "disable_any_whitespace"})
-    NEUTRAL: ClassVar[Mapping[str, tuple[Any, ...]]] = {
-        "disable_additional_properties": (False,),
-        "whitespace_pattern": (),
-        "structural_tag": (),
-    }
+    REFUSED: ClassVar[Mapping[str, Refusal]] = refused(
+        LEAVE_OUT, disable_additional_properties=False, whitespace_pattern=(), structural_tag=()
+    )
 
     json_value: JsonSchema | None = Field(None, alias="json")
     regex: str | None = None
@@ -100,14 +125,28 @@ class FunctionDefinition(Body):
     name: Annotated[str, Field(min_length=1, max_length=MAX_NAME)]
     description: str | None = None
     parameters: dict[str, Any] | None = None
-    strict: bool | None = None
+    strict: Strict | None = None
 
 
 class ToolDefinition(Body):
-    """A tool; only functions are supported."""
+    """A tool. Only functions are offered to the model: tools that a provider runs, or of other types, are left out."""
 
-    type: Literal["function"]
-    function: FunctionDefinition
+    type: str | None = None
+    function: FunctionDefinition | None = None
+
+    def check_fields(self, path: str, ignored: dict[str, None]) -> None:
+        """Note a tool of another type as ignored, and refuse a function without its definition."""
+        if self.is_function and self.function is None:
+            raise InvalidRequest(f"{path}function: Field required.", field=f"{path}function")
+        if not self.is_function:
+            self.leave_out(path, self.type, ignored)
+            return
+        super().check_fields(path, ignored)
+
+    @property
+    def is_function(self) -> bool:
+        """True for a function, which is also the type of a tool that names none."""
+        return self.type in (None, "function")
 
 
 class FunctionName(Body):
@@ -116,11 +155,33 @@ class FunctionName(Body):
     name: str
 
 
-class NamedToolChoice(Body):
-    """The function that must be called."""
+class AllowedFunction(Body):
+    """A tool that may be called."""
 
-    type: Literal["function"] = "function"
-    function: FunctionName
+    type: str | None = None
+    function: FunctionName | None = None
+
+
+class AllowedTools(Body):
+    """The tools that may be called, or of which one must be called."""
+
+    mode: Literal["auto", "required"] | None = None
+    tools: Annotated[tuple[AllowedFunction, ...], Field(fail_fast=True, max_length=MAX_TOOLS)] = ()
+
+
+class NamedToolChoice(Body):
+    """The function that must be called, or the functions that may be (`allowed_tools`)."""
+
+    type: Literal["function", "allowed_tools"] | None = None
+    function: FunctionName | None = None
+    allowed_tools: AllowedTools | None = None
+
+    def check_fields(self, path: str, ignored: dict[str, None]) -> None:
+        """Refuse a choice without what its type needs."""
+        needed = "allowed_tools" if self.type == "allowed_tools" else "function"
+        if getattr(self, needed) is None:
+            raise InvalidRequest(f"{path}{needed}: Field required.", field=f"{path}{needed}")
+        super().check_fields(path, ignored)
 
 
 class FunctionCallText(Body):
@@ -130,78 +191,132 @@ class FunctionCallText(Body):
     arguments: str | dict[str, Any] | None = None
 
 
-class ToolCallRecord(Body):
-    """A tool call in the history."""
+class CustomCallText(Body):
+    """A call of a tool that takes a text."""
 
-    IGNORED: ClassVar[frozenset[str]] = frozenset({"index"})
+    name: str
+    input: str | None = None
+
+
+class ToolCallRecord(Body):
+    """A tool call in the history. A call of a custom tool has `custom` with its name and input."""
 
     id: str | None = None
-    type: Literal["function"] = "function"
-    function: FunctionCallText
+    type: Literal["function", "custom"] | None = None
+    function: FunctionCallText | None = None
+    custom: CustomCallText | None = None
+
+    def check_fields(self, path: str, ignored: dict[str, None]) -> None:
+        """Refuse a call that calls nothing."""
+        if self.function is None and self.custom is None:
+            raise InvalidRequest(f"{path}function: Field required.", field=f"{path}function")
+        super().check_fields(path, ignored)
+
+    @property
+    def called(self) -> FunctionCallText:
+        """The name and the arguments. The text of a custom tool is the argument `input`."""
+        if self.function is not None:
+            return self.function
+        assert self.custom is not None, "a call has a function or a custom tool"
+        return FunctionCallText(name=self.custom.name, arguments={"input": self.custom.input or ""})
 
 
 # ---- messages ------------------------------------------------------------------------------------------------------
 
+_MAX_TYPE = 40  # characters of a type in a sentence
 _TEXT_PARTS = frozenset({"text", "input_text", "output_text", "reasoning_text"})
 
 
 class MessagePart(Body):
-    """One part of a message; only text parts are supported."""
-
-    IGNORED: ClassVar[frozenset[str]] = frozenset({"cache_control", "id", "logprobs"})
-    NEUTRAL: ClassVar[Mapping[str, tuple[Any, ...]]] = {"annotations": ([],)}
+    """One part of a message. Only text parts can be read."""
 
     type: str
     text: str | None = None
     refusal: str | None = None
 
-    def refuse_unknown(self, path: str = "") -> None:
-        """Refuse parts that are no text, by their type."""
+    def check_fields(self, path: str, ignored: dict[str, None]) -> None:
+        """Refuse a part of a text without its text. The message decides about parts that are no text."""
         if self.type in _TEXT_PARTS and self.text is None:
             raise InvalidRequest(f"{path}text: Field required.", field=f"{path}text")
-        if self.type not in _TEXT_PARTS and (self.type != "refusal" or self.refusal is None):
-            place = path.removesuffix(".")
-            raise UnsupportedParameter(
-                f"{place} is of type {self.type[:40]!r}; this server's models read text, and neither images nor audio "
-                'nor files: send parts of the form {"type": "text", "text": "…"}.',
-                field=place,
-            )
-        super().refuse_unknown(path)
+        if self.is_text:
+            super().check_fields(path, ignored)
+        else:
+            self.leave_out(path, self.type, ignored)
+
+    @property
+    def is_text(self) -> bool:
+        """True if the part can be read."""
+        return self.type in _TEXT_PARTS or (self.type == "refusal" and self.refusal is not None)
 
     @property
     def shown(self) -> str:
-        """The text of the part."""
+        """The text of the part; in place of another one, a note that tells the model of it."""
+        if not self.is_text:
+            return f"[{self.type[:_MAX_TYPE]}: left out, because this model reads text only]"
         return (self.text if self.type != "refusal" else self.refusal) or ""
+
+
+def refuse_unread(parts: Any, path: str) -> None:
+    """Refuse parts of a user's message that are no text, by their type: an answer without them would be wrong.
+
+    The results of tools and the model's own messages may have them: there they are part of a history, which would be of
+    no use any more.
+    """
+    for index, part in enumerate(parts if isinstance(parts, tuple) else ()):
+        if not part.is_text:
+            place = f"{path}[{index}]"
+            raise UnsupportedParameter(
+                f"{place} is of type {part.type[:_MAX_TYPE]!r}; this server's models read text, and neither images nor "
+                'audio nor files: send parts of the form {"type": "text", "text": "…"}.',
+                field=place,
+            )
+
+
+MessageParts = Annotated[tuple[MessagePart, ...], Field(fail_fast=True, max_length=MAX_PARTS)]
 
 
 class Message(Body):
     """One message of a conversation. `name` is passed to the chat template, which may or may not use it.
 
-    A message of the assistant may have calls instead of content. A message of the role `tool` has the result of the call
-    `tool_call_id`; `function` is its older form.
+    A message of the assistant may have calls instead of content, or neither. A message of the role `tool` has the result
+    of the call `tool_call_id`; `function` is its older form. What other servers write into their answers, and clients
+    send back with the history, is ignored. With `prefix` (DeepSeek, Mistral) or `partial` (Moonshot, Alibaba) the answer
+    continues the last message.
     """
 
-    # Fields of a response message that a client sends back as part of the history.
-    IGNORED: ClassVar[frozenset[str]] = frozenset({"id", "status"})
-    NEUTRAL: ClassVar[Mapping[str, tuple[Any, ...]]] = {"refusal": ("",), "audio": (), "annotations": ([],)}
+    REFUSED: ClassVar[Mapping[str, Refusal]] = refused("send parts of text", images=([],))
 
     role: Literal["system", "developer", "user", "assistant", "tool", "function"]
-    content: str | Annotated[tuple[MessagePart, ...], Field(fail_fast=True, max_length=MAX_PARTS)] | None = None
+    content: str | MessageParts | None = None
     name: str | None = None
     tool_calls: Annotated[tuple[ToolCallRecord, ...], Field(fail_fast=True, max_length=MAX_TOOLS)] | None = None
     tool_call_id: str | None = None
     function_call: FunctionCallText | None = None
     reasoning_content: str | None = None
     reasoning: str | None = None
+    prefix: bool | None = None
+    partial: bool | None = None
 
-    def refuse_unknown(self, path: str = "") -> None:
-        """Refuse unknown fields, and a message without content that has no calls either."""
-        super().refuse_unknown(path)
-        has_calls = self.role == "assistant" and (self.tool_calls or self.function_call)
-        if (self.content is None or self.content == ()) and not has_calls:
-            wanted = "a string or a list of text parts"
-            reason = " (null is for an assistant's message with tool_calls)" if self.role == "assistant" else ""
-            raise InvalidRequest(f"{path}content must be {wanted}{reason}.", field=f"{path}content")
+    def check_fields(self, path: str, ignored: dict[str, None]) -> None:
+        """Refuse what the model would have to read and cannot, and a message without content that has no calls either."""
+        super().check_fields(path, ignored)
+        if self.is_answer:
+            return
+        if self.role not in ("tool", "function"):
+            refuse_unread(self.content, f"{path}content")
+        if self.content is None or self.content == ():
+            raise InvalidRequest(f"{path}content must be a string or a list of text parts.", field=f"{path}content")
+
+    @property
+    def is_answer(self) -> bool:
+        """True for a message of the model."""
+        return self.role == "assistant"
+
+    @property
+    def parts(self) -> tuple[MessagePart, ...]:
+        """The parts that the model gets, if the content has parts: all, or those of its own messages that are text."""
+        given = self.content if isinstance(self.content, tuple) else ()
+        return tuple(part for part in given if part.is_text) if self.is_answer else given
 
 
 # ---- generation ----------------------------------------------------------------------------------------------------
@@ -213,11 +328,11 @@ LogprobTokenIds = Annotated[tuple[Int64, ...], Field(fail_fast=True, max_length=
 class GenerationBody(SamplingFields):
     """Fields common to chat completions and completions.
 
-    `n_predict` is llama.cpp's name for `max_tokens`; below 0 it means up to the end of the context.
+    `n_predict` is llama.cpp's name for `max_tokens`; below 0 it means up to the end of the context, as -1 does in the
+    other names.
     """
 
-    IGNORED: ClassVar[frozenset[str]] = IGNORED
-    NEUTRAL: ClassVar[Mapping[str, tuple[Any, ...]]] = NEUTRAL
+    REFUSED: ClassVar[Mapping[str, Refusal]] = REFUSED
 
     model: str | None = None
     max_tokens: Int64 | None = None
@@ -259,14 +374,18 @@ class ChatBody(GenerationBody):
     With `echo`, the answer begins with the last message, if that is the assistant's.
     """
 
-    NEUTRAL: ClassVar[Mapping[str, tuple[Any, ...]]] = {
-        **NEUTRAL,
-        "modalities": (["text"],),
-        "audio": (),
-        "web_search_options": (),
-        "best_of": (1,),
-        "chat_template": (),
-        "mm_processor_kwargs": ({},),
+    API: ClassVar[Api] = "chat"
+    REFUSED: ClassVar[Mapping[str, Refusal]] = {
+        **REFUSED,
+        **refused(
+            LEAVE_OUT,
+            modalities=(["text"],),
+            audio=(),
+            web_search_options=(),
+            best_of=1,
+            chat_template=(),
+        ),
+        **refused("send a message of the role system", system=("", []), instructions=""),
     }
     FOREIGN: ClassVar[Mapping[str, str]] = {
         "prompt": "send messages here, or send prompt to /v1/completions.",
@@ -291,17 +410,24 @@ class ChatBody(GenerationBody):
     echo: bool | None = None
 
     @property
+    def continues(self) -> bool:
+        """True if the answer continues the last message."""
+        last = self.messages[-1]
+        return bool(self.continue_final_message) or (last.is_answer and bool(last.prefix or last.partial))
+
+    @property
     def echoed(self) -> str:
         """The text of the last message, with which the answer begins; empty without `echo`."""
         last = self.messages[-1]
         if not self.echo or last.role != "assistant" or last.content is None:
             return ""
-        return last.content if isinstance(last.content, str) else "\n".join(part.shown for part in last.content)
+        return last.content if isinstance(last.content, str) else "\n".join(part.shown for part in last.parts)
 
 
 class CompletionBody(GenerationBody):
     """Body of `POST /v1/completions`. Without `max_tokens` a completion has 16 tokens, as OpenAI's."""
 
+    API: ClassVar[Api] = "completions"
     FOREIGN: ClassVar[Mapping[str, str]] = {
         "messages": "send prompt here, or send messages to /v1/chat/completions.",
         "input": "send prompt here, or send input to /v1/responses.",

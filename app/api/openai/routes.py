@@ -143,7 +143,7 @@ async def model(request: Request) -> Response:
     """Serve `GET /v1/models/{name}`."""
     runtime = runtime_of(request)
     name = request.path_params["name"]
-    check_model(runtime, name)
+    check_model(runtime, name, in_path=True)
     return JSONResponse(_model_body(runtime, name))
 
 

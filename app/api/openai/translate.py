@@ -11,6 +11,7 @@ from app.api.openai.bodies import (
     ChatBody,
     CompletionBody,
     FunctionDefinition,
+    FunctionName,
     GenerationBody,
     Message,
     NamedToolChoice,
@@ -24,6 +25,7 @@ from app.text.chat import ChatOptions
 from app.text.grammar import MAX_CHOICES, GrammarKind, GrammarSource
 
 DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's default
+_NO_LIMIT = -1  # `max_tokens` of llama.cpp's and LM Studio's clients: up to the end of the context
 MAX_TOTAL_CHOICES = 128  # prompts × n
 _ANY_OBJECT: Mapping[str, Any] = {"type": "object"}
 _NO_PARAMETERS: Mapping[str, Any] = {"type": "object", "properties": {}, "additionalProperties": False}
@@ -38,7 +40,7 @@ def chat_request(body: ChatBody, request_id: str, defaults: Defaults) -> Generat
         tools=tuple(functions) if use else (),
         documents=body.documents or (),
         add_generation_prompt=body.add_generation_prompt is not False,
-        continue_final_message=bool(body.continue_final_message),
+        continue_final_message=body.continues,
     )
     if options.continue_final_message and body.add_generation_prompt:
         raise InvalidRequest(
@@ -57,6 +59,7 @@ def chat_request(body: ChatBody, request_id: str, defaults: Defaults) -> Generat
         grammar=_grammar(body),
         tools=use,
         separates_reasoning=True,
+        cache_salt=body.cache_salt,
     )
 
 
@@ -80,6 +83,7 @@ def completion_requests(body: CompletionBody, request_id: str, defaults: Default
             clips_max_tokens=body.n_predict is not None,
             grammar=grammar,
             infill=Infill(body.suffix) if body.suffix else None,
+            cache_salt=body.cache_salt,
         )
         for prompt in body.prompt
     ]
@@ -114,7 +118,7 @@ def _max_tokens(body: GenerationBody, default: int | None, newer: int | None = N
             "max_tokens, max_completion_tokens and n_predict are the same limit: send one of them.", field="max_tokens"
         )
     limit = next(iter(limits), default)
-    return None if body.n_predict is not None and body.n_predict < 0 else limit
+    return None if limit == _NO_LIMIT or (body.n_predict is not None and body.n_predict < 0) else limit
 
 
 def _completion_params(body: CompletionBody, defaults: Defaults) -> SamplingParams:
@@ -239,7 +243,7 @@ def _tool_use(body: ChatBody) -> tuple[list[dict[str, Any]], ToolUse | None]:
     """Return the functions as a template gets them, and the tools as the service gets them; None if none is used."""
     if body.functions is not None and body.tools is not None:
         raise InvalidRequest("functions is the older form of tools: send one of them.", field="functions")
-    definitions = body.functions or tuple(tool.function for tool in body.tools or ())
+    definitions = body.functions or _offered_functions(body)
     name = "functions" if body.functions is not None else "tools"
     if len({definition.name for definition in definitions}) < len(definitions):
         raise InvalidRequest(f"{name} must have different names.", field=name)
@@ -256,6 +260,20 @@ def _tool_use(body: ChatBody) -> tuple[list[dict[str, Any]], ToolUse | None]:
     return [_template_tool(each) for each in definitions], ToolUse(tuple(tools.values()), forced, parallel)
 
 
+def _offered_functions(body: ChatBody) -> tuple[FunctionDefinition, ...]:
+    """Return the functions among the tools, or those of them that the choice allows."""
+    functions = tuple(tool.function for tool in body.tools or () if tool.is_function and tool.function is not None)
+    choice = body.tool_choice
+    if not isinstance(choice, NamedToolChoice) or choice.allowed_tools is None:
+        return functions
+    allowed = {tool.function.name for tool in choice.allowed_tools.tools if tool.function is not None}
+    if unknown := allowed - {function.name for function in functions}:
+        raise InvalidRequest(
+            f"tool_choice allows {min(unknown)[:100]!r}, which is none of the tools.", field="tool_choice"
+        )
+    return tuple(function for function in functions if function.name in allowed)
+
+
 _ANY_TOOL = "\0"  # no function has this name
 
 
@@ -266,7 +284,12 @@ def _forced_name(body: ChatBody) -> str | None:
             continue
         if isinstance(choice, str):
             return _ANY_TOOL if choice == "required" else ""
-        return choice.function.name if isinstance(choice, NamedToolChoice) else choice.name
+        if isinstance(choice, FunctionName):
+            return choice.name
+        if choice.function is not None:
+            return choice.function.name
+        if choice.allowed_tools is not None and choice.allowed_tools.mode == "required":
+            return _ANY_TOOL
     return None
 
 
@@ -292,7 +315,7 @@ def template_message(message: Message) -> dict[str, Any]:
     content = message.content
     converted: dict[str, Any] = {"role": role, "content": content or ""}
     if isinstance(content, tuple):
-        converted["content"] = [{"type": "text", "text": part.shown} for part in content]
+        converted["content"] = [{"type": "text", "text": part.shown} for part in message.parts]
     calls = message.tool_calls or ()
     if message.function_call is not None:
         calls = (*calls, ToolCallRecord(function=message.function_call))
@@ -306,5 +329,5 @@ def template_message(message: Message) -> dict[str, Any]:
 
 
 def _template_call(call: ToolCallRecord, place: int) -> dict[str, Any]:
-    function = {"name": call.function.name, "arguments": call.function.arguments or "{}"}
+    function = {"name": call.called.name, "arguments": call.called.arguments or "{}"}
     return {"id": call.id or f"call_{place}", "type": "function", "function": function}

@@ -5,99 +5,181 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import Field
+from pydantic import Discriminator, Field, Tag
 
-from app.api.openai.bodies import MAX_NAME, MAX_TOOLS, MessagePart
-from app.api.schemas import MAX_MESSAGES, MAX_PARTS, Body, Int64, SamplingFields
+from app.api.openai.bodies import MAX_NAME, MAX_TOOLS, MessageParts, Strict, refuse_unread
+from app.api.schemas import (
+    LEAVE_OUT,
+    MAX_MESSAGES,
+    MAX_PARTS,
+    OTHER_SAMPLERS,
+    Body,
+    Int64,
+    Refusal,
+    SamplingFields,
+    grammars_refused,
+    refused,
+)
 from app.errors import InvalidRequest, UnsupportedParameter
+from app.metrics.instruments import Api
 
-Parts = Annotated[tuple[MessagePart, ...], Field(fail_fast=True, max_length=MAX_PARTS)]
-# Required fields of the supported items, by type. Other types are refused by name.
+# Required fields of the supported items, by type. Calls and outputs of other types have `call_id` alike.
 _ITEM_FIELDS: Mapping[str, tuple[str, ...]] = {
     "message": ("role", "content"),
     "function_call": ("call_id", "name"),
+    "custom_tool_call": ("call_id", "name", "input"),
     "function_call_output": ("call_id", "output"),
+    "custom_tool_call_output": ("call_id", "output"),
     "reasoning": (),
 }
+_STORED = "and this server stores nothing: send the items themselves"
+_REFUSED_ITEMS: Mapping[str, str] = {
+    "item_reference": f"refers to a stored item, {_STORED}",
+    "compaction": f"is readable only for the server that made it, {_STORED}",
+    "compaction_trigger": "asks for a summary of the conversation, which this server does not make: leave it out",
+}
+_CALL, _OUTPUT = "_call", "_call_output"
 
 
 class InputItem(Body):
-    """An item of the input: a message, a call of a function, its output, or the model's reasoning.
+    """An item of the input: a message, a call of a tool, its output, or the model's reasoning.
 
     `content` has the parts of a message, or of reasoning (`reasoning_text`).
     """
 
-    IGNORED: ClassVar[frozenset[str]] = frozenset(
-        {"id", "status", "summary", "encrypted_content", "phase", "namespace", "caller"}
-    )
-
     type: str | None = None
     role: Literal["user", "assistant", "system", "developer"] | None = None
-    content: str | Parts | None = None
+    content: str | MessageParts | None = None
     call_id: str | None = None
     name: str | None = None
-    arguments: str | None = None
-    output: str | Parts | None = None
+    namespace: str | None = None
+    arguments: str | dict[str, Any] | None = None
+    input: str | None = None
+    output: str | MessageParts | None = None
 
     @property
     def kind(self) -> str:
         """The item's type; an item with a role and without a type is a message."""
         return self.type or "message"
 
-    def refuse_unknown(self, path: str = "") -> None:
-        """Refuse items of other types, and items without what their type needs."""
-        place = path.removesuffix(".")
-        if self.kind == "item_reference":
-            raise UnsupportedParameter(
-                f"{place} refers to a stored item, and this server stores none: send the item itself.", field=place
-            )
-        if self.kind not in _ITEM_FIELDS:
-            known = ", ".join(_ITEM_FIELDS)
-            raise UnsupportedParameter(
-                f"{place} is of type {self.kind[:40]!r}, which is not supported: send items of the types {known}.",
-                field=place,
-            )
+    @property
+    def is_call(self) -> bool:
+        """True for a call of a tool."""
+        return self.kind in ("function_call", "custom_tool_call")
+
+    @property
+    def is_output(self) -> bool:
+        """True for the output of a tool."""
+        return self.kind in ("function_call_output", "custom_tool_call_output")
+
+    def check_fields(self, path: str, ignored: dict[str, None]) -> None:
+        """Refuse items without what their type needs, and messages of the user's that cannot be read."""
         for name in _ITEM_FIELDS[self.kind]:
             if getattr(self, name) is None:
                 raise InvalidRequest(f"{path}{name}: Field required.", field=f"{path}{name}")
-        super().refuse_unknown(path)
+        super().check_fields(path, ignored)
+        if self.kind == "message" and self.role != "assistant":
+            refuse_unread(self.content, f"{path}content")
 
 
-class FunctionTool(Body):
-    """A function that the model may call. Tools that OpenAI's servers run are refused by their type."""
+class OtherItem(Body):
+    """An item of another type: what tools of OpenAI's servers did, or a client's own record.
 
-    IGNORED: ClassVar[frozenset[str]] = frozenset({"defer_loading", "allowed_callers"})
+    Those with a `call_id` are a call (`local_shell_call`, `shell_call` …) or its output, which the model reads as JSON.
+    All others are left out: what the model made of them follows in its messages.
+    """
+
+    type: str
+    call_id: str | None = None
+
+    def check_fields(self, path: str, ignored: dict[str, None]) -> None:
+        """Refuse items that stand for a part of the conversation, and note those that are left out."""
+        place = path.removesuffix(".")
+        if self.type in _REFUSED_ITEMS:
+            raise UnsupportedParameter(f"{place} {_REFUSED_ITEMS[self.type]}.", field=place)
+        if not (self.is_call or self.is_output):
+            self.leave_out(path, self.type, ignored)
+
+    @property
+    def is_call(self) -> bool:
+        """True for a call of a tool."""
+        return self.call_id is not None and self.type.endswith(_CALL)
+
+    @property
+    def is_output(self) -> bool:
+        """True for the output of a tool."""
+        return self.call_id is not None and self.type.endswith(_OUTPUT)
+
+    @property
+    def tool(self) -> str:
+        """The name of the tool."""
+        return self.type.removesuffix(_OUTPUT).removesuffix(_CALL)[:MAX_NAME]
+
+    @property
+    def detail(self) -> dict[str, Any]:
+        """What the call asks for, or the output is."""
+        return {name: value for name, value in (self.model_extra or {}).items() if name not in ("id", "status")}
+
+
+def _item_tag(value: Any) -> str:
+    kind = value.get("type") if isinstance(value, dict) else getattr(value, "type", None)
+    return "Other" if isinstance(kind, str) and kind not in _ITEM_FIELDS else "Known"
+
+
+AnyItem = Annotated[Annotated[InputItem, Tag("Known")] | Annotated[OtherItem, Tag("Other")], Discriminator(_item_tag)]
+
+
+class ClientTool(Body):
+    """A function of the client's, a tool that takes a text (`custom`), or a `namespace` of these.
+
+    Tools that OpenAI's servers run, and those whose form they know, are left out.
+    """
 
     type: str
     name: Annotated[str, Field(min_length=1, max_length=MAX_NAME)] | None = None
     description: str | None = None
     parameters: dict[str, Any] | None = None
-    strict: bool | None = None
+    strict: Strict | None = None
+    format: dict[str, Any] | None = None
 
-    def refuse_unknown(self, path: str = "") -> None:
-        """Refuse tools that are not the client's own functions."""
-        if self.type != "function":
-            raise UnsupportedParameter(
-                f"{path}type {self.type[:40]!r} is a tool that this server does not run: send functions.",
-                field=f"{path}type",
-            )
+    def check_fields(self, path: str, ignored: dict[str, None]) -> None:
+        """Note tools of other types, and refuse a tool without a name."""
+        if not self.is_offered:
+            self.leave_out(path, self.type, ignored)
+            return
         if self.name is None:
             raise InvalidRequest(f"{path}name: Field required.", field=f"{path}name")
-        super().refuse_unknown(path)
+        super().check_fields(path, ignored)
+
+    @property
+    def is_offered(self) -> bool:
+        """True for a tool that the model may call."""
+        return self.type in ("function", "custom")
+
+
+class ResponsesTool(ClientTool):
+    """A tool, or a `namespace`: the tools of an MCP server of the client's, under its name."""
+
+    tools: Annotated[tuple[ClientTool, ...], Field(fail_fast=True, max_length=MAX_TOOLS)] | None = None
+
+    @property
+    def is_offered(self) -> bool:
+        """True for a tool that the model may call, or a namespace of these."""
+        return self.type == "namespace" or super().is_offered
 
 
 class AllowedTool(Body):
-    """A function by its name."""
+    """A tool by its name, or a namespace."""
 
-    type: Literal["function"] = "function"
-    name: str
-
-
-class ResponsesToolChoice(Body):
-    """The function that must be called, or those that may be (`allowed_tools`)."""
-
-    type: Literal["function", "allowed_tools"]
+    type: str | None = None
     name: str | None = None
+    namespace: str | None = None
+
+
+class ResponsesToolChoice(AllowedTool):
+    """The tool that must be called, or those that may be (`allowed_tools`)."""
+
+    type: Literal["function", "custom", "allowed_tools"]
     mode: Literal["auto", "required"] | None = None
     tools: Annotated[tuple[AllowedTool, ...], Field(fail_fast=True, max_length=MAX_TOOLS)] | None = None
 
@@ -109,13 +191,11 @@ class TextFormat(Body):
     name: str | None = None
     description: str | None = None
     json_schema: dict[str, Any] | bool | None = Field(None, alias="schema")
-    strict: bool | None = None
+    strict: Strict | None = None
 
 
 class TextOptions(Body):
     """The `text` object; the verbosity is not followed."""
-
-    IGNORED: ClassVar[frozenset[str]] = frozenset({"verbosity"})
 
     format: TextFormat | None = None
 
@@ -123,46 +203,44 @@ class TextOptions(Body):
 class ReasoningOptions(Body):
     """The `reasoning` object. The effort reaches the chat template; summaries are not made."""
 
-    IGNORED: ClassVar[frozenset[str]] = frozenset({"summary", "generate_summary", "context", "mode"})
-
     effort: str | None = None
-
-
-class ResponsesStreamOptions(Body):
-    """The `stream_options` object."""
-
-    IGNORED: ClassVar[frozenset[str]] = frozenset({"include_obfuscation"})
 
 
 class ResponsesBody(SamplingFields):
     """Body of `POST /v1/responses`, with the sampling fields of the other routes.
 
     Nothing is stored: `store` may be absent, null or false. Without `max_output_tokens`, generation may continue to the
-    end of the context.
+    end of the context. A conversation that is too long for the context is refused, also with the `truncation` auto.
     """
 
-    IGNORED: ClassVar[frozenset[str]] = frozenset(
-        "user service_tier safety_identifier prompt_cache_key prompt_cache_retention prompt_cache_options "
-        "max_tool_calls request_id cache_salt timings_per_token return_progress".split()
-    )
-    NEUTRAL: ClassVar[Mapping[str, tuple[Any, ...]]] = {
-        "store": (False,),
-        "background": (False,),
-        "truncation": ("disabled",),
-        "previous_response_id": (),
-        "conversation": (),
-        "prompt": (),
-        "context_management": ([],),
-        "moderation": (),
+    API: ClassVar[Api] = "responses"
+    REFUSED: ClassVar[Mapping[str, Refusal]] = {
+        **OTHER_SAMPLERS,
+        **refused(
+            LEAVE_OUT,
+            store=False,
+            background=False,
+            previous_response_id=(),
+            conversation=(),
+            prompt=(),
+            moderation=(),
+            logprobs=False,
+        ),
+        **refused("use max_output_tokens", max_tokens=(), max_completion_tokens=(), n_predict=()),
+        **grammars_refused("use text.format"),
+        **refused("use tools", functions=([],)),
+        **refused("use instructions", system=""),
+    }
+    FOREIGN: ClassVar[Mapping[str, str]] = {
+        "messages": "send input here, or send messages to /v1/chat/completions.",
     }
 
     model: str | None = None
-    input: str | Annotated[tuple[InputItem, ...], Field(fail_fast=True, min_length=1, max_length=MAX_MESSAGES)]
+    input: str | Annotated[tuple[AnyItem, ...], Field(fail_fast=True, min_length=1, max_length=MAX_MESSAGES)]
     instructions: str | None = None
     max_output_tokens: Int64 | None = None
     stream: bool | None = None
-    stream_options: ResponsesStreamOptions | None = None
-    tools: Annotated[tuple[FunctionTool, ...], Field(fail_fast=True, max_length=MAX_TOOLS)] | None = None
+    tools: Annotated[tuple[ResponsesTool, ...], Field(fail_fast=True, max_length=MAX_TOOLS)] | None = None
     tool_choice: Literal["none", "auto", "required"] | ResponsesToolChoice | None = None
     parallel_tool_calls: bool | None = None
     text: TextOptions | None = None

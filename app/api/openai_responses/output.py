@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import uuid
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from app.api.openai.content_blocks import Block, BlockDelta, BlockEnded, BlockStarted, collected_blocks, divide
 from app.api.openai.responses import chat_logprobs
-from app.api.openai_responses.bodies import ResponsesBody
+from app.api.openai_responses.bodies import ClientTool, ResponsesBody, ResponsesTool
+from app.api.openai_responses.translate import OfferedTool, offered_tools
 from app.api.routing import new_response_id
 from app.api.streaming import CollectedCompletion, GenerationStream
 from app.messages import SamplingParams
@@ -17,6 +19,7 @@ from app.service.requests import Accepted, ChoiceFinished, ScoredToken, TextDelt
 
 Json = dict[str, Any]
 _ID_PREFIXES = {"reasoning": "rs", "text": "msg", "call": "fc"}
+Tools = Mapping[str, OfferedTool]  # by the name that the model knows
 
 
 def new_id(prefix: str) -> str:
@@ -26,19 +29,46 @@ def new_id(prefix: str) -> str:
 
 @dataclass(slots=True)
 class _Item:
-    """An item of the output: one block of the answer, with its id."""
+    """An item of the output: one block of the answer, with its id; of a call also the tool."""
 
     block: Block
+    tools: Tools
     id: str = field(init=False)
 
     def __post_init__(self) -> None:
-        self.id = new_id(_ID_PREFIXES[self.block.kind])
+        self.id = new_id("ctc" if self.is_custom else _ID_PREFIXES[self.block.kind])
+
+    @property
+    def is_custom(self) -> bool:
+        """True for a call of a tool that takes a text."""
+        tool = self.tools.get(self.block.name)
+        return self.block.kind == "call" and tool is not None and tool.is_custom
+
+    @property
+    def input(self) -> str:
+        """The text of such a call."""
+        try:
+            arguments = json.loads(self.block.text)
+        except ValueError:  # the model decided what to write, or was cut
+            return self.block.text
+        given = arguments.get("input") if isinstance(arguments, dict) else None
+        return given if isinstance(given, str) else self.block.text
+
+    def call(self, status: str) -> Json:
+        """Return the item of a call, with the name that the client gave the tool."""
+        block, tool = self.block, self.tools.get(self.block.name)
+        called: Json = {"call_id": block.call_id, "name": block.name}
+        if tool is not None and tool.namespace is not None:
+            called |= {"name": tool.declared.name, "namespace": tool.namespace}
+        if self.is_custom:
+            shown = "" if status == "in_progress" else self.input
+            return {"type": "custom_tool_call", "id": self.id, **called, "input": shown, "status": status}
+        return {"type": "function_call", "id": self.id, **called, "arguments": block.text, "status": status}
 
     def body(self, status: str) -> Json:
         block = self.block
         if block.kind == "call":
-            call = {"call_id": block.call_id, "name": block.name, "arguments": block.text}
-            return {"type": "function_call", "id": self.id, **call, "status": status}
+            return self.call(status)
         content = [self.part()] if status != "in_progress" else []
         if block.kind == "reasoning":
             return {"type": "reasoning", "id": self.id, "summary": [], "content": content, "status": status}
@@ -67,12 +97,13 @@ class ResponseObjectFormat:
     def __init__(self, body: ResponsesBody, params: SamplingParams, model: str, created: int) -> None:
         self._id = new_response_id("resp_")
         self._created, self._fields = created, _request_fields(body, params, model)
+        self._tools: Tools = {tool.name: tool for tool in offered_tools(body)}
 
     def whole(self, completion: CollectedCompletion) -> Json:
         """Return the complete response."""
         choice = completion.choices[0]
         assert choice.finished is not None, "a complete response has finished"
-        return self._finished([_Item(block) for block in collected_blocks(choice)], choice.finished)
+        return self._finished([_Item(block, self._tools) for block in collected_blocks(choice)], choice.finished)
 
     async def events(self, stream: GenerationStream) -> AsyncIterator[Json]:
         """Yield the stream's events, numbered from 0."""
@@ -89,10 +120,11 @@ class ResponseObjectFormat:
                 yield {"type": "response.created", "response": self._response("in_progress", [])}
                 yield {"type": "response.in_progress", "response": self._response("in_progress", [])}
             case BlockStarted():
-                items.append(_Item(event.block))
+                items.append(_Item(event.block, self._tools))
                 yield from _started(items[-1])
             case BlockDelta():
-                yield _delta(items[-1], event)
+                if not items[-1].is_custom:  # its arguments are not its text, which comes at once
+                    yield _delta(items[-1], event)
             case BlockEnded():
                 yield from _ended(items[-1])
             case ChoiceFinished():
@@ -143,11 +175,20 @@ def _request_fields(body: ResponsesBody, params: SamplingParams, model: str) -> 
         "temperature": params.temperature,
         "text": {"format": shown},
         "tool_choice": choice if isinstance(choice, str) else choice.model_dump(exclude_none=True),
-        "tools": [tool.model_dump() for tool in body.tools or ()],
+        "tools": [_tool_body(tool) for tool in body.tools or () if tool.is_offered],
         "top_logprobs": body.top_logprobs or 0,
         "top_p": params.top_p,
         "truncation": "disabled",
     }
+
+
+def _tool_body(tool: ClientTool) -> Json:
+    named: Json = {"type": tool.type, "name": tool.name, "description": tool.description}
+    if isinstance(tool, ResponsesTool) and tool.type == "namespace":
+        return named | {"tools": [_tool_body(one) for one in tool.tools or () if one.is_offered]}
+    if tool.type == "custom":
+        return named | {"format": tool.format or {"type": "text"}}
+    return named | {"parameters": tool.parameters, "strict": tool.strict}
 
 
 def _usage(usage: Usage) -> Json:
@@ -180,9 +221,15 @@ def _delta(item: _Item, event: BlockDelta) -> Json:
 
 def _ended(item: _Item) -> Iterator[Json]:
     block = item.block
+    if item.is_custom:
+        named = {"item_id": item.id, "output_index": block.index}
+        yield {"type": "response.custom_tool_call_input.delta", **named, "delta": item.input}
+        yield {"type": "response.custom_tool_call_input.done", **named, "input": item.input}
+        yield {"type": "response.output_item.done", "output_index": block.index, "item": item.body("completed")}
+        return
     done: Json = {"type": f"response.{_EVENT_NAMES[block.kind]}.done", **item.place()}
     if block.kind == "call":
-        yield done | {"name": block.name, "arguments": block.text}
+        yield done | {"name": item.body("completed")["name"], "arguments": block.text}
     else:
         logprobs = {"logprobs": _logprobs(block.logprobs)} if block.kind == "text" else {}
         yield done | {"text": block.text, **logprobs}

@@ -20,9 +20,9 @@ class ResponsesUsage(TypedDict):
 
 
 class OutputItem(TypedDict):
-    """An item of the output: `message`, `function_call` or `reasoning`."""
+    """An item of the output: `message`, `function_call`, `custom_tool_call` or `reasoning`."""
 
-    type: Literal["message", "function_call", "reasoning"]
+    type: Literal["message", "function_call", "custom_tool_call", "reasoning"]
     id: str
     status: Literal["in_progress", "completed", "incomplete"]
     role: NotRequired[Literal["assistant"]]
@@ -30,7 +30,9 @@ class OutputItem(TypedDict):
     summary: NotRequired[list[dict[str, Any]]]
     call_id: NotRequired[str]
     name: NotRequired[str]
+    namespace: NotRequired[str]
     arguments: NotRequired[str]
+    input: NotRequired[str]
 
 
 class ResponseObject(TypedDict):
@@ -77,6 +79,7 @@ class ResponseEvent(TypedDict):
     text: NotRequired[str]
     name: NotRequired[str]
     arguments: NotRequired[str]
+    input: NotRequired[str]
     logprobs: NotRequired[list[dict[str, Any]]]
     code: NotRequired[str]
     message: NotRequired[str]

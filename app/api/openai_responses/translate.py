@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 from app.api.openai.bodies import (
+    MAX_NAME,
     ChatBody,
     FunctionCallText,
     FunctionDefinition,
@@ -18,9 +22,11 @@ from app.api.openai.bodies import (
     ToolCallRecord,
     ToolDefinition,
 )
-from app.api.openai_responses.bodies import InputItem, ResponsesBody, TextFormat
+from app.api.openai_responses.bodies import AllowedTool, ClientTool, InputItem, OtherItem, ResponsesBody, TextFormat
 from app.api.schemas import SamplingFields, make_body
 from app.errors import InvalidRequest
+
+_DIGEST = 8  # characters
 
 
 def chat_body(body: ResponsesBody) -> ChatBody:
@@ -60,29 +66,91 @@ def _response_format(form: TextFormat) -> ResponseFormat:
     return ResponseFormat(type="json_schema", json_schema=JsonSchemaFormat(schema=form.json_schema))
 
 
+# ---- tools ---------------------------------------------------------------------------------------------------------
+
+_TEXT_INPUT: dict[str, Any] = {
+    "type": "object",
+    "properties": {"input": {"type": "string"}},
+    "required": ["input"],
+    "additionalProperties": False,
+}
+_SEPARATOR = "__"  # between a namespace and a name, as in the names of MCP's tools elsewhere
+
+
+@dataclass(frozen=True, slots=True)
+class OfferedTool:
+    """A tool as the model sees it, a function under one `name`, and as the client declared it."""
+
+    name: str
+    declared: ClientTool
+    namespace: str | None = None
+
+    @property
+    def is_custom(self) -> bool:
+        """True if the tool takes a text, which the model gives as the argument `input`."""
+        return self.declared.type == "custom"
+
+    def definition(self) -> ToolDefinition:
+        """Return the function."""
+        tool = self.declared
+        description, parameters = tool.description, _TEXT_INPUT if self.is_custom else tool.parameters
+        if self.is_custom and (grammar := (tool.format or {}).get("definition")):
+            syntax = (tool.format or {}).get("syntax", "")
+            description = f"{description or ''}\n\nThe input follows this {syntax} grammar:\n{grammar}".strip()
+        function = FunctionDefinition(name=self.name, description=description, parameters=parameters)
+        return ToolDefinition(type="function", function=function)
+
+
+def offered_tools(body: ResponsesBody) -> tuple[OfferedTool, ...]:
+    """Return the tools of a body, with those of its namespaces, and without those that are left out."""
+    found: list[OfferedTool] = []
+    for tool in body.tools or ():
+        if tool.type == "namespace":
+            found += [
+                OfferedTool(function_name(one.name or "", tool.name), one, tool.name)
+                for one in tool.tools or ()
+                if one.is_offered
+            ]
+        elif tool.is_offered:
+            found.append(OfferedTool(tool.name or "", tool))
+    return tuple(found)
+
+
+def function_name(name: str, namespace: str | None) -> str:
+    """Return the one name of a tool of a namespace; one that is too long ends in a digest."""
+    if not namespace:
+        return name
+    joined = f"{namespace.removesuffix(_SEPARATOR)}{_SEPARATOR}{name}"
+    if len(joined) <= MAX_NAME:
+        return joined
+    digest = hashlib.sha256(joined.encode("utf-8", "replace")).hexdigest()[:_DIGEST]
+    return f"{joined[: MAX_NAME - _DIGEST - 1]}_{digest}"
+
+
 def _tools(body: ResponsesBody) -> tuple[tuple[ToolDefinition, ...], str | NamedToolChoice | None]:
     """Return the tools that may be called, and the choice between them."""
-    tools, choice = body.tools or (), body.tool_choice
+    tools, choice = offered_tools(body), body.tool_choice
     named: str | NamedToolChoice | None = None
     if choice is None or isinstance(choice, str):
         named = choice
-    elif choice.type == "function":
-        if choice.name is None:
-            raise InvalidRequest("tool_choice of type function needs a name.", field="tool_choice.name")
-        named = NamedToolChoice(function=FunctionName(name=choice.name))
+    elif choice.type == "allowed_tools":
+        tools = tuple(tool for tool in tools if any(_names(each, tool) for each in choice.tools or ()))
+        named = choice.mode
     else:
-        allowed = {tool.name for tool in choice.tools or ()}
-        tools, named = tuple(tool for tool in tools if tool.name in allowed), choice.mode
-    definitions = tuple(
-        ToolDefinition(
-            type="function",
-            function=FunctionDefinition(
-                name=tool.name or "", description=tool.description, parameters=tool.parameters, strict=tool.strict
-            ),
-        )
-        for tool in tools
-    )
-    return definitions, named
+        if choice.name is None:
+            raise InvalidRequest(f"tool_choice of type {choice.type} needs a name.", field="tool_choice.name")
+        name = next((tool.name for tool in tools if _names(choice, tool)), choice.name)
+        named = NamedToolChoice(function=FunctionName(name=name))
+    return tuple(tool.definition() for tool in tools), named
+
+
+def _names(chosen: AllowedTool, tool: OfferedTool) -> bool:
+    """Return True if a choice names the tool, or its namespace."""
+    if chosen.type == "namespace":
+        return chosen.name == tool.namespace
+    if chosen.namespace is not None and chosen.namespace != tool.namespace:
+        return False
+    return chosen.name in (tool.name, tool.declared.name)
 
 
 # ---- messages ------------------------------------------------------------------------------------------------------
@@ -97,18 +165,20 @@ def _messages(body: ResponsesBody) -> Iterator[Message]:
     answer = _Answer()
     names: dict[str, str] = {}
     for item in body.input:
-        if item.kind in ("reasoning", "function_call") or item.role == "assistant":
-            if answer.is_complete_before(item):
+        if item.is_output:
+            yield from answer.take()
+            name = names.get(item.call_id or "")
+            yield Message(role="tool", tool_call_id=item.call_id, name=name, content=_output(item))
+        elif item.is_call:
+            call = _call(item)
+            names[item.call_id or ""] = call.called.name
+            answer.add_call(call)
+        elif isinstance(item, InputItem) and (item.kind == "reasoning" or item.role == "assistant"):
+            if answer.is_complete:
                 yield from answer.take()
             answer.add(item)
-            if item.kind == "function_call":
-                names[item.call_id or ""] = item.name or ""
-            continue
-        yield from answer.take()
-        if item.kind == "function_call_output":
-            output = item.output or ""
-            yield Message(role="tool", tool_call_id=item.call_id, name=names.get(item.call_id or ""), content=output)
-        else:
+        elif isinstance(item, InputItem):
+            yield from answer.take()
             yield Message(role=item.role or "user", content=_content(item))
     yield from answer.take()
 
@@ -119,6 +189,33 @@ def _content(item: InputItem) -> str | tuple[MessagePart, ...]:
     return item.content
 
 
+def _call(item: InputItem | OtherItem) -> ToolCallRecord:
+    if isinstance(item, OtherItem):
+        function = FunctionCallText(name=item.tool, arguments=_readable(item.detail))
+    elif item.kind == "custom_tool_call":
+        name = function_name(item.name or "", item.namespace)
+        function = FunctionCallText(name=name, arguments={"input": item.input})
+    else:
+        function = FunctionCallText(name=function_name(item.name or "", item.namespace), arguments=item.arguments)
+    return ToolCallRecord(id=item.call_id, function=function)
+
+
+def _output(item: InputItem | OtherItem) -> str | tuple[MessagePart, ...]:
+    if isinstance(item, InputItem):
+        return item.output or ""
+    output = item.detail.get("output", item.detail)
+    return output if isinstance(output, str) else json.dumps(_readable(output), ensure_ascii=False)
+
+
+def _readable(value: Any) -> Any:
+    """Return a JSON value without the bytes of pictures and files, which the model cannot read."""
+    if isinstance(value, dict):
+        return {name: _readable(one) for name, one in value.items()}
+    if isinstance(value, list):
+        return [_readable(one) for one in value]
+    return "[left out]" if isinstance(value, str) and value.startswith("data:") else value
+
+
 class _Answer:
     """Consecutive items of the model: they are one message of a chat, with reasoning, content and calls."""
 
@@ -126,21 +223,23 @@ class _Answer:
         self._fields: dict[str, Any] = {}
         self._calls: list[ToolCallRecord] = []
 
-    def is_complete_before(self, item: InputItem) -> bool:
-        """Return True if the item belongs to the next answer: reasoning and content precede calls."""
-        return item.kind != "function_call" and bool(self._calls or "content" in self._fields)
+    @property
+    def is_complete(self) -> bool:
+        """True if reasoning and content belong to the next answer: they precede calls."""
+        return bool(self._calls or "content" in self._fields)
 
     def add(self, item: InputItem) -> None:
-        """Add an item of the model."""
+        """Add reasoning or a message of the model."""
         if item.kind == "reasoning":
             parts = item.content if isinstance(item.content, tuple) else ()
             thought = item.content if isinstance(item.content, str) else "".join(part.text or "" for part in parts)
             self._fields["reasoning_content"] = self._fields.get("reasoning_content", "") + thought
-        elif item.kind == "function_call":
-            function = FunctionCallText(name=item.name or "", arguments=item.arguments)
-            self._calls.append(ToolCallRecord(id=item.call_id, function=function))
         else:
             self._fields["content"] = _content(item)
+
+    def add_call(self, call: ToolCallRecord) -> None:
+        """Add a call of a tool."""
+        self._calls.append(call)
 
     def take(self) -> Iterator[Message]:
         """Yield the message, if there is one, and begin the next."""

@@ -43,13 +43,14 @@ _RECENT_STEP_NANOSECONDS = 1000  # between the times of use of the blocks of one
 class PrefixBlock:
     """Block `index` of a prompt: the name of its file, and the bytes of all token ids up to its end.
 
-    `used_at` is its time of use in nanoseconds. The blocks of a prompt count as used one before the other, the first
-    one last, since the others are of no use without it.
+    `identity` is that of its file. `used_at` is its time of use in nanoseconds. The blocks of a prompt count as used one
+    before the other, the first one last, since the others are of no use without it.
     """
 
     index: int
     name: str
     token_bytes: memoryview
+    identity: bytes
     used_at: int
 
 
@@ -57,7 +58,7 @@ class PrefixNames:
     """The blocks of a list of tokens that only grows: each is hashed once, however often it is asked for."""
 
     def __init__(self, identity: bytes, block_tokens: int) -> None:
-        self._digest, self._block_tokens = hashlib.sha256(identity), block_tokens
+        self._identity, self._digest, self._block_tokens = identity, hashlib.sha256(identity), block_tokens
         self._names: list[str] = []
         self._content = b""  # of the tokens so far
 
@@ -74,7 +75,7 @@ class PrefixNames:
                 self._digest.update(content[start : start + size])
                 self._names.append(self._digest.hexdigest()[:40] + SUFFIX)
             used_at = now - index * _RECENT_STEP_NANOSECONDS
-            yield PrefixBlock(index, self._names[index], content[: (index + 1) * size], used_at)
+            yield PrefixBlock(index, self._names[index], content[: (index + 1) * size], self._identity, used_at)
 
 
 class PrefixFiles:
@@ -97,9 +98,12 @@ class PrefixFiles:
         self._touched: set[str] = set()  # used since `begin`; they are not removed
         self.disabled_reason = ""  # reason why nothing is written any more; empty if files are written
 
-    def names(self, block_tokens: int) -> PrefixNames:
-        """Return the names of the blocks of one list of tokens."""
-        return PrefixNames(self._identity, block_tokens)
+    def names(self, block_tokens: int, salt: str | None = None) -> PrefixNames:
+        """Return the names of the blocks of one list of tokens. Only with the same salt are they those of other lists."""
+        if salt is None:
+            return PrefixNames(self._identity, block_tokens)
+        salted = hashlib.sha256(self._identity + salt.encode("utf-8", "surrogatepass"))
+        return PrefixNames(salted.digest(), block_tokens)
 
     def read(self, block: PrefixBlock, rows: memoryview) -> bool:
         """Read a block into `rows`, which has its size; False if there is none.
@@ -134,7 +138,7 @@ class PrefixFiles:
             raise FileUnusable("its header is damaged")
         if os.fstat(descriptor).st_size != _BEGIN + token_bytes + row_bytes:
             raise FileUnusable("it has been cut short")
-        if (identity, token_bytes, row_bytes) != (self._identity, block.token_bytes.nbytes, rows.nbytes):
+        if (identity, token_bytes, row_bytes) != (block.identity, block.token_bytes.nbytes, rows.nbytes):
             return False
         tokens = bytearray(token_bytes)
         found = _fill(descriptor, memoryview(tokens), _BEGIN, 0)
@@ -180,7 +184,7 @@ class PrefixFiles:
 
     def _write(self, stream: FileIO, block: PrefixBlock, rows: memoryview) -> None:
         checksum = zlib.crc32(rows, zlib.crc32(block.token_bytes))
-        fields = self._identity, block.token_bytes.nbytes, rows.nbytes, checksum
+        fields = block.identity, block.token_bytes.nbytes, rows.nbytes, checksum
         header = MAGIC + _HEADER.pack(*fields, 0)[:-4]
         for part in (header + struct.pack("<I", zlib.crc32(header)), block.token_bytes, rows):
             left = memoryview(part)

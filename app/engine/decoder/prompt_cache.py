@@ -80,9 +80,9 @@ class PromptCache:
         for slot in sorted(slots, key=lambda slot: -slot.used_at):
             if slot.running or slot.num_tokens < self._block_tokens or self._saved.get(slot.index) == slot.used_at:
                 continue
-            if slot.adapter is not None:
+            if slot.scope.adapter is not None:
                 continue
-            names = self.files.names(self._block_tokens)
+            names = self.files.names(self._block_tokens, slot.scope.salt)
             for block in names.blocks(slot.token_ids[: slot.num_tokens], 0):
                 if is_wanted():
                     return
@@ -98,8 +98,8 @@ class PromptCache:
     def _names_of(self, sequence: Sequence) -> PrefixNames:
         """Return the names of a sequence's blocks, which a prompt has had since its first step."""
         if sequence.num_completion_tokens:  # it was preempted; tokens of beams change
-            return self.files.names(self._block_tokens)
-        names = self._names.pop(sequence, None) or self.files.names(self._block_tokens)
+            return self.files.names(self._block_tokens, sequence.cache_salt)
+        names = self._names.pop(sequence, None) or self.files.names(self._block_tokens, sequence.cache_salt)
         self._names[sequence] = names
         if len(self._names) > MOST_PROMPTS:
             del self._names[next(iter(self._names))]

@@ -37,6 +37,18 @@ class PromptScoring:
         return self.num_done >= self.num_positions
 
 
+@dataclass(frozen=True, slots=True)
+class PrefixScope:
+    """What tells keys and values of the same tokens apart. Sequences share them within one scope only.
+
+    Those of another adapter differ, even if it had the same name. Those of another salt are equal, but belong to another
+    tenant, who must not learn of them (vLLM's `cache_salt`).
+    """
+
+    adapter: LoadedAdapter | None = None
+    salt: str | None = None
+
+
 @dataclass(slots=True, eq=False)
 class Sequence:
     """One choice of a request, or one beam.
@@ -71,6 +83,12 @@ class Sequence:
     bad_word_ids: tuple[tuple[int, ...], ...] = ()
     scoring: PromptScoring | None = None  # set if the request wants scores of its prompt
     adapter: LoadedAdapter | None = None
+    cache_salt: str | None = None
+
+    @property
+    def prefix_scope(self) -> PrefixScope:
+        """The scope in which this sequence shares keys and values."""
+        return PrefixScope(self.adapter, self.cache_salt)
 
     @property
     def num_completion_tokens(self) -> int:
@@ -149,6 +167,7 @@ def make_sequence(request: Generate, choice: int = 0, eos_token_ids: frozenset[i
         grammar=None if request.grammar is None else request.grammar.start(),
         bad_word_ids=request.bad_word_ids,
         adapter=request.adapter,
+        cache_salt=request.cache_salt,
     )
 
 

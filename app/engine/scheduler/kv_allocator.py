@@ -12,8 +12,7 @@ from collections.abc import Iterable, Iterator
 from collections.abc import Sequence as Items
 from dataclasses import dataclass, field
 
-from app.engine.scheduler.batch import KvCopy, Sequence
-from app.messages import LoadedAdapter
+from app.engine.scheduler.batch import KvCopy, PrefixScope, Sequence
 
 # If fewer tokens than this are shared, they are computed again. They are part of a step that reads all weights
 # anyway (measured: a product of 16 rows costs about as much as one of 8 rows), and sharing would pin a slot for
@@ -22,13 +21,14 @@ MIN_SHARED_TOKENS = 16
 
 PositionRange = tuple[int, int]
 _EMPTY_RANGE: PositionRange = (0, 0)
+_PLAIN = PrefixScope()
 
 
 @dataclass(slots=True, eq=False)
 class KvSlot:
     """One long region of KV memory.
 
-    Positions `[0, num_tokens)` of `token_ids` are computed, with `adapter`; those below `prefix_tokens` are stored in
+    Positions `[0, num_tokens)` of `token_ids` are computed, in `scope`; those below `prefix_tokens` are stored in
     `prefix_slot`. Invariant: a slot whose prefix is shared does not share a prefix itself, so a context has at
     most two segments.
     """
@@ -45,7 +45,7 @@ class KvSlot:
         _EMPTY_RANGE  # positions whose pages may use memory: those accounted for, and those not given back yet
     )
     used_at: int = 0
-    adapter: LoadedAdapter | None = None
+    scope: PrefixScope = _PLAIN
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,8 +78,8 @@ class KvSlots:
         self._shrunk: set[int] = set()
         self._ticks = 0
 
-    def allocate(self, placement: Placement, token_ids: list[int], adapter: LoadedAdapter | None = None) -> int | None:
-        """Return the slot that now runs these tokens with an adapter, with capacity for all of them.
+    def allocate(self, placement: Placement, token_ids: list[int], scope: PrefixScope = _PLAIN) -> int | None:
+        """Return the slot that now runs these tokens in a scope, with capacity for all of them.
 
         Returns None, with nothing changed, if there is no capacity.
         """
@@ -89,7 +89,7 @@ class KvSlots:
         for source in self._sources(placement):
             self._tick(self.slots[source])
         slot.running, slot.token_ids, slot.num_tokens = True, token_ids, placement.cached
-        slot.adapter = adapter
+        slot.scope = scope
         self._set(slot, placement.prefix_slot, placement.prefix_tokens, min(slot.reserved, placement.cached))
         reserved = self.reserve(slot.index, len(token_ids))
         assert reserved, "a placement that fits must have capacity"
@@ -277,7 +277,7 @@ def placements(
     alone: bool = False,
     minimum: int = MIN_SHARED_TOKENS,
     maximum: int | None = None,
-    adapter: LoadedAdapter | None = None,
+    scope: PrefixScope = _PLAIN,
 ) -> Iterator[Placement]:
     """Yield the possible placements of a sequence, best first. The last one always computes all tokens.
 
@@ -287,9 +287,9 @@ def placements(
         alone: The placement may not share another slot's prefix.
         minimum: Shortest prefix that is reused, in tokens.
         maximum: Longest prefix that is reused; by default all tokens but the last, because its logits are needed.
-        adapter: Adapter of the sequence. Keys and values of another one differ, even if it had the same name.
+        scope: Scope of the sequence; slots of another scope are not read.
     """
-    best = _longest_match(slots, token_ids, len(token_ids) - 1 if maximum is None else maximum, adapter)
+    best = _longest_match(slots, token_ids, len(token_ids) - 1 if maximum is None else maximum, scope)
     if best is not None and best[1] >= minimum:
         source, length = best
         reusable = not source.running and not source.sharers and not (alone and source.prefix_slot is not None)
@@ -329,7 +329,7 @@ def _reused_placement(source: KvSlot, length: int) -> Placement:
 
 
 def _longest_match(
-    slots: Items[KvSlot], token_ids: list[int], limit: int, adapter: LoadedAdapter | None
+    slots: Items[KvSlot], token_ids: list[int], limit: int, scope: PrefixScope
 ) -> tuple[KvSlot, int] | None:
     """Return the slot with the longest common prefix, and its length, which is at most `limit`.
 
@@ -338,13 +338,13 @@ def _longest_match(
     """
     found: dict[int, int] = {}
     for slot in slots:
-        if slot.prefix_slot is None and slot.num_tokens and slot.adapter == adapter:
+        if slot.prefix_slot is None and slot.num_tokens and slot.scope == scope:
             found[slot.index] = shared_prefix_length(slot.token_ids, token_ids, 0, min(slot.num_tokens, limit))
     bases = dict(found)
     for slot in slots:  # a sharing slot can be longer than its base only if the whole shared part matches
         if (
             slot.prefix_slot is not None
-            and slot.adapter == adapter
+            and slot.scope == scope
             and bases.get(slot.prefix_slot, 0) >= slot.prefix_tokens
             and slot.num_tokens > slot.prefix_tokens
         ):
@@ -448,11 +448,11 @@ class KvAllocator:
             sequence.is_beam,
             minimum,
             sequence.max_cached_tokens,
-            sequence.adapter,
+            sequence.prefix_scope,
         )
 
     def _allocate(self, sequence: Sequence, placement: Placement) -> bool:
-        slot = self.pool.allocate(placement, sequence.token_ids, sequence.adapter)
+        slot = self.pool.allocate(placement, sequence.token_ids, sequence.prefix_scope)
         if slot is None:
             return False
         sequence.slot, sequence.num_computed = slot, placement.cached

@@ -1,14 +1,15 @@
-"""Keys out of a file: which lines are some, and that a server without them never starts open."""
+"""Keys out of a file: which lines are some, and that a server without them never starts open; and names with several keys."""
 
 from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from app.errors import SettingsInvalid
-from app.server.startup import read_api_keys
+from app.server.startup import accepts_any_name, read_api_keys
 from app.settings import Settings
 
 
@@ -56,3 +57,21 @@ def test_a_file_that_may_not_be_read(tmp_path: Path) -> None:
             keys_of(tmp_path / "keys")
     finally:
         os.seteuid(0)
+
+
+@pytest.mark.parametrize(
+    ("settings", "num_keys", "anywhere"),
+    [
+        ({}, 0, (True, False)),
+        ({}, 1, (True, False)),
+        ({}, 2, (False, False)),
+        ({"lora": ("law=/adapters/law",)}, 0, (False, False)),
+        ({"lora_root": Path("/adapters")}, 1, (False, False)),
+        ({"any_model_name": "on", "lora": ("law=/adapters/law",)}, 2, (True, True)),
+        ({"any_model_name": "off"}, 0, (False, False)),
+    ],
+)
+def test_any_model_name_is_accepted_unless_it_may_be_a_mistake(
+    settings: dict[str, Any], num_keys: int, anywhere: tuple[bool, bool]
+) -> None:
+    assert accepts_any_name(Settings(**settings), num_keys) == anywhere

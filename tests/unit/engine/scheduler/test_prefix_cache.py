@@ -6,7 +6,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from app.engine.scheduler.batch import PrefixScope
 from app.engine.scheduler.kv_allocator import KvSlot, Placement, placements, shared_prefix_length
+from app.messages import LoadedAdapter
+from engine_simulation import EngineLimits, Simulation
 
 NOTHING = Placement()
 
@@ -98,3 +101,70 @@ def test_alone_means_leaning_on_none() -> None:
 @pytest.mark.parametrize("token_ids", [[5], prompt(1)])
 def test_a_prompt_of_one_token_shares_nothing(token_ids: list[int]) -> None:
     assert list(placements([slot(0, token_ids * 1)], token_ids, minimum=1)) == [NOTHING]
+
+
+# ---- scopes --------------------------------------------------------------------------------------------------------
+
+SCOPES = [
+    PrefixScope(), PrefixScope(salt="a"), PrefixScope(salt="b"), PrefixScope(LoadedAdapter(0, 1)),
+    PrefixScope(LoadedAdapter(0, 2)), PrefixScope(LoadedAdapter(0, 1), "a"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("running", [False, True])
+@pytest.mark.parametrize("mine", SCOPES)
+@pytest.mark.parametrize("theirs", SCOPES)
+def test_a_prefix_is_found_in_its_scope_only(mine: PrefixScope, theirs: PrefixScope, running: bool) -> None:
+    kept = slot(0, prompt(40), running)
+    kept.scope = theirs
+    found = next(placements([kept], prompt(40), scope=mine))
+    assert found.cached == (39 if mine == theirs else 0)
+    leaner = slot(1, prompt(60), base=kept, shared=40)
+    leaner.scope = theirs
+    found = next(placements([kept, leaner], prompt(60, 8), scope=mine))
+    assert found.cached == (60 if mine == theirs else 0)
+
+
+def common(first: list[int], second: list[int]) -> int:
+    return shared_prefix_length(first, second, 0, min(len(first), len(second)))
+
+
+@given(
+    asked=st.lists(
+        st.tuples(
+            st.sampled_from([None, "a", "b"]), st.integers(0, 60), st.lists(st.integers(1, 2), min_size=1, max_size=3),
+            st.sampled_from([1, 1, 3]), st.integers(0, 4),
+        ),
+        min_size=2, max_size=7,
+    ),
+    capacity=st.sampled_from([180, 1000]),
+)  # fmt: skip
+def test_nobody_reads_what_was_said_with_another_salt(
+    asked: list[tuple[str | None, int, list[int], int, int]], capacity: int
+) -> None:
+    """Also with several choices, and where sequences are preempted for lack of room."""
+    limits = EngineLimits(max_model_len=100, max_running_seqs=4, max_batch_tokens=64)
+    sim = Simulation(num_slots=8, capacity=capacity, limits=limits)
+    said: list[tuple[str | None, list[int]]] = []
+    for number, (salt, shared, own, n, steps) in enumerate(asked):
+        said.append((salt, prompt(shared, *own)))
+        sim.add(str(number), said[-1][1], cache_salt=salt, n=n, max_tokens=3, seed=0)
+        for _ in range(steps):
+            sim.step()
+    sim.finish()
+    texts = [
+        (int(name), said[int(name)][0], said[int(name)][1] + completion)
+        for (name, _), completion in sim.completions.items()
+    ]
+    for number, (salt, token_ids) in enumerate(said):
+        cached = sim.endings[str(number), 0].timings.cached_tokens
+        others = [common(token_ids, text) for other, its, text in texts if other != number and its == salt]
+        assert cached <= max(others, default=0)
+
+
+def test_the_same_salt_is_found_again() -> None:
+    sim = Simulation()
+    for name, salt in [("0", "a"), ("1", "b"), ("2", None), ("3", "a"), ("4", "b"), ("5", None)]:
+        sim.add(name, prompt(50), cache_salt=salt, max_tokens=1)
+        sim.finish()
+    assert [sim.endings[str(number), 0].timings.cached_tokens for number in range(6)] == [0, 0, 0, 49, 49, 49]

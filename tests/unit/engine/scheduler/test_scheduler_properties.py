@@ -68,6 +68,7 @@ class AnyRun(RuleBasedStateMachine):
         max_tokens=st.sampled_from([0, 1, 3, 12, None]),
         ignore_eos=st.booleans(),
         scored=st.sampled_from([None, None, 0, 2]),
+        salt=st.sampled_from([None, None, "a", "b"]),
     )
     def add(
         self,
@@ -80,6 +81,7 @@ class AnyRun(RuleBasedStateMachine):
         max_tokens: int | None,
         ignore_eos: bool,
         scored: int | None,
+        salt: str | None,
     ) -> None:
         params = SamplingParams(
             max_tokens=1 if max_tokens == 0 and scored is None else max_tokens,
@@ -90,7 +92,8 @@ class AnyRun(RuleBasedStateMachine):
             ignore_eos=ignore_eos,
             prompt_logprobs=scored,
         )
-        request = Generate(f"r{len(self.asked)}", tuple(FAMILIES[family][:shared] + own), params, 0.0)
+        prompt = tuple(FAMILIES[family][:shared] + own)
+        request = Generate(f"r{len(self.asked)}", prompt, params, 0.0, cache_salt=salt)
         self.asked[request.request_id] = request
         self.sim.hear(self.sim.engine.add(request))
         self.failed |= self.sim.failures.keys() & {request.request_id}
