@@ -61,8 +61,7 @@ class Tokenizer:
             before = [] if self._inner.normalizer is None else [self._inner.normalizer]
             self._inner.normalizer = tokenizers.normalizers.Sequence([tokenizers.normalizers.Lowercase(), *before])
         self.config: Mapping[str, Any] = files.config
-        inputs = self.config.get("model_input_names")
-        self._returns_segments = not isinstance(inputs, list) or "token_type_ids" in inputs
+        self._returns_segments = files.has_segments
         self.named_tokens: Mapping[str, str] = MappingProxyType(_named_tokens(self.config))
         self._added = {
             token_id: str(token.content) for token_id, token in self._inner.get_added_tokens_decoder().items()
@@ -160,8 +159,8 @@ class Tokenizer:
             limits: Bounds on the work. A text that has more tokens than they allow may be returned incomplete.
 
         Returns:
-            One `Text` per input. Segments are empty if all are 0, or if `model_input_names` in
-            tokenizer_config.json leaves them out.
+            One `Text` per input. Segments are empty if all are 0, or if transformers' tokenizer of this checkpoint
+            returns none: by `model_input_names` in tokenizer_config.json, or its class.
 
         Raises:
             InvalidRequest: A text is not valid Unicode, or exceeds the limits.

@@ -159,7 +159,7 @@ def _read_encoder(family: EncoderFamily, kind: EncoderClass, config: ConfigReade
             f"config.json: {num_heads} attention heads cannot share hidden_size {hidden_size} evenly."
         )
     windows, ropes = _windows(config, family, num_layers), _ropes(config, family, head_dim, num_layers)
-    longest, first_position = config.integer("max_position_embeddings", 512), _first_position(config, family)
+    longest, padding_id = config.integer("max_position_embeddings", 512), _padding_id(config, family)
     num_positions = longest if family.theta is None else 0
     modern = family.stem == "ModernBert"
     bias = config.boolean("attention_bias", False) if modern else family.biases
@@ -173,7 +173,7 @@ def _read_encoder(family: EncoderFamily, kind: EncoderClass, config: ConfigReade
         hidden_size=hidden_size,
         intermediate_size=_integer(config, family, "intermediate_size"),
         vocab_size=config.integer("vocab_size"),
-        max_model_len=longest - first_position,
+        max_model_len=longest if padding_id is None else longest - padding_id - 1,
         norm_eps=_norm_eps(config, family),
         activation=_activation(config, family),
         windows=windows,
@@ -181,7 +181,7 @@ def _read_encoder(family: EncoderFamily, kind: EncoderClass, config: ConfigReade
         pre_norm=modern,
         gated=family.gated,
         num_positions=num_positions,
-        first_position=first_position,
+        padding_id=padding_id,
         num_types=config.integer("type_vocab_size", family.num_types, at_least=0) if family.num_types else 0,
         distance_buckets=_distance_buckets(config) if family.stem == "MPNet" else 0,
         qkv_bias=bias,
@@ -242,11 +242,11 @@ def _activation(config: ConfigReader, family: EncoderFamily) -> EncoderActivatio
     return found
 
 
-def _first_position(config: ConfigReader, family: EncoderFamily) -> int:
+def _padding_id(config: ConfigReader, family: EncoderFamily) -> int | None:
+    """Return the padding id if it decides the numbers of positions."""
     if not family.padding_offset:
-        return 0
-    padding = 1 if family.stem == "MPNet" else config.integer("pad_token_id", 1, at_least=0)
-    return padding + 1
+        return None
+    return 1 if family.stem == "MPNet" else config.integer("pad_token_id", 1, at_least=0)
 
 
 def _distance_buckets(config: ConfigReader) -> int:

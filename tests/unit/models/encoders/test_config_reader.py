@@ -42,7 +42,7 @@ def test_a_saved_config_reads_as_it_was(family: str) -> None:
     for field, attribute in DEFAULTS.items():
         assert getattr(ours, field) == (values.get(field) or getattr(theirs, attribute)), field
     longest = theirs.max_position_embeddings
-    assert ours.max_model_len == longest - ours.first_position
+    assert ours.max_model_len == longest - (0 if ours.padding_id is None else ours.padding_id + 1)
     assert ours.norm_eps == next((getattr(theirs, name) for name in NORMS if hasattr(theirs, name)), 1e-12)
     ropes = getattr(theirs, "rope_parameters", None) or {}
     thetas = {one["rope_theta"] for one in (ropes.values() if "full_attention" in ropes else [ropes]) if one}
