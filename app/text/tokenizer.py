@@ -184,6 +184,27 @@ class Tokenizer:
             found += map(self._to_text, encodings)
         return found
 
+    def first_tokens(self, text: str, max_tokens: int, limits: EncodingLimits = UNBOUNDED) -> str:
+        """Return the part of a text that its first `max_tokens` tokens stand for, without special tokens; 0: all of it.
+
+        A long text is read until it has enough tokens.
+        """
+        if not max_tokens:
+            return text
+        _check_unicode(text)
+        whole = [(0, len(text))]
+        for start, end in whole if len(text) <= CHUNK_CHARACTERS else self._bounds.chunks(text):
+            stop_if_cancelled()
+            limits.check(text[start:end])
+            with ConvertBareException(InvalidRequest, _CANNOT_ENCODE):
+                (encoding,) = self._inner.encode_batch([text[start:end]], add_special_tokens=False)
+            if len(encoding) > max_tokens:
+                return text[: start + encoding.offsets[max_tokens][0]]
+            max_tokens -= len(encoding)
+            if not max_tokens:
+                return text[:end]
+        return text
+
     def _to_text(self, encoding: tokenizers.Encoding) -> Text:
         type_ids = encoding.type_ids
         return Text(tuple(encoding.ids), tuple(type_ids) if self._returns_segments and any(type_ids) else ())

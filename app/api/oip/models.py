@@ -17,7 +17,7 @@ from app.api.oip.tensors import VALUE_BYTES, VERSION, InferRequest, from_binary,
 from app.errors import ContextLengthExceeded, InvalidRequest
 from app.messages import Array, Signature, TensorSpec, Text
 from app.service.inputs import MAX_TEXTS
-from app.service.requests import Encoded, EncodingRequest, TextInput
+from app.service.requests import Encoded, EncodingRequest, TextInput, Truncation
 from app.service.served_model import ServedEncoder, ServedModel, ServedProgram
 
 Json = dict[str, Any]
@@ -226,7 +226,7 @@ def parse_text_inputs(model: ServedEncoder, inference: InferRequest, identity: s
         outputs=tuple(dict.fromkeys("logits" if name == "scores" else name for name in outputs)),
         api="oip",
         request_id=identity,
-        truncate=bool(parameters.truncate),
+        truncation=Truncation(bool(parameters.truncate)),
         normalize=parameters.normalize,
         dimensions=parameters.dimensions,
         prompt=parameters.prompt_name,

@@ -7,7 +7,7 @@ sentence-transformers directory are passed as `SentenceConfig`.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from app.errors import CheckpointInvalid
@@ -39,13 +39,15 @@ class SentenceConfig:
     """The settings of a sentence-transformers directory apart from config.json; empty for other checkpoints.
 
     `pooling` is None if the directory does not define it. `max_tokens` is the length to which texts were cut in
-    training.
+    training. `prompts` and `default_prompt` are those of a cross-encoder; an embedding model has them in `pooling`.
     """
 
     pooling: PoolingConfig | None = None
     max_tokens: int | None = None
     lowercases: bool = False
     scores: ScoreFunction | None = None
+    prompts: Mapping[str, str] = field(default_factory=dict)
+    default_prompt: str | None = None
 
 
 def is_encoder(values: Mapping[str, Any], sentence: SentenceConfig) -> bool:
@@ -70,6 +72,7 @@ def read_encoder(values: Mapping[str, Any], sentence: SentenceConfig | None = No
         read = replace(
             read,
             head=read_head(kind, config),
+            pooling=replace(read.pooling, prompts=sentence.prompts, default_prompt=sentence.default_prompt),
             labels=labels,
             scores=sentence.scores or read_score_function(config, len(labels)),
         )

@@ -22,7 +22,7 @@ from app.messages import Abort, ArraysReady, Infer, Signature, TensorSpec, Text
 from app.metrics.instruments import Metrics
 from app.service.encode import TOKEN_BYTES
 from app.service.inputs import MAX_HIDDEN_BYTES, MAX_TEXTS, SHORT_CHARACTERS, is_short, tokenize_texts
-from app.service.requests import EncodingRequest, InferenceRequest
+from app.service.requests import EncodingRequest, InferenceRequest, Truncation
 from app.service.served_model import ServedEncoder, ServedProgram, to_numpy
 from app.service.service import Service
 from fake_encoder import CLASSIFIER, CONFIG, LIMITS, PROMPTED, SIZE, TIMINGS, array, encoding, ids_of, tokenizer, vector
@@ -105,7 +105,7 @@ async def test_what_is_refused_reaches_no_batch(
 @pytest.mark.parametrize("truncate_left", [False, True])
 async def test_too_long_a_text_is_cut_where_that_is_asked_for(truncate_left: bool) -> None:
     async with encoding() as (service, worker, _):
-        await service.encode(wanted(LONG * 2, Text(tuple(range(20))), truncate=True, truncate_left=truncate_left))
+        await service.encode(wanted(LONG * 2, Text(tuple(range(20))), truncation=Truncation(True, truncate_left)))
         text, own = worker.encodes[0].texts
         whole = tokenizer().encode_texts([LONG * 2])[0].token_ids
         kept = whole[-15:-1] if truncate_left else whole[1:15]
@@ -170,7 +170,7 @@ async def test_who_leaves_is_forgotten_and_who_waits_too_long_is_notified() -> N
         leaving.cancel()
         with pytest.raises(asyncio.CancelledError):
             await leaving
-        late = asyncio.ensure_future(service.encode(wanted("fox " * 10 * SHORT_CHARACTERS, truncate=True)))
+        late = asyncio.ensure_future(service.encode(wanted("fox " * 10 * SHORT_CHARACTERS, truncation=Truncation(True))))
         await asyncio.sleep(0)
         clock.seconds += LIMITS.request_timeout_seconds
         with pytest.raises(RequestTimeout):
