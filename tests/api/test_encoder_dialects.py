@@ -214,7 +214,7 @@ async def test_cohere_truncates_unless_told_not_to(truncate: str | None, kept: s
         ("/v2/embed", {"input": "a"}, "/v1/embeddings (OpenAI)"),
         ("/v1/embed", {"inputs": "a"}, "/embed (text-embeddings-inference)"),
         ("/v2/rerank", {"query": "a"}, "either documents (Cohere, Jina, vLLM), or texts"),
-        ("/v2/rerank", {"query": "a", "documents": ["b"], "max_tokens_per_doc": 9}, "max_tokens_per_doc"),
+        ("/v2/rerank", {"query": "a", "documents": ["b"], "max_tokens_per_doc": -1}, "max_tokens_per_doc"),
     ],
 )
 async def test_coheres_errors_have_a_message(path: str, body: Any, said: str) -> None:

@@ -75,9 +75,11 @@ async def test_short_texts_are_read_on_the_loop_and_long_ones_beside_it() -> Non
         ({"inputs": ("x",) * (MAX_TEXTS + 1)}, InvalidRequest, "input"),
         ({"inputs": ("x", "")}, InvalidRequest, "input[1]"),
         ({"inputs": ("",), "field": "inputs"}, InvalidRequest, "inputs"),
-        ({"inputs": ("x", ("a", ""))}, InvalidRequest, "input[1]"),
+        ({"inputs": ("x", ("", ""))}, InvalidRequest, "input[1]"),
         ({"inputs": ("", "x"), "num_queries": 1}, InvalidRequest, "query"),
-        ({"inputs": ("x", ""), "num_queries": 1, "field": "documents"}, InvalidRequest, "documents[0]"),
+        ({"truncation": Truncation(True, max_tokens=0)}, InvalidRequest, "truncate_prompt_tokens"),
+        ({"truncation": Truncation(True, max_tokens=17)}, InvalidRequest, "truncate_prompt_tokens"),
+        ({"truncation": Truncation(True, max_tokens=1)}, InvalidRequest, "truncate_prompt_tokens"),
         ({"inputs": (Text(()),)}, InvalidRequest, "input"),
         ({"inputs": (Text((1, LIMITS.vocab_size)),)}, InvalidRequest, "input"),
         ({"inputs": (Text((1, -1)),)}, InvalidRequest, "input"),
@@ -146,7 +148,7 @@ async def test_a_prompts_tokens_are_counted_where_they_are_not_pooled() -> None:
     silent = replace(PROMPTED, pooling=replace(PROMPTED.pooling, skips_prompt=True))
     async with encoding(silent) as (service, worker, _):
         await service.encode(wanted("a", ("a", "b"), Text((2, 9, 3)), prompt="query"))
-        assert [text.num_prompt_tokens for text in worker.encodes[0].texts] == [3, 0, 0], "[CLS] the fox"
+        assert [text.num_prompt_tokens for text in worker.encodes[0].texts] == [3, 3, 0], "[CLS] the fox"
         assert worker.encodes[0].texts[0].token_ids == ids_of("the fox a")[0].token_ids
 
 
