@@ -32,7 +32,7 @@ from app.weights.program import ProgramCheckpoint
 log = logging.getLogger(__name__)
 
 # Raised by torch's operators, and by arithmetic on sizes and values, for inputs that they cannot compute.
-INPUT_ERRORS = (RuntimeError, LookupError, ValueError, TypeError, ArithmeticError)
+INPUT_ERRORS = (RuntimeError, LookupError, ValueError, TypeError, ArithmeticError, AttributeError)
 
 Tensors = Mapping[str, Tensor]
 
