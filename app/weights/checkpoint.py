@@ -17,7 +17,7 @@ from app.hardware.facts import Needs
 from app.models.decoders.config import ModelConfig
 from app.models.decoders.shapes import Shape, active_weights, is_expert, tables_of, tensors_of
 from app.models.encoders.config import EncoderConfig, encoder_products_of, encoder_tables_of, encoder_tensors_of
-from app.models.encoders.config_reader import is_encoder, read_encoder
+from app.models.encoders.config_reader import is_encoder, names_encoder, read_encoder
 from app.weights.files import (
     check_directory,
     check_not_lfs_pointer,
@@ -232,7 +232,7 @@ def read_model_config(directory: Path) -> tuple[Mapping[str, Any], ModelConfig |
     sentence_config = read_sentence_config(directory)
     config = read_object(file_in(directory, "config.json"))
     quantization_method(config)
-    if is_encoder(config, sentence_config):
+    if is_encoder(config, sentence_config) or names_encoder(config):
         return config, read_encoder(config, sentence_config)
     return config, ModelConfig.from_hf(config)
 

@@ -15,7 +15,9 @@ from app.models.config_reader import MAX_INTEGER, MAX_LAYERS, ConfigReader
 from app.models.decoders.config import ACTIVATIONS, ModelConfig
 from app.models.decoders.rope import RopeConfig, parse_rope
 from app.models.encoders.config import EncoderActivation, EncoderConfig, PoolingConfig, ScoreFunction
+from app.models.decoders.refusals import reason_of
 from app.models.encoders.families import (
+    CLASSIFIER_SUFFIX,
     ENCODER_FAMILIES,
     EncoderClass,
     EncoderFamily,
@@ -53,6 +55,19 @@ class SentenceConfig:
 def is_encoder(values: Mapping[str, Any], sentence: SentenceConfig) -> bool:
     """Return True if this checkpoint is served for vectors or labels; otherwise it is a decoder."""
     return sentence.pooling is not None or _encoder_class_of(values, pools=False) is not None
+
+
+# Endings of the names of classes that give vectors or labels.
+_ENCODER_ENDINGS = ("Model", "ForMaskedLM", "ForPreTraining", CLASSIFIER_SUFFIX, "ForTokenClassification", "ForQuestionAnswering")
+
+
+def names_encoder(values: Mapping[str, Any]) -> bool:
+    """Return True if config.json names a class that is no language model, whether it is supported or not."""
+    names = values.get("architectures")
+    names = [str(name) for name in names] if isinstance(names, list) else []
+    return bool(names) and all(
+        name.endswith(_ENCODER_ENDINGS) and not name.endswith("LMHeadModel") and reason_of(name) is None for name in names
+    )
 
 
 def read_encoder(values: Mapping[str, Any], sentence: SentenceConfig | None = None) -> EncoderConfig:
@@ -215,6 +230,11 @@ def _reject_unsupported(config: ConfigReader) -> None:
     if positions not in ("absolute", "rotary", "rope"):
         raise CheckpointInvalid(
             f"config.json: position_embedding_type {positions!r} is not supported; only absolute positions are."
+        )
+    if config.has("embedding_size") and config.values["embedding_size"] != config.values.get("hidden_size"):
+        raise CheckpointInvalid(
+            f"config.json: embedding_size {config.values['embedding_size']!r} is not hidden_size, and a projection between them is not "
+            "supported (ELECTRA's small models have one)."
         )
     if config.values.get("logn_attention_scale"):
         raise CheckpointInvalid(

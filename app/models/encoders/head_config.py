@@ -25,6 +25,8 @@ _CONFIG_ACTIVATIONS: Mapping[str, DenseActivation] = {
     "silu": "silu",
     "tanh": "tanh",
 }
+# Activation of the first layer of a family's head, by the kind of head.
+_HEAD_ACTIVATIONS: Mapping[str, DenseActivation] = {"tanh": "tanh", "relu": "relu", "gelu": "gelu"}
 # Kinds of problems, as transformers' configuration_utils.py checks them.
 _PROBLEMS = (None, "regression", "single_label_classification", "multi_label_classification")
 _DEFAULT_LABELS = 2  # default of transformers
@@ -41,7 +43,7 @@ def read_head(kind: EncoderClass, config: ConfigReader) -> HeadConfig:
     if kind.family.head == "normed":
         bias, activation = config.boolean("classifier_bias", False), _activation(config)
         return HeadConfig(_pooling(config, {"cls": "cls", "mean": "mean"}, "cls"), True, bias, activation, norm=True)
-    return HeadConfig(activation="relu" if kind.family.head == "relu" else "tanh")
+    return HeadConfig(activation=_HEAD_ACTIVATIONS[kind.family.head])
 
 
 def _pooling(
