@@ -140,7 +140,9 @@ _FUNCTIONS: Mapping[str, Callable[..., Any]] = {
     **{f"math.{name}": getattr(math, name) for name in ("floor", "ceil", "trunc", "sqrt")},
 }
 _EVALUATION_ERRORS = (ArithmeticError, ValueError, TypeError)
-_SIZE = re.compile(r"L((?:\[(?:'\w+'|\d+)\])+)\.(size|stride)\(\)\[(\d+)\]|L((?:\[(?:'\w+'|\d+)\])+)\.storage_offset\(\)")
+_SIZE = re.compile(
+    r"L((?:\[(?:'\w+'|\d+)\])+)\.(size|stride)\(\)\[(\d+)\]|L((?:\[(?:'\w+'|\d+)\])+)\.storage_offset\(\)"
+)
 
 
 class Condition:
@@ -348,7 +350,8 @@ class ProgramSizes:
         before, where = known.setdefault(dimension.symbol, (value, f"dimension {at} of input {name!r}"))
         if before != value:
             raise InvalidRequest(
-                f"input {name!r}: dimension {at} must be {dimension.size(before)}, as {where} demands, not {size}.", field=name
+                f"input {name!r}: dimension {at} must be {dimension.size(before)}, as {where} demands, not {size}.",
+                field=name,
             )
 
     def check_batches(self) -> None:

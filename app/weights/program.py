@@ -282,11 +282,14 @@ def _sizes(values: Mapping[str, Any], graph: Graph, user_inputs: Sequence[str], 
     low, high = read_range(ranges.get(batch))
     forms = {
         name: tuple(
-            size if isinstance(size, int) else read_dimension(name, size, ranges) for size in graph.values[name].shape[1:]
+            size if isinstance(size, int) else read_dimension(name, size, ranges)
+            for size in graph.values[name].shape[1:]
         )
         for name in user_inputs
     }
-    tied = [name for name, form in forms.items() if any(isinstance(one, Dimension) and one.symbol == batch for one in form)]
+    tied = [
+        name for name, form in forms.items() if any(isinstance(one, Dimension) and one.symbol == batch for one in form)
+    ]
     if tied:
         raise CheckpointInvalid(
             f"Input {tied[0]!r} has a second dimension that is as large as the batch, so requests cannot share one."

@@ -157,7 +157,11 @@ def test_the_sizes_that_are_accepted_are_those_of_torchs_own_module(tmp_path: Pa
     model, examples, dynamic = SIZED[name]
     exported = torch.export.export(model.eval(), examples, dynamic_shapes=dynamic)
     torch.export.save(exported, tmp_path / "sized.pt2")
-    subject, sizes, reference = served(tmp_path / "sized.pt2"), open_program(tmp_path / "sized.pt2").sizes, exported.module()
+    subject, sizes, reference = (
+        served(tmp_path / "sized.pt2"),
+        open_program(tmp_path / "sized.pt2").sizes,
+        exported.module(),
+    )
     check_row_independence(subject)
     accepted = 0
     for size in (3, 6, 7, 16, 23, 24, 25, 26, 40, 42, 48, 63, 64, 90, 91):

@@ -16,14 +16,7 @@ from starlette.responses import Response
 from typing_extensions import TypedDict
 
 from app.api.encoders.cohere import COHERE_ERRORS, CohereMeta, response_meta
-from app.api.encoders.schemas import (
-    NON_EMPTY,
-    EncoderUsage,
-    NonEmptyText,
-    TokenLimit,
-    TruncationFields,
-    truncation_to,
-)
+from app.api.encoders.schemas import NON_EMPTY, EncoderUsage, NonEmptyText, TokenLimit, TruncationFields, truncation_to
 from app.api.encoders.scoring import RelevanceQuery, score_relevance, sort_by_score
 from app.api.encoders.vectors import json_response, token_header
 from app.api.openai.bodies import IGNORED
@@ -88,7 +81,6 @@ class RerankBody(TruncationFields):
         )
         field = "documents" if self.texts is None else "texts"
         return RelevanceQuery((self.query,), given, raw_scores, truncation, field)
-
 
     @property
     def truncation(self) -> Truncation:

@@ -25,8 +25,8 @@ from app.hardware.facts import Facts
 from app.hardware.plan.plan import ServingPlan
 from app.hardware.step_times import StepTimeTable
 from app.messages import Array, Infer, Signature
-from app.models.program_sizes import SAMPLE_SIZE
 from app.metrics.step_time_model import StepTimeModel
+from app.models.program_sizes import SAMPLE_SIZE
 from app.weights.program import ProgramCheckpoint, operations_per_row, read_bytes
 
 ROWS = (1, 4, 8, 16, 32)  # rows of a batch

@@ -109,9 +109,7 @@ class DeviceTextBatch:
             _fill_numbers(buffer[layout.skipped], [[span.text.num_prompt_tokens for span in spans]])
         _fill_numbers(buffer[layout.starts], [starts, [tokens] * (more - 1), [shape.tokens] * bool(more)])
         # Zeros follow, since a model has no more positions than its longest text.
-        _fill_numbers(
-            buffer[layout.positions], [positions_of(span.text.token_ids, self._padding_id) for span in spans]
-        )
+        _fill_numbers(buffer[layout.positions], [positions_of(span.text.token_ids, self._padding_id) for span in spans])
         self._buffer[: layout.count].copy_(self._staged[0][: layout.count], non_blocking=True)
         self._staged.reverse()
         self._written.reverse()

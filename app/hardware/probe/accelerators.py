@@ -24,7 +24,9 @@ _GPU_FILES = "/proc/driver/nvidia/gpus"
 
 # A line `  MIG 1g.10gb     Device  0: (UUID: MIG-…)` follows `GPU 0: NVIDIA H100 80GB HBM3 (UUID: GPU-…)`. The name of
 # a profile contains its memory in gigabytes.
-_MIG_LISTING = re.compile(rf"^GPU ({DIGITS}):|^\s+MIG (\S*?({DIGITS})gb\S*)\s+Device\s+\d+: \(UUID: (MIG-[^)]+)\)", re.MULTILINE)
+_MIG_LISTING = re.compile(
+    rf"^GPU ({DIGITS}):|^\s+MIG (\S*?({DIGITS})gb\S*)\s+Device\s+\d+: \(UUID: (MIG-[^)]+)\)", re.MULTILINE
+)
 # Lower bound of the share of the gigabytes in a profile's name that an instance has: 1g.24gb of a GB200 has 20.0 GiB,
 # 1g.18gb of an H200 has 16.0 (`nvidia-smi mig -lgip` in github.com/NVIDIA/gpu-operator pull 1303 and
 # github.com/NVIDIA/mig-parted issue 120).

@@ -140,7 +140,9 @@ def parse_cpu_max(text: str) -> float | None:
     parts = text.split()
     if not parts or not re.fullmatch(DIGITS, parts[0]):
         return None
-    period = int(parts[1]) if len(parts) > 1 and re.fullmatch(DIGITS, parts[1]) else 100_000  # microseconds, the kernel's default
+    period = (
+        int(parts[1]) if len(parts) > 1 and re.fullmatch(DIGITS, parts[1]) else 100_000
+    )  # microseconds, the kernel's default
     return _quota_cores(int(parts[0]), period)
 
 

@@ -13,9 +13,9 @@ from typing import Any
 from app.errors import CheckpointInvalid
 from app.models.config_reader import MAX_INTEGER, MAX_LAYERS, ConfigReader
 from app.models.decoders.config import ACTIVATIONS, ModelConfig
+from app.models.decoders.refusals import reason_of
 from app.models.decoders.rope import RopeConfig, parse_rope
 from app.models.encoders.config import EncoderActivation, EncoderConfig, PoolingConfig, ScoreFunction
-from app.models.decoders.refusals import reason_of
 from app.models.encoders.families import (
     CLASSIFIER_SUFFIX,
     ENCODER_FAMILIES,
@@ -58,7 +58,14 @@ def is_encoder(values: Mapping[str, Any], sentence: SentenceConfig) -> bool:
 
 
 # Endings of the names of classes that give vectors or labels.
-_ENCODER_ENDINGS = ("Model", "ForMaskedLM", "ForPreTraining", CLASSIFIER_SUFFIX, "ForTokenClassification", "ForQuestionAnswering")
+_ENCODER_ENDINGS = (
+    "Model",
+    "ForMaskedLM",
+    "ForPreTraining",
+    CLASSIFIER_SUFFIX,
+    "ForTokenClassification",
+    "ForQuestionAnswering",
+)
 
 
 def names_encoder(values: Mapping[str, Any]) -> bool:
@@ -66,7 +73,8 @@ def names_encoder(values: Mapping[str, Any]) -> bool:
     names = values.get("architectures")
     names = [str(name) for name in names] if isinstance(names, list) else []
     return bool(names) and all(
-        name.endswith(_ENCODER_ENDINGS) and not name.endswith("LMHeadModel") and reason_of(name) is None for name in names
+        name.endswith(_ENCODER_ENDINGS) and not name.endswith("LMHeadModel") and reason_of(name) is None
+        for name in names
     )
 
 

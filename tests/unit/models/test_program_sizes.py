@@ -9,17 +9,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from app.errors import CheckpointInvalid, InvalidRequest
-from app.models.program_sizes import (
-    SAMPLE_SIZE,
-    Condition,
-    Dimension,
-    ProgramSizes,
-    plain_size,
-    read_dimension,
-)
+from app.models.program_sizes import SAMPLE_SIZE, Condition, Dimension, ProgramSizes, plain_size, read_dimension
 
 SYMBOL = "Symbol('s7', positive=True, integer=True)"
-RANGES = {"s7": {"min_val": 2, "max_val": 9}, "8*s7": {"min_val": 16, "max_val": 72}, "s9": {"min_val": 0, "max_val": None}}
+RANGES = {
+    "s7": {"min_val": 2, "max_val": 9},
+    "8*s7": {"min_val": 16, "max_val": 72},
+    "s9": {"min_val": 0, "max_val": None},
+}
 
 
 @pytest.mark.parametrize(
@@ -88,7 +85,10 @@ def test_sizes_within_what_was_exported_are_accepted_and_so_are_the_samples() ->
         (shapes(2, 1, 64), r"input 'x': dimension 1 must be in \[4, 40\]"),
         (shapes(8, 5, 64), r"input 'y': dimension 1 must be 4, as dimension 1 of input 'x' demands, not 5"),
         (shapes(8, 4, 63), r"input 'z': dimension 1 must be at least 64, .*not 63"),
-        (shapes(8, 4, 65), r"input 'z': the program was not exported for the shape \[1, 65\]; it needs z.size\(1\) % 2 == 0"),
+        (
+            shapes(8, 4, 65),
+            r"input 'z': the program was not exported for the shape \[1, 65\]; it needs z.size\(1\) % 2 == 0",
+        ),
         (shapes(10, 5, 64), r"input 'x': .*it needs x.size\(1\) // 2 != 5 or z.stride\(0\) > 99"),
     ],
 )
@@ -149,7 +149,9 @@ def test_a_condition_that_is_not_arithmetic_is_refused_and_never_run(text: str) 
         Condition(text, ("x",))
 
 
-PIECES = st.sampled_from("L['x'].size()[1] L['x'].size()[10] + - * // % ** == != < and or not ( ) 9 if else min".split())
+PIECES = st.sampled_from(
+    "L['x'].size()[1] L['x'].size()[10] + - * // % ** == != < and or not ( ) 9 if else min".split()
+)
 
 
 @given(st.lists(PIECES, max_size=12).map(" ".join))

@@ -172,7 +172,9 @@ async def test_who_leaves_is_forgotten_and_who_waits_too_long_is_notified() -> N
         leaving.cancel()
         with pytest.raises(asyncio.CancelledError):
             await leaving
-        late = asyncio.ensure_future(service.encode(wanted("fox " * 10 * SHORT_CHARACTERS, truncation=Truncation(True))))
+        late = asyncio.ensure_future(
+            service.encode(wanted("fox " * 10 * SHORT_CHARACTERS, truncation=Truncation(True)))
+        )
         await asyncio.sleep(0)
         clock.seconds += LIMITS.request_timeout_seconds
         with pytest.raises(RequestTimeout):

@@ -155,7 +155,11 @@ def test_labels_and_what_their_logits_become() -> None:
 
 
 REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
-    "kind of problem": (CLASSIFIER, {"problem_type": "ranking"}, "problem_type 'ranking' is not known; known are regression"),
+    "kind of problem": (
+        CLASSIFIER,
+        {"problem_type": "ranking"},
+        "problem_type 'ranking' is not known; known are regression",
+    ),
     "projected embeddings": ("ElectraModel", {"embedding_size": 16}, "embedding_size 16 is not hidden_size"),
     "unknown": (
         "BertModel",
