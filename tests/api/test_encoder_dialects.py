@@ -288,18 +288,21 @@ async def test_a_document_without_text_is_scored_beside_the_others(
         assert [one["score"] for one in pairs] == pytest.approx([scores[0], scores[1]], rel=1e-6)
 
 
+LONGER = f"{LONG} world green"  # of which the end differs from the beginning
+
+
 @pytest.mark.parametrize(
     ("path", "body"),
     [
-        ("/v1/rerank", {"query": "a", "documents": [LONG]}),
-        ("/v2/rerank", {"query": "a", "documents": [LONG]}),
-        ("/rerank", {"query": "a", "documents": [LONG]}),
-        ("/rerank", {"query": "a", "texts": [LONG]}),
-        ("/score", {"text_1": "a", "text_2": LONG}),
-        ("/v1/classify", {"input": LONG}),
-        ("/pooling", {"input": LONG, "task": "classify"}),
-        ("/v1/embeddings", {"input": LONG}),
-        ("/pooling", {"input": LONG, "task": "embed"}),
+        ("/v1/rerank", {"query": "a", "documents": [LONGER]}),
+        ("/v2/rerank", {"query": "a", "documents": [LONGER]}),
+        ("/rerank", {"query": "a", "documents": [LONGER]}),
+        ("/rerank", {"query": "a", "texts": [LONGER]}),
+        ("/score", {"text_1": "a", "text_2": LONGER}),
+        ("/v1/classify", {"input": LONGER}),
+        ("/pooling", {"input": LONGER, "task": "classify"}),
+        ("/v1/embeddings", {"input": LONGER}),
+        ("/pooling", {"input": LONGER, "task": "embed"}),
     ],
 )
 async def test_vllms_truncation_is_the_same_on_every_route(path: str, body: Any) -> None:
