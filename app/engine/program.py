@@ -73,15 +73,14 @@ class RunnableProgram:
 
 def _checked_output(spec: TensorSpec, result: Any) -> Tensor:
     """Return an output. Raises `ValueError` if it is not a tensor of the shape that the program states."""
-    shape = tuple(result.shape) if isinstance(result, Tensor) else None
-    wanted = spec.shape
-    if (
-        shape is None
-        or len(shape) != len(wanted)
-        or any(one not in (-1, size) for one, size in zip(wanted, shape, strict=True))
-    ):
-        raise ValueError(f"the output {spec.name!r} has the shape {shape}, and the program states {wanted}")
-    return result
+    if isinstance(result, Tensor):
+        shape = tuple(result.shape)
+        if len(shape) == len(spec.shape) and all(
+            one in (-1, size) for one, size in zip(spec.shape, shape, strict=True)
+        ):
+            return result
+        raise ValueError(f"the output {spec.name!r} has the shape {shape}, and the program states {spec.shape}")
+    raise ValueError(f"the output {spec.name!r} is not a tensor")
 
 
 class ProgramRunner(Protocol):
