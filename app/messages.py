@@ -256,12 +256,14 @@ class Array:
 class TensorSpec:
     """An input or output tensor of a program.
 
-    The first dimension of `shape` is the batch, -1. Any other -1 is a free dimension, equal within a batch.
+    The first dimension of `shape` is the batch, -1. Any other -1 is a free dimension, equal within a batch. `sample` are
+    sizes of the dimensions after the batch that a program accepts; empty: any.
     """
 
     name: str
     datatype: str
     shape: tuple[int, ...]
+    sample: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,6 +25,7 @@ TINY: dict[str, Any] = {
     "pad_token_id": 0,
 }
 ROBERTA = {"max_position_embeddings": LENGTH + 2, "type_vocab_size": 1, "layer_norm_eps": 1e-5, "pad_token_id": 1}
+ELECTRA = {"type_vocab_size": 2, "embedding_size": HIDDEN}
 DISTILBERT = {"dim": HIDDEN, "hidden_dim": INNER, "n_layers": 2, "n_heads": HEADS, "activation": "gelu"}
 MODERNBERT = {
     "num_hidden_layers": 4,
@@ -207,6 +208,7 @@ _FAMILIES = (
     Family("Roberta", "roberta", ROBERTA, _bert, "roberta", ROBERTA_HEAD, specials="roberta"),
     Family("XLMRoberta", "xlm-roberta", ROBERTA, _bert, "roberta", ROBERTA_HEAD, specials="roberta"),
     Family("Camembert", "camembert", ROBERTA, _bert, "roberta", ROBERTA_HEAD, specials="roberta"),
+    Family("Electra", "electra", ELECTRA, _bert, "electra", ROBERTA_HEAD),
     Family(
         "DistilBert", "distilbert", DISTILBERT, _distilbert, "distilbert", _dense_head("pre_classifier", "classifier")
     ),

@@ -12,6 +12,7 @@ from app.kernels.attention.attention import QkvHeads
 from app.kernels.attention.context import AttentionSpec, EncodeContext
 from app.kernels.attention.texts import TextStarts, attend_texts
 from app.messages import Text
+from app.models.encoders.config import positions_of
 from app.models.encoders.encoder import Encoder
 
 
@@ -29,7 +30,7 @@ def encoded(
 
     ids = torch.tensor([token for text in texts for token in text.token_ids])
     types = torch.tensor([one for text in texts for one in text.type_ids or (0,) * len(text.token_ids)])
-    positions = torch.cat([torch.arange(len(text.token_ids)) for text in texts])
+    positions = torch.tensor([one for text in texts for one in positions_of(text.token_ids, model.config.padding_id)])
     borders = torch.tensor(starts)
     rows = model.rows(borders, names)
     hidden = model.hidden(

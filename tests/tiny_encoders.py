@@ -167,7 +167,8 @@ def write_word_pieces(directory: Path, specials: tuple[str, ...] = SPECIALS["ber
     tokenizer.post_processor = TemplateProcessing(single=f"{begin} $A {end}", pair=pair, special_tokens=ids)
     tokenizer.save(str(directory / "tokenizer.json"))
     words = {"cls_token": begin, "sep_token": end, "unk_token": unknown, "pad_token": specials[0 if bert else 1]}
-    _write_json(directory / "tokenizer_config.json", {**words, "tokenizer_class": "PreTrainedTokenizerFast"})
+    kind = "BertTokenizer" if bert else "PreTrainedTokenizerFast"
+    _write_json(directory / "tokenizer_config.json", {**words, "tokenizer_class": kind})
 
 
 def _folder(directory: Path, name: str) -> Path:

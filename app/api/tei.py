@@ -18,7 +18,7 @@ from typing_extensions import TypedDict
 
 from app.api.encoders.routes import native_encoding_request
 from app.api.encoders.schemas import NON_EMPTY, EmbedBody, LabelScore, NonEmptyText, TextsBody, TruncationFields
-from app.api.encoders.scoring import ClassifyQuery, Truncation, classify_texts, labels_by_score
+from app.api.encoders.scoring import ClassifyQuery, classify_texts, labels_by_score
 from app.api.encoders.vectors import join_with_pauses, json_response, to_json_list, token_header
 from app.api.errors import ErrorFormat, HttpError
 from app.api.routing import (
@@ -254,9 +254,8 @@ async def predict(request: Request, unread: RequestBody[PredictBody]) -> Respons
         served = runtime.service.encoder
         body = await unread.parse()
         is_batch, texts = body.inputs
-        truncation = Truncation(bool(body.truncate), body.truncate_left)
     encoded, rows = await classify_texts(
-        runtime.service, ClassifyQuery(texts, bool(body.raw_scores), truncation, "inputs"), request_id(request)
+        runtime.service, ClassifyQuery(texts, bool(body.raw_scores), body.truncation, "inputs"), request_id(request)
     )
     top_k = body.parameters.top_k if body.parameters else None
     predictions = [
@@ -283,8 +282,7 @@ async def similarity(request: Request, unread: RequestBody[SimilarityBody]) -> R
             outputs=("embedding",),
             api="native",
             request_id=request_id(request),
-            truncate=bool(parameters.truncate),
-            truncate_left=parameters.truncate_left,
+            truncation=parameters.truncation,
             prompt=parameters.prompt_name,
             field="inputs",
         )

@@ -8,6 +8,7 @@ parts that it can compute, and the parts are merged by their log-sum-exp.
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Rows
@@ -17,7 +18,6 @@ from itertools import chain
 import torch
 from torch import Tensor
 
-from app.errors import PlanImpossible
 from app.hardware.plan.plan import ServingPlan
 from app.hardware.probe.probe import probe
 from app.kernels.attention import attention as native_attention
@@ -25,6 +25,8 @@ from app.kernels.attention.attention import AttentionSequence, AttentionStep, Kv
 from app.kernels.attention.context import AttentionSpec
 from app.kernels.attention.ragged import attend
 from app.kernels.attention.weights import attention_weights
+
+log = logging.getLogger(__name__)
 
 # query, key, value [1, heads or kv_heads, tokens, head_dim] with any strides; nothing is copied. Returns the result
 # and, in float32, the log-sum-exp of each row's scores. torch 2.10 and 2.13 (both tested) have this schema and allow
@@ -142,12 +144,13 @@ def torch_attention(query: Tensor, rows: Rows[AttentionRow], spec: AttentionSpec
 
 
 def _pin(cpu_ids: tuple[int, ...]) -> None:
+    """Bind the calling thread to these CPUs; empty: none. Without the mask the server works too, perhaps slower."""
     if not cpu_ids:
         return
     try:
         os.sched_setaffinity(0, cpu_ids)  # 0 is the calling thread
-    except (AttributeError, OSError) as error:
-        raise PlanImpossible(f"The compute threads cannot be pinned to CPUs {list(cpu_ids)}: {error}.") from error
+    except (AttributeError, OSError, ValueError, OverflowError) as error:
+        log.warning("the compute threads cannot be bound to CPUs %s: %s", list(cpu_ids), error)
 
 
 def _decode_attention(queries: Tensor, row: AttentionRow, spec: AttentionSpec) -> Tensor:

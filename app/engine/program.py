@@ -11,7 +11,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -25,12 +25,14 @@ from app.hardware.step_times import ThrottleCorrection
 from app.messages import Abort, Array, ArraysReady, Event, Infer, RequestFailed, Signature, TensorSpec, Timings
 from app.metrics.stats import EngineSnapshot, StepStats
 from app.models.program import Program
+from app.models.program_sizes import SAMPLE_SIZE
 from app.weights.load_program import load_program
 from app.weights.program import ProgramCheckpoint
 
 log = logging.getLogger(__name__)
 
-INPUT_ERRORS = (RuntimeError, IndexError, ValueError)  # raised by torch's operators for inputs that they cannot compute
+# Raised by torch's operators, and by arithmetic on sizes and values, for inputs that they cannot compute.
+INPUT_ERRORS = (RuntimeError, LookupError, ValueError, TypeError, ArithmeticError, AttributeError)
 
 Tensors = Mapping[str, Tensor]
 
@@ -65,10 +67,20 @@ class RunnableProgram:
             }
         with torch.inference_mode():
             results = self.program.run(inputs)
-        return {
-            spec.name: results[index][:rows]
-            for spec, index in zip(self.signature.outputs, self.output_indices, strict=True)
-        }
+        outputs = zip(self.signature.outputs, self.output_indices, strict=True)
+        return {spec.name: _checked_output(spec, results[index])[:rows] for spec, index in outputs}
+
+
+def _checked_output(spec: TensorSpec, result: Any) -> Tensor:
+    """Return an output. Raises `ValueError` if it is not a tensor of the shape that the program states."""
+    if isinstance(result, Tensor):
+        shape = tuple(result.shape)
+        if len(shape) == len(spec.shape) and all(
+            one in (-1, size) for one, size in zip(spec.shape, shape, strict=True)
+        ):
+            return result
+        raise ValueError(f"the output {spec.name!r} has the shape {shape}, and the program states {spec.shape}")
+    raise ValueError(f"the output {spec.name!r} is not a tensor")
 
 
 class ProgramRunner(Protocol):
@@ -244,10 +256,18 @@ class ProgramEngine:
     def _reject(self, share: RowShare, error: Exception) -> RequestFailed:
         """Return an error for one request.
 
-        It is not a failed engine step, since a client's inputs must not end the process.
+        It is not a failed engine step, since a client's inputs must not end the process. It is the client's error if
+        the program still computes synthetic inputs, whatever torch raised.
         """
         log.warning("the program failed on the inputs of one request: %s", error)
-        return self._end(share.request, program_error(error))
+        return self._end(share.request, program_error(error, self._computes()))
+
+    def _computes(self) -> bool:
+        try:
+            self.check()
+        except INPUT_ERRORS:
+            return False
+        return True
 
     def _answer(self, request: InferState) -> ArraysReady:
         self._waiting.remove(request)
@@ -262,10 +282,18 @@ class ProgramEngine:
         return RequestFailed(request.message.request_id, error)
 
 
-def program_error(error: Exception) -> RequestError:
-    """Return the client's error for an index out of range, and an internal error for anything else."""
-    if isinstance(error, IndexError):
-        return InvalidRequest(f"The program cannot compute these inputs: {str(error).splitlines()[0][:200]}.")
+_NO_MEMORY = "DefaultCPUAllocator"  # in the RuntimeError of a CPU tensor that does not fit the memory
+
+
+def program_error(error: Exception, computes_others: bool) -> RequestError:
+    """Return the client's error if the program computes other inputs, and an internal error otherwise.
+
+    A lack of memory is never the client's error.
+    """
+    said = str(error)
+    if computes_others and _NO_MEMORY not in said:
+        reason = (said.splitlines() or [type(error).__name__])[0][:200].rstrip(".")
+        return InvalidRequest(f"The program cannot compute these inputs: {reason}.")
     return StepFailed("The program failed to compute these inputs; the server's log says why.")
 
 
@@ -315,7 +343,7 @@ def check_row_independence(served: RunnableProgram) -> None:
         together = served.run(both)
         alone = [served.run({name: tensor[row : row + 1] for name, tensor in both.items()}) for row in range(2)]
     except INPUT_ERRORS as error:
-        raise CheckpointInvalid(f"The program cannot be run: {str(error).splitlines()[0][:300]}") from error
+        raise cannot_run(error) from error
     for name, result in together.items():
         apart = torch.cat([each[name] for each in alone])
         if result.shape != apart.shape or not _close_enough(result, apart):
@@ -323,6 +351,12 @@ def check_row_independence(served: RunnableProgram) -> None:
                 f"The program's output {name!r} of a row depends on the other rows of its batch, so requests cannot share one. "
                 "Was the model in eval() when it was exported?"
             )
+
+
+def cannot_run(error: Exception) -> CheckpointInvalid:
+    """Return the error of a program that fails on synthetic inputs."""
+    said = (str(error).splitlines() or [""])[0][:300]
+    return CheckpointInvalid(f"The program cannot be run: {said or type(error).__name__}")
 
 
 def _close_enough(one: Tensor, other: Tensor) -> bool:
@@ -345,8 +379,6 @@ DTYPES: Mapping[str, torch.dtype] = {
     "FP32": torch.float32,
     "FP64": torch.float64,
 }
-
-FREE_DIMENSION_SIZE = 16  # size of a dimension that a client may choose, in synthetic inputs
 
 
 def to_tensor(array: Array) -> Tensor:
@@ -372,7 +404,7 @@ def synthetic_inputs(signature: Signature, rows: int) -> dict[str, Tensor]:
 
 
 def _synthetic_input(spec: TensorSpec, rows: int, generator: torch.Generator) -> Tensor:
-    shape = (rows, *(FREE_DIMENSION_SIZE if size < 0 else size for size in spec.shape[1:]))
+    shape = (rows, *(spec.sample or (SAMPLE_SIZE if size < 0 else size for size in spec.shape[1:])))
     dtype = DTYPES[spec.datatype]
     if dtype.is_floating_point:
         return torch.randn(shape, generator=generator).to(dtype)

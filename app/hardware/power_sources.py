@@ -45,7 +45,7 @@ def _zones(files: HostFiles, control_type: str) -> list[_PowerZone]:
     found = []
     for entry in files.names(_POWERCAP):
         kind, _, numbers = entry.partition(":")
-        if kind == control_type and re.fullmatch(r"\d+(:\d+)*", numbers):
+        if kind == control_type and re.fullmatch(r"\d{1,9}(:\d{1,9})*", numbers):
             directory = f"{_POWERCAP}/{entry}"
             path = tuple(map(int, numbers.split(":")))
             found.append(_PowerZone(directory, path, files.text(f"{directory}/name") or ""))

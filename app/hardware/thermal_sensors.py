@@ -56,7 +56,7 @@ def _cpuinfo_hertz(files: HostFiles) -> float | None:
     text = files.text("/proc/cpuinfo") or ""
     if "hypervisor" in parse_fields(text).get("flags", "").split():
         return None
-    found = [float(number) for number in re.findall(r"^cpu MHz\s*: ([\d.]+)$", text, re.MULTILINE)]
+    found = [float(number) for number in re.findall(r"^cpu MHz\s*: (\d{1,9}(?:\.\d{1,9})?)$", text, re.MULTILINE)]
     return mean(found) * HERTZ_PER_MHZ if found else None
 
 
@@ -139,10 +139,10 @@ def parse_pmset(text: str) -> bool | None:
 
     On Intel Macs it prints `CPU_Speed_Limit = 100`. Apple silicon has warning levels, or notes that none was recorded.
     """
-    found = re.search(r"CPU_Speed_Limit\s*=\s*(\d+)", text)
+    found = re.search(r"CPU_Speed_Limit\s*=\s*(\d{1,9})", text)
     if found is not None:
         return int(found[1]) < 100
-    level = re.search(r"(?:Thermal|thermal) (?:W|w)arning (?:L|l)evel\s*[=:]?\s*(\d+)", text)
+    level = re.search(r"(?:Thermal|thermal) (?:W|w)arning (?:L|l)evel\s*[=:]?\s*(\d{1,9})", text)
     if level is not None:
         return int(level[1]) > 0
     return False if "No thermal warning level has been recorded" in text else None

@@ -24,6 +24,7 @@ from typing import Any, get_args
 from prometheus_client import Counter
 from prometheus_client.metrics_core import Metric
 
+from app.hardware.kernel_advice import advise, process_usage
 from app.metrics.gauges import gauge_family, speed_gauges
 from app.metrics.instruments import Metrics
 from app.metrics.speed_drift import SpeedDrift
@@ -119,7 +120,7 @@ class SlowStepDetector:
     ) -> None:
         self._model, self._fault_seconds, self._slowed_by = model, fault_seconds, slowed_by
         self._garbage_seconds, self._throttled_seconds = garbage_seconds, throttled_seconds
-        self._usage, self._garbage = resource.getrusage(resource.RUSAGE_SELF), garbage_seconds()
+        self._usage, self._garbage = process_usage(), garbage_seconds()
         self._throttled = 0.0
         self.update_throttled()
 
@@ -129,7 +130,7 @@ class SlowStepDetector:
 
     def begin(self) -> None:
         """Record the counters before a step: one system call of one to two microseconds."""
-        self._usage, self._garbage = resource.getrusage(resource.RUSAGE_SELF), self._garbage_seconds()
+        self._usage, self._garbage = process_usage(), self._garbage_seconds()
 
     def end(self, step: StepStats) -> Cause | None:
         """Return the cause if the step was slow, else None; call it right after the step.
@@ -148,7 +149,7 @@ class SlowStepDetector:
 
     def _find_cause(self, step: StepStats, excess_seconds: float) -> Cause:
         garbage = self._garbage_seconds() - self._garbage
-        during = ProcessCounters.between(self._usage, resource.getrusage(resource.RUSAGE_SELF), garbage)
+        during = ProcessCounters.between(self._usage, process_usage(), garbage)
         before = self._throttled
         self.update_throttled()
         throttled, slowed_by = self._throttled - before, self._slowed_by()
@@ -164,8 +165,7 @@ def first_touch_seconds() -> float:
 def _first_and_second_touch_seconds() -> tuple[float, float]:
     """Return the seconds to write all pages of new memory, and to write them again."""
     with mmap.mmap(-1, _PROBED_PAGES * mmap.PAGESIZE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS) as memory:
-        if (small_pages := getattr(mmap, "MADV_NOHUGEPAGE", None)) is not None:  # Linux could use huge pages otherwise
-            memory.madvise(small_pages)
+        advise(memory, "MADV_NOHUGEPAGE")  # Linux could use huge pages otherwise
         return _touch_seconds(memory), _touch_seconds(memory)
 
 

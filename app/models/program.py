@@ -185,17 +185,8 @@ ATEN = "torch.ops.aten."
 # They read or write files or arbitrary memory.
 _REFUSED = frozenset({"from_file", "data_ptr", "set_", "resize_", "resize_as_", "_resize_output_"})
 
-# Assertions of the exporter. They are skipped: types may differ here, where products are BF16, and the signature
-# checks sizes.
-SKIPPED_OPERATORS = frozenset(
-    f"{ATEN}{name}"
-    for name in (
-        "_assert_tensor_metadata.default",
-        "_assert_scalar.default",
-        "_assert_async.msg",
-        "sym_constrain_range_for_size.default",
-    )
-)
+# Assertions of types. They are skipped: types may differ here, where products are BF16. Assertions of values are run.
+SKIPPED_OPERATORS = frozenset({f"{ATEN}_assert_tensor_metadata.default"})
 
 SET_GRAD = "torch.ops.higher_order.wrap_with_set_grad_enabled"
 

@@ -7,12 +7,12 @@ content that can hold code or objects is rejected by name. Follows torch/_export
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from app.errors import CheckpointInvalid
+from app.models.program_sizes import plain_size
 
 SCHEMA_MAJOR = 8
 # Scalar types: number in the schema -> name in torch.
@@ -35,7 +35,6 @@ MEMORY_FORMATS: Mapping[int, str] = {
     4: "preserve_format",
 }
 LINEAR_TARGET = "torch.ops.aten.linear.default"  # arguments: x, weight and an optional bias
-_SYMBOL = re.compile(r"Symbol\('(\w+)'[\w=, ]*\)")  # sympy's text of a single symbol
 _KEYWORD = 2
 _MAX_DEPTH = 16  # nesting of graphs and lists
 
@@ -124,13 +123,9 @@ def read_argument(values: Mapping[str, Any], depth: int = 0) -> Any:
 
 
 def read_size(values: Mapping[str, Any]) -> int | str:
-    """Parse a dimension: its size, the name of its symbol, or the text of a longer expression."""
+    """Parse a dimension: its size, the name of its symbol, or a longer expression, such as `8*s7`."""
     ((kind, value),) = values.items()
-    if kind == "as_int":
-        return int(value)
-    text = str(value["expr_str"])
-    symbol = _SYMBOL.fullmatch(text)
-    return symbol[1] if symbol else text
+    return int(value) if kind == "as_int" else plain_size(str(value["expr_str"]))
 
 
 def dtype_name(number: Any) -> str:

@@ -27,6 +27,6 @@ def bind_service_threads(cpu_ids: tuple[int, ...]) -> None:
                 os.sched_setaffinity(thread.native_id, cpu_ids)
             except ProcessLookupError:
                 continue  # it has ended meanwhile
-            except OSError as error:
+            except (AttributeError, OSError, ValueError) as error:
                 log.warning("threads that do not compute cannot be bound to CPUs %s: %s", list(cpu_ids), error)
                 return

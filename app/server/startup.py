@@ -167,7 +167,7 @@ def make_served_model(prepared: Prepared, tokenizer: Tokenizer | None, chat: Cha
         max_logprobs=prepared.settings.max_logprobs,
     )
     if isinstance(checkpoint, ProgramCheckpoint):
-        return ServedProgram(name, limits, checkpoint.signature)
+        return ServedProgram(name, limits, checkpoint.signature, checkpoint.sizes)
     assert tokenizer is not None, "a checkpoint other than a program has a tokenizer"
     if isinstance(checkpoint.model_config, EncoderConfig):
         return ServedEncoder(name, limits, tokenizer, checkpoint.model_config)

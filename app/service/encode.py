@@ -50,7 +50,12 @@ async def infer(
     """Send a program's inputs to the worker and return its arrays.
 
     Rows of the batch are counted as an encoder's tokens are.
+
+    Raises:
+        InvalidRequest: The program was not exported for these sizes.
     """
+    if program.sizes is not None:
+        program.sizes.check({name: array.shape for name, array in request.inputs.items()})
     num_rows = request.inputs[program.signature.inputs[0].name].shape[0]
     with pipeline.admission.permit() as permit:
         permit.hold(_program_request_bytes(program.signature, request, num_rows))

@@ -243,12 +243,23 @@ def check_texts(model: ServedEncoder, request: EncodingRequest) -> None:
         if output not in model.sizes:
             raise _output_kind_error(model, output)
     _check_dimensions(model, request)
+    _check_truncation(model, request.truncation.max_tokens)
     if request.prompt is not None:
         named_prompt(model, request.prompt)
     for index, given in enumerate(request.inputs):
-        if not _is_not_empty(given):
+        is_document = 0 < request.num_queries <= index
+        if not (is_document or _is_not_empty(given)):
             name = _field_name(request, index)
             raise InvalidRequest(f"{name} is empty: send text.", field=name)
+
+
+def _check_truncation(model: ServedEncoder, max_tokens: int) -> None:
+    limit = model.limits.max_model_len
+    if max_tokens != -1 and not 1 <= max_tokens <= limit:
+        raise InvalidRequest(
+            f"truncate_prompt_tokens must be -1 or in [1, {limit}] for this model, not {max_tokens}.",
+            field="truncate_prompt_tokens",
+        )
 
 
 def named_prompt(model: ServedModel, name: str) -> str:
@@ -277,16 +288,19 @@ def tokenize_texts(model: ServedEncoder, request: EncodingRequest) -> tuple[Text
         for index, given in enumerate(request.inputs)
         if not isinstance(given, Text)
     }
-    full_texts = [prompt + given if isinstance(given, str) else given for prompt, given in prompted.values()]
-    longest = model.limits.max_model_len
+    longest, truncation = _max_tokens(model, request), request.truncation
     limits = EncodingLimits(model.limits.max_text_bytes)
-    if not request.truncate:
+    full_texts = [
+        _with_prompt(prompt, _cut_parts(model, request, index, given, limits))
+        for index, (prompt, given) in prompted.items()
+    ]
+    if not truncation.truncates:
         for index, text in zip(prompted, full_texts, strict=True):
             if _num_characters(text) > CHUNK_CHARACTERS:
                 _check_least_tokens(model, request, index, text)
         limits = replace(limits, enough_tokens=longest + 1)
-    max_length = longest if request.truncate else None
-    tokenized = model.tokenizer.encode_texts(full_texts, max_length, request.truncate_left, limits)
+    max_length = longest if truncation.truncates else None
+    tokenized = model.tokenizer.encode_texts(full_texts, max_length, truncation.left, limits)
     texts = dict(zip(prompted, tokenized, strict=True))
     for index, given in enumerate(request.inputs):
         if isinstance(given, Text):
@@ -299,6 +313,36 @@ def tokenize_texts(model: ServedEncoder, request: EncodingRequest) -> tuple[Text
     in_order = tuple(texts[index] for index in range(len(texts)))
     _check_hidden(model, request, in_order)
     return in_order
+
+
+def _max_tokens(model: ServedEncoder, request: EncodingRequest) -> int:
+    """Return the most tokens that a text may have, or to which it is cut."""
+    asked = request.truncation.max_tokens
+    return model.limits.max_model_len if asked == -1 else asked
+
+
+def _with_prompt(prompt: str, given: str | tuple[str, str]) -> str | tuple[str, str]:
+    """Put a prompt before a text, or before the first text of a pair."""
+    return prompt + given if isinstance(given, str) else (prompt + given[0], given[1])
+
+
+def _cut_parts(
+    model: ServedEncoder,
+    request: EncodingRequest,
+    index: int,
+    given: str | tuple[str, str],
+    limits: EncodingLimits,
+) -> str | tuple[str, str]:
+    """Return a query, a document or a pair of both, each cut to the most tokens that the request gives it."""
+    cut, tokenizer = request.truncation, model.tokenizer
+    if isinstance(given, tuple):
+        query, document = given
+        return (
+            tokenizer.first_tokens(query, cut.max_query_tokens, limits),
+            tokenizer.first_tokens(document, cut.max_document_tokens, limits),
+        )
+    most = cut.max_query_tokens if index < request.num_queries else cut.max_document_tokens
+    return tokenizer.first_tokens(given, most, limits)
 
 
 def _output_kind_error(model: ServedEncoder, output: str) -> WrongModelKind:
@@ -328,7 +372,7 @@ def _check_dimensions(model: ServedEncoder, request: EncodingRequest) -> None:
 def _is_not_empty(given: TextInput) -> bool:
     if isinstance(given, Text):
         return bool(given.token_ids)
-    return bool(given) if isinstance(given, str) else all(given)
+    return bool(given) if isinstance(given, str) else any(given)
 
 
 def _num_characters(given: TextInput) -> int:
@@ -339,9 +383,9 @@ def _num_characters(given: TextInput) -> int:
 
 
 def _checkpoint_prompt(model: ServedEncoder, request: EncodingRequest, index: int) -> str:
-    """Return the checkpoint's prompt for a text. A pair has none."""
+    """Return the checkpoint's prompt for a text, or for the first of a pair."""
     prompts = model.config.pooling.prompts
-    if not prompts or isinstance(request.inputs[index], tuple):
+    if not prompts:
         return ""
     names: Sequence[str | None] = (request.prompt,)
     if request.num_queries:
@@ -360,18 +404,18 @@ def _with_prompt_length(model: ServedEncoder, prompt: str, text: Text) -> Text:
     They are counted as in sentence-transformers: tokens of the prompt alone, without a special token at its end.
     """
     (alone,) = model.tokenizer.encode_texts([prompt])
-    ends = not model.tokenizer.has_text(alone.token_ids[-1])
+    ends = bool(alone.token_ids) and not model.tokenizer.has_text(alone.token_ids[-1])
     return replace(text, num_prompt_tokens=min(len(alone.token_ids) - ends, len(text.token_ids) - 1))
 
 
 def _checked_ids(model: ServedEncoder, request: EncodingRequest, index: int, text: Text) -> Text:
     """Return token ids that the client sent, checked and truncated."""
-    limit, name = model.limits.max_model_len, _field_name(request, index)
+    limit, name = _max_tokens(model, request), _field_name(request, index)
     check_ids(text.token_ids, model.limits.vocab_size, name)
     check_ids(text.type_ids, max(model.config.num_types, 1), "token_type_ids")
-    if not request.truncate:
+    if not request.truncation.truncates:
         return text
-    window = slice(-limit, None) if request.truncate_left else slice(limit)
+    window = slice(-limit, None) if request.truncation.left else slice(limit)
     return Text(text.token_ids[window], text.type_ids[window])
 
 
@@ -385,7 +429,14 @@ def _check_least_tokens(model: ServedEncoder, request: EncodingRequest, index: i
 
 def _check_text_length(model: ServedEncoder, request: EncodingRequest, index: int, text: Text) -> None:
     """Check the length of a text, which was not counted to its end if it is long."""
-    number = len(text.token_ids)
+    number, name = len(text.token_ids), _field_name(request, index)
+    if number == 0:
+        raise InvalidRequest(f"{name} has no tokens: the tokenizer of this model finds nothing in it.", field=name)
+    if request.truncation.truncates and number > _max_tokens(model, request):
+        raise InvalidRequest(
+            f"{name} cannot be cut to {request.truncation.max_tokens} tokens: the model's special tokens alone are {number}.",
+            field="truncate_prompt_tokens",
+        )
     if number > model.limits.max_model_len:
         given = request.inputs[index]
         counted = isinstance(given, Text) or _num_characters(given) <= CHUNK_CHARACTERS

@@ -183,23 +183,41 @@ TextInput = str | tuple[str, str] | Text
 
 
 @dataclass(frozen=True, slots=True)
+class Truncation:
+    """Handling of texts that are too long.
+
+    With `truncates`, a text or pair is cut at its end, or at its start with `left`, to `max_tokens` tokens, special
+    tokens included; -1: to as many as the model reads. Otherwise one that the model cannot read is refused. Before that,
+    a query is cut to its first `max_query_tokens` tokens and a document to its first `max_document_tokens`, without
+    special tokens; 0: to none of its own.
+    """
+
+    truncates: bool = False
+    left: bool = False
+    max_tokens: int = -1
+    max_query_tokens: int = 0
+    max_document_tokens: int = 0
+
+
+NO_TRUNCATION = Truncation()
+
+
+@dataclass(frozen=True, slots=True)
 class EncodingRequest:
     """Texts for an encoder. `outputs` are some of the model's: `embedding`, `logits`, `last_hidden_state`.
 
-    `request_id` is what the client sees; it need not be unique. A text that is too long is refused, or truncated
-    if `truncate` is set: at its end, or at its start if `truncate_left`. `normalize` None means as the checkpoint
+    `request_id` is what the client sees; it need not be unique. `normalize` None means as the checkpoint
     says, `dimensions` None means all. `prompt` names one of the checkpoint's prompts, which is put before each
-    text; None means its default. The first `num_queries` texts are queries and the others documents; each kind
-    gets its own prompt if the checkpoint has one. `field` is the dialect's name for the texts, or for the documents,
-    and `query_field` for the queries, used in error messages.
+    text, or before the first of a pair; None means its default. The first `num_queries` texts are queries and the others
+    documents, which may be empty; each kind gets its own prompt if the checkpoint has one. `field` is the dialect's name
+    for the texts, or for the documents, and `query_field` for the queries, used in error messages.
     """
 
     inputs: tuple[TextInput, ...]
     outputs: tuple[str, ...]
     api: Api
     request_id: str
-    truncate: bool = False
-    truncate_left: bool = False
+    truncation: Truncation = NO_TRUNCATION
     normalize: bool | None = None
     dimensions: int | None = None
     prompt: str | None = None

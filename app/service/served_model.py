@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from app.errors import WrongModelKind
 from app.messages import MAX_LOGPROBS, Array, Signature
 from app.models.encoders.config import EncoderConfig
+from app.models.program_sizes import ProgramSizes
 from app.text.chat import ChatTemplate
 from app.text.grammar import GrammarCompiler
 from app.text.reasoning import ReasoningFormat
@@ -119,11 +120,12 @@ class ServedEncoder:
 
 @dataclass(frozen=True, slots=True)
 class ServedProgram:
-    """An exported program with named input and output tensors."""
+    """An exported program with named input and output tensors. `sizes` None: inputs may have any free sizes."""
 
     name: str
     limits: ServingLimits
     signature: Signature
+    sizes: ProgramSizes | None = None
 
     @property
     def kind(self) -> ModelKind:

@@ -61,8 +61,7 @@ class Tokenizer:
             before = [] if self._inner.normalizer is None else [self._inner.normalizer]
             self._inner.normalizer = tokenizers.normalizers.Sequence([tokenizers.normalizers.Lowercase(), *before])
         self.config: Mapping[str, Any] = files.config
-        inputs = self.config.get("model_input_names")
-        self._returns_segments = not isinstance(inputs, list) or "token_type_ids" in inputs
+        self._returns_segments = files.has_segments
         self.named_tokens: Mapping[str, str] = MappingProxyType(_named_tokens(self.config))
         self._added = {
             token_id: str(token.content) for token_id, token in self._inner.get_added_tokens_decoder().items()
@@ -160,8 +159,8 @@ class Tokenizer:
             limits: Bounds on the work. A text that has more tokens than they allow may be returned incomplete.
 
         Returns:
-            One `Text` per input. Segments are empty if all are 0, or if `model_input_names` in
-            tokenizer_config.json leaves them out.
+            One `Text` per input. Segments are empty if all are 0, or if transformers' tokenizer of this checkpoint
+            returns none: by `model_input_names` in tokenizer_config.json, or its class.
 
         Raises:
             InvalidRequest: A text is not valid Unicode, or exceeds the limits.
@@ -184,6 +183,27 @@ class Tokenizer:
                                 encodings[place] = self._truncate(one, max_tokens, side)
             found += map(self._to_text, encodings)
         return found
+
+    def first_tokens(self, text: str, max_tokens: int, limits: EncodingLimits = UNBOUNDED) -> str:
+        """Return the part of a text that its first `max_tokens` tokens stand for, without special tokens; 0: all of it.
+
+        A long text is read until it has enough tokens.
+        """
+        if not max_tokens:
+            return text
+        _check_unicode(text)
+        whole = [(0, len(text))]
+        for start, end in whole if len(text) <= CHUNK_CHARACTERS else self._bounds.chunks(text):
+            stop_if_cancelled()
+            limits.check(text[start:end])
+            with ConvertBareException(InvalidRequest, _CANNOT_ENCODE):
+                (encoding,) = self._inner.encode_batch([text[start:end]], add_special_tokens=False)
+            if len(encoding) > max_tokens:
+                return text[: start + encoding.offsets[max_tokens][0]]
+            max_tokens -= len(encoding)
+            if not max_tokens:
+                return text[:end]
+        return text
 
     def _to_text(self, encoding: tokenizers.Encoding) -> Text:
         type_ids = encoding.type_ids

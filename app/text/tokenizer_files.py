@@ -21,13 +21,40 @@ class TokenizerFiles:
     """What a checkpoint says about its tokenizer.
 
     `tokenizer` is the text of a tokenizer.json and `config` the content of tokenizer_config.json. `eos_token_ids` are
-    the tokens that end a completion besides the `eos_token`. `origin` is the file that messages name.
+    the tokens that end a completion besides the `eos_token`. `origin` is the file that messages name. `has_segments` is
+    True if an encoder gets a number for the segment of each token (`token_type_ids`).
     """
 
     tokenizer: str
     config: Mapping[str, Any]
     eos_token_ids: frozenset[int]
     origin: Path
+    has_segments: bool = False
+
+
+# Classes of transformers 5 that return token_type_ids (`model_input_names` in models/*/tokenization_*.py), without
+# `Fast`. Some are other names of BertTokenizer.
+_SEGMENT_CLASSES = frozenset(
+    f"{stem}Tokenizer"
+    for stem in "Bert Canine ConvBert Deberta DebertaV2 Electra FNet LayoutLM LayoutLMv2 Lxmert MarkupLM MobileBert SqueezeBert "
+    "Tapas".split()
+)
+# Kinds of models whose tokenizer is BertTokenizer if no file names a class (transformers' tokenization_auto.py).
+_BERT_TOKENIZED = frozenset({"bert", "convbert", "distilbert", "electra", "nomic_bert"})
+
+
+def _has_segments(tokenizer_config: Mapping[str, Any], config: Mapping[str, Any]) -> bool:
+    """Return True if transformers' tokenizer of this checkpoint returns token types.
+
+    `model_input_names` says so, else the class that is named, else the kind of model.
+    """
+    inputs = tokenizer_config.get("model_input_names")
+    if isinstance(inputs, list):
+        return "token_type_ids" in inputs
+    named = tokenizer_config.get("tokenizer_class") or config.get("tokenizer_class")
+    if named is None:
+        return config.get("model_type") in _BERT_TOKENIZED
+    return str(named).removesuffix("Fast") in _SEGMENT_CLASSES
 
 
 def read_tokenizer_files(location: Path) -> TokenizerFiles:
@@ -54,7 +81,8 @@ def _read_directory(directory: Path) -> TokenizerFiles:
     except OSError as error:
         raise CheckpointInvalid(f"{path} cannot be read: {error}") from error
     config = _read_object(file_in(directory, "tokenizer_config.json"))
-    return TokenizerFiles(text, config, _read_all_eos_ids(directory), path)
+    segments = _has_segments(config, _read_object(file_in(directory, "config.json")))
+    return TokenizerFiles(text, config, _read_all_eos_ids(directory), path, segments)
 
 
 def _read_all_eos_ids(directory: Path) -> frozenset[int]:

@@ -17,7 +17,7 @@ from app.hardware.facts import Needs
 from app.models.decoders.config import ModelConfig
 from app.models.decoders.shapes import Shape, active_weights, is_expert, tables_of, tensors_of
 from app.models.encoders.config import EncoderConfig, encoder_products_of, encoder_tables_of, encoder_tensors_of
-from app.models.encoders.config_reader import is_encoder, read_encoder
+from app.models.encoders.config_reader import is_encoder, names_encoder, read_encoder
 from app.weights.files import (
     check_directory,
     check_not_lfs_pointer,
@@ -48,7 +48,7 @@ from app.weights.lora.adapter import adapter_as_model_message, is_adapter
 from app.weights.quantized.entries import is_zero_bias
 from app.weights.quantized.methods import check_not_quantized, join_weights, quantization_method
 from app.weights.safetensors import TensorEntry, read_header
-from app.weights.sentence_transformers import read_sentence_config
+from app.weights.sentence_transformers import MODULES, read_sentence_config
 from app.weights.tensor_names import RenamedTensors, rename_decoder_tensors, rename_tensors
 
 INDEX = "model.safetensors.index.json"
@@ -202,7 +202,7 @@ def _open_directory(directory: Path) -> Checkpoint:
         raise CheckpointInvalid(adapter_as_model_message(directory))
     config, model_config = read_model_config(directory)
     method = quantization_method(config)
-    found = _find_tensors(directory)
+    found = _find_tensors(directory, _conversion(model_config, directory))
     if method and model_config.kind == "encoder":
         raise CheckpointInvalid(
             "config.json: quantized weights are supported for decoders only; use the original weights."
@@ -232,7 +232,7 @@ def read_model_config(directory: Path) -> tuple[Mapping[str, Any], ModelConfig |
     sentence_config = read_sentence_config(directory)
     config = read_object(file_in(directory, "config.json"))
     quantization_method(config)
-    if is_encoder(config, sentence_config):
+    if is_encoder(config, sentence_config) or names_encoder(config):
         return config, read_encoder(config, sentence_config)
     return config, ModelConfig.from_hf(config)
 
@@ -240,7 +240,20 @@ def read_model_config(directory: Path) -> tuple[Mapping[str, Any], ModelConfig |
 # ---- which files ----------------------------------------------------------------------------------------------------
 
 
-def _find_tensors(directory: Path) -> dict[str, TensorEntry]:
+def _conversion(config: ModelConfig | EncoderConfig, directory: Path) -> str:
+    """Return the call that writes this kind of model again with safetensors, head and modules included."""
+    if (directory / MODULES).is_file():
+        library = "CrossEncoder" if config.kind == "encoder" and config.labels else "SentenceTransformer"
+        return f"sentence_transformers.{library}(DIR).save_pretrained(NEW_DIR)"
+    kind = "AutoModelForCausalLM"
+    if config.kind == "encoder":
+        kind = "AutoModelForSequenceClassification" if config.labels else "AutoModel"
+    tokenizer = "then copy the tokenizer's files (tokenizer.json, tokenizer_config.json)"
+    return f"transformers.{kind}.from_pretrained(DIR).save_pretrained(NEW_DIR), {tokenizer}"
+
+
+def _find_tensors(directory: Path, conversion: str) -> dict[str, TensorEntry]:
+    """Return the tensors of a folder. `conversion` tells how pickled ones become safetensors."""
     if file_in(directory, INDEX).is_file():
         return _read_shards(directory)
     files = [file for file in files_in(directory, "*.safetensors") if file.name != ADAPTER_WEIGHTS]
@@ -255,7 +268,7 @@ def _find_tensors(directory: Path) -> dict[str, TensorEntry]:
     if pickles:
         raise CheckpointInvalid(
             f"{directory} has pickled weights only ({join_names(pickles)}), which can run code when read and are refused. Where you trust"
-            " them, convert: AutoModelForCausalLM.from_pretrained(DIR).save_pretrained(NEW_DIR), then copy the tokenizer's files."
+            f" them, convert the model with Python: {conversion}."
         )
     raise CheckpointInvalid(f"{directory} has no weights: no *.safetensors file.{incomplete_copy_note(directory)}")
 
@@ -325,7 +338,7 @@ def _encoder_tensors(
 ) -> dict[str, TensorEntry]:
     renamed_tensors = rename_tensors(found, config)
     for place, dense in enumerate(config.pooling.dense):
-        own = _find_tensors(folder_in(directory, dense.folder))
+        own = _find_tensors(folder_in(directory, dense.folder), _conversion(config, directory))
         renamed_tensors.tensors.update(
             (f"dense.{place}.{name.removeprefix('linear.')}", entry) for name, entry in own.items()
         )

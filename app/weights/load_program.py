@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from app.errors import CheckpointInvalid
 from app.hardware.plan.plan import ServingPlan
 from app.kernels.linear.linear import FormFactory, Linear, LinearForm
 from app.models.program import PackedProduct, Program
@@ -63,7 +64,10 @@ def load_program(
     }
     if narrow:
         _convert_to_bf16(checkpoint, states)
-    return Program(checkpoint.graph, states, products, narrow)
+    try:
+        return Program(checkpoint.graph, states, products, narrow)
+    except (LookupError, TypeError, ValueError, AttributeError) as error:
+        raise CheckpointInvalid(f"{checkpoint.path.name}: a call of the program is damaged: {error!r}.") from error
 
 
 def _states(

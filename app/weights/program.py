@@ -31,6 +31,7 @@ from app.models.program_graph import (
     read_graph,
     refs,
 )
+from app.models.program_sizes import Dimension, ProgramSizes, read_dimension, read_range
 from app.weights.files import check_not_lfs_pointer
 from app.weights.program_archive import Archive, StoredTensor
 
@@ -64,9 +65,18 @@ class ProgramCheckpoint:
     signature: Signature
     output_indices: tuple[int, ...]  # indices of the signature's outputs among the graph's outputs
     states: Mapping[str, StoredTensor]
-    min_rows: int = 1
-    max_rows: int | None = None
+    sizes: ProgramSizes
     kind: str = field(default="program", init=False)
+
+    @property
+    def min_rows(self) -> int:
+        """The fewest rows of a step."""
+        return self.sizes.min_rows
+
+    @property
+    def max_rows(self) -> int | None:
+        """The most rows of a step; None: any number."""
+        return self.sizes.max_rows
 
     @property
     def location(self) -> Path:
@@ -199,7 +209,7 @@ def _validated(
             raise CheckpointInvalid(f"{path.name} has no tensor for {state!r}.")
     _check_states(graph, states)
     batch = _batch_symbol(graph, user_inputs)
-    low, high = _batch_range(values.get("range_constraints", {}).get(batch, {}))
+    sizes = _sizes(values, graph, user_inputs, batch)
     results = _output_indices(graph, signature["output_specs"])
     named_outputs = list(
         zip(output_names(values["graph_module"].get("module_call_graph", ()), len(results)), results, strict=True)
@@ -211,13 +221,12 @@ def _validated(
         path,
         graph,
         Signature(
-            tuple(_spec(name, graph.values[name]) for name in user_inputs),
+            tuple(_spec(name, graph.values[name], sizes.samples[name]) for name in user_inputs),
             tuple(_spec(name, graph.values[graph.outputs[index].name]) for name, index in outputs.items()),
         ),
         tuple(outputs.values()),
         states,
-        low,
-        high,
+        sizes,
     )
 
 
@@ -267,9 +276,37 @@ def _batch_symbol(graph: Graph, user_inputs: list[str]) -> str:
     return symbol
 
 
-def _batch_range(limits: Mapping[str, Any]) -> tuple[int, int | None]:
-    low, high = limits.get("min_val"), limits.get("max_val")
-    return max(1, low or 1), high if isinstance(high, int) and high < 2**31 else None
+def _sizes(values: Mapping[str, Any], graph: Graph, user_inputs: Sequence[str], batch: str) -> ProgramSizes:
+    """Return what the archive says of the sizes of the inputs."""
+    ranges = values.get("range_constraints") or {}
+    low, high = read_range(ranges.get(batch))
+    forms = {
+        name: tuple(
+            size if isinstance(size, int) else read_dimension(name, size, ranges)
+            for size in graph.values[name].shape[1:]
+        )
+        for name in user_inputs
+    }
+    tied = [
+        name for name, form in forms.items() if any(isinstance(one, Dimension) and one.symbol == batch for one in form)
+    ]
+    if tied:
+        raise CheckpointInvalid(
+            f"Input {tied[0]!r} has a second dimension that is as large as the batch, so requests cannot share one."
+        )
+    stored = values["graph_module"]["graph"]["tensor_values"]
+    examples = {name: _example(stored[name]["sizes"][1:]) for name in user_inputs}
+    conditions = tuple(str(one) for one in values.get("guards_code") or ())
+    known = {name: sizes for name, sizes in examples.items() if sizes is not None}
+    found = ProgramSizes(forms, conditions, known, max(1, low), high)
+    found.check_batches()
+    return found
+
+
+def _example(sizes: Sequence[Mapping[str, Any]]) -> tuple[int, ...] | None:
+    """Return the sizes of an input with which the program was exported, without the batch; None if one is not stated."""
+    found = [size.get("as_int", ((size.get("as_expr") or {}).get("hint") or {}).get("as_int")) for size in sizes]
+    return tuple(found) if all(isinstance(size, int) for size in found) else None
 
 
 def _output_indices(graph: Graph, specs: Any) -> list[int]:
@@ -294,10 +331,9 @@ def _has_batch_dimension(graph: Graph, index: int, batch: str) -> bool:
     return value is not None and bool(value.shape) and value.shape[0] == batch
 
 
-def _spec(name: str, value: TensorMeta) -> TensorSpec:
-    return TensorSpec(
-        name, DATATYPES[value.dtype], tuple(size if isinstance(size, int) else -1 for size in value.shape)
-    )
+def _spec(name: str, value: TensorMeta, sample: tuple[int, ...] = ()) -> TensorSpec:
+    shape = tuple(size if isinstance(size, int) else -1 for size in value.shape)
+    return TensorSpec(name, DATATYPES[value.dtype], shape, sample)
 
 
 def _operand_uses(graph: Graph) -> Iterator[tuple[str, tuple[str, int]]]:

@@ -65,7 +65,9 @@ def read_sentence_config(directory: Path) -> SentenceConfig:
     if kind == "CrossEncoder":
         _check_module_kinds([one.kind for one in modules], ("Transformer",))
         score = config.values.get("activation_fn")
-        return SentenceConfig(None, longest, lowercases, None if score is None else score_function(score))
+        scores = None if score is None else score_function(score)
+        prompts, default = _read_prompts(config)
+        return SentenceConfig(None, longest, lowercases, scores, prompts, default)
     if kind != "SentenceTransformer":
         raise CheckpointInvalid(
             f"This is a {kind} of sentence-transformers; supported: SentenceTransformer and CrossEncoder."
@@ -125,14 +127,7 @@ def _pooling(directory: Path, modules: Sequence[SentenceModule], config: ConfigR
     )
     file = file_in(directory, f"{modules[1].folder}/config.json")
     pooling = ConfigReader(read_object(file), f"{modules[1].folder}/config.json")
-    prompts = config.section("prompts").values
-    if not all(isinstance(text, str) for text in prompts.values()):
-        raise CheckpointInvalid(f"{config.where}: prompts must map names to texts.")
-    default = config.text("default_prompt_name", "") or None
-    if default is not None and default not in prompts:
-        raise CheckpointInvalid(
-            f"{config.where}: default_prompt_name {default!r} is not one of {', '.join(prompts) or 'its prompts'}."
-        )
+    prompts, default = _read_prompts(config)
     return PoolingConfig(
         modes=_pooling_modes(pooling),
         dense=tuple(_dense(directory, one.folder) for one in dense),
@@ -141,6 +136,19 @@ def _pooling(directory: Path, modules: Sequence[SentenceModule], config: ConfigR
         default_prompt=default,
         skips_prompt=not pooling.boolean("include_prompt", True),
     )
+
+
+def _read_prompts(config: ConfigReader) -> tuple[Mapping[str, str], str | None]:
+    """Return the prompts by name, and the name of the one that is put before texts unless another is asked for."""
+    prompts = config.section("prompts").values
+    if not all(isinstance(text, str) for text in prompts.values()):
+        raise CheckpointInvalid(f"{config.where}: prompts must map names to texts.")
+    default = config.text("default_prompt_name", "") or None
+    if default is not None and default not in prompts:
+        raise CheckpointInvalid(
+            f"{config.where}: default_prompt_name {default!r} is not one of {', '.join(prompts) or 'its prompts'}."
+        )
+    return prompts, default
 
 
 def _pooling_modes(pooling: ConfigReader) -> tuple[PoolingMode, ...]:

@@ -35,7 +35,8 @@ _OLD_NORM_NAMES: Mapping[str, str] = {"gamma": "weight", "beta": "bias"}  # name
 # Unused tensors: heads for masked tokens, next sentences or answers, computed positions, and parts of heads that are
 # not served.
 _HARMLESS = re.compile(
-    r"(cls|lm_head|pooler|classifier|pre_classifier|qa_outputs|score|head|decoder|dense|vocab_\w+)\."
+    r"(cls|lm_head|pooler|classifier|pre_classifier|qa_outputs|score|head|decoder|dense|vocab_\w+"
+    r"|discriminator_predictions|generator_\w+)\."
     r"|(embeddings\.|.*\.)?position_ids$|.*rotary_emb\.inv_freq$"
 )
 

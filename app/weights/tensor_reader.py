@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from app.errors import CheckpointInvalid, PlanImpossible
+from app.hardware.kernel_advice import advise
 from app.kernels.linear.layout import PANEL_OUTPUTS
 from app.kernels.linear.quantization import Int4Weight, Int8Weight
 from app.kernels.linear.torchao_linear import dequantize_rows
@@ -38,7 +39,6 @@ _PART_DTYPES: Mapping[str, torch.dtype] = {
     "I32": torch.int32, "U32": torch.int32, "I64": torch.int64,
 }  # fmt: skip
 
-_POPULATE_READ = 22  # MADV_POPULATE_READ of Linux 5.14, which Python's mmap does not define
 _FETCH_BYTES = 8 * 2**20  # the call holds the interpreter's lock, so it must be short
 _COPY_BYTES = 8 * 2**20  # bytes of source pages held while a tensor is converted
 # Bytes read at a time. Each thread holds one block, and while it quantizes the block its values in FP32 and its codes:
@@ -137,9 +137,7 @@ class MappedFiles:
         """
         first = start // mmap.PAGESIZE * mmap.PAGESIZE
         for at in range(first, end, _FETCH_BYTES):
-            try:
-                self._map(file).madvise(_POPULATE_READ, at, min(_FETCH_BYTES, end - at))
-            except (OSError, ValueError):
+            if not advise(self._map(file), "MADV_POPULATE_READ", at, min(_FETCH_BYTES, end - at)):
                 return  # an older kernel does not support it; page faults do the same, slower
 
     def drop(self, file: Path, start: int, end: int) -> None:
@@ -149,8 +147,8 @@ class MappedFiles:
         """
         page = mmap.PAGESIZE
         first, last = -(-start // page) * page, end // page * page
-        if first < last and hasattr(mmap, "MADV_DONTNEED"):
-            self._map(file).madvise(mmap.MADV_DONTNEED, first, last - first)
+        if first < last:
+            advise(self._map(file), "MADV_DONTNEED", first, last - first)
 
     def close(self) -> None:
         """Close the files that `read` opened; mapped tensors stay valid."""

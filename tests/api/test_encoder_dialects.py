@@ -12,9 +12,21 @@ import numpy
 import pytest
 
 from app.errors import InvalidRequest
-from app.models.encoders.config import PoolingConfig
+from app.models.encoders.config import EncoderConfig, PoolingConfig
 from app.service.served_model import apply_score_function, to_numpy
-from fake_encoder import CLASSIFIER, CONFIG, CROSS_ENCODER, PROMPTED, SIZE, array, ids_of, logits, tokenizer, vector
+from fake_encoder import (
+    CLASSIFIER,
+    CONFIG,
+    CROSS_ENCODER,
+    LIMITS,
+    PROMPTED,
+    SIZE,
+    array,
+    ids_of,
+    logits,
+    tokenizer,
+    vector,
+)
 from tests.api.encoder_client import answer_of, asking
 
 LONG = "the fox said " * 9
@@ -214,7 +226,7 @@ async def test_cohere_truncates_unless_told_not_to(truncate: str | None, kept: s
         ("/v2/embed", {"input": "a"}, "/v1/embeddings (OpenAI)"),
         ("/v1/embed", {"inputs": "a"}, "/embed (text-embeddings-inference)"),
         ("/v2/rerank", {"query": "a"}, "either documents (Cohere, Jina, vLLM), or texts"),
-        ("/v2/rerank", {"query": "a", "documents": ["b"], "max_tokens_per_doc": 9}, "max_tokens_per_doc"),
+        ("/v2/rerank", {"query": "a", "documents": ["b"], "max_tokens_per_doc": -1}, "max_tokens_per_doc"),
     ],
 )
 async def test_coheres_errors_have_a_message(path: str, body: Any, said: str) -> None:
@@ -252,6 +264,93 @@ async def test_every_rerank_route_takes_every_body(path: str) -> None:
 async def test_an_error_of_rerank_has_the_format_of_the_body(body: Any, names: set[str] | None) -> None:
     error = (await answer_of(CONFIG, "/rerank", body)).json()
     assert (set(error["error"]) if names else set(error)) == (names or {"error", "error_type"})
+
+
+@pytest.mark.parametrize("config", [CONFIG, CROSS_ENCODER])
+@pytest.mark.parametrize(
+    ("path", "field"), [("/v1/rerank", "documents"), ("/v2/rerank", "documents"), ("/rerank", "texts")]
+)
+async def test_a_document_without_text_is_scored_beside_the_others(
+    config: EncoderConfig, path: str, field: str
+) -> None:
+    async with asking(config) as (client, _):
+        alone = (await client.post(path, json={"query": "the fox", field: ["hello"]})).json()
+        response = await client.post(path, json={"query": "the fox", field: ["hello", "", "  ", ""]})
+        assert response.status_code == 200, response.text
+        found = response.json()
+        found, alone = (found["results"], alone["results"]) if field == "documents" else (found, alone)
+        name = "relevance_score" if field == "documents" else "score"
+        scores = {one["index"]: one[name] for one in found}
+        assert scores.keys() == {0, 1, 2, 3}
+        assert scores[0] == pytest.approx(alone[0][name], rel=1e-6)
+        body = {"text_1": "the fox", "text_2": ["hello", ""]}
+        pairs = (await client.post("/v1/score", json=body)).json()["data"]
+        assert [one["score"] for one in pairs] == pytest.approx([scores[0], scores[1]], rel=1e-6)
+
+
+LONGER = f"{LONG} world green"  # of which the end differs from the beginning
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/rerank", {"query": "a", "documents": [LONGER]}),
+        ("/v2/rerank", {"query": "a", "documents": [LONGER]}),
+        ("/rerank", {"query": "a", "documents": [LONGER]}),
+        ("/rerank", {"query": "a", "texts": [LONGER]}),
+        ("/score", {"text_1": "a", "text_2": LONGER}),
+        ("/v1/classify", {"input": LONGER}),
+        ("/pooling", {"input": LONGER, "task": "classify"}),
+        ("/v1/embeddings", {"input": LONGER}),
+        ("/pooling", {"input": LONGER, "task": "embed"}),
+    ],
+)
+async def test_vllms_truncation_is_the_same_on_every_route(path: str, body: Any) -> None:
+    vectors = path == "/v1/embeddings" or body.get("task") == "embed"
+    async with asking(CONFIG if vectors else CROSS_ENCODER) as (client, worker):
+
+        async def read(**fields: Any) -> tuple[int, ...]:
+            response = await client.post(path, json=body | fields)
+            assert response.status_code == 200, response.text
+            return worker.encodes[-1].texts[-1].token_ids
+
+        limit = LIMITS.max_model_len
+        whole = await read(truncate=True)
+        assert len(whole) == limit
+        assert await read(truncate_prompt_tokens=-1) == await read(truncate_prompt_tokens=limit) == whole
+        right, left = await read(truncate_prompt_tokens=8), await read(truncate_prompt_tokens=8, truncation_side="left")
+        assert len(right) == len(left) == 8
+        assert right != left
+        assert (right[0], right[-1]) == (left[0], left[-1]), "special tokens"
+        for number in (0, -2, limit + 1, 1):
+            refused = await client.post(path, json=body | {"truncate_prompt_tokens": number})
+            assert (refused.status_code, "truncate_prompt_tokens" in refused.text or "cut to 1" in refused.text) == (
+                400,
+                True,
+            )
+
+
+async def test_queries_and_documents_have_limits_of_their_own() -> None:
+    async with asking(CROSS_ENCODER) as (client, worker):
+        body = {"query": "the fox said", "documents": ["hello world green"]}
+        for limits, wanted in (
+            ({"max_tokens_per_query": 1}, ("the", "hello world green")),
+            ({"max_tokens_per_doc": 2, "max_tokens_per_query": 0}, ("the fox said", "hello world")),
+        ):
+            assert (await client.post("/v2/rerank", json=body | limits)).status_code == 200
+            assert worker.encodes[-1].texts == ids_of(wanted)
+        scored = {"text_1": "the fox said", "text_2": "hello world", "max_tokens_per_query": 2, "max_tokens_per_doc": 1}
+        assert (await client.post("/score", json=scored)).status_code == 200
+        assert worker.encodes[-1].texts == ids_of(("the fox", "hello"))
+
+
+async def test_a_cross_encoders_prompt_precedes_the_query() -> None:
+    prompted = replace(CROSS_ENCODER, pooling=replace(CROSS_ENCODER.pooling, prompts={"q": "the "}, default_prompt="q"))
+    async with asking(prompted) as (client, worker):
+        await client.post("/rerank", json={"query": "fox", "texts": ["hello"]})
+        await client.post("/predict", json={"inputs": [["fox", "hello"], ["fox"]]})
+        assert worker.encodes[0].texts == ids_of(("the fox", "hello"))
+        assert worker.encodes[1].texts == ids_of(("the fox", "hello"), "the fox")
 
 
 # ---- vLLM ----------------------------------------------------------------------------------------------------------

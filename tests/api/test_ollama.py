@@ -213,6 +213,16 @@ async def test_a_failure_within_the_stream_is_its_last_line(
     assert len(told) == 2
 
 
+async def test_no_text_has_no_vector() -> None:
+    async with asking() as (client, worker):
+        for given in ("", []):
+            told = await client.post("/api/embed", json={"model": "tiny", "input": given})
+            assert (told.status_code, told.json()["embeddings"]) == (200, [])
+        told = await client.post("/api/embeddings", json={"model": "tiny", "prompt": ""})
+        assert (told.status_code, told.json()) == (200, {"embedding": []})
+        assert worker.encodes == []
+
+
 @pytest.mark.parametrize("path", ["/api/embed", "/api/embeddings"])
 async def test_embeddings(path: str) -> None:
     body = {"model": "tiny:latest", "input" if path == "/api/embed" else "prompt": "the fox", "keep_alive": "1m"}

@@ -21,7 +21,7 @@ from app.messages import SamplingParams
 from app.metrics.stats import EngineSnapshot
 from app.service.engine_client import RequestPipeline
 from app.service.inputs import tokenize_prompt, tokenize_texts
-from app.service.requests import EncodingRequest, GenerationRequest
+from app.service.requests import EncodingRequest, GenerationRequest, Truncation
 from app.service.served_model import ServedDecoder, ServedEncoder, ServingLimits
 from app.service.text_pool import TextPool
 from app.settings import DEMO_DIRECTORY
@@ -231,7 +231,7 @@ def bert(truncate: bool, *inputs: Any, left: bool = False) -> tuple[Any, Countin
     seen = counting(tokenizer)
     limits = replace(LIMITS, max_model_len=512, vocab_size=tokenizer.vocab_size)
     served = ServedEncoder("bert", limits, tokenizer, CONFIG)
-    request = EncodingRequest(inputs, ("embedding",), "native", "r", truncate=truncate, truncate_left=left)
+    request = EncodingRequest(inputs, ("embedding",), "native", "r", truncation=Truncation(truncate, left))
     return lambda: tokenize_texts(served, request), seen
 
 

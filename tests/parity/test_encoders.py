@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from app.messages import Text
 from app.models.encoders.encoder import Encoder
 from encoder_families import FAMILIES
 from loaded_models import load
@@ -49,6 +50,18 @@ def test_hidden_states_and_logits_are_those_of_transformers(tmp_path: Path, name
     torch.testing.assert_close(outputs["last_hidden_state"], reference.hidden(texts), **TOLERANCE)
     if classifies:
         torch.testing.assert_close(outputs["logits"], reference.logits(texts), **TOLERANCE)
+
+
+@pytest.mark.parametrize("family", ["Roberta", "XLMRoberta", "MPNet", "Bert", "NomicBert"])
+def test_the_padding_token_within_a_text_has_the_position_that_transformers_gives_it(
+    tmp_path: Path, family: str
+) -> None:
+    directory = write_encoder(tmp_path / "model", f"{family}Model")
+    model, reference = cast(Encoder, load(directory)), Reference(directory, False)
+    padding = 1 if model.config.padding_id is None else model.config.padding_id
+    texts = [Text(ids) for ids in ((7, padding, 9, 8), (padding,), (padding, padding, 5, padding, 6), (7, 9, padding))]
+    outputs = encoded(model, texts, ("last_hidden_state",))
+    torch.testing.assert_close(outputs["last_hidden_state"], reference.hidden(texts), **TOLERANCE)
 
 
 @pytest.mark.parametrize(

@@ -6,11 +6,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.export import Dim
 from torch.utils import _pytree
 
 from app.engine.program import RunnableProgram, check_row_independence, synthetic_inputs
-from app.errors import CheckpointInvalid
+from app.errors import CheckpointInvalid, InvalidRequest
 from app.weights.load_program import load_program
 from app.weights.program import open_program
 from exported_programs import MODEL, model_of, tampered, write_program
@@ -112,3 +113,86 @@ def test_an_operator_that_this_torch_lacks_is_named(programs: Path, tmp_path: Pa
         CheckpointInvalid, match=f"of_tomorrow.default', which torch {torch.__version__}".replace("+", r"\+")
     ):
         served(bad)
+
+
+class Halves(nn.Module):
+    """Reads every second element of x, one for each of y."""
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return (x[:, ::2] * y).sum(1)
+
+
+class Eights(nn.Module):
+    """Groups of eight."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.reshape(x.shape[0], -1, 8).prod(-1).sum(1)
+
+
+class Long(nn.Module):
+    """A convolution over 24 places, which needs as many."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.convolution = nn.Conv1d(3, 4, 24)
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = self.convolution(x).mean(-1)
+        return result
+
+
+ROWS = Dim("rows", min=1, max=64)
+HALF, EIGHT = Dim("half", min=3, max=20), Dim("eight", min=2, max=5)
+SIZED = {
+    "halves": (Halves(), (torch.ones(3, 20), torch.ones(3, 10)), ({0: ROWS, 1: 2 * HALF}, {0: ROWS, 1: HALF})),
+    "eights": (Eights(), (torch.ones(3, 24),), ({0: ROWS, 1: 8 * EIGHT},)),
+    "long": (Long(), (torch.ones(3, 3, 80),), ({0: ROWS, 2: Dim("length", min=64, max=90)},)),
+    "inferred": (Long(), (torch.ones(3, 3, 100),), ({0: ROWS, 2: Dim.AUTO},)),
+}
+
+
+@pytest.mark.parametrize("name", SIZED)
+def test_the_sizes_that_are_accepted_are_those_of_torchs_own_module(tmp_path: Path, name: str) -> None:
+    """The program also starts, whatever the least size of a dimension is, and computes what torch computes."""
+    model, examples, dynamic = SIZED[name]
+    exported = torch.export.export(model.eval(), examples, dynamic_shapes=dynamic)
+    torch.export.save(exported, tmp_path / "sized.pt2")
+    subject, sizes, reference = (
+        served(tmp_path / "sized.pt2"),
+        open_program(tmp_path / "sized.pt2").sizes,
+        exported.module(),
+    )
+    check_row_independence(subject)
+    accepted = 0
+    for size in (3, 6, 7, 16, 23, 24, 25, 26, 40, 42, 48, 63, 64, 90, 91):
+        for other in (size // 2, 5) if len(examples) == 2 else (None,):
+            inputs = [torch.randn(2, *examples[0].shape[1:-1], size)]
+            inputs += [] if other is None else [torch.randn(2, other)]
+            named = dict(zip(sizes.dimensions, inputs, strict=True))
+            try:
+                wanted = reference(*inputs)
+            except (RuntimeError, AssertionError):
+                with pytest.raises(InvalidRequest):
+                    sizes.check({key: tuple(tensor.shape) for key, tensor in named.items()})
+                continue
+            sizes.check({key: tuple(tensor.shape) for key, tensor in named.items()})
+            torch.testing.assert_close(subject.run(named)["output"], wanted, rtol=1e-4, atol=1e-5)
+            accepted += 1
+    assert accepted >= 2
+
+
+def test_an_exchanged_operator_is_a_refusal(programs: Path, tmp_path: Path) -> None:
+    """Not an error of Python, whichever call of the graph it is."""
+    for node in range(7):
+        for target in ("linear.default", "conv2d.default", "cat.default", "relu.default", "item.default", "t.default"):
+
+            def exchange(values: dict[str, dict[str, dict[str, list[dict[str, object]]]]]) -> None:
+                nodes = values["graph_module"]["graph"]["nodes"]
+                nodes[node % len(nodes)]["target"] = f"torch.ops.aten.{target}"  # noqa: B023  # called at once
+
+            try:
+                check_row_independence(
+                    served(tampered(programs / "recommender.pt2", tmp_path / "bad.pt2", MODEL, exchange))
+                )
+            except CheckpointInvalid:
+                continue

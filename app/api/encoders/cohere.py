@@ -30,7 +30,7 @@ from app.api.routing import (
 from app.api.schemas import LEAVE_OUT, Body, Int64, Refusal, refused
 from app.errors import InvalidRequest
 from app.metrics.instruments import Api
-from app.service.requests import Encoded, EncodingRequest
+from app.service.requests import Encoded, EncodingRequest, Truncation
 from app.service.served_model import FloatArray, ServedEncoder, to_numpy
 
 EmbeddingType = Literal["float", "base64", "binary", "ubinary"]
@@ -209,8 +209,7 @@ async def _embed(
                 outputs=("embedding",),
                 api="embeddings",
                 request_id=request_id(request),
-                truncate=body.truncate != "NONE",
-                truncate_left=body.truncate == "START",
+                truncation=Truncation(body.truncate != "NONE", left=body.truncate == "START"),
                 dimensions=body.dimensions,
                 prompt=_prompt(served, body.input_type),
                 field="texts",

@@ -6,7 +6,8 @@ A body with `documents` gets the response that Cohere, Jina and vLLM share; a bo
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Any, ClassVar, NotRequired
+from dataclasses import replace
+from typing import Annotated, Any, ClassVar, Literal, NotRequired
 
 from pydantic import Field
 from pydantic_core import to_json
@@ -15,8 +16,8 @@ from starlette.responses import Response
 from typing_extensions import TypedDict
 
 from app.api.encoders.cohere import COHERE_ERRORS, CohereMeta, response_meta
-from app.api.encoders.schemas import NON_EMPTY, EncoderUsage, NonEmptyText, TruncationFields
-from app.api.encoders.scoring import RelevanceQuery, Truncation, score_relevance, sort_by_score
+from app.api.encoders.schemas import NON_EMPTY, EncoderUsage, NonEmptyText, TokenLimit, TruncationFields, truncation_to
+from app.api.encoders.scoring import RelevanceQuery, score_relevance, sort_by_score
 from app.api.encoders.vectors import json_response, token_header
 from app.api.openai.schemas import OPENAI_ERRORS
 from app.api.routing import BODY_ERRORS, DialectRouter, RequestBody, answer_errors_as, new_response_id
@@ -24,6 +25,7 @@ from app.api.schemas import LEAVE_OUT, Body, Int64, Refusal, refused
 from app.api.tei import TEI_ERRORS
 from app.errors import InvalidRequest
 from app.metrics.instruments import Api
+from app.service.requests import Truncation
 
 
 class Document(Body):
@@ -43,8 +45,6 @@ class RerankBody(TruncationFields):
         LEAVE_OUT,
         rank_fields=([], ["text"]),
         max_chunks_per_doc=(),
-        max_tokens_per_doc=(),
-        truncate_prompt_tokens=(),
         add_special_tokens=True,
         instruction=(),
         instruct=(),
@@ -65,6 +65,10 @@ class RerankBody(TruncationFields):
     return_text: bool | None = None
     raw_scores: bool | None = None
     use_activation: bool | None = None
+    truncate_prompt_tokens: Int64 | None = None
+    truncation_side: Literal["left", "right"] | None = None
+    max_tokens_per_query: TokenLimit | None = None
+    max_tokens_per_doc: TokenLimit | None = None
 
     def relevance_query(self) -> RelevanceQuery:
         """Return what to score. Raises `InvalidRequest` unless there are either documents or texts."""
@@ -74,9 +78,19 @@ class RerankBody(TruncationFields):
             )
         given = self.texts or tuple(each if isinstance(each, str) else each.text for each in self.documents or ())
         raw_scores = bool(self.raw_scores) or self.use_activation is False
-        truncation = Truncation(bool(self.truncate), self.truncate_left)
+        truncation = replace(
+            self.truncation,
+            max_query_tokens=self.max_tokens_per_query or 0,
+            max_document_tokens=self.max_tokens_per_doc or 0,
+        )
         field = "documents" if self.texts is None else "texts"
         return RelevanceQuery((self.query,), given, raw_scores, truncation, field)
+
+    @property
+    def truncation(self) -> Truncation:
+        """Handling of texts that are too long, by either dialect's fields."""
+        left = self.truncation_side == "left" or super().truncation.left
+        return truncation_to(self.truncate_prompt_tokens, bool(self.truncate), left)
 
 
 class DocumentText(TypedDict):

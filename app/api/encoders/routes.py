@@ -19,7 +19,7 @@ from app.api.encoders.schemas import (
     EmbedResponse,
     TextsBody,
 )
-from app.api.encoders.scoring import ClassifyQuery, Truncation, classify_texts, labels_by_score, text_inputs
+from app.api.encoders.scoring import ClassifyQuery, classify_texts, labels_by_score, text_inputs
 from app.api.encoders.vectors import VECTOR_WRITERS, join_with_pauses, json_response, to_json_list
 from app.api.llama_cpp.prompts import joined_ids
 from app.api.openai.schemas import OPENAI_ERRORS
@@ -60,7 +60,7 @@ async def embeddings(request: Request, unread: RequestBody[EmbeddingsBody]) -> R
             outputs=("embedding",),
             api="embeddings",
             request_id=request_id(request),
-            truncate=body.truncates,
+            truncation=body.truncation,
             normalize=body.use_activation,
             dimensions=body.dimensions,
         )
@@ -103,8 +103,7 @@ def native_encoding_request(body: TextsBody, output: str, request: Request) -> E
         outputs=(output,),
         api="native",
         request_id=request_id(request),
-        truncate=bool(body.truncate),
-        truncate_left=body.truncate_left,
+        truncation=body.truncation,
         prompt=body.prompt_name,
         field="inputs",
     )
@@ -124,7 +123,7 @@ async def classify(request: Request, unread: RequestBody[ClassifyBody]) -> Respo
         body = await unread.parse()
         check_model(runtime, body.model)
         query = ClassifyQuery(
-            body.texts, bool(body.raw_scores) or body.use_activation is False, Truncation(body.truncates), "input"
+            body.texts, bool(body.raw_scores) or body.use_activation is False, body.truncation, "input"
         )
     encoded, rows = await classify_texts(runtime.service, query, request_id(request))
     data = [_classification(served, index, row) for index, row in enumerate(rows)]

@@ -11,35 +11,43 @@ from typing_extensions import TypedDict
 from app.api.llama_cpp.prompts import LlamaCppInputs
 from app.api.schemas import LEAVE_OUT, Body, CacheSalt, Int64, Refusal, Texts, refused
 from app.metrics.instruments import Api
+from app.service.requests import Truncation
 
 NonEmptyText = Annotated[str, Field(min_length=1)]
 NON_EMPTY = Field(fail_fast=True, min_length=1)
+TokenLimit = Annotated[Int64, Field(ge=0)]  # 0: no limit
 
 
 class PoolingFields(Body):
     """Fields common to OpenAI's and vLLM's routes for encoders. `truncate` is an extension: long texts are truncated.
 
-    Requests share nothing, so any `cache_salt` is followed. `truncate_prompt_tokens` is vLLM's name for `truncate`; -1 is
-    the length that the model reads, the only one supported. With `use_activation` false, scores are logits and vectors
+    Requests share nothing, so any `cache_salt` is followed. With vLLM's `truncate_prompt_tokens` they are truncated to
+    this number of tokens; -1: to as many as the model reads. With `use_activation` false, scores are logits and vectors
     are not normalized.
     """
 
     API: ClassVar[Api] = "embeddings"
     REFUSED: ClassVar[Mapping[str, Refusal]] = {
-        **refused(LEAVE_OUT, add_special_tokens=True, truncation_side="right", image=(), images=([],)),
+        **refused(LEAVE_OUT, add_special_tokens=True, image=(), images=([],)),
         **refused("use use_activation", normalize=True, activation=True, softmax=True),
     }
 
     model: str | None = None
     cache_salt: CacheSalt | None = None
     truncate: bool | None = None
-    truncate_prompt_tokens: Literal[-1] | None = None
+    truncate_prompt_tokens: Int64 | None = None
+    truncation_side: Literal["left", "right"] | None = None
     use_activation: bool | None = None
 
     @property
-    def truncates(self) -> bool:
-        """True if a text that is too long is truncated."""
-        return bool(self.truncate or self.truncate_prompt_tokens)
+    def truncation(self) -> Truncation:
+        """Handling of texts that are too long."""
+        return truncation_to(self.truncate_prompt_tokens, bool(self.truncate), self.truncation_side == "left")
+
+
+def truncation_to(tokens: int | None, truncates: bool, left: bool) -> Truncation:
+    """Return the truncation to vLLM's number of tokens, or without one to what the model reads, if it `truncates`."""
+    return Truncation(truncates, left) if tokens is None else Truncation(True, left, tokens)
 
 
 class EmbeddingsBody(PoolingFields):
@@ -107,9 +115,9 @@ class TruncationFields(Body):
     truncation_direction: Literal["Left", "Right", "left", "right"] | None = None
 
     @property
-    def truncate_left(self) -> bool:
-        """True if truncation removes the start of the text."""
-        return self.truncation_direction in ("Left", "left")
+    def truncation(self) -> Truncation:
+        """Handling of texts that are too long."""
+        return Truncation(bool(self.truncate), left=self.truncation_direction in ("Left", "left"))
 
 
 class TextsBody(TruncationFields):

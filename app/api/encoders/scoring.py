@@ -11,17 +11,9 @@ from starlette.requests import Request
 from app.api.routing import check_model, count_refusals, request_id, runtime_of
 from app.errors import InvalidRequest, WrongModelKind
 from app.messages import Text
-from app.service.requests import Encoded, EncodingRequest, TextInput
+from app.service.requests import Encoded, EncodingRequest, TextInput, Truncation
 from app.service.served_model import ServedEncoder, paired_similarities, to_numpy
 from app.service.service import Service
-
-
-@dataclass(frozen=True, slots=True)
-class Truncation:
-    """Handling of a text that is too long."""
-
-    truncate: bool = False
-    truncate_left: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,8 +71,7 @@ def relevance_request(served: ServedEncoder, query: RelevanceQuery, identity: st
         outputs=("logits",) if served.labels else ("embedding",),
         api="rerank",
         request_id=identity,
-        truncate=query.truncation.truncate,
-        truncate_left=query.truncation.truncate_left,
+        truncation=query.truncation,
         num_queries=0 if served.labels else num_queries,
         field=query.field,
         query_field=query.query_field,
@@ -163,8 +154,7 @@ async def classify_texts(service: Service, query: ClassifyQuery, identity: str) 
         outputs=("logits",),
         api="classify",
         request_id=identity,
-        truncate=query.truncation.truncate,
-        truncate_left=query.truncation.truncate_left,
+        truncation=query.truncation,
         field=query.field,
     )
     encoded = await service.encode(encoding)

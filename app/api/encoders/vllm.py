@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from itertools import accumulate, pairwise
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -12,8 +13,8 @@ from starlette.responses import Response
 from typing_extensions import TypedDict
 
 from app.api.encoders.routes import list_fields
-from app.api.encoders.schemas import NON_EMPTY, ListResponse, NonEmptyText, PoolingFields
-from app.api.encoders.scoring import RelevanceQuery, Truncation, score_relevance, text_inputs
+from app.api.encoders.schemas import NON_EMPTY, ListResponse, NonEmptyText, PoolingFields, TokenLimit
+from app.api.encoders.scoring import RelevanceQuery, score_relevance, text_inputs
 from app.api.encoders.vectors import VECTOR_WRITERS, join_with_pauses, json_response
 from app.api.openai.schemas import OPENAI_ERRORS
 from app.api.routing import BODY_ERRORS, DialectRouter, RequestBody, check_model, count_refusals, request_id, runtime_of
@@ -23,7 +24,8 @@ from app.metrics.instruments import Api
 from app.service.requests import Encoded, EncodingRequest
 from app.service.served_model import FloatArray, ServedEncoder, to_numpy
 
-ScoreTexts = NonEmptyText | Annotated[tuple[NonEmptyText, ...], NON_EMPTY]
+Queries = NonEmptyText | Annotated[tuple[NonEmptyText, ...], NON_EMPTY]
+Documents = str | Annotated[tuple[str, ...], NON_EMPTY]  # one without text has a score too
 # The pairs of names that vLLM's versions have had for the two sides.
 _SIDES = (("queries", "documents"), ("text_1", "text_2"), ("data_1", "data_2"), ("queries", "items"))
 _OUTPUTS: Mapping[str, str] = {"embed": "embedding", "classify": "logits", "token_embed": "last_hidden_state"}
@@ -42,13 +44,15 @@ class ScoreBody(PoolingFields):
         "inputs": "send queries and documents here, or send inputs to /similarity (text-embeddings-inference).",
     }
 
-    queries: ScoreTexts | None = None
-    documents: ScoreTexts | None = None
-    items: ScoreTexts | None = None
-    text_1: ScoreTexts | None = None
-    text_2: ScoreTexts | None = None
-    data_1: ScoreTexts | None = None
-    data_2: ScoreTexts | None = None
+    queries: Queries | None = None
+    documents: Documents | None = None
+    items: Documents | None = None
+    text_1: Queries | None = None
+    text_2: Documents | None = None
+    data_1: Queries | None = None
+    data_2: Documents | None = None
+    max_tokens_per_query: TokenLimit | None = None
+    max_tokens_per_doc: TokenLimit | None = None
 
     def relevance_query(self) -> RelevanceQuery:
         """Return what to score. Raises `InvalidRequest` unless there are exactly two sides that belong together."""
@@ -59,7 +63,12 @@ class ScoreBody(PoolingFields):
             raise InvalidRequest("Send queries and documents, or text_1 and text_2.", field="queries")
         queries, documents = ((one,) if isinstance(one := given[name], str) else one for name in sides)
         raw_scores = self.use_activation is False
-        return RelevanceQuery(queries, documents, raw_scores, Truncation(self.truncates), sides[1], sides[0])
+        truncation = replace(
+            self.truncation,
+            max_query_tokens=self.max_tokens_per_query or 0,
+            max_document_tokens=self.max_tokens_per_doc or 0,
+        )
+        return RelevanceQuery(queries, documents, raw_scores, truncation, sides[1], sides[0])
 
 
 class PoolingBody(PoolingFields):
@@ -141,7 +150,7 @@ async def pooling(request: Request, unread: RequestBody[PoolingBody]) -> Respons
             outputs=(output,),
             api="embeddings",
             request_id=request_id(request),
-            truncate=body.truncates,
+            truncation=body.truncation,
             normalize=body.use_activation,
             dimensions=body.dimensions,
         )

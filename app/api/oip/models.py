@@ -13,11 +13,19 @@ from typing import Any
 import numpy
 from numpy.typing import NDArray
 
-from app.api.oip.tensors import VALUE_BYTES, VERSION, InferRequest, from_binary, from_strings, to_strings
+from app.api.oip.tensors import (
+    VALUE_BYTES,
+    VERSION,
+    InferRequest,
+    check_json_datatype,
+    from_binary,
+    from_strings,
+    to_strings,
+)
 from app.errors import ContextLengthExceeded, InvalidRequest
 from app.messages import Array, Signature, TensorSpec, Text
 from app.service.inputs import MAX_TEXTS
-from app.service.requests import Encoded, EncodingRequest, TextInput
+from app.service.requests import Encoded, EncodingRequest, TextInput, Truncation
 from app.service.served_model import ServedEncoder, ServedModel, ServedProgram
 
 Json = dict[str, Any]
@@ -148,11 +156,13 @@ def _check_input(spec: TensorSpec, array: Array) -> None:
 
 def requested_outputs(signature: Signature, inference: InferRequest) -> tuple[str, ...]:
     """Return the names of the requested outputs in the order of the request; all outputs if none was named."""
-    known = [spec.name for spec in signature.outputs]
+    known = {spec.name: spec for spec in signature.outputs}
     requested = tuple(known if inference.outputs is None else inference.outputs)
     for name in requested:
         if name not in known:
             raise InvalidRequest(f"The model has no output {name[:100]!r}: it has {', '.join(known)}.", field="outputs")
+        if not inference.is_binary(name):
+            check_json_datatype(name, known[name].datatype)
     return requested
 
 
@@ -226,7 +236,7 @@ def parse_text_inputs(model: ServedEncoder, inference: InferRequest, identity: s
         outputs=tuple(dict.fromkeys("logits" if name == "scores" else name for name in outputs)),
         api="oip",
         request_id=identity,
-        truncate=bool(parameters.truncate),
+        truncation=Truncation(bool(parameters.truncate)),
         normalize=parameters.normalize,
         dimensions=parameters.dimensions,
         prompt=parameters.prompt_name,

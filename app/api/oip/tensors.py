@@ -98,14 +98,19 @@ def from_strings(elements: Sequence[str], shape: tuple[int, ...]) -> Array:
     return Array("BYTES", shape, _to_bytes("", "BYTES", elements))
 
 
+def check_json_datatype(name: str, datatype: str) -> None:
+    """Check that JSON can represent an output's values; of floating-point ones, those that are finite."""
+    if datatype in ("FP16", "BF16"):
+        raise _output_error(name, f"{datatype} cannot be sent as JSON")
+
+
 def json_slices(name: str, tensor: Array) -> Iterator[bytes]:
     """Yield the inside of a JSON list of the values, in slices that take about a millisecond each.
 
     Raises:
         InvalidRequest: JSON cannot represent the values, or there are too many.
     """
-    if tensor.datatype in ("FP16", "BF16"):
-        raise _output_error(name, f"{tensor.datatype} cannot be sent as JSON")
+    check_json_datatype(name, tensor.datatype)
     if math.prod(tensor.shape) > MAX_JSON_VALUES:
         raise _output_error(
             name, f"{math.prod(tensor.shape)} values are too many for JSON, which takes {MAX_JSON_VALUES}"

@@ -42,7 +42,7 @@ from app.api.routing import (
     runtime_of,
 )
 from app.api.streaming import EventEncoding, format_line, respond
-from app.service.requests import EncodingRequest, GenerationRequest
+from app.service.requests import EncodingRequest, GenerationRequest, Truncation
 from app.service.served_model import to_numpy
 
 router = models.router
@@ -110,18 +110,21 @@ async def _generate(request: Request, unread: UnreadBody[Any], translate: Transl
     responses=GENERATION_ERRORS,
 )
 async def embed(request: Request, unread: RequestBody[OllamaEmbedBody]) -> Response:
-    """Serve `POST /api/embed`; the vectors have length 1."""
+    """Serve `POST /api/embed`; the vectors have length 1. Without a text there are none, as with Ollama."""
     runtime = runtime_of(request)
     with count_refusals(runtime.metrics, "ollama"):
         served = runtime.service.encoder
         body = await unread.parse(needs_type=False)
         check_name(runtime, body.model)
+        if not body.input:
+            counts = {"total_duration": 0, "load_duration": 0, "prompt_eval_count": 0}
+            return JSONResponse({"model": served.name, "embeddings": [], **counts})
         encoding = EncodingRequest(
             inputs=(body.input,) if isinstance(body.input, str) else body.input,
             outputs=("embedding",),
             api="ollama",
             request_id=request_id(request),
-            truncate=body.truncate is not False,
+            truncation=Truncation(body.truncate is not False),
             normalize=True,
             dimensions=body.dimensions,
         )
@@ -144,18 +147,20 @@ async def embed(request: Request, unread: RequestBody[OllamaEmbedBody]) -> Respo
     responses=GENERATION_ERRORS,
 )
 async def embeddings(request: Request, unread: RequestBody[OllamaEmbeddingsBody]) -> Response:
-    """Serve `POST /api/embeddings`."""
+    """Serve `POST /api/embeddings`. An empty prompt has an empty vector, as with Ollama."""
     runtime = runtime_of(request)
     with count_refusals(runtime.metrics, "ollama"):
         runtime.service.encoder  # noqa: B018  # another kind of model is refused whatever the body is
         body = await unread.parse(needs_type=False)
         check_name(runtime, body.model)
+        if not body.prompt:
+            return JSONResponse({"embedding": []})
         encoding = EncodingRequest(
             inputs=(body.prompt,),
             outputs=("embedding",),
             api="ollama",
             request_id=request_id(request),
-            truncate=True,
+            truncation=Truncation(True),
             field="prompt",
         )
     encoded = await runtime.service.encode(encoding)

@@ -20,12 +20,13 @@ from app.bench.engine.decoder import INTEGER_PRECISIONS, EngineBenchOptions, gc_
 from app.bench.engine.driver import ProductCosts
 from app.bench.engine.encoder import BatchTimes, run_batch_rounds, time_request
 from app.engine.build import BuildRequest
-from app.engine.program import FREE_DIMENSION_SIZE, ProgramEngine, build_program_engine, synthetic_inputs, to_array
+from app.engine.program import ProgramEngine, build_program_engine, synthetic_inputs, to_array
 from app.hardware.facts import Facts
 from app.hardware.plan.plan import ServingPlan
 from app.hardware.step_times import StepTimeTable
 from app.messages import Array, Infer, Signature
 from app.metrics.step_time_model import StepTimeModel
+from app.models.program_sizes import SAMPLE_SIZE
 from app.weights.program import ProgramCheckpoint, operations_per_row, read_bytes
 
 ROWS = (1, 4, 8, 16, 32)  # rows of a batch
@@ -110,7 +111,7 @@ class ProgramDriver:
 def _minimum_work(checkpoint: ProgramCheckpoint, plan: ServingPlan, facts: Facts, load: ProgramLoad) -> WorkSamples:
     """Return empty samples with the bytes and operations that the load needs at least."""
     cache = max((cache.size_bytes for cache in facts.caches), default=0)
-    operations = operations_per_row(checkpoint, FREE_DIMENSION_SIZE)
+    operations = operations_per_row(checkpoint, SAMPLE_SIZE)
     weights = ProductCosts(read_bytes(checkpoint, plan.precision.value), operations, 0.0, cache)
     return WorkSamples(weights.read_bytes(load.rows) * _num_steps(plan, load), weights.operations(load.rows, 0))
 
@@ -146,7 +147,7 @@ def _notes(checkpoint: ProgramCheckpoint, plan: ServingPlan) -> tuple[str, ...]:
     steps = (
         f"Steps have up to {plan.batch_target_tokens.value} rows; rows are synthetic, and integers in them are 0 or 1."
     )
-    millions = operations_per_row(checkpoint, FREE_DIMENSION_SIZE) / 1e6
+    millions = operations_per_row(checkpoint, SAMPLE_SIZE) / 1e6
     counted = f"Counted are linear layers and convolutions: {millions:,.3g} million operations a row."
-    free = (f"Free dimensions are {FREE_DIMENSION_SIZE}.",) if checkpoint.needs().rows_vary else ()
+    free = (f"Free dimensions are {SAMPLE_SIZE}.",) if checkpoint.needs().rows_vary else ()
     return (steps, counted, *free)

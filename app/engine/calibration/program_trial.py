@@ -13,7 +13,7 @@ from torch import Tensor
 
 from app.engine.calibration.stages import TrialShape, TrialStep, doubling_sizes
 from app.engine.calibration.synthetic_weights import FILL_BYTE, synthetic_form
-from app.engine.program import INPUT_ERRORS, max_step_rows, served_program, synthetic_inputs
+from app.engine.program import INPUT_ERRORS, cannot_run, max_step_rows, served_program, synthetic_inputs
 from app.errors import StepFailed
 from app.hardware.decision import TrialTimes
 from app.hardware.plan.plan import ServingPlan
@@ -64,7 +64,7 @@ class ProgramTrial:
             try:
                 return self._served.run(inputs)
             except INPUT_ERRORS as error:
-                raise StepFailed(f"The program cannot be run: {str(error).splitlines()[0][:300]}") from error
+                raise StepFailed(cannot_run(error).message) from error
 
         return run
 

@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import math
 import mmap
@@ -18,6 +17,7 @@ from torch import Tensor
 
 from app.engine.scheduler.batch import KvCopy, ScheduledSpan
 from app.errors import PlanImpossible
+from app.hardware.kernel_advice import advise
 from app.hardware.plan.memory_budget import KV_PRECISIONS
 from app.hardware.plan.plan import ServingPlan
 from app.kernels.attention.attention import KvSegment, token_bytes, view_kv_rows
@@ -28,7 +28,7 @@ from app.kernels.attention.attention import KvSegment, token_bytes, view_kv_rows
 _NO_RESERVE = 0x4000 if sys.platform == "linux" else 0
 # Linux frees the pages at once. macOS uses the advice only under memory pressure, and marks unused content with
 # MADV_FREE.
-_RELEASE_ADVICE = mmap.MADV_DONTNEED if sys.platform == "linux" else getattr(mmap, "MADV_FREE", mmap.MADV_DONTNEED)
+_RELEASE_ADVICE = "MADV_DONTNEED" if sys.platform == "linux" else "MADV_FREE"
 
 KV_DTYPES: Mapping[str, torch.dtype] = {name: getattr(torch, dtype) for name, (dtype, _) in KV_PRECISIONS.items()}
 
@@ -148,7 +148,7 @@ class KvCache:
         layer_bytes = self.shape.num_slots * self.stride * self.token_bytes
         for layer in range(self.shape.num_layers):
             slot_byte = layer * layer_bytes + slot * self.stride * self.token_bytes
-            self._memory.madvise(_RELEASE_ADVICE, slot_byte + first_byte, last_byte - first_byte)
+            advise(self._memory, _RELEASE_ADVICE, slot_byte + first_byte, last_byte - first_byte)
 
     def resident_bytes(self) -> int:
         """Return the part of the reservation that takes memory now, in bytes.
@@ -176,7 +176,5 @@ def _reserve(num_bytes: int) -> mmap.mmap:
         ) from error
     # Huge pages would use 2 MiB per layer for one token. A kernel without huge pages rejects the advice and does
     # not need it.
-    with contextlib.suppress(OSError):
-        if hasattr(mmap, "MADV_NOHUGEPAGE"):
-            memory.madvise(mmap.MADV_NOHUGEPAGE)
+    advise(memory, "MADV_NOHUGEPAGE")
     return memory

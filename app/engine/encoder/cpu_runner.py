@@ -248,7 +248,7 @@ class EncoderRunner:
             planner: The lane planner.
         """
         self.model = model
-        self._batch = TextBatch(max_tokens, model.config.num_types)
+        self._batch = TextBatch(max_tokens, model.config.num_types, model.config.padding_id)
         self.replay = EncoderReplay(
             model.hidden, self._batch, max_tokens if replayed_tokens is None else replayed_tokens, off_reason, planner
         )

@@ -20,7 +20,7 @@ from app.engine.encoder.batching import TextSpan
 from app.kernels.attention.attention import QkvHeads
 from app.kernels.attention.context import AttentionSpec, EncodeContext
 from app.kernels.attention.paged import PackedTexts
-from app.models.encoders.config import EncoderConfig
+from app.models.encoders.config import EncoderConfig, positions_of
 
 # Tokens of a batch: a sixteenth or so above a power of two. Texts are often cut at a power of two,
 # and the batch also contains a text that only fills it. Beyond the last size, computing a step takes longer than
@@ -85,6 +85,7 @@ class DeviceTextBatch:
         self.max_tokens = max_tokens
         self._backend = backend
         self._has_types, self._skips = config.num_types > 1, config.pooling.skips_prompt
+        self._padding_id = config.padding_id
         size = self._layout(TextBatchShape(max_tokens, max_tokens)).count
         self._staged = [backend.staging_buffer(size) for _ in range(2)]
         # numpy views of the same memory, which are faster to write than tensors
@@ -107,9 +108,8 @@ class DeviceTextBatch:
         if layout.skipped is not None:
             _fill_numbers(buffer[layout.skipped], [[span.text.num_prompt_tokens for span in spans]])
         _fill_numbers(buffer[layout.starts], [starts, [tokens] * (more - 1), [shape.tokens] * bool(more)])
-        positions = buffer[layout.positions]
-        positions[:tokens] = np.arange(tokens) - np.repeat(starts[:-1], np.diff(starts))
-        positions[tokens:] = 0  # zeros, since a model has no more positions than its longest text
+        # Zeros follow, since a model has no more positions than its longest text.
+        _fill_numbers(buffer[layout.positions], [positions_of(span.text.token_ids, self._padding_id) for span in spans])
         self._buffer[: layout.count].copy_(self._staged[0][: layout.count], non_blocking=True)
         self._staged.reverse()
         self._written.reverse()

@@ -21,6 +21,7 @@ from app.kernels.attention.context import AttentionSpec, EncodeContext
 from app.kernels.attention.texts import TextStarts, attend_texts
 from app.kernels.native.arguments import TextBuffers
 from app.kernels.native.memory import Int64Buffer
+from app.models.encoders.config import positions_of
 
 # Fewest tokens of a lane. Each lane reads all weights, and a product of fewer rows would wait for them.
 MIN_LANE_TOKENS = 64
@@ -136,12 +137,12 @@ def _lane_plan(order: Sequence[int], together: int, lanes: Sequence[_Lane]) -> L
 class TextBatch:
     """Texts packed end to end; also the `Attend` of the layers that read them."""
 
-    def __init__(self, max_tokens: int, num_types: int) -> None:
+    def __init__(self, max_tokens: int, num_types: int, padding_id: int | None = None) -> None:
         """Allocate buffers for `max_tokens` tokens.
 
-        If the model has one token type, the types of the tokenizer are ignored.
+        If the model has one token type, the types of the tokenizer are ignored. `padding_id` is that of the config.
         """
-        self.max_tokens, self.num_types = max_tokens, num_types
+        self.max_tokens, self.num_types, self._padding_id = max_tokens, num_types, padding_id
         self._token_ids, self._positions, self._selected, self._starts = (
             Int64Buffer(max_tokens),
             Int64Buffer(max_tokens),
@@ -161,7 +162,7 @@ class TextBatch:
         positions: list[int] = []
         for span in spans:
             token_ids += span.text.token_ids
-            positions += range(span.num_tokens)
+            positions += positions_of(span.text.token_ids, self._padding_id)
         starts = list(accumulate((span.num_tokens for span in spans), initial=0))
         assert starts[-1] <= self.max_tokens, "a step has a budget"
         self.num_tokens, self.num_selected, self.rows = starts[-1], None, ()

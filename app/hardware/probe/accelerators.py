@@ -11,7 +11,7 @@ import re
 from collections.abc import Callable, Iterable, Mapping
 
 from app.hardware.facts import CudaDevice
-from app.hardware.probe.host_files import HostFiles, parse_fields
+from app.hardware.probe.host_files import DIGITS, HostFiles, parse_fields
 
 CommandRunner = Callable[[list[str]], str | None]
 
@@ -24,7 +24,9 @@ _GPU_FILES = "/proc/driver/nvidia/gpus"
 
 # A line `  MIG 1g.10gb     Device  0: (UUID: MIG-…)` follows `GPU 0: NVIDIA H100 80GB HBM3 (UUID: GPU-…)`. The name of
 # a profile contains its memory in gigabytes.
-_MIG_LISTING = re.compile(r"^GPU (\d+):|^\s+MIG (\S*?(\d+)gb\S*)\s+Device\s+\d+: \(UUID: (MIG-[^)]+)\)", re.MULTILINE)
+_MIG_LISTING = re.compile(
+    rf"^GPU ({DIGITS}):|^\s+MIG (\S*?({DIGITS})gb\S*)\s+Device\s+\d+: \(UUID: (MIG-[^)]+)\)", re.MULTILINE
+)
 # Lower bound of the share of the gigabytes in a profile's name that an instance has: 1g.24gb of a GB200 has 20.0 GiB,
 # 1g.18gb of an H200 has 16.0 (`nvidia-smi mig -lgip` in github.com/NVIDIA/gpu-operator pull 1303 and
 # github.com/NVIDIA/mig-parted issue 120).
@@ -70,12 +72,12 @@ def parse_gpu_query(text: str) -> tuple[CudaDevice, ...]:
     return tuple(
         _parse_device(dict(zip(_FIELDS, parts, strict=True)))
         for parts in lines
-        if len(parts) == len(_FIELDS) and parts[0].isdecimal()
+        if len(parts) == len(_FIELDS) and re.fullmatch(DIGITS, parts[0])
     )
 
 
 def _parse_device(fields: Mapping[str, str]) -> CudaDevice:
-    capability = re.fullmatch(r"(\d+)\.(\d+)", fields["compute_cap"])
+    capability = re.fullmatch(rf"({DIGITS})\.({DIGITS})", fields["compute_cap"])
     return CudaDevice(
         index=int(fields["index"]),
         name=fields["name"],
@@ -89,7 +91,7 @@ def _parse_device(fields: Mapping[str, str]) -> CudaDevice:
 
 
 def _mebibytes(word: str) -> int | None:
-    return int(word) * 2**20 if word.isdecimal() else None
+    return int(word) * 2**20 if re.fullmatch(DIGITS, word) else None
 
 
 def _with_mig_instances(devices: Iterable[CudaDevice], listed: str) -> tuple[CudaDevice, ...]:

@@ -13,7 +13,7 @@ from pathlib import Path, PurePosixPath
 from typing import Literal
 
 from app.hardware.facts import Cgroup
-from app.hardware.probe.host_files import HostFiles, parse_cpu_list
+from app.hardware.probe.host_files import DIGITS, HostFiles, parse_cpu_list
 
 # cgroup v1 reports "no limit" as the largest multiple of the page size below 2^63. No machine has an exbibyte.
 _NO_LIMIT = 2**60
@@ -138,9 +138,11 @@ def _quotas(files: HostFiles, mounts: list[CgroupMount], groups: dict[str, str])
 def parse_cpu_max(text: str) -> float | None:
     """Parse `cpu.max` into cores: `50000 100000` is half a core, `max 100000` is no limit (None)."""
     parts = text.split()
-    if not parts or not parts[0].isdecimal():
+    if not parts or not re.fullmatch(DIGITS, parts[0]):
         return None
-    period = int(parts[1]) if len(parts) > 1 and parts[1].isdecimal() else 100_000  # microseconds, the kernel's default
+    period = (
+        int(parts[1]) if len(parts) > 1 and re.fullmatch(DIGITS, parts[1]) else 100_000
+    )  # microseconds, the kernel's default
     return _quota_cores(int(parts[0]), period)
 
 
@@ -177,7 +179,7 @@ def _page_cache_bytes(files: HostFiles, directory: str, version: int) -> int:
     """Return the bytes of the group's page cache, which count as used but are freed on demand."""
     prefix = "" if version == 2 else "total_"
     text = files.text(f"{directory}/memory.stat") or ""
-    return sum(int(count) for count in re.findall(rf"^{prefix}(?:in)?active_file (\d+)$", text, re.MULTILINE))
+    return sum(int(count) for count in re.findall(rf"^{prefix}(?:in)?active_file ({DIGITS})$", text, re.MULTILINE))
 
 
 def _unescape(text: str) -> str:

@@ -8,11 +8,12 @@ product comes from what the firmware reports.
 
 from __future__ import annotations
 
+import re
 import struct
 from collections.abc import Mapping
 
 from app.hardware.facts import Cpu
-from app.hardware.probe.host_files import HostFiles
+from app.hardware.probe.host_files import DIGITS, HostFiles
 
 # The kernel's flags (arch/x86/include/asm/cpufeatures.h) that matter for matrix products or for torch's dispatch.
 INSTRUCTION_SETS = frozenset(
@@ -131,7 +132,7 @@ def x86_instruction_sets(fields: Mapping[str, str]) -> frozenset[str]:
 
 def _number(fields: Mapping[str, str], name: str) -> int:
     text = fields.get(name, "")
-    return int(text) if text.isdigit() else -1
+    return int(text) if re.fullmatch(DIGITS, text) else -1
 
 
 # Linux arch/arm64/include/asm/cputype.h (ARM_CPU_IMP_*)

@@ -9,6 +9,8 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
+DIGITS = r"[0-9]{1,20}"  # of a 64-bit number; anything longer is not one that a kernel writes
+_MAX_CPUS = 2**16  # the kernel's largest NR_CPUS is 8,192
 _SUFFIXES = {"": 1, "k": 2**10, "m": 2**20, "g": 2**30}
 
 
@@ -39,7 +41,7 @@ class HostFiles:
         """Return the file's bytes; empty if it cannot be read."""
         try:
             return self.path(name).read_bytes()
-        except OSError:
+        except (OSError, ValueError):
             return b""
 
     def number(self, name: str) -> int | None:
@@ -48,18 +50,21 @@ class HostFiles:
         Negative numbers are returned; the caller must handle special values such as -1.
         """
         text = self.text(name)
-        return int(text) if text is not None and re.fullmatch(r"-?\d+", text) else None
+        return int(text) if text is not None and re.fullmatch(rf"-?{DIGITS}", text) else None
 
     def names(self, name: str) -> list[str]:
         """Return the sorted names in a directory; empty if there is no such directory."""
         try:
             return sorted(entry.name for entry in self.path(name).iterdir())
-        except OSError:
+        except (OSError, ValueError):
             return []
 
     def is_directory(self, name: str) -> bool:
         """Return true if the name is a directory."""
-        return self.path(name).is_dir()
+        try:
+            return self.path(name).is_dir()
+        except (OSError, ValueError):  # a folder above it may not be searched
+            return False
 
     @property
     def is_this_machine(self) -> bool:
@@ -71,16 +76,16 @@ def parse_cpu_list(text: str | None) -> tuple[int, ...]:
     """Parse the list format of Linux's cpusets (man 7 cpuset): `0-2,8` is (0, 1, 2, 8). Invalid parts are skipped."""
     cpus: set[int] = set()
     for part in (text or "").split(","):
-        match = re.fullmatch(r"\s*(\d+)(?:-(\d+))?\s*", part)
+        match = re.fullmatch(rf"\s*({DIGITS})(?:-({DIGITS}))?\s*", part)
         if match:
             first = int(match[1])
-            cpus.update(range(first, int(match[2] or first) + 1))
+            cpus.update(range(first, min(int(match[2] or first) + 1, _MAX_CPUS)))
     return tuple(sorted(cpus))
 
 
 def parse_size(text: str | None) -> int | None:
     """Parse a size into bytes: `32K` (sysfs caches) or `16384 kB` (meminfo)."""
-    match = re.fullmatch(r"(\d+)\s*([kKmMgG]?)[bB]?", (text or "").strip())
+    match = re.fullmatch(rf"({DIGITS})\s*([kKmMgG]?)[bB]?", (text or "").strip())
     return int(match[1]) * _SUFFIXES[match[2].lower()] if match else None
 
 

@@ -65,6 +65,7 @@ def _linux(files: HostFiles, run: CommandRunner, affinity: tuple[int, ...] | Non
     architecture = _architecture(files)
     cpu, isa = _cpu(files, architecture, cores)
     meminfo = memory.meminfo_bytes(files)
+    memory_bytes = meminfo.get("MemTotal") or (memory.physical_bytes() if files.is_this_machine else 0)
     status = parse_fields(files.text("/proc/self/status"))
     allowed = affinity or parse_cpu_list(status.get("Cpus_allowed_list")) or topology.online_cpus(files)
     return Facts(
@@ -79,8 +80,8 @@ def _linux(files: HostFiles, run: CommandRunner, affinity: tuple[int, ...] | Non
         caches=topology.cpu_caches(files),
         affinity=allowed,
         cgroup=cgroup.read_cgroup(files),
-        memory_bytes=meminfo.get("MemTotal", 0),
-        available_bytes=memory.meminfo_available_bytes(meminfo),
+        memory_bytes=memory_bytes,
+        available_bytes=memory.meminfo_available_bytes(meminfo) or memory_bytes,
         memory_node_ids=parse_cpu_list(status.get("Mems_allowed_list")),
         commit_left_bytes=memory.commit_left_bytes(files, meminfo),
         page_bytes=memory.page_bytes(files),

@@ -29,7 +29,7 @@ def online_cpus(files: HostFiles) -> tuple[int, ...]:
     listed_online = parse_cpu_list(files.text(f"{_CPUS}/online"))
     if listed_online:
         return listed_online
-    listed = re.findall(r"^processor\s*:\s*(\d+)", files.text("/proc/cpuinfo") or "", re.MULTILINE)
+    listed = re.findall(r"^processor\s*:\s*(\d{1,6})$", files.text("/proc/cpuinfo") or "", re.MULTILINE)
     return tuple(int(cpu) for cpu in listed) or (0,)
 
 
@@ -50,7 +50,7 @@ def physical_cores(files: HostFiles, nodes: tuple[NumaNode, ...]) -> tuple[Core,
 def _siblings(files: HostFiles, cpu: int, online: tuple[int, ...]) -> tuple[int, ...]:
     for name in ("core_cpus_list", "thread_siblings_list"):  # the second is the name before Linux 5.3
         stated = parse_cpu_list(files.text(f"{_CPUS}/cpu{cpu}/topology/{name}"))
-        if stated:
+        if cpu in stated:
             return tuple(sibling for sibling in stated if sibling in online)
     return (cpu,)
 
@@ -67,7 +67,7 @@ def _efficiency_cpus(files: HostFiles, online: tuple[int, ...]) -> frozenset[int
 
 def numa_nodes(files: HostFiles) -> tuple[NumaNode, ...]:
     """Return the memory nodes, ordered by ID."""
-    ids = sorted(int(match[1]) for name in files.names(_NODES) if (match := re.fullmatch(r"node(\d+)", name)))
+    ids = sorted(int(match[1]) for name in files.names(_NODES) if (match := re.fullmatch(r"node(\d{1,6})", name)))
     return tuple(_node(files, node) for node in ids)
 
 
@@ -110,6 +110,14 @@ def meminfo_bytes(files: HostFiles) -> dict[str, int]:
         for name, value in parse_fields(files.text("/proc/meminfo")).items()
         if (size := parse_size(value)) is not None
     }
+
+
+def physical_bytes() -> int:
+    """Return the memory of this machine as the C library knows it, for a /proc that is masked; 0 if it does not."""
+    try:
+        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    except (OSError, ValueError):
+        return 0
 
 
 def meminfo_available_bytes(meminfo: dict[str, int]) -> int:

@@ -12,6 +12,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from app.hardware.kernel_advice import advise
+
 _HUGE_PAGE = 2 * 2**20
 _MIN_HUGE_BYTES = 2 * _HUGE_PAGE  # smaller sizes waste too much by rounding up to whole huge pages
 
@@ -24,7 +26,7 @@ def allocate_weights(nbytes: int) -> Tensor:
     if nbytes < _MIN_HUGE_BYTES or not hasattr(mmap, "MADV_HUGEPAGE"):
         return aligned_bytes(nbytes)
     region = mmap.mmap(-1, nbytes + _HUGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    region.madvise(mmap.MADV_HUGEPAGE)
+    advise(region, "MADV_HUGEPAGE")
     whole = torch.frombuffer(region, dtype=torch.uint8)
     start = -whole.data_ptr() % _HUGE_PAGE
     return whole[start : start + nbytes]

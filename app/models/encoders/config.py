@@ -7,8 +7,9 @@ configuration alone. Torch is not needed.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import Literal
 
 from app.models.decoders.config import ModelConfig
@@ -74,8 +75,9 @@ class EncoderConfig:
 
     - `pre_norm`: layers normalise their input (ModernBERT), otherwise the sum after each branch (BERT).
     - `gated`: the MLP is act(gate x) * up x.
-    - `num_positions` learned positions begin at `first_position` (RoBERTa: after its padding index); 0: none are
-      learned.
+    - `num_positions` learned positions; 0: none are learned.
+    - `padding_id`: learned positions are counted from the one after this id, without padding tokens, which all have the
+      position of this id (RoBERTa). None: they are counted from 0.
     - `labels` of a classification head, in order; `head` describes that head, `scores` the function of its logits.
     - `decoder`: layers and attention are those of a decoder; if `bidirectional`, a token also sees the tokens
       after it.
@@ -97,7 +99,7 @@ class EncoderConfig:
     pre_norm: bool = False
     gated: bool = False
     num_positions: int = 0
-    first_position: int = 0
+    padding_id: int | None = None
     num_types: int = 0
     distance_buckets: int = 0  # MPNet: number of buckets of relative positions; 0: none
     qkv_bias: bool = True
@@ -129,6 +131,19 @@ class EncoderConfig:
     def outputs(self) -> tuple[str, ...]:
         """Names of the outputs, the usual one first."""
         return ("logits", "last_hidden_state") if self.labels else ("embedding", "last_hidden_state")
+
+
+def positions_of(token_ids: Sequence[int], padding_id: int | None) -> Sequence[int]:
+    """Return the position of each token, from the one of the padding token on if there is a padding id.
+
+    Source: `create_position_ids_from_input_ids` in transformers' models/roberta/modeling_roberta.py.
+    """
+    if padding_id is None:
+        return range(len(token_ids))
+    if padding_id not in token_ids:
+        return range(1, len(token_ids) + 1)
+    counts = accumulate(token_id != padding_id for token_id in token_ids)
+    return [0 if token_id == padding_id else count for token_id, count in zip(token_ids, counts, strict=True)]
 
 
 def encoder_tensors_of(config: EncoderConfig) -> dict[str, Shape]:

@@ -7,15 +7,17 @@ sentence-transformers directory are passed as `SentenceConfig`.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from app.errors import CheckpointInvalid
 from app.models.config_reader import MAX_INTEGER, MAX_LAYERS, ConfigReader
 from app.models.decoders.config import ACTIVATIONS, ModelConfig
+from app.models.decoders.refusals import reason_of
 from app.models.decoders.rope import RopeConfig, parse_rope
 from app.models.encoders.config import EncoderActivation, EncoderConfig, PoolingConfig, ScoreFunction
 from app.models.encoders.families import (
+    CLASSIFIER_SUFFIX,
     ENCODER_FAMILIES,
     EncoderClass,
     EncoderFamily,
@@ -39,18 +41,41 @@ class SentenceConfig:
     """The settings of a sentence-transformers directory apart from config.json; empty for other checkpoints.
 
     `pooling` is None if the directory does not define it. `max_tokens` is the length to which texts were cut in
-    training.
+    training. `prompts` and `default_prompt` are those of a cross-encoder; an embedding model has them in `pooling`.
     """
 
     pooling: PoolingConfig | None = None
     max_tokens: int | None = None
     lowercases: bool = False
     scores: ScoreFunction | None = None
+    prompts: Mapping[str, str] = field(default_factory=dict)
+    default_prompt: str | None = None
 
 
 def is_encoder(values: Mapping[str, Any], sentence: SentenceConfig) -> bool:
     """Return True if this checkpoint is served for vectors or labels; otherwise it is a decoder."""
     return sentence.pooling is not None or _encoder_class_of(values, pools=False) is not None
+
+
+# Endings of the names of classes that give vectors or labels.
+_ENCODER_ENDINGS = (
+    "Model",
+    "ForMaskedLM",
+    "ForPreTraining",
+    CLASSIFIER_SUFFIX,
+    "ForTokenClassification",
+    "ForQuestionAnswering",
+)
+
+
+def names_encoder(values: Mapping[str, Any]) -> bool:
+    """Return True if config.json names a class that is no language model, whether it is supported or not."""
+    names = values.get("architectures")
+    names = [str(name) for name in names] if isinstance(names, list) else []
+    return bool(names) and all(
+        name.endswith(_ENCODER_ENDINGS) and not name.endswith("LMHeadModel") and reason_of(name) is None
+        for name in names
+    )
 
 
 def read_encoder(values: Mapping[str, Any], sentence: SentenceConfig | None = None) -> EncoderConfig:
@@ -70,6 +95,7 @@ def read_encoder(values: Mapping[str, Any], sentence: SentenceConfig | None = No
         read = replace(
             read,
             head=read_head(kind, config),
+            pooling=replace(read.pooling, prompts=sentence.prompts, default_prompt=sentence.default_prompt),
             labels=labels,
             scores=sentence.scores or read_score_function(config, len(labels)),
         )
@@ -159,7 +185,7 @@ def _read_encoder(family: EncoderFamily, kind: EncoderClass, config: ConfigReade
             f"config.json: {num_heads} attention heads cannot share hidden_size {hidden_size} evenly."
         )
     windows, ropes = _windows(config, family, num_layers), _ropes(config, family, head_dim, num_layers)
-    longest, first_position = config.integer("max_position_embeddings", 512), _first_position(config, family)
+    longest, padding_id = config.integer("max_position_embeddings", 512), _padding_id(config, family)
     num_positions = longest if family.theta is None else 0
     modern = family.stem == "ModernBert"
     bias = config.boolean("attention_bias", False) if modern else family.biases
@@ -173,7 +199,7 @@ def _read_encoder(family: EncoderFamily, kind: EncoderClass, config: ConfigReade
         hidden_size=hidden_size,
         intermediate_size=_integer(config, family, "intermediate_size"),
         vocab_size=config.integer("vocab_size"),
-        max_model_len=longest - first_position,
+        max_model_len=longest if padding_id is None else longest - padding_id - 1,
         norm_eps=_norm_eps(config, family),
         activation=_activation(config, family),
         windows=windows,
@@ -181,7 +207,7 @@ def _read_encoder(family: EncoderFamily, kind: EncoderClass, config: ConfigReade
         pre_norm=modern,
         gated=family.gated,
         num_positions=num_positions,
-        first_position=first_position,
+        padding_id=padding_id,
         num_types=config.integer("type_vocab_size", family.num_types, at_least=0) if family.num_types else 0,
         distance_buckets=_distance_buckets(config) if family.stem == "MPNet" else 0,
         qkv_bias=bias,
@@ -213,6 +239,11 @@ def _reject_unsupported(config: ConfigReader) -> None:
         raise CheckpointInvalid(
             f"config.json: position_embedding_type {positions!r} is not supported; only absolute positions are."
         )
+    if config.has("embedding_size") and config.values["embedding_size"] != config.values.get("hidden_size"):
+        raise CheckpointInvalid(
+            f"config.json: embedding_size {config.values['embedding_size']!r} is not hidden_size, and a projection between them is not "
+            "supported (ELECTRA's small models have one)."
+        )
     if config.values.get("logn_attention_scale"):
         raise CheckpointInvalid(
             "config.json: logn_attention_scale, which scales scores with the length of the text, is not supported."
@@ -242,11 +273,11 @@ def _activation(config: ConfigReader, family: EncoderFamily) -> EncoderActivatio
     return found
 
 
-def _first_position(config: ConfigReader, family: EncoderFamily) -> int:
+def _padding_id(config: ConfigReader, family: EncoderFamily) -> int | None:
+    """Return the padding id if it decides the numbers of positions."""
     if not family.padding_offset:
-        return 0
-    padding = 1 if family.stem == "MPNet" else config.integer("pad_token_id", 1, at_least=0)
-    return padding + 1
+        return None
+    return 1 if family.stem == "MPNet" else config.integer("pad_token_id", 1, at_least=0)
 
 
 def _distance_buckets(config: ConfigReader) -> int:

@@ -129,7 +129,7 @@ class BertEmbeddings(nn.Module):
 
     def __init__(self, config: EncoderConfig, dtype: torch.dtype, feeds: Linear) -> None:
         super().__init__()
-        size, first = config.hidden_size, config.first_position
+        size, first = config.hidden_size, config.padding_id or 0
         self.tokens = Embedding("embeddings.word", config.vocab_size, size)
         self.positions = (
             Embedding("embeddings.position", config.num_positions, size, first=first) if config.num_positions else None

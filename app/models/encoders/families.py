@@ -170,6 +170,7 @@ ENCODER_FAMILIES: tuple[EncoderFamily, ...] = (
     EncoderFamily("Roberta", "roberta", ("roberta.",), (_ROBERTA,), padding_offset=True),
     EncoderFamily("XLMRoberta", "xlm-roberta", ("roberta.",), (_ROBERTA,), padding_offset=True),
     EncoderFamily("Camembert", "camembert", ("roberta.",), (_ROBERTA,), padding_offset=True),
+    EncoderFamily("Electra", "electra", ("electra.",), (_ROBERTA,), head="gelu"),
     EncoderFamily("DistilBert", "distilbert", ("distilbert.",), (_DISTILBERT,), head="relu", num_types=0),
     EncoderFamily("MPNet", "mpnet", ("mpnet.",), (_MPNET,), num_types=0, padding_offset=True),
     EncoderFamily(

@@ -25,6 +25,10 @@ _CONFIG_ACTIVATIONS: Mapping[str, DenseActivation] = {
     "silu": "silu",
     "tanh": "tanh",
 }
+# Activation of the first layer of a family's head, by the kind of head.
+_HEAD_ACTIVATIONS: Mapping[str, DenseActivation] = {"tanh": "tanh", "relu": "relu", "gelu": "gelu"}
+# Kinds of problems, as transformers' configuration_utils.py checks them.
+_PROBLEMS = (None, "regression", "single_label_classification", "multi_label_classification")
 _DEFAULT_LABELS = 2  # default of transformers
 
 
@@ -39,7 +43,7 @@ def read_head(kind: EncoderClass, config: ConfigReader) -> HeadConfig:
     if kind.family.head == "normed":
         bias, activation = config.boolean("classifier_bias", False), _activation(config)
         return HeadConfig(_pooling(config, {"cls": "cls", "mean": "mean"}, "cls"), True, bias, activation, norm=True)
-    return HeadConfig(activation="relu" if kind.family.head == "relu" else "tanh")
+    return HeadConfig(activation=_HEAD_ACTIVATIONS[kind.family.head])
 
 
 def _pooling(
@@ -74,14 +78,22 @@ def read_labels(config: ConfigReader) -> tuple[str, ...]:
 def read_score_function(config: ConfigReader, num_labels: int) -> ScoreFunction:
     """Return the function that turns logits into scores.
 
-    A single label gets a sigmoid unless the checkpoint names another function. Several labels get a softmax, or a
-    sigmoid if the problem type is multi-label.
+    A single label gets the function that the checkpoint names. Otherwise `problem_type` decides: the values of a
+    regression are the scores, one label and several independent ones get a sigmoid, and others a softmax.
+
+    Source: transformers' pipelines/text_classification.py.
     """
     named = config.section("sentence_transformers").values.get("activation_fn")
     named = config.values.get("sbert_ce_default_activation_function") if named is None else named
-    if num_labels == 1:
-        return "sigmoid" if named is None else score_function(named)
-    return "sigmoid" if config.values.get("problem_type") == "multi_label_classification" else "softmax"
+    if num_labels == 1 and named is not None:
+        return score_function(named)
+    problem = config.values.get("problem_type")
+    if problem not in _PROBLEMS:
+        known = ", ".join(filter(None, _PROBLEMS))
+        raise CheckpointInvalid(f"config.json: problem_type {problem!r} is not known; known are {known}.")
+    if problem == "regression":
+        return "identity"
+    return "sigmoid" if num_labels == 1 or problem == "multi_label_classification" else "softmax"
 
 
 def score_function(path: Any) -> ScoreFunction:

@@ -35,6 +35,10 @@ class Table:
         self.batches.append(tuple(ids.shape))
         if self.broken:
             raise RuntimeError("no memory")
+        if bool((ids > 90).any()):
+            raise RuntimeError("DefaultCPUAllocator: not enough memory")
+        if bool((ids < 0).any()):
+            raise RuntimeError("index -1 is out of bounds")
         values = torch.arange(10.0)[ids]
         return [values.sum(1), ids * 2]
 
@@ -120,6 +124,21 @@ def test_who_sends_an_id_beyond_the_table_ends_alone() -> None:
     assert isinstance(told["bad"], RequestFailed)
     assert isinstance(told["bad"].error, InvalidRequest)
     assert "out of" in told["bad"].error.message
+
+
+@pytest.mark.parametrize(
+    ("token", "kind", "said"), [(-1, InvalidRequest, "cannot compute these inputs: index -1"), (91, StepFailed, "log")]
+)
+def test_whose_mistake_it_is_follows_from_what_else_can_be_computed(token: int, kind: type, said: str) -> None:
+    """Whatever torch raises; but a lack of memory is the server's."""
+    engine = engine_of(Table())
+    engine.add(order("good", [[1]]))
+    engine.add(order("bad", [[token]]))
+    told = finished(engine)
+    assert sums(told["good"]) == [1.0]
+    assert isinstance(told["bad"], RequestFailed)
+    assert isinstance(told["bad"].error, kind)
+    assert said in str(told["bad"].error)
 
 
 def test_what_is_not_the_clients_fault_is_not_reported_so_and_ends_no_engine() -> None:

@@ -22,7 +22,7 @@ from app.messages import Abort, ArraysReady, Infer, Signature, TensorSpec, Text
 from app.metrics.instruments import Metrics
 from app.service.encode import TOKEN_BYTES
 from app.service.inputs import MAX_HIDDEN_BYTES, MAX_TEXTS, SHORT_CHARACTERS, is_short, tokenize_texts
-from app.service.requests import EncodingRequest, InferenceRequest
+from app.service.requests import EncodingRequest, InferenceRequest, Truncation
 from app.service.served_model import ServedEncoder, ServedProgram, to_numpy
 from app.service.service import Service
 from fake_encoder import CLASSIFIER, CONFIG, LIMITS, PROMPTED, SIZE, TIMINGS, array, encoding, ids_of, tokenizer, vector
@@ -75,9 +75,11 @@ async def test_short_texts_are_read_on_the_loop_and_long_ones_beside_it() -> Non
         ({"inputs": ("x",) * (MAX_TEXTS + 1)}, InvalidRequest, "input"),
         ({"inputs": ("x", "")}, InvalidRequest, "input[1]"),
         ({"inputs": ("",), "field": "inputs"}, InvalidRequest, "inputs"),
-        ({"inputs": ("x", ("a", ""))}, InvalidRequest, "input[1]"),
+        ({"inputs": ("x", ("", ""))}, InvalidRequest, "input[1]"),
         ({"inputs": ("", "x"), "num_queries": 1}, InvalidRequest, "query"),
-        ({"inputs": ("x", ""), "num_queries": 1, "field": "documents"}, InvalidRequest, "documents[0]"),
+        ({"truncation": Truncation(True, max_tokens=0)}, InvalidRequest, "truncate_prompt_tokens"),
+        ({"truncation": Truncation(True, max_tokens=17)}, InvalidRequest, "truncate_prompt_tokens"),
+        ({"truncation": Truncation(True, max_tokens=1)}, InvalidRequest, "truncate_prompt_tokens"),
         ({"inputs": (Text(()),)}, InvalidRequest, "input"),
         ({"inputs": (Text((1, LIMITS.vocab_size)),)}, InvalidRequest, "input"),
         ({"inputs": (Text((1, -1)),)}, InvalidRequest, "input"),
@@ -105,7 +107,7 @@ async def test_what_is_refused_reaches_no_batch(
 @pytest.mark.parametrize("truncate_left", [False, True])
 async def test_too_long_a_text_is_cut_where_that_is_asked_for(truncate_left: bool) -> None:
     async with encoding() as (service, worker, _):
-        await service.encode(wanted(LONG * 2, Text(tuple(range(20))), truncate=True, truncate_left=truncate_left))
+        await service.encode(wanted(LONG * 2, Text(tuple(range(20))), truncation=Truncation(True, truncate_left)))
         text, own = worker.encodes[0].texts
         whole = tokenizer().encode_texts([LONG * 2])[0].token_ids
         kept = whole[-15:-1] if truncate_left else whole[1:15]
@@ -146,7 +148,7 @@ async def test_a_prompts_tokens_are_counted_where_they_are_not_pooled() -> None:
     silent = replace(PROMPTED, pooling=replace(PROMPTED.pooling, skips_prompt=True))
     async with encoding(silent) as (service, worker, _):
         await service.encode(wanted("a", ("a", "b"), Text((2, 9, 3)), prompt="query"))
-        assert [text.num_prompt_tokens for text in worker.encodes[0].texts] == [3, 0, 0], "[CLS] the fox"
+        assert [text.num_prompt_tokens for text in worker.encodes[0].texts] == [3, 3, 0], "[CLS] the fox"
         assert worker.encodes[0].texts[0].token_ids == ids_of("the fox a")[0].token_ids
 
 
@@ -170,7 +172,9 @@ async def test_who_leaves_is_forgotten_and_who_waits_too_long_is_notified() -> N
         leaving.cancel()
         with pytest.raises(asyncio.CancelledError):
             await leaving
-        late = asyncio.ensure_future(service.encode(wanted("fox " * 10 * SHORT_CHARACTERS, truncate=True)))
+        late = asyncio.ensure_future(
+            service.encode(wanted("fox " * 10 * SHORT_CHARACTERS, truncation=Truncation(True)))
+        )
         await asyncio.sleep(0)
         clock.seconds += LIMITS.request_timeout_seconds
         with pytest.raises(RequestTimeout):

@@ -77,6 +77,49 @@ def test_segments_are_not_passed_to_a_model_that_does_not_use_them(tmp_path: Pat
     assert not Tokenizer(tmp_path).encode_texts([PAIR])[0].type_ids
 
 
+@pytest.mark.parametrize(
+    ("name", "model_type", "segments"),
+    [
+        ("BertTokenizer", "bert", True),
+        ("BertTokenizerFast", "xlm-roberta", True),
+        ("ElectraTokenizer", "electra", True),
+        ("TokenizersBackend", "bert", False),
+        ("PreTrainedTokenizerFast", "bert", False),
+        ("DistilBertTokenizer", "distilbert", False),
+        (None, "bert", True),
+        (None, "roberta", False),
+    ],
+)
+def test_segments_are_those_that_transformers_class_returns(
+    tmp_path: Path, name: str | None, model_type: str, segments: bool
+) -> None:
+    write_word_pieces(tmp_path)
+    file = tmp_path / "tokenizer_config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), "tokenizer_class": name}))
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": model_type}))
+    assert bool(Tokenizer(tmp_path).encode_texts([PAIR])[0].type_ids) is segments
+    if name not in ("BertTokenizerFast", "DistilBertTokenizer"):  # transformers makes others of these in this place
+        transformers = pytest.importorskip("transformers")
+        wanted = transformers.AutoTokenizer.from_pretrained(tmp_path)(*PAIR)
+        assert ("token_type_ids" in wanted) is segments
+
+
+@pytest.mark.parametrize(("number", "kept"), [(0, LONG), (1, "the "), (3, "the fox said "), (99, LONG)])
+def test_the_first_tokens_of_a_text_as_text(tmp_path: Path, number: int, kept: str) -> None:
+    write_word_pieces(tmp_path)
+    found = Tokenizer(tmp_path).first_tokens(LONG, number)
+    assert found == kept
+    if number:
+        assert len(Tokenizer(tmp_path).encode(found, add_special_tokens=False)) <= number
+
+
+def test_the_first_tokens_of_a_long_text(tmp_path: Path) -> None:
+    write_word_pieces(tmp_path)
+    tokenizer = Tokenizer(tmp_path)
+    long = "the fox said hello " * 10_000
+    assert len(tokenizer.encode(tokenizer.first_tokens(long, 30_001), add_special_tokens=False)) == 30_001
+
+
 @pytest.mark.parametrize("bad", ["a\ud800", ("fine", "a\ud800")])
 def test_half_a_character_is_refused(tmp_path: Path, bad: str | tuple[str, str]) -> None:
     write_word_pieces(tmp_path)

@@ -83,14 +83,19 @@ def test_large_weights_are_made_up_and_constants_are_read(folder: Path, monkeypa
     assert {members[name].num_elements for name in read} == {each.num_elements for each in members.values()} - {largest}
 
 
+def with_rows(checkpoint: ProgramCheckpoint, low: int, high: int | None) -> ProgramCheckpoint:
+    """The same program, exported for other numbers of rows."""
+    return dataclasses.replace(checkpoint, sizes=dataclasses.replace(checkpoint.sizes, min_rows=low, max_rows=high))
+
+
 def test_sizes_of_steps(folder: Path) -> None:
     checkpoint = opened(folder)
     assert rehearsal_of(checkpoint).step_sizes() == [1, 2, 4, 8, 16, 32, 64], "no more than it was exported for"
-    wide = dataclasses.replace(checkpoint, max_rows=None)
+    wide = with_rows(checkpoint, 1, None)
     assert rehearsal_of(wide).step_sizes()[-1] == 256
     assert rehearsal_of(wide, max_batch_tokens=24).step_sizes() == [1, 2, 4, 8, 16, 24], "no more than was asked for"
     assert rehearsal_of(wide, max_batch_tokens=1000).step_sizes()[-1] == 1000
-    narrow = dataclasses.replace(checkpoint, min_rows=4, max_rows=20)
+    narrow = with_rows(checkpoint, 4, 20)
     rehearsal = rehearsal_of(narrow)
     assert [shape.size for shape in rehearsal.trial_steps(FULL_TRIAL)] == [4, 8, 16, 20]
     assert [shape.size for shape in rehearsal.trial_steps(COARSE_TRIAL)] == [4, 8], "one row costs what the fewest do"
@@ -155,11 +160,7 @@ def test_bytes_that_a_step_reads(folder: Path) -> None:
 def test_a_program_is_known_by_what_it_computes(folder: Path, tmp_path: Path) -> None:
     known = {name: opened(folder, name).fingerprint for name in ("recommender", "vision", "reader")}
     assert len(set(known.values())) == 3
-    assert (
-        opened(folder).fingerprint
-        == known["recommender"]
-        != dataclasses.replace(opened(folder), max_rows=9).fingerprint
-    )
+    assert opened(folder).fingerprint == known["recommender"] != with_rows(opened(folder), 1, 9).fingerprint
     model = PROGRAMS["recommender"][0]().eval()  # other weights
     _, example, shapes = PROGRAMS["recommender"]
     torch.export.save(torch.export.export(model, example, dynamic_shapes=shapes), tmp_path / "other.pt2")

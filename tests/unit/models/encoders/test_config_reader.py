@@ -35,14 +35,14 @@ DEFAULTS = {
 
 @pytest.mark.parametrize("family", [family.stem for family in ENCODER_FAMILIES] + ["EuroBert"])
 def test_a_saved_config_reads_as_it_was(family: str) -> None:
-    theirs = getattr(transformers, f"{family}Config")()
+    theirs = getattr(transformers, f"{family}Config")(**({"embedding_size": 256} if family == "Electra" else {}))
     theirs.architectures = [f"{family}Model"]
     ours = read_encoder(json.loads(theirs.to_json_string()))
     values = {"hidden_size": getattr(theirs, "dim", None), "intermediate_size": getattr(theirs, "hidden_dim", None)}
     for field, attribute in DEFAULTS.items():
         assert getattr(ours, field) == (values.get(field) or getattr(theirs, attribute)), field
     longest = theirs.max_position_embeddings
-    assert ours.max_model_len == longest - ours.first_position
+    assert ours.max_model_len == longest - (0 if ours.padding_id is None else ours.padding_id + 1)
     assert ours.norm_eps == next((getattr(theirs, name) for name in NORMS if hasattr(theirs, name)), 1e-12)
     ropes = getattr(theirs, "rope_parameters", None) or {}
     thetas = {one["rope_theta"] for one in (ropes.values() if "full_attention" in ropes else [ropes]) if one}
@@ -140,6 +140,12 @@ def test_labels_and_what_their_logits_become() -> None:
     assert read(CLASSIFIER, num_labels=3).scores == "softmax"
     assert read(CLASSIFIER, num_labels=3, problem_type="multi_label_classification").scores == "sigmoid"
     assert read(CLASSIFIER).scores == "sigmoid"
+    for labels in (1, 3):
+        assert read(CLASSIFIER, num_labels=labels, problem_type="regression").scores == "identity"
+        modern = read(f"ModernBert{SUFFIX}", num_labels=labels, problem_type="regression")
+        assert modern.scores == "identity"
+    named = {"activation_fn": "torch.nn.modules.activation.Sigmoid"}
+    assert read(CLASSIFIER, problem_type="regression", sentence_transformers=named).scores == "sigmoid"
     identity = {"activation_fn": "torch.nn.modules.linear.Identity"}
     assert read(CLASSIFIER, sentence_transformers=identity).scores == "identity"
     assert (
@@ -149,6 +155,12 @@ def test_labels_and_what_their_logits_become() -> None:
 
 
 REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
+    "kind of problem": (
+        CLASSIFIER,
+        {"problem_type": "ranking"},
+        "problem_type 'ranking' is not known; known are regression",
+    ),
+    "projected embeddings": ("ElectraModel", {"embedding_size": 16}, "embedding_size 16 is not hidden_size"),
     "unknown": (
         "BertModel",
         {"architectures": ["T5Model"]},
