@@ -26,7 +26,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from app.api.access import NO_RULES, AccessRules
+from app.api.access import NO_RULES, AccessRules, ApiKeys
 from app.api.errors import NATIVE_ERRORS, ErrorFormat
 from app.api.json_size import LOOP_BYTES
 from app.api.schemas import BodyT, parse_body
@@ -74,7 +74,7 @@ class ApiRuntime:
     lifetime: Lifespan
     info: Callable[[], dict[str, Any]]
     created: int  # start of the process, Unix seconds; OpenAI's model list has this field
-    api_keys: tuple[str, ...] = ()
+    api_keys: ApiKeys | tuple[str, ...] = ()
     access_rules: AccessRules = NO_RULES
     names: ModelNames = ModelNames()
     page: bool = True

@@ -12,11 +12,10 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-import uvicorn
-
 from app.api.routing import ApiRuntime
 from app.server.app import create_app
-from app.server.process import listen, server_config
+from app.server.listeners import listen
+from app.server.process import PunctualServer, server_config, tls_context
 from app.settings import Settings
 from tests.api.scripted_service import CountingMetrics, Lifetime, ScriptedService
 
@@ -117,12 +116,14 @@ def attacked(
     given = Settings(port=0, **{"drain_seconds": 0, **settings})
     service = service or ScriptedService()
     api = ApiRuntime(service, CountingMetrics(), Lifetime(), created=1, **{"info": dict, **(runtime or {})})  # type: ignore[arg-type]
-    listener = listen(given.host, given.port)
+    listeners = listen(given.host, given.port)
     config = server_config(create_app(api), given)
     config.loop = "asyncio" if measured else config.loop
-    server = uvicorn.Server(config)
-    found = AttackServer(listener.getsockname()[1], service, server)
-    thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
+    server = PunctualServer(config, 0.0, tls_context(given))
+    server.listeners = listeners
+    name = listeners.sockets[0].getsockname()
+    found = AttackServer(name[1] if isinstance(name, tuple) else 0, service, server)
+    thread = threading.Thread(target=server.run, kwargs={"sockets": list(listeners.sockets)})
     with _timed_callbacks(found, thread) if measured else contextlib.nullcontext():
         thread.start()
         until(lambda: server.started)

@@ -10,6 +10,7 @@ import socket
 
 import pytest
 
+from app.api import connection_limits as connection_limits_module
 from app.api import http_protocol
 from app.server.process import RESERVED_FILES, connection_limits
 from app.settings import Settings
@@ -57,7 +58,7 @@ def test_a_last_response_that_is_not_read_ends_too() -> None:
 
 
 def test_unread_bytes_are_bounded_in_sum(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(http_protocol, "MAX_UNREAD_BYTES", 30_000_000)
+    monkeypatch.setattr(connection_limits_module, "MAX_UNREAD_BYTES", 30_000_000)
     service = ScriptedService(scripts=[deltas("x" * 20_000_000)])
     with attacked(service, write_timeout_seconds=600) as server, contextlib.ExitStack() as stack:
         for number in range(3):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import ssl
 import subprocess
 from pathlib import Path
@@ -14,7 +15,8 @@ from hypothesis import strategies as st
 from app.api.access import NO_RULES, AccessControl, AccessRules
 from app.cli.parser import given_settings, parse_arguments
 from app.errors import InvalidRequest, Overloaded, RateLimited, SettingsInvalid, Unauthorized
-from app.server.process import check_tls, url_of
+from app.server.listeners import url_of
+from app.server.process import tls_context
 from app.server.startup import read_api_keys
 from app.service import rate_limit
 from app.service.rate_limit import ACCOUNT, RateLimiter
@@ -267,7 +269,7 @@ def certificate(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 def test_tls(certificate: tuple[Path, Path]) -> None:
     cert, key = certificate
     given = Settings(tls_cert=cert, tls_key=key)
-    check_tls(given)
+    tls_context(given)
     trust = ssl.create_default_context(cafile=str(cert))
     with attacked(tls_cert=cert, tls_key=key) as server:
         with server.connect() as plain, trust.wrap_socket(plain, server_hostname="127.0.0.1") as connection:
@@ -290,12 +292,14 @@ def test_a_certificate_that_cannot_be_used_ends_the_start(certificate: tuple[Pat
     ]
     for settings, sentence in cases:
         with pytest.raises(SettingsInvalid, match=sentence):
-            check_tls(Settings(**settings))
-    check_tls(Settings())
+            tls_context(Settings(**settings))
+    tls_context(Settings())
 
 
 def test_the_url_says_https() -> None:
     class Listener:
+        family = socket.AF_INET6
+
         def getsockname(self) -> tuple[str, int]:
             return "::1", 8000
 
