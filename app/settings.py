@@ -38,8 +38,8 @@ SETTING_GROUPS: Mapping[str, tuple[str, ...]] = {
     ),
     "machine": ("device", "cuda_device", "numa_node", "threads", "kv_cache_bytes", "cache_dir", "calibrate", "hourly_price", "watts"),
     "network": (
-        "host", "port", "keep_alive_seconds", "tls_cert", "tls_key", "api_keys", "api_key_file", "allowed_hosts", "cors_allow_origins", "page", "log_level",
-        "log_format", "request_log", "otlp_traces_endpoint", "trace_sample_ratio",
+        "host", "port", "keep_alive_seconds", "tls_cert", "tls_key", "api_keys", "api_key_file", "allowed_hosts", "cors_allow_origins",
+        "page", "log_level", "log_format", "request_log", "otlp_traces_endpoint", "trace_sample_ratio",
     ),
     "limits": (
         "max_model_len", "max_running_seqs", "max_waiting_requests", "max_logprobs", "rate_limit", "max_connections",

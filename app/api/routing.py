@@ -27,6 +27,7 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from app.api.access import NO_RULES, AccessRules, ApiKeys
+from app.api.bodies import ArrivingBody
 from app.api.errors import NATIVE_ERRORS, ErrorFormat
 from app.api.json_size import LOOP_BYTES
 from app.api.schemas import BodyT, parse_body
@@ -38,6 +39,8 @@ from app.service.service import Service
 from app.tracing.request_trace import Tracer
 
 T = TypeVar("T")
+# In the state of a request: its body, which is released once it is parsed.
+ARRIVED_BODY = "arrived_body"
 _MAX_NAMES = 4  # served names in one message
 _SPACE_BYTES = 64  # looked at first: stripping a whole body takes milliseconds
 
@@ -199,8 +202,9 @@ class UnreadBody(Generic[BodyT]):
         self._request, self._model = request, model
 
     async def read(self) -> bytes:
-        """Return the body's bytes."""
-        return await self._request.body()
+        """Return the body's bytes; none once a large body was parsed."""
+        arrived: ArrivingBody | None = self._request.scope["state"].get(ARRIVED_BODY)
+        return await self._request.body() if arrived is None else arrived.content
 
     async def has_field(self, name: str) -> bool:
         """Return True if an object in the body has the field, before the body is parsed.
@@ -225,9 +229,17 @@ class UnreadBody(Generic[BodyT]):
         return await self.translate(self._parse)
 
     async def translate(self, function: Callable[[bytes], T]) -> T:
-        """Return the function's result for the body. A large body is translated in a thread, beside the event loop."""
+        """Return the function's result for the body. A large body is translated in a thread, beside the event loop.
+
+        Its memory is free for other bodies then: nothing reads it again.
+        """
         body = await self.read()
-        return function(body) if len(body) <= LOOP_BYTES else await run_beside_loop(len(body), function, body)
+        if len(body) <= LOOP_BYTES:
+            return function(body)
+        result = await run_beside_loop(len(body), function, body)
+        if (arrived := self._request.scope["state"].get(ARRIVED_BODY)) is not None:
+            arrived.release()
+        return result
 
     def _parse(self, body: bytes) -> BodyT:
         if not body[:_SPACE_BYTES].strip() and not body.strip():

@@ -18,8 +18,8 @@ import uvicorn
 
 from app.engine.scheduler.batch import Batch, SampledTokens
 from app.server.app import create_app
-from app.server.prepare import prepare
 from app.server.listeners import listen, url_of
+from app.server.prepare import prepare
 from app.server.process import server_config
 from app.server.startup import ServerRuntime
 from app.settings import Settings

@@ -24,8 +24,8 @@ import uvicorn
 
 from app.api.routing import RouteTable
 from app.server.app import create_app
-from app.server.prepare import prepare
 from app.server.listeners import listen
+from app.server.prepare import prepare
 from app.server.process import server_config
 from app.server.startup import ServerRuntime
 from app.settings import Settings
