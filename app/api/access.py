@@ -158,7 +158,7 @@ class AccessControl:
         hosts = [value for name, value in scope["headers"] if name == b"host"]
         if len(hosts) > 1 or (not hosts and scope["http_version"] == "1.1"):
             raise InvalidRequest("An HTTP/1.1 request has exactly one header `Host`.")
-        host = hosts[0] if hosts else b""
+        host = hosts[0] if hosts else None
         if self._only_loopback and scope.get("client") and not self._is_allowed(host):
             raise InvalidRequest(
                 "This server answers only to names of this machine, such as localhost, in the request's header `Host`, so "
@@ -193,9 +193,9 @@ class AccessControl:
         known = sum(hmac.compare_digest(offered, expected) for expected in self._keys.current())
         return offered if known else None
 
-    def _allows(self, host: bytes) -> bool:
-        if not host and self._only_loopback:
-            return True  # an HTTP/1.0 request without a host, which browsers do not send
+    def _allows(self, host: bytes | None) -> bool:
+        if host is None:
+            return self._only_loopback  # an HTTP/1.0 request without a host, which browsers do not send
         name = host_name(host.decode("latin-1"))
         if name is None:
             return False

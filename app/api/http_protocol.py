@@ -301,8 +301,10 @@ class BoundedProtocol(HttpToolsProtocol):
         _, separator, rest = self.url.partition(b"://")
         authority = rest.partition(b"/")[0].partition(b"?")[0] if separator else b""
         names = [index for index, (name, _) in enumerate(self.headers) if name == b"host"]
-        if len(names) == 1:  # none or several are refused
+        if len(names) == 1:  # several are refused, and none in HTTP/1.1
             self.headers[names[0]] = (b"host", authority)
+        elif not names and self.parser.get_http_version() == "1.0":
+            self.headers.append((b"host", authority))
 
     def on_body(self, body: bytes) -> None:
         """Reset the count of bytes."""

@@ -12,6 +12,7 @@ import stat
 from collections.abc import Callable, Hashable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 from app.api.connection_limits import client_network
@@ -115,7 +116,10 @@ def _listen_tcp(host: str, port: int, is_alone: bool) -> list[socket.socket]:
             if error.errno not in (errno.EAFNOSUPPORT, errno.EADDRNOTAVAIL):
                 raise
             host = "0.0.0.0"
-    found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+    try:
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+    except UnicodeError as error:
+        raise OSError("this is no name of a host") from error
     opened: list[socket.socket] = []
     failures: list[OSError] = []
     for family, address in dict.fromkeys((each[0], each[4]) for each in found):
@@ -127,7 +131,8 @@ def _listen_tcp(host: str, port: int, is_alone: bool) -> list[socket.socket]:
                 for each in opened:
                     each.close()
                 raise
-        port = port or opened[-1].getsockname()[1]
+        if opened and not port:
+            port = opened[0].getsockname()[1]
     if not opened:
         raise failures[0]
     return opened
@@ -265,7 +270,9 @@ class TlsListener:
                 connection.close()
                 continue
             self._handshakes.add(handshake)
-            handshake.begin(asyncio.get_running_loop().create_task(self._serve(handshake)))
+            task = asyncio.get_running_loop().create_task(self._serve(handshake))
+            task.add_done_callback(partial(self._end, handshake))
+            handshake.begin(task)
 
     def _pause(self) -> None:
         """Accept nothing for a moment: the process has no descriptor left."""
@@ -279,7 +286,6 @@ class TlsListener:
             self.start()
 
     async def _serve(self, handshake: Handshake) -> None:
-        is_open = False
         try:
             await asyncio.get_running_loop().connect_accepted_socket(
                 lambda: handshake.protocol,
@@ -287,11 +293,13 @@ class TlsListener:
                 ssl=self.context,
                 ssl_handshake_timeout=TLS_HANDSHAKE_SECONDS,
             )
-            is_open = True
-        except (OSError, asyncio.CancelledError):  # ssl.SSLError and timeouts are OSErrors
-            log.debug("a TLS handshake has failed", exc_info=True)
-        finally:
-            self._handshakes.discard(handshake)
-            handshake.end()
-            if not is_open:
-                handshake.connection.close()
+        except OSError as error:  # ssl.SSLError and timeouts are OSErrors
+            log.debug("a TLS handshake has failed: %s", error)
+            handshake.connection.close()
+
+    def _end(self, handshake: Handshake, task: asyncio.Task[None]) -> None:
+        """Count a handshake no longer. Its task may have been cancelled before it began."""
+        self._handshakes.discard(handshake)
+        handshake.end()
+        if task.cancelled():
+            handshake.connection.close()
