@@ -97,6 +97,7 @@ class BoundedProtocol(HttpToolsProtocol):
         self.address: Hashable = ""
         self.on_connected: Callable[[], None] | None = None  # called once the connection counts itself
         self.limits = limits
+        self._running: RequestResponseCycle | None = None  # `cycle` is that of the last request that was parsed
         self._unparsed, self._num_parsed = b"", 0  # received bytes, and how many of them are parsed
         self._unfinished_bytes = 0  # of the head or trailer that is being parsed
         self._most_of_body = 0  # bytes of the body to parse at once; 0 in a head
@@ -134,6 +135,9 @@ class BoundedProtocol(HttpToolsProtocol):
             if timer is not None:
                 timer.cancel()
         super().connection_lost(exc)
+        if self._running is not None and not self._running.response_complete:
+            self._running.disconnected = True
+            self._running.message_event.set()
 
     def drop(self) -> None:
         """Close the connection at once; say why if it is within a request."""
@@ -322,6 +326,7 @@ class BoundedProtocol(HttpToolsProtocol):
         super().on_message_complete()
 
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: ASGIApp) -> None:  # type: ignore[override]
+        self._running = cycle
         if cycle.scope["http_version"] == "1.0":
             super()._start_asgi_task(cycle, partial(_serve_unchunked, app, cycle))
         else:
