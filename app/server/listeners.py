@@ -27,6 +27,7 @@ MAX_PORT_TRIES = 8  # free ports of the first address that are tried on the othe
 UNIX_UMASK = 0o117  # the socket's file has mode 0660: its user and its group may connect
 TLS_HANDSHAKE_SECONDS = 20.0
 ACCEPT_RETRY_SECONDS = 1.0  # after the process had no descriptor left
+_ABSENT = (errno.EAFNOSUPPORT, errno.EADDRNOTAVAIL)  # this machine has no such protocol or address
 _EXHAUSTED = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 
 
@@ -94,7 +95,9 @@ def listen(hosts: Sequence[str], port: int) -> Listeners:
                     opened.append(_listen_unix(path))
                     files.append(UnixSocketFile.of(path))
                     continue
-                opened += _listen_tcp(host, chosen, is_alone="0.0.0.0" not in hosts)
+                opened += (
+                    _listen_tcp(host, chosen, is_alone="0.0.0.0" not in hosts) if host else _listen_everywhere(chosen)
+                )
                 chosen = opened[-1].getsockname()[1]
         except OSError as error:
             failure = error
@@ -107,15 +110,18 @@ def listen(hosts: Sequence[str], port: int) -> Listeners:
     raise SettingsInvalid(f"Cannot listen on {what}: {failure}. Choose others with --host and --port.") from failure
 
 
+def _listen_everywhere(port: int) -> list[socket.socket]:
+    """Return a listening socket for all addresses of both protocols, or of IPv4 if there is no IPv6."""
+    try:
+        return _listen_tcp("::", port, is_alone=True)
+    except OSError as error:
+        if error.errno not in _ABSENT:
+            raise
+        return _listen_tcp("0.0.0.0", port, is_alone=True)
+
+
 def _listen_tcp(host: str, port: int, is_alone: bool) -> list[socket.socket]:
     """Return a listening socket for each address of the host. With `is_alone`, one of `::` serves both protocols."""
-    if not host:
-        try:
-            return _listen_tcp("::", port, is_alone=True)
-        except OSError as error:
-            if error.errno not in (errno.EAFNOSUPPORT, errno.EADDRNOTAVAIL):
-                raise
-            host = "0.0.0.0"
     try:
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
     except UnicodeError as error:
@@ -127,7 +133,7 @@ def _listen_tcp(host: str, port: int, is_alone: bool) -> list[socket.socket]:
             opened.append(_open_port(family, address, port, is_alone))
         except OSError as error:
             failures.append(error)
-            if error.errno not in (errno.EAFNOSUPPORT, errno.EADDRNOTAVAIL):
+            if error.errno not in _ABSENT:
                 for each in opened:
                     each.close()
                 raise
