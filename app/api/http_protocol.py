@@ -65,7 +65,7 @@ def _error(status: int, message: str) -> HttpError:
 _NO_HTTP = _error(400, "The request is not valid HTTP.")
 _TOO_LARGE = _error(431, f"The head of the request is too large: it may have {MAX_HEAD_BYTES} bytes.")
 _TOO_MANY_REQUESTS = _error(400, "Too many requests were sent before their responses were read.")
-_UNKNOWN_CODING = _error(501, "The only transfer coding that this server understands is chunked, once.")
+_UNKNOWN_CODING = _error(400, "The only transfer coding that this server understands is chunked, once.")
 _CODING_IN_HTTP_1_0 = _error(400, "HTTP/1.0 has no transfer codings.")
 _TOO_MANY = HttpError(
     503, "overloaded", "The server has too many connections.", None, {"retry-after": str(RETRY_SECONDS)}

@@ -208,24 +208,24 @@ def test_what_is_no_http_gets_json(server: AttackServer, data: bytes) -> None:
 
 
 @pytest.mark.parametrize(
-    ("lines", "status"),
+    "lines",
     [
-        (b"transfer-encoding: gzip, chunked", 501),
-        (b"transfer-encoding: gzip", 501),
-        (b"transfer-encoding: identity", 501),
-        (b"transfer-encoding: chunked;x=1", 501),
-        (b"transfer-encoding: gzip\r\ntransfer-encoding: chunked", 501),
-        (b"transfer-encoding: chunked\r\ntransfer-encoding: chunked", 501),
-        (b"transfer-encoding: chunked, chunked", 400),
-        (b"transfer-encoding: chunked\r\ncontent-length: 5", 400),
-        (b"content-length: 5\r\ntransfer-encoding: chunked", 400),
-        (b"content-length: 5, 5", 400),
+        b"transfer-encoding: gzip, chunked",
+        b"transfer-encoding: gzip",
+        b"transfer-encoding: identity",
+        b"transfer-encoding: chunked;x=1",
+        b"transfer-encoding: gzip\r\ntransfer-encoding: chunked",
+        b"transfer-encoding: chunked\r\ntransfer-encoding: chunked",
+        b"transfer-encoding: chunked, chunked",
+        b"transfer-encoding: chunked\r\ncontent-length: 5",
+        b"content-length: 5\r\ntransfer-encoding: chunked",
+        b"content-length: 5, 5",
     ],
 )
-def test_a_framing_that_is_not_understood_ends_the_connection(server: AttackServer, lines: bytes, status: int) -> None:
+def test_a_framing_that_is_not_understood_ends_the_connection(server: AttackServer, lines: bytes) -> None:
     head = b"POST /generate HTTP/1.1\r\nhost: x\r\n" + JSON + lines + b"\r\n\r\n"
     answer = server.ask(head + b"0\r\n\r\n" + SMUGGLED)
-    assert answer.status == status or (status == 501 and answer.status == 400)
+    assert answer.status == 400 and answer.json["error"]["code"] == "invalid_request"
     assert answer.headers["connection"] == "close" and b"HTTP/1.1" not in answer.body
     assert not server.service.requests
 
