@@ -12,7 +12,7 @@ import pytest
 from app.api import http_protocol
 from tests.live.live_server import LiveServer
 
-HEAD = b"POST /generate HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
+HEAD = b"POST /generate HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
 
 
 @contextmanager
