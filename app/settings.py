@@ -38,8 +38,8 @@ SETTING_GROUPS: Mapping[str, tuple[str, ...]] = {
     ),
     "machine": ("device", "cuda_device", "numa_node", "threads", "kv_cache_bytes", "cache_dir", "calibrate", "hourly_price", "watts"),
     "network": (
-        "host", "port", "tls_cert", "tls_key", "api_keys", "api_key_file", "allowed_hosts", "cors_allow_origins", "page", "log_level",
-        "log_format", "request_log", "otlp_traces_endpoint", "trace_sample_ratio",
+        "host", "port", "keep_alive_seconds", "tls_cert", "tls_key", "api_keys", "api_key_file", "allowed_hosts", "cors_allow_origins",
+        "page", "log_level", "log_format", "request_log", "otlp_traces_endpoint", "trace_sample_ratio",
     ),
     "limits": (
         "max_model_len", "max_running_seqs", "max_waiting_requests", "max_logprobs", "rate_limit", "max_connections",
@@ -125,6 +125,30 @@ def parse_list(value: Any) -> Any:
     if not all(texts):
         raise ValueError("has an empty text in a list separated by commas")
     return texts
+
+
+def parse_hosts(value: Any) -> Any:
+    """Convert `0.0.0.0,[::1],unix:/run/x.sock` to a tuple of addresses, without brackets.
+
+    Raises:
+        ValueError: One of several is empty, or an address has a port or is a path without `unix:`.
+    """
+    texts = value.split(",") if isinstance(value, str) else value
+    hosts = tuple(text.strip() for text in texts)
+    for host in hosts:
+        if not host and len(hosts) > 1:
+            raise ValueError("has an empty text in a list separated by commas")
+        if unix_path_of(host) is None and (host.startswith(("/", ".", "~")) or host.endswith(".sock")):
+            raise ValueError(f"{host!r} is a path: the address of a UNIX socket is unix:PATH, such as unix:/run/x.sock")
+        if re.fullmatch(r"(\[.*\]|[^:]*):\d+", host):
+            raise ValueError(f"{host!r} has a port, which is the setting port")
+    return tuple(host[1:-1] if host.startswith("[") and host.endswith("]") else host for host in hosts)
+
+
+def unix_path_of(host: str) -> Path | None:
+    """Return the path of a UNIX socket's address, `unix:PATH`; None for others."""
+    path = host.removeprefix("unix:")
+    return None if path == host or not path else Path(path).expanduser()
 
 
 def parse_rate_limit(text: str) -> tuple[int | None, int | None]:
@@ -251,8 +275,17 @@ class Settings(BaseSettings):
         description="Sampling parameters that a request does not give: auto: those of the checkpoint's generation_config.json;"
         " off: neutral ones.",
     )
-    host: str = Field("127.0.0.1", description="Address to listen on.")
+    host: Annotated[tuple[str, ...], NoDecode, BeforeValidator(parse_hosts)] = Field(
+        ("127.0.0.1",),
+        description="Addresses to listen on, such as 0.0.0.0, :: (both IPv6 and IPv4), a name, or unix:/run/armature.sock for a UNIX"
+        " socket; an empty text: all addresses.",
+    )
     port: int = Field(8000, ge=0, le=65535, description="TCP port to listen on; 0 picks a free one.")
+    keep_alive_seconds: PositiveFloat = Field(
+        620.0,
+        description="Time that a connection without a request stays open. Longer than load balancers keep theirs (600 s at Google, 60 s at"
+        " AWS), which would otherwise send a request as it closes.",
+    )
     device: Literal["auto", "cpu", "mps", "cuda"] = Field("auto", description="Device to serve on.")
     cuda_device: Annotated[int, Field(ge=0)] | Auto = Field(
         "auto", description="GPU to serve on, by nvidia-smi's number; auto: the one with the most free memory."

@@ -5,12 +5,18 @@ from __future__ import annotations
 import hashlib
 import hmac
 import ipaddress
-from collections.abc import Collection, Hashable
+import logging
+import re
+import time
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
 
 from starlette.types import Scope
 
-from app.errors import InvalidRequest, Unauthorized
+from app.api.connection_limits import client_network
+from app.errors import InvalidRequest, StartupError, Unauthorized
 from app.service.rate_limit import Account, RateLimiter
 
 # A path that answers without a key too, and then tells less.
@@ -22,16 +28,103 @@ class AccessRules:
     """Rules of the operator.
 
     `requests_per_minute` and `tokens_per_minute` are for each key, or address without one; None: unlimited. Host names
-    may begin with `*.`; none: any host. Origins are those of other sites' web pages; `*`: all.
+    may begin with `*.`; none: any host. With `only_loopback`, only names of this machine's loopback addresses are
+    answered, on every route. Origins are those of other sites' web pages; `*`: all.
     """
 
     requests_per_minute: int | None = None
     tokens_per_minute: int | None = None
     allowed_hosts: tuple[str, ...] = ()
+    only_loopback: bool = False
     cors_allow_origins: tuple[str, ...] = ()
 
 
 NO_RULES = AccessRules()
+# `uri-host [":" port]` of RFC 9110, section 7.2: an IPv6 address in brackets, or a name without a user and a path.
+_HOST = re.compile(r"(?:\[([0-9a-f:.]+)\]|([a-z0-9._~!$&'()*+;=%-]+))(?::[0-9]{0,5})?")
+_MAX_HOST_BYTES = 300  # a name has 253
+_KNOWN_HOSTS = 64  # headers whose check is remembered
+# A file that was changed so recently may change again without another time of change.
+_RECENT_SECONDS = 2.0
+
+log = logging.getLogger(__name__)
+
+
+def host_name(text: str) -> str | None:
+    """Return the name or address in a `Host` header or a setting, in one spelling, without port and final dot.
+
+    None if it is none.
+    """
+    found = _HOST.fullmatch(text.lower()) if len(text) <= _MAX_HOST_BYTES else None
+    if found is None:
+        return None
+    if found[2] is not None:
+        return str(found[2]).removesuffix(".") or None
+    try:
+        return str(ipaddress.IPv6Address(found[1]))
+    except ValueError:
+        return None
+
+
+def is_loopback_name(name: str) -> bool:
+    """Return True for localhost, names below it, and loopback addresses. No web page's name is among them."""
+    if name == "localhost" or name.endswith(".localhost"):
+        return True
+    try:
+        address = ipaddress.ip_address(name)
+    except ValueError:
+        return False
+    mapped = getattr(address, "ipv4_mapped", None)
+    return bool((mapped or address).is_loopback)
+
+
+class ApiKeys:
+    """Hashes of the keys that clients may send. Those of a file follow its changes.
+
+    Args:
+        read: Return all keys. Raises a `StartupError` if the file has none.
+        file: The file, looked at for each request; None: the keys never change.
+    """
+
+    def __init__(self, read: Callable[[], Collection[str]], file: Path | None = None) -> None:
+        self._read, self._file = read, file
+        self._seen, self._is_recent, self._failure = self._signature(), file is not None, ""
+        self._hashes = tuple(_hash(key.encode()) for key in read())
+
+    def __len__(self) -> int:
+        return len(self._hashes)
+
+    def current(self) -> tuple[bytes, ...]:
+        """Return the hashes of the present keys. A file that cannot be used leaves the keys as they were."""
+        if self._file is not None:
+            found = self._signature()
+            if found != self._seen or self._is_recent:
+                self._seen = found
+                self._is_recent = found is not None and time.time() - found[0] / 1e9 < _RECENT_SECONDS
+                self.read()
+        return self._hashes
+
+    def read(self) -> None:
+        """Read the keys now; log it if they have changed, or why they cannot be used."""
+        try:
+            hashes = tuple(_hash(key.encode()) for key in self._read())
+        except StartupError as error:
+            if error.message != self._failure:
+                log.error("the API keys stay as they were: %s", error.message)
+            self._failure = error.message
+            return
+        self._failure = ""
+        if hashes != self._hashes:
+            added, removed = len(set(hashes) - set(self._hashes)), len(set(self._hashes) - set(hashes))
+            log.warning("the API keys have changed: %d are new, %d are no longer accepted", added, removed)
+        self._hashes = hashes
+
+    def _signature(self) -> tuple[int, int, int] | None:
+        try:
+            found = self._file.stat() if self._file is not None else None
+        except OSError:
+            return None
+        return None if found is None else (found.st_mtime_ns, found.st_ino, found.st_size)
 
 
 class AccessControl:
@@ -39,13 +132,18 @@ class AccessControl:
 
     Args:
         rules: Host names and rates.
-        api_keys: Keys that clients may send; if empty, no key is needed.
+        api_keys: Keys that clients may send; if there is none at the start, no key is needed.
         public: Method and path of the requests that need no key, and to which no rule applies.
     """
 
-    def __init__(self, rules: AccessRules, api_keys: Collection[str], public: Collection[tuple[str, str]]) -> None:
-        self._public, self._hosts = public, tuple(name.lower() for name in rules.allowed_hosts)
-        self._key_hashes = tuple(_hash(key.encode()) for key in api_keys)
+    def __init__(
+        self, rules: AccessRules, api_keys: ApiKeys | Collection[str], public: Collection[tuple[str, str]]
+    ) -> None:
+        self._public, self._only_loopback = public, rules.only_loopback
+        self._hosts = tuple(_pattern(name) for name in rules.allowed_hosts)
+        self._keys = api_keys if isinstance(api_keys, ApiKeys) else ApiKeys(lambda: api_keys)
+        self._needs_key = len(self._keys) > 0
+        self._is_allowed = lru_cache(_KNOWN_HOSTS)(self._allows)
         limits = rules.requests_per_minute, rules.tokens_per_minute
         self._limiter = None if limits == (None, None) else RateLimiter(*limits)
 
@@ -60,14 +158,24 @@ class AccessControl:
         hosts = [value for name, value in scope["headers"] if name == b"host"]
         if len(hosts) > 1 or (not hosts and scope["http_version"] == "1.1"):
             raise InvalidRequest("An HTTP/1.1 request has exactly one header `Host`.")
+        host = hosts[0] if hosts else None
+        if self._only_loopback and scope.get("client") and not self._is_allowed(host):
+            raise InvalidRequest(
+                "This server answers only to names of this machine, such as localhost, in the request's header `Host`, so "
+                "that no web page reaches it under another name. Its operator can list names with --allowed-hosts."
+            )
         if (scope["method"], scope["path"]) in self._public:
             return None
-        if self._hosts and not self._is_allowed(hosts[0] if hosts else b""):
+        if self._hosts and scope.get("client") and not self._is_allowed(host):
             raise InvalidRequest("This server does not answer to the host name in the request's header `Host`.")
-        key = self._find_key(scope) if self._key_hashes else None
-        has_key = scope["state"]["has_key"] = key is not None or not self._key_hashes
+        key = self._find_key(scope) if self._needs_key else None
+        has_key = scope["state"]["has_key"] = key is not None or not self._needs_key
         # Wrong keys count too, so that they cannot be tried without end.
-        account = None if self._limiter is None else self._limiter.admit(_address(scope) if key is None else key)
+        account = (
+            None
+            if self._limiter is None
+            else self._limiter.admit(client_network(scope.get("client")) if key is None else key)
+        )
         sends_key = header(scope, b"authorization") or header(scope, b"x-api-key")
         if not has_key and (scope["path"] != PARTLY_PUBLIC_PATH or sends_key):
             raise Unauthorized(
@@ -82,22 +190,31 @@ class AccessControl:
             key = header(scope, b"x-api-key")  # of Anthropic's clients
         offered = _hash(key.strip())
         # Every key is compared, in constant time, so that the duration reveals nothing about the keys.
-        known = sum(hmac.compare_digest(offered, expected) for expected in self._key_hashes)
+        known = sum(hmac.compare_digest(offered, expected) for expected in self._keys.current())
         return offered if known else None
 
-    def _is_allowed(self, host: bytes) -> bool:
-        name = host.decode("latin-1").lower()
-        name = name.partition("]")[0] + "]" if name.startswith("[") else name.rpartition(":")[0] or name
+    def _allows(self, host: bytes | None) -> bool:
+        if host is None:
+            return self._only_loopback  # an HTTP/1.0 request without a host, which browsers do not send
+        name = host_name(host.decode("latin-1"))
+        if name is None:
+            return False
+        if self._only_loopback:
+            return is_loopback_name(name)
         return any(
-            name.endswith(allowed[1:]) if allowed.startswith("*.") else name == allowed or allowed == "*"
+            allowed == "*" or (name.endswith(allowed[1:]) if allowed.startswith("*.") else name == allowed)
             for allowed in self._hosts
         )
 
 
-def _address(scope: Scope) -> Hashable:
-    """Return the client's address; of IPv6 the network of 64 bits that one client usually has."""
-    address = scope["client"][0] if scope.get("client") else ""
-    return ipaddress.ip_network((address, 64), strict=False) if ":" in address else address
+def _pattern(allowed: str) -> str:
+    """Return a name of `allowed_hosts` in the spelling of `host_name`; `*`, and what begins with `*.`, stay patterns."""
+    text = allowed.lower()
+    if text == "*" or text.startswith("*."):
+        return text.removesuffix(".")
+    if text.count(":") > 1 and not text.startswith("["):
+        text = f"[{text}]"
+    return host_name(text) or text
 
 
 def header(scope: Scope, name: bytes) -> bytes:

@@ -3,12 +3,16 @@
 `BoundedProtocol` adds to uvicorn's protocol:
 
 - a limit on the bytes and on the time of a request head, including trailers;
+- pipelined requests are parsed one ahead of the response in progress, and reading pauses behind them;
+- a framing that is not understood ends the connection: other transfer codings than chunked, or any in HTTP/1.0;
+- a target with a host (absolute form) names the request's host (RFC 9112, section 3.2.2);
 - bodies behind `Upgrade`, which is ignored: httptools takes what follows such a head for another protocol, and uvicorn
   parses it as the next request (RFC 9110, section 7.8, lets a server ignore the field);
 - responses of unknown length to HTTP/1.0 clients end with the connection instead of being chunked;
 - clients that close only their side of the connection get the response to a complete request;
 - a client that does not read loses its connection, and the bytes that wait for all such clients are bounded;
-- a bound on connections: the one that has been idle longest is closed for a new one, or the new one is refused;
+- a bound on connections: an idle one is closed for a new one, or one whose request does not arrive, or only probes are
+  answered on the new one;
 - JSON for the errors that are found before there is a request.
 """
 
@@ -17,76 +21,72 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-import time
 import uuid
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Hashable
 from functools import partial
 from typing import Any
 
 import httptools
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
+from uvicorn.protocols.http.flow_control import FlowControl
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 
+from app.api.connection_limits import ConnectionLimits, client_network
 from app.api.errors import NATIVE_ERRORS, HttpError
 
 log = logging.getLogger(__name__)
 
-MAX_HEAD_BYTES = 64 * 1024  # the limit of h11, uvicorn's other parser
+MAX_HEAD_BYTES = 32 * 1024
 HEAD_TIMEOUT_SECONDS = 60.0
+# Heads and chunked bodies are parsed in parts of so many bytes, so that few requests are found at once.
+PART_BYTES = 4096
+# Requests that are parsed while a response is in progress. There is one unless several follow a chunked body in a part.
+MAX_PARSED_REQUESTS = 64
+# Bytes behind them that are not parsed yet; reading pauses beyond.
+MAX_UNPARSED_BYTES = 64 * 1024
 # Bytes that a client must take within the write timeout while more wait for it: half a kilobyte per second.
 MIN_READ_BYTES = 16 * 1024
-# Bytes that wait for all clients that do not read: four responses of the largest size.
-MAX_UNREAD_BYTES = 256 * 2**20
 # A client that has closed its side is asked so often whether it is still there. It sees one more interim response.
 HALF_CLOSED_PROBE_SECONDS = 1.0
-REPORT_SECONDS = 10.0  # between two log lines about refused connections
+RESERVED_SECONDS = 1.0  # in which a probe sends its request, on a connection beyond the limit
 RETRY_SECONDS = 1
+# Paths that are answered on connections beyond the limit too.
+PROBE_PATHS = frozenset(
+    (b"/healthz", b"/readyz", b"/health", b"/ping", b"/metrics", b"/v2/health/live", b"/v2/health/ready")
+)
 _INTERIM = b"HTTP/1.1 100 Continue\r\n\r\n"
+_END_OF_HEAD = b"\r\n\r\n"
 
 
-@dataclass
-class ConnectionLimits:
-    """Bounds that all connections of a server share, and their state. Used on the event loop only.
+def _error(status: int, message: str) -> HttpError:
+    return HttpError(status, "invalid_request", message, None, {})
 
-    `idle` has the connections without a request, the longest idle first. `unread` has those whose client does not
-    read, the longest unread first.
-    """
 
-    max_connections: int = 10_000
-    write_timeout_seconds: float = 30.0
-    num_connections: int = 0
-    idle: dict[BoundedProtocol, None] = field(default_factory=dict)
-    unread: dict[BoundedProtocol, None] = field(default_factory=dict)
-    _num_refused: int = 0
-    _reported_at: float = float("-inf")
+_NO_HTTP = _error(400, "The request is not valid HTTP.")
+_TOO_LARGE = _error(431, f"The head of the request is too large: it may have {MAX_HEAD_BYTES} bytes.")
+_TOO_MANY_REQUESTS = _error(400, "Too many requests were sent before their responses were read.")
+_UNKNOWN_CODING = _error(400, "The only transfer coding that this server understands is chunked, once.")
+_CODING_IN_HTTP_1_0 = _error(400, "HTTP/1.0 has no transfer codings.")
+_TOO_MANY = HttpError(
+    503, "overloaded", "The server has too many connections.", None, {"retry-after": str(RETRY_SECONDS)}
+)
 
-    def admit(self) -> bool:
-        """Return whether a new connection may stay; an idle one is closed for it if there are too many."""
-        if self.num_connections <= self.max_connections:
-            return True
-        self._report()
-        oldest = next(iter(self.idle), None)
-        if oldest is not None:
-            oldest.drop()
-        return oldest is not None
 
-    def bound_unread(self) -> None:
-        """Close the connections that have been unread longest while too many bytes wait."""
-        while self.unread and sum(each.num_unsent for each in self.unread) > MAX_UNREAD_BYTES:
-            next(iter(self.unread)).drop_slow("too many bytes wait for slow clients")
+class _Refusal(Exception):
+    """Raised from a callback of the parser: the connection ends with this response."""
 
-    def _report(self) -> None:
-        self._num_refused += 1
-        now = time.monotonic()
-        if now - self._reported_at >= REPORT_SECONDS:
-            log.warning(
-                "%d connections are open, the limit of max_connections: %d idle or new ones were closed. Raise the "
-                "limit (and the limit of open files), or find the client that opens them.",
-                self.max_connections,
-                self._num_refused,
-            )
-            self._reported_at, self._num_refused = now, 0
+    def __init__(self, error: HttpError) -> None:
+        self.error = error
+
+
+class _HeldFlow(FlowControl):
+    """uvicorn's control of reading and writing. While `is_held`, nobody resumes reading."""
+
+    is_held = False
+
+    def resume_reading(self) -> None:
+        if not self.is_held:
+            super().resume_reading()
 
 
 class BoundedProtocol(HttpToolsProtocol):
@@ -94,42 +94,66 @@ class BoundedProtocol(HttpToolsProtocol):
 
     def __init__(self, *arguments: Any, limits: ConnectionLimits, **options: Any) -> None:
         super().__init__(*arguments, **options)
-        self._limits = limits
-        self._unfinished_bytes = 0
+        self.address: Hashable = ""
+        self.on_connected: Callable[[], None] | None = None  # called once the connection counts itself
+        self.limits = limits
+        self._running: RequestResponseCycle | None = None  # `cycle` is that of the last request that was parsed
+        self._unparsed, self._num_parsed = b"", 0  # received bytes, and how many of them are parsed
+        self._unfinished_bytes = 0  # of the head or trailer that is being parsed
+        self._most_of_body = 0  # bytes of the body to parse at once; 0 in a head
+        self._length, self._has_coding = 0, False  # the framing that the present head has
+        self._is_reserved = False
         self._deadline: asyncio.TimerHandle | None = None
         self._write_timer: asyncio.TimerHandle | None = None
         self._probe_timer: asyncio.TimerHandle | None = None
         self._resuming = False  # while a second parser reads a head again, without its Upgrade
         self._half_closed = False
-        self._broken_by = ""  # why nothing is read any more
+        self._broken_by: HttpError | None = None  # why nothing is read any more
 
     # ---- the connection ----------------------------------------------------------------------------------------------
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """Start the deadline of the first head; refuse the connection if there are too many."""
+        """Count the connection and start the deadline of the first head."""
         super().connection_made(transport)
-        self._limits.num_connections += 1
-        if not self._limits.admit():
-            self._send_error(503, "overloaded", "The server has too many connections.", RETRY_SECONDS)
-            return
-        self._limits.idle[self] = None
-        self._deadline = self.loop.call_later(HEAD_TIMEOUT_SECONDS, transport.abort)
+        self.flow: _HeldFlow = _HeldFlow(transport)
+        self.address = client_network(self.client)
+        if self.on_connected is not None:
+            self.on_connected()
+        if self.limits.enter(self):
+            self.limits.idle[self] = None
+            self._deadline = self.loop.call_later(HEAD_TIMEOUT_SECONDS, transport.abort)
+        else:
+            self._is_reserved = True
+            self._deadline = self.loop.call_later(RESERVED_SECONDS, self.refuse)
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Cancel all timers."""
-        self._limits.num_connections -= 1
-        self._limits.idle.pop(self, None)
-        self._limits.unread.pop(self, None)
+        self.limits.leave(self)
+        self.limits.unread.pop(self, None)
+        self._unparsed = b""
         for timer in (self._deadline, self._write_timer, self._probe_timer):
             if timer is not None:
                 timer.cancel()
         super().connection_lost(exc)
+        if self._running is not None and not self._running.response_complete:
+            self._running.disconnected = True
+            self._running.message_event.set()
 
     def drop(self) -> None:
-        """Close the connection at once."""
-        self._limits.idle.pop(self, None)
-        self._limits.unread.pop(self, None)
-        self.transport.abort()
+        """Close the connection at once; say why if it is within a request."""
+        is_within_request = self in self.limits.receiving
+        self.limits.forget(self)
+        self.limits.unread.pop(self, None)
+        if is_within_request and not self.cycle.response_started:
+            self.refuse()
+        else:
+            self.transport.abort()
+
+    def refuse(self) -> None:
+        """Say that there are too many connections, and close this one."""
+        self.limits.forget(self)
+        if not self.transport.is_closing():
+            self._send_error(_TOO_MANY)
 
     def eof_received(self) -> bool | None:  # type: ignore[override]
         """Keep the connection open for the response if the client closed its side after a complete request.
@@ -155,32 +179,64 @@ class BoundedProtocol(HttpToolsProtocol):
     # ---- requests ----------------------------------------------------------------------------------------------------
 
     def data_received(self, data: bytes) -> None:
-        """Parse the data; respond with 400 if it is not HTTP or the head is too large."""
+        """Parse the data; respond with an error if it is not HTTP or a head is too large."""
         self._unset_keepalive_if_required()
-        if self._broken_by:
+        if self._broken_by is not None:
             return
-        self._unfinished_bytes += len(data)
-        try:
-            self._feed(data)
-        except httptools.HttpParserError:
-            self.send_400_response("The request is not valid HTTP.")
-            return
-        if self._unfinished_bytes > MAX_HEAD_BYTES and not self.transport.is_closing():
-            self.send_400_response("The head of the request is too large.")
-        if self._deadline is None and self in self._limits.idle and not self.transport.is_closing():
+        self._unparsed = self._unparsed[self._num_parsed :] + data if self._unparsed else data
+        self._num_parsed = 0
+        self._parse()
+        if self._deadline is None and self in self.limits.idle and not self.transport.is_closing():
             self._deadline = self.loop.call_later(HEAD_TIMEOUT_SECONDS, self.transport.abort)
 
-    def _feed(self, data: bytes) -> None:
-        while data:
+    def _parse(self) -> None:
+        """Parse what has arrived, until a request waits for the response in progress."""
+        try:
+            while self._num_parsed < len(self._unparsed) and not self.pipeline and self._broken_by is None:
+                self._feed(self._next_part())
+        except httptools.HttpParserError as error:
+            cause = error.__context__
+            self._break(cause.error if isinstance(cause, _Refusal) else _NO_HTTP)
+        except _Refusal as refusal:
+            self._break(refusal.error)
+        num_unparsed = len(self._unparsed) - self._num_parsed
+        if not num_unparsed or self._broken_by is not None:
+            self._unparsed, self._num_parsed, num_unparsed = b"", 0, 0
+        was_held, self.flow.is_held = self.flow.is_held, num_unparsed > MAX_UNPARSED_BYTES
+        if self.flow.is_held:
+            self.flow.pause_reading()
+        elif was_held:
+            self.flow.resume_reading()
+
+    def _next_part(self) -> bytes | memoryview:
+        """Return the bytes to parse next: at most one head, or the rest of a body."""
+        data, start = self._unparsed, self._num_parsed
+        if self._most_of_body:
+            end = start + self._most_of_body
+        elif (room := MAX_HEAD_BYTES - self._unfinished_bytes) > 0:
+            most = start + min(room, PART_BYTES)
+            found = data.find(_END_OF_HEAD, start, most)
+            end = most if found < 0 else found + len(_END_OF_HEAD)
+        else:
+            raise _Refusal(_TOO_LARGE)
+        end = min(end, len(data))
+        self._num_parsed = end
+        self._unfinished_bytes += end - start
+        return data if end - start == len(data) else memoryview(data)[start:end]
+
+    def _feed(self, part: bytes | memoryview) -> None:
+        while part:
             try:
-                self.parser.feed_data(data)
+                self.parser.feed_data(part)
             except httptools.HttpParserUpgrade as upgrade:
                 if self.scope["method"] == "CONNECT":
                     raise httptools.HttpParserError("CONNECT asks for a tunnel") from None
-                data = data[upgrade.args[0] :]
+                part = part[upgrade.args[0] :]
                 self._resume_after_upgrade()
             else:
-                return
+                break
+        if self._most_of_body and self._unfinished_bytes > MAX_HEAD_BYTES:  # of trailers, or between chunks
+            raise _Refusal(_TOO_LARGE)
 
     def _resume_after_upgrade(self) -> None:
         """Continue with a parser that has read the request's framing, and no Upgrade."""
@@ -197,8 +253,12 @@ class BoundedProtocol(HttpToolsProtocol):
 
     def on_message_begin(self) -> None:
         """Begin a request; a head that is read again is not a new one."""
-        if not self._resuming:
-            super().on_message_begin()
+        if self._resuming:
+            return
+        if len(self.pipeline) >= MAX_PARSED_REQUESTS:
+            raise _Refusal(_TOO_MANY_REQUESTS)
+        self._length, self._has_coding = 0, False
+        super().on_message_begin()
 
     def on_url(self, url: bytes) -> None:
         """Collect the path."""
@@ -206,9 +266,17 @@ class BoundedProtocol(HttpToolsProtocol):
             super().on_url(url)
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        """Collect a header or a trailer."""
-        if not self._resuming:
-            super().on_header(name, value)
+        """Collect a header or a trailer; note the framing of the body."""
+        if self._resuming:
+            return
+        super().on_header(name, value)
+        name = self.headers[-1][0]
+        if name == b"content-length":
+            self._length = int(value)
+        elif name == b"transfer-encoding":
+            if self._has_coding or value.strip().lower() != b"chunked":
+                raise _Refusal(_UNKNOWN_CODING)
+            self._has_coding = True
 
     def on_headers_complete(self) -> None:
         """Reset the count of bytes, cancel the deadline and start the request."""
@@ -217,22 +285,48 @@ class BoundedProtocol(HttpToolsProtocol):
         if self._deadline is not None:
             self._deadline.cancel()
             self._deadline = None
-        self._limits.idle.pop(self, None)
+        self.limits.idle.pop(self, None)
         self._unfinished_bytes = 0
+        if self._has_coding and self.parser.get_http_version() != "1.1":
+            raise _Refusal(_CODING_IN_HTTP_1_0)
+        if self._is_reserved and self.url.partition(b"?")[0] not in PROBE_PATHS:
+            raise _Refusal(_TOO_MANY)
+        if not self.url.startswith((b"/", b"*")):
+            self._use_host_of_target()
         super().on_headers_complete()
+        self._most_of_body = PART_BYTES if self._has_coding else self._length
+        if self._most_of_body:
+            self.limits.receiving[self] = None
+        if self._is_reserved:
+            self.cycle.keep_alive = False
+
+    def _use_host_of_target(self) -> None:
+        """Replace the request's host by that of its target, `http://host/path` (RFC 9112, section 3.2.2)."""
+        _, separator, rest = self.url.partition(b"://")
+        authority = rest.partition(b"/")[0].partition(b"?")[0] if separator else b""
+        names = [index for index, (name, _) in enumerate(self.headers) if name == b"host"]
+        if len(names) == 1:  # several are refused, and none in HTTP/1.1
+            self.headers[names[0]] = (b"host", authority)
+        elif not names and self.parser.get_http_version() == "1.0":
+            self.headers.append((b"host", authority))
 
     def on_body(self, body: bytes) -> None:
         """Reset the count of bytes."""
         self._unfinished_bytes = 0
+        if not self._has_coding:
+            self._most_of_body -= len(body)
         super().on_body(body)
 
     def on_message_complete(self) -> None:
         """Complete the body, unless the parser ends here only because of an Upgrade."""
         if self.parser.should_upgrade() and not self._resuming:
             return
+        self._most_of_body = self._unfinished_bytes = 0
+        self.limits.receiving.pop(self, None)
         super().on_message_complete()
 
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: ASGIApp) -> None:  # type: ignore[override]
+        self._running = cycle
         if cycle.scope["http_version"] == "1.0":
             super()._start_asgi_task(cycle, partial(_serve_unchunked, app, cycle))
         else:
@@ -245,27 +339,31 @@ class BoundedProtocol(HttpToolsProtocol):
         super().on_response_complete()
         if self.transport.is_closing():
             self._watch_reader()
-        elif self.cycle.response_complete and not self.pipeline:
-            if self._broken_by:
-                self._send_error(400, "invalid_request", self._broken_by)
+            return
+        if self._unparsed:
+            self._parse()
+        if self.cycle.response_complete and not self.pipeline:
+            if self._broken_by is not None:
+                self._send_error(self._broken_by)
             elif self._half_closed:
                 self.transport.close()
                 self._watch_reader()
             else:
-                self._limits.idle[self] = None
+                self.limits.idle[self] = None
 
-    def send_400_response(self, msg: str) -> None:
+    def _break(self, error: HttpError) -> None:
         """Answer what is not a request, once the response in progress is complete, and close the connection."""
+        self.limits.receiving.pop(self, None)
         if self.cycle is not None and not self.cycle.response_complete and not self.cycle.more_body:
-            self._broken_by = msg  # the requests before it are answered first
+            self._broken_by = error  # the requests before it are answered first
             return
         if self.cycle is not None and self.cycle.response_started and not self.cycle.response_complete:
+            self._broken_by = error
             self.transport.close()
             return
-        self._send_error(400, "invalid_request", msg)
+        self._send_error(error)
 
-    def _send_error(self, status: int, code: str, message: str, retry_after: int | None = None) -> None:
-        error = HttpError(status, code, message, None, {} if retry_after is None else {"retry-after": str(retry_after)})
+    def _send_error(self, error: HttpError) -> None:
         body = json.dumps(NATIVE_ERRORS.body(error)).encode()
         headers = {
             "content-type": "application/json",
@@ -278,11 +376,10 @@ class BoundedProtocol(HttpToolsProtocol):
             *self.server_state.default_headers,
             *((name.encode(), text.encode()) for name, text in headers.items()),
         ]
-        reason = {400: b"400 Bad Request", 503: b"503 Service Unavailable"}[status]
-        head = b"HTTP/1.1 " + reason + b"\r\n" + b"".join(name + b": " + value + b"\r\n" for name, value in lines)
+        head = STATUS_LINE[error.status] + b"".join(name + b": " + value + b"\r\n" for name, value in lines)
         self.transport.write(head + b"\r\n" + body)
         self.transport.close()
-        self._broken_by = message
+        self._broken_by = error
         self._watch_reader()
 
     # ---- slow readers ------------------------------------------------------------------------------------------------
@@ -295,14 +392,14 @@ class BoundedProtocol(HttpToolsProtocol):
     def pause_writing(self) -> None:
         """Start the write timeout; called if more bytes wait than the transport likes to hold."""
         super().pause_writing()
-        self._limits.unread[self] = None
+        self.limits.unread[self] = None
         self._watch_reader()
-        self._limits.bound_unread()
+        self.limits.bound_unread()
 
     def resume_writing(self) -> None:
         """End the write timeout; called when the client has read nearly all."""
         super().resume_writing()
-        self._limits.unread.pop(self, None)
+        self.limits.unread.pop(self, None)
         if self._write_timer is not None:
             self._write_timer.cancel()
             self._write_timer = None
@@ -323,13 +420,13 @@ class BoundedProtocol(HttpToolsProtocol):
             self._write_timer.cancel()
         self._write_timer = None
         if unsent := self.num_unsent:
-            timeout = self._limits.write_timeout_seconds
+            timeout = self.limits.write_timeout_seconds
             self._write_timer = self.loop.call_later(timeout, self._check_reader, unsent)
 
     def _check_reader(self, before: int) -> None:
         """Close the connection if its client took too little; nothing is written to it while it is watched."""
         if self.num_unsent > max(before - MIN_READ_BYTES, 0):
-            self.drop_slow(f"its client read too little in {self._limits.write_timeout_seconds:g} s")
+            self.drop_slow(f"its client read too little in {self.limits.write_timeout_seconds:g} s")
         else:
             self._watch_reader()
 
@@ -353,7 +450,7 @@ async def _serve_unchunked(
     await app(scope, receive, send_unchunked)
 
 
-ProtocolFactory = Callable[..., asyncio.Protocol]
+ProtocolFactory = Callable[..., BoundedProtocol]
 
 
 def protocol_factory(limits: ConnectionLimits) -> ProtocolFactory:

@@ -13,18 +13,18 @@ import logging
 import re
 import time
 import uuid
-import zlib
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable
 from functools import partial
 
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from app.api.access import NO_RULES, AccessControl, header
+from app.api.bodies import ArrivingBody, BodyCheck, BodyMemory, ClientDisconnected
 from app.api.errors import NATIVE_ERRORS, ErrorFormat, to_http_error
-from app.api.json_size import SCAN_BYTES
+from app.api.routing import ARRIVED_BODY
 from app.api.streaming import format_sse
-from app.errors import ArmatureError, BodyTooLarge, InvalidRequest, Overloaded, RequestError, ServiceStopping
+from app.errors import ArmatureError, BodyTooLarge, RequestError, ServiceStopping
 from app.service.rate_limit import ACCOUNT
 from app.service.request_log import REQUEST_FIGURES, RequestFigures, log_request, request_level
 from app.service.request_log import log as request_log
@@ -33,11 +33,7 @@ from app.tracing.request_trace import RequestSpan
 DISCARD_SECONDS = 2.0  # time for discarding a refused body, so that the client can read the response
 
 
-class ClientDisconnected(Exception):
-    """The client has disconnected; no response can be sent."""
-
-
-async def run_until_disconnect(app: ASGIApp, scope: Scope, body: bytes, receive: Receive, send: Send) -> None:
+async def run_until_disconnect(app: ASGIApp, scope: Scope, body: ArrivingBody, receive: Receive, send: Send) -> None:
     """Run the application on a body that was read.
 
     If the client disconnects, cancel the application and raise `ClientDisconnected`.
@@ -62,13 +58,15 @@ def _cancel(serving: asyncio.Future[None], _: asyncio.Future[None]) -> None:
     serving.cancel()
 
 
-def _replay_body(body: bytes) -> Receive:
+def _replay_body(body: ArrivingBody) -> Receive:
     """Return a `receive` that gives the body once and then blocks: disconnects are detected elsewhere."""
-    messages: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
+    is_given = False
 
     async def receive() -> Message:
-        if messages:
-            return messages.pop()
+        nonlocal is_given
+        if not is_given:
+            is_given = True
+            return {"type": "http.request", "body": body.content, "more_body": False}
         silence: asyncio.Future[Message] = asyncio.get_running_loop().create_future()
         return await silence
 
@@ -93,61 +91,14 @@ async def discard_body(receive: Receive) -> None:
         pass
 
 
-INFLATE_BYTES = 256 * 1024  # decompressed in about a millisecond
-GZIP_OR_ZLIB = 32 + zlib.MAX_WBITS  # zlib looks at the first bytes; HTTP's `deflate` is zlib's format
-
-
-class BodyDecoder:
-    """Decoder of one body, chunk by chunk.
-
-    Raises `InvalidRequest` for an unknown encoding and for data that does not match it.
-    """
-
-    def __init__(self, encoding: str) -> None:
-        known = encoding.strip().lower()
-        if known not in ("", "identity", "gzip", "x-gzip", "deflate"):
-            raise InvalidRequest(
-                f"The content-encoding {encoding[:40]!r} is not supported: send gzip, deflate or none."
-            )
-        self._decompressor = zlib.decompressobj(GZIP_OR_ZLIB) if known not in ("", "identity") else None
-
-    def __call__(self, chunk: bytes) -> Iterator[bytes]:
-        """Yield the decompressed chunk in parts of at most `INFLATE_BYTES`."""
-        if self._decompressor is None:
-            yield chunk
-            return
-        plain = b""
-        while chunk or len(plain) == INFLATE_BYTES:  # zlib may have taken all of the input and have more output
-            try:
-                plain = self._decompressor.decompress(chunk, INFLATE_BYTES)
-            except zlib.error as error:
-                raise InvalidRequest("The body does not match its content-encoding header.") from error
-            if self._decompressor.unused_data:
-                raise InvalidRequest("The compressed body has data after its end.")
-            yield plain
-            chunk = self._decompressor.unconsumed_tail
-
-    def finish(self) -> None:
-        """Raise `InvalidRequest` if the compressed data is incomplete."""
-        if self._decompressor is not None and not self._decompressor.eof:
-            raise InvalidRequest("The compressed body ends too early.")
-
-
 log = logging.getLogger(__name__)
 
-MAX_BODY_BYTES = 16 * 2**20  # several times a context of a million tokens as text
-MAX_TENSOR_BODY_BYTES = 4 * MAX_BODY_BYTES  # 100 images of 224 × 224 in FP32; binary tensors are not parsed
-TENSOR_HEADER = b"inference-header-content-length"
-MAX_HELD_BODIES = 8  # bodies of full size in memory at the same time; once parsed, a body takes several times its size
-BODY_TIMEOUT_SECONDS = 60.0  # time limit for receiving a body
 CLIENT_LEFT = 499  # status in the log of a request whose client left, as in nginx's
 SLOW_SECONDS = 0.001  # a message takes microseconds unless the client must read first
 _VALID_ID = re.compile(rb"[\x21-\x7e]{1,128}")
 
 
 OPEN_ACCESS = AccessControl(NO_RULES, (), ())  # no keys and no limits
-# Takes all of a body that has arrived so far, and returns why it is refused, if it is certain already.
-BodyCheck = Callable[[bytearray], RequestError | None]
 
 
 async def _no_check(scope: Scope) -> BodyCheck | None:
@@ -159,7 +110,7 @@ def _no_span(scope: Scope) -> RequestSpan | None:
 
 
 class RequestGate:
-    """ASGI middleware around the application. Its only state is the number of body bytes held in memory.
+    """ASGI middleware around the application. Its only state is the memory of large bodies.
 
     Args:
         app: The application.
@@ -179,7 +130,7 @@ class RequestGate:
     ) -> None:
         self._app, self._access, self._error_format, self._body_check = app, access, error_format, body_check
         self._begin_span = begin_span
-        self._held_bytes = 0
+        self.body_memory = BodyMemory()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one request, convert every exception to a response, and log and trace the request."""
@@ -216,7 +167,7 @@ class RequestGate:
             return
         except (RequestError, HTTPException) as error:
             await sender.send_error(error)
-            if isinstance(error, BodyTooLarge):
+            if isinstance(error, BodyTooLarge) or (isinstance(error, HTTPException) and error.status_code == 408):
                 await discard_body(receive)
         except asyncio.CancelledError:  # the server is stopping and drain_seconds are over
             await sender.send_error(ServiceStopping("The server is stopping and could not finish this request."))
@@ -229,68 +180,12 @@ class RequestGate:
         if scope["method"] in ("GET", "HEAD"):
             await self._app(scope, receive, sender.send)
             return
-        body, content = bytearray(), b""
+        body = scope["state"][ARRIVED_BODY] = ArrivingBody(scope, receive, self.body_memory)
         try:
-            await self._read_body(scope, receive, body)
-            content = bytes(body)
-            body.clear()
-            await run_until_disconnect(self._app, scope, content, receive, sender.send)
+            await body.read(self._body_check)
+            await run_until_disconnect(self._app, scope, body, receive, sender.send)
         finally:
-            self._held_bytes -= len(body) + len(content)
-
-    async def _read_body(self, scope: Scope, receive: Receive, body: bytearray) -> None:
-        declared, limit = header(scope, b"content-length"), _body_limit(scope)
-        if declared.isdigit() and int(declared[:20]) > limit:
-            raise _too_large(limit)
-        inflate = BodyDecoder(header(scope, b"content-encoding").decode("latin-1"))
-        try:
-            async with asyncio.timeout(BODY_TIMEOUT_SECONDS):
-                refusal = await self._read_chunks(scope, receive, body, inflate, limit)
-        except TimeoutError as error:
-            raise HTTPException(408, f"The body did not arrive within {BODY_TIMEOUT_SECONDS:g} seconds") from error
-        if refusal is not None:
-            raise refusal
-        inflate.finish()
-
-    async def _read_chunks(
-        self, scope: Scope, receive: Receive, body: bytearray, inflate: BodyDecoder, limit: int
-    ) -> RequestError | None:
-        """Read the body to its end; return why it is refused, if that is certain before it has arrived.
-
-        The rest of a refused body is read and not kept, so that the client can read the response.
-        """
-        check, is_asked = None, False
-        while await self._read_chunk(receive, body, inflate, limit):
-            if len(body) > SCAN_BYTES and not is_asked:
-                check, is_asked = await self._body_check(scope), True
-            refusal = check(body) if check is not None else None
-            if refusal is not None:
-                self._held_bytes -= len(body)
-                body.clear()
-                while (await _receive_part(receive)).get("more_body", False):
-                    pass
-                return refusal
-        return None
-
-    async def _read_chunk(self, receive: Receive, body: bytearray, inflate: BodyDecoder, limit: int) -> bool:
-        message = await _receive_part(receive)
-        for chunk in inflate(message.get("body", b"")):
-            if len(body) + len(chunk) > limit:
-                raise _too_large(limit)
-            if self._held_bytes + len(chunk) > MAX_HELD_BODIES * MAX_BODY_BYTES:
-                raise Overloaded("The server holds too many large bodies already.", retry_after_seconds=1.0)
-            body += chunk
-            self._held_bytes += len(chunk)
-            if len(chunk) == INFLATE_BYTES:
-                await asyncio.sleep(0)  # a small compressed chunk may be many megabytes
-        return bool(message.get("more_body", False))
-
-
-async def _receive_part(receive: Receive) -> Message:
-    message = await receive()
-    if message["type"] == "http.disconnect":
-        raise ClientDisconnected
-    return message
+            body.release()
 
 
 class ResponseSender:
@@ -369,13 +264,3 @@ class ResponseSender:
         """Complete a response that was started and not finished."""
         if self._started and not self._ended:
             await self.send({"type": "http.response.body", "body": b"", "more_body": False})
-
-
-def _body_limit(scope: Scope) -> int:
-    """Return the body size limit. Bodies with a header that says where their tensors begin may be larger."""
-    has_tensors = scope["path"].startswith("/v2/") and header(scope, TENSOR_HEADER)
-    return MAX_TENSOR_BODY_BYTES if has_tensors else MAX_BODY_BYTES
-
-
-def _too_large(limit: int) -> BodyTooLarge:
-    return BodyTooLarge(f"The body may have at most {limit} bytes.")

@@ -28,7 +28,8 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from app.api.access import NO_RULES, AccessRules
+from app.api.access import NO_RULES, AccessRules, ApiKeys
+from app.api.bodies import ArrivingBody
 from app.api.errors import NATIVE_ERRORS, ErrorFormat
 from app.api.json_size import LOOP_BYTES
 from app.api.schemas import BodyT, parse_body
@@ -44,6 +45,8 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 _MAX_LOGGED = 256  # names of one kind that get a line in the log
 _MAX_LOGGED_CHARACTERS = 100
+# In the state of a request: its body, which is released once it is parsed.
+ARRIVED_BODY = "arrived_body"
 _MAX_NAMES = 4  # served names in one message
 _SPACE_BYTES = 64  # looked at first: stripping a whole body takes milliseconds
 
@@ -107,7 +110,7 @@ class ApiRuntime:
     lifetime: Lifespan
     info: Callable[[], dict[str, Any]]
     created: int  # start of the process, Unix seconds; OpenAI's model list has this field
-    api_keys: tuple[str, ...] = ()
+    api_keys: ApiKeys | tuple[str, ...] = ()
     access_rules: AccessRules = NO_RULES
     names: ModelNames = ModelNames()
     page: bool = True
@@ -241,8 +244,9 @@ class UnreadBody(Generic[BodyT]):
         self._request, self._model = request, model
 
     async def read(self) -> bytes:
-        """Return the body's bytes."""
-        return await self._request.body()
+        """Return the body's bytes; none once a large body was parsed."""
+        arrived: ArrivingBody | None = self._request.scope["state"].get(ARRIVED_BODY)
+        return await self._request.body() if arrived is None else arrived.content
 
     async def has_field(self, name: str) -> bool:
         """Return True if an object in the body has the field, before the body is parsed.
@@ -267,9 +271,17 @@ class UnreadBody(Generic[BodyT]):
         return await self.translate(self._parse)
 
     async def translate(self, function: Callable[[bytes], T]) -> T:
-        """Return the function's result for the body. A large body is translated in a thread, beside the event loop."""
+        """Return the function's result for the body. A large body is translated in a thread, beside the event loop.
+
+        Its memory is free for other bodies then: nothing reads it again.
+        """
         body = await self.read()
-        return function(body) if len(body) <= LOOP_BYTES else await run_beside_loop(len(body), function, body)
+        if len(body) <= LOOP_BYTES:
+            return function(body)
+        result = await run_beside_loop(len(body), function, body)
+        if (arrived := self._request.scope["state"].get(ARRIVED_BODY)) is not None:
+            arrived.release()
+        return result
 
     def _parse(self, body: bytes) -> BodyT:
         if not body[:_SPACE_BYTES].strip() and not body.strip():

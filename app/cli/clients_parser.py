@@ -11,7 +11,7 @@ LEAST_INTERVAL = 0.2
 def server_flags() -> dict[str, dict[str, Any]]:
     """Return the flags that name a running server."""
     return {
-        "--url": {"help": "address of a running server, such as http://127.0.0.1:8000"},
+        "--url": {"help": "address of a running server, such as http://127.0.0.1:8000 or unix:/run/armature.sock"},
         "--api-key": {"metavar": "KEY", "help": "sent as a bearer token; default: the first of ARMATURE_API_KEYS"},
     }
 

@@ -54,11 +54,17 @@ def _setting_row(name: str, group: str, field: FieldInfo) -> SettingRow:
         flag=flag_of(name),
         variable=variable_of(name),
         values="LIST" if NoDecode in field.metadata else "|".join(dict.fromkeys(_accepted_forms(field.annotation))),
-        default="" if field.default in (None, ()) else str(field.default),
+        default=_shown_default(field.default),
         description=field.description or "",
         group=group,
         is_list=NoDecode in field.metadata,
     )
+
+
+def _shown_default(default: Any) -> str:
+    if default in (None, ()):
+        return ""
+    return ",".join(default) if isinstance(default, tuple) else str(default)
 
 
 _TYPE_NAMES: dict[Any, str] = {int: "INTEGER", float: "NUMBER", str: "TEXT", Path: "PATH"}

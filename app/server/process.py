@@ -11,6 +11,7 @@ import socket
 import ssl
 import sys
 import threading
+from collections.abc import Sequence
 from contextlib import suppress
 from types import FrameType
 from typing import cast
@@ -18,9 +19,12 @@ from typing import cast
 import uvicorn
 from fastapi import FastAPI
 
-from app.api.http_protocol import ConnectionLimits, protocol_factory
+from app.api.access import ApiKeys
+from app.api.connection_limits import RESERVED_CONNECTIONS, ConnectionLimits
+from app.api.http_protocol import BoundedProtocol, ProtocolFactory, protocol_factory
 from app.errors import ServingFailed, SettingsInvalid, StartupError
 from app.server.app import create_app
+from app.server.listeners import BACKLOG, Listeners, TlsListener, listen
 from app.server.log_output import log_to_stderr
 from app.server.prepare import Prepared
 from app.server.start_summary import start_summary
@@ -32,12 +36,9 @@ from app.tracing.start import start_tracer
 
 log = logging.getLogger(__name__)
 
-KEEP_ALIVE_SECONDS = (
-    75  # longer than the 60 s of common load balancers, which would otherwise reuse a connection as it closes
-)
 AUTO_CONNECTIONS = 4_096  # each takes about 20 KB while it is idle
-RESERVED_FILES = 40  # the process's own: the model's files, the log, sockets and threads
-BACKLOG = 2048  # connections that wait while the loop is busy; uvicorn's default
+# The process's own: the model's files, the log, sockets and threads, and the connections of probes.
+RESERVED_FILES = 40 + RESERVED_CONNECTIONS
 # Interval at which Python switches threads: the longest wait of the event loop for a busy worker thread.
 SWITCH_SECONDS = 0.001
 STOP_SECONDS = 4.5  # from the end of draining to the end of the process, at most
@@ -53,7 +54,7 @@ def serve(settings: Settings) -> int:
     """
     log_to_stderr(settings)
     sys.setswitchinterval(SWITCH_SECONDS)
-    check_tls(settings)
+    tls = tls_context(settings)
     tracer = start_tracer(settings, os.environ)
     prepared = prepare_start(settings)
     failures: list[BaseException] = []
@@ -69,23 +70,26 @@ def serve(settings: Settings) -> int:
             log.info("%s", text, extra={"label": label})
 
     serving = ServerRuntime(prepared, on_fatal, on_ready, tracer)
-    server = PunctualServer(server_config(create_app(serving.runtime()), settings), settings.drain_seconds)
+    runtime = serving.runtime()
+    server = PunctualServer(server_config(create_app(runtime), settings), settings.drain_seconds, tls)
     # uvicorn raises the signal again after draining. This harmless handler receives it, so that the process ends by
     # returning.
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, server.handle_exit)
-    listener = listen(settings.host, settings.port)
-    addresses.append(url_of(listener, settings.tls_cert is not None))
-    sys.stdout.write(f"listening on {addresses[0]}\n")
-    sys.stdout.flush()
+    _read_keys_on_hangup(runtime.api_keys)
+    server.listeners = listen(settings.host, settings.port)
+    addresses += server.listeners.urls(tls is not None)
+    announce(addresses)
     try:
-        server.run(sockets=[listener])
+        server.run(sockets=list(server.listeners.sockets))
     except SystemExit:  # uvicorn exits so if the application's startup or shutdown has failed
         failures.append(
             ServingFailed(
                 "The server could not start its threads; the log says why. Is the limit of processes reached?"
             )
         )
+    finally:
+        server.listeners.remove_files()
     log.info("stopped")
     for failure in failures:
         failed_with = failure if isinstance(failure, StartupError) else ServingFailed(_worker_failure_message(failure))
@@ -100,12 +104,63 @@ def serve(settings: Settings) -> int:
     return 0
 
 
-class PunctualServer(uvicorn.Server):
-    """uvicorn's server, whose process ends after a stop signal at `drain_seconds` and a few more, in any state."""
+def announce(addresses: Sequence[str]) -> None:
+    """Print each address on a line of standard output.
 
-    def __init__(self, config: uvicorn.Config, drain_seconds: float) -> None:
+    A server whose standard output is closed or full serves all the same.
+    """
+    try:
+        if sys.stdout is None:  # it was closed when Python started
+            raise OSError("it is closed")
+        sys.stdout.write("".join(f"listening on {address}\n" for address in addresses))
+        sys.stdout.flush()
+    except (OSError, ValueError) as error:  # ValueError: a closed file
+        log.warning("standard output cannot be written (%s): listening on %s", error, ", ".join(addresses))
+        if sys.stdout is not None:  # Python would write the rest at its end, and fail again
+            with suppress(OSError, ValueError):
+                os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def _read_keys_on_hangup(keys: ApiKeys | tuple[str, ...]) -> None:
+    """Let SIGHUP read the key file again, as it does for daemons. In a terminal, it still ends the process."""
+    if not (sys.stdin is not None and not sys.stdin.closed and sys.stdin.isatty()):
+        signal.signal(signal.SIGHUP, lambda *_: keys.read() if isinstance(keys, ApiKeys) else None)
+
+
+class PunctualServer(uvicorn.Server):
+    """uvicorn's server, whose process ends after a stop signal at `drain_seconds` and a few more, in any state.
+
+    With `tls`, TCP connections speak TLS, and are counted before their handshakes. UNIX sockets never do.
+    """
+
+    def __init__(self, config: uvicorn.Config, drain_seconds: float, tls: ssl.SSLContext | None = None) -> None:
         super().__init__(config)
-        self._stop_seconds = drain_seconds + STOP_SECONDS
+        self._stop_seconds, self._tls = drain_seconds + STOP_SECONDS, tls
+        self.listeners = Listeners(())
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Start the application, and accept connections on all sockets."""
+        given = sockets or []
+        unix = [each for each in given if each.family == socket.AF_UNIX]
+        own = [] if self._tls is None else [each for each in given if each.family != socket.AF_UNIX]
+        await super().startup([each for each in given if each not in unix and each not in own])
+        loop = asyncio.get_running_loop()
+        for each in unix:
+            self.servers.append(await loop.create_unix_server(self._make_protocol, sock=each, backlog=BACKLOG))
+        for each in own:
+            assert self._tls is not None, "it was looked at above"
+            listener = TlsListener(each, self._tls, self._make_protocol)
+            listener.start()
+            self.servers.append(cast(asyncio.base_events.Server, listener))
+
+    def _make_protocol(self) -> BoundedProtocol:
+        make = cast(ProtocolFactory, self.config.http_protocol_class)
+        return make(config=self.config, server_state=self.server_state, app_state=self.lifespan.state)
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """Remove the files of UNIX sockets, so that nobody waits there, and drain."""
+        self.listeners.remove_files()
+        await super().shutdown(sockets)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """Begin to stop, and limit the time for it."""
@@ -133,28 +188,6 @@ def _worker_failure_message(failure: BaseException) -> str:
     )
 
 
-def listen(host: str, port: int) -> socket.socket:
-    """Open the port, so that clients and probes can connect from the first moment.
-
-    Raises:
-        SettingsInvalid: The address cannot be used.
-    """
-    try:
-        family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0][0]
-        return socket.create_server((host, port), family=family, backlog=BACKLOG)
-    except OSError as error:
-        raise SettingsInvalid(
-            f"Cannot listen on {host} port {port}: {error}. Choose others with --host and --port."
-        ) from error
-
-
-def url_of(listener: socket.socket, has_tls: bool = False) -> str:
-    """Return the URL of a listening socket; IPv6 hosts are bracketed."""
-    host, port = listener.getsockname()[:2]
-    scheme = "https" if has_tls else "http"
-    return f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
-
-
 def server_config(app: FastAPI, settings: Settings) -> uvicorn.Config:
     """Return uvicorn's configuration: no access log, no WebSockets, bounded request heads."""
     return uvicorn.Config(
@@ -167,12 +200,10 @@ def server_config(app: FastAPI, settings: Settings) -> uvicorn.Config:
         server_header=False,
         proxy_headers=False,
         backlog=BACKLOG,
-        timeout_keep_alive=KEEP_ALIVE_SECONDS,
+        timeout_keep_alive=cast(int, settings.keep_alive_seconds),  # passed to the event loop, which accepts fractions
         timeout_graceful_shutdown=cast(
             int, settings.drain_seconds
         ),  # passed to asyncio's timeout, which accepts fractions
-        ssl_certfile=settings.tls_cert,
-        ssl_keyfile=settings.tls_key,
     )
 
 
@@ -193,20 +224,22 @@ def connection_limits(settings: Settings) -> ConnectionLimits:
     return ConnectionLimits(min(wanted, possible), settings.write_timeout_seconds)
 
 
-def check_tls(settings: Settings) -> None:
-    """Check that the certificate and its key can be used.
+def tls_context(settings: Settings) -> ssl.SSLContext | None:
+    """Return the context with the certificate and its key; None without TLS.
 
     Raises:
         SettingsInvalid: One is given without the other, or they cannot be read or do not belong together.
     """
     if settings.tls_cert is None and settings.tls_key is None:
-        return
+        return None
     if settings.tls_cert is None or settings.tls_key is None:
         raise SettingsInvalid("tls_cert and tls_key must be given together: TLS needs a certificate and its key.")
     try:
-        ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(settings.tls_cert, settings.tls_key)
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        context.load_cert_chain(settings.tls_cert, settings.tls_key)
     except OSError as error:  # ssl.SSLError is one
         raise SettingsInvalid(
             f"tls_cert {settings.tls_cert} and tls_key {settings.tls_key} cannot be used: {error}. Both are PEM files; "
             "the key has no password."
         ) from error
+    return context

@@ -72,6 +72,8 @@ def try_command(prepared: Prepared, url: str, has_chat: bool) -> str:
     for every, own in _LOOPBACK.items():
         url = url.replace(every, own)
     words = ["curl", f"{url}{path}"]
+    if url.startswith("unix:"):
+        words = ["curl", "--unix-socket", url.removeprefix("unix:"), f"http://localhost{path}"]
     if url.startswith("https:"):
         words.append("--insecure")  # the certificate names a host, not this address
     if prepared.settings.api_keys or prepared.settings.api_key_file is not None:

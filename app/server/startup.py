@@ -17,7 +17,7 @@ from pathlib import Path
 from threading import Event as Flag
 from typing import TYPE_CHECKING, Any
 
-from app.api.access import AccessRules
+from app.api.access import AccessRules, ApiKeys, is_loopback_name
 from app.api.routing import ApiRuntime, ModelNames
 from app.engine.decoder.engine import DecoderEngine
 from app.engine.worker import Callbacks, Worker
@@ -52,7 +52,7 @@ from app.service.served_model import (
     ServingLimits,
 )
 from app.service.service import Service
-from app.settings import Settings, parse_rate_limit
+from app.settings import Settings, parse_rate_limit, unix_path_of
 from app.tracing.request_trace import Tracer
 from app.version import VERSION
 from app.weights.cache_file import PACKS, checkpoint_fingerprint
@@ -118,6 +118,12 @@ def read_api_keys(settings: Settings) -> tuple[str, ...]:
     if not keys:
         raise SettingsInvalid(f"api_key_file {settings.api_key_file} holds no key, so every request would be refused.")
     return (*settings.api_keys, *keys)
+
+
+def is_local_only(settings: Settings) -> bool:
+    """Return True if only programs of this machine reach the server: it listens on loopback addresses and UNIX sockets."""
+    hosts = (host for host in settings.host if unix_path_of(host) is None)
+    return all(is_loopback_name(host.partition("%")[0]) for host in hosts)
 
 
 def isa_label(facts: Facts, plan: ServingPlan) -> str:
@@ -233,8 +239,10 @@ class ServerRuntime:
     def runtime(self) -> ApiRuntime:
         """Return the runtime that the API routes use."""
         settings = self._start.settings
-        keys, rates = read_api_keys(settings), parse_rate_limit(settings.rate_limit)
-        rules = AccessRules(*rates, settings.allowed_hosts, settings.cors_allow_origins)
+        keys = ApiKeys(lambda: read_api_keys(settings), settings.api_key_file)
+        rates, is_local = parse_rate_limit(settings.rate_limit), is_local_only(settings)
+        only_loopback = is_local and not keys and not settings.allowed_hosts
+        rules = AccessRules(*rates, settings.allowed_hosts, only_loopback, settings.cors_allow_origins)
         names = ModelNames(settings.served_model_name[1:], *accepts_any_name(settings, len(keys)))
         created, page = int(time.time()), settings.page == "on"
         capacity, tracer = self._step_monitor.capacity, self._tracer

@@ -23,7 +23,7 @@ from app.metrics.instruments import Api, Exemplar, Metrics, Outcome
 from app.metrics.load_progress import LoadProgress
 from app.metrics.stats import EngineSnapshot
 from app.service.admission import Admission, Permit
-from app.service.rate_limit import ACCOUNT
+from app.service.rate_limit import ACCOUNT, Account
 from app.service.request_log import REQUEST_FIGURES
 from app.service.served_model import ServingLimits
 from app.service.text_pool import TextPool
@@ -144,7 +144,8 @@ class RequestRecord:
 
     `accepted` is true once it was found valid and the worker has it. `count_tokens` returns the tokens of its prompt and
     of its completion so far. The seconds are those from its arrival; None until they are known. `trace` is that of its
-    HTTP request, None if it is not sampled; `phase_ends` returns the times at which its phases ended, for the trace.
+    HTTP request, None if it is not sampled; `account` that of its client, None without limits, with `num_reserved` tokens
+    for this request; `phase_ends` returns the times at which its phases ended, for the trace.
     """
 
     arrived_at: float
@@ -152,10 +153,22 @@ class RequestRecord:
     queue_seconds: float | None = None
     first_token_seconds: float | None = None
     cached_tokens: int = 0
+    account: Account | None = None
+    num_reserved: int = 0
     accepted: bool = False
     outcome: Outcome = "failed"
     trace: RequestTrace | None = None
     phase_ends: Callable[[], dict[str, float]] = dict
+
+    def reserve(self, num_tokens: int) -> None:
+        """Reserve the tokens that the request may have at most in its client's account.
+
+        Raises:
+            RateLimited: The client has not so many left.
+        """
+        if self.account is not None:
+            self.account.reserve(num_tokens)
+            self.num_reserved += num_tokens
 
     @property
     def exemplar(self) -> Exemplar | None:
@@ -200,7 +213,7 @@ class RequestPipeline:
 
         This happens however the block ends.
         """
-        record, account, figures = RequestRecord(self.clock()), ACCOUNT.get(), REQUEST_FIGURES.get()
+        record, figures = RequestRecord(self.clock(), account=ACCOUNT.get()), REQUEST_FIGURES.get()
         if figures is not None and figures.trace is not None:
             record.trace, figures.trace.api = figures.trace, api
         try:
@@ -215,8 +228,8 @@ class RequestPipeline:
             raise
         finally:
             prompt, completion = record.count_tokens()
-            if account is not None:
-                account.charge(prompt + completion)
+            if record.account is not None:
+                record.account.settle(record.num_reserved, prompt + completion)
             if figures is not None:
                 figures.add(prompt, completion, record.queue_seconds, record.first_token_seconds)
             record.add_to_trace(prompt, completion)

@@ -242,6 +242,7 @@ class CompletionBuilder:
 
 
 EventQueue = asyncio.Queue[TimedEvent]
+COUNTED_CHARACTERS = 2**16  # of a text that counts among the bytes that open requests hold
 
 
 async def generate(
@@ -254,10 +255,12 @@ async def generate(
     """Yield all stream events of one request, computed with an adapter; `Service.generate` documents them."""
     with pipeline.admission.permit() as permit:
         prompt = await pipeline.read(prompt_size(request), read_prompt, model, request)
+        record.reserve(prompt.most_tokens(model.limits.max_model_len))
         name = pipeline.client.name(request.request_id)
         command = prompt.command(name, record.arrived_at, adapter, request.cache_salt)
-        if prompt.num_scores:
-            permit.hold(prompt.num_scores * SCORE_BYTES)
+        size = prompt_size(request)
+        if prompt.num_scores or size > COUNTED_CHARACTERS:
+            permit.hold(prompt.num_scores * SCORE_BYTES + size)
         completion = CompletionBuilder(
             command, model.tokenizer, pipeline.metrics, request.messages is None, prompt.literals
         )

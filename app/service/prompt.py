@@ -42,6 +42,12 @@ class Prompt:
     literals: Mapping[int, str] = field(default_factory=dict)
     opens_reasoning: bool = False
 
+    def most_tokens(self, max_model_len: int) -> int:
+        """Return the number of tokens that the prompt and all choices of its completion may have together."""
+        rest = max_model_len - len(self.token_ids)
+        longest = rest if self.params.max_tokens is None else min(self.params.max_tokens, rest)
+        return len(self.token_ids) + max(self.params.n, self.params.beam_width, 1) * max(longest, 0)
+
     def command(
         self, request_id: str, arrived_at: float, adapter: LoadedAdapter | None = None, cache_salt: str | None = None
     ) -> Generate:

@@ -1,8 +1,10 @@
 """Rate limit of each client: requests and tokens per minute, as token buckets in a table of bounded size.
 
-A bucket holds at most the amount of one minute and is refilled evenly. A request takes its place at once. Its tokens,
-of prompt and completion, are taken when it has ended: until then their number is not known. A bucket may become
-negative so, and the client is refused until it is refilled.
+A bucket holds at most the amount of one minute and is refilled evenly. A request takes its place at once. The tokens of
+its prompt, and the most that its completion may have, are reserved once they are known, and the tokens that it had are
+taken when it has ended. A request that fits beside the reservations of others is admitted. One that is alone is admitted
+while any token is left, so that a request of more than a minute's amount is served too; the bucket becomes negative so,
+and the client is refused until it is refilled.
 """
 
 from __future__ import annotations
@@ -49,11 +51,11 @@ class Bucket:
 class Account:
     """What one client may still use. A limit of None is no limit."""
 
-    __slots__ = ("_clock", "_requests", "_tokens")
+    __slots__ = ("_clock", "_num_reserved", "_requests", "_tokens")
 
     def __init__(self, requests: int | None, tokens: int | None, clock: Callable[[], float]) -> None:
         now = clock()
-        self._clock = clock
+        self._clock, self._num_reserved = clock, 0
         self._requests = None if requests is None else Bucket(requests, now)
         self._tokens = None if tokens is None else Bucket(tokens, now)
 
@@ -71,9 +73,24 @@ class Account:
                 raise _limited("requests", self._requests.seconds_until(1.0, now))
             self._requests.take(1)
 
-    def charge(self, num_tokens: int) -> None:
-        """Take the tokens of a request that has ended."""
+    def reserve(self, num_tokens: int) -> None:
+        """Reserve the tokens that a request may have at most, until `settle`.
+
+        Raises:
+            RateLimited: They do not fit beside those of requests that run, or none is left.
+        """
+        if self._tokens is None:
+            return
+        now = self._clock()
+        wanted = num_tokens + self._num_reserved if self._num_reserved else 1
+        if self._tokens.left(now) < wanted:
+            raise _limited("tokens", min(self._tokens.seconds_until(wanted, now), SECONDS))
+        self._num_reserved += num_tokens
+
+    def settle(self, num_reserved: int, num_tokens: int) -> None:
+        """Take the tokens of a request that has ended, in place of those that were reserved for it."""
         if self._tokens is not None:
+            self._num_reserved -= num_reserved
             self._tokens.left(self._clock())
             self._tokens.take(num_tokens)
 
@@ -81,7 +98,9 @@ class Account:
     def is_untouched(self) -> bool:
         """True if the account is as good as a new one."""
         now = self._clock()
-        return all(bucket is None or bucket.is_full(now) for bucket in (self._requests, self._tokens))
+        return not self._num_reserved and all(
+            bucket is None or bucket.is_full(now) for bucket in (self._requests, self._tokens)
+        )
 
 
 # The account of the request that this context serves; None if there is no limit.

@@ -12,7 +12,7 @@ from typing import Any
 import httpx
 import pytest
 
-from app.api import middleware as door_module
+from app.api import bodies
 from app.api.middleware import RequestGate
 from tests.api.scripted_service import Conversation, ScriptedService, deltas
 
@@ -80,7 +80,7 @@ async def test_one_that_does_not_say_is_read_to_the_limit_and_no_further(convers
     await talk.over()
     assert status(talk) == 413
     assert set(json.loads(talk.body)["error"]) == {"code", "message", "field"}
-    assert talk.received_before_answer == door_module.MAX_BODY_BYTES + 2**20
+    assert talk.received_before_answer == bodies.MAX_BODY_BYTES + 2**20
 
 
 async def test_what_a_refused_client_still_sends_is_thrown_away(conversation: Talk) -> None:
@@ -97,25 +97,28 @@ async def test_a_body_in_pieces_is_one_body(conversation: Talk) -> None:
 
 
 async def test_all_bodies_together_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(door_module, "MAX_BODY_BYTES", 100)
+    monkeypatch.setattr(bodies, "MAX_BODY_BYTES", 100)
+    monkeypatch.setattr(bodies, "SMALL_BODY_BYTES", 10)
+    monkeypatch.setattr(bodies, "WAIT_SECONDS", 0.01)
 
     async def never(scope: Any, receive: Any, send: Any) -> None:
         await asyncio.Event().wait()
 
     door = RequestGate(never)
-    held = [Conversation(door, "/generate", b"x" * 100) for _ in range(door_module.MAX_HELD_BODIES)]
-    while door._held_bytes < 100 * len(held):
+    door.body_memory = memory = bodies.BodyMemory(800)
+    held = [Conversation(door, "/generate", b"x" * 100) for _ in range(8)]
+    while memory.num_bytes < 800:
         await asyncio.sleep(0)
     refused = Conversation(door, "/generate", b"x" * 100)
     await refused.over()
     assert status(refused) == 429
     held[0].release()
     await held[0].over()
-    assert door._held_bytes == 100 * (len(held) - 1)
+    assert memory.num_bytes == 100 * (len(held) - 1)
     for talk in held[1:]:
         talk.release()
         await talk.over()
-    assert door._held_bytes == 0
+    assert memory.num_bytes == 0
 
 
 @pytest.mark.parametrize(
@@ -147,7 +150,7 @@ async def test_a_body_that_is_not_what_it_says(conversation: Talk, encoding: str
 
 
 async def test_a_small_body_that_would_become_a_large_one(conversation: Talk, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(door_module, "MAX_BODY_BYTES", 2**16)
+    monkeypatch.setattr(bodies, "MAX_BODY_BYTES", 2**16)
     talk = conversation("/generate", gzip.compress(b" " * 2**24), headers={"content-encoding": "gzip"})
     talk.release()
     await talk.over()
@@ -157,8 +160,8 @@ async def test_a_small_body_that_would_become_a_large_one(conversation: Talk, mo
 async def test_only_bodies_with_binary_tensors_may_be_larger(
     conversation: Talk, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(door_module, "MAX_BODY_BYTES", 100)
-    monkeypatch.setattr(door_module, "MAX_TENSOR_BODY_BYTES", 200)
+    monkeypatch.setattr(bodies, "MAX_BODY_BYTES", 100)
+    monkeypatch.setattr(bodies, "MAX_TENSOR_BODY_BYTES", 200)
     header = {"inference-header-content-length": "2"}
     for path, headers, length, expected in [
         ("/v2/models/demo/infer", header, 200, 400),  # read: `infer` is nothing for a decoder
@@ -173,7 +176,7 @@ async def test_only_bodies_with_binary_tensors_may_be_larger(
 
 
 async def test_a_body_that_never_comes(app: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(door_module, "BODY_TIMEOUT_SECONDS", 0.01)
+    monkeypatch.setattr(bodies, "BODY_TIMEOUT_SECONDS", 0.01)
     talk = Conversation(app, "/generate", [])
     await talk.over()
     assert status(talk) == 408

@@ -12,11 +12,11 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-import uvicorn
-
+from app.api.connection_limits import ConnectionLimits
 from app.api.routing import ApiRuntime
 from app.server.app import create_app
-from app.server.process import listen, server_config
+from app.server.listeners import listen
+from app.server.process import PunctualServer, server_config, tls_context
 from app.settings import Settings
 from tests.api.scripted_service import CountingMetrics, Lifetime, ScriptedService
 
@@ -51,6 +51,11 @@ class AttackServer:
         """Open a gate of a script as soon as it is waited at."""
         until(lambda: gate._loop is not None)  # type: ignore[attr-defined]
         gate._loop.call_soon_threadsafe(gate.set)  # type: ignore[attr-defined]
+
+    @property
+    def limits(self) -> ConnectionLimits:
+        limits: ConnectionLimits = self.server.config.http_protocol_class.keywords["limits"]
+        return limits
 
     @property
     def num_connections(self) -> int:
@@ -111,18 +116,29 @@ def until(condition: Callable[[], bool]) -> None:
 
 @contextlib.contextmanager
 def attacked(
-    service: Any = None, runtime: dict[str, Any] | None = None, measured: bool = False, **settings: Any
+    service: Any = None,
+    runtime: dict[str, Any] | None = None,
+    measured: bool = False,
+    send_buffer: int = 0,
+    **settings: Any,
 ) -> Iterator[AttackServer]:
-    """A server with these settings. With `measured`, it runs on asyncio's loop, whose callbacks are timed."""
+    """A server with these settings. With `measured`, it runs on asyncio's loop, whose callbacks are timed.
+
+    With `send_buffer`, the kernel keeps about so many bytes for a client that does not read.
+    """
     given = Settings(port=0, **{"drain_seconds": 0, **settings})
     service = service or ScriptedService()
     api = ApiRuntime(service, CountingMetrics(), Lifetime(), created=1, **{"info": dict, **(runtime or {})})  # type: ignore[arg-type]
-    listener = listen(given.host, given.port)
+    listeners = listen(given.host, given.port)
     config = server_config(create_app(api), given)
     config.loop = "asyncio" if measured else config.loop
-    server = uvicorn.Server(config)
-    found = AttackServer(listener.getsockname()[1], service, server)
-    thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
+    server = PunctualServer(config, 0.0, tls_context(given))
+    server.listeners = listeners
+    if send_buffer:
+        listeners.sockets[0].setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, send_buffer)
+    name = listeners.sockets[0].getsockname()
+    found = AttackServer(name[1] if isinstance(name, tuple) else 0, service, server)
+    thread = threading.Thread(target=server.run, kwargs={"sockets": list(listeners.sockets)})
     with _timed_callbacks(found, thread) if measured else contextlib.nullcontext():
         thread.start()
         until(lambda: server.started)

@@ -7,10 +7,15 @@ import contextlib
 import logging
 import resource
 import socket
+import ssl
+import threading
+from pathlib import Path
 
 import pytest
 
+from app.api import connection_limits as connection_limits_module
 from app.api import http_protocol
+from app.api.connection_limits import RESERVED_CONNECTIONS, ConnectionLimits
 from app.server.process import RESERVED_FILES, connection_limits
 from app.settings import Settings
 from tests.api.scripted_service import ScriptedService, deltas
@@ -57,7 +62,7 @@ def test_a_last_response_that_is_not_read_ends_too() -> None:
 
 
 def test_unread_bytes_are_bounded_in_sum(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(http_protocol, "MAX_UNREAD_BYTES", 30_000_000)
+    monkeypatch.setattr(connection_limits_module, "MAX_UNREAD_BYTES", 30_000_000)
     service = ScriptedService(scripts=[deltas("x" * 20_000_000)])
     with attacked(service, write_timeout_seconds=600) as server, contextlib.ExitStack() as stack:
         for number in range(3):
@@ -116,9 +121,141 @@ def test_a_head_has_a_deadline_also_the_second_one(before: bytes, monkeypatch: p
         read_all(connection)
 
 
+def test_pipelined_requests_are_parsed_one_ahead_and_all_answered() -> None:
+    """A client that reads nothing has little in memory, whatever it sends; one that reads gets every response."""
+    number = 3_000
+    with attacked(send_buffer=4096) as server, server.connect(SO_RCVBUF=4096) as connection:
+        sending = threading.Thread(target=connection.sendall, args=(get("/healthz") * number,))
+        sending.start()
+        until(lambda: server.num_connections == 1)
+        (protocol,) = server.server.server_state.connections
+        until(lambda: protocol.flow.write_paused)
+        assert len(protocol.pipeline) <= 1
+        assert len(protocol._unparsed) - protocol._num_parsed <= http_protocol.MAX_UNPARSED_BYTES + 256 * 1024
+        assert protocol.num_unsent < 256 * 1024
+        data = b""
+        while data.count(b'{"status":"alive"}') < number:
+            data += connection.recv(65536)
+        sending.join()
+        assert data.count(b"HTTP/1.1 200") == number
+
+
+@pytest.mark.parametrize("path", ["/info", "/v1/models", "/nothing"])
+def test_a_client_that_pipelines_and_reads_nothing_is_cut_off(path: str) -> None:
+    with attacked(send_buffer=4096, write_timeout_seconds=0.3) as server, server.connect(SO_RCVBUF=4096) as connection:
+        with contextlib.suppress(ConnectionError):
+            while True:
+                connection.sendall(get(path) * 1_000)
+        until(lambda: server.num_connections == 0)
+
+
+def test_a_client_that_leaves_ends_its_request_before_a_pipelined_one(caplog: pytest.LogCaptureFixture) -> None:
+    service = ScriptedService(scripts=[[asyncio.Event()]])
+    with attacked(service) as server:
+        with server.connect() as connection:
+            connection.sendall(post("/generate", b'{"prompt":"x"}') + get("/healthz") * 3)
+            until(lambda: service.num_waiting == 1)
+        until(lambda: service.num_open == 0 and server.num_connections == 0)
+    assert "failed" not in caplog.text
+
+
+def test_requests_behind_a_chunked_body_are_bounded() -> None:
+    """Its end is not known before it is parsed, so several may come with it."""
+    gate = asyncio.Event()
+    service = ScriptedService(scripts=[[gate, *deltas("done")]])
+    body = post("/generate", b"", b"transfer-encoding: chunked").replace(b"content-length: 0\r\n", b"")
+    body += b'e\r\n{"prompt":"x"}\r\n0\r\n\r\n'
+    few = get("/healthz").replace(b"host: x", b"host:x")
+    with attacked(service) as server, server.connect() as connection:
+        connection.sendall(body + few * (http_protocol.MAX_PARSED_REQUESTS + 10))
+        server.release(gate)
+        data = read_all(connection)
+    assert data.count(b"HTTP/1.1 200") == http_protocol.MAX_PARSED_REQUESTS + 1
+    assert data.count(b"HTTP/1.1 400") == 1 and data.endswith(b"}}")
+
+
+def test_requests_that_do_not_arrive_give_way_and_are_told() -> None:
+    with attacked(max_connections=6) as server, contextlib.ExitStack() as stack:
+        unfinished = [stack.enter_context(server.connect()) for _ in range(6)]
+        for number, connection in enumerate(unfinished):
+            connection.sendall(post("/generate", b'{"prompt":"x"}')[:-1])
+            until(lambda number=number: len(server.server.server_state.tasks) == number + 1)  # type: ignore[misc]
+        assert server.ask(post("/generate", b'{"prompt":"x"}', b"connection: close")).status == 200
+        refused = Answer.of(read_all(unfinished[0]))
+        assert refused.status == 503 and refused.json["error"]["code"] == "overloaded"
+        unfinished[5].sendall(b"}")
+        assert unfinished[5].recv(12) == b"HTTP/1.1 200"
+
+
+def test_probes_are_answered_beyond_the_limit() -> None:
+    gate = asyncio.Event()
+    service = ScriptedService(scripts=[[gate, *deltas("done")]])
+    with attacked(service, max_connections=2) as server, contextlib.ExitStack() as stack:
+        for _ in range(2):
+            stack.enter_context(server.connect()).sendall(post("/generate", b'{"prompt":"x"}'))
+        until(lambda: service.num_waiting == 2)
+        for path in ("/healthz", "/readyz", "/v2/health/live", "/health", "/ping?x=1"):
+            answer = server.ask(get(path))
+            assert answer.status == 200 and answer.headers["connection"] == "close", path
+        for request in (get("/v1/models"), get("/healthzz"), post("/generate", b"{}")):
+            assert server.ask(request).status == 503
+        silent = [stack.enter_context(server.connect()) for _ in range(RESERVED_CONNECTIONS)]
+        until(lambda: server.num_connections == 2 + RESERVED_CONNECTIONS)
+        assert server.ask(get("/healthz")).status == 200
+        assert Answer.of(read_all(silent[0])).status == 503
+        server.release(gate)
+
+
+class FakeConnection:
+    def __init__(self, address: str) -> None:
+        self.address, self.fate = address, ""
+
+    def drop(self) -> None:
+        self.fate = "dropped"
+
+    def refuse(self) -> None:
+        self.fate = "refused"
+
+
+def test_the_address_with_the_most_connections_gives_way() -> None:
+    limits = ConnectionLimits(max_connections=4)
+    small, *large = [FakeConnection(address) for address in ("small", "large", "large", "large")]
+    for each in (small, *large):
+        assert limits.enter(each)
+        limits.receiving[each] = None
+    assert limits.enter(FakeConnection("new"))
+    assert (small.fate, [each.fate for each in large]) == ("", ["dropped", "", ""])
+    limits.leave(large[0])
+    limits.idle[small] = limits.idle[large[2]] = None
+    assert limits.enter(FakeConnection("other"))
+    assert (small.fate, large[2].fate) == ("", "dropped")  # an idle one of the largest address first
+    limits.leave(large[2])
+    assert limits.enter(FakeConnection("third"))
+    assert small.fate == "dropped"  # an idle one gives way to a request that arrives
+    assert limits.num_connections == 5
+
+
+def test_handshakes_that_never_begin_count_and_give_way(certificate: tuple[Path, Path]) -> None:
+    cert, key = certificate
+    trust = ssl.create_default_context(cafile=str(cert))
+    with attacked(tls_cert=cert, tls_key=key, max_connections=4) as server, contextlib.ExitStack() as stack:
+        limits = server.limits
+        silent = [stack.enter_context(server.connect()) for _ in range(12)]
+        until(lambda: limits.num_connections == 4)
+        assert sum(limits._per_address.values()) == 4
+        with server.connect() as plain, trust.wrap_socket(plain, server_hostname="127.0.0.1") as connection:
+            connection.sendall(get("/healthz", b"connection: close"))
+            assert Answer.of(read_all(connection)).status == 200
+        assert read_all(silent[0]) == b""
+        for each in silent:
+            each.close()
+        until(lambda: limits.num_connections == 0)
+        assert not limits.idle and not limits._per_address
+
+
 def test_open_files_bound_connections(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(resource, "getrlimit", lambda _: (64, 64))
-    assert connection_limits(Settings()).max_connections == 64 - RESERVED_FILES
+    assert connection_limits(Settings()).max_connections == 64 - RESERVED_FILES > 0
     assert "this process may open 64 files" in caplog.text
     caplog.clear()
     monkeypatch.setattr(resource, "getrlimit", lambda _: (resource.RLIM_INFINITY, 64))

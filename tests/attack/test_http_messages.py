@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import socket
 from collections.abc import Iterator
 
 import pytest
 
+from app.api import http_protocol
 from tests.api.scripted_service import deltas
-from tests.attack.attack_server import Answer, AttackServer, attacked, get, post, read_all, until
+from tests.attack.attack_server import JSON, Answer, AttackServer, attacked, get, post, read_all, until
 
 BODY = b'{"prompt":"Once"}'
 SMUGGLED = get("/info/steps?after=0", b"x-request-id: SMUGGLED", b"connection: close")
@@ -203,6 +205,75 @@ def test_what_is_no_http_gets_json(server: AttackServer, data: bytes) -> None:
     answer = server.ask(data)
     assert answer.status == 400 and answer.headers["content-type"] == "application/json"
     assert answer.json["error"]["code"] == "invalid_request" and answer.headers["x-request-id"]
+
+
+@pytest.mark.parametrize(
+    "lines",
+    [
+        b"transfer-encoding: gzip, chunked",
+        b"transfer-encoding: gzip",
+        b"transfer-encoding: identity",
+        b"transfer-encoding: chunked;x=1",
+        b"transfer-encoding: gzip\r\ntransfer-encoding: chunked",
+        b"transfer-encoding: chunked\r\ntransfer-encoding: chunked",
+        b"transfer-encoding: chunked, chunked",
+        b"transfer-encoding: chunked\r\ncontent-length: 5",
+        b"content-length: 5\r\ntransfer-encoding: chunked",
+        b"content-length: 5, 5",
+    ],
+)
+def test_a_framing_that_is_not_understood_ends_the_connection(server: AttackServer, lines: bytes) -> None:
+    head = b"POST /generate HTTP/1.1\r\nhost: x\r\n" + JSON + lines + b"\r\n\r\n"
+    answer = server.ask(head + b"0\r\n\r\n" + SMUGGLED)
+    assert answer.status == 400 and answer.json["error"]["code"] == "invalid_request"
+    assert answer.headers["connection"] == "close" and b"HTTP/1.1" not in answer.body
+    assert not server.service.requests
+
+
+def test_http_1_0_has_no_transfer_codings_and_the_usual_spelling_may_vary(server: AttackServer) -> None:
+    body = b"11\r\n" + BODY + b"\r\n0\r\n\r\n"
+    head = (
+        b"POST /generate HTTP/1.1\r\nhost: x\r\nconnection: close\r\n" + JSON + b"transfer-encoding:  Chunked \r\n\r\n"
+    )
+    assert server.ask(head + body).status == 200
+    assert server.ask(head.replace(b"1.1", b"1.0") + body).status == 400
+
+
+@pytest.mark.parametrize("step", [1_000, 4_096, 10**6])
+@pytest.mark.parametrize(("extra", "status"), [(0, 200), (1, 431), (70_000, 431)])
+def test_a_head_has_32_kib(server: AttackServer, step: int, extra: int, status: int) -> None:
+    """Whether it comes in one packet or in many, and also the second one of a connection."""
+    head = get("/healthz", CLOSE, b"x: %b")
+    head = head % (b"a" * (http_protocol.MAX_HEAD_BYTES - len(head) + 2 + extra))
+    with server.connect() as connection, contextlib.suppress(ConnectionError):
+        connection.sendall(get("/healthz"))
+        assert answers(connection, 1)[0].status == 200
+        for at in range(0, len(head), step):
+            connection.sendall(head[at : at + step])
+        answer = Answer.of(read_all(connection))
+        assert answer.status == status and answer.headers["connection"] == "close"
+        assert status == 200 or answer.json["error"]["code"] == "invalid_request"
+
+
+def test_the_end_of_a_head_may_be_cut_anywhere(server: AttackServer) -> None:
+    """What follows is a body and counts among no head."""
+    body = b'{"prompt":"' + b"x" * 100_000 + b'"}'
+    request = post("/generate", body, CLOSE)
+    end = len(request) - len(body)
+    for cut in range(end - 4, end + 1):
+        with server.connect() as connection:
+            connection.sendall(request[:cut])
+            if cut < end:  # the server has what was sent
+                until(lambda: any(each._unfinished_bytes for each in set(server.server.server_state.connections)))
+            connection.sendall(request[cut:])
+            assert Answer.of(read_all(connection)).status == 200
+
+
+def test_trailers_are_bounded_too(server: AttackServer) -> None:
+    head = b"POST /generate HTTP/1.1\r\nhost: x\r\n" + JSON + b"transfer-encoding: chunked\r\n\r\n"
+    with server.connect() as connection, contextlib.suppress(ConnectionError):
+        connection.sendall(head + b"0\r\n" + b"x: y\r\n" * 20_000)
+        assert Answer.of(read_all(connection)).status == 431
 
 
 def test_garbage_behind_a_request_does_not_cut_its_response(server: AttackServer) -> None:

@@ -13,8 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from app.api import json_size
+from app.api.bodies import MAX_BODY_BYTES, BodyDecoder
 from app.api.json_size import LOOP_BYTES, MAX_STRINGS_AND_LISTS, MAX_VALUES, check_num_values
-from app.api.middleware import MAX_BODY_BYTES, BodyDecoder
 from app.errors import InvalidRequest
 from tests.attack.attack_server import JSON, AttackServer, attacked, post
 
@@ -161,11 +161,11 @@ def test_the_limits_are_those_that_the_times_were_measured_for() -> None:
 
 @given(st.binary(max_size=2_000), st.integers(1, 300))
 def test_a_compressed_body_is_whole_in_steps_of_any_size(data: bytes, step: int) -> None:
-    from app.api import middleware
+    from app.api import bodies
 
     packed = gzip.compress(data * 50)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(middleware, "INFLATE_BYTES", step)
+        patch.setattr(bodies, "INFLATE_BYTES", step)
         decode = BodyDecoder("gzip")
         plain = b"".join(part for at in range(0, len(packed), 7) for part in decode(packed[at : at + 7]))
         decode.finish()

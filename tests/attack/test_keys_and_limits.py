@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import socket
 import ssl
-import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -11,11 +11,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from app.api.access import NO_RULES, AccessControl, AccessRules
+from app.api.access import NO_RULES, AccessControl, AccessRules, ApiKeys
 from app.cli.parser import given_settings, parse_arguments
 from app.errors import InvalidRequest, Overloaded, RateLimited, SettingsInvalid, Unauthorized
-from app.server.process import check_tls, url_of
-from app.server.startup import read_api_keys
+from app.server.listeners import url_of
+from app.server.process import tls_context
+from app.server.startup import is_local_only, read_api_keys
 from app.service import rate_limit
 from app.service.rate_limit import ACCOUNT, RateLimiter
 from app.settings import Settings, load_settings, parse_rate_limit
@@ -113,10 +114,38 @@ def test_requests_of_a_minute_and_when_the_next_one_may_come() -> None:
         limiter.admit("a")
 
 
+def test_tokens_are_reserved_while_requests_run_and_taken_when_they_end() -> None:
+    clock = Clock()
+    account = RateLimiter(None, 400, clock).admit("a")
+    for _ in range(4):
+        account.reserve(100)
+    with pytest.raises(RateLimited) as caught:
+        account.reserve(1)
+    assert 0 < caught.value.retry_after_seconds <= 60
+    account.settle(100, 10)
+    account.reserve(90)
+    with pytest.raises(RateLimited):
+        account.reserve(1)
+
+
+def test_a_request_of_more_than_a_minute_is_served_alone_and_paid_for() -> None:
+    clock = Clock()
+    account = RateLimiter(None, 400, clock).admit("a")
+    account.reserve(1_000)
+    with pytest.raises(RateLimited):
+        account.reserve(1)
+    account.settle(1_000, 800)
+    clock.now = 59.0
+    with pytest.raises(RateLimited):
+        account.reserve(1)
+    clock.now = 61.0
+    account.reserve(1)
+
+
 def test_tokens_are_taken_when_they_are_known() -> None:
     clock = Clock()
     limiter = RateLimiter(None, 600, clock)
-    limiter.admit("a").charge(900)
+    limiter.admit("a").settle(0, 900)
     with pytest.raises(RateLimited) as caught:
         limiter.admit("a")
     assert caught.value.retry_after_seconds == pytest.approx(30.1)
@@ -154,6 +183,8 @@ async def test_a_request_is_charged_for_what_it_used() -> None:
         stream = service.generate(generation())
         await anext(stream)
         (command,) = await worker.orders()
+        with pytest.raises(RateLimited):
+            account.reserve(1_000_000)  # the prompt and the rest of the context are reserved
         await stream.aclose()
         assert before - account._tokens.left(0.0) == len(command.token_ids) > 0  # type: ignore[union-attr]
 
@@ -204,6 +235,114 @@ def test_hosts() -> None:
             assert status("/healthz", host) == 200
 
 
+@pytest.mark.parametrize(
+    "allowed", [("::1",), ("[::1]",), ("[0:0:0:0:0:0:0:1]",), ("[::1]:8000",), ("LOCALHOST:80", "::1"), ("*",)]
+)
+def test_hosts_are_compared_in_one_spelling(allowed: tuple[str, ...]) -> None:
+    access = AccessControl(AccessRules(allowed_hosts=allowed), (), ())
+    for host in ("[::1]", "[::1]:8000", "[0::1]:1"):
+        access.check(scope(host=host))
+
+
+MALFORMED = (
+    "localhost:80@evil", "127.0.0.1:x", "localhost@evil", "localhost/", "evil/localhost", "[::1", "::1", "[::1]x", "localhost:80:80",
+    "localhost, evil", "localhost evil", "http://localhost", "localhost#", "[localhost]", "localhost..",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("host", MALFORMED)
+@pytest.mark.parametrize(
+    "rules", [AccessRules(only_loopback=True), AccessRules(allowed_hosts=("localhost", "127.0.0.1", "[::1]"))]
+)
+def test_a_host_that_is_none_is_not_allowed(rules: AccessRules, host: str) -> None:
+    with pytest.raises(InvalidRequest):
+        AccessControl(rules, (), ()).check(scope(host=host))
+
+
+LOOPBACK = AccessRules(only_loopback=True)
+
+
+def test_without_keys_on_loopback_only_its_names_are_answered() -> None:
+    """A web page whose name was rebound to 127.0.0.1 sends its own name."""
+    with attacked(runtime={"access_rules": LOOPBACK}) as server:
+        status = lambda path, host: server.ask(get(path, CLOSE).replace(b"host: x", b"host: " + host)).status  # noqa: E731
+        for path in ("/v1/models", "/info", "/metrics", "/docs", "/", "/healthz", "/nothing"):
+            assert status(path, b"attacker.example:8000") == 400, path
+        for host in (
+            b"localhost",
+            b"LOCALHOST.:1",
+            b"a.localhost",
+            b"127.0.0.1",
+            b"127.9.9.9:1",
+            b"[::1]:8",
+            b"[::ffff:127.0.0.1]",
+        ):
+            assert status("/v1/models", host) == 200, host
+        for host in (
+            b"attacker.example",
+            b"localhost.attacker.example",
+            b"notlocalhost",
+            b"10.0.0.1",
+            b"0.0.0.0",
+            b"[::2]",
+            b"",
+        ):
+            assert status("/v1/models", host) == 400, host
+        refused = server.ask(post("/v1/completions", BODY, CLOSE).replace(b"host: x", b"host: evil"))
+        assert (
+            refused.json["error"]["type"] == "invalid_request_error"
+            and "--allowed-hosts" in refused.json["error"]["message"]
+        )
+        assert not server.service.requests
+        line = b"GET http://attacker.example:80/v1/models HTTP/1.1\r\nhost: localhost\r\n" + CLOSE + b"\r\n\r\n"
+        assert server.ask(line).status == 400
+        assert (
+            server.ask(line.replace(b"attacker.example:80", b"localhost").replace(b": localhost", b": evil")).status
+            == 200
+        )
+        assert server.ask(line.replace(b"attacker.example", b"localhost@evil")).status == 400
+        assert server.ask(b"GET /v1/models HTTP/1.0\r\n\r\n").status == 200
+        assert server.ask(b"GET http://evil/v1/models HTTP/1.0\r\n\r\n").status == 400
+
+
+@pytest.mark.parametrize(
+    ("given", "is_local"),
+    [
+        ({}, True),
+        ({"host": "localhost,::1"}, True),
+        ({"host": "unix:/run/x.sock"}, True),
+        ({"host": "0.0.0.0"}, False),
+        ({"host": "::"}, False),
+        ({"host": ""}, False),
+        ({"host": "127.0.0.1,192.0.2.1"}, False),
+    ],
+)
+def test_which_servers_are_local(given: dict[str, str], is_local: bool) -> None:
+    assert is_local_only(Settings(**given)) is is_local
+
+
+def test_keys_follow_their_file(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    file = tmp_path / "keys"
+    file.write_text("old\nother\n")
+    keys = ApiKeys(lambda: read_api_keys(Settings(api_key_file=file)), file)
+    with attacked(runtime={"api_keys": keys}) as server:
+        asked = lambda key: server.ask(post("/generate", BODY, CLOSE, b"authorization: Bearer " + key)).status  # noqa: E731
+        assert [asked(b"old"), asked(b"new")] == [200, 401]
+        file.write_text("new\nother\n")
+        assert [asked(b"old"), asked(b"new"), asked(b"other")] == [401, 200, 200]
+        for broken in ("", "# none\n"):
+            file.write_text(broken)
+            assert [asked(b"new"), asked(b"old"), asked(b"")] == [200, 401, 401]
+        file.unlink()
+        assert [asked(b"new"), asked(b"old")] == [200, 401]
+        swapped = tmp_path / "next"  # as Kubernetes exchanges a Secret's file
+        swapped.write_text("last\n")
+        swapped.rename(file)
+        assert [asked(b"last"), asked(b"new"), asked(b"other")] == [200, 401, 401]
+    assert caplog.text.count("the API keys stay as they were") == 2  # once for each reason
+    assert "last" not in caplog.text
+
+
 def test_origins() -> None:
     rules = AccessRules(cors_allow_origins=("https://app.example.com",))
     origin = b"origin: https://app.example.com"
@@ -237,37 +376,10 @@ def test_info_without_a_key_tells_what_a_client_needs() -> None:
 # ---- TLS -------------------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="session")
-def certificate(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    folder = tmp_path_factory.mktemp("tls")
-    cert, key = folder / "cert.pem", folder / "key.pem"
-    subject = ["-subj", "/CN=localhost", "-addext", "subjectAltName=IP:127.0.0.1"]
-    made = [
-        "openssl",
-        "req",
-        "-x509",
-        "-newkey",
-        "rsa:2048",
-        "-nodes",
-        "-days",
-        "2",
-        "-keyout",
-        key,
-        "-out",
-        cert,
-        *subject,
-    ]
-    try:
-        subprocess.run(made, check=True, capture_output=True)
-    except FileNotFoundError:
-        pytest.skip("this machine has no openssl")
-    return cert, key
-
-
 def test_tls(certificate: tuple[Path, Path]) -> None:
     cert, key = certificate
     given = Settings(tls_cert=cert, tls_key=key)
-    check_tls(given)
+    tls_context(given)
     trust = ssl.create_default_context(cafile=str(cert))
     with attacked(tls_cert=cert, tls_key=key) as server:
         with server.connect() as plain, trust.wrap_socket(plain, server_hostname="127.0.0.1") as connection:
@@ -290,12 +402,14 @@ def test_a_certificate_that_cannot_be_used_ends_the_start(certificate: tuple[Pat
     ]
     for settings, sentence in cases:
         with pytest.raises(SettingsInvalid, match=sentence):
-            check_tls(Settings(**settings))
-    check_tls(Settings())
+            tls_context(Settings(**settings))
+    tls_context(Settings())
 
 
 def test_the_url_says_https() -> None:
     class Listener:
+        family = socket.AF_INET6
+
         def getsockname(self) -> tuple[str, int]:
             return "::1", 8000
 
@@ -312,12 +426,13 @@ def scope(path: str = "/generate", client: tuple[str, int] | None = ("10.0.0.1",
 
 def test_addresses_of_one_network_are_one_client() -> None:
     access = AccessControl(AccessRules(requests_per_minute=1), (), ())
-    for first, second in (("10.0.0.1", "10.0.0.1"), ("2001:db8::1", "2001:db8::ffff:1")):
+    for first, second in (("10.0.0.1", "::ffff:10.0.0.1"), ("2001:db8::1", "2001:db8::ffff:1")):
         access.check(scope(client=(first, 1)))
         with pytest.raises(RateLimited) as caught:
             access.check(scope(client=(second, 2)))
         assert isinstance(caught.value, Overloaded)
     access.check(scope(client=("2001:db8:1::1", 1)))
+    access.check(scope(client=("::ffff:10.0.0.2", 1)))  # not the network of all IPv4 clients
     access.check(scope(client=None))
 
 

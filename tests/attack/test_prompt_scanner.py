@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from app.api import middleware, routers
+from app.api import bodies, middleware, routers
 from app.api.json_size import PromptScanner
 from app.api.middleware import RequestGate
 from app.service.inputs import tokenize_prompt
@@ -181,7 +181,7 @@ async def test_nothing_of_it_is_held(monkeypatch: pytest.MonkeyPatch) -> None:
 
     async def app(scope: Any, receive: Any, send: Any) -> None:
         async def watched() -> Any:
-            held.append(gate._held_bytes)
+            held.append(gate.body_memory.num_bytes)
             return await receive()
 
         scope["app"] = type("App", (), {"state": type("State", (), {"runtime": runtime})})
@@ -193,9 +193,9 @@ async def test_nothing_of_it_is_held(monkeypatch: pytest.MonkeyPatch) -> None:
     talk = Conversation(app, "/generate", parts)
     await talk.over()
     assert talk.sent[0]["status"] == 400
-    assert max(held) <= 200_000
+    assert max(held) <= bodies.MAX_BODY_BYTES
     assert len(held) == len(parts)
-    assert held[-1] == gate._held_bytes == 0
+    assert held[-1] == gate.body_memory.num_bytes == 0
     assert metrics.refusals == ["native"]
 
 

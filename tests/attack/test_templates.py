@@ -224,7 +224,7 @@ def test_a_stop_while_templates_run_and_texts_are_read_ends_in_time(
 # A server whose shutdown hangs for a reason that nobody foresaw.
 HANGING = """
 import time
-from app.server import process
+from app.server import listeners, process
 from app.settings import Settings
 
 async def app(scope, receive, send):
@@ -234,7 +234,7 @@ async def app(scope, receive, send):
     time.sleep(600)
 
 process.STOP_SECONDS = 0.5
-listener = process.listen("127.0.0.1", 0)
+(listener,) = listeners.listen(["127.0.0.1"], 0).sockets
 server = process.PunctualServer(process.server_config(app, Settings(drain_seconds=0)), 0.0)
 startup = server.startup
 

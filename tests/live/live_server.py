@@ -18,8 +18,9 @@ import uvicorn
 
 from app.engine.scheduler.batch import Batch, SampledTokens
 from app.server.app import create_app
+from app.server.listeners import listen, url_of
 from app.server.prepare import prepare
-from app.server.process import listen, server_config, url_of
+from app.server.process import server_config
 from app.server.startup import ServerRuntime
 from app.settings import Settings
 from app.tracing.start import start_tracer
@@ -76,7 +77,7 @@ class LiveServer:
         self.find_served = ServerRuntime(prepare(given), self.fatal.append, tracer=tracer)
         worker = self.find_served.worker
         build, worker._build = worker._build, lambda report: self.reins.take(build(report))
-        listener = listen(given.host, given.port)
+        (listener,) = listen(given.host, given.port).sockets
         self.url = url_of(listener)
         self.server = uvicorn.Server(server_config(create_app(self.find_served.runtime()), given))
         self.client = httpx.Client(base_url=self.url, timeout=PATIENCE)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import httpx
 import pytest
 
-from app.api.middleware import MAX_BODY_BYTES
+from app.api.bodies import MAX_BODY_BYTES
 from tests.live.live_server import LiveServer, live
 from tiny_checkpoints import write_checkpoint
 

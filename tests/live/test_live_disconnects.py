@@ -20,7 +20,7 @@ class Caller:
         assert place.hostname is not None
         self.socket = socket.create_connection((place.hostname, place.port or 80), timeout=60)
         content = json.dumps({"prompt": "Once upon a time", "ignore_eos": True, "max_tokens": 200, **body}).encode()
-        head = f"POST /generate HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: {len(content)}\r\n\r\n"
+        head = f"POST /generate HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\ncontent-length: {len(content)}\r\n\r\n"
         self.socket.sendall(head.encode() + content)
 
     def hang_up(self) -> None:
@@ -83,7 +83,7 @@ def test_in_the_middle_of_its_body(server: LiveServer) -> None:
     for sent in (
         b"POST",
         b"POST /generate HTTP/1.1\r\n",
-        b"POST /generate HTTP/1.1\r\nhost: x\r\ncontent-length: 99\r\n\r\n{",
+        b"POST /generate HTTP/1.1\r\nhost: localhost\r\ncontent-length: 99\r\n\r\n{",
     ):
         with socket.create_connection((place.hostname, place.port or 80), timeout=60) as caller:
             caller.sendall(sent)

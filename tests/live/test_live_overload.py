@@ -38,7 +38,7 @@ async def test_500_clients_at_once(shared: LiveServer) -> None:
     """Each on a connection of its own, all open before the first is answered."""
     place = urlparse(shared.url)
     content = json.dumps({"prompt": "Once upon", "max_tokens": 2, "stream": True}).encode()
-    head = f"POST /generate HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: {len(content)}\r\n"
+    head = f"POST /generate HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\ncontent-length: {len(content)}\r\n"
     shared.reins.hold()
     callers = await asyncio.gather(*(asyncio.open_connection(place.hostname, place.port) for _ in range(500)))
     for _, writer in callers:

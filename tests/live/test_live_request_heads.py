@@ -12,7 +12,7 @@ import pytest
 from app.api import http_protocol
 from tests.live.live_server import LiveServer
 
-HEAD = b"POST /generate HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
+HEAD = b"POST /generate HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
 
 
 @contextmanager
@@ -56,7 +56,7 @@ def test_no_end(server: LiveServer, begin: bytes, piece: bytes) -> None:
 
 
 def test_a_head_of_some_size_is_fine(server: LiveServer) -> None:
-    headers = {f"x-header-{number}": "a" * 1000 for number in range(50)}
+    headers = {f"x-header-{number}": "a" * 1000 for number in range(25)}
     for _ in range(3):  # on one connection: each head is counted by itself
         assert server.client.get("/healthz", headers=headers).status_code == 200
 

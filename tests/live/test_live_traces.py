@@ -223,7 +223,7 @@ class Caller:
         assert place.hostname is not None
         self.socket = socket.create_connection((place.hostname, place.port or 80), timeout=60)
         content = json.dumps({**TEXT, "max_tokens": 200, **body}).encode()
-        head = f"POST /generate HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: {len(content)}\r\n\r\n"
+        head = f"POST /generate HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\ncontent-length: {len(content)}\r\n\r\n"
         self.socket.sendall(head.encode() + content)
 
 

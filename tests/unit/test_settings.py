@@ -18,7 +18,7 @@ from app.settings import SETTING_GROUPS, Settings, load_settings, parse_bytes
 def test_everything_is_auto_and_local_when_nothing_is_said() -> None:
     settings, warnings = load_settings()
     assert warnings == []
-    assert (settings.model, settings.host, settings.port) == (None, "127.0.0.1", 8000)
+    assert (settings.model, settings.host, settings.port) == (None, ("127.0.0.1",), 8000)
     assert {settings.device, settings.precision, settings.threads, settings.kv_cache_bytes} == {"auto"}
 
 

@@ -24,8 +24,9 @@ import uvicorn
 
 from app.api.routing import RouteTable
 from app.server.app import create_app
+from app.server.listeners import listen
 from app.server.prepare import prepare
-from app.server.process import listen, server_config
+from app.server.process import server_config
 from app.server.startup import ServerRuntime
 from app.settings import Settings
 
@@ -109,7 +110,7 @@ def main() -> int:
     failures: list[BaseException] = []
     runtime = ServerRuntime(prepare(settings), failures.append)
     app = AlternatingApp(runtime.runtime())
-    listener = listen(settings.host, settings.port)
+    (listener,) = listen(settings.host, settings.port).sockets
     server = uvicorn.Server(server_config(app, settings))  # type: ignore[arg-type]
     loop = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
     loop.start()

@@ -20,8 +20,8 @@ from pydantic_core import to_json
 from starlette.requests import Request
 from starlette.responses import Response
 
+from app.api.bodies import MAX_BODY_BYTES, TENSOR_HEADER
 from app.api.encoders.vectors import to_json_list
-from app.api.middleware import MAX_BODY_BYTES, TENSOR_HEADER
 from app.api.oip.schemas import InferBody, InferParameters, InputTensor, OutputTensor
 from app.api.schemas import ReportIgnored, parse_body
 from app.api.streaming import server_timing

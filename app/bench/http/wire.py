@@ -82,7 +82,8 @@ class HttpClient:
     """Connections to one server: its address, and the pool of idle connections."""
 
     def __init__(self, url: str, api_key: str | None = None) -> None:
-        parts = urlsplit(url if "://" in url else f"http://{url}")
+        self._unix_path = url.removeprefix("unix:") if url.startswith("unix:") else None
+        parts = urlsplit("http://localhost" if self._unix_path else url if "://" in url else f"http://{url}")
         if parts.scheme not in ("http", "https") or parts.hostname is None:
             raise MeasurementFailed(f"{url!r} is not a server address")
         self.url = url
@@ -146,7 +147,10 @@ class HttpClient:
         try:
             async with asyncio.timeout(CONNECT_SECONDS):
                 loop = asyncio.get_running_loop()
-                _, connection = await loop.create_connection(_Connection, self._host, self._port, ssl=tls)
+                if self._unix_path:
+                    _, connection = await loop.create_unix_connection(_Connection, self._unix_path)
+                else:
+                    _, connection = await loop.create_connection(_Connection, self._host, self._port, ssl=tls)
         except (OSError, TimeoutError) as error:
             raise HttpRequestFailed("no connection", f"{self.url} cannot be reached: {error or 'timeout'}") from error
         return connection, False

@@ -17,7 +17,7 @@ from app.cli.clients.top import show_figures
 from app.cli.parser import given_settings, setting_flags
 from app.cli.progress import command_progress
 from app.errors import SettingsInvalid
-from app.settings import Settings
+from app.settings import Settings, unix_path_of
 
 FIND_SECONDS = 2.0  # another program may have the port, and say nothing
 ANY_ADDRESS = {"0.0.0.0": "127.0.0.1", "::": "::1", "": "127.0.0.1"}
@@ -101,7 +101,10 @@ def connect(settings: Settings, arguments: Namespace) -> ServerConnection:
     key = arguments.api_key or next(iter(settings.api_keys), None)
     if arguments.url:
         return ServerConnection(parse_server_url(arguments.url), key)
-    host = ANY_ADDRESS.get(settings.host, settings.host)
+    first = settings.host[0]
+    if unix_path_of(first) is not None:
+        return ServerConnection(first, key)
+    host = ANY_ADDRESS.get(first, first)
     address = f"[{host}]:{settings.port}" if ":" in host else f"{host}:{settings.port}"
     return ServerConnection(f"{'https' if settings.tls_cert else 'http'}://{address}", key)
 

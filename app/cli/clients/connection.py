@@ -12,10 +12,12 @@ import ssl
 from collections.abc import Generator, Iterator, Mapping
 from contextlib import closing, suppress
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
 from app.errors import ArmatureError, SettingsInvalid
+from app.settings import unix_path_of
 
 CONNECT_SECONDS = 5.0
 ANSWER_SECONDS = 30.0
@@ -109,13 +111,7 @@ class ServerConnection:
 
     def _connect(self, seconds: float) -> http.client.HTTPConnection:
         """Open a connection that waits `seconds` for the next bytes of an answer."""
-        parts = urlsplit(self.url)
-        host = parts.hostname or ""
-        connection: http.client.HTTPConnection = (
-            http.client.HTTPSConnection(host, parts.port, timeout=CONNECT_SECONDS, context=ssl.create_default_context())
-            if parts.scheme == "https"
-            else http.client.HTTPConnection(host, parts.port, timeout=CONNECT_SECONDS)
-        )
+        connection = _connection_to(self.url)
         try:
             connection.connect()
         except OSError as error:
@@ -133,7 +129,8 @@ class ServerConnection:
             headers["Content-Type"] = "application/json"
         is_answered = False
         try:
-            connection.request(method, urlsplit(self.url).path + path, body, headers)
+            prefix = "" if unix_path_of(self.url) is not None else urlsplit(self.url).path
+            connection.request(method, prefix + path, body, headers)
             response = connection.getresponse()  # which has the connection from now on, and closes it
             is_answered = True
         except (OSError, http.client.HTTPException) as error:
@@ -158,12 +155,42 @@ class ServerConnection:
         return ServerRefused(f"{message} Try again in {wait} s." if wait else message, status)
 
 
+class UnixConnection(http.client.HTTPConnection):
+    """A connection to a UNIX socket. Requests name the host `localhost`."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__("localhost", timeout=CONNECT_SECONDS)
+        self._path = path
+
+    def connect(self) -> None:
+        """Connect to the socket's file."""
+        self.sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self.sock.settimeout(CONNECT_SECONDS)
+        self.sock.connect(str(self._path))
+
+
+def _connection_to(url: str) -> http.client.HTTPConnection:
+    if (path := unix_path_of(url)) is not None:
+        return UnixConnection(path)
+    parts = urlsplit(url)
+    host = parts.hostname or ""
+    if parts.scheme == "https":
+        return http.client.HTTPSConnection(
+            host, parts.port, timeout=CONNECT_SECONDS, context=ssl.create_default_context()
+        )
+    return http.client.HTTPConnection(host, parts.port, timeout=CONNECT_SECONDS)
+
+
 def parse_server_url(text: str) -> str:
     """Return an address such as `http://127.0.0.1:8000/v1` or `127.0.0.1:8000` with its scheme and without `/v1`.
+
+    `unix:PATH` is the address of a UNIX socket.
 
     Raises:
         SettingsInvalid: The text is none.
     """
+    if unix_path_of(text) is not None:
+        return text
     with suppress(ValueError):
         parts = urlsplit(text if "://" in text else f"http://{text}")
         if parts.scheme in ("http", "https") and parts.hostname and (parts.port is None or parts.port > 0):
