@@ -154,6 +154,7 @@ def make_served_model(prepared: Prepared, tokenizer: Tokenizer | None, chat: Cha
         tokenizer_threads=plan.tokenizer_threads.value,
         max_held_bytes=max(MIN_HELD_BYTES, prepared.facts.memory_limit_bytes // HELD_BYTES_DIVISOR),
         max_logprobs=prepared.settings.max_logprobs,
+        has_priorities=prepared.settings.scheduling_policy == "priority",
     )
     if isinstance(checkpoint, ProgramCheckpoint):
         return ServedProgram(name, limits, checkpoint.signature)

@@ -48,7 +48,9 @@ def _tensor_not_finite(tensors: Mapping[str, TensorEntry]) -> str | None:
     """Return the name of the first tensor with a NaN or an infinite value; None if there is none."""
     with closing(TensorReader(tensors)) as reader:
         for name, entry in tensors.items():
-            blocks = (rows for _, rows in reader.row_blocks((entry,))) if len(entry.shape) == 2 else (reader.stored(entry),)
+            blocks = (
+                (rows for _, rows in reader.row_blocks((entry,))) if len(entry.shape) == 2 else (reader.stored(entry),)
+            )
             if any(rows.is_floating_point() and not largest_magnitude(rows) < torch.inf for rows in blocks):
                 return name
     return None

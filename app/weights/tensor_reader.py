@@ -321,7 +321,7 @@ def largest_magnitude(values: Tensor) -> float:
     if not values.numel():
         return 0.0
     low, high = (float(end) for end in values.aminmax())
-    return high if high > -low else -low  # if a value is NaN, both are NaN
+    return max(-low, high)  # if a value is NaN, both are NaN
 
 
 def weight_not_finite(name: str) -> CheckpointInvalid:

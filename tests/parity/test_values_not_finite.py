@@ -128,7 +128,9 @@ def orders(kinds: list[dict[str, Any]]) -> tuple[list[Generate], list[Generate]]
 def test_a_token_whose_embedding_is_not_finite_ends_its_own_request(
     precision: str, value: float, tmp_path: Path
 ) -> None:
-    built = built_of(change_tensor(write_checkpoint(tmp_path / "tiny"), EMBEDDING, value, BAD), precision, deterministic="on")
+    built = built_of(
+        change_tensor(write_checkpoint(tmp_path / "tiny"), EMBEDDING, value, BAD), precision, deterministic="on"
+    )
     check_failing_alone(built.engine, *orders(KINDS))
 
 
@@ -164,7 +166,11 @@ def test_an_adapter_that_overflows_ends_its_own_requests(tmp_path: Path) -> None
 @pytest.mark.parametrize("precision", ["float32", "bfloat16", "int8"])
 def test_a_text_that_is_not_finite_ends_its_own_request(architecture: str, precision: str, tmp_path: Path) -> None:
     directory = write_encoder(tmp_path / "model", architecture)
-    (embedding,) = (name for name in load_file(directory / "model.safetensors") if name.endswith(("word_embeddings.weight", "tok_embeddings.weight")))
+    (embedding,) = (
+        name
+        for name in load_file(directory / "model.safetensors")
+        if name.endswith(("word_embeddings.weight", "tok_embeddings.weight"))
+    )
     model = cast(Encoder, load(change_tensor(directory, embedding, float("nan"), BAD), precision))
     output = model.config.outputs[0]
     engine = EncoderEngine(EncoderRunner(model, 64), EncoderLimits(64, 16, model.config.outputs), BatchingDelay(48))
@@ -196,7 +202,9 @@ def test_a_weight_that_is_not_finite_is_named(name: str, value: float, precision
         built_of(directory, precision)
 
 
-@pytest.mark.parametrize("values", [{"rope_theta": 1e-300}, {"rms_norm_eps": 1e300}, {"rms_norm_eps": float("nan")}], ids=str)
+@pytest.mark.parametrize(
+    "values", [{"rope_theta": 1e-300}, {"rms_norm_eps": 1e300}, {"rms_norm_eps": float("nan")}], ids=str
+)
 def test_numbers_that_a_model_cannot_compute_with_are_refused(values: dict[str, float], tmp_path: Path) -> None:
     directory = write_checkpoint(tmp_path / "tiny")
     config = json.loads((directory / "config.json").read_text())
@@ -211,6 +219,6 @@ def test_a_weight_of_an_encoder_that_is_not_finite_is_named(name: str, tmp_path:
     checkpoint = open_checkpoint(directory)
     plan = make_plan(probe(), None, load_settings(threads="1")[0], checkpoint.needs(), RECIPES.keys())
     threads = torch.get_num_threads()
-    with pytest.raises(CheckpointInvalid, match="The tensor .* has a value that is NaN or infinite"):
+    with pytest.raises(CheckpointInvalid, match=r"The tensor .* has a value that is NaN or infinite"):
         build(BuildRequest(checkpoint, plan, lambda stage: None))
     torch.set_num_threads(threads)

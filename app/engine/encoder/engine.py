@@ -19,7 +19,6 @@ from app.hardware.step_times import ThrottleCorrection
 from app.messages import Abort, ArraysReady, Encode, Event, RequestFailed, Text, Timings
 from app.metrics.stats import EngineSnapshot, StepStats
 
-
 _NOT_FINITE_MESSAGE = (
     "The model's output for this request is not finite, so there is no result: its weights do not suit a token of these "
     "texts. Other requests are not affected."

@@ -51,12 +51,18 @@ class Sampler:
         groups: dict[SampleRows, list[int]] = {}
         for index, row in enumerate(rows):
             groups.setdefault(_sampling_function(row.sequence), []).append(index)
-        if masks is None and groups.keys() == {_sample_greedy} and all(row.sequence.params.logprobs is None for row in rows):
+        if (
+            masks is None
+            and groups.keys() == {_sample_greedy}
+            and all(row.sequence.params.logprobs is None for row in rows)
+        ):
             return _sample_greedy(logits, rows)  # in one pass over the logits
         scores = logits if masks is None else mask_logits(logits, masks)
         bad = rows_not_finite(logits.amax(-1), *(() if masks is None else (scores.amax(-1),)))
         if bad:
-            logits, scores = (values.index_fill(0, torch.tensor(bad, device=values.device), 0.0) for values in (logits, scores))
+            logits, scores = (
+                values.index_fill(0, torch.tensor(bad, device=values.device), 0.0) for values in (logits, scores)
+            )
         samples: list[SampledTokens] = [NOT_SAMPLED] * len(rows)
         for sample_rows, indices in groups.items():
             chosen = sample_rows(select_rows(scores, indices), [rows[index] for index in indices])

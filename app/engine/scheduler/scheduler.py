@@ -291,8 +291,9 @@ class Scheduler:
     def _smaller(self, prompts: list[Sequence], oldest: Sequence, tokens: int) -> Iterator[Sequence]:
         """Yield the prompts that go before the rest of the oldest one, which could fill a step of `tokens` tokens.
 
-        Those before it in `prompts`, which are running, have their share already. A waiting one is admitted when it is taken. None overtakes the first that waits unless that one fits too, so
-        memory and places that it lacks are not taken from it. Only prompts of the same priority overtake.
+        Those before it in `prompts`, which are running, have their share already. A waiting one is admitted when it is
+        taken. None overtakes the first that waits unless that one fits too, so memory and places that it lacks are not
+        taken from it. Only prompts of the same priority overtake.
         """
         queues, later = self.queues, prompts[prompts.index(oldest) + 1 :] if oldest in prompts else []
         others = (one for one in chain(later, queues.waiting) if one.params.priority == oldest.params.priority)

@@ -16,9 +16,8 @@ from app.engine.decoder.device_inputs import SamplingMode
 from app.engine.decoder.device_runner import DeviceDecoderRunner
 from app.engine.decoder.kv_cache import KvShape
 from app.engine.decoder.paged_kv_cache import PagedKvCache
-from app.engine.scheduler.batch import Batch, KvCopy, SampledTokens, ScheduledSpan, Sequence
+from app.engine.scheduler.batch import NOT_FINITE, Batch, KvCopy, SampledTokens, ScheduledSpan, Sequence
 from app.engine.scheduler.queues import EngineLimits
-from app.errors import StepFailed
 from app.kernels.attention.context import StepContext
 from app.messages import SamplingParams
 from device_engine import DelayedSimulatedDevice

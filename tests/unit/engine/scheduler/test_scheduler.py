@@ -72,10 +72,12 @@ def test_no_short_prompt_takes_the_place_that_an_older_one_lacks() -> None:
     sim.add("short", [3] * 4, max_tokens=1)
     assert shape(sim.step()) == [("long", 20)]
     sim.finish()
-    assert list(sim.endings)[0] == ("long", 0) and len(sim.endings) == 3
+    assert next(iter(sim.endings)) == ("long", 0) and len(sim.endings) == 3
 
 
-@pytest.mark.parametrize("params", [{}, {"n": 3}, {"beam_width": 2}, {"prompt_logprobs": 1}, {"max_tokens": 1}], ids=str)
+@pytest.mark.parametrize(
+    "params", [{}, {"n": 3}, {"beam_width": 2}, {"prompt_logprobs": 1}, {"max_tokens": 1}], ids=str
+)
 @pytest.mark.parametrize("at_once", [False, True])
 def test_a_request_whose_logits_are_not_finite_fails_alone(params: dict[str, int], at_once: bool) -> None:
     sim = Simulation()
