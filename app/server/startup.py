@@ -13,6 +13,7 @@ import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import closing, contextmanager
+from io import BufferedReader
 from pathlib import Path
 from threading import Event as Flag
 from typing import TYPE_CHECKING, Any
@@ -57,7 +58,7 @@ from app.tracing.request_trace import Tracer
 from app.version import VERSION
 from app.weights.cache_file import PACKS, checkpoint_fingerprint
 from app.weights.checkpoint import Checkpoint
-from app.weights.files import unreadable_message
+from app.weights.files import open_regular, unreadable_message
 from app.weights.program import ProgramCheckpoint
 
 if TYPE_CHECKING:
@@ -76,6 +77,7 @@ STOP_SECONDS = 3.0  # longest wait of a stop for the worker; a step takes less
 STOP_LOADING_SECONDS = (
     1.0  # longest wait while loading: it checks for a stop at each percent, and may be ended anywhere
 )
+_MAX_KEY_BYTES = 2**20  # of a key file
 FLUSH_SECONDS = 1.0  # longest wait of a stop for the spans of the last requests to be sent
 # Instruction sets in order: the first that the machine has is the label.
 ISA_RANKS = ("amx_bf16", "avx512_bf16", "avx512_vnni", "avx512f", "avx2", "sve2", "sve", "i8mm", "dotprod", "neon")
@@ -92,7 +94,8 @@ def read_api_keys(settings: Settings) -> tuple[str, ...]:
     if settings.api_key_file is None:
         return settings.api_keys
     try:
-        lines = settings.api_key_file.read_text(encoding="utf-8").splitlines()
+        with BufferedReader(open_regular(settings.api_key_file)) as stream:
+            lines = stream.read(_MAX_KEY_BYTES).decode("utf-8").splitlines()
     except FileNotFoundError as error:
         raise SettingsInvalid(
             f"api_key_file {settings.api_key_file} does not exist. Is the secret there, and mounted?"

@@ -29,7 +29,7 @@ def explaining_values_not_finite(checkpoint: Checkpoint) -> Iterator[None]:
     except StepFailed:
         name = _tensor_not_finite(checkpoint.tensors)
         raise _numbers_unusable(checkpoint) if name is None else weight_not_finite(name) from None
-    except torch.linalg.LinAlgError:
+    except torch.linalg.LinAlgError:  # type: ignore[attr-defined]
         name = _tensor_not_finite(checkpoint.tensors)
         if name is None:
             raise

@@ -26,6 +26,7 @@ from app.errors import CheckpointInvalid, PlanImpossible
 from app.kernels.linear.layout import PANEL_OUTPUTS
 from app.kernels.linear.quantization import Int4Weight, Int8Weight
 from app.kernels.linear.torchao_linear import dequantize_rows
+from app.weights.files import open_regular
 from app.weights.gguf.blocks import EIGHT_BIT_CODES, FOUR_BIT_CODES, dequantize_blocks
 from app.weights.gguf.tensor_types import TYPES
 from app.weights.gguf.tensors import BlockEntry
@@ -162,14 +163,14 @@ class MappedFiles:
     def _descriptor(self, file: Path) -> int:
         with self._opening:
             if file not in self._streams:
-                self._streams[file] = file.open("rb", buffering=0)
+                self._streams[file] = open_regular(file)
             return self._streams[file].fileno()
 
     def _map(self, file: Path) -> mmap.mmap:
         with self._opening:
             mapped = self._maps.get(file)
             if mapped is None:
-                with file.open("rb") as stream:
+                with open_regular(file) as stream:
                     mapped = mmap.mmap(stream.fileno(), 0, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ)
                 self._maps[file] = mapped
             return mapped
