@@ -122,15 +122,38 @@ def isa_label(facts: Facts, plan: ServingPlan) -> str:
     return next((name for name in ISA_RANKS if name in facts.isa), "")
 
 
-def read_tokenizer(checkpoint: Checkpoint | ProgramCheckpoint, report_stage: Callable[[str], None]) -> Tokenizer | None:
-    """Read the checkpoint's tokenizer; None for an exported program, which takes no text."""
+def read_tokenizer(
+    checkpoint: Checkpoint | ProgramCheckpoint, report_stage: Callable[[str], None], cache: Path | None = None
+) -> Tokenizer | None:
+    """Try the checkpoint's tokenizer and read it; None for an exported program, which takes no text.
+
+    A tokenizer that passed is noted in the folder `cache`, if there is one.
+    """
     if isinstance(checkpoint, ProgramCheckpoint):
         return None
     from app.text.tokenizer import Tokenizer
+    from app.text.tokenizer_check import check_tokenizer
+    from app.text.tokenizer_files import read_tokenizer_files
 
     report_stage("reading the tokenizer")
-    config = checkpoint.model_config
-    return Tokenizer(checkpoint.location, lowercases=isinstance(config, EncoderConfig) and config.lowercases)
+    config, files = checkpoint.model_config, read_tokenizer_files(checkpoint.location)
+    check_tokenizer(files, cache)
+    lowercases = isinstance(config, EncoderConfig) and config.lowercases
+    tokenizer = Tokenizer(checkpoint.location, lowercases, files)
+    _warn_of_unknown_tokens(tokenizer, config.vocab_size)
+    return tokenizer
+
+
+def _warn_of_unknown_tokens(tokenizer: Tokenizer, vocab_size: int) -> None:
+    """Log if the tokenizer has tokens that the model does not know; texts with them are refused."""
+    texts = [tokenizer.token_text(token_id) for token_id in range(vocab_size, tokenizer.vocab_size + 1)]
+    unknown = [text for text in texts if text]
+    if unknown:
+        log.warning(
+            "the tokenizer has %d tokens that the model does not know, such as %r: texts with them are refused",
+            len(unknown),
+            unknown[0][:100],
+        )
 
 
 def read_chat_template(prepared: Prepared, tokenizer: Tokenizer | None) -> ChatTemplate | None:
@@ -302,11 +325,12 @@ class ServerRuntime:
             self._start = self._start.fetch(report_stage)
         os.environ.update(self._prepared.plan.environment())  # torch's thread pools read it at import
         hashing = hash_ahead(self._prepared)  # while imports use one core
-        tokenizer = read_tokenizer(self._prepared.checkpoint, report_stage)
+        cache = self._prepared.settings.cache_directory
+        tokenizer = read_tokenizer(self._prepared.checkpoint, report_stage, cache)
         if tokenizer is not None and self._prepared.draft is not None:
             from app.server.draft_model import check_vocabulary
 
-            check_vocabulary(tokenizer, self._prepared.draft)
+            check_vocabulary(tokenizer, self._prepared.draft, cache)
         chat = read_chat_template(self._prepared, tokenizer)
         report_stage("importing torch")
         began = time.monotonic()

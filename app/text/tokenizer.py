@@ -55,8 +55,9 @@ class Tokenizer:
     texts are lowercased first, except for special tokens in them, as some encoders were trained.
     """
 
-    def __init__(self, location: Path, lowercases: bool = False) -> None:
-        files = read_tokenizer_files(location)
+    def __init__(self, location: Path, lowercases: bool = False, files: TokenizerFiles | None = None) -> None:
+        """Load the tokenizer; `files` are those of the location, if they were read already."""
+        files = files or read_tokenizer_files(location)
         self._inner = _load(files)
         if lowercases:
             before = [] if self._inner.normalizer is None else [self._inner.normalizer]
@@ -117,7 +118,8 @@ class Tokenizer:
         _check_unicode(text)
         if len(text) > CHUNK_CHARACTERS:
             encoding = self._encode_long(text, limits, "left" if limits.keeps_end else "right")
-            return self._inner.post_process(encoding, None, add_special_tokens).ids
+            with ConvertRustErrors(InvalidRequest, _CANNOT_ENCODE):
+                return self._inner.post_process(encoding, None, add_special_tokens).ids
         with ConvertRustErrors(InvalidRequest, _CANNOT_ENCODE):
             return self._inner.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
 
@@ -216,7 +218,8 @@ class Tokenizer:
             lengths = truncated_lengths([len(encoding) for encoding in encodings], room)
             for encoding, length in zip(encodings, lengths, strict=True):
                 encoding.truncate(length, direction=side)
-        return self._inner.post_process(encodings[0], encodings[1] if len(encodings) == 2 else None)
+        with ConvertRustErrors(InvalidRequest, _CANNOT_ENCODE):
+            return self._inner.post_process(encodings[0], encodings[1] if len(encodings) == 2 else None)
 
     def _encode_long(self, text: str, limits: EncodingLimits, side: str = "right") -> tokenizers.Encoding:
         """Return the encoding of a text without special tokens, made chunk by chunk, from the side that is kept.
