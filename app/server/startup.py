@@ -13,6 +13,7 @@ import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import closing, contextmanager
+from importlib import import_module
 from io import BufferedReader
 from pathlib import Path
 from threading import Event as Flag
@@ -79,6 +80,9 @@ STOP_LOADING_SECONDS = (
 )
 _MAX_KEY_BYTES = 2**20  # of a key file
 FLUSH_SECONDS = 1.0  # longest wait of a stop for the spans of the last requests to be sent
+# What is otherwise imported at the first stream, the first look at the routes, and in the first idle time. An import takes
+# time of the event loop, and fails where no more files can be opened.
+IMPORTED_LATER = ("anyio._core._sockets", "anyio._core._streams", "pydantic.v1", "app.engine.calibration.idle")
 # Instruction sets in order: the first that the machine has is the label.
 ISA_RANKS = ("amx_bf16", "avx512_bf16", "avx512_vnni", "avx512f", "avx2", "sve2", "sve", "i8mm", "dotprod", "neon")
 
@@ -337,6 +341,8 @@ class ServerRuntime:
         with collection_paused():
             import torch  # noqa: F401  # imported here so that the time is logged
 
+            for name in IMPORTED_LATER:
+                import_module(name)
         log.debug("torch imported in %.1f s", time.monotonic() - began)
         wait(hashing)  # it would disturb the measurement
         self._prepared = calibrate(self._prepared, report_stage)
