@@ -15,8 +15,9 @@ from typing import Any
 
 import tokenizers
 
+from app.errors import CheckpointInvalid
 from app.text.process_limits import give_up_rights, limit_memory
-from app.text.rust_panics import is_rust_panic
+from app.text.rust_panics import ConvertRustErrors
 
 MAX_GROWTH = 8  # a rule that replaces texts by longer ones, and all together: characters for one character
 _ADDED = 64  # characters that may be added to a text, whatever its length
@@ -77,27 +78,27 @@ def _growth(part: Any) -> float:
 
 def _try(text: str) -> str:
     try:
-        inner = tokenizers.Tokenizer.from_str(text)
-        inner.no_truncation()
-        inner.no_padding()
-        added = inner.encode("").ids
-        unknown = [token_id for token_id in added if inner.id_to_token(token_id) is None]
-        if unknown:
-            return f"it adds the token {unknown[0]}, which its vocabulary does not have"
-        for batch in _batches(json.loads(text)):
-            if inner.normalizer is not None and not all(_grows_little(inner.normalizer, one) for one in batch):
-                return f"its normalizer writes more than {MAX_GROWTH} characters for one"
-            for add_special_tokens in (True, False):
-                for encoding in inner.encode_batch(batch, add_special_tokens=add_special_tokens):
-                    inner.decode(encoding.ids, skip_special_tokens=not add_special_tokens)
-        pairs = inner.encode_batch_fast([("a", "b"), ("", "b")])
-        inner.decode_batch([encoding.ids for encoding in pairs])
-    except MemoryError:
-        raise
-    except BaseException as error:
-        if type(error) is Exception or is_rust_panic(type(error)):
-            return str(error).splitlines()[0] if str(error) else "its library failed"
-        raise
+        with ConvertRustErrors(CheckpointInvalid, "its library says"):
+            return _encode_and_decode(text)
+    except CheckpointInvalid as error:
+        return error.message.splitlines()[0]
+
+
+def _encode_and_decode(text: str) -> str:
+    inner = tokenizers.Tokenizer.from_str(text)
+    inner.no_truncation()
+    inner.no_padding()
+    unknown = [token_id for token_id in inner.encode("").ids if inner.id_to_token(token_id) is None]
+    if unknown:
+        return f"it adds the token {unknown[0]}, which its vocabulary does not have"
+    for batch in _batches(json.loads(text)):
+        if inner.normalizer is not None and not all(_grows_little(inner.normalizer, one) for one in batch):
+            return f"its normalizer writes more than {MAX_GROWTH} characters for one"
+        for add_special_tokens in (True, False):
+            for encoding in inner.encode_batch(batch, add_special_tokens=add_special_tokens):
+                inner.decode(encoding.ids, skip_special_tokens=not add_special_tokens)
+    pairs = inner.encode_batch_fast([("a", "b"), ("", "b")])
+    inner.decode_batch([encoding.ids for encoding in pairs])
     return ""
 
 
