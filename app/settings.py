@@ -42,7 +42,7 @@ SETTING_GROUPS: Mapping[str, tuple[str, ...]] = {
         "page", "log_level", "log_format", "request_log", "otlp_traces_endpoint", "trace_sample_ratio",
     ),
     "limits": (
-        "max_model_len", "max_running_seqs", "max_waiting_requests", "max_logprobs", "rate_limit", "max_connections",
+        "max_model_len", "max_running_seqs", "max_waiting_requests", "scheduling_policy", "max_logprobs", "rate_limit", "max_connections",
         "request_timeout_seconds", "write_timeout_seconds", "drain_seconds", "chat_template_cpu_seconds", "chat_template_memory_bytes",
     ),
     "tuning": (
@@ -325,6 +325,11 @@ class Settings(BaseSettings):
     max_batch_tokens: PositiveInt | Auto = Field("auto", description="Maximum number of tokens in one step.")
     max_waiting_requests: PositiveInt | Auto = Field(
         "auto", description="Requests that may queue before new ones are refused with 429."
+    )
+    scheduling_policy: Literal["fcfs", "priority"] = Field(
+        "fcfs",
+        description="Order of requests: fcfs: that of their arrival; priority: those with the lowest priority first, which any client"
+        " may set, so that those of others may wait without end.",
     )
     request_timeout_seconds: PositiveFloat = Field(
         600.0, description="A request that has not finished within this time is ended."

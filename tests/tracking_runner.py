@@ -11,7 +11,7 @@ import random
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from app.engine.scheduler.batch import Batch, InFlightStep, SampledTokens, ScheduledSpan, Sequence
+from app.engine.scheduler.batch import NOT_SAMPLED, Batch, InFlightStep, SampledTokens, ScheduledSpan, Sequence
 from app.engine.scheduler.kv_allocator import KvSlots
 from app.messages import TokenScore
 
@@ -73,7 +73,8 @@ class RememberingRunner:
     """Carries out batches on the dictionary and holds them against what they must be.
 
     `broken` makes it raise, as a step is launched or (`broken_late`) waited for; a step of more than `most_tokens` wants too much memory,
-    as it is launched or (`wants_late`) waited for. `chance`: of a step being one that another may follow.
+    as it is launched or (`wants_late`) waited for. `chance`: of a step being one that another may follow. The logits of the requests in
+    `not_finite` are not finite.
     """
 
     model_seconds = 0.0
@@ -86,6 +87,7 @@ class RememberingRunner:
         self.broken = self.broken_late = False
         self.most_tokens: int | None = None
         self.wants_late = False
+        self.not_finite: set[str] = set()
         self.computed_tokens = 0
         self.batches: list[Batch] = []  # as they are launched
         self.wait_measured: list[Batch] = []
@@ -114,7 +116,9 @@ class RememberingRunner:
             for position in range(span.end - span.num_samples, span.end)
         ]
         scores = [
-            tuple(
+            ()
+            if one.span.sequence.request_id in self.not_finite
+            else tuple(
                 score(marks[id(one.span)][position], token_id, one.num_top)
                 for position, token_id in zip(range(one.start, one.end), one.target_ids, strict=True)
             )
@@ -175,6 +179,8 @@ class RememberingRunner:
         assert len(pages) * page <= self.pool.capacity_tokens, "more memory is touched than there is"
 
     def _pick(self, sequence: Sequence, mark: int) -> SampledTokens:
+        if sequence.request_id in self.not_finite:
+            return NOT_SAMPLED
         return (
             candidates(mark, sequence.num_candidates)
             if sequence.is_beam

@@ -22,6 +22,7 @@ from app.metrics.load_progress import LoadProgress
 from app.metrics.step_time_model import StepTimeModel
 from app.models.encoders.encoder import Encoder
 from app.weights.checkpoint import Checkpoint
+from app.weights.finite import explaining_values_not_finite
 from app.weights.load import Model, PackCalibrator, Packing, ReportCost, load_model
 from app.weights.lora.adapter import ServedAdapters
 from app.weights.packs import PackFolder
@@ -118,7 +119,8 @@ def load_on_device(request: BuildRequest[Checkpoint], select: SelectDevice[Devic
         report_cost=request.report_cost,
         report_layers=progress.show_layers,
     )
-    return load_model(request.checkpoint, plan, backend, progress.show_bytes, packing), backend
+    with explaining_values_not_finite(request.checkpoint):
+        return load_model(request.checkpoint, plan, backend, progress.show_bytes, packing), backend
 
 
 def prepare_device(request: BuildRequest[Any], select: SelectDevice[DeviceT]) -> DeviceT:

@@ -81,6 +81,11 @@ class Engine(Protocol):
         ...
 
 
+def _only_failures(events: list[Event]) -> bool:
+    """Return True if a step gave nothing but failures of its requests."""
+    return bool(events) and all(isinstance(one, RequestFailed) and isinstance(one.error, StepFailed) for one in events)
+
+
 def _ignore(_: object) -> None:
     return None
 
@@ -304,10 +309,12 @@ class Worker:
         self._observer.begin()
         events, error = self._attempt(engine.step)
         if events is not None:
-            self._failed_steps = 0
+            self._failed_steps = self._failed_steps + 1 if _only_failures(events) else 0
             if engine.stats is not None:
                 self._observer.end(engine.stats)
-            return events, engine.stats
+            if self._failed_steps < MAX_FAILED_STEPS:
+                return events, engine.stats
+            return self._check_device(engine, events), engine.stats
         assert error is not None, "an attempt without a result has an error"
         failed = engine.fail()
         self._failed_steps += bool(failed)  # a step that ended no request is retried in parts
@@ -316,12 +323,22 @@ class Worker:
         self.error = error
         return failed + engine.fail_all(StepFailed("The server's device has failed; the server is restarting.")), None
 
+    def _check_device(self, engine: Engine, events: list[Event]) -> list[Event]:
+        """Return the events of a step whose results were of no use, with those of all requests if the device is lost."""
+        broken = self._broken_device(engine)
+        if broken is None:
+            return events
+        self.error = broken
+        return events + engine.fail_all(StepFailed("The server's device has failed; the server is restarting."))
+
     def _is_lost(self, engine: Engine, error: Exception) -> bool:
         """Return True if the device has failed, and not only the step."""
         if self._callbacks.is_fatal(error):
             return True
-        if self._failed_steps < MAX_FAILED_STEPS:
-            return False
+        return self._failed_steps >= MAX_FAILED_STEPS and self._broken_device(engine) is not None
+
+    def _broken_device(self, engine: Engine) -> Exception | None:
+        """Compute an input that is known to work, and return the error if that fails."""
         self._failed_steps = 0
         _, broken = self._attempt(engine.check)
         if broken is None:
@@ -329,7 +346,7 @@ class Worker:
                 "%d consecutive steps failed, but the device still works: their requests caused the failures.",
                 MAX_FAILED_STEPS,
             )
-        return broken is not None
+        return broken
 
     def _attempt(self, action: Callable[[], T]) -> tuple[T | None, Exception | None]:
         """Run an action and return its result or its exception.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -10,6 +9,8 @@ from typing import Any
 from app.errors import CheckpointInvalid
 
 _REQUIRED = object()
+# Models compute in FP32, whose smallest number with all digits is 1.2e-38. No real config comes near either.
+_SMALLEST_NUMBER, _LARGEST_NUMBER = 1e-37, 1e37
 MAX_INTEGER = 2**40  # larger than any count in a real config
 MAX_LAYERS = (
     # each layer is an object with a dozen tensors, so a damaged number could fill the memory before they are looked
@@ -55,10 +56,11 @@ class ConfigReader:
         return self.integer(name) if self.has(name) else default
 
     def number(self, name: str, default: float | object = _REQUIRED) -> float:
-        """Return a finite number greater than 0."""
+        """Return a number greater than 0 that FP32 holds with all its digits."""
         value = self._get(name, default)
-        if not _is_finite(value) or value <= 0:
-            raise self._wrong(name, "a number greater than 0", value)
+        if not _is_finite(value) or value < _SMALLEST_NUMBER:
+            bounds = f"a number greater than 0, of {_SMALLEST_NUMBER:g} to {_LARGEST_NUMBER:g}"
+            raise self._wrong(name, bounds if _is_number(value) and value > 0 else "a number greater than 0", value)
         return float(value)
 
     def optional_number(self, name: str) -> float | None:
@@ -120,6 +122,10 @@ class ConfigReader:
         return CheckpointInvalid(f"{self.where}: {name} must be {wanted}, not {shown[:80]}.")
 
 
-def _is_finite(value: object) -> bool:
-    """Return True for a number that a float can hold; JSON's integers have any length."""
-    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= sys.float_info.max
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _is_finite(value: Any) -> bool:
+    """Return True for a number that FP32 can hold; JSON's integers have any length."""
+    return _is_number(value) and abs(value) <= _LARGEST_NUMBER

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from app.errors import CheckpointInvalid, SettingsInvalid
@@ -39,15 +40,21 @@ def planned_draft(settings: Settings, model: OpenedModel) -> Checkpoint | None:
     return draft
 
 
-def check_vocabulary(tokenizer: Tokenizer, draft: Checkpoint) -> None:
+def check_vocabulary(tokenizer: Tokenizer, draft: Checkpoint, cache: Path | None = None) -> None:
     """Check that the draft model's tokens are those of the model. The message names the first difference.
+
+    Its tokenizer is tried first, and noted in the folder `cache` if it passes.
 
     Raises:
         CheckpointInvalid: They are not.
     """
     from app.text.tokenizer import Tokenizer  # with numpy, which settings and plans do without
+    from app.text.tokenizer_check import check_tokenizer
+    from app.text.tokenizer_files import read_tokenizer_files
 
-    other, missing = Tokenizer(draft.location), 0
+    files = read_tokenizer_files(draft.location)
+    check_tokenizer(files, cache)
+    other, missing = Tokenizer(draft.location, files=files), 0
     for token_id in range(max(tokenizer.vocab_size, other.vocab_size)):
         ours, its = tokenizer.token_text(token_id), other.token_text(token_id)
         if ours == its:

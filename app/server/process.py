@@ -33,6 +33,7 @@ from app.server.termination_log import describe_exception
 from app.server.unfetched_model import prepare_start
 from app.settings import Settings
 from app.tracing.start import start_tracer
+from app.weights.files import open_regular
 
 log = logging.getLogger(__name__)
 
@@ -235,6 +236,8 @@ def tls_context(settings: Settings) -> ssl.SSLContext | None:
     if settings.tls_cert is None or settings.tls_key is None:
         raise SettingsInvalid("tls_cert and tls_key must be given together: TLS needs a certificate and its key.")
     try:
+        for file in (settings.tls_cert, settings.tls_key):
+            open_regular(file).close()
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         context.load_cert_chain(settings.tls_cert, settings.tls_key)
     except OSError as error:  # ssl.SSLError is one

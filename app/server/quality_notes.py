@@ -19,7 +19,7 @@ from app.hardware.facts import Needs
 from app.models.decoders.config import ModelConfig
 from app.settings import Settings, parse_kept_layers
 from app.version import VERSION
-from app.weights.cache_file import FileUnusable, atomic_write, check_trusted, file_identity, log_not_kept
+from app.weights.cache_file import FileUnusable, atomic_write, file_identity, log_not_kept, open_trusted
 from app.weights.checkpoint import Checkpoint
 from app.weights.forms import QUANTIZED, kept_layer_bytes
 from app.weights.open import OpenedModel
@@ -49,8 +49,7 @@ class QualityNotes:
         if self._file is None:
             return {}
         try:
-            with self._file.open() as stream:
-                check_trusted(os.fstat(stream.fileno()))
+            with os.fdopen(open_trusted(self._file), encoding="utf-8") as stream:
                 noted = json.loads(stream.read(_MAX_BYTES))
             return {name: float(noted[name]) for name in QUANTIZED if name in noted}
         except (OSError, ValueError, TypeError, FileUnusable, RecursionError):

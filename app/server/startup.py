@@ -13,6 +13,8 @@ import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import closing, contextmanager
+from importlib import import_module
+from io import BufferedReader
 from pathlib import Path
 from threading import Event as Flag
 from typing import TYPE_CHECKING, Any
@@ -57,7 +59,7 @@ from app.tracing.request_trace import Tracer
 from app.version import VERSION
 from app.weights.cache_file import PACKS, checkpoint_fingerprint
 from app.weights.checkpoint import Checkpoint
-from app.weights.files import unreadable_message
+from app.weights.files import open_regular, unreadable_message
 from app.weights.program import ProgramCheckpoint
 
 if TYPE_CHECKING:
@@ -76,7 +78,11 @@ STOP_SECONDS = 3.0  # longest wait of a stop for the worker; a step takes less
 STOP_LOADING_SECONDS = (
     1.0  # longest wait while loading: it checks for a stop at each percent, and may be ended anywhere
 )
+_MAX_KEY_BYTES = 2**20  # of a key file
 FLUSH_SECONDS = 1.0  # longest wait of a stop for the spans of the last requests to be sent
+# What is otherwise imported at the first stream, the first look at the routes, and in the first idle time. An import takes
+# time of the event loop, and fails where no more files can be opened.
+IMPORTED_LATER = ("anyio._core._sockets", "anyio._core._streams", "pydantic.v1", "app.engine.calibration.idle")
 # Instruction sets in order: the first that the machine has is the label.
 ISA_RANKS = ("amx_bf16", "avx512_bf16", "avx512_vnni", "avx512f", "avx2", "sve2", "sve", "i8mm", "dotprod", "neon")
 
@@ -103,7 +109,8 @@ def read_api_keys(settings: Settings) -> tuple[str, ...]:
     if settings.api_key_file is None:
         return settings.api_keys
     try:
-        lines = settings.api_key_file.read_text(encoding="utf-8").splitlines()
+        with BufferedReader(open_regular(settings.api_key_file)) as stream:
+            lines = stream.read(_MAX_KEY_BYTES).decode("utf-8").splitlines()
     except FileNotFoundError as error:
         raise SettingsInvalid(
             f"api_key_file {settings.api_key_file} does not exist. Is the secret there, and mounted?"
@@ -136,15 +143,38 @@ def isa_label(facts: Facts, plan: ServingPlan) -> str:
     return next((name for name in ISA_RANKS if name in facts.isa), "")
 
 
-def read_tokenizer(checkpoint: Checkpoint | ProgramCheckpoint, report_stage: Callable[[str], None]) -> Tokenizer | None:
-    """Read the checkpoint's tokenizer; None for an exported program, which takes no text."""
+def read_tokenizer(
+    checkpoint: Checkpoint | ProgramCheckpoint, report_stage: Callable[[str], None], cache: Path | None = None
+) -> Tokenizer | None:
+    """Try the checkpoint's tokenizer and read it; None for an exported program, which takes no text.
+
+    A tokenizer that passed is noted in the folder `cache`, if there is one.
+    """
     if isinstance(checkpoint, ProgramCheckpoint):
         return None
     from app.text.tokenizer import Tokenizer
+    from app.text.tokenizer_check import check_tokenizer
+    from app.text.tokenizer_files import read_tokenizer_files
 
     report_stage("reading the tokenizer")
-    config = checkpoint.model_config
-    return Tokenizer(checkpoint.location, lowercases=isinstance(config, EncoderConfig) and config.lowercases)
+    config, files = checkpoint.model_config, read_tokenizer_files(checkpoint.location)
+    check_tokenizer(files, cache)
+    lowercases = isinstance(config, EncoderConfig) and config.lowercases
+    tokenizer = Tokenizer(checkpoint.location, lowercases, files)
+    _warn_of_unknown_tokens(tokenizer, config.vocab_size)
+    return tokenizer
+
+
+def _warn_of_unknown_tokens(tokenizer: Tokenizer, vocab_size: int) -> None:
+    """Log if the tokenizer has tokens that the model does not know; texts with them are refused."""
+    texts = [tokenizer.token_text(token_id) for token_id in range(vocab_size, tokenizer.vocab_size + 1)]
+    unknown = [text for text in texts if text]
+    if unknown:
+        log.warning(
+            "the tokenizer has %d tokens that the model does not know, such as %r: texts with them are refused",
+            len(unknown),
+            unknown[0][:100],
+        )
 
 
 def read_chat_template(prepared: Prepared, tokenizer: Tokenizer | None) -> ChatTemplate | None:
@@ -171,6 +201,7 @@ def make_served_model(prepared: Prepared, tokenizer: Tokenizer | None, chat: Cha
         tokenizer_threads=plan.tokenizer_threads.value,
         max_held_bytes=max(MIN_HELD_BYTES, prepared.facts.memory_limit_bytes // HELD_BYTES_DIVISOR),
         max_logprobs=prepared.settings.max_logprobs,
+        has_priorities=prepared.settings.scheduling_policy == "priority",
     )
     if isinstance(checkpoint, ProgramCheckpoint):
         return ServedProgram(name, limits, checkpoint.signature, checkpoint.sizes)
@@ -317,17 +348,20 @@ class ServerRuntime:
             self._start = self._start.fetch(report_stage)
         os.environ.update(self._prepared.plan.environment())  # torch's thread pools read it at import
         hashing = hash_ahead(self._prepared)  # while imports use one core
-        tokenizer = read_tokenizer(self._prepared.checkpoint, report_stage)
+        cache = self._prepared.settings.cache_directory
+        tokenizer = read_tokenizer(self._prepared.checkpoint, report_stage, cache)
         if tokenizer is not None and self._prepared.draft is not None:
             from app.server.draft_model import check_vocabulary
 
-            check_vocabulary(tokenizer, self._prepared.draft)
+            check_vocabulary(tokenizer, self._prepared.draft, cache)
         chat = read_chat_template(self._prepared, tokenizer)
         report_stage("importing torch")
         began = time.monotonic()
         with collection_paused():
             import torch  # noqa: F401  # imported here so that the time is logged
 
+            for name in IMPORTED_LATER:
+                import_module(name)
         log.debug("torch imported in %.1f s", time.monotonic() - began)
         wait(hashing)  # it would disturb the measurement
         self._prepared = calibrate(self._prepared, report_stage)

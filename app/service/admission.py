@@ -10,14 +10,14 @@ from __future__ import annotations
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from math import ceil
 from operator import attrgetter
 
-from app.engine.encoder.batching import TextCapacity, share_step, size_class
-from app.engine.scheduler.policy import admit_oldest, share_in_order
+from app.engine.encoder.batching import TextCapacity, share_step
+from app.engine.scheduler.policy import admit_oldest, before_long_ones, share_in_order, share_prompts, size_class
 from app.errors import Overloaded
 from app.hardware.step_times import StepTimes
 from app.metrics.stats import EngineSnapshot
@@ -223,7 +223,7 @@ def first_token_seconds(
     return step_ends_at - now + simulation.seconds_until_last()
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class SimulatedPrompt:
     """A prompt in prefill: its tokens that are computed, and those that are not."""
 
@@ -245,8 +245,9 @@ class SchedulerSimulation:
         )  # tokens to generate, per row
         self._context = snapshot.context_tokens
         self._prompts = [SimulatedPrompt(computed, to_compute) for computed, to_compute in snapshot.prompts]
-        self._queue = deque(snapshot.queue)
-        self._uncomputed = sum(prompt.num_uncomputed for prompt in self._prompts) + sum(self._queue)
+        self._queue = [SimulatedPrompt(0, tokens) for tokens in snapshot.queue]
+        self._uncomputed = sum(prompt.num_uncomputed for prompt in chain(self._prompts, self._queue))
+        self._last = (self._queue or self._prompts or [SimulatedPrompt(0, 0)])[-1]
         self._prefill_budgets: dict[tuple[int, int, int], int] = {}
 
     @property
@@ -256,9 +257,10 @@ class SchedulerSimulation:
 
     def join(self, prompts: Iterable[int]) -> None:
         """Append prompts, given as token counts, to the queue."""
-        joining = list(prompts)
-        self._queue.extend(joining)
-        self._uncomputed += sum(joining)
+        for tokens in prompts:
+            self._last = SimulatedPrompt(0, tokens)
+            self._queue.append(self._last)
+            self._uncomputed += tokens
 
     def step(self) -> float:
         """Simulate one step and return its seconds."""
@@ -268,7 +270,7 @@ class SchedulerSimulation:
         """Return the seconds until the last queued prompt has its first token."""
         seconds, before = 0.0, self._uncomputed
         for _ in range(_MAX_EVENTS):
-            if not self._uncomputed:
+            if not self._last.num_uncomputed:
                 return seconds
             seconds += self._step(jump=True)
         return seconds * before / max(before - self._uncomputed, 1)
@@ -280,15 +282,18 @@ class SchedulerSimulation:
         if self._prompts or (self._queue and free_places > 0):
             budget = self._prefill_budget(rows, self._prompts[0].num_computed if self._prompts else 0)
             admitted = admit_oldest(free_places, lambda: 1 if self._queue else 0, self._admit)
-            shares = list(share_in_order(chain(tuple(self._prompts), admitted), budget, _num_uncomputed))
+            in_order = chain(tuple(self._prompts), admitted)
+            shares = list(
+                share_prompts(in_order, budget, _num_uncomputed, lambda oldest: self._smaller(oldest, budget))
+            )
         if not shares:
             repeats = ceil(self._remaining[0] / self._step_times.tokens_per_step) if jump and rows else 1
             return self._decode(repeats, 0, 0)
-        oldest = shares[0][0]
-        repeats, depth = 1, oldest.num_computed
-        if jump and oldest.num_uncomputed > budget:  # the step is repeated until this prompt or a row ends
-            repeats = min([oldest.num_uncomputed // budget, *self._remaining[:1]])
-            depth += repeats * budget // 2
+        last, given = shares[-1]
+        repeats, depth = 1, last.num_computed
+        if jump and last.num_uncomputed > given:  # the step is repeated until a prompt or a row ends
+            repeats = min([*(prompt.num_uncomputed // each for prompt, each in shares), *self._remaining[:1]])
+            depth += repeats * given // 2
         for prompt, each in shares:
             prompt.num_computed += repeats * each
             prompt.num_uncomputed -= repeats * each
@@ -298,8 +303,19 @@ class SchedulerSimulation:
         return seconds
 
     def _admit(self) -> SimulatedPrompt:
-        self._prompts.append(SimulatedPrompt(0, self._queue.popleft()))
+        self._prompts.append(self._queue.pop(0))
         return self._prompts[-1]
+
+    def _smaller(self, oldest: SimulatedPrompt, budget: int) -> Iterator[SimulatedPrompt]:
+        """Yield the prompts that go before the rest of the oldest one; a queued one is admitted when it is taken."""
+        others = chain(self._prompts[self._prompts.index(oldest) + 1 :], self._queue)
+        for prompt in before_long_ones(others, oldest.num_uncomputed, budget, _num_uncomputed):
+            if prompt not in self._prompts:
+                if self._typical.max_running <= len(self._remaining) + len(self._prompts):
+                    continue
+                self._queue.remove(prompt)
+                self._prompts.append(prompt)
+            yield prompt
 
     def _prefill_budget(self, rows: int, computed: int) -> int:
         """Return the prompt tokens that the prefill budget allows in a step.

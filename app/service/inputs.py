@@ -11,9 +11,9 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from app.errors import ContextLengthExceeded, InvalidRequest, TemplateStopped, UnsupportedParameter, WrongModelKind
-from app.messages import Text
+from app.messages import SamplingParams, Text
 from app.service.requests import EncodingRequest, GenerationRequest, Infill, TextInput
-from app.service.served_model import ServedDecoder, ServedEncoder, ServedModel
+from app.service.served_model import ServedDecoder, ServedEncoder, ServedModel, ServingLimits
 from app.text.bounds import CHUNK_CHARACTERS, EncodingLimits
 from app.text.chat import ChatOptions
 from app.text.infill import InfillFormat, InfillPrompt, find_infill_format, shorten_infill
@@ -22,6 +22,7 @@ from app.text.tool_prompt import fit_template
 
 def tokenize_prompt(model: ServedDecoder, request: GenerationRequest) -> tuple[int, ...]:
     """Return the prompt's token ids. Raises an `InvalidRequest` that names the field."""
+    _check_priority(model.limits, request.params)
     wanted = _wanted_tokens(model.limits.max_model_len, request)
     field, ids = _prompt_ids(model, request, wanted)
     if wanted.truncates and wanted.number is not None:
@@ -29,6 +30,7 @@ def tokenize_prompt(model: ServedDecoder, request: GenerationRequest) -> tuple[i
     if not ids:
         raise InvalidRequest(f"{field} has no tokens: there is nothing to continue.", field=field)
     _check_context_length(model.limits.max_model_len, len(ids), request, field)
+    check_embedded(model, ids, field)
     params, vocab_size = request.params, model.limits.vocab_size
     check_ids(params.stop_token_ids, vocab_size, "stop_token_ids")
     check_ids(params.allowed_token_ids or (), vocab_size, "allowed_token_ids")
@@ -147,6 +149,30 @@ def check_ids(ids: Sequence[int], vocab_size: int, field: str) -> None:
     )
     if wrong is not None:
         raise InvalidRequest(f"{field} must be in [0, {vocab_size}), not {wrong}.", field=field)
+
+
+def check_embedded(model: ServedDecoder | ServedEncoder, ids: Sequence[int], field: str) -> None:
+    """Check that the embedding has a row for every token of a text. Raises an `InvalidRequest` that names `field`.
+
+    Some tokenizers have tokens that their model does not know, such as those of images.
+    """
+    largest, rows = max(ids, default=0), model.limits.vocab_size
+    if largest >= rows:
+        token = model.tokenizer.token_text(largest)[:100]
+        raise InvalidRequest(
+            f"{field} has the token {token!r} with the id {largest}, which this model does not know: its tokens are those "
+            f"below {rows}.",
+            field=field,
+        )
+
+
+def _check_priority(limits: ServingLimits, params: SamplingParams) -> None:
+    if params.priority and not limits.has_priorities:
+        raise UnsupportedParameter(
+            "priority must be 0 here: this server computes requests in order of arrival, unless its operator sets "
+            "scheduling_policy=priority.",
+            field="priority",
+        )
 
 
 _MAX_TOKEN_CHARACTERS = 64  # few tokens have more, on average over a text
@@ -305,6 +331,8 @@ def tokenize_texts(model: ServedEncoder, request: EncodingRequest) -> tuple[Text
     for index, given in enumerate(request.inputs):
         if isinstance(given, Text):
             texts[index] = _checked_ids(model, request, index, given)
+        else:
+            check_embedded(model, texts[index].token_ids, _field_name(request, index))
         _check_text_length(model, request, index, texts[index])
     if model.config.pooling.skips_prompt:
         texts |= {

@@ -39,7 +39,7 @@ class ServingLimits:
 
     `request_timeout_seconds` counts from arrival to the last token. `vocab_size` is the number of rows of the
     embedding. `max_held_bytes` bounds the texts, tensors and results of all open requests together. `max_logprobs`
-    bounds the log-probabilities at each token; -1: all.
+    bounds the log-probabilities at each token; -1: all. `has_priorities`: clients may order their requests.
     """
 
     max_model_len: int
@@ -50,6 +50,7 @@ class ServingLimits:
     tokenizer_threads: int = 2
     max_held_bytes: int = MIN_HELD_BYTES
     max_logprobs: int = MAX_LOGPROBS
+    has_priorities: bool = False
 
     @property
     def max_text_bytes(self) -> int:

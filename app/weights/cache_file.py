@@ -23,6 +23,7 @@ from io import FileIO
 from pathlib import Path
 
 from app.weights.checkpoint import Checkpoint
+from app.weights.files import open_regular
 
 log = logging.getLogger(__name__)
 
@@ -215,7 +216,7 @@ def _hash(files: Sequence[Path], threads: int) -> str:
 def _hash_part(part: tuple[Path, int]) -> bytes:
     file, start = part
     digest, left = hashlib.sha256(), _CHUNK_BYTES
-    with file.open("rb", buffering=0) as stream:
+    with open_regular(file) as stream:
         stream.seek(start)
         while left and (chunk := stream.read(min(left, _READ_BYTES))):
             digest.update(chunk)
@@ -225,8 +226,7 @@ def _hash_part(part: tuple[Path, int]) -> bytes:
 
 def _read_note(note: Path) -> str | None:
     try:
-        with note.open() as stream:
-            check_trusted(os.fstat(stream.fileno()))
+        with os.fdopen(open_trusted(note), encoding="ascii") as stream:
             content = stream.read(65)
     except (OSError, ValueError, FileUnusable):
         return None

@@ -6,11 +6,13 @@ A checkpoint is untrusted: `file_in` follows its links only within the checkpoin
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import stat
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
+from io import BufferedReader, FileIO
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +39,26 @@ _SHOWN_NAME = 80  # characters of a name in a message
 MAX_JSON_BYTES = 64 * 2**20  # of a file with JSON: an index of a million tensors is shorter
 # A hub cache has models--NAME/snapshots/REVISION/FILE, a link to models--NAME/blobs/HASH.
 _SNAPSHOTS, _BLOBS, _MODELS = "snapshots", "blobs", "models--"
+
+
+class NotRegularFile(OSError):
+    """A pipe, device, socket or folder is where a file should be."""
+
+
+def open_regular(file: Path) -> FileIO:
+    """Open a file to read it, without a buffer.
+
+    Opening a pipe would wait for its writer, and reading a device may never end.
+
+    Raises:
+        NotRegularFile: It is no regular file.
+        OSError: It cannot be opened.
+    """
+    stream = FileIO(os.open(file, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb")
+    if stat.S_ISREG(os.fstat(stream.fileno()).st_mode):
+        return stream
+    stream.close()
+    raise NotRegularFile(errno.EINVAL, "it is not a regular file", str(file))
 
 
 @contextmanager
@@ -131,7 +153,7 @@ def check_not_lfs_pointer(file: Path) -> None:
 
 def is_lfs_pointer(file: Path) -> bool:
     """Return True if a file is a Git LFS pointer."""
-    with file.open("rb") as stream:
+    with open_regular(file) as stream:
         return stream.read(len(_LFS_POINTER_PREFIX)) == _LFS_POINTER_PREFIX
 
 
@@ -186,6 +208,8 @@ def unreadable_message(path: Path, error: OSError) -> str:
         )
     if isinstance(error, FileNotFoundError) and path.is_symlink():
         return f"{path} is a link to {path.readlink()}, which is not there. Copy files, not links to them (cp -rL)."
+    if isinstance(error, NotRegularFile):
+        return f"{path} cannot be read: {error.strerror}, but a pipe, a device, a socket or a folder."
     return f"{path} cannot be read: {error.strerror or error}. Is its volume in order?"
 
 
@@ -226,7 +250,7 @@ def read_text(file: Path, max_bytes: int) -> str:
         CheckpointInvalid: It is longer than `max_bytes`, or not UTF-8.
         OSError: It cannot be read.
     """
-    with file.open("rb") as stream:
+    with BufferedReader(open_regular(file)) as stream:
         content = stream.read(max_bytes + 1)
     if len(content) > max_bytes:
         raise CheckpointInvalid(f"{file} is longer than {max_bytes} bytes.")

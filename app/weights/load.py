@@ -47,7 +47,7 @@ from app.weights.form_choice import CacheableForm, CacheablePacking, FormChoice,
 from app.weights.forms import QUANTIZED, choose_upgrades, is_output, is_value
 from app.weights.packs import PackedWeights, PackFile, PackFolder, PackNotes, Progress
 from app.weights.safetensors import TensorEntry
-from app.weights.tensor_reader import TensorReader, check_fp16, row_ranges
+from app.weights.tensor_reader import TensorReader, check_values, row_ranges
 
 Model = Decoder | Encoder
 ReportCost = Callable[[float], None]  # takes the cost of quantization in quality, see `Packing`
@@ -331,6 +331,8 @@ class _ModelLoader:
 
     def _set_norm(self, norm: Norm | Filters | HeadNorm | StoredVector | Xielu) -> None:
         entries = [self.streams.tensors[f"{norm.source}.{kind}"] for kind in norm.kinds]
+        for entry, kind in zip(entries, norm.kinds, strict=True):
+            check_values(f"{norm.source}.{kind}", self.streams.stored(entry), self.choice.dtype)
         if entries:
             norm.set_weight(*(self.streams.resident(entry, self.choice.device) for entry in entries))
         else:
@@ -400,7 +402,7 @@ class _ModelLoader:
             return None
         self._advance(self.streams.entries(linear.sources, "bias"))
         for source, entry in zip(linear.sources, self.streams.entries(linear.sources, "bias"), strict=True):
-            check_fp16(f"{source}.bias", self.streams.stored(entry), self.choice.dtype)
+            check_values(f"{source}.bias", self.streams.stored(entry), self.choice.dtype)
         return self.streams.bias(linear.sources, self.choice.dtype)
 
     def _form(
@@ -461,7 +463,8 @@ class _ModelLoader:
         for source, entry, rows, first in blocks:
             block = self.streams.block(entry, rows)
             block = block if self.choice.device is None else block.to(self.choice.device)
-            check_fp16(f"{source}.weight", block, self.choice.dtype)
+            if self.is_quantized or self.choice.dtype == torch.float16:  # else the warm-up tells, without another pass
+                check_values(f"{source}.weight", block, self.choice.dtype)
             bits = self.choice.code_bits(source)
             codes = None if bits is None else self.streams.stored_codes(entry, rows, bits)
             if codes is not None and isinstance(form, CacheableForm):

@@ -10,11 +10,12 @@ import json
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from io import BufferedReader
 from pathlib import Path
 from typing import Any
 
 from app.errors import CheckpointInvalid
-from app.weights.files import remedy
+from app.weights.files import open_regular, remedy
 
 # Bytes per element, by the format's dtype names; sub-byte types are not supported.
 DTYPE_BYTES: Mapping[str, int] = {
@@ -142,7 +143,7 @@ def _attributes(text: str) -> dict[str, Any]:
 
 def _read_metadata(file: Path) -> dict[str, str]:
     """Return the metadata of a file whose header was checked before."""
-    with file.open("rb") as stream:
+    with BufferedReader(open_regular(file)) as stream:
         header = _objects(file, stream.read(int.from_bytes(stream.read(8), "little")))
     values = header.get("__metadata__")
     values = values if isinstance(values, dict) else {}
@@ -156,7 +157,7 @@ def read_header(file: Path) -> dict[str, TensorEntry]:
         CheckpointInvalid: The file is damaged, truncated or not in this format.
     """
     size = file.stat().st_size
-    with file.open("rb") as stream:
+    with BufferedReader(open_regular(file)) as stream:
         length = int.from_bytes(stream.read(8), "little")
         if size < 8 or length > min(size - 8, MAX_HEADER_BYTES):
             raise CheckpointInvalid(

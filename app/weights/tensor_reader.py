@@ -1,7 +1,8 @@
 """Reads a checkpoint's tensors from memory-mapped files: without a copy, some rows at a time, or whole.
 
 The mapping is private and read-only: nothing can write to the checkpoint, and the kernel may drop its pages at any
-time. `check_fp16` refuses weights beyond FP16's maximum of 65,504, which checkpoints made in BF16 may exceed.
+time. `check_values` refuses weights that are not finite, and those beyond FP16's maximum of 65,504, which checkpoints
+made in BF16 may exceed.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from app.hardware.kernel_advice import advise
 from app.kernels.linear.layout import PANEL_OUTPUTS
 from app.kernels.linear.quantization import Int4Weight, Int8Weight
 from app.kernels.linear.torchao_linear import dequantize_rows
+from app.weights.files import open_regular
 from app.weights.gguf.blocks import EIGHT_BIT_CODES, FOUR_BIT_CODES, dequantize_blocks
 from app.weights.gguf.tensor_types import TYPES
 from app.weights.gguf.tensors import BlockEntry
@@ -159,14 +161,14 @@ class MappedFiles:
     def _descriptor(self, file: Path) -> int:
         with self._opening:
             if file not in self._streams:
-                self._streams[file] = file.open("rb", buffering=0)
+                self._streams[file] = open_regular(file)
             return self._streams[file].fileno()
 
     def _map(self, file: Path) -> mmap.mmap:
         with self._opening:
             mapped = self._maps.get(file)
             if mapped is None:
-                with file.open("rb") as stream:
+                with open_regular(file) as stream:
                     mapped = mmap.mmap(stream.fileno(), 0, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ)
                 self._maps[file] = mapped
             return mapped
@@ -313,17 +315,33 @@ def _are_contiguous(entries: Sequence[TensorEntry]) -> bool:
 _FP16_MAX = torch.finfo(torch.float16).max
 
 
-def check_fp16(name: str, values: Tensor, dtype: torch.dtype) -> None:
+def largest_magnitude(values: Tensor) -> float:
+    """Return the largest magnitude of the values; NaN if one is NaN, 0 if there are none."""
+    if not values.numel():
+        return 0.0
+    low, high = (float(end) for end in values.aminmax())
+    return max(-low, high)  # if a value is NaN, both are NaN
+
+
+def weight_not_finite(name: str) -> CheckpointInvalid:
+    """Return the error of a tensor with a value that is not finite."""
+    return CheckpointInvalid(
+        f"The tensor {name} has a value that is NaN or infinite, so the model cannot compute: the file is damaged, or the "
+        "training had diverged. Fetch or export the checkpoint again."
+    )
+
+
+def check_values(name: str, values: Tensor, dtype: torch.dtype) -> None:
     """Check values that are converted to `dtype`.
 
     Raises:
+        CheckpointInvalid: A value is not finite.
         PlanImpossible: `dtype` is FP16 and a value does not fit it.
     """
-    if dtype != torch.float16:
-        return
-    low, high = (float(end) for end in values.aminmax())
-    worst = high if high > -low else low  # if a value is NaN, both are NaN
-    if not abs(worst) <= _FP16_MAX:
+    largest = largest_magnitude(values)
+    if not largest < torch.inf:
+        raise weight_not_finite(name)
+    if dtype == torch.float16 and largest > _FP16_MAX:
         raise PlanImpossible(
-            f"{name} holds {worst:g}, and FP16 ends at {_FP16_MAX:,.0f}: serve this model in bf16 or fp32 (precision=bf16)."
+            f"{name} holds {largest:g}, and FP16 ends at {_FP16_MAX:,.0f}: serve this model in bf16 or fp32 (precision=bf16)."
         )

@@ -5,17 +5,22 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import socket
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from app.errors import CheckpointInvalid
-from app.settings import DEMO_DIRECTORY
+from app.errors import CheckpointInvalid, SettingsInvalid
+from app.server.process import check_tls
+from app.server.startup import read_api_keys
+from app.settings import DEMO_DIRECTORY, Settings
 from app.text.chat import MAX_TEMPLATE_BYTES, open_chat_template
 from app.text.tokenizer import Tokenizer
+from app.weights.cache_file import checkpoint_fingerprint
 from app.weights.checkpoint import Checkpoint
-from app.weights.files import MAX_JSON_BYTES, file_in
+from app.weights.files import MAX_JSON_BYTES, file_in, open_regular
+from app.weights.hub.cache import _snapshot_in
 from app.weights.open import open_model
 
 INDEX = "model.safetensors.index.json"
@@ -72,6 +77,53 @@ def test_what_is_no_regular_file_is_not_opened(kind: str, name: str, special: st
         file.mkdir()
     with pytest.raises(CheckpointInvalid, match=r"not a regular file|leads out of the checkpoint"):
         read(directory)
+
+
+def make_special(file: Path, kind: str) -> None:
+    """Put something there from which reading waits, never ends, or fails."""
+    if kind == "pipe":
+        os.mkfifo(file)
+    elif kind == "folder":
+        file.mkdir()
+    elif kind == "device":
+        file.symlink_to("/dev/zero")
+    else:
+        with socket.socket(socket.AF_UNIX) as listener:
+            listener.bind(str(file))
+
+
+@pytest.mark.parametrize("kind", ["pipe", "folder", "device", "socket"])
+def test_only_regular_files_are_opened_wherever_a_start_reads(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing here may wait: there is no writer, and a zero device has no end."""
+    monkeypatch.chdir(tmp_path)  # the name of a socket is short
+    file = Path(kind)
+    make_special(file, kind)
+    with pytest.raises(OSError):
+        open_regular(file)
+    with pytest.raises(SettingsInvalid, match="api_key_file"):
+        read_api_keys(Settings(api_key_file=file))
+    with pytest.raises(SettingsInvalid, match="tls_cert"):
+        check_tls(Settings(tls_cert=file, tls_key=file))
+    for name in (f"{kind}.gguf", f"{kind}.pt2"):
+        make_special(Path(name), kind)
+        with pytest.raises(CheckpointInvalid):
+            open_model(Path(name))
+    copied("llama", tmp_path / "model")
+    notes, checkpoint = tmp_path / "packs", open_model(tmp_path / "model")
+    assert isinstance(checkpoint, Checkpoint)
+    os.utime(tmp_path / "model" / "config.json", (1, 1))
+    os.utime(tmp_path / "model" / "model.safetensors", (1, 1))
+    expected = checkpoint_fingerprint(checkpoint, notes, 1)
+    (note,) = notes.glob("*.content")
+    note.unlink()
+    make_special(note.relative_to(tmp_path), kind)
+    assert checkpoint_fingerprint(checkpoint, notes, 1) == expected
+    refs = tmp_path / "models--a--b" / "refs"
+    refs.mkdir(parents=True)
+    make_special((refs / "main").relative_to(tmp_path), kind)
+    assert _snapshot_in(refs.parent, "main") is None
 
 
 def test_a_folder_that_leads_out_is_not_followed(tmp_path: Path) -> None:

@@ -55,6 +55,8 @@ def measure_encoder_cost(
     except ArmatureError:
         return None
     texts = tokenizer.encode_texts(sample_texts(), plan.max_model_len.value)
+    if any(max(text.token_ids, default=0) >= checkpoint.encoder.vocab_size for text in texts):
+        return None  # the tokenizer has tokens that the model does not know
     found = _vectors(model, texts)
     packed = {linear: linear.form for linear in model.modules() if isinstance(linear, Linear)}
     for linear in packed:

@@ -27,7 +27,7 @@ from app.backends.base import HostBackend
 from app.engine.calibration.perplexity import WINDOW_TOKENS, Window, read_windows, window_logits, window_span
 from app.engine.decoder.cpu_runner import StepAttention
 from app.engine.decoder.kv_cache import KvCache, KvShape, kv_dtype
-from app.errors import ArmatureError
+from app.errors import ArmatureError, SettingsInvalid
 from app.hardware.plan.plan import ServingPlan
 from app.hardware.plan.precision import INT4_PRECISIONS, QUANTIZED_PRECISIONS
 from app.kernels.elementwise.activations import TopLogits
@@ -198,6 +198,8 @@ class StreamedCalibration:
         known = read_windows(tokenizer, text or CALIBRATION_TEXT, limit, num_tokens, window_tokens)
         windows = [[token for token in each if token < config.vocab_size] for each in known]
         self._windows: list[Window] = [window for window in windows if window]
+        if not self._windows:
+            raise SettingsInvalid("The model knows none of the tokens that its tokenizer makes of the text.")
         self._probed = max(range(len(self._windows)), key=lambda number: len(self._windows[number]))
         self._probe_tokens = SMALL_PROBE_TOKENS if is_small else PROBE_TOKENS
         shape = KvShape(config.cache_layers, 1, window_tokens, config.cache_heads, config.head_dim)

@@ -26,7 +26,7 @@ from app.engine.scheduler.policy import PrefillBudget
 from app.engine.scheduler.queues import EngineLimits
 from app.engine.scheduler.scheduler import Scheduler
 from app.engine.scheduler.speculation import MAX_DRAFT_TOKENS, Speculation, ngram_drafter
-from app.errors import PlanImpossible
+from app.errors import PlanImpossible, StepFailed
 from app.hardware.plan.memory_budget import DRAFT_SEQS, draft_kv_tokens, draft_precision
 from app.hardware.plan.plan import ServingPlan
 from app.hardware.step_times import ThrottleCorrection
@@ -37,6 +37,7 @@ from app.metrics.step_time_model import StepTimeModel
 from app.models.decoders.config import ModelConfig
 from app.models.decoders.decoder import Decoder
 from app.weights.checkpoint import Checkpoint
+from app.weights.finite import explaining_values_not_finite
 
 if TYPE_CHECKING:
     from app.engine.decoder.device_runner import DeviceDecoderRunner
@@ -64,7 +65,8 @@ def build_decoder_engine(
     adapters = None if request.adapters is None else load_adapter_slots(model, request.adapters, request.report)
     runner = CpuDecoderRunner(replay, kv_cache, backend, Sampler(config.vocab_size), max_queries_together, adapters)
     request.report("warming up")
-    warm_up_decoder(runner)
+    with explaining_values_not_finite(request.checkpoint):
+        warm_up_decoder(runner)
     capacity = min(plan.kv_cache_bytes.value // kv_cache.bytes_per_token, kv_cache.shape.num_slots * kv_cache.stride)
     pool = KvSlots(kv_cache.shape.num_slots, capacity, kv_cache.tokens_per_page)
     speculation = _speculation(config, plan, request.step_time_model)
@@ -94,7 +96,8 @@ def build_device_decoder_engine(
     runner = DeviceDecoderRunner(model, kv_cache, backend, limits, request.eager_reason)
     capture_startup_steps(runner, request.report)
     request.report("warming up")
-    warm_up_device_decoder(runner, limits.max_batch_tokens)
+    with explaining_values_not_finite(request.checkpoint):
+        warm_up_device_decoder(runner, limits.max_batch_tokens)
     pool = KvSlots(kv_cache.shape.num_slots, kv_cache.capacity_tokens, kv_cache.tokens_per_page)
     return BuiltEngine(_decoder_engine(request, runner, pool), runner, model, backend)
 
@@ -157,7 +160,8 @@ def _load_draft_model(request: BuildRequest[Checkpoint], draft: Checkpoint) -> D
     shape = KvShape(config.cache_layers, slots, min(length, capacity), config.cache_heads, config.head_dim)
     replay = DecoderReplay(model, request.eager_reason)
     runner = CpuDecoderRunner(replay, KvCache(shape, kv_dtype(plan)), backend, Sampler(config.vocab_size))
-    warm_up_decoder(runner)
+    with explaining_values_not_finite(draft):
+        warm_up_decoder(runner)
     return DraftModel(runner, capacity, request.checkpoint.decoder.vocab_size)
 
 
@@ -185,14 +189,16 @@ def warm_up_decoder(runner: CpuDecoderRunner) -> None:
 
     The first client then does not pay for pools and code generation. The KV memory that was written is released.
     The prefill budget never sees these steps.
+
+    Raises:
+        StepFailed: The logits are not finite.
     """
     params = SamplingParams(max_tokens=2, temperature=0.0, ignore_eos=True)
     length = max(1, min(WARM_UP_TOKENS, runner.kv_cache.shape.max_len - 1))
     sequence = _warm_up_sequence(length, params)
     for start, num_tokens in ((0, length), (length, 1)):
         span = ScheduledSpan(sequence, start, num_tokens, slot=0, prefix_slot=None, prefix_tokens=0, samples=True)
-        (sampled,) = runner.run(Batch((span,)))
-        sequence.token_ids.extend(sampled.token_ids)
+        sequence.token_ids.extend(_run_warm_up(runner, span))
     runner.kv_cache.release(0, 0, runner.kv_cache.shape.max_len)
 
 
@@ -263,13 +269,21 @@ def _run_prompt_and_decodes(runner: DeviceDecoderRunner, tokens: int) -> None:
         sequence, half = _warm_up_sequence(tokens, SamplingParams(temperature=0.0)), max(1, tokens - WARM_UP_TOKENS)
         for start, end in ((0, half), (half, tokens)):
             if start < end:
-                runner.run(Batch((ScheduledSpan(sequence, start, end - start, 0, None, 0, samples=end == tokens),)))
+                _run_warm_up(runner, ScheduledSpan(sequence, start, end - start, 0, None, 0, samples=end == tokens))
         for params in (SamplingParams(temperature=0.0), SamplingParams(), SamplingParams(top_p=0.9)):
             if tokens < runner.kv_cache.shape.max_len:
                 decoding = _warm_up_sequence(tokens + 1, params)
-                runner.run(Batch((ScheduledSpan(decoding, tokens, 1, 0, None, 0, samples=True),)))
+                _run_warm_up(runner, ScheduledSpan(decoding, tokens, 1, 0, None, 0, samples=True))
     finally:
         runner.kv_cache.release(0, 0, runner.kv_cache.shape.max_len)
+
+
+def _run_warm_up(runner: CpuDecoderRunner | DeviceDecoderRunner, span: ScheduledSpan) -> tuple[int, ...]:
+    """Run a step of one span, and return its sampled token, if it samples one."""
+    samples = runner.run(Batch((span,)))
+    if not all(one.is_finite for one in samples):
+        raise StepFailed("The logits of the warm-up are not finite.")
+    return samples[0].token_ids if samples else ()
 
 
 def _warm_up_sequence(length: int, params: SamplingParams) -> Sequence:

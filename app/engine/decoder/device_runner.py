@@ -39,7 +39,6 @@ from app.engine.sampling.rows import scratch_rows
 from app.engine.sampling.sampler import Sampler
 from app.engine.scheduler.batch import Batch, InFlightStep, LogitRow, SampledTokens, logit_rows_of
 from app.engine.scheduler.queues import EngineLimits
-from app.errors import StepFailed
 from app.messages import TokenScore
 from app.models.decoders.decoder import Decoder
 
@@ -133,19 +132,6 @@ class _StepTask:
     rows: list[LogitRow]
 
 
-def _replace_invalid_ids(ids: list[int], batch: Batch) -> list[int]:
-    """Replace the invalid ids of finished sequences by 0.
-
-    Raises `StepFailed` if an active sequence has an invalid id.
-    """
-    bad = [row for token_id, row in zip(ids, logit_rows_of(batch.spans), strict=True) if token_id < 0]
-    if not batch.ahead or any(row.sequence.slot is not None for row in bad):
-        raise StepFailed(
-            f"The model's logits are not finite for {len(bad)} of {len(ids)} sequences of this step, so no token can be sampled."
-        )
-    return [max(token_id, 0) for token_id in ids]
-
-
 class DeviceDecoderRunner:
     """The decode runner of a device. It is used on the worker thread only.
 
@@ -213,11 +199,7 @@ class DeviceDecoderRunner:
         return self._last_launched
 
     def wait(self, in_flight: InFlightStep) -> list[SampledTokens]:
-        """Wait for a step and return one `SampledTokens` for each row that samples, in the order of the spans.
-
-        Raises:
-            StepFailed: The logits of an active sequence are not finite.
-        """
+        """Wait for a step and return one `SampledTokens` for each row that samples, in the order of the spans."""
         assert isinstance(in_flight, DeviceInFlightStep), "the step must come from this runner"
         ids = in_flight.wait_ids()
         now = time.perf_counter()
@@ -230,8 +212,6 @@ class DeviceDecoderRunner:
                 spans = in_flight.batch.spans
                 rows = logit_rows_of(spans)
                 return self._sampler.sample(logits, rows, self._masks.for_step(spans, len(rows)))
-        if ids and min(ids) < 0:
-            ids = _replace_invalid_ids(ids, in_flight.batch)
         return [SampledTokens((token_id,)) for token_id in ids]
 
     def run(self, batch: Batch) -> list[SampledTokens]:

@@ -101,7 +101,7 @@ class DraftModel:
             )
             samples = self._runner.run(Batch(spans))
             for sequence, one, sample in zip(sequences, known, samples, strict=True):
-                position, token = len(one.own.token_ids), sample.token_ids[0]
+                position, token = len(one.own.token_ids), max(sample.token_ids[0], 0)  # any token, if none is finite
                 one.own.num_computed = position
                 chosen = token if self.choose is None else self.choose(sequence, position, token)
                 one.own.token_ids.append(chosen if chosen < self._own_vocab_size else token)

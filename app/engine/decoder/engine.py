@@ -195,7 +195,9 @@ class DecoderEngine:
             return
         try:
             batch = Batch((next_span(sequence, 1),), allocator.take_copies(), pool.take_released())
-            self.runner.wait(self.runner.launch(batch))
+            (sampled,) = self.runner.wait(self.runner.launch(batch))
+            if not sampled.is_finite:
+                raise StepFailed("The logits of a prompt of one token are not finite.")
         finally:
             allocator.release(sequence, keep=0)
 

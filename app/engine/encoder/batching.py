@@ -21,6 +21,7 @@ from dataclasses import dataclass, field
 from statistics import median
 from typing import Protocol, TypeVar
 
+from app.engine.scheduler.policy import size_class
 from app.hardware.step_times import StepTimes
 from app.messages import Array, Encode, Text
 from app.metrics.stats import StepStats
@@ -28,11 +29,6 @@ from app.metrics.step_time_model import StepTimeModel
 
 FLOAT_BYTES = 4
 TextLength = tuple[int, int]  # (tokens of a text, its negative index), so that the first of equal texts sorts last
-
-
-def size_class(tokens: int, step: int) -> int:
-    """Return 0 if the tokens fit in a step, then 1, 2, … for up to 2, 4, … times as many."""
-    return max((tokens - 1) // max(step, 1), 0).bit_length()
 
 
 class TakenText(Protocol):

@@ -5,19 +5,22 @@ On a GPU, small batches are recorded too.
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from app.backends.selection import select_device_backend, select_host_backend
 from app.engine.build import BuildRequest, BuiltEngine, ReportStage, load_on_device, percent_reporter
 from app.engine.encoder.batching import BatchingDelay, EncodeState, TextSpan
 from app.engine.encoder.cpu_runner import EncoderRunner
-from app.engine.encoder.engine import EncoderEngine, EncoderLimits, TextRunner
+from app.engine.encoder.engine import EncoderEngine, EncoderLimits, TextRunner, are_finite
 from app.engine.encoder.sharding import DEFAULT_PAIR_TOKENS, LanePlanner
+from app.errors import StepFailed
 from app.hardware.plan.plan import ServingPlan
 from app.hardware.step_times import TABLE_TEXT_TOKENS, ThrottleCorrection
 from app.messages import Encode, Text
 from app.models.encoders.encoder import Encoder
 from app.weights.checkpoint import Checkpoint
+from app.weights.finite import explaining_values_not_finite
 
 if TYPE_CHECKING:
     from app.engine.encoder.device_runner import DeviceEncoderRunner
@@ -33,7 +36,8 @@ def build_encoder_engine(request: BuildRequest[Checkpoint]) -> BuiltEngine[Encod
     planner = LanePlanner((table.pair_tokens if table else None) or DEFAULT_PAIR_TOKENS)
     runner = EncoderRunner(model, max_step_tokens(plan), request.eager_reason, plan.batch_target_tokens.value, planner)
     request.report("warming up")
-    warm_up_encoder(runner, plan.max_model_len.value)
+    with explaining_values_not_finite(request.checkpoint):
+        warm_up_encoder(runner, plan.max_model_len.value)
     engine = _encoder_engine(request, runner, model, ThrottleCorrection(plan.throttling_quota.value))
     return BuiltEngine(engine, runner, model, backend)
 
@@ -52,7 +56,8 @@ def build_device_encoder_engine(
     assert isinstance(model, Encoder), "an encoder's checkpoint"
     runner = DeviceEncoderRunner(model, backend, max_step_tokens(request.plan), request.eager_reason)
     request.report("warming up")
-    warm_up_device_encoder(runner, request.plan, request.report)
+    with explaining_values_not_finite(request.checkpoint):
+        warm_up_device_encoder(runner, request.plan, request.report)
     return BuiltEngine(_encoder_engine(request, runner, model), runner, model, backend)
 
 
@@ -75,7 +80,8 @@ def warm_up_encoder(runner: EncoderRunner, max_model_len: int) -> None:
     """Run one batch for each output, so that the first client does not pay for pools and recordings."""
     text = Text((0,) * min(WARM_UP_TOKENS, max_model_len))
     for output in runner.model.config.outputs:
-        runner.run(EncodeState.from_message(Encode("warm-up", (text,), (output,), arrived_at=0.0)).spans())
+        spans = EncodeState.from_message(Encode("warm-up", (text,), (output,), arrived_at=0.0)).spans()
+        _check_finite(runner.run(spans))
 
 
 def warm_up_device_encoder(runner: DeviceEncoderRunner, plan: ServingPlan, report: ReportStage) -> None:
@@ -86,7 +92,7 @@ def warm_up_device_encoder(runner: DeviceEncoderRunner, plan: ServingPlan, repor
     """
     length, usual = plan.max_model_len.value, runner.model.config.outputs[0]
     for output in runner.model.config.outputs:
-        runner.run(_warm_up_spans(output, min(WARM_UP_TOKENS, length)))
+        _check_finite(runner.run(_warm_up_spans(output, min(WARM_UP_TOKENS, length))))
     each = min(TABLE_TEXT_TOKENS, length)
     number = min(plan.batch_target_tokens.value // each, plan.max_running_seqs.value)
     try:
@@ -96,6 +102,12 @@ def warm_up_device_encoder(runner: DeviceEncoderRunner, plan: ServingPlan, repor
         if not runner.survives(error):
             raise
     runner.record(_warm_up_spans(usual, 1), percent_reporter(report, "recording steps"))
+
+
+def _check_finite(texts: Sequence[Mapping[str, bytes]]) -> None:
+    """Check the rows of the warm-up. Raises `StepFailed` if they are not finite."""
+    if not all(are_finite(rows) for text in texts for rows in text.values()):
+        raise StepFailed("The outputs of the warm-up are not finite.")
 
 
 def _warm_up_spans(output: str, length: int, number: int = 1) -> list[TextSpan]:

@@ -11,11 +11,18 @@ from collections.abc import Sequence as Items
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
+import numpy
+
 from app.engine.encoder.batching import BatchingDelay, EncodeState, TextBudget, TextQueue, TextSpan
 from app.errors import ContextLengthExceeded, InvalidRequest, RequestError, StepFailed, WrongModelKind
 from app.hardware.step_times import ThrottleCorrection
 from app.messages import Abort, ArraysReady, Encode, Event, RequestFailed, Text, Timings
 from app.metrics.stats import EngineSnapshot, StepStats
+
+_NOT_FINITE_MESSAGE = (
+    "The model's output for this request is not finite, so there is no result: its weights do not suit a token of these "
+    "texts. Other requests are not affected."
+)
 
 
 class TextRunner(Protocol):
@@ -209,9 +216,11 @@ class EncoderEngine:
         return []
 
     def check(self) -> None:
-        """Compute a text of one token, without touching the queue. Raises if that fails."""
+        """Compute a text of one token, without touching the queue. Raises if that fails, or is not finite."""
         message = Encode("check", (Text((0,)),), self._limits.outputs[:1], arrived_at=0.0)
-        self.runner.wait(self.runner.launch(EncodeState.from_message(message).spans()))
+        (rows,) = self.runner.wait(self.runner.launch(EncodeState.from_message(message).spans()))
+        if not all(are_finite(rows[name]) for name in message.outputs):
+            raise StepFailed("The outputs for a text of one token are not finite.")
 
     def fail_all(self, error: RequestError) -> list[Event]:
         """End every request with this error."""
@@ -235,7 +244,7 @@ class EncoderEngine:
             request = span.request
             request.results[span.index] = {name: own[name] for name in request.message.outputs}
             if request.is_done and self.queue.remove(request.message.request_id):  # false if it was aborted meanwhile
-                events.append(_arrays_ready(request, now))
+                events.append(_ending(request, now))
         for request in dict.fromkeys(span.request for span in spans):
             request.runs_alone = False
         return events
@@ -249,11 +258,20 @@ class EncoderEngine:
         return [RequestFailed(request_id, error) for request_id in ended if self.queue.remove(request_id)]
 
 
-def _arrays_ready(request: EncodeState, now: float) -> ArraysReady:
+def are_finite(rows: bytes) -> bool:
+    """Return True if all values of rows of FP32 bytes are finite."""
+    return bool(numpy.isfinite(numpy.frombuffer(rows, "<f4")).all())
+
+
+def _ending(request: EncodeState, now: float) -> ArraysReady | RequestFailed:
+    """Return the answer of a request whose texts are computed, or its failure if it has values that are not finite."""
     message, started_at = request.message, request.started_at
     assert started_at is not None, "it was in a step"
+    arrays = request.arrays()
+    if not all(are_finite(array.data) for array in arrays.values()):
+        return RequestFailed(message.request_id, StepFailed(_NOT_FINITE_MESSAGE))
     timings = Timings(queue_seconds=max(started_at - message.arrived_at, 0.0), encode_seconds=now - started_at)
-    return ArraysReady(message.request_id, request.arrays(), timings, request.num_tokens)
+    return ArraysReady(message.request_id, arrays, timings, request.num_tokens)
 
 
 def encode_step_stats(spans: Items[TextSpan], seconds: float, model_seconds: float) -> StepStats:

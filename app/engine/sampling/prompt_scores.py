@@ -13,7 +13,7 @@ from itertools import islice
 import torch
 from torch import Tensor
 
-from app.engine.sampling.rows import require_finite
+from app.engine.sampling.rows import rows_not_finite
 from app.engine.scheduler.batch import Batch, ScoredSpan
 from app.messages import TokenScore
 
@@ -44,11 +44,9 @@ class SpanScores:
     rows: tuple[ScoredRows, ...]
 
     def on_host(self) -> tuple[TokenScore, ...]:
-        """Return the scores as plain values. On a device this waits for them.
-
-        Raises:
-            StepFailed: The logits are not finite.
-        """
+        """Return the scores as plain values; none if the logits are not finite. On a device this waits for them."""
+        if any(rows_not_finite(rows.best) for rows in self.rows):
+            return ()
         target_ids = iter(self.scored.target_ids)
         return tuple(score for rows in self.rows for score in _token_scores(rows, target_ids))
 
@@ -93,7 +91,6 @@ def score_rows(logits: Tensor, target_ids: Tensor, num_top: int) -> ScoredRows:
 
 
 def _token_scores(rows: ScoredRows, target_ids: Iterator[int]) -> Iterator[TokenScore]:
-    require_finite(rows.best)
     values = (rows.logprobs.tolist(), rows.ranks.tolist(), rows.top_ids.tolist(), rows.top_logprobs.tolist())
     ids = list(islice(target_ids, len(rows.best)))
     for token_id, logprob, rank, top_ids, top_logprobs in zip(ids, *values, strict=True):

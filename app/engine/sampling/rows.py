@@ -25,12 +25,10 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
-from app.engine.scheduler.batch import Sequence
-from app.errors import StepFailed
+from app.engine.scheduler.batch import NOT_FINITE, Sequence
 from app.kernels.triton.support import triton_usable
 from app.messages import SamplingParams
 
-NOT_FINITE = -1  # returned instead of a token id if the row has a NaN or +inf, or only -inf
 MIN_TEMPERATURE = (
     1e-6  # smaller temperatures and repetition penalties are raised to it; an overflow would look like a broken model
 )
@@ -119,19 +117,18 @@ def select_rows(values: Tensor, rows: list[int] | Tensor) -> Tensor:
     return values if len(rows) == len(values) else values[rows]
 
 
-def require_finite(best: Tensor) -> None:
-    """Check the largest logit of each row, `best` [rows].
+def rows_not_finite(*largest: Tensor) -> list[int]:
+    """Return the rows from which no token can be sampled, by their largest logits, [rows] each.
 
     A NaN anywhere in a row, a +inf, or a row of only -inf makes the maximum non-finite.
-
-    Raises:
-        StepFailed: The maximum of a row is not finite.
     """
-    if not bool(best.isfinite().all()):
-        bad = int((~best.isfinite()).sum())
-        raise StepFailed(
-            f"The model's logits are not finite for {bad} of {len(best)} sequences of this step, so no token can be sampled."
-        )
+    finite = largest[0].isfinite()
+    for others in largest[1:]:
+        finite &= others.isfinite()
+    if bool(finite.all()):
+        return []
+    rows: list[int] = (~finite).nonzero().squeeze(1).tolist()
+    return rows
 
 
 def apply_penalties(logits: Tensor, sequences: abc.Sequence[Sequence]) -> Tensor:
@@ -346,7 +343,7 @@ def sample_greedy(logits: Tensor) -> Tensor:
 
     Among equal logits the lowest id is taken. The id is `NOT_FINITE` if the row has no finite maximum.
     """
-    best, ids = logits.max(-1)
+    best, ids = logits.max(-1)  # faster than `argmax` in bfloat16
     return torch.where(best.isfinite(), ids, NOT_FINITE)
 
 

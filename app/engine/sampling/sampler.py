@@ -19,11 +19,12 @@ from app.engine.sampling.rows import (
     apply_penalties,
     filtered_probabilities,
     multinomial,
-    require_finite,
+    rows_not_finite,
+    sample_greedy,
     select_rows,
     uniform_number,
 )
-from app.engine.scheduler.batch import LogitRow, SampledTokens, Sequence
+from app.engine.scheduler.batch import NOT_SAMPLED, LogitRow, SampledTokens, Sequence
 from app.kernels.elementwise.activations import MAX_TOP_LOGITS, RowMasks, TopLogits, TopLogitsRequest, mask_logits
 
 SampleRows = Callable[[Tensor, Rows[LogitRow]], list[SampledTokens]]
@@ -41,8 +42,7 @@ class Sampler:
     def sample(self, logits: Tensor, rows: Rows[LogitRow], masks: RowMasks | None = None) -> list[SampledTokens]:
         """Return one `SampledTokens` per row of logits [rows, vocab], of the tokens that `masks` allow.
 
-        Raises:
-            StepFailed: The logits are not finite.
+        It is `NOT_SAMPLED` for a row whose logits are not finite. The other rows do not depend on it.
         """
         expected = (len(rows), self.vocab_size)
         assert logits.shape == expected, (
@@ -51,16 +51,27 @@ class Sampler:
         groups: dict[SampleRows, list[int]] = {}
         for index, row in enumerate(rows):
             groups.setdefault(_sampling_function(row.sequence), []).append(index)
-        samples: list[SampledTokens] = [SampledTokens(())] * len(rows)
-        scores = logits
-        if masks is not None:
-            require_finite(logits.amax(-1))
-            scores = mask_logits(logits, masks)
+        if (
+            masks is None
+            and groups.keys() == {_sample_greedy}
+            and all(row.sequence.params.logprobs is None for row in rows)
+        ):
+            return _sample_greedy(logits, rows)  # in one pass over the logits
+        scores = logits if masks is None else mask_logits(logits, masks)
+        bad = rows_not_finite(logits.amax(-1), *(() if masks is None else (scores.amax(-1),)))
+        if bad:
+            logits, scores = (
+                values.index_fill(0, torch.tensor(bad, device=values.device), 0.0) for values in (logits, scores)
+            )
+        samples: list[SampledTokens] = [NOT_SAMPLED] * len(rows)
         for sample_rows, indices in groups.items():
             chosen = sample_rows(select_rows(scores, indices), [rows[index] for index in indices])
             for index, one in zip(indices, chosen, strict=True):
                 samples[index] = one
-        return _with_logprobs(samples, logits, rows)
+        samples = _with_logprobs(samples, logits, rows)
+        for index in bad:
+            samples[index] = NOT_SAMPLED
+        return samples
 
 
 def _sampling_function(sequence: Sequence) -> SampleRows:
@@ -72,23 +83,16 @@ def _sampling_function(sequence: Sequence) -> SampleRows:
 
 
 def _sample_greedy(logits: Tensor, rows: Rows[LogitRow]) -> list[SampledTokens]:
-    """Sample greedily in one pass over the logits, without converting them.
-
-    `max` takes the lowest id among equals, and is faster than `argmax` in bfloat16.
-    """
-    best, token_ids = logits.max(-1)
-    require_finite(best)
-    return [SampledTokens((token_id,)) for token_id in token_ids.tolist()]
+    """Sample greedily, without converting the logits."""
+    return [SampledTokens((token_id,)) for token_id in sample_greedy(logits).tolist()]
 
 
 def _sample_greedy_penalised(logits: Tensor, rows: Rows[LogitRow]) -> list[SampledTokens]:
-    require_finite(logits.amax(-1))
     return _sample_greedy(apply_penalties(logits, [row.sequence for row in rows]), rows)
 
 
 def _sample_random(logits: Tensor, rows: Rows[LogitRow]) -> list[SampledTokens]:
     """Sample randomly. The random number depends on the seed and on the position of the new token."""
-    require_finite(logits.amax(-1))
     scores = apply_penalties(logits, [row.sequence for row in rows])
     probs = filtered_probabilities(scores, [row.sequence.params for row in rows])
     uniforms = [uniform_number(row.sequence.seed, row.position) for row in rows]
@@ -100,7 +104,6 @@ def _beam_candidates(logits: Tensor, rows: Rows[LogitRow]) -> list[SampledTokens
 
     A beam search ignores the temperature.
     """
-    require_finite(logits.amax(-1))
     sequences = [row.sequence for row in rows]
     logprobs = _log_softmax(apply_penalties(logits, sequences))
     best = _top_tokens(logprobs, max(sequence.num_candidates for sequence in sequences))
@@ -185,14 +188,10 @@ def sample_top_logits(top_logits: TopLogits, rows: Rows[LogitRow]) -> list[Sampl
 
     If several tokens tie for the last of the `top_k` places, only the one with the lower id is kept. From full
     rows, all of them are kept.
-
-    Raises:
-        StepFailed: The logits are not finite.
     """
     values, ids = top_logits.values.tolist(), top_logits.ids.tolist()
-    if not all(isfinite(row[0]) for row in values):
-        require_finite(top_logits.values[:, 0])
-    drawn = [index for index, row in enumerate(rows) if not row.sequence.params.greedy]
+    finite = [isfinite(row[0]) for row in values]
+    drawn = [index for index, row in enumerate(rows) if not row.sequence.params.greedy and finite[index]]
     places = [0] * len(rows)
     if drawn:
         for index, place in zip(
@@ -204,6 +203,8 @@ def sample_top_logits(top_logits: TopLogits, rows: Rows[LogitRow]) -> list[Sampl
     )
     return [
         _sampled_tokens(ids[index], None if logprobs is None else logprobs[index], place, row.sequence)
+        if finite[index]
+        else NOT_SAMPLED
         for index, (place, row) in enumerate(zip(places, rows, strict=True))
     ]
 

@@ -14,6 +14,7 @@ from typing import Protocol
 
 from app.messages import Generate, GrammarState, LoadedAdapter, SamplingParams, TokenLogprob
 
+NOT_FINITE = -1  # in place of a sampled token's id if the row's logits have a NaN or +inf, or are all -inf
 _SEED_MASK = 2**63 - 1
 # increment of SplitMix64: Steele et al., "Fast splittable pseudorandom number generators", 2014
 _GOLDEN = 0x9E3779B97F4A7C15
@@ -355,12 +356,21 @@ def logit_rows_of(spans: Iterable[ScheduledSpan]) -> list[LogitRow]:
 class SampledTokens:
     """The result of sampling one row of logits.
 
-    `token_ids` has one id, or for a beam parent the ids of its best candidates, best first.
+    `token_ids` has one id, or for a beam parent the ids of its best candidates, best first. It is only `NOT_FINITE` if no
+    token can be sampled.
     """
 
     token_ids: tuple[int, ...]
     logprobs: tuple[float, ...] = ()  # one per token id, if the sequence requests log-probabilities or is a beam
     top: tuple[tuple[int, float], ...] = ()  # the most likely tokens with their log-probabilities
+
+    @property
+    def is_finite(self) -> bool:
+        """False if the logits of the row were not finite."""
+        return self.token_ids[0] != NOT_FINITE
+
+
+NOT_SAMPLED = SampledTokens((NOT_FINITE,))  # the result of a row whose logits are not finite
 
 
 class InFlightStep(Protocol):

@@ -43,6 +43,50 @@ def share_in_order(requests: Iterable[T], tokens: int, needed: Callable[[T], int
         yield request, given
 
 
+def size_class(tokens: int, step: int) -> int:
+    """Return 0 if the tokens fit in a step, then 1, 2, … for up to 2, 4, … times as many."""
+    return max((tokens - 1) // max(step, 1), 0).bit_length()
+
+
+def share_prompts(
+    prompts: Iterable[T], tokens: int, needed: Callable[[T], int], smaller: Callable[[T], Iterable[T]]
+) -> Iterator[tuple[T, int]]:
+    """Share the prefill tokens of a step among prompts: the oldest first, but a long one takes at most half of it all.
+
+    The other half of a step that the oldest prompt could fill alone is for smaller ones, as far as they need it. So a
+    short prompt never waits for the end of a long one, and the oldest prompt is computed at half speed at least.
+
+    Args:
+        prompts: The prompts, oldest first; may be lazy.
+        tokens: The tokens to share.
+        needed: Returns the number of tokens that a prompt needs, at least 1.
+        smaller: Returns those of the later prompts that go before the rest of a long one, the first to compute first;
+            may be lazy.
+
+    Returns:
+        The prompts that get tokens, each with their number.
+    """
+    pending = iter(prompts)
+    while tokens > 0 and (oldest := next(pending, None)) is not None:
+        if needed(oldest) > tokens:
+            for prompt, given in share_in_order(smaller(oldest), tokens // 2, needed):
+                tokens -= given
+                yield prompt, given
+        given = min(needed(oldest), tokens)
+        tokens -= given
+        yield oldest, given
+
+
+def before_long_ones(others: Iterable[T], long: int, step: int, needed: Callable[[T], int]) -> list[T]:
+    """Return the prompts that go before the rest of a long one, which needs `long` tokens: smaller ones by doubling.
+
+    The smallest are first, in the given order among those of one size class.
+    """
+    limit = size_class(long, step)
+    sizes = [(size_class(needed(one), step), one) for one in others]
+    return [one for size, one in sorted(sizes, key=lambda pair: pair[0]) if size < limit]
+
+
 def admit_oldest(free_places: int, oldest_width: Callable[[], int], admit: Callable[[], T | None]) -> Iterator[T]:
     """Admit waiting requests in order of arrival while places are free, each when it is taken from the iterator.
 

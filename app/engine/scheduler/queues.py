@@ -56,12 +56,13 @@ class RequestQueues:
         """Add a sequence that has a slot to the running list."""
         insort(self.running, sequence, key=_order)
 
-    def admit(self) -> Sequence | None:
-        """Move the oldest waiting sequence to the running list; None if there is no capacity for it."""
-        sequence = self.waiting[0]
+    def admit(self, sequence: Sequence | None = None) -> Sequence | None:
+        """Move a waiting sequence, by default the oldest, to the running list; None if there is no capacity for it."""
+        sequence = sequence or self.waiting[0]
         if not self._allocator.admit(sequence):
             return None
-        self.start(self.waiting.pop(0))
+        self.waiting.remove(sequence)
+        self.start(sequence)
         return sequence
 
     def oldest_width(self) -> int:
@@ -108,7 +109,8 @@ class RequestQueues:
     def remove(self, sequence: Sequence, keep_tokens: bool = True) -> None:
         """Remove a finished choice. If others were held until it computed the prompt, the next one takes over."""
         request = self.requests[sequence.request_id]
-        for one in list(request.group.beams) if request.group else [sequence]:
+        leaving = request.group.beams if request.group else [sequence]
+        for one in sorted(leaving, key=lambda beam: beam.prefix_slot is None):  # nothing is kept because it is shared
             self.release_slot(one, keep_tokens)
         request.active.remove(sequence)
         was_held = sequence in request.held

@@ -28,7 +28,7 @@ from app.engine.scheduler.batch import (
 )
 from app.engine.scheduler.beam_search import BeamGroup, Continuation
 from app.engine.scheduler.kv_allocator import KvAllocator, KvSlots
-from app.engine.scheduler.policy import PrefillBudget, TokenBudget, admit_oldest, share_in_order
+from app.engine.scheduler.policy import PrefillBudget, TokenBudget, admit_oldest, before_long_ones, share_prompts
 from app.engine.scheduler.prefix_store import READ_SECONDS_ALONE, READ_SECONDS_BESIDE_DECODES, PrefixStore
 from app.engine.scheduler.queues import (
     EngineLimits,
@@ -41,11 +41,15 @@ from app.engine.scheduler.queues import (
     token_events,
 )
 from app.engine.scheduler.speculation import Speculation
-from app.errors import InvalidRequest, RequestError
+from app.errors import InvalidRequest, RequestError, StepFailed
 from app.messages import Abort, Event, Generate, PromptScored, RequestFailed, SequenceFinished, TokenScore
 from app.metrics.stats import EngineSnapshot, StepStats
 
 _num_uncomputed = attrgetter("num_uncomputed")
+_NOT_FINITE_MESSAGE = (
+    "The model's logits for this request are not finite, so no token can be sampled. The weights of the model, or of its "
+    "adapter, do not suit a token of this text; other requests are not affected."
+)
 
 
 class Scheduler:
@@ -77,6 +81,7 @@ class Scheduler:
         self._arrivals = count()
         self.queues = RequestQueues(self._allocator)
         self._num_preempted = 0
+        self._not_finite: dict[str, None] = {}  # requests of this step with a row or a score that is not finite
 
     @property
     def has_work(self) -> bool:
@@ -126,8 +131,9 @@ class Scheduler:
         cached = 0
         if prompts or self.queues.waiting:
             admitted = admit_oldest(self._free_places(), self.queues.oldest_width, self.queues.admit)
-            shares = share_in_order(
-                chain(prompts, admitted), self._prefill_tokens(prompts, len(spans)), _num_uncomputed
+            tokens = self._prefill_tokens(prompts, len(spans))
+            shares = share_prompts(
+                chain(prompts, admitted), tokens, _num_uncomputed, lambda oldest: self._smaller(prompts, oldest, tokens)
             )
             if self.prefix_store is not None:
                 shares, cached = self._read_prefixes(self.prefix_store, list(shares), bool(spans))
@@ -175,11 +181,17 @@ class Scheduler:
         return self._token_budget.shrink(batch)
 
     def update_scores(self, scored: Items[ScoredSpan], scores: Items[tuple[TokenScore, ...]]) -> list[Event]:
-        """Process the scores of a step's prompts, which are given for each of `scored`. Call it before `update`."""
+        """Process the scores of a step's prompts, which are given for each of `scored`. Call it before `update`.
+
+        A part without scores has logits that are not finite: `update` ends its request.
+        """
         events: list[Event] = []
         for part, own in zip(scored, scores, strict=True):
             scoring = part.span.sequence.scoring
             assert scoring is not None and scoring.num_done == part.start, "positions are scored in order"
+            if not own:
+                self._not_finite[part.span.sequence.request_id] = None
+                continue
             scoring.num_done = part.end
             events.append(PromptScored(part.span.sequence.request_id, own))
         return events
@@ -187,7 +199,7 @@ class Scheduler:
     def update(self, batch: Batch, sampled: Items[SampledTokens]) -> list[Event]:
         """Process the result of a step, one `SampledTokens` per row that samples, in order.
 
-        Returns the events.
+        A request with a row that is not finite fails alone. Returns the events.
         """
         now = self._clock()
         events: list[Event] = []
@@ -198,7 +210,7 @@ class Scheduler:
             self._allocator.set_computed(sequence, span.known_end + len(accepted) - 1 if span.draft_ids else span.end)
             if span.start < sequence.num_prompt_tokens <= span.end:
                 self.queues.enqueue_held_choices(sequence)
-            if not span.samples:
+            if not span.samples or not self._is_finite(sequence, accepted):
                 continue
             sequence.first_token_at = now if sequence.first_token_at is None else sequence.first_token_at
             if sequence.params.max_tokens == 0:
@@ -214,8 +226,9 @@ class Scheduler:
             message = f"The structured output could not be followed to its end: {reason}"
             events += self._fail([request_id], InvalidRequest(message, field="response_format"))
         for request_id, results_of_beams in searches.items():
-            events += self._advance_search(request_id, results_of_beams, now)
-        return events
+            if request_id not in self._not_finite:
+                events += self._advance_search(request_id, results_of_beams, now)
+        return events + self._fail_not_finite()
 
     def fail(self, batch: Batch, error: RequestError) -> list[Event]:
         """End every request of the batch with this error. The other requests continue."""
@@ -274,6 +287,24 @@ class Scheduler:
 
     def _free_places(self) -> int:
         return self._limits.max_running_seqs - self.queues.num_occupied() if self.queues.waiting else 0
+
+    def _smaller(self, prompts: list[Sequence], oldest: Sequence, tokens: int) -> Iterator[Sequence]:
+        """Yield the prompts that go before the rest of the oldest one, which could fill a step of `tokens` tokens.
+
+        Those before it in `prompts`, which are running, have their share already. A waiting one is admitted when it is
+        taken. None overtakes the first that waits unless that one fits too, so memory and places that it lacks are not
+        taken from it. Only prompts of the same priority overtake.
+        """
+        queues, later = self.queues, prompts[prompts.index(oldest) + 1 :] if oldest in prompts else []
+        others = (one for one in chain(later, queues.waiting) if one.params.priority == oldest.params.priority)
+        for sequence in before_long_ones(others, oldest.num_uncomputed, tokens, _num_uncomputed):
+            if sequence.slot is None and not (
+                self._would_admit()
+                and sequence.params.beam_width <= self._free_places()
+                and queues.admit(sequence) is not None
+            ):
+                continue
+            yield sequence
 
     def _would_admit(self) -> bool:
         """Return True if the next step would admit a sequence, as far as is known now."""
@@ -372,6 +403,18 @@ class Scheduler:
         for one in best.values():
             one.extend_parent()
 
+    def _is_finite(self, sequence: Sequence, accepted: Items[SampledTokens]) -> bool:
+        """Return False, and note the request, if the logits of its last accepted row are not finite."""
+        if not accepted[-1].is_finite:
+            self._not_finite[sequence.request_id] = None
+        return sequence.request_id not in self._not_finite
+
+    def _fail_not_finite(self) -> list[Event]:
+        if not self._not_finite:
+            return []
+        failed, self._not_finite = [one for one in self._not_finite if one in self.queues.requests], {}
+        return self._fail(failed, StepFailed(_NOT_FINITE_MESSAGE))
+
     # ---- endings ---------------------------------------------------------------------------------------------------
 
     def _end(self, sequence: Sequence, keep_tokens: bool = True) -> None:
@@ -384,7 +427,7 @@ class Scheduler:
         for request_id in request_ids:
             # None if the failed step had already ended it without an event
             request = self.queues.requests.get(request_id)
-            for sequence in list(request.active) if request else []:
+            for sequence in request.active[::-1] if request else []:  # the last share what the first one computed
                 self._end(sequence, keep_tokens=False)
             events.append(RequestFailed(request_id, error))
         return events

@@ -86,6 +86,9 @@ def aligned_bytes(nbytes: int) -> Tensor:
     return whole[start : start + nbytes]
 
 
+_MAX_VIEWS = 1024  # lengths of which a view is kept; steps have any number of tokens
+
+
 class Int64Buffer:
     """A buffer of int64 values whose address does not change while the values fit its capacity.
 
@@ -123,6 +126,8 @@ class Int64Buffer:
         if not self.stays:
             return self._current.tensor[:count]
         if count not in self._views:
+            if len(self._views) >= _MAX_VIEWS:
+                self._views.clear()
             self._views[count] = self._current.tensor[:count]
         return self._views[count]
 

@@ -5,10 +5,12 @@ from __future__ import annotations
 import struct
 from collections.abc import Mapping
 from dataclasses import dataclass
+from io import BufferedReader
 from typing import Any
 
 from app.errors import CheckpointInvalid
 from app.models.config_reader import ConfigReader
+from app.weights.files import open_regular
 from app.weights.gguf.experts import expert_values, factor
 from app.weights.gguf.reader import GgufModel, GgufTensor
 
@@ -216,7 +218,7 @@ def _rope(model: GgufModel, read: ConfigReader, head_dim: int) -> dict[str, Any]
 def _numbers(tensor: GgufTensor) -> list[float]:
     if tensor.kind != "F32" or len(tensor.shape) != 1 or tensor.shape[0] > _MAX_DIVISORS:
         raise CheckpointInvalid(f"{tensor.file.name}: the factors of rotary embeddings must be one row of F32.")
-    with tensor.file.open("rb") as stream:
+    with BufferedReader(open_regular(tensor.file)) as stream:
         stream.seek(tensor.start)
         return list(struct.unpack(f"<{tensor.shape[0]}f", stream.read(4 * tensor.shape[0])))
 

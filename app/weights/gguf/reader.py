@@ -13,11 +13,12 @@ import re
 import struct
 from collections.abc import Mapping
 from dataclasses import dataclass
+from io import BufferedReader
 from pathlib import Path
 from typing import Any
 
 from app.errors import CheckpointInvalid
-from app.weights.files import files_in, remedy
+from app.weights.files import files_in, open_regular, remedy
 from app.weights.gguf.tensor_types import TENSOR_TYPES, TYPE_NAMES
 
 MAGIC, SUFFIX = b"GGUF", ".gguf"
@@ -127,7 +128,7 @@ def part_files(file: Path) -> list[Path]:
 
 def _read_part(file: Path) -> GgufModel:
     size = file.stat().st_size
-    with file.open("rb") as stream:
+    with BufferedReader(open_regular(file)) as stream:
         start = stream.read(8)
         if len(start) < 8 or start[:4] != MAGIC:
             raise CheckpointInvalid(f"{file.name} is not a whole GGUF file: it has {size} bytes. {remedy(file)}")

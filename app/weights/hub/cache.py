@@ -15,10 +15,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 
+from app.errors import CheckpointInvalid
+from app.weights.files import read_text
 from app.weights.hub.names import MAIN, HubName
 from app.weights.hub.needed_files import needed_files
 
 _FOLDER = re.compile(r"models--(?P<org>[^/]+?)--(?P<name>[^/]+)")
+_MAX_REF_BYTES = 1024  # of a file with a commit
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 
 
@@ -95,8 +98,8 @@ def _snapshot_in(folder: Path, revision: str) -> Path | None:
     commit = revision
     if not _COMMIT.fullmatch(revision):
         try:
-            commit = (folder / "refs" / revision).read_text(encoding="utf-8").strip()
-        except OSError:
+            commit = read_text(folder / "refs" / revision, _MAX_REF_BYTES).strip()
+        except (OSError, CheckpointInvalid):
             return None
     snapshot = folder / "snapshots" / commit
     return snapshot if _COMMIT.fullmatch(commit) and snapshot.is_dir() else None

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from io import BufferedReader
 
 import torch
 from torch import Tensor
 
 from app.errors import CheckpointInvalid
 from app.kernels.linear.lora import LoraWeights
+from app.weights.files import open_regular
 from app.weights.lora.adapter import WEIGHTS, LoraAdapter
 from app.weights.safetensors import TensorEntry
 
@@ -46,7 +48,7 @@ def load_adapter(
 
 def _read(entry: TensorEntry) -> Tensor:
     """Return a stored matrix in FP32."""
-    with entry.file.open("rb") as stream:
+    with BufferedReader(open_regular(entry.file)) as stream:
         stream.seek(entry.start)
         content = bytearray(stream.read(entry.nbytes))
     if len(content) != entry.nbytes:

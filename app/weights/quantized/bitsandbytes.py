@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import json
 import math
+from io import BufferedReader
 from typing import Any
 
 from app.errors import CheckpointInvalid
 from app.models.config_reader import ConfigReader
+from app.weights.files import open_regular
 from app.weights.quantized.entries import GROUP, CodeLayout, PackedEntry, Parts, packed_entry
 from app.weights.safetensors import TensorEntry
 
@@ -74,7 +76,7 @@ def _four_bits(parts: Parts, stem: str, table: str) -> PackedEntry:
 def _state(entry: TensorEntry) -> dict[str, Any]:
     if entry.nbytes > _MAX_STATE_BYTES:
         return {}
-    with entry.file.open("rb") as stream:
+    with BufferedReader(open_regular(entry.file)) as stream:
         stream.seek(entry.start)
         text = stream.read(entry.nbytes)
     try:

@@ -8,8 +8,10 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from enum import Enum
+from io import BufferedReader
 
 from app.errors import CheckpointInvalid
+from app.weights.files import open_regular
 from app.weights.safetensors import EncodedEntry, TensorEntry
 
 FLOATS = ("F32", "F16", "BF16")
@@ -157,7 +159,7 @@ def is_zero_bias(name: str, found: Mapping[str, TensorEntry]) -> bool:
         return False
     if bias.shape != weight.shape[:1]:
         return False
-    with bias.file.open("rb") as stream:
+    with BufferedReader(open_regular(bias.file)) as stream:
         stream.seek(bias.start)
         return not any(stream.read(bias.nbytes))
 

@@ -11,14 +11,8 @@ pytest.importorskip("triton", reason="Triton is not installed")
 import torch
 from torch import Tensor
 
-from app.engine.sampling.rows import (
-    COLUMNS,
-    NOT_FINITE,
-    SamplingTensors,
-    sample_greedy,
-    sample_random_torch,
-    uniform_number,
-)
+from app.engine.sampling.rows import COLUMNS, SamplingTensors, sample_greedy, sample_random_torch, uniform_number
+from app.engine.scheduler.batch import NOT_FINITE
 from app.kernels.triton.sampling import _COLUMNS, sample_rows
 from compiled_kernels import compile_all
 

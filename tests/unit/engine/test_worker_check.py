@@ -44,6 +44,28 @@ def test_requests_that_break_their_own_steps_end_nothing_but_themselves(bench: B
     assert bench.sim.pool.in_use_tokens() == 0, "the checks have left no trace"
 
 
+def test_requests_that_are_not_finite_end_nothing_but_themselves(bench: Bench) -> None:
+    bench.sim.runner.not_finite = {f"bad{number}" for number in range(3 * MAX_FAILED_STEPS)}
+    bench.start()
+    for name in sorted(bench.sim.runner.not_finite):
+        bench.worker.put(Generate(name, (1, 2), SamplingParams(), 0.0))
+        bench.heard_until(1, RequestFailed)
+    bench.worker.put(Generate("good", (1, 2), SamplingParams(max_tokens=2, ignore_eos=True), 0.0))
+    assert [event.request_id for event in bench.heard_until(1, SequenceFinished)] == ["good"]
+    assert bench.worker.state == "ready" and bench.fatal.empty()
+
+
+def test_a_device_on_which_nothing_is_finite_is_lost(bench: Bench) -> None:
+    names = [f"bad{number}" for number in range(MAX_FAILED_STEPS)]
+    bench.sim.runner.not_finite = {*names, "check"}
+    bench.start()
+    for name in names:
+        bench.worker.put(Generate(name, (1, 2), SamplingParams(), 0.0))
+        bench.heard_until(1, RequestFailed)
+    assert "not finite" in str(bench.fatal.get(timeout=60))
+    assert bench.worker.state == "failed"
+
+
 def test_the_check_is_beside_those_who_run() -> None:
     sim = Simulation()
     sim.add("a", [1] * 20, ignore_eos=True, max_tokens=5, seed=1)

@@ -68,6 +68,18 @@ async def test_short_texts_are_read_on_the_loop_and_long_ones_beside_it() -> Non
         assert encoded.lengths == (SHORT_CHARACTERS + 2,) * 2
 
 
+async def test_a_text_with_a_token_that_the_model_does_not_know_is_refused() -> None:
+    known, unknown = (max(text.token_ids) for text in ids_of("the", "world"))
+    async with encoding(limits=replace(LIMITS, vocab_size=max(known, unknown))) as (service, worker, _):
+        fits, fails = ("the", "world") if known < unknown else ("world", "the")
+        await service.encode(wanted(fits))
+        with pytest.raises(
+            InvalidRequest, match=r"^input\[1\] has the token '.*' with the id \d+, which this model does not know"
+        ) as caught:
+            await service.encode(wanted(fits, fails))
+        assert caught.value.field == "input[1]" and len(worker.encodes) == 1
+
+
 @pytest.mark.parametrize(
     ("given", "kind", "field"),
     [

@@ -9,8 +9,16 @@ from typing import Any
 
 import pytest
 
-from app.errors import ContextLengthExceeded, InvalidRequest, NotReady, RequestError, ServiceStopping
+from app.errors import (
+    ContextLengthExceeded,
+    InvalidRequest,
+    NotReady,
+    RequestError,
+    ServiceStopping,
+    UnsupportedParameter,
+)
 from app.messages import SequenceFinished, Timings, TokenLogprob, TokensReady
+from app.service.prompt import read_prompt
 from app.service.requests import Accepted, ChoiceFinished, ScoredToken, TextDelta, Usage
 from fake_worker import LIMITS, TIMINGS, Client, FakeWorker, finished, request, serving, tokenizer, tokens
 
@@ -239,6 +247,30 @@ async def test_a_stopping_service_takes_nothing_new_and_ends_what_is_open() -> N
         with pytest.raises(ServiceStopping):
             await first.over()
         assert [abort.reason for abort in worker.aborts] == ["aborted"]
+
+
+async def test_a_text_with_a_token_that_the_model_does_not_know_is_refused() -> None:
+    """Some tokenizers have more tokens than their model: those of images, or added ones that were never trained."""
+    largest = max(tokenizer().encode("the fox"))
+    async with serving(replace(LIMITS, vocab_size=largest)) as (service, worker, _):
+        chat = request(messages=({"role": "user", "content": "the fox"},))
+        for asked, field in ((request("the fox"), "prompt"), (chat, "messages")):
+            with pytest.raises(
+                InvalidRequest, match=f"^{field} has the token '.*, which this model does not"
+            ) as caught:
+                await Client(service, asked).over()
+            assert caught.value.field == field
+        assert not worker.commands
+
+
+async def test_only_the_operator_lets_clients_order_their_requests() -> None:
+    asked = request(params={"priority": -(2**31)})
+    async with serving() as (service, worker, _):
+        with pytest.raises(UnsupportedParameter, match="scheduling_policy=priority") as caught:
+            await Client(service, asked).over()
+        assert caught.value.field == "priority" and not worker.commands
+    async with serving(replace(LIMITS, has_priorities=True)) as (service, worker, _):
+        assert read_prompt(service.model, asked).command("r", 0.0).params.priority == -(2**31)  # type: ignore[arg-type]
 
 
 async def test_tokenize_and_detokenize() -> None:

@@ -125,6 +125,8 @@ class RemoteOpenAIServer:
             settings["api_keys"] = key
         if limit := _value(given, "--max-logprobs"):
             settings["max_logprobs"] = int(limit)
+        if policy := _value(given, "--scheduling-policy"):
+            settings["scheduling_policy"] = policy
         self.url_root = self.pool.url(self._checkpoint(encoder), **settings)
         self.host, _, port = self.url_root.removeprefix("http://").partition(":")
         self.port = int(port)

@@ -147,18 +147,18 @@ def test_a_model_that_is_not_finite_fails_its_requests_and_nothing_else(
 ) -> None:
     built = built_of(checkpoint, planned)
     params = SamplingParams(temperature=0.0, max_tokens=9, ignore_eos=True)
-    built.engine.add(Generate("well", (5, 6, 7), params, 0.0))
+    built.engine.add(Generate("first", (5, 6, 7), params, 0.0))
     built.engine.step()
     norm = built.model.norm.weight
     assert isinstance(norm, torch.Tensor)
     before = norm.clone()
     with torch.inference_mode():
         norm.fill_(torch.nan)
-    with pytest.raises(StepFailed, match="not finite for 1 of 1 sequences"):
-        for _ in range(4):
-            built.engine.step()
-    (event,) = built.engine.fail()
-    assert isinstance(event, RequestFailed) and not built.engine.has_work
+    events = [event for _ in range(4) for event in built.engine.step()]
+    assert isinstance(events[-1], RequestFailed) and "not finite" in str(events[-1].error)
+    assert not built.engine.has_work
+    with pytest.raises(StepFailed, match="not finite"):
+        built.engine.check()
     with torch.inference_mode():
         norm.copy_(before)
     built.engine.add(Generate("again", (5, 6, 7), params, 0.0))

@@ -6,7 +6,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from app.engine.encoder.batching import TextCapacity, TextQueue, size_class
+from app.engine.encoder.batching import TextCapacity, TextQueue
+from app.engine.scheduler.policy import size_class
 from app.errors import StepFailed
 from app.messages import Abort, ArraysReady, Encode, RequestFailed
 from encoder_simulation import MAX_LEN, MAX_TEXTS, POISON, EncoderSimulation, FakeRunner, encode, rows_of

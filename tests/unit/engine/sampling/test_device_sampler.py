@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from app.engine.sampling.rows import (
-    NOT_FINITE,
     SamplingTensors,
     _float_of_rank,
     _float_rank,
@@ -23,7 +22,7 @@ from app.engine.sampling.rows import (
     uniform_number,
 )
 from app.engine.sampling.sampler import Sampler
-from app.engine.scheduler.batch import Sequence
+from app.engine.scheduler.batch import NOT_FINITE, Sequence
 from app.messages import SamplingParams
 from fake_device import CUDA, fake_cuda
 from hypothesis_examples import examples

@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 import torch
 
+from app.engine.sampling.masks import TokenMasks
 from app.engine.sampling.rows import apply_penalties, filtered_probabilities, multinomial, uniform_number
 from app.engine.sampling.sampler import Sampler, top_logits_request
-from app.engine.scheduler.batch import SampledTokens, Sequence
-from app.errors import StepFailed
+from app.engine.scheduler.batch import NOT_SAMPLED, SampledTokens, ScheduledSpan, Sequence
 from app.messages import SamplingParams
 from sequences import rows_of
 
@@ -305,11 +305,29 @@ def test_a_beam_of_a_small_vocabulary_gets_all_of_it() -> None:
     "params", [{"temperature": 0.0}, {}, {"temperature": 0.0, "presence_penalty": 1.0}, {"beam_width": 2}], ids=str
 )
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_logits_that_are_not_finite_fail_the_step(bad: float, params: dict[str, Any], dtype: torch.dtype) -> None:
+def test_a_row_that_is_not_finite_is_not_sampled_and_changes_no_other(
+    bad: float, params: dict[str, Any], dtype: torch.dtype
+) -> None:
     logits = random_logits(3).to(dtype)
-    logits[1, 500] = bad
-    with pytest.raises(StepFailed, match="1 of 3 sequences"):
-        Sampler(VOCAB).sample(logits, rows_of([sequence_with(**params) for _ in range(3)]))
+    rows = rows_of([sequence_with(seed=5, **params) for _ in range(3)])
+    expected = Sampler(VOCAB).sample(logits, rows)
+    broken = logits.clone()
+    broken[1, 500] = bad
+    found = Sampler(VOCAB).sample(broken, rows)
+    assert found == [expected[0], NOT_SAMPLED, expected[2]] and broken[1, 500].isfinite().logical_not()
+    found = Sampler(VOCAB).sample(
+        broken, rows_of([sequence_with(), sequence_with(seed=5, **params), sequence_with(temperature=0.0)])
+    )
+    assert [one.is_finite for one in found] == [True, False, True]
+
+
+def test_a_row_without_an_allowed_token_that_is_finite_is_not_sampled() -> None:
+    sequence = sequence_with(allowed_token_ids=(1, 2))
+    logits = random_logits(2)
+    logits[0, :3] = -math.inf
+    masks = TokenMasks(VOCAB).for_step([ScheduledSpan(sequence, 2, 1, 0, None, 0, samples=True)] * 2, 2)
+    found = Sampler(VOCAB).sample(logits, rows_of([sequence, sequence]), masks)
+    assert [one.is_finite for one in found] == [False, True]
 
 
 def test_a_token_that_the_model_rules_out_is_no_failure() -> None:

@@ -8,8 +8,7 @@ import pytest
 import torch
 
 from app.engine.sampling.sampler import Sampler, sample_top_logits, top_logits_request
-from app.engine.scheduler.batch import SampledTokens, Sequence
-from app.errors import StepFailed
+from app.engine.scheduler.batch import NOT_SAMPLED, SampledTokens, Sequence
 from app.kernels.elementwise.activations import MAX_TOP_LOGITS, TopLogitsRequest, top_logits_torch
 from app.messages import SamplingParams
 from sequences import rows_of
@@ -94,8 +93,12 @@ def test_as_many_as_the_most_demanding_needs() -> None:
     assert top_logits_request(rows_of([])) is None
 
 
-def test_logits_that_are_not_finite_are_refused() -> None:
-    logits = logits_of(2)
+@pytest.mark.parametrize("params", [{"temperature": 0.0}, {"top_k": 4}, {"temperature": 0.0, "logprobs": 2}], ids=str)
+def test_a_row_that_is_not_finite_is_not_sampled_and_changes_no_other(params: dict[str, Any]) -> None:
+    logits, rows = logits_of(3), rows_of([sequence_with(seed=3, **params)] * 3)
+    request = top_logits_request(rows)
+    assert request is not None
+    expected = sample_top_logits(top_logits_torch(logits, request), rows)
     logits[1, 3] = torch.nan
-    with pytest.raises(StepFailed, match="1 of 2"):
-        sample_top_logits(top_logits_torch(logits, TopLogitsRequest(1)), rows_of([sequence_with(temperature=0.0)] * 2))
+    found = sample_top_logits(top_logits_torch(logits, request), rows)
+    assert found == [expected[0], NOT_SAMPLED, expected[2]]

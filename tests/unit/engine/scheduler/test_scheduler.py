@@ -7,7 +7,7 @@ import pytest
 from app.engine.scheduler.batch import Batch, resolve_seed
 from app.engine.scheduler.policy import PrefillBudget
 from app.engine.scheduler.queues import EngineLimits
-from app.errors import ContextLengthExceeded, InvalidRequest
+from app.errors import ContextLengthExceeded, InvalidRequest, StepFailed
 from app.messages import Abort, TokensReady
 from app.metrics.stats import StepStats
 from engine_simulation import EOS, Simulation, drawn, fingerprints, plain_completion
@@ -32,9 +32,84 @@ def test_decodes_come_first_then_running_prefill_then_new_requests() -> None:
     sim.add("a", [1] * 5, ignore_eos=True)
     sim.step()
     sim.add("b", [2] * 70, ignore_eos=True)
-    sim.add("c", [3] * 8)
     assert shape(sim.step()) == [("a", 1), ("b", 39)]
+    sim.add("c", [3] * 8)
     assert shape(sim.step()) == [("a", 1), ("b", 31), ("c", 8)]
+
+
+def test_a_short_prompt_shares_the_steps_of_a_long_one() -> None:
+    sim = Simulation(limits=limited(batch_tokens=20))
+    sim.add("long", [1] * 150, max_tokens=1)
+    sim.step()
+    sim.add("longer", [2] * 160, max_tokens=1)
+    sim.add("short", [3] * 14, max_tokens=2, ignore_eos=True)
+    sim.add("shortest", [4] * 4, max_tokens=2, ignore_eos=True)
+    assert shape(sim.step()) == [("short", 10), ("long", 10)]
+    assert shape(sim.step()) == [("short", 4), ("shortest", 4), ("long", 12)]
+    assert shape(sim.step()) == [("short", 1), ("shortest", 1), ("long", 18)]
+    assert shape(sim.step()) == [("long", 20)], "one as long waits until the older one is computed"
+    sim.finish()
+    assert len(sim.endings) == 4
+
+
+def test_a_long_prompt_advances_by_half_a_step_however_many_short_ones_come() -> None:
+    sim = Simulation(limits=limited(batch_tokens=20, running=3))
+    sim.add("long", [1] * 150, max_tokens=1)
+    sim.step()
+    for step in range(13):
+        sim.add(f"short{step}", [2 + step % 5] * 9 + [step % 7], max_tokens=1)
+        assert dict(shape(sim.step())).get("long", 0) >= (0 if ("long", 0) in sim.endings else 10)
+    assert ("long", 0) in sim.endings
+    sim.finish()
+    assert not sim.failures
+
+
+def test_no_short_prompt_takes_the_place_that_an_older_one_lacks() -> None:
+    sim = Simulation(capacity=300, limits=limited(batch_tokens=20))
+    sim.add("long", [1] * 150, max_tokens=1)
+    sim.step()
+    sim.add("older", [2] * 180, max_tokens=1)
+    sim.add("short", [3] * 4, max_tokens=1)
+    assert shape(sim.step()) == [("long", 20)]
+    sim.finish()
+    assert next(iter(sim.endings)) == ("long", 0) and len(sim.endings) == 3
+
+
+@pytest.mark.parametrize(
+    "params", [{}, {"n": 3}, {"beam_width": 2}, {"prompt_logprobs": 1}, {"max_tokens": 1}], ids=str
+)
+@pytest.mark.parametrize("at_once", [False, True])
+def test_a_request_whose_logits_are_not_finite_fails_alone(params: dict[str, int], at_once: bool) -> None:
+    sim = Simulation()
+    sim.add("well", [1] * 20, max_tokens=12, ignore_eos=True, seed=1)
+    if at_once:
+        sim.runner.not_finite.add("bad")
+    sim.add("bad", [2] * 20, **{"max_tokens": 12, "ignore_eos": True, **params})
+    sim.step()
+    sim.runner.not_finite.add("bad")
+    sim.finish()
+    assert sim.completions["well", 0] == plain_completion([1] * 20, resolve_seed(1, 0), 32, None)
+    if params == {"max_tokens": 1} and not at_once:
+        assert not sim.failures
+        return
+    assert isinstance(sim.failures["bad"].error, StepFailed) and len(sim.failures) == 1
+    assert sim.pool.in_use_tokens() == 0 and not sim.engine.has_work
+    sim.runner.not_finite.clear()
+    sim.add("again", [2] * 20, max_tokens=1)
+    assert sim.step() is not None and sim.runner.batches[-1].cached_tokens == 0, "what it computed is not kept"
+
+
+def test_a_draft_that_is_not_finite_matters_only_if_its_turn_comes() -> None:
+    for chance in (0.0, 1.0):
+        sim = Simulation().with_guesses(chance)
+        sim.add("well", [1] * 20, max_tokens=20, ignore_eos=True, seed=2)
+        sim.add("bad", [2] * 20, max_tokens=20, ignore_eos=True)
+        sim.step()
+        sim.step()
+        sim.runner.not_finite.add("bad")
+        sim.finish()
+        assert set(sim.failures) == {"bad"}
+        assert sim.completions["well", 0] == plain_completion([1] * 20, resolve_seed(2, 0), 40, None)
 
 
 def test_a_decode_comes_before_the_last_token_of_an_older_prompt() -> None:

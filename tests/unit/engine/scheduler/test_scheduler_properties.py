@@ -123,6 +123,14 @@ class AnyRun(RuleBasedStateMachine):
         self.sim.runner.broken = self.sim.runner.broken_late = False
         self.failed |= set(self.sim.failures) - before
 
+    @precondition(lambda self: len(self.asked) % 4 == 3)
+    @rule(which=st.integers(0, 1000))
+    def let_logits_overflow(self, which: int) -> None:
+        """From the next step on, all rows of a request are not finite. It may fail, and no other."""
+        request_id = f"r{which % len(self.asked)}"
+        self.sim.runner.not_finite.add(request_id)
+        self.failed.add(request_id)
+
     @rule(tokens=st.sampled_from([3, 3, 5, 17, None]), late=st.booleans())
     def have_memory_for_fewer(self, tokens: int | None, late: bool) -> None:
         """As long as a search's beams find room together nobody has to fail for it."""
@@ -131,6 +139,7 @@ class AnyRun(RuleBasedStateMachine):
     @precondition(lambda self: self.asked)
     @rule()
     def check(self) -> None:
+        """The device works, whatever requests made it compute."""
         most, self.sim.runner.most_tokens = self.sim.runner.most_tokens, None
         self.sim.engine.check()
         self.sim.runner.most_tokens = most
