@@ -50,12 +50,13 @@ class ConnectionLimits:
     """Bounds that all connections of a server share, and their state. Used on the event loop only.
 
     `idle` has the connections without a request, the longest idle first. `unread` has those whose client does not
-    read, the longest unread first.
+    read, the longest unread first. `count_error` is told status and code of errors that no application answers.
     """
 
     max_connections: int = 10_000
     write_timeout_seconds: float = 30.0
     num_connections: int = 0
+    count_error: Callable[[int, str], None] = lambda status, code: None
     idle: dict[BoundedProtocol, None] = field(default_factory=dict)
     unread: dict[BoundedProtocol, None] = field(default_factory=dict)
     _num_refused: int = 0
@@ -280,6 +281,7 @@ class BoundedProtocol(HttpToolsProtocol):
         ]
         reason = {400: b"400 Bad Request", 503: b"503 Service Unavailable"}[status]
         head = b"HTTP/1.1 " + reason + b"\r\n" + b"".join(name + b": " + value + b"\r\n" for name, value in lines)
+        self._limits.count_error(status, code)
         self.transport.write(head + b"\r\n" + body)
         self.transport.close()
         self._broken_by = message

@@ -18,6 +18,7 @@ import uvicorn
 from fastapi import FastAPI
 
 from app.api.http_protocol import ConnectionLimits, protocol_factory
+from app.api.routers import OTHER
 from app.errors import ServingFailed, SettingsInvalid, StartupError
 from app.server.app import create_app
 from app.server.log_output import log_to_stderr
@@ -156,11 +157,13 @@ def url_of(listener: socket.socket, has_tls: bool = False) -> str:
 
 def server_config(app: FastAPI, settings: Settings) -> uvicorn.Config:
     """Return uvicorn's configuration: no access log, no WebSockets, bounded request heads."""
+    limits = connection_limits(settings)
+    limits.count_error = lambda status, code: app.state.runtime.metrics.responded(OTHER, OTHER, status, code)
     return uvicorn.Config(
         app,
         log_config=None,
         access_log=False,
-        http=cast(type[asyncio.Protocol], protocol_factory(connection_limits(settings))),
+        http=cast(type[asyncio.Protocol], protocol_factory(limits)),
         lifespan="on",
         ws="none",
         server_header=False,

@@ -128,14 +128,20 @@ class ScriptedService:
 
 
 class CountingMetrics:
-    """Remembers what was refused; renders the `Accept` header."""
+    """Remembers what was refused and how requests were answered; renders the `Accept` header."""
 
     def __init__(self) -> None:
         self.refusals: list[str] = []
+        self.reasons: list[str] = []
+        self.responses: list[tuple[str, str, int, str]] = []
         self.step_log = StepLog()
 
-    def refused(self, api: str) -> None:
+    def refused(self, api: str, reason: str) -> None:
         self.refusals.append(api)
+        self.reasons.append(reason)
+
+    def responded(self, *told: Any) -> None:
+        self.responses.append(told)
 
     def render(self, accept: str = "") -> tuple[bytes, str]:
         return accept.encode(), "text/plain; version=1.0.0; charset=utf-8"
