@@ -14,7 +14,7 @@ COSTS = [
     ("the setting deterministic", r"(settings|plan)\.deterministic\b|^    deterministic: ", 5, ()),
     ("the setting kv_precision", r"(settings|plan)\.kv_precision\b|^    kv_precision: ", 5, ("bench", "cli")),
     ("a metric of steps", r"step_stalls", 1, ()),
-    ("a metric of requests", r"time_per_output_token|last_token\(", 2, ()),
+    ("a metric of requests", r"_tpot_seconds|last_token\(", 2, ()),
     ("a gauge", r"armature_step_age_seconds", 1, ()),
 ]
 

@@ -13,6 +13,7 @@ schemas=(@kubernetes-models/prometheus-operator@6.0.0 @kubernetes-models/keda@2.
 # proof's cluster uses all.
 definitions=(kubernetes-sigs/gateway-api-inference-extension/v1.6.0/config/crd/bases/inference.networking.k8s.io_inferencepools.yaml
   kubernetes-sigs/gateway-api/v1.5.0/config/crd/standard/gateway.networking.k8s.io_{gateways,httproutes}.yaml
+  aws/karpenter-provider-aws/v1.14.1/pkg/apis/crds/karpenter.{sh_nodepools,k8s.aws_ec2nodeclasses}.yaml
   kedacore/keda/v2.20.2/config/crd/bases/keda.sh_scaledobjects.yaml
   kserve/kserve/v0.20.0/config/crd/full/serving.kserve.io_{clusterservingruntimes,inferenceservices}.yaml
   kserve/kserve/v0.20.0/config/crd/full/llmisvc/serving.kserve.io_llminferenceservices.yaml

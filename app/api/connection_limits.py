@@ -6,7 +6,7 @@ import ipaddress
 import logging
 import time
 from collections import Counter
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -62,12 +62,13 @@ class ConnectionLimits:
 
     `idle` has the connections without a request and the TLS handshakes, the longest idle first; `receiving` those whose
     request has not arrived completely, the oldest first; `unread` those whose client does not read, the longest unread
-    first; `reserved` those beyond the limit.
+    first; `reserved` those beyond the limit. `count_error` is told status and code of errors that no application answers.
     """
 
     max_connections: int = 10_000
     write_timeout_seconds: float = 30.0
     num_connections: int = 0
+    count_error: Callable[[int, str], None] = lambda status, code: None
     idle: dict[BoundedConnection, None] = field(default_factory=dict)
     receiving: dict[BoundedConnection, None] = field(default_factory=dict)
     reserved: dict[BoundedConnection, None] = field(default_factory=dict)

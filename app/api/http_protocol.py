@@ -377,6 +377,7 @@ class BoundedProtocol(HttpToolsProtocol):
             *((name.encode(), text.encode()) for name, text in headers.items()),
         ]
         head = STATUS_LINE[error.status] + b"".join(name + b": " + value + b"\r\n" for name, value in lines)
+        self.limits.count_error(error.status, error.code)
         self.transport.write(head + b"\r\n" + body)
         self.transport.close()
         self._broken_by = error

@@ -14,6 +14,7 @@ import re
 import time
 import uuid
 from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
 from functools import partial
 
 from starlette.exceptions import HTTPException
@@ -24,7 +25,7 @@ from app.api.bodies import ArrivingBody, BodyCheck, BodyMemory, ClientDisconnect
 from app.api.errors import NATIVE_ERRORS, ErrorFormat, to_http_error
 from app.api.routing import ARRIVED_BODY
 from app.api.streaming import format_sse
-from app.errors import ArmatureError, BodyTooLarge, RequestError, ServiceStopping
+from app.errors import BodyTooLarge, RequestError, ServiceStopping
 from app.service.rate_limit import ACCOUNT
 from app.service.request_log import REQUEST_FIGURES, RequestFigures, log_request, request_level
 from app.service.request_log import log as request_log
@@ -109,6 +110,22 @@ def _no_span(scope: Scope) -> RequestSpan | None:
     return None
 
 
+def _no_count(scope: Scope, status: int, code: str) -> None:
+    pass
+
+
+@dataclass(frozen=True, slots=True)
+class RequestObserver:
+    """Where requests are reported.
+
+    `count` takes a response's status and the code of its error, empty if there is none. `begin_span` begins the span of
+    a request, or returns None if it is not traced.
+    """
+
+    count: Callable[[Scope, int, str], None] = _no_count
+    begin_span: Callable[[Scope], RequestSpan | None] = _no_span
+
+
 class RequestGate:
     """ASGI middleware around the application. Its only state is the memory of large bodies.
 
@@ -117,7 +134,7 @@ class RequestGate:
         access: Check of host names, keys and rates.
         error_format: The error format of a path.
         body_check: Return the check of a request's body while it arrives, or None. It is asked for large bodies only.
-        begin_span: Begin the span of a request; None: it is not traced.
+        observer: Where requests are counted and traced.
     """
 
     def __init__(
@@ -126,22 +143,19 @@ class RequestGate:
         access: AccessControl = OPEN_ACCESS,
         error_format: Callable[[str], ErrorFormat] = lambda path: NATIVE_ERRORS,
         body_check: Callable[[Scope], Awaitable[BodyCheck | None]] = _no_check,
-        begin_span: Callable[[Scope], RequestSpan | None] = _no_span,
+        observer: RequestObserver = RequestObserver(),
     ) -> None:
         self._app, self._access, self._error_format, self._body_check = app, access, error_format, body_check
-        self._begin_span = begin_span
+        self._observer = observer
         self.body_memory = BodyMemory()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Serve one request, convert every exception to a response, and log and trace the request."""
+        """Serve one request, convert every exception to a response, and count, log and trace the request."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
         sender = ResponseSender(scope, send, self._error_format)
-        is_logged, span = request_log.isEnabledFor(request_level(scope["method"])), self._begin_span(scope)
-        if not is_logged and span is None:
-            await self._answer(scope, receive, sender)
-            return
+        is_logged, span = request_log.isEnabledFor(request_level(scope["method"])), self._observer.begin_span(scope)
         began, figures = time.monotonic(), RequestFigures()
         REQUEST_FIGURES.set(figures)
         if span is not None:
@@ -150,6 +164,7 @@ class RequestGate:
             await self._answer(scope, receive, sender)
         finally:
             seconds = time.monotonic() - began
+            self._observer.count(scope, sender.status, sender.error or figures.error)
             if span is not None:
                 span.end(sender.request_id, sender.status, sender.error, sender.is_stream)
             if is_logged:
@@ -241,8 +256,7 @@ class ResponseSender:
         Call `end` afterwards.
         """
         errors = self._state.get("errors") or self._error_format(self._path)
-        if not isinstance(error, HTTPException):
-            self.error = error.code if isinstance(error, RequestError) else ArmatureError.code
+        self.error = to_http_error(error).code
         if not self._started:
             response = errors.response(error)
             if isinstance(error, BodyTooLarge):

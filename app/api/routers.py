@@ -138,6 +138,7 @@ _TRACED: Mapping[Callable[..., Any], str] = {
     oip.infer: "infer",
     invocations.invocations: "",
 }
+OTHER = "other"  # method and route of a request that no route answers
 # In the OpenAPI document only: `RequestGate` checks the keys, before it reads the body.
 API_KEY = HTTPBearer(scheme_name="ApiKey", description="One of the server's API keys.", auto_error=False)
 
@@ -195,6 +196,26 @@ def span_starter(tracer: Tracer) -> Callable[[Scope], RequestSpan | None]:
     return begin
 
 
+def response_counter() -> Callable[[Scope, int, str], None]:
+    """Return a function that counts a response with its status and the code of its error, empty if there is none.
+
+    Labels are method and path of a route, since clients choose what they send: all other requests are of `other`.
+    """
+    operations = [(method, route) for route in ROUTES for method in route_methods(route)]
+    exact = {(method, route.path): route.path_format for method, route in operations if not route.param_convertors}
+    patterns = [(method, route) for method, route in operations if route.param_convertors]
+
+    def count(scope: Scope, status: int, code: str) -> None:
+        method, path = scope["method"], scope["path"]
+        found = exact.get((method, path)) or next(
+            (route.path_format for known, route in patterns if known == method and route.path_regex.match(path)), None
+        )
+        runtime: ApiRuntime = scope["app"].state.runtime
+        runtime.metrics.responded(method if found else OTHER, found or OTHER, status, code)
+
+    return count
+
+
 async def check_arriving_body(scope: Scope) -> Callable[[bytearray], RequestError | None] | None:
     """Return the check of a body while it arrives: of a route that generates, for prompts that are too long."""
     runtime: ApiRuntime = scope["app"].state.runtime
@@ -210,7 +231,7 @@ async def check_arriving_body(scope: Scope) -> Callable[[bytearray], RequestErro
     def check(body: bytearray) -> RequestError | None:
         if (least := scanner.feed(body)) is None:
             return None
-        runtime.metrics.refused(api)
+        runtime.metrics.refused(api, "invalid")
         return prompt_too_long(context, field, least)
 
     return check

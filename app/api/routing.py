@@ -34,7 +34,7 @@ from app.api.errors import NATIVE_ERRORS, ErrorFormat
 from app.api.json_size import LOOP_BYTES
 from app.api.schemas import BodyT, parse_body
 from app.errors import InvalidRequest, ModelNotFound, RequestError
-from app.metrics.instruments import Api, Metrics
+from app.metrics.instruments import Api, Metrics, refusal_of
 from app.service.request_log import REQUEST_FIGURES
 from app.service.served_model import ServedDecoder
 from app.service.service import Service
@@ -153,8 +153,8 @@ def count_refusals(metrics: Metrics, api: Api) -> Iterator[None]:
     """
     try:
         yield
-    except RequestError:
-        metrics.refused(api)
+    except RequestError as error:
+        metrics.refused(api, refusal_of(error))
         raise
 
 

@@ -21,6 +21,7 @@ from app.api.errors import ErrorFormat, to_http_error
 from app.api.routing import SSE
 from app.errors import RequestError
 from app.messages import FinishReason, Timings
+from app.service.request_log import note_error
 from app.service.requests import Accepted, ChoiceFinished, PromptToken, ScoredToken, StreamEvent, TextDelta, Usage
 
 DONE = b"data: [DONE]\n\n"
@@ -117,6 +118,7 @@ async def encode_events(events: AsyncIterator[dict[str, Any]], encoding: EventEn
         async for event in events:
             yield encoding.encode(event)
     except RequestError as error:
+        note_error(error.code)
         yield encoding.encode(encoding.errors.body(to_http_error(error)))
         return
     if encoding.last:

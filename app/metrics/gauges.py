@@ -14,10 +14,6 @@ from app.metrics.instruments import Metrics
 from app.metrics.speed_drift import SpeedDrift
 from app.metrics.stats import EngineSnapshot
 
-# Paged engines count KV memory in blocks, this engine in tokens. Routers that hash a prompt by blocks need blocks of a
-# useful size.
-BLOCK_TOKENS = 16
-
 
 @dataclass(frozen=True, slots=True)
 class ServerInfo:
@@ -129,13 +125,6 @@ def engine_gauges(
             "Predicted wait for the first token of a request that arrives now.",
             predicted_wait_seconds,
         )
-    # Names and meanings that inference gateways expect (Gateway API Inference Extension, model server protocol).
-    yield gauge_family("vllm:num_requests_running", "Same as armature_requests_running.", now.num_running)
-    yield gauge_family("vllm:num_requests_waiting", "Same as armature_requests_waiting.", num_waiting)
-    yield gauge_family("vllm:kv_cache_usage_perc", "Same as armature_kv_cache_usage_ratio, 0 to 1.", now.kv_usage_ratio)
-    if now.kv_capacity_tokens:
-        labels = {"block_size": str(BLOCK_TOKENS), "num_gpu_blocks": str(now.kv_capacity_tokens // BLOCK_TOKENS)}
-        yield gauge_family("vllm:cache_config_info", "Capacity of the KV memory.", 1, labels)
 
 
 def speed_gauges(drift: SpeedDrift) -> Iterator[Metric]:

@@ -22,7 +22,9 @@ from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.exposition import choose_encoder
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
+from prometheus_client.samples import Sample
 
+from app.errors import NotReady, Overloaded, RequestError, ServiceStopping
 from app.messages import FinishReason, Timings
 from app.metrics.stats import EngineSnapshot, Phase, StepLog, StepStats
 
@@ -129,21 +131,31 @@ Api = Literal[
     "chat", "completions", "responses", "messages", "ollama", "llama_cpp",
     "embeddings", "rerank", "classify", "native", "oip",
 ]  # fmt: skip
-Outcome = FinishReason | Literal["refused", "failed"]
+# Why a request was not admitted: it can never be served, the queue is full, or the server does not serve at present.
+Refusal = Literal["invalid", "overloaded", "unavailable"]
+Outcome = FinishReason | Refusal | Literal["failed"]
 # Choices end with calls of tools; their request has stopped.
 OUTCOMES: tuple[Outcome, ...] = (
     *(reason for reason in get_args(FinishReason) if reason != "tool_calls"),
-    "refused",
+    *get_args(Refusal),
     "failed",
 )
 SUCCESSES: tuple[Outcome, ...] = ("stop", "length")
 
-QUANTILES = (0.5, 0.9, 0.99)
+QUANTILES = (0.5, 0.9, 0.95, 0.99)
 # Each bound is 1.6 times the last, and one is half a millisecond. They reach from a small encoder's step to over ten
 # minutes, since a request may take `request_timeout_seconds`.
 SECONDS_BUCKETS = tuple(float(f"{0.0005 * 1.6**power:.4g}") for power in range(-4, 31))
 RATIO_BUCKETS = (0.05, 0.1, 0.15, 0.2, 0.25, 0.3, 0.4, 0.5, 0.75, 1.0, 1.5, 2.0, 4.0)
 COUNT_BUCKETS = tuple(float(2**power) for power in range(15))  # 1 to 16,384 tokens or sequences in a step
+LENGTH_BUCKETS = tuple(float(2**power) for power in range(21))  # 1 to 1,048,576 tokens of a request
+
+
+def refusal_of(error: RequestError) -> Refusal:
+    """Return why a request was refused with this error before it was admitted."""
+    if isinstance(error, Overloaded):
+        return "overloaded"
+    return "unavailable" if isinstance(error, NotReady | ServiceStopping) else "invalid"
 
 
 @dataclass(slots=True)
@@ -181,6 +193,7 @@ class Metrics:
         self.recent = {name: RecentQuantiles(clock) for name in ("request", "queue", "ttft", "itl")}
         self.rates = {kind: RecentRate(clock) for kind in ("requests", "prompt_tokens", "completion_tokens", "vectors")}
         self._registry = CollectorRegistry(auto_describe=False)
+        self._instruments: dict[str, Counter | Histogram] = {}
         self._declare()
         ProcessCollector(registry=self._registry)
         self.gauges(self._last_minute)
@@ -194,15 +207,22 @@ class Metrics:
 
     def counter(self, name: str, help: str, *labels: str) -> Counter:  # noqa: A002 (name used by prometheus_client)
         """Declare a counter; its name gets the prefix `armature_` and the suffix `_total`."""
-        return Counter(name, help, labels, namespace="armature", registry=self._registry)
+        made = self._instruments[name] = Counter(name, help, labels, namespace="armature", registry=self._registry)
+        return made
 
     def histogram(self, name: str, help: str, buckets: tuple[float, ...], *labels: str) -> Histogram:  # noqa: A002
         """Declare a histogram; its name gets the prefix `armature_`."""
-        return Histogram(name, help, labels, namespace="armature", buckets=buckets, registry=self._registry)
+        made = Histogram(name, help, labels, namespace="armature", buckets=buckets, registry=self._registry)
+        self._instruments[name] = made
+        return made
 
     def gauges(self, collect: Callable[[], Iterable[Metric]]) -> None:
         """Add gauges that `collect` computes at each scrape; it leaves out unknown values."""
         self._registry.register(_ComputedGauges(collect))
+
+    def samples(self, name: str) -> list[Sample]:
+        """Return the samples of a counter or histogram; `name` is without prefix and suffix."""
+        return [sample for family in self._instruments[name].collect() for sample in family.samples]
 
     # ---- from the worker thread ------------------------------------------------------------------------------------
 
@@ -229,9 +249,20 @@ class Metrics:
 
     # ---- from the event loop ---------------------------------------------------------------------------------------
 
-    def refused(self, api: Api) -> None:
+    def refused(self, api: Api, reason: Refusal) -> None:
         """Count a request that was refused before admission."""
-        self._requests.labels(api, "refused").inc()
+        self._requests.labels(api, reason).inc()
+
+    def responded(self, method: str, route: str, status: int, code: str) -> None:
+        """Count a response; see `armature_http_requests_total` in docs/contract.md.
+
+        Args:
+            method: HTTP's method.
+            route: Path of the route, with the names of its parameters. Both are of closed sets: never what clients send.
+            status: HTTP's status; 499 if the client left before the response began.
+            code: Code of the error that was sent, also within a stream; empty if there was none.
+        """
+        self._http_requests.labels(method, route, str(status), code).inc()
 
     def fields_ignored(self, api: Api, number: int) -> None:
         """Count fields of a request that were ignored."""
@@ -241,6 +272,7 @@ class Metrics:
         """Record a choice's first token, `seconds` after its request arrived."""
         self._queue_seconds.observe(timings.queue_seconds, exemplar)
         self.queued.add(timings.queue_seconds)
+        self._prefill_seconds.observe(timings.prefill_seconds, exemplar)
         self._ttft_seconds.observe(seconds, exemplar)
         self.recent["queue"].record(timings.queue_seconds)
         self.recent["ttft"].record(seconds)
@@ -271,9 +303,10 @@ class Metrics:
         self._itl_seconds.observe(seconds, exemplar)
         self.recent["itl"].record(seconds)
 
-    def last_token(self, seconds_per_token: float, exemplar: Exemplar | None = None) -> None:
-        """Record a choice's mean seconds per token after the first."""
-        self._tpot_seconds.observe(seconds_per_token, exemplar)
+    def last_token(self, seconds: float, num_tokens: int, exemplar: Exemplar | None = None) -> None:
+        """Record the end of a choice with further tokens: `num_tokens` after the first, in `seconds` together."""
+        self._decode_seconds.observe(seconds, exemplar)
+        self._tpot_seconds.observe(seconds / num_tokens, exemplar)
 
     def prompt_tokens(self, num_tokens: int, num_cached: int) -> None:
         """Count the tokens of a prompt, cached ones included, as a request's usage does."""
@@ -287,6 +320,13 @@ class Metrics:
         self._tokens.labels("completion").inc(num_tokens)
         self.rates["completion_tokens"].record(num_tokens)
         self.num_tokens += num_tokens
+
+    def request_lengths(self, num_prompt_tokens: int, num_completion_tokens: int) -> None:
+        """Record the tokens of an admitted request, over all its choices or texts; those that it does not have are 0."""
+        if num_prompt_tokens:
+            self._prompt_lengths.observe(num_prompt_tokens)
+        if num_completion_tokens:
+            self._completion_lengths.observe(num_completion_tokens)
 
     def request_ended(self, api: Api, outcome: Outcome, seconds: float, exemplar: Exemplar | None = None) -> None:
         """Count a request and its seconds; once for each admitted request."""
@@ -306,6 +346,9 @@ class Metrics:
         )
         for api in get_args(Api):
             self._ignored_fields.labels(api)
+        self._http_requests = self.counter(
+            "http_requests", "HTTP requests by their route, status and error code.", "method", "route", "status", "code"
+        )
         self._tokens = self.counter(
             "tokens", "Tokens by kind; cached tokens are also counted as prompt tokens.", "kind"
         )
@@ -322,6 +365,10 @@ class Metrics:
         self._queue_seconds = self.histogram(
             "queue_seconds", "Time from a request's arrival to its first step.", SECONDS_BUCKETS
         )
+        prefill_help = "Time from a choice's first step to its first token."
+        self._prefill_seconds = self.histogram("prefill_seconds", prefill_help, SECONDS_BUCKETS)
+        decode_help = "Time from a choice's first token to its last, if there is more than one."
+        self._decode_seconds = self.histogram("decode_seconds", decode_help, SECONDS_BUCKETS)
         self._ttft_seconds = self.histogram(
             "time_to_first_token_seconds", "Time from a request's arrival to its first token.", SECONDS_BUCKETS
         )
@@ -332,6 +379,10 @@ class Metrics:
         )
         tpot_help = "Mean time per token of a choice, after the first."
         self._tpot_seconds = self.histogram("time_per_output_token_seconds", tpot_help, SECONDS_BUCKETS)
+        prompt_help = "Tokens of a request's prompt, or of all its texts; cached ones included."
+        self._prompt_lengths = self.histogram("request_prompt_tokens", prompt_help, LENGTH_BUCKETS)
+        completion_help = "Tokens that a request generated, over all its choices."
+        self._completion_lengths = self.histogram("request_completion_tokens", completion_help, LENGTH_BUCKETS)
         error_help = "Absolute error of the predicted wait for the first token, over the wait."
         self._wait_error = self.histogram("predicted_wait_error_ratio", error_help, RATIO_BUCKETS)
         self._step_seconds = self.histogram("step_seconds", "Time of an engine step.", SECONDS_BUCKETS, "phase")

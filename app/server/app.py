@@ -13,9 +13,9 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from app.api.access import AccessControl
-from app.api.errors import HANDLED_EXCEPTIONS
+from app.api.errors import HANDLED_EXCEPTIONS, to_http_error
 from app.api.load_report import LoadReportHeader
-from app.api.middleware import RequestGate
+from app.api.middleware import RequestGate, RequestObserver
 from app.api.pages.documentation import documentation_response
 from app.api.pages.web_page import web_file_endpoint, web_paths
 from app.api.routers import (
@@ -25,9 +25,11 @@ from app.api.routers import (
     describe,
     error_format,
     public_operations,
+    response_counter,
     span_starter,
 )
 from app.api.routing import ApiRuntime, RouteTable
+from app.service.request_log import note_error
 from app.version import VERSION
 
 
@@ -59,7 +61,10 @@ def create_app(runtime: ApiRuntime) -> FastAPI:
     public = public_operations() | {(method, path) for path in files for method in ("GET", "HEAD")}
     access = AccessControl(runtime.access_rules, runtime.api_keys, public)
     traced = {} if runtime.tracer is None else {"begin_span": span_starter(runtime.tracer)}
-    app.add_middleware(RequestGate, access=access, error_format=error_format, body_check=check_arriving_body, **traced)
+    observer = RequestObserver(response_counter(), **traced)
+    app.add_middleware(
+        RequestGate, access=access, error_format=error_format, body_check=check_arriving_body, observer=observer
+    )
     if runtime.access_rules.cors_allow_origins:
         # Around the gate: a browser's preflight has no key, and its page reads refusals too.
         app.add_middleware(
@@ -97,4 +102,5 @@ def _rendered(app: FastAPI, name: str, render: Callable[[dict[str, Any]], Respon
 
 
 async def _handle_error(request: Request, error: Exception) -> Response:
+    note_error(to_http_error(error).code)
     return error_format(request.url.path).response(error)

@@ -22,6 +22,7 @@ from fastapi import FastAPI
 from app.api.access import ApiKeys
 from app.api.connection_limits import RESERVED_CONNECTIONS, ConnectionLimits
 from app.api.http_protocol import BoundedProtocol, ProtocolFactory, protocol_factory
+from app.api.routers import OTHER
 from app.errors import ServingFailed, SettingsInvalid, StartupError
 from app.server.app import create_app
 from app.server.listeners import BACKLOG, Listeners, TlsListener, listen
@@ -191,11 +192,13 @@ def _worker_failure_message(failure: BaseException) -> str:
 
 def server_config(app: FastAPI, settings: Settings) -> uvicorn.Config:
     """Return uvicorn's configuration: no access log, no WebSockets, bounded request heads."""
+    limits = connection_limits(settings)
+    limits.count_error = lambda status, code: app.state.runtime.metrics.responded(OTHER, OTHER, status, code)
     return uvicorn.Config(
         app,
         log_config=None,
         access_log=False,
-        http=cast(type[asyncio.Protocol], protocol_factory(connection_limits(settings))),
+        http=cast(type[asyncio.Protocol], protocol_factory(limits)),
         lifespan="on",
         ws="none",
         server_header=False,

@@ -19,7 +19,7 @@ from typing import Any, Protocol, TypeVar
 
 from app.errors import InvalidRequest, NotReady, RequestError, RequestTimeout, ServiceStopping, StepFailed
 from app.messages import Abort, Command, Event, RequestFailed
-from app.metrics.instruments import Api, Exemplar, Metrics, Outcome
+from app.metrics.instruments import Api, Exemplar, Metrics, Outcome, Refusal, refusal_of
 from app.metrics.load_progress import LoadProgress
 from app.metrics.stats import EngineSnapshot
 from app.service.admission import Admission, Permit
@@ -214,6 +214,7 @@ class RequestPipeline:
         This happens however the block ends.
         """
         record, figures = RequestRecord(self.clock(), account=ACCOUNT.get()), REQUEST_FIGURES.get()
+        refusal: Refusal | None = None
         if figures is not None and figures.trace is not None:
             record.trace, figures.trace.api = figures.trace, api
         try:
@@ -222,7 +223,8 @@ class RequestPipeline:
             record.outcome = "aborted"
             raise
         except RequestError as error:
-            record.outcome = _failure_outcome(error, record.accepted)
+            refusal = refusal_of(error) if _is_refusal(error, record.accepted) else None
+            record.outcome = "timeout" if isinstance(error, RequestTimeout) else "failed"
             if record.trace is not None:
                 record.trace.error = record.trace.error or error.code
             raise
@@ -233,9 +235,10 @@ class RequestPipeline:
             if figures is not None:
                 figures.add(prompt, completion, record.queue_seconds, record.first_token_seconds)
             record.add_to_trace(prompt, completion)
-            if record.outcome == "refused":
-                self.metrics.refused(api)
+            if refusal is not None:
+                self.metrics.refused(api, refusal)
             else:
+                self.metrics.request_lengths(prompt, completion)
                 self.metrics.request_ended(api, record.outcome, self.clock() - record.arrived_at, record.exemplar)
 
     async def read(self, num_bytes: int, function: Callable[..., T], *arguments: Any) -> T:
@@ -251,11 +254,9 @@ class RequestPipeline:
             raise RequestTimeout("Reading the prompt took longer than the request timeout.") from error
 
 
-def _failure_outcome(error: RequestError, accepted: bool) -> Outcome:
-    """Return the metrics' outcome for a request that failed with `error`.
+def _is_refusal(error: RequestError, accepted: bool) -> bool:
+    """Return whether a request that ended with `error` was refused.
 
     A request that the worker has accepted can still be refused: the worker may find that it can never be served.
     """
-    if isinstance(error, RequestTimeout):
-        return "timeout"
-    return "failed" if accepted and not isinstance(error, InvalidRequest) else "refused"
+    return isinstance(error, InvalidRequest) or not (accepted or isinstance(error, RequestTimeout))

@@ -213,8 +213,8 @@ class CompletionBuilder:
         if choice.first_token_at is not None:
             timings = replace(timings, decode_seconds=now - choice.first_token_at)
             if choice.num_tokens > 1:
-                mean = (choice.last_token_at - choice.first_token_at) / (choice.num_tokens - 1)
-                self._metrics.last_token(mean, self.exemplar)
+                seconds = choice.last_token_at - choice.first_token_at
+                self._metrics.last_token(seconds, choice.num_tokens - 1, self.exemplar)
         usage = Usage(self.num_prompt_tokens, self.num_cached_tokens, self.num_completion_tokens)
         matched = stop_token_id if stop is None else stop
         token = self._scored_token(stop_logprob) if stop_logprob is not None and stop is None else None

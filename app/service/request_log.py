@@ -21,10 +21,11 @@ log = logging.getLogger(REQUEST_LOGGER)
 
 @dataclass(slots=True)
 class RequestFigures:
-    """Tokens and seconds of one HTTP request, as far as the model has served it.
+    """Tokens, seconds and error of one HTTP request, as far as the model has served it.
 
     The seconds are those from arrival to the first step (`queue_seconds`) and to the first token, of the part that
-    waited longest; None if there was none. `trace` is what its span will say; None if it is not traced.
+    waited longest; None if there was none. `trace` is what its span will say; None if it is not traced. `error` is the
+    code of the error that its client was sent, also as the last event of a stream; empty if there was none.
     """
 
     prompt_tokens: int = 0
@@ -32,6 +33,7 @@ class RequestFigures:
     queue_seconds: float | None = None
     first_token_seconds: float | None = None
     trace: RequestTrace | None = None
+    error: str = ""
 
     def add(
         self, prompt_tokens: int, completion_tokens: int, queue_seconds: float | None, first_token_seconds: float | None
@@ -43,8 +45,14 @@ class RequestFigures:
         self.first_token_seconds = _longest(self.first_token_seconds, first_token_seconds)
 
 
-# Figures of the HTTP request that this context serves; None if it is neither logged nor traced.
+# Figures of the HTTP request that this context serves; None outside of one.
 REQUEST_FIGURES: ContextVar[RequestFigures | None] = ContextVar("request_figures", default=None)
+
+
+def note_error(code: str) -> None:
+    """Note the code of the error that the client of this context's request is sent."""
+    if (figures := REQUEST_FIGURES.get()) is not None:
+        figures.error = code
 
 
 def request_level(method: str) -> int:

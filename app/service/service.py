@@ -16,6 +16,7 @@ from app.metrics.gauges import engine_gauges
 from app.metrics.instruments import Metrics
 from app.metrics.load_progress import LoadProgress
 from app.metrics.stats import EngineSnapshot
+from app.metrics.vllm_names import vllm_metrics
 from app.service import encode, generate
 from app.service.adapters import Adapters, AdapterStore
 from app.service.engine_client import RequestPipeline, RequestRecord, WorkerInterface
@@ -53,6 +54,10 @@ class Service:
         wait = self._pipeline.admission.predicted_wait_seconds
         texts = self._pipeline.texts
         metrics.gauges(lambda: engine_gauges(self.snapshot, self.ready, wait(), texts.num_requests))
+        metrics.gauges(lambda: vllm_metrics(metrics, self.snapshot, texts.num_requests, self._model_name()))
+
+    def _model_name(self) -> str:
+        return "" if self._model is None else self._model.name
 
     # ---- life ------------------------------------------------------------------------------------------------------
 

@@ -199,7 +199,7 @@ class Tokenizer:
         for start, end in whole if len(text) <= CHUNK_CHARACTERS else self._bounds.chunks(text):
             stop_if_cancelled()
             limits.check(text[start:end])
-            with ConvertBareException(InvalidRequest, _CANNOT_ENCODE):
+            with ConvertRustErrors(InvalidRequest, _CANNOT_ENCODE):
                 (encoding,) = self._inner.encode_batch([text[start:end]], add_special_tokens=False)
             if len(encoding) > max_tokens:
                 return text[: start + encoding.offsets[max_tokens][0]]

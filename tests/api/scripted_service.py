@@ -128,15 +128,21 @@ class ScriptedService:
 
 
 class CountingMetrics:
-    """Remembers what was refused and how many fields were ignored; renders the `Accept` header."""
+    """Remembers what was refused, how requests were answered and how many fields were ignored; renders `Accept`."""
 
     def __init__(self) -> None:
         self.refusals: list[str] = []
+        self.reasons: list[str] = []
+        self.responses: list[tuple[str, str, int, str]] = []
         self.ignored: list[tuple[str, int]] = []
         self.step_log = StepLog()
 
-    def refused(self, api: str) -> None:
+    def refused(self, api: str, reason: str) -> None:
         self.refusals.append(api)
+        self.reasons.append(reason)
+
+    def responded(self, *told: Any) -> None:
+        self.responses.append(told)
 
     def fields_ignored(self, api: str, number: int) -> None:
         self.ignored.append((api, number))

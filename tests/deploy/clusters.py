@@ -7,12 +7,13 @@ from collections.abc import Iterator, Sequence
 
 from external_tools import Manifest, built, of_kind
 
-# Each a whole service: what a person would apply; the last four have components, as k8s/README.md adds them.
-CLAIM, PER_POD, GATEWAY, IMAGE = (
-    f"../tests/deploy/overlays/{name}" for name in ("claim", "per-pod", "gateway", "image")
+# Each a whole service: what a person would apply; the last six have components, as k8s/README.md adds them.
+CLAIM, PER_POD, GATEWAY, IMAGE, HUB, S3 = (
+    f"../tests/deploy/overlays/{name}" for name in ("claim", "per-pod", "gateway", "image", "hub", "s3")
 )
 DEMO = "overlays/demo"
-SERVICES = ("base", DEMO, "overlays/mixed", "overlays/numa", "overlays/cuda", CLAIM, PER_POD, GATEWAY, IMAGE)
+SERVICES = ("base", DEMO, "overlays/mixed", "overlays/numa", "overlays/cuda", CLAIM, PER_POD, GATEWAY, IMAGE, HUB, S3)
+FETCHING = (HUB, S3)  # their pods reach a hub or a store
 # Custom resources, which Kubernetes' own schemas know nothing of: they are held to theirs where they are tested.
 _CUSTOM = ("monitoring.coreos.com/", "gateway.networking.k8s.io/", "inference.networking.k8s.io/", "keda.sh/")
 _BYTES = {"": 1, "Ki": 2**10, "Mi": 2**20, "Gi": 2**30}
@@ -60,12 +61,12 @@ def selects(selector: dict[str, str], pod_with: dict[str, str]) -> bool:
 
 
 def environment(manifests: Sequence[Manifest], container: Manifest) -> dict[str, str]:
-    """As the kubelet makes it: the ConfigMaps in turn, then the container's own."""
+    """As the kubelet makes it: the ConfigMaps in turn, then the container's own; without what Secrets have."""
     found: dict[str, str] = {}
-    for source in container.get("envFrom", []):
+    for source in [each for each in container.get("envFrom", []) if "configMapRef" in each]:
         (settings,) = of_kind(manifests, "ConfigMap", source["configMapRef"]["name"])
         found |= settings["data"]
-    return found | {each["name"]: each["value"] for each in container.get("env", [])}
+    return found | {each["name"]: each["value"] for each in container.get("env", []) if "value" in each}
 
 
 def quantity(text: str) -> int:

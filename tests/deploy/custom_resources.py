@@ -86,7 +86,7 @@ def strict(schema: Schema, values: Sequence[Any]) -> Schema:
 
 def _definition(manifest: Manifest) -> Schema:
     group, version = manifest["apiVersion"].split("/")
-    for file in sorted((CHECKERS / "crds").glob(f"{group}_{manifest['kind'].lower()}s.yaml")):
+    for file in sorted((CHECKERS / "crds").glob(f"{group}_{manifest['kind'].lower()}*s.yaml")):
         definition = yaml.load(file.read_text(), Loader=yaml.CSafeLoader)
         (found,) = [each for each in definition["spec"]["versions"] if each["name"] == version]
         schema: Schema = found["schema"]["openAPIV3Schema"]

@@ -16,10 +16,14 @@ from app.version import VERSION
 from external_tools import ROOT, Manifest, built, of_kind, run, tool
 from tests.deploy.clusters import (
     DEMO,
+    FETCHING,
+    HUB,
+    S3,
     SERVICES,
     all_servers,
     containers,
     custom,
+    environment,
     labels,
     pod,
     pod_labels,
@@ -33,6 +37,7 @@ VERSIONS = ("1.30", "1.37")  # the oldest that k8s/README.md promises, and the n
 SKIPPED = {
     "CKV_K8S_15": "Always pulling makes a start depend on the registry; a tag of ours is never moved",
     "CKV_K8S_21": "the namespace is of the person who applies it",
+    "CKV_K8S_35": "huggingface_hub and rclone take a token and keys from variables",
     "CKV_K8S_38": "the endpoint picker watches pods, so it needs its token; the server has none",
     "CKV_K8S_43": "a digest is the registry's of the person who pushed the image: k8s/README.md says where it goes",
 }
@@ -148,12 +153,51 @@ def check_volume(manifests: Sequence[Manifest], volume: Manifest) -> None:
         assert volume["secret"]["optional"] is True
 
 
-@pytest.mark.parametrize("folder", SERVICES)
+@pytest.mark.parametrize("folder", [folder for folder in SERVICES if folder not in FETCHING])
 def test_in_comes_the_one_port_and_nothing_goes_out(folder: str) -> None:
     (policy,) = of_kind(built(folder), "NetworkPolicy", "armature")
     assert policy["spec"]["policyTypes"] == ["Ingress", "Egress"]
     assert policy["spec"]["ingress"] == [{"ports": [{"protocol": "TCP", "port": "http"}]}]
     assert policy["spec"]["egress"] == []
+
+
+@pytest.mark.parametrize("folder", FETCHING)
+def test_who_fetches_asks_for_names_and_speaks_https(folder: str) -> None:
+    (policy,) = of_kind(built(folder), "NetworkPolicy", "armature")
+    assert policy["spec"]["policyTypes"] == ["Ingress", "Egress"]
+    assert policy["spec"]["ingress"] == [{"ports": [{"protocol": "TCP", "port": "http"}]}]
+    anywhere, *more = policy["spec"]["egress"]
+    assert anywhere.keys() == {"ports"}
+    assert [(each["protocol"], each["port"]) for each in anywhere["ports"]] == [("UDP", 53), ("TCP", 53), ("TCP", 443)]
+    agents = [each["to"][0]["ipBlock"]["cidr"] for each in more]
+    assert agents == ([] if folder == HUB else ["169.254.170.23/32"])
+
+
+def test_the_hubs_cache_is_the_claim_and_its_token_a_secret() -> None:
+    manifests = built(HUB)
+    assert of_kind(manifests, "PersistentVolumeClaim", "armature-hub")
+    for deployment in servers(manifests):
+        said = environment(manifests, server(deployment))
+        assert (said["ARMATURE_OFFLINE"], said["ARMATURE_MODEL"]) == ("off", "Qwen/Qwen2.5-0.5B-Instruct")
+        assert {"name": "hub", "mountPath": said["HF_HOME"]} in server(deployment)["volumeMounts"]
+        (token,) = [each for each in server(deployment)["env"] if each["name"] == "HF_TOKEN"]
+        assert token["valueFrom"]["secretKeyRef"] == {"name": "armature-hub", "key": "token", "optional": True}
+        assert server(deployment)["startupProbe"]["failureThreshold"] < deployment["spec"]["progressDeadlineSeconds"]
+
+
+def test_a_stores_keys_are_the_init_containers_alone() -> None:
+    for deployment in servers(built(S3)):
+        (fetching,) = pod(deployment)["initContainers"]
+        assert {"secretRef": {"name": "armature-s3", "optional": True}} in fetching["envFrom"]
+        assert not [each for each in server(deployment)["envFrom"] if "secretRef" in each]
+        assert re.fullmatch(r"docker\.io/rclone/rclone:\d+\.\d+\.\d+", fetching["image"])
+
+
+def test_one_precision_can_be_set_for_both_pools() -> None:
+    manifests = built("overlays/mixed")
+    said = [environment(manifests, server(each))["ARMATURE_PRECISION"] for each in servers(manifests)]
+    assert said == ["auto", "auto"]
+    assert not [each for pool in servers(manifests) for each in server(pool)["env"] if "PRECISION" in each["name"]]
 
 
 def test_changed_settings_are_a_rollout() -> None:

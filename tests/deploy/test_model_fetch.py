@@ -18,7 +18,11 @@ from types import ModuleType
 from typing import Any
 
 import pytest
+import yaml
 
+from external_tools import run
+
+K8S = Path(__file__).resolve().parents[2] / "k8s"
 SCRIPT = Path(__file__).resolve().parents[2] / "k8s" / "components" / "model-fetch" / "claim" / "fetch_model.py"
 FILES = {"config.json": b"{}", "model.safetensors": b"\x00" * 3_000_000, "1_Pooling/config.json": b"{}"}
 
@@ -231,3 +235,67 @@ def test_a_pod_that_is_asked_to_stop_leaves_nothing_half_done(target: Path) -> N
 def test_settings_that_are_missing_are_asked_for(capsys: pytest.CaptureFixture[str]) -> None:
     assert fetching.main({"MODEL_SOURCE": "/model"}) == 2
     assert "ARMATURE_MODEL" in capsys.readouterr().err
+
+
+# ---- from a store that speaks S3 -------------------------------------------------------------------------------------
+
+Run = Callable[..., "subprocess.CompletedProcess[str]"]
+
+
+@pytest.fixture
+def from_store(tmp_path: Path, target: Path) -> Run:
+    """The init container's shell with an rclone that copies from a folder; `then` is what it does afterwards."""
+    stub = tmp_path / "bin" / "rclone"
+    stub.parent.mkdir()
+    component = yaml.safe_load((K8S / "components" / "model-fetch" / "s3" / "deployment.yaml").read_text())
+    (container,) = component["spec"]["template"]["spec"]["initContainers"]
+
+    def fetch_it(source: str, then: str = "") -> subprocess.CompletedProcess[str]:
+        stub.write_text(f'#!/bin/sh\n[ "$1" = sync ] && cp -r "{tmp_path}/${{2#s3:}}" "$3" || exit 3\n{then}\n')
+        stub.chmod(0o755)
+        environment = {
+            "PATH": f"{stub.parent}:/usr/bin:/bin",
+            "MODEL_SOURCE": source,
+            "ARMATURE_MODEL": str(target),
+            "HOSTNAME": "pod-1",
+        }
+        return run(container["command"], env={name: value for name, value in environment.items() if value})
+
+    return fetch_it
+
+
+def test_a_bucket_is_copied_once(from_store: Run, checkpoint: Path, target: Path) -> None:
+    assert checkpoint.name == "source"
+    told = from_store("s3:source")
+    assert (told.returncode, told.stderr) == (0, "")
+    assert content_of(target) == FILES
+    assert [entry.name for entry in target.parent.iterdir()] == ["tiny"]
+    again = from_store("s3:nothing/there")
+    assert (again.returncode, "there already" in again.stdout) == (0, True)
+
+
+@pytest.mark.parametrize(("source", "then"), [("s3:nothing/there", ""), ("s3:source", "exit 1"), ("s3:empty", "")])
+def test_a_bucket_that_fails_or_is_empty_is_no_model(
+    from_store: Run, checkpoint: Path, tmp_path: Path, target: Path, source: str, then: str
+) -> None:
+    (tmp_path / "empty").mkdir()
+    assert from_store(source, then).returncode != 0
+    assert not target.exists()
+
+
+def test_a_buckets_sums_are_held_to(from_store: Run, checkpoint: Path, target: Path) -> None:
+    (checkpoint / "SHA256SUMS").write_text(f"{'0' * 64}  config.json\n")
+    assert from_store("s3:source").returncode != 0
+    assert not target.exists()
+
+
+def test_another_pod_may_be_first_with_a_bucket(from_store: Run, checkpoint: Path, target: Path) -> None:
+    told = from_store("s3:source", then=f"mkdir {target} && touch {target}/config.json")
+    assert (told.returncode, "another pod was first" in told.stdout) == (0, True)
+    assert [entry.name for entry in target.parent.iterdir()] == ["tiny"]
+    assert [file.name for file in target.iterdir()] == ["config.json"]
+
+
+def test_a_bucket_that_is_not_named_is_asked_for(from_store: Run) -> None:
+    told = from_store("")
+    assert (told.returncode != 0, "MODEL_SOURCE" in told.stderr) == (True, True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 from functools import cache
 from pathlib import Path
@@ -14,6 +15,7 @@ import yaml
 from external_tools import ROOT, built, of_kind, run, tool
 from tests.deploy.rule_files import alerts, groups, rules, selectors
 from tools.monitoring.plain_rules import MONITORING, plain_rules
+from tools.monitoring.plain_rules import RUNBOOKS as RUNBOOK_PAGE
 
 TRIED = sorted((ROOT / "tests" / "deploy" / "rules").glob("*.yaml"))
 RUNBOOKS = ROOT / "docs" / "alerts.md"
@@ -73,10 +75,23 @@ def test_what_an_alert_says_is_explained_and_findable() -> None:
     for alert in alerts():
         told = alert["annotations"]
         assert set(told) == {"summary", "description", "runbook_url"}, alert["alert"]
-        assert told["runbook_url"] == f"docs/alerts.md#{alert['alert'].lower()}"
+        assert told["runbook_url"] == f"{RUNBOOK_PAGE}#{alert['alert'].lower()}"
         assert alert["alert"].lower() in anchors, f"{alert['alert']} has no section in {RUNBOOKS.name}"
     explained = {title for title in anchors if title.startswith("armature")}
     assert explained == {alert["alert"].lower() for alert in alerts()}
+
+
+def test_runbooks_are_where_they_are_said_to_be(tmp_path: Path) -> None:
+    """Absolute, and set once: by the command, or by what docs/alerts.md says of an overlay."""
+    assert RUNBOOK_PAGE.startswith("https://")
+    mine = "https://wiki.example/armature/alerts.md"
+    assert plain_rules(mine).count(f"runbook_url: {mine}#armature") == len(alerts())
+    (block,) = re.findall(r"```yaml\n(configMapGenerator:.*?)```", RUNBOOKS.read_text(), re.DOTALL)
+    component = Path(os.path.relpath(MONITORING, tmp_path))
+    (tmp_path / "kustomization.yaml").write_text(f"components: [{component}]\n{block}")
+    made = of_kind(built(os.path.relpath(tmp_path, ROOT / "k8s")), "PrometheusRule")
+    links = re.findall(r"runbook_url: (\S+)#", yaml.safe_dump_all(made))
+    assert links == [mine] * len(alerts())
 
 
 def test_what_an_alert_says_has_the_labels_it_speaks_of() -> None:

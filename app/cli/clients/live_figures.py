@@ -116,7 +116,7 @@ class LiveFigures:
                 "gap between tokens, p50",
                 gap,
                 format_seconds(gap),
-                f"p99 {format_seconds(_quantile(samples, 'itl', '0.99'))}",
+                _tail(samples, "itl"),
             ),
         ]
         used = samples.value("kv_cache_usage_ratio")
@@ -213,7 +213,14 @@ def _latency(samples: MetricSamples, name: str, metric: str) -> LiveFigure:
     return LiveFigure(
         name,
         format_seconds(_quantile(samples, metric, "0.5")),
-        f"p99 {format_seconds(_quantile(samples, metric, '0.99'))}",
+        _tail(samples, metric),
+    )
+
+
+def _tail(samples: MetricSamples, metric: str) -> str:
+    return ", ".join(
+        f"{name} {format_seconds(_quantile(samples, metric, quantile))}"
+        for name, quantile in (("p95", "0.95"), ("p99", "0.99"))
     )
 
 

@@ -11,13 +11,23 @@ import pytest
 from prometheus_client.openmetrics.parser import text_string_to_metric_families as parse_openmetrics
 from prometheus_client.parser import text_string_to_metric_families as parse_text
 
+from app.errors import (
+    ContextLengthExceeded,
+    ModelNotFound,
+    NotReady,
+    Overloaded,
+    RateLimited,
+    RequestError,
+    ServiceStopping,
+)
 from app.hardware.facts import PowerMeter
 from app.messages import Timings
 from app.metrics.gauges import DeploymentGauges, DeploymentInfo, ServerInfo, engine_gauges, throttled_seconds
-from app.metrics.instruments import SECONDS_BUCKETS, Api, Metrics
+from app.metrics.instruments import SECONDS_BUCKETS, Api, Metrics, refusal_of
 from app.metrics.power_monitor import PowerMonitor
 from app.metrics.stats import EngineSnapshot, StepStats
 from app.metrics.step_monitor import StepMonitor
+from app.metrics.vllm_names import vllm_metrics
 from app.service.served_model import ServedDecoder
 from app.service.service import Service
 from tests.fake_worker import LIMITS, FakeWorker, tokenizer
@@ -55,15 +65,21 @@ def metrics(clock: Clock) -> Metrics:
 
 def tell_everything(metrics: Metrics) -> None:
     metrics.gauges(lambda: engine_gauges(EngineSnapshot(), ready=True, predicted_wait_seconds=None))
+    metrics.gauges(lambda: vllm_metrics(metrics, EngineSnapshot(), 0, "demo"))
     DeploymentGauges(metrics, lambda: DeploymentInfo(ABOUT, threads=2, hourly_price=0.36))
     metrics.prompt_tokens(100, 40)
     metrics.first_token(Timings(queue_seconds=0.02, prefill_seconds=0.1), 0.12)
     metrics.completion_tokens(1)
     metrics.next_token(0.03)
     metrics.completion_tokens(1)
-    metrics.last_token(0.03)
+    metrics.last_token(0.03, 1)
+    metrics.request_lengths(100, 2)
     metrics.request_ended("chat", "stop", 0.15)
-    metrics.refused("native")
+    metrics.request_ended("native", "failed", 0.2)
+    metrics.refused("native", "overloaded")
+    metrics.responded("POST", "/generate", 429, "overloaded")
+    metrics.responded("POST", "/generate", 400, "invalid_request")
+    metrics.responded("POST", "/generate", 200, "")
     mixed = StepStats(
         0.05, prefill_tokens=30, decode_tokens=4, num_sequences=5, num_prefill_sequences=1, num_decode_sequences=4
     )
@@ -98,7 +114,7 @@ def test_what_an_encoder_does_is_shown_by_its_phase(metrics: Metrics) -> None:
 def test_each_way_a_request_can_end_is_there_from_the_start(metrics: Metrics) -> None:
     """Prometheus sees no increase in what comes into being with it: the first failures would go unseen."""
     names = [name for name in samples(metrics) if name.startswith("armature_requests_total")]
-    assert len(names) == len(get_args(Api)) * 6
+    assert len(names) == len(get_args(Api)) * 8
     assert samples(metrics)["armature_requests_total{api=chat,outcome=failed}"] == 0
 
 
@@ -119,7 +135,15 @@ def test_everything_reported_is_shown(metrics: Metrics) -> None:
     seen = samples(metrics)
     expected = {
         "armature_requests_total{api=chat,outcome=stop}": 1,
-        "armature_requests_total{api=native,outcome=refused}": 1,
+        "armature_requests_total{api=native,outcome=overloaded}": 1,
+        "armature_requests_total{api=native,outcome=invalid}": 0,
+        "armature_http_requests_total{code=overloaded,method=POST,route=/generate,status=429}": 1,
+        "armature_http_requests_total{code=,method=POST,route=/generate,status=200}": 1,
+        "armature_request_prompt_tokens_bucket{le=64.0}": 0,
+        "armature_request_prompt_tokens_bucket{le=128.0}": 1,
+        "armature_request_completion_tokens_bucket{le=2.0}": 1,
+        "armature_prefill_seconds_sum": 0.1,
+        "armature_decode_seconds_sum": 0.03,
         "armature_tokens_total{kind=prompt}": 100,
         "armature_tokens_total{kind=cached}": 40,
         "armature_tokens_total{kind=completion}": 2,
@@ -137,29 +161,83 @@ def test_everything_reported_is_shown(metrics: Metrics) -> None:
         "armature_info{device=cpu,isa=avx512,model=demo,precision=bf16,torch=2.13.0,version=1.2}": 1,
         "armature_throughput_per_second{kind=prompt_tokens}": 100,
         "armature_throughput_per_second{kind=completion_tokens}": 2,
-        "armature_throughput_per_second{kind=requests}": 1,
+        "armature_throughput_per_second{kind=requests}": 2,
     }
     assert {name: seen.get(name) for name in expected} == pytest.approx(expected)
-    quantiles = {
-        name: f"armature_latency_quantile_seconds{{metric={name},quantile=0.99}}"
-        for name in ("request", "queue", "ttft", "itl")
-    }
-    told = {name: seen[quantiles[name]] for name in quantiles}
-    assert told == pytest.approx({"request": 0.15, "queue": 0.02, "ttft": 0.12, "itl": 0.03}, rel=0.02)
+    for quantile in ("0.5", "0.9", "0.95", "0.99"):
+        quantiles = {
+            name: f"armature_latency_quantile_seconds{{metric={name},quantile={quantile}}}"
+            for name in ("request", "queue", "ttft", "itl")
+        }
+        told = {name: seen[quantiles[name]] for name in quantiles}
+        request = 0.15 if quantile == "0.5" else 0.2
+        assert told == pytest.approx({"request": request, "queue": 0.02, "ttft": 0.12, "itl": 0.03}, rel=0.02)
 
 
 def test_gauges_are_the_last_snapshot_under_our_names_and_the_gateways(metrics: Metrics) -> None:
     now = EngineSnapshot(num_running=3, num_waiting=5, kv_used_tokens=80, kv_capacity_tokens=320)
     metrics.gauges(lambda: engine_gauges(now, ready=True, predicted_wait_seconds=1.5))
+    metrics.gauges(lambda: vllm_metrics(metrics, now, 0, "demo"))
     seen = samples(metrics)
     for ours, theirs, value in (
         ("armature_requests_running", "vllm:num_requests_running", 3),
         ("armature_requests_waiting", "vllm:num_requests_waiting", 5),
         ("armature_kv_cache_usage_ratio", "vllm:kv_cache_usage_perc", 0.25),
     ):
-        assert (seen[ours], seen[theirs]) == (value, value)
+        assert (seen[ours], seen[f"{theirs}{{model_name=demo}}"]) == (value, value)
     assert seen["vllm:cache_config_info{block_size=16,num_gpu_blocks=20}"] == 1
     assert seen["armature_predicted_wait_seconds"] == 1.5
+
+
+def test_a_dashboard_made_for_vllm_finds_its_names(metrics: Metrics) -> None:
+    """Buckets, sums and counts, by the model's name; requests of several APIs are one histogram."""
+    tell_everything(metrics)
+    seen = samples(metrics)
+    expected = {
+        "vllm:time_to_first_token_seconds_sum{model_name=demo}": 0.12,
+        "vllm:inter_token_latency_seconds_count{model_name=demo}": 1,
+        "vllm:time_per_output_token_seconds_sum{model_name=demo}": 0.03,
+        "vllm:request_time_per_output_token_seconds_sum{model_name=demo}": 0.03,
+        "vllm:e2e_request_latency_seconds_sum{model_name=demo}": 0.35,
+        "vllm:e2e_request_latency_seconds_count{model_name=demo}": 2,
+        "vllm:e2e_request_latency_seconds_bucket{le=+Inf,model_name=demo}": 2,
+        "vllm:request_queue_time_seconds_sum{model_name=demo}": 0.02,
+        "vllm:request_prefill_time_seconds_sum{model_name=demo}": 0.1,
+        "vllm:request_decode_time_seconds_sum{model_name=demo}": 0.03,
+        "vllm:request_prompt_tokens_bucket{le=128.0,model_name=demo}": 1,
+        "vllm:request_generation_tokens_sum{model_name=demo}": 2,
+        "vllm:prompt_tokens_total{model_name=demo}": 100,
+        "vllm:generation_tokens_total{model_name=demo}": 2,
+        "vllm:prefix_cache_queries_total{model_name=demo}": 100,
+        "vllm:prefix_cache_hits_total{model_name=demo}": 40,
+        "vllm:request_success_total{finished_reason=stop,model_name=demo}": 1,
+        "vllm:request_success_total{finished_reason=error,model_name=demo}": 1,
+        "vllm:request_success_total{finished_reason=abort,model_name=demo}": 0,
+        "http_requests_total{handler=/generate,method=POST,status=4xx}": 2,
+        "http_requests_total{handler=/generate,method=POST,status=2xx}": 1,
+    }
+    assert {name: seen.get(name) for name in expected} == pytest.approx(expected)
+
+
+def test_before_the_model_is_known_only_the_engine_has_its_other_names(metrics: Metrics) -> None:
+    metrics.gauges(lambda: vllm_metrics(metrics, EngineSnapshot(num_running=2), 0, ""))
+    names = {name.partition("{")[0] for name in samples(metrics) if name.startswith("vllm:")}
+    assert names == {"vllm:num_requests_running", "vllm:num_requests_waiting", "vllm:kv_cache_usage_perc"}
+
+
+@pytest.mark.parametrize(
+    ("error", "reason"),
+    [
+        (ContextLengthExceeded("long"), "invalid"),
+        (ModelNotFound("who"), "invalid"),
+        (Overloaded("full", 1.0), "overloaded"),
+        (RateLimited("again", 1.0), "overloaded"),
+        (NotReady("soon"), "unavailable"),
+        (ServiceStopping("late"), "unavailable"),
+    ],
+)
+def test_a_refusal_is_the_clients_the_loads_or_the_servers(error: RequestError, reason: str) -> None:
+    assert refusal_of(error) == reason
 
 
 def test_what_is_not_known_is_absent(metrics: Metrics) -> None:
@@ -259,7 +337,9 @@ def test_the_format_is_what_was_asked_for(accept: str, content_type: str, metric
 def test_no_label_is_made_from_what_clients_send_and_all_names_are_ours(metrics: Metrics) -> None:
     tell_everything(metrics)
     for name in samples(metrics):
-        assert name.startswith(("armature_", "vllm:", "process_", "llm_cost_per_million_tokens")), name
+        assert name.startswith(
+            ("armature_", "vllm:", "process_", "llm_cost_per_million_tokens", "http_requests_total")
+        ), name
 
 
 def test_a_scrape_costs_a_few_milliseconds_of_one_core(metrics: Metrics) -> None:

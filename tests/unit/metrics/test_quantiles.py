@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from app.metrics.instruments import RecentQuantiles, RecentRate
 
-QUANTILES = (0.5, 0.9, 0.99)
+QUANTILES = (0.5, 0.9, 0.95, 0.99)
 
 
 class Clock:

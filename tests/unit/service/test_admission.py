@@ -156,7 +156,7 @@ async def test_every_request_is_counted_once_by_how_it_ended() -> None:
             name: value for name, value in seen.items() if value and name.startswith("armature_requests_total,native")
         }
         outcomes = {name.rsplit(",", 1)[1]: value for name, value in ended.items()}
-        assert outcomes == {"length": 1, "stop": 1, "failed": 1, "aborted": 1, "refused": 1}
+        assert outcomes == {"length": 1, "stop": 1, "failed": 1, "aborted": 1, "invalid": 1}
         assert seen["armature_tokens_total,prompt"] == 2
         assert seen["armature_tokens_total,cached"] == 2
         assert seen["armature_tokens_total,completion"] == 7
@@ -165,6 +165,10 @@ async def test_every_request_is_counted_once_by_how_it_ended() -> None:
         assert seen["armature_inter_token_latency_seconds_count"] == 4
         assert seen["armature_time_per_output_token_seconds_count"] == 2
         assert seen["armature_queue_seconds_sum"] == 0.75
+        assert seen["armature_decode_seconds_sum"] == pytest.approx(0.08)
+        assert seen["armature_request_completion_tokens_sum"] == 7
+        assert seen["armature_request_completion_tokens_count"] == 2
+        assert seen["armature_request_prompt_tokens_count"] == 4
         assert seen["armature_request_seconds_count,native"] == 4
 
 

@@ -113,7 +113,7 @@ async def test_what_is_refused_reaches_no_batch(
             await service.encode(wanted(*given.pop("inputs", ("x",)), **given))
         assert getattr(caught.value, "field", None) == field
         assert (worker.commands, service.num_open) == ([], 0)
-        assert counted(service, 'armature_requests_total{api="native",outcome="refused"}') == 1
+        assert counted(service, 'armature_requests_total{api="native",outcome="invalid"}') == 1
 
 
 @pytest.mark.parametrize("truncate_left", [False, True])

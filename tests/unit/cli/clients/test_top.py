@@ -28,6 +28,7 @@ armature_requests_total{api="chat",outcome="stop"} 3
 armature_requests_total{api="chat",outcome="length"} 1
 armature_throughput_per_second{kind="completion_tokens"} 12.5
 armature_latency_quantile_seconds{metric="ttft",quantile="0.5"} 0.02
+armature_latency_quantile_seconds{metric="ttft",quantile="0.95"} 1
 armature_latency_quantile_seconds{metric="ttft",quantile="0.99"} 2
 armature_latency_quantile_seconds{metric="itl",quantile="0.5"} NaN
 armature_step_seconds_bucket{le="0.1"} 7
@@ -66,8 +67,8 @@ def test_one_picture_without_a_terminal(capsys: pytest.CaptureFixture[str]) -> N
             assert lines[0] == f"fox, a decoder on cpu in int8 · Armature 9.9 · {script.url}"
             assert lines[2:12] == [
                 "tokens a second 12.5 prompts –",  # of the last minute, by the server
-                "first token, p50 20 ms p99 2 s",
-                "gap between tokens, p50 – p99 –",
+                "first token, p50 20 ms p95 1 s, p99 2 s",
+                "gap between tokens, p50 – p95 –, p99 –",
                 "context memory in use 25% of 4,096 tokens",
                 "requests 2 running 1 waiting",
                 "requests a second –",

@@ -63,7 +63,7 @@ def test_prompts_of_a_session_begin_alike_and_end_differently() -> None:
 METRICS = """\
 armature_requests_total{api="openai",outcome="length"} 7.0
 armature_requests_total{api="native",outcome="stop"} 2.0
-armature_requests_total{api="openai",outcome="refused"} 5.0
+armature_requests_total{api="openai",outcome="overloaded"} 5.0
 armature_tokens_total{kind="prompt"} 80.0
 armature_tokens_total{kind="cached"} 30.0
 armature_requests_waiting 3.0
