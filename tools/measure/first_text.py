@@ -10,6 +10,7 @@ it on an idle machine.
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
 import signal
@@ -46,7 +47,7 @@ class Session:
     def longest_silence(self) -> float:
         """Return the most seconds between two lines, or before the first."""
         times = [0.0, *(seconds for seconds, _ in self.said)]
-        return max((later - earlier for earlier, later in zip(times, times[1:], strict=False)), default=0.0)
+        return max((later - earlier for earlier, later in itertools.pairwise(times)), default=0.0)
 
 
 def main() -> int:
