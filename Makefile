@@ -120,8 +120,8 @@ docs: $(VENV)/dev.stamp ## write the generated docs
 build: $(VENV)/dev.stamp ## build a wheel for this machine in dist/
 	$(BIN)/python -m pip wheel --no-deps --no-build-isolation -w dist .
 
-wheels: $(VENV)/dev.stamp ## build manylinux wheels in dist/, for this machine and, if possible, 64-bit Arm
-	$(BIN)/python -m tools.wheels
+wheels: $(VENV)/dev.stamp ## build manylinux wheels in dist/, for this machine and, if possible, 64-bit Arm (ARGS=--sdist: the source archive too)
+	$(BIN)/python -m tools.wheels $(ARGS)
 
 lock: $(VENV)/dev.stamp ## write the hashed locks from requirements/runtime.txt
 	@$(BIN)/python -m tools.lock
