@@ -1,8 +1,8 @@
 """Build manylinux wheels in dist/: `python -m tools.wheels [--sdist] [ARCHITECTURE ...]`.
 
-Builds for this machine, and for 64-bit Arm if a cross compiler is present; with `--sdist` the source archive too. The platform tag is the oldest C library
-that the native library's symbols allow. The wheel must not contain an OpenMP runtime, because torch brings the only
-one.
+Builds for this machine, and for 64-bit Arm if a cross compiler is present; with `--sdist` the source archive too. The
+platform tag is the oldest C library that the native library's symbols allow. The wheel must not contain an OpenMP
+runtime, because torch brings the only one.
 auditwheel does not replace it: it would copy libgomp into the wheel, and two OpenMP runtimes in a process slow each
 other down; excluding libgomp skips the check of its symbol versions, which matter because torch's libgomp is old.
 cibuildwheel builds in containers per Python version, but these wheels do not depend on the Python version and are
