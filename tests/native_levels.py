@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from types import ModuleType
 
 import pytest
 
@@ -20,6 +21,11 @@ def levels() -> tuple[str, ...]:
     found = tuple(name for name in _NAMES if library.armature_select(name.encode()) == 0)
     library.armature_select(serving.encode())
     return found
+
+
+def tests_levels(module: ModuleType) -> bool:
+    """Whether a module's tests choose levels: `make test-all` runs them again, with the levels that `make test` has not."""
+    return any(getattr(value, "__name__", "") in ("at_level", "levels") for value in vars(module).values())
 
 
 @contextmanager

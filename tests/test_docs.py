@@ -71,6 +71,51 @@ def test_named_source_files_exist(path: Path) -> None:
             assert found, f"{name(path)} names {file}, which does not exist"
 
 
+# `armature` on PyPI is another project. A name that goes on is ours: armature-serve, armature_serve-0.1.0.whl.
+FOREIGN = re.compile(
+    r"\barmature\[|(?:pip3? install|pipx (?:run|install)|uvx|uv (?:add|pip install))\b[^\n`]*[ '\"]armature(?![\w./\[-])"
+)
+
+
+@pytest.mark.parametrize(
+    ("text", "foreign"),
+    [
+        ("pip install 'armature[otel]'", True),
+        ("pip install armature && armature serve", True),
+        ("pip install -q --pre armature", True),
+        ("uvx armature serve", True),
+        ("armature[bench]", True),
+        ("pip install 'armature-serve[otel]'", False),
+        ("pip install armature-serve", False),
+        ("pip install ./armature_serve-0.1.0-py3-none-any.whl", False),
+        ("uvx --from armature-serve armature-serve serve", False),
+        ("pip install /opt/armature/x", False),
+        ("armature serve", False),
+    ],
+)
+def test_an_installation_of_the_foreign_package_is_recognised(text: str, foreign: bool) -> None:
+    assert any(FOREIGN.search(part) for part in re.split("&&|;|#", text)) == foreign
+
+
+def test_nothing_says_to_install_the_foreign_package() -> None:
+    suffixes = {".py", ".md", ".sh", ".toml", ".yml", ".yaml", ".js", ".html", ".txt", ".service", ""}
+    folders = [
+        ROOT / each for each in ("app", "armature", "charts", "docker", "docs", "examples", "k8s", "tools", ".github")
+    ]
+    files = [path for folder in folders for path in folder.rglob("*") if path.is_file()]
+    files += [path for path in ROOT.iterdir() if path.is_file()]
+    read = [path for path in files if path.suffix in suffixes and path.name != "CHANGELOG.md"]
+    assert len(read) > 500
+    found = [
+        f"{name(path)}: {line.strip()[:100]}"
+        for path in read
+        for line in path.read_text(encoding="utf-8", errors="replace").splitlines()
+        # the shell's `&&` ends what pip installs
+        if any(FOREIGN.search(part) for part in re.split("&&|;|#", line))
+    ]
+    assert found == []
+
+
 def design() -> str:
     return (ROOT / "docs" / "design.md").read_text(encoding="utf-8")
 

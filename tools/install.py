@@ -1,10 +1,11 @@
-"""Create the virtual environment of the Makefile: `python tools/install.py .venv {runtime,bench,dev}`.
+"""Create the virtual environment of the Makefile: `python -m tools.install .venv {runtime,bench,dev}`.
 
 Needs only the standard library, because it runs before anything is installed. It chooses torch's build for this
 machine; requirements/*.txt pin everything, and what serving needs by the hashes of its wheels. A second run changes
-only what is out of date. `uv sync` does not replace it: uv would have to be installed first, it does not read pip's
-configuration, which on machines without internet names a local folder of wheels, and its lock file cannot choose
-torch's CPU or CUDA build by the hardware that is found.
+only what is out of date. The native library is compiled meanwhile (tools/native.py). uv installs the packages if it is
+on the PATH, and pip what uv does not find: uv does not read pip's configuration, which on machines without internet
+names a local folder of wheels. `uv sync` does not replace this module: its lock file cannot choose torch's CPU or CUDA
+build by the hardware that is found.
 """
 
 from __future__ import annotations
@@ -18,8 +19,13 @@ import sys
 import tempfile
 import threading
 import urllib.request
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
+
+from tools import native
+from tools.progress import Failed, Phase, Progress
 
 ROOT = Path(__file__).resolve().parent.parent
 TORCH = "torch==2.13.0"
@@ -31,6 +37,7 @@ CMAKE = (3, 22)  # the minimum version in app/kernels/csrc/CMakeLists.txt
 CPU_INDEX = "https://download.pytorch.org/whl/cpu"
 INDEX_SECONDS = 3.0
 KINDS = ("runtime", "bench", "dev")  # each includes the ones before it
+FORMER_DISTRIBUTION = "armature"  # an environment may still have it; on PyPI that name is another project's
 
 
 def main(arguments: list[str]) -> int:
@@ -41,38 +48,131 @@ def main(arguments: list[str]) -> int:
     venv, kind = Path(arguments[0]), arguments[1]
     try:
         install(venv, kind)
-    except Refusal as refusal:
-        print(refusal, file=sys.stderr)
+    except Failed as failure:
+        print(failure, file=sys.stderr)
         return 1
+    except KeyboardInterrupt:
+        print("\nInterrupted. The same command goes on from here.", file=sys.stderr)
+        return 130
     return 0
 
 
-class Refusal(Exception):
-    """The installation cannot continue. The message says what is missing and how to get it."""
-
-
 def install(venv: Path, kind: str) -> None:
-    """Create the environment if needed, install the pins and the project, and write a stamp for make."""
-    python = make_venv(venv)
+    """Create the environment if needed, install the pins and the project, and write a stamp for make.
+
+    Raises:
+        Failed: The installation cannot continue. The message says what is missing and how to get it.
+    """
+    index, pool = Question(cpu_index_answers), ThreadPoolExecutor(1)
+    programs = venv / "bin"
+    with Progress(4) as progress:
+
+        def start_library() -> Future[None]:
+            return pool.submit(native.make, "here", progress, programs.absolute())
+
+        missing = build_tools()
+        library = None if missing else start_library()
+        with progress.phase("environment"):
+            installer = make_venv(venv, progress)
+            if missing:
+                installer.install("--only-binary=:all:", *missing)
+        library = library or start_library()
+        with progress.phase("packages") as phase:
+            installer.phase = phase
+            install_packages(installer, kind, index)
+        with progress.phase("project") as phase:
+            installer.phase = phase
+            install_project(installer)
+        library.result()
+    for stamp in KINDS[: KINDS.index(kind) + 1]:
+        (venv / f"{stamp}.stamp").touch()
+
+
+def install_packages(installer: Installer, kind: str, index: Callable[[], bool]) -> None:
+    """Install what the project needs, with torch's build for this machine."""
     requirement, options, reason = choose_torch(
-        platform.system(), platform.machine(), has_nvidia_gpu(), cpu_index_answers, lambda: pip_finds(python, TORCH_CPU)
+        platform.system(), platform.machine(), has_nvidia_gpu(), index, lambda: pip_finds(installer.python, TORCH_CPU)
     )
-    print(f"{requirement}: {reason}.", flush=True)
-    print(f"Installing what {kind} needs into {venv} ...", flush=True)
+    installer.progress.say(f"{requirement}: {reason}.")
     requirements = ROOT / "requirements"
-    # By hash. The second command finds these packages installed, and adds what has no hashes: NVIDIA's libraries, whose
-    # versions torch's own wheel pins, and what measuring and developing need.
+    # By hash, and torch first: it is the package that uv may not find.
     with tempfile.TemporaryDirectory() as folder:
         torch = Path(folder) / "torch.txt"
         torch.write_text(torch_line(requirement), encoding="utf-8")
-        hashed = ["-r", str(requirements / "runtime-hashes.txt"), "-r", str(torch)]
-        pip(python, "install", "-q", "--no-deps", "--only-binary=:all:", "--require-hashes", *options, *hashed)
-    pip(python, "install", "-q", *options, requirement, "-r", str(requirements / f"{kind}.txt"), *build_tools())
-    # The build tools are among the pins, so this downloads nothing. The build folder is kept, and `make native`
-    # continues from it.
-    pip(python, "install", "-q", "--no-deps", "--no-build-isolation", "-C", "build-dir=build/native", "-e", str(ROOT))
-    for stamp in KINDS[: KINDS.index(kind) + 1]:
-        (venv / f"{stamp}.stamp").touch()
+        by_hash = ("--no-deps", "--only-binary=:all:", "--require-hashes")
+        installer.install(*by_hash, *options, "-r", str(torch), alone=True)
+        installer.install(*by_hash, "-r", str(requirements / "runtime-hashes.txt"))
+    # What has no hashes: NVIDIA's libraries, whose versions torch's own wheel pins, and what measuring and developing need.
+    if kind != "runtime" or has_nvidia_libraries(requirement):
+        installer.install(*options, requirement, "-r", str(requirements / f"{kind}.txt"))
+
+
+def has_nvidia_libraries(requirement: str) -> bool:
+    """Return True if torch's wheel depends on packages that requirements/runtime.txt does not pin."""
+    return requirement == TORCH and platform.system() == "Linux"
+
+
+def install_project(installer: Installer) -> None:
+    """Install the checkout as it stands. Its build tools are among the pins, so this downloads nothing."""
+    if any(installer.python.parents[1].glob(f"lib/*/site-packages/{FORMER_DISTRIBUTION}-*.dist-info")):
+        installer.pip("uninstall", "-y", FORMER_DISTRIBUTION)
+    # The library is compiled by tools/native.py.
+    build = ("-C", "build-dir=build/editable", "-C", "cmake.define.ARMATURE_COMPILE=OFF")
+    installer.pip("install", "--no-deps", "--no-build-isolation", *build, "-e", str(ROOT))
+
+
+@dataclass(slots=True)
+class Installer:
+    """Installs packages into one environment: by uv if there is one, and by pip what uv cannot install."""
+
+    python: Path
+    uv: str | None
+    progress: Progress
+    phase: Phase
+
+    def install(self, *arguments: str, alone: bool = False) -> None:
+        """Install. `alone`: if uv fails, it is asked again for other packages.
+
+        Raises:
+            Failed: pip cannot install them either.
+        """
+        if self.uv:
+            # By hashes, so it does not matter which index a wheel comes from.
+            command = [self.uv, "pip", "install", "--python", str(self.python), "--index-strategy=unsafe-best-match"]
+            try:
+                self.progress.run(self.phase, [*command, *arguments])
+                return
+            except Failed:
+                self.uv = self.uv if alone else None
+        self.pip("install", *arguments)
+
+    def pip(self, *arguments: str) -> None:
+        """Run pip with this machine's configuration."""
+        options = pip_options(self.python) if arguments[0] == "install" else []
+        self.progress.run(self.phase, [str(self.python), "-m", "pip", arguments[0], *options, *arguments[1:]])
+
+
+def pip_options(python: Path) -> list[str]:
+    """Return options of `pip install`: bytecode is compiled when a module is imported, and progress as lines."""
+    found = [re.search(r"pip-(\d+)\.(\d+)", path.name) for path in python.parents[1].glob("lib/*/site-packages/pip-*")]
+    version = max(((int(each[1]), int(each[2])) for each in found if each), default=(0, 0))
+    return ["--no-compile", *(["--progress-bar=raw"] if version >= (24, 1) else [])]
+
+
+class Question:
+    """A question that is asked in a thread now, and whose answer is waited for when it is needed."""
+
+    def __init__(self, ask: Callable[[], bool]) -> None:
+        self._answer = False
+        self._thread = threading.Thread(target=self._run, args=(ask,), daemon=True)
+        self._thread.start()
+
+    def _run(self, ask: Callable[[], bool]) -> None:
+        self._answer = ask()
+
+    def __call__(self) -> bool:
+        self._thread.join()
+        return self._answer
 
 
 def torch_line(requirement: str) -> str:
@@ -81,26 +181,30 @@ def torch_line(requirement: str) -> str:
     return next(line for line in lines if line.startswith(f"{requirement} "))
 
 
-def make_venv(venv: Path) -> Path:
-    """Return the environment's interpreter.
+def make_venv(venv: Path, progress: Progress) -> Installer:
+    """Return what installs into the environment.
 
     An incomplete environment, for example one without pip, is created again.
     """
-    python = venv / "bin" / "python"
-    if (
-        python.exists()
-        and subprocess.run([python, "-c", "import pip"], capture_output=True, check=False).returncode == 0
-    ):
-        return python
+    python, uv, phase = venv / "bin" / "python", shutil.which("uv"), Phase("environment")
+    installer = Installer(python, uv, progress, phase)
+    if python.exists() and succeeds([python, "-c", "import pip"]):
+        return installer
+    # With pip, for what uv does not find and for `make build`.
+    if uv and succeeds([uv, "venv", "-q", "--seed", "--clear", "--python", sys.executable, venv]):
+        return installer
     if importlib.util.find_spec("ensurepip") is None:  # Debian and Ubuntu leave it out of python3
         version = f"{sys.version_info.major}.{sys.version_info.minor}"
-        raise Refusal(
+        raise Failed(
             f"Python {version} at {sys.executable} has no ensurepip, which a virtual environment needs. "
             f"On Debian and Ubuntu: sudo apt install python{version}-venv"
         )
-    print(f"Making {venv} with Python {platform.python_version()} ...", flush=True)
-    subprocess.run([sys.executable, "-m", "venv", "--clear", str(venv)], check=True)
-    return python
+    progress.run(phase, [sys.executable, "-m", "venv", "--clear", str(venv)])
+    return installer
+
+
+def succeeds(command: Sequence[str | Path]) -> bool:
+    return subprocess.run(command, capture_output=True, check=False).returncode == 0
 
 
 def choose_torch(
@@ -118,7 +222,7 @@ def choose_torch(
     arm_linux = system == "Linux" and machine in ("aarch64", "arm64")
     if system == "Darwin":
         if machine != "arm64":
-            raise Refusal("torch has had no builds for Intel Macs since 2.2; Armature needs 2.10 or newer.")
+            raise Failed("torch has had no builds for Intel Macs since 2.2; Armature needs 2.10 or newer.")
         return TORCH, [], "on macOS there is one build, with MPS"
     if gpu:
         return TORCH, [], "there is an NVIDIA GPU, and PyPI has the CUDA build"
@@ -133,9 +237,14 @@ def choose_torch(
 
 
 def pip_finds(python: Path, requirement: str) -> bool:
-    """Return True if pip, as it is configured, has a wheel for the requirement, or it is installed."""
-    command = [python, "-m", "pip", "install", "-q", "--dry-run", "--no-deps", "--only-binary=:all:", requirement]
-    return subprocess.run(command, capture_output=True, check=False).returncode == 0
+    """Return True if pip, as it is configured, has a wheel for the requirement NAME==VERSION, or it is installed.
+
+    pip is asked for its versions, which downloads nothing.
+    """
+    name, _, version = requirement.partition("==")
+    command = [str(python), "-m", "pip", "index", "versions", "--only-binary=:all:", name]
+    said = subprocess.run(command, capture_output=True, text=True, check=False).stdout
+    return version in re.split(r"[\s,]+", said)
 
 
 def build_tools() -> list[str]:
@@ -176,15 +285,6 @@ def cpu_index_answers() -> bool:
     thread.start()
     thread.join(INDEX_SECONDS)
     return answered == [True]
-
-
-def pip(python: Path, *arguments: str) -> None:
-    """Run pip with this machine's configuration."""
-    result = subprocess.run([str(python), "-m", "pip", *arguments], check=False)
-    if result.returncode != 0:
-        raise Refusal(
-            f"pip could not install ({' '.join(arguments[:1])} ended with {result.returncode}); see its output above."
-        )
 
 
 if __name__ == "__main__":

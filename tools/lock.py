@@ -72,7 +72,7 @@ MACOS += [f"--platform=macosx_{version}_arm64" for version in ("11_0", "12_0", "
 
 LOCKS = (
     Lock("amd64", "x86_64", TORCH_CPU),
-    Lock("arm64", "aarch64", TORCH_ARM_LINUX),
+    Lock("arm64", "aarch64", TORCH_CPU),
     Lock("cuda-amd64", "x86_64", CUDA, brings=True),
     Lock("cuda-arm64", "aarch64", CUDA, brings=True),
 )
@@ -157,11 +157,30 @@ def all_pins(file: str = "runtime.txt") -> dict[str, str]:
 def locked(lock: Lock) -> Iterator[str]:
     """Yield each line as pip requires it: name, version and the wheel's SHA-256."""
     ours = pins()
-    for item in found(lock, [*ours.values(), lock.torch], "--no-deps"):
-        yield hashed(item, "===" if item["metadata"]["name"] == "torch" and lock.brings else "==")
+    for item in found(lock, [*ours.values()], "--no-deps"):
+        yield hashed(item)
+    yield torch_line(lock)
     for item in found(lock, [lock.torch]) if lock.brings else ():
         if item["metadata"]["name"].lower().replace("_", "-") not in {*ours, "torch"}:
             yield hashed(item)
+
+
+def torch_line(lock: Lock) -> str:
+    """Return the line of torch.
+
+    A CPU build that pip does not find, because torch's index does not answer, keeps the line that it has.
+    """
+    if lock.brings:
+        return hashed(found(lock, [lock.torch], "--no-deps")[0], "===")
+    index = [f"--extra-index-url={CPU_INDEX}"] if cpu_index_answers() else []
+    try:
+        return hashed(found(lock, [lock.torch], "--no-deps", *index)[0])
+    except subprocess.CalledProcessError:
+        lines = lock.path.read_text(encoding="utf-8").splitlines()
+        kept = next((line for line in lines if line.startswith(f"{lock.torch} ")), None)
+        if kept is None:
+            raise
+        return kept
 
 
 def found(lock: Lock, requirements: list[str], *options: str) -> list[Any]:

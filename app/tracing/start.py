@@ -15,7 +15,7 @@ log = logging.getLogger(__name__)
 
 SPANS_PATH = "/v1/traces"  # where OTLP over HTTP takes spans
 EXPORTER = "opentelemetry.exporter.otlp.proto.http"
-INSTALL = "pip install 'armature[otel]'"
+INSTALL = "pip install 'armature-serve[otel]'"
 
 
 def start_tracer(settings: Settings, environ: Mapping[str, str]) -> Tracer | None:

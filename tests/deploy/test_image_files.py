@@ -19,7 +19,7 @@ from app.cli.setting_rows import setting_rows
 from external_tools import ROOT, run, tool
 from tests.live.live_server import LiveServer, live
 from tiny_checkpoints import write_checkpoint
-from tools.install import TORCH, TORCH_ARM_LINUX
+from tools.install import TORCH, TORCH_CPU
 from tools.lock import BUILD_ONLY, LOCKS, Lock
 from tools.sbom import read_lock
 
@@ -104,7 +104,7 @@ def test_a_lock_is_what_serves_with_hashes(lock: Lock) -> None:
         for line in (ROOT / "requirements" / file).read_text().splitlines()
         if re.match(r"[a-z]", line)
     )
-    torch = {"amd64": f"{TORCH}+cpu", "arm64": TORCH_ARM_LINUX}.get(lock.name, TORCH)
+    torch = TORCH if lock.brings else TORCH_CPU
     wanted = {name: version for name, version in pins.items() if name not in BUILD_ONLY} | dict([torch.split("==")])
     wheels = read_lock(lock.path.read_text())
     found = {canonicalize_name(wheel.name): wheel.version for wheel in wheels}

@@ -30,7 +30,7 @@ def make_report(paths: Sequence[Path], folder: Path | None, force: bool, here: R
     """
     if folder is not None and importlib.util.find_spec("matplotlib") is None:
         raise MeasurementFailed(
-            "--report needs matplotlib, which is not installed: pip install 'armature[bench]', or make report."
+            "--report needs matplotlib, which is not installed: pip install 'armature-serve[bench]', or make report."
         )
     results = [read_result(path) for path in paths]
     check_comparable(results, force)

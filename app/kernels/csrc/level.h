@@ -21,6 +21,12 @@ typedef struct {
 
 extern const level level_amx, level_avx512bf16, level_avx512, level_avxvnni, level_avx2, level_i8mm, level_dotprod, level_neon, level_portable;
 
+/* A function of a level that another part of the level calls (kernels.h): its name begins with the level's, for example
+ * `level_avx2_attention`. */
+#define JOINED(level, name) level##_##name
+#define JOIN(level, name) JOINED(level, name)
+#define KERNEL(name) JOIN(LEVEL, name)
+
 /* The same for every level (rows.c). */
 void armature_rows(const void *arguments);
 

@@ -9,12 +9,16 @@
 #include "division.h"
 #include "level.h"
 
+/* Compiled in the part INTEGERS alone, for other parts too: they are a quarter of the library. */
+#define multiply_tile KERNEL(multiply_tile)
+#define multiply_streams KERNEL(multiply_streams)
+
 INLINE ptrdiff_t panel_bytes_int(const linear_int_arguments *a) { return layout_of(a->bits, a->header, a->group, a->padded / a->group).bytes; }
 
 /* Rows [row, row + count) of the panel's outputs: sums [count, 32], overwritten, before the scales of the outputs if the
  * form has them. `ahead`: what to prefetch, or NULL: as many bytes as the panel has, in order, whatever is read
  * meanwhile. */
-static void multiply_tile(const linear_int_arguments *a, const uint8_t *panel, int64_t row, int count, const uint8_t *ahead, float *sums);
+void multiply_tile(const linear_int_arguments *a, const uint8_t *panel, int64_t row, int count, const uint8_t *ahead, float *sums);
 
 /* Bytes of headers to prefetch with group g, in whole cache lines. */
 INLINE int asked_header(int header, int64_t g) {
@@ -50,7 +54,7 @@ INLINE void multiply_panel(const linear_int_arguments *a, const uint8_t *panel, 
 
 #if STREAMS > 1
 /* The same for one or two rows from row 0 on and STREAMS adjacent panels in turns: sums [STREAMS, count, 32]. */
-static void multiply_streams(const linear_int_arguments *a, const uint8_t *panels, int count, float *sums);
+void multiply_streams(const linear_int_arguments *a, const uint8_t *panels, int count, float *sums);
 #endif
 
 /* Sums of the largest task that keeps them on its stack. */

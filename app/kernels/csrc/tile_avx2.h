@@ -248,14 +248,15 @@ INLINE void multiply(int rows, int width, int panels, int bits, int header, cons
     else multiply_groups(panels, rows, width, bits, header, a->group, a, panel, row, ahead, sums);
 }
 
-static void multiply_tile(const linear_int_arguments *a, const uint8_t *panel, int64_t row, int count, const uint8_t *ahead, float *sums) {
+#ifdef PART_INTEGERS
+void multiply_tile(const linear_int_arguments *a, const uint8_t *panel, int64_t row, int count, const uint8_t *ahead, float *sums) {
     switch (count) {
         CASE(1, 4, 1) CASE(2, 4, 1) CASE(3, 2, 1) CASE(4, 2, 1) CASE(5, 2, 1) CASE(6, 2, 1)
     }
 }
 
 #if STREAMS > 1
-static void multiply_streams(const linear_int_arguments *a, const uint8_t *panel, int count, float *sums) {
+void multiply_streams(const linear_int_arguments *a, const uint8_t *panel, int count, float *sums) {
     const uint8_t *ahead = panel + STREAM_AHEAD;
     const int64_t row = 0;
     switch (count) {
@@ -263,6 +264,7 @@ static void multiply_streams(const linear_int_arguments *a, const uint8_t *panel
     }
     for (int p = 0; p < STREAMS; p++) scale_outputs(a, panel + p * panel_bytes_int(a), count, sums + p * count * PANEL_OUTPUTS);
 }
+#endif
 #endif
 
 #endif

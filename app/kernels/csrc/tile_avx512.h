@@ -171,7 +171,8 @@ GROUPS_FUNCTION(multiply_double, 4, DOUBLE_QUANTIZED)
 
 /* Rows with shared scales are multiplied up to HELD_ROWS at a time, with the groups that share one, whose codes stay in the
  * first cache meanwhile. */
-static void multiply_tile(const linear_int_arguments *a, const uint8_t *panel, int64_t row, int count, const uint8_t *ahead, float *sums) {
+#ifdef PART_INTEGERS
+void multiply_tile(const linear_int_arguments *a, const uint8_t *panel, int64_t row, int count, const uint8_t *ahead, float *sums) {
     void (*const multiply)(int, const groups_of_rows *) = a->bits == 8                       ? multiply_int8
                                                           : a->header == DOUBLE_QUANTIZED    ? multiply_double
                                                           : a->header == SCALES_AND_MINIMUMS ? multiply_minimums
@@ -196,5 +197,6 @@ static void multiply_tile(const linear_int_arguments *a, const uint8_t *panel, i
             for (int64_t i = g; i < last; i++) ahead += asked_header(a->header, i) + a->group * (a->bits == 4 ? 16 : 32);
     }
 }
+#endif
 
 #endif

@@ -64,10 +64,12 @@ INLINE void multiply_group(int rows, int quads, int bits, int header, const grou
         for (int r = 0; r < rows; r++) take_quad(g, r, first + q, header, acc[r][q], sums);
 }
 
-static void multiply_tile(const linear_int_arguments *a, const uint8_t *panel, int64_t row, int count, const uint8_t *ahead, float *sums) {
+#ifdef PART_INTEGERS
+void multiply_tile(const linear_int_arguments *a, const uint8_t *panel, int64_t row, int count, const uint8_t *ahead, float *sums) {
     switch (count) {
         CASE(1, 8) CASE(2, 8) CASE(3, 8) CASE(4, 4) CASE(5, 4) CASE(6, 4) CASE(7, 2) CASE(8, 2) CASE(9, 2) CASE(10, 2) CASE(11, 2) CASE(12, 2)
     }
 }
+#endif
 
 #endif

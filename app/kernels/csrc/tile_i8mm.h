@@ -128,12 +128,14 @@ INLINE void bring_into_rows(const float *sums, int count, float *out) {
         for (int pair = 0; pair < PAIRS; pair++) memcpy(out + r * PANEL_OUTPUTS + pair * 2, sums + (r / 2 * PAIRS + pair) * 4 + r % 2 * 2, 8);
 }
 
-static void multiply_tile(const linear_int_arguments *a, const uint8_t *panel, int64_t row, int count, const uint8_t *ahead, float *out) {
+#ifdef PART_INTEGERS
+void multiply_tile(const linear_int_arguments *a, const uint8_t *panel, int64_t row, int count, const uint8_t *ahead, float *out) {
     float sums[TILE_ROWS * PANEL_OUTPUTS] __attribute__((aligned(64)));
     switch ((count + 1) / 2 * 2) {
         CASE(2, 8) CASE(4, 4) CASE(6, 4) CASE(8, 2) CASE(10, 2) CASE(12, 2)
     }
     bring_into_rows(sums, count, out);
 }
+#endif
 
 #endif

@@ -91,10 +91,12 @@ INLINE void multiply(int rows, int bits, int header, const linear_int_arguments 
     }
 }
 
-static void multiply_tile(const linear_int_arguments *a, const uint8_t *panel, int64_t row, int count, const uint8_t *ahead, float *sums) {
+#ifdef PART_INTEGERS
+void multiply_tile(const linear_int_arguments *a, const uint8_t *panel, int64_t row, int count, const uint8_t *ahead, float *sums) {
     switch (count) {
         CASE(1) CASE(2) CASE(3) CASE(4)
     }
 }
+#endif
 
 #endif

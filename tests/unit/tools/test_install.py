@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import io
 import re
 import subprocess
 import sys
@@ -16,6 +17,7 @@ import pytest
 from packaging.requirements import Requirement
 
 from tools import install
+from tools.progress import Failed, Phase, Progress
 
 
 def never() -> bool:
@@ -63,7 +65,7 @@ def test_pip_finds_what_its_configuration_has(
 
 
 def test_an_intel_mac_is_refused_with_a_reason() -> None:
-    with pytest.raises(install.Refusal, match="Intel Macs"):
+    with pytest.raises(Failed, match="Intel Macs"):
         install.choose_torch("Darwin", "x86_64", False, never)
 
 
@@ -94,46 +96,154 @@ def test_without_ensurepip_it_says_what_to_install(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    without_network(monkeypatch)
     assert install.main([str(tmp_path / "venv"), "runtime"]) == 1
     version = f"{sys.version_info.major}.{sys.version_info.minor}"
     assert f"sudo apt install python{version}-venv" in capsys.readouterr().err
     assert not (tmp_path / "venv").exists()
 
 
-@pytest.mark.parametrize("kind, stamps", [("runtime", 1), ("bench", 2), ("dev", 3)])
-def test_one_install_for_torch_and_pins_then_the_project_and_its_stamps(
-    kind: str, stamps: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    calls: list[tuple[str, ...]] = []
-    monkeypatch.setattr(install, "make_venv", lambda venv: Path("python"))
+def without_network(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No index, no uv, no compiler."""
     monkeypatch.setattr(install, "cpu_index_answers", lambda: False)
-    torch: list[str] = []
+    monkeypatch.setattr(
+        install.shutil, "which", lambda name: f"/usr/bin/{name}" if name in ("cmake", "ninja") else None
+    )
+    monkeypatch.setattr(install, "build_tools", list)
+    monkeypatch.setattr(install.native, "make", lambda *_: None)
 
-    def pip(python: Path, *arguments: str) -> None:
-        calls.append(arguments)
-        torch.extend(Path(name).read_text() for name in arguments if name.endswith("torch.txt"))
 
-    monkeypatch.setattr(install, "pip", pip)
-    monkeypatch.setattr(install, "choose_torch", lambda *_: (install.TORCH_ARM_LINUX, [], "a test"))
+class Recorded:
+    """Commands in place of pip and uv; those that contain a word of `failing` fail."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, *failing: str) -> None:
+        self.commands: list[list[str]] = []
+        self.torch: list[str] = []
+        self._failing = set(failing)
+        monkeypatch.setattr(Progress, "run", lambda _, phase, command, environment=None: self.run(command))
+
+    def run(self, command: list[str]) -> list[str]:
+        self.commands.append([str(word) for word in command])
+        self.torch += [Path(word).read_text() for word in self.commands[-1] if word.endswith("torch.txt")]
+        if self._failing & set(self.commands[-1]):
+            raise Failed("pip: it ended with status 1; see its output above.")
+        return []
+
+
+@pytest.fixture
+def quiet() -> Progress:
+    return Progress(4, io.StringIO())
+
+
+@pytest.mark.parametrize(
+    "kind, requirement, stamps, resolves",
+    [
+        ("runtime", install.TORCH_ARM_LINUX, 1, False),
+        ("runtime", install.TORCH_CPU, 1, False),
+        ("runtime", install.TORCH, 1, sys.platform == "linux"),
+        ("bench", install.TORCH_CPU, 2, True),
+        ("dev", install.TORCH_CPU, 3, True),
+    ],
+)
+def test_torch_and_the_pins_by_hash_then_what_has_no_hashes_and_the_project(
+    kind: str, requirement: str, stamps: int, resolves: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    without_network(monkeypatch)
+    ran = Recorded(monkeypatch)
+    monkeypatch.setattr(install, "make_venv", lambda venv, progress: installer(tmp_path, progress))
+    monkeypatch.setattr(install, "choose_torch", lambda *_: (requirement, [], "a test"))
     assert install.main([str(tmp_path), kind]) == 0
-    assert "--require-hashes" in calls[0]
-    assert any(argument.endswith("requirements/runtime-hashes.txt") for argument in calls[0])
-    assert [text.split()[0] for text in torch] == [install.TORCH_ARM_LINUX]
-    assert any(str(argument).endswith(f"requirements/{kind}.txt") for argument in calls[1])
-    assert calls[2][-2:] == ("-e", str(install.ROOT))
-    assert {path.stem for path in tmp_path.iterdir()} == set(("runtime", "bench", "dev")[:stamps])
+    torch, hashed, *others, project = ran.commands
+    assert "--require-hashes" in torch and "--require-hashes" in hashed
+    assert [text.split()[0] for text in ran.torch] == [requirement]
+    assert hashed[-1].endswith("requirements/runtime-hashes.txt")
+    assert [command[-1].endswith(f"requirements/{kind}.txt") for command in others] == [True] * resolves
+    assert project[-2:] == ["-e", str(install.ROOT)]
+    assert {path.stem for path in tmp_path.glob("*.stamp")} == set(("runtime", "bench", "dev")[:stamps])
+
+
+def installer(venv: Path, progress: Progress, uv: str | None = None) -> install.Installer:
+    return install.Installer(venv / "bin" / "python", uv, progress, Phase("packages"))
+
+
+def test_pip_installs_the_package_that_uv_does_not_find(
+    tmp_path: Path, quiet: Progress, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ran = Recorded(monkeypatch, "uv-has-no-torch")
+    by = installer(tmp_path, quiet, "uv")
+    monkeypatch.setattr(install, "pip_options", lambda python: [])
+    by.install("torch", alone=True)
+    assert [command[0] for command in ran.commands] == ["uv"]
+    with pytest.raises(Failed):
+        by.install("uv-has-no-torch", alone=True)
+    assert [command[0] for command in ran.commands[1:]] == ["uv", str(by.python)]
+    by.install("others")
+    assert ran.commands[-1][0] == "uv", "one package that uv lacks is no reason to leave it"
+
+
+def test_pip_installs_everything_else_where_uv_fails(
+    tmp_path: Path, quiet: Progress, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ran = Recorded(monkeypatch, "--index-strategy=unsafe-best-match")
+    by = installer(tmp_path, quiet, "uv")
+    by.install("a")
+    by.install("b")
+    assert [command[0] for command in ran.commands] == ["uv", str(by.python), str(by.python)]
+
+
+def test_an_environment_of_the_former_name_loses_it(
+    tmp_path: Path, quiet: Progress, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ran = Recorded(monkeypatch)
+    (tmp_path / "lib/python3.11/site-packages/armature_serve-0.9.0.dist-info").mkdir(parents=True)
+    install.install_project(installer(tmp_path, quiet))
+    assert len(ran.commands) == 1
+    (tmp_path / "lib/python3.11/site-packages/armature-0.8.0.dist-info").mkdir()
+    install.install_project(installer(tmp_path, quiet))
+    assert ran.commands[1][-2:] == ["-y", "armature"]
+
+
+@pytest.mark.parametrize(("version", "raw"), [("23.0.1", False), ("24.1", True), ("26.2.1", True)])
+def test_a_pip_that_can_says_how_much_of_a_file_it_has(version: str, raw: bool, tmp_path: Path) -> None:
+    (tmp_path / f"lib/python3.11/site-packages/pip-{version}.dist-info").mkdir(parents=True)
+    assert ("--progress-bar=raw" in install.pip_options(tmp_path / "bin" / "python")) == raw
+
+
+def test_a_question_is_asked_while_other_things_happen() -> None:
+    asked, may_answer = threading.Event(), threading.Event()
+
+    def ask() -> bool:
+        asked.set()
+        return may_answer.wait(60)
+
+    question = install.Question(ask)
+    assert asked.wait(60), "before anybody waits for the answer"
+    may_answer.set()
+    assert question() is True
 
 
 def test_a_failed_install_leaves_no_stamp(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    failed = subprocess.CompletedProcess([], 1, stdout="")
-    monkeypatch.setattr(install, "make_venv", lambda venv: Path("python"))
-    monkeypatch.setattr(install, "cpu_index_answers", lambda: False)
-    monkeypatch.setattr(install.subprocess, "run", lambda *_, **__: failed)
+    without_network(monkeypatch)
+    Recorded(monkeypatch, "--require-hashes")
+    monkeypatch.setattr(install, "make_venv", lambda venv, progress: installer(tmp_path, progress))
+    monkeypatch.setattr(install, "choose_torch", lambda *_: (install.TORCH_CPU, [], "a test"))
     assert install.main([str(tmp_path), "runtime"]) == 1
-    assert "pip could not install" in capsys.readouterr().err
-    assert list(tmp_path.iterdir()) == []
+    assert "ended with status 1" in capsys.readouterr().err
+    assert list(tmp_path.glob("*.stamp")) == []
+
+
+def test_an_interrupted_install_says_how_it_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupt(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    without_network(monkeypatch)
+    monkeypatch.setattr(install, "make_venv", interrupt)
+    assert install.main([str(tmp_path), "runtime"]) == 130
+    assert "The same command goes on from here." in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -201,7 +311,7 @@ def test_the_pins_lie_within_the_ranges(root: Path) -> None:
     wanted += [(text, everything) for extra in project["optional-dependencies"].values() for text in extra]
     for text, pinned in wanted:
         requirement = Requirement(text)
-        if requirement.name != "armature":
+        if requirement.name != project["name"]:
             assert requirement.specifier.contains(pinned[requirement.name]), text
     arm = install.TORCH_ARM_LINUX.split("==")[1]
     torch = next(Requirement(text) for text in project["dependencies"] if text.startswith("torch>"))

@@ -47,11 +47,22 @@ def test_continuous_integration_runs_what_a_person_would(root: Path) -> None:
     ]
 
 
-def test_the_two_tiers_are_all_tests_and_share_none(root: Path, tmp_path: Path) -> None:
+def test_the_two_tiers_are_all_tests_and_share_only_those_of_levels(root: Path, tmp_path: Path) -> None:
     for stamp in ("runtime.stamp", "dev.stamp"):
         (tmp_path / stamp).touch()
     chosen = {}
     for target in ("test", "test-all"):
         (line,) = re.findall(r"^.* -m pytest (.*)$", make(root, "-n", target, f"VENV={tmp_path}").stdout, re.MULTILINE)
         chosen[target] = line.split(" -m ")[1].strip()
-    assert chosen == {"test": '"not full"', "test-all": "full"}
+    assert chosen == {"test": '"not full"', "test-all": '"full or levels"'}
+
+
+@pytest.mark.parametrize(
+    ("target", "levels"),
+    [("serve", "here"), ("test", "here"), ("unit", "here"), ("test-all", "all"), ("parity", "all")],
+)
+def test_only_the_tests_of_all_levels_compile_all(target: str, levels: str, root: Path, tmp_path: Path) -> None:
+    for stamp in ("runtime.stamp", "dev.stamp"):
+        (tmp_path / stamp).touch()
+    said = make(root, "-n", target, f"VENV={tmp_path}").stdout
+    assert re.findall(r" -m tools\.native (.*)$", said, re.MULTILINE) == [levels]

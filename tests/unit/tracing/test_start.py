@@ -79,13 +79,15 @@ def test_a_missing_extra_is_one_sentence_for_the_setting_and_a_warning_for_a_var
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(start, "_is_installed", lambda: False)
-    sentence = r"^otlp_traces_endpoint needs the extra otel, which is not installed: pip install 'armature\[otel\]'\.$"
+    sentence = (
+        r"^otlp_traces_endpoint needs the extra otel, which is not installed: pip install 'armature-serve\[otel\]'\.$"
+    )
     with pytest.raises(SettingsInvalid, match=sentence):
         start_tracer(Settings(otlp_traces_endpoint="http://a"), {})
     with caplog.at_level(logging.WARNING):
         assert start_tracer(Settings(), {BASE: "http://a"}) is None
     assert caplog.messages == [
-        "no traces: OTEL_EXPORTER_OTLP_ENDPOINT needs the extra otel, which is not installed: pip install 'armature[otel]'"
+        "no traces: OTEL_EXPORTER_OTLP_ENDPOINT needs the extra otel, which is not installed: pip install 'armature-serve[otel]'"
     ]
 
 

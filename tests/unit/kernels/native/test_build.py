@@ -96,25 +96,27 @@ def test_a_level_is_left_out_that_the_compiler_does_not_know(sources: Path, tmp_
     assert "avxvnni" not in said.splitlines()[-1]
     assert "avxvnni" in status(sources, tmp_path / "new", CC=str(CC)).splitlines()[-1]
     old, new = (commands(tmp_path / name) for name in ("old", "new"))
-    assert not [file for file in old if file.endswith("avxvnni.c")]
-    assert "-DARMATURE_LEVEL_avxvnni=1" not in old["dispatch.c"]
-    assert "-DARMATURE_LEVEL_avxvnni=1" in new["dispatch.c"]
+    assert not [file for file, _ in old if file.endswith("avxvnni.c")]
+    assert not [command for _, command in old if "-DARMATURE_LEVEL_avxvnni=1" in command]
+    assert [file for file, command in new if "-DARMATURE_LEVEL_avxvnni=1" in command] == ["dispatch.c"]
 
 
-def commands(build: Path) -> dict[str, str]:
-    """By source file, what it is compiled with."""
+def commands(build: Path) -> list[tuple[str, str]]:
+    """Source files and what each is compiled with; a level's file is compiled once for each part."""
     text = (build / "compile_commands.json").read_text()
     found = re.findall(r'"command": "(.*)",\s*"file": "(.*)"', text)
-    return {Path(file).name: command for command, file in found}
+    return [(Path(file).name, command) for command, file in found]
 
 
 @needs_gcc
 def test_only_a_level_is_compiled_for_its_instructions(sources: Path, tmp_path: Path) -> None:
     status(sources, tmp_path / "build", CC=str(CC))
     found = commands(tmp_path / "build")
-    assert "dispatch.c" in found
+    assert "dispatch.c" in dict(found)
+    parts = set(re.findall(r"defined\((PART_\w+)\)", (sources / "kernels.h").read_text()))
+    assert {word for _, command in found for word in re.findall(r" -D(PART_\w+)", command)} == parts
     levels = {path.name for path in (sources / "levels").iterdir()}
-    for file, command in found.items():
+    for file, command in found:
         assert not {"-march=native", "-ffast-math", "-Ofast"} & set(command.split()), file
         if file not in levels or file in ("portable.c", "neon.c"):
             assert not re.search(r" -m(avx|fma|arch)", command), file
@@ -125,12 +127,15 @@ def test_only_a_level_is_compiled_for_its_instructions(sources: Path, tmp_path: 
 @needs_gcc
 def test_a_level_shares_no_function_with_another(root: Path) -> None:
     """The linker keeps one of two functions with one name: were it the one with newer instructions, an old processor would meet them."""
-    objects = list((root / "build/native/CMakeFiles/kernels.dir/levels").glob("*.o"))
+    objects = list((root / "build/native/CMakeFiles").glob("part_*.dir/levels/*.o"))
     if not objects:
         pytest.skip("the library has not been built here: make native")
     for path in objects:
         names = re.findall(r" [A-TV-Zuvw] (\S+)$", run("nm", "--defined-only", path).stdout, re.MULTILINE)
-        assert [name for name in names if not name.startswith(".")] == [f"level_{path.name.split('.')[0]}"]
+        level = f"level_{path.name.split('.')[0]}"
+        shared = [name for name in names if not name.startswith(".")]
+        assert shared
+        assert [name for name in shared if name != level and not name.startswith(f"{level}_")] == []
 
 
 @needs_gcc
@@ -169,7 +174,7 @@ def test_a_wheel_holds_one_library_and_says_where_it_runs(
         pytest.skip("the library has not been built here: make native")
     monkeypatch.setenv("CMAKE_ARGS", f"-DARMATURE_LIBRARY={made}")
     wheel = wheels.build(MACHINE, cross=False, folder=tmp_path)
-    assert re.fullmatch(rf"armature-\S+-py3-none-manylinux_2_\d+_{MACHINE}\.whl", wheel.name)
+    assert re.fullmatch(rf"armature_serve-\S+-py3-none-manylinux_2_\d+_{MACHINE}\.whl", wheel.name)
     with zipfile.ZipFile(wheel) as archive:
         names = archive.namelist()
         library = Path(archive.extract(wheels.LIBRARY, tmp_path))

@@ -46,7 +46,7 @@ def claimed(level: str) -> set[str]:
 def instructions(library: Path, objdump: str) -> dict[str, Counter[str]]:
     """The mnemonics of each source file of a library, with their counts; `z` counts SVE registers, `zmm` 512 bits.
 
-    A linker keeps the local symbols of a file behind its name.
+    A linker keeps the local symbols of a file behind its name. What the parts of a level share has the level's name.
     """
     files: dict[int, str] = {}
     name = ""
@@ -59,8 +59,8 @@ def instructions(library: Path, objdump: str) -> dict[str, Counter[str]]:
     found: dict[str, Counter[str]] = {}
     counts: Counter[str] = Counter()
     for line in run(objdump, "-d", "--no-show-raw-insn", str(library)).splitlines():
-        if start := re.match(r"([0-9a-f]{8,}) <", line):
-            counts = found.setdefault(files.get(int(start[1], 16), ""), Counter())
+        if start := re.match(r"([0-9a-f]{8,}) <(?:level_([a-z0-9]+)_)?", line):
+            counts = found.setdefault(start[2] or files.get(int(start[1], 16), ""), Counter())
         elif len(parts := line.split("\t")) > 1:
             # A tab follows an Arm mnemonic, spaces one of x86; `{vex}` is a prefix of its AVX-VNNI.
             mnemonic, *rest = " ".join(parts[1:]).removeprefix("{vex} ").split()
