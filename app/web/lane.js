@@ -145,7 +145,8 @@ export class Lane {
     if (error) this.failed(error, turn, sizeOf(turn) > had || begun, earlier);
     view.setBusy(false);
     this.follow();
-    announce(error ? `Error: ${error.message}` : `Answer: ${turn.content.slice(0, 2000)}. ${describeAnswer(turn)}`);
+    // The box of an error is an alert, which is read by itself.
+    if (!error) announce(`Answer: ${turn.content.slice(0, 2000)}. ${describeAnswer(turn)}`);
     this.talk.showBusy();
     this.talk.keep(this.conversation);
   }

@@ -68,7 +68,7 @@ export class TalkPage {
   }
 
   composer() {
-    const hint = COARSE.matches ? "Esc stops." : "Enter sends, Shift+Enter begins a line, Esc stops.";
+    const hint = COARSE.matches ? "Esc stops." : "Shift+Enter begins a line, Esc stops.";
     return el(
       "form",
       { class: "composer", onsubmit: (event) => event.preventDefault() },
