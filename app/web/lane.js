@@ -7,6 +7,12 @@ import { AnswerTurn, describeAnswer, userTurn } from "./turns.js";
 
 const NEAR_THE_END = 160; // pixels; a reader who has scrolled up further is not moved
 
+/** Mark an answer that nobody writes any more. */
+export function markCut(turn, reason) {
+  delete turn.unfinished;
+  turn.error ??= reason;
+}
+
 export class Lane {
   /** `talk`: the page; `conversation`: what this column belongs to, also after the page shows another. */
   constructor(talk, conversation, { settings, turns }) {
@@ -110,6 +116,7 @@ export class Lane {
   }
 
   add(...turns) {
+    for (const turn of this.turns) if (turn.unfinished) markCut(turn, "The answer was cut off: another tab was writing it.");
     this.turns.push(...turns);
     this.show();
     return this.answer();
@@ -146,7 +153,7 @@ export class Lane {
     view.setBusy(false);
     this.follow();
     // The box of an error is an alert, which is read by itself.
-    if (!error) announce(`Answer: ${turn.content.slice(0, 2000)}. ${describeAnswer(turn)}`);
+    if (!error) announce([turn.content && `Answer: ${turn.content.slice(0, 2000)}`, describeAnswer(turn)].filter(Boolean).join(". "));
     this.talk.showBusy();
     this.talk.keep(this.conversation);
   }

@@ -5,7 +5,7 @@ import { Attachments } from "./files.js";
 import { givenSettings } from "./generation.js";
 import { keep, keepUnsaved, leaveUnsaved, newId, read, stateOf, watch } from "./history.js";
 import { iconButton } from "./icons.js";
-import { Lane } from "./lane.js";
+import { Lane, markCut } from "./lane.js";
 import { describeSettings } from "./settings.js";
 import { Sidebar } from "./sidebar.js";
 
@@ -39,7 +39,7 @@ export class TalkPage {
     this.attachments = new Attachments(() => this.box.focus({ preventScroll: true }));
     this.attachments.element.hidden = true;
     this.sendButton = iconButton("send", "Send", () => this.send(), { class: "primary" });
-    this.stopButton = iconButton("stop", "Stop", () => this.stop(), { class: "danger", hidden: true });
+    this.stopButton = iconButton("stop", "Stop", () => this.stop(), { class: "danger", hidden: true, title: "Stop (Esc)" });
     this.modes = el("div", { class: "switch", role: "group", "aria-label": "Mode" });
     this.settingsButton = iconButton("sliders", "Settings", () => this.toggleSettings(), { class: "quiet", "aria-expanded": "false" });
     this.addButton = iconButton("columns", "Add a column", () => this.addLane(), { class: "quiet" });
@@ -68,7 +68,7 @@ export class TalkPage {
   }
 
   composer() {
-    const hint = COARSE.matches ? "Esc stops." : "Shift+Enter begins a line, Esc stops.";
+    const hint = COARSE.matches ? "" : "Shift+Enter begins a line";
     return el(
       "form",
       { class: "composer", onsubmit: (event) => event.preventDefault() },
@@ -120,7 +120,7 @@ export class TalkPage {
     this.conversation = { id, created, title, revision, mode, model: this.model.name, lanes: [] };
     this.conversation.lanes = given.map(({ settings: own, turns }) => {
       const lane = structuredClone({ settings: givenSettings(own), turns });
-      if (!isLive) for (const turn of lane.turns) if (turn.unfinished) delete turn.unfinished, (turn.error ??= CLOSED);
+      if (!isLive) for (const turn of lane.turns) if (turn.unfinished) markCut(turn, CLOSED);
       return new Lane(this, this.conversation, lane);
     });
     this.remember();
@@ -262,6 +262,8 @@ export class TalkPage {
     if (!this.box.value.trim() && !this.attachments.files.length) {
       this.box.value = content;
       this.attachments.set(files);
+      // The box has grown, and the reason is at the end.
+      requestAnimationFrame(() => this.lanes.forEach((lane) => lane.follow(true)));
     }
   }
 

@@ -17,6 +17,8 @@ BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "
 WITHOUT_BROWSER = pytest.mark.skipif(BROWSER is None, reason="there is no Chromium")
 # A name that leads here and is not localhost: pages of it are not in a secure context.
 INSECURE_HOST = "model.test"
+# What Chromium says there of a header that only secure contexts have.
+ONLY_SECURE = "The Cross-Origin-Opener-Policy header has been ignored"
 Open = Callable[..., Any]
 
 # Answers that a test feeds piece by piece: `streams` has one entry a request, with its body.
@@ -76,10 +78,14 @@ class Visits:
         page = context.new_page()
         page.set_default_timeout(PATIENCE * 1000)
         page.on("pageerror", lambda error: self.told.append(f"error: {error}"))
-        page.on("console", lambda line: self.told.append(line.text) if line.type in ("error", "warning") else None)
+        page.on("console", self._hear)
         page.on("request", lambda sent: None if sent.url.startswith((origin, "blob:")) else self.told.append(sent.url))
         page.goto(address)
         return page
+
+    def _hear(self, line: Any) -> None:
+        if line.type in ("error", "warning") and not line.text.startswith(ONLY_SECURE):
+            self.told.append(line.text)
 
     def close(self) -> None:
         for context in self._contexts:
