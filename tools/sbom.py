@@ -1,8 +1,8 @@
 """Write the SBOM of an image as CycloneDX 1.6: `python -m tools.sbom amd64 > sbom.json` (`cuda-amd64` for CUDA).
 
-The components are the wheels of the image's lock with their hashes, and the libraries in the web page. Licences and dependencies come from the metadata
-of installed packages of the locked version; inside the image (docs/releasing.md) that is all of them. `--debian /`
-adds the Debian packages of that root.
+The components are the wheels of the image's lock with their hashes, and the libraries in the web page. Licences and
+dependencies come from the metadata of installed packages of the locked version; inside the image (docs/releasing.md)
+that is all of them. `--debian /` adds the Debian packages of that root.
 `cyclonedx-py` does not replace it: it would have to be installed in the image that it describes, since it reads either
 an environment, without the hashes of the wheels, or a requirements file, without licences and dependencies, and it
 knows no Debian packages. This module uses the standard library and `packaging`, which the image has.

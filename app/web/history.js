@@ -94,8 +94,7 @@ export async function read(id) {
 /** Change the stored state in one transaction; `change` returns the new one, or null to leave it. */
 async function update(id, change) {
   let made = null;
-  const found = await database();
-  await run(found, "readwrite", (store) => {
+  await run(await database(), "readwrite", (store) => {
     const request = store.get(id);
     request.onsuccess = () => {
       made = change(request.result ?? null);

@@ -7,6 +7,7 @@ const MATHML = "http://www.w3.org/1998/Math/MathML";
 const MOST_CHARACTERS = 4000;
 const MOST_NODES = 6000;
 const MOST_KEPT = 300;
+const MOST_INLINE = 60; // a longer source is shown on a line of its own, where it can scroll
 const MOST_EMS = 12; // a space or a rule is not longer, so that a formula stays at its place
 // A macro may multiply its text, so a formula that defines one is short and expands few.
 const DEFINES = /\\(?:[gex]?def|let|futurelet|(?:re|provide)?newcommand|newenvironment|DeclareMathOperator)(?![a-zA-Z])/;
@@ -26,11 +27,12 @@ let temml = null;
 
 /** Return an element for a formula: its source at first, and MathML once Temml is there and understands it. */
 export function formula(source, isDisplay, raw) {
+  const isWide = isDisplay || source.length > MOST_INLINE;
   const holder = el("span", {
-    class: ["math", isDisplay && "display"],
+    class: ["math", isWide && "display"],
     dir: "ltr",
     // A long formula scrolls, also by keyboard.
-    ...(isDisplay ? { tabindex: "0", role: "group", "aria-label": "Formula" } : {}),
+    ...(isWide ? { tabindex: "0", role: "group", "aria-label": "Formula" } : {}),
   });
   holder.textContent = raw;
   if (source.length > MOST_CHARACTERS || !source.trim()) return holder;
@@ -71,7 +73,7 @@ function convert(source, isDisplay) {
       macros: {},
       maxSize: [MOST_EMS, 200],
       maxExpand: defines ? 100 : 1000,
-      wrap: isDisplay ? "none" : "tex",
+      wrap: "none",
     });
     return build(tree, { left: MOST_NODES }, 0);
   } catch {

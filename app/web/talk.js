@@ -313,7 +313,7 @@ export class TalkPage {
   }
 
   async write(conversation) {
-    while (conversation.isChanged) {
+    while (conversation.isChanged && !conversation.isForgotten) {
       conversation.isChanged = false;
       try {
         const { id, title, revision } = await keep(stateOf(conversation));

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gzip
 import json
 import re
 from collections.abc import AsyncIterator, Callable
@@ -160,7 +159,7 @@ def test_libraries_are_sent_with_their_licences_beside_them() -> None:
 def test_no_library_is_loaded_before_it_is_needed() -> None:
     """The first text is there without them, so a library is imported in a function, never at the head of a file."""
     for script in SCRIPTS:
-        assert not re.search(r'^import .*vendor/', script.read_text(), re.MULTILINE), script.name
+        assert not re.search(r"^import .*vendor/", script.read_text(), re.MULTILINE), script.name
     assert "vendor" not in (WEB_DIRECTORY / "index.html").read_text()
 
 

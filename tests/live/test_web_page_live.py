@@ -11,15 +11,7 @@ import pytest
 from app.settings import DEMO_DIRECTORY
 from tests.attack.kinds import write_model
 from tests.live.live_server import PATIENCE, LiveServer, live, until
-from tests.live.web_browser import (
-    WITHOUT_BROWSER,
-    Visits,
-    answer_with,
-    findings,
-    send,
-    wait,
-    wait_for_answers,
-)
+from tests.live.web_browser import WITHOUT_BROWSER, Visits, answer_with, findings, send, wait, wait_for_answers
 from tiny_encoders import write_encoder
 
 pytestmark = [pytest.mark.full, WITHOUT_BROWSER]
@@ -322,9 +314,7 @@ def test_the_list_of_routes_loads_nothing(visit: Visits, decoder: LiveServer) ->
 
 @pytest.mark.parametrize("theme", ["light", "dark"])
 @pytest.mark.parametrize("width", [320, 390, 768, 1280, 1920])
-def test_axe_finds_nothing_and_nothing_runs_over(
-    visit: Visits, decoder: LiveServer, width: int, theme: str
-) -> None:
+def test_axe_finds_nothing_and_nothing_runs_over(visit: Visits, decoder: LiveServer, width: int, theme: str) -> None:
     page = visit(decoder, viewport={"width": width, "height": 800}, color_scheme=theme)
     page.locator(".welcome").wait_for()
     told = {"empty": findings(page)}
@@ -359,5 +349,16 @@ def test_the_keyboard_reaches_everything(visit: Visits, decoder: LiveServer) -> 
     for _ in range(20):
         page.keyboard.press("Tab")
         reached.append(page.evaluate("document.activeElement.textContent.trim() || document.activeElement.className"))
-    for name in ("Talk", "Machine", "Now", "API", "Chat", "Completion", "New", "Conversations", "Add a column", "message"):
+    for name in (
+        "Talk",
+        "Machine",
+        "Now",
+        "API",
+        "Chat",
+        "Completion",
+        "New",
+        "Conversations",
+        "Add a column",
+        "message",
+    ):
         assert any(name in text for text in reached), (name, reached)

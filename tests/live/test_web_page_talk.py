@@ -290,7 +290,11 @@ def test_conversations_are_found_renamed_exported_and_deleted(
     assert saved.value.suggested_filename == "Fruit-today.md"
     saved.value.save_as(tmp_path / "export.md")
     text = (tmp_path / "export.md").read_text(encoding="utf-8")
-    assert text.startswith("# Fruit / today\n") and "**You**\n\nAbout apples" in text and "**llama**\n\nA pear, $x^2$." in text
+    assert (
+        text.startswith("# Fruit / today\n")
+        and "**You**\n\nAbout apples" in text
+        and "**llama**\n\nA pear, $x^2$." in text
+    )
     with page.expect_download() as saved:
         row.get_by_role("button", name="JSON").click()
     saved.value.save_as(tmp_path / "export.json")

@@ -26,8 +26,8 @@ SHOW = """async (text) => {
 GROW = """async ([text, cuts]) => {
   const { MarkdownView } = await import("./web/markdown.js");
   const settle = async (view) => {
-    for (let turn = 0; turn < 50 && (view.element.querySelector(".math:not(:has(math))") || view.element.querySelector("code:not(:has(*))")); turn++)
-      await new Promise(requestAnimationFrame);
+    const waits = ".math:not(:has(math)), code:not(:has(*))";
+    for (let turn = 0; turn < 50 && view.element.querySelector(waits); turn++) await new Promise(requestAnimationFrame);
     view.element.normalize();
     return view.element.innerHTML;
   };
@@ -101,7 +101,10 @@ def show(page: Any, text: str) -> Any:
     [
         (r"\(a^2\) and \[b_1\] and $$c$$ and $d$", 4),
         ("$x$, $x_1+x_2$; ($y$)", 3),
-        (r"$$" "\n" r"a &= b \\" "\n" "+ c\n$$", 0),  # & belongs into an environment: not understood, so the source is kept
+        (
+            r"$$" "\n" r"a &= b \\" "\n" "+ c\n$$",
+            0,
+        ),  # & belongs into an environment: not understood, so the source is kept
         (r"\[" "\n" r"\begin{aligned} a &= b \\" "\n" r"- c &= d \end{aligned}" "\n" r"\]", 1),
         (r"- item \(x\)" "\n" r"  $$y$$", 2),
         ("It costs $5 or $10.", 0),
@@ -113,9 +116,7 @@ def show(page: Any, text: str) -> Any:
         ("A stray $$ in a text\n\n- a list\n- goes on", 0),
     ],
 )
-def test_formulas_are_found_and_prices_are_not(
-    visit: Visits, decoder: LiveServer, text: str, formulas: int
-) -> None:
+def test_formulas_are_found_and_prices_are_not(visit: Visits, decoder: LiveServer, text: str, formulas: int) -> None:
     page = visit(decoder)
     shown = show(page, r"\(w\)" "\n\n" + text)
     shown.locator("math").nth(formulas).wait_for()
@@ -128,7 +129,13 @@ def test_a_formula_is_read_from_left_to_right_in_a_text_that_is_not(visit: Visit
     shown = show(visit(decoder), "مرحبا $x+1$ بالعالم `code`\n\nHello\n\n- שלום\n- hello\n\n```py\nx = 1\n```\n")
     shown.locator("math").wait_for()
     direction = "(element) => getComputedStyle(element).direction"
-    for selector, wanted in (("p >> nth=0", "rtl"), ("p >> nth=1", "ltr"), ("ul", "rtl"), ("pre", "ltr"), ("math", "ltr")):
+    for selector, wanted in (
+        ("p >> nth=0", "rtl"),
+        ("p >> nth=1", "ltr"),
+        ("ul", "rtl"),
+        ("pre", "ltr"),
+        ("math", "ltr"),
+    ):
         assert shown.locator(selector).evaluate(direction) == wanted, selector
 
 
@@ -148,7 +155,10 @@ def test_messages_titles_and_the_box_take_the_direction_of_their_text(visit: Vis
 
 def test_tables_have_sides_and_tasks_have_boxes(visit: Visits, decoder: LiveServer) -> None:
     page = visit(decoder)
-    shown = show(page, "| a | b | c | d |\n|:--|--:|:-:|---|\n| 1 | 2 | 3 | x \\| y |\n\n- [x] done\n- [ ] open\n- [z] not a task\n")
+    shown = show(
+        page,
+        "| a | b | c | d |\n|:--|--:|:-:|---|\n| 1 | 2 | 3 | x \\| y |\n\n- [x] done\n- [ ] open\n- [z] not a task\n",
+    )
     side = "(element) => getComputedStyle(element).textAlign"
     assert [cell.evaluate(side) for cell in shown.locator("td").all()] == ["start", "end", "center", "start"]
     assert shown.locator("td").last.inner_text() == "x | y"
@@ -231,7 +241,9 @@ def test_hostile_formulas_are_inert_and_stay_at_their_place(visit: Visits, decod
     styles = shown.evaluate("(root) => [...root.querySelectorAll('[style]')].map((each) => each.getAttribute('style'))")
     assert not any(word in json.dumps(styles) for word in ("position", "url", "fixed", "transform"))
     assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")
-    widest = shown.evaluate("(root) => Math.max(...[...root.querySelectorAll('mspace, mpadded')].map((each) => each.getBoundingClientRect().width), 0)")
+    widest = shown.evaluate(
+        "(root) => Math.max(...[...root.querySelectorAll('mspace, mpadded')].map((each) => each.getBoundingClientRect().width), 0)"
+    )
     assert widest < 400
     assert dialogs == []
     # A formula of one message changes no later one.

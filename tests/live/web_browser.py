@@ -31,10 +31,11 @@ window.fetch = (path, options) => {
   const content = new ReadableStream({ start(given) { controller = given; } });
   options.signal.addEventListener("abort", () => controller.error(new DOMException("", "AbortError")));
   const send = (line) => controller.enqueue(new TextEncoder().encode(`data: ${line}\\n\\n`));
+  const choose = (delta, finish_reason) => send(JSON.stringify({ choices: [{ index: 0, delta, finish_reason }] }));
   window.streams.push({
     body: JSON.parse(options.body),
-    say: (content) => send(JSON.stringify({ choices: [{ index: 0, delta: { content }, finish_reason: null }] })),
-    finish: (reason) => (send(JSON.stringify({ choices: [{ index: 0, delta: {}, finish_reason: reason }] })), send("[DONE]"), controller.close()),
+    say: (content) => choose({ content }, null),
+    finish: (reason) => (choose({}, reason), send("[DONE]"), controller.close()),
     send,
     close: () => controller.close(),
     lose: () => controller.error(new TypeError("network error")),
