@@ -106,8 +106,8 @@ def test_an_answer_follows_a_schema(visit: Visits, decoder: LiveServer) -> None:
     page.get_by_role("button", name="Settings").click()
     page.get_by_label("JSON schema").fill("{")
     send(page, "And now?")
-    page.locator(".assistant .error").wait_for()
-    assert "JSON schema is not valid JSON" in page.locator(".assistant .error").inner_text()
+    page.locator(".user .error").wait_for()
+    assert "JSON schema is not valid JSON" in page.locator(".user .error").inner_text()
 
 
 def test_an_error_is_shown_in_the_servers_words_and_retried(visit: Visits, decoder: LiveServer) -> None:
@@ -115,11 +115,11 @@ def test_an_error_is_shown_in_the_servers_words_and_retried(visit: Visits, decod
     page.get_by_role("button", name="Settings").click()
     page.get_by_label("Top p").fill("7")
     send(page, STORY)
-    error = page.locator(".assistant .error")
+    error = page.locator(".user .error")
     error.wait_for()
     assert "top_p" in error.inner_text()
     page.get_by_label("Top p").fill("")
-    page.get_by_role("button", name="Retry").click()
+    page.get_by_role("button", name="Try again").click()
     wait_for_answers(page)
     assert error.count() == 0
     visit.told[:] = [text for text in visit.told if "400" not in text]
