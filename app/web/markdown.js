@@ -156,7 +156,7 @@ function renderTable(lines, at, made) {
   for (at += 2; at < lines.length && lines[at].includes("|") && lines[at].trim(); at++) rows.push(cells(lines[at]));
   const row = (tag, values) => el("tr", {}, head.map((_, index) => el(tag, { class: sides[index] }, inline(values[index] ?? ""))));
   made.push(
-    el("div", { class: "scroll", tabindex: "0", role: "region", "aria-label": "Table" }, el("table", {}, el("thead", {}, row("th", head)), el("tbody", {}, rows.map((each) => row("td", each))))),
+    el("div", { class: "scroll", tabindex: "0", role: "group", "aria-label": "Table" }, el("table", {}, el("thead", {}, row("th", head)), el("tbody", {}, rows.map((each) => row("td", each))))),
   );
   return at;
 }
