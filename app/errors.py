@@ -31,8 +31,6 @@ ArmatureError
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from types import TracebackType
 from typing import ClassVar
 
 
@@ -203,21 +201,3 @@ class ServingFailed(StartupError):
 
     code = "serving_failed"
     exit_code = 1
-
-
-class ConvertBareException:
-    """Convert plain `Exception`, which some libraries raise, into an error of ours; other exceptions pass.
-
-    `make` returns the error for a message, which is `sentence` and the library's own text.
-    """
-
-    def __init__(self, make: Callable[[str], ArmatureError], sentence: str) -> None:
-        self._make, self._sentence = make, sentence
-
-    def __enter__(self) -> None: ...
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        if kind is Exception:
-            raise self._make(f"{self._sentence}: {error}") from error

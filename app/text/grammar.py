@@ -22,7 +22,8 @@ import llguidance
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 from llguidance.gbnf_to_lark import GbnfToLarkError, any_to_lark
 
-from app.errors import ConvertBareException, InvalidRequest
+from app.errors import InvalidRequest
+from app.text.rust_panics import ConvertRustErrors
 
 MAX_SCHEMA_CHARACTERS = 2**17
 MAX_GRAMMAR_CHARACTERS = 2**16
@@ -278,7 +279,7 @@ def _library_grammar(source: GrammarSource) -> str:
         return llguidance.grammar_from("choice", source.text)
     if source.kind == "lark":
         return LLMatcher.grammar_from_lark(source.text)
-    with ConvertBareException(partial(InvalidRequest, field=source.field), f"{source.field} cannot be followed"):
+    with ConvertRustErrors(partial(InvalidRequest, field=source.field), f"{source.field} cannot be followed"):
         return LLMatcher.grammar_from_lark(any_to_lark(source.text))
 
 

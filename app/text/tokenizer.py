@@ -17,7 +17,7 @@ from typing import Any
 
 import tokenizers
 
-from app.errors import CheckpointInvalid, ConvertBareException, InvalidRequest
+from app.errors import CheckpointInvalid, InvalidRequest
 from app.messages import Text
 from app.text.bounds import (
     CHUNK_CHARACTERS,
@@ -29,6 +29,7 @@ from app.text.bounds import (
     num_characters,
 )
 from app.text.cancellation import stop_if_cancelled
+from app.text.rust_panics import ConvertRustErrors
 from app.text.tokenizer_files import TokenizerFiles, read_tokenizer_files
 
 # The named special tokens that chat templates may use, with transformers' names.
@@ -117,7 +118,7 @@ class Tokenizer:
         if len(text) > CHUNK_CHARACTERS:
             encoding = self._encode_long(text, limits, "left" if limits.keeps_end else "right")
             return self._inner.post_process(encoding, None, add_special_tokens).ids
-        with ConvertBareException(InvalidRequest, _CANNOT_ENCODE):
+        with ConvertRustErrors(InvalidRequest, _CANNOT_ENCODE):
             return self._inner.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
 
     def encode_spans(self, text: str, add_special_tokens: bool, limits: EncodingLimits = UNBOUNDED) -> list[TokenSpan]:
@@ -136,7 +137,7 @@ class Tokenizer:
         if len(text) > CHUNK_CHARACTERS:
             return [TokenSpan(token_id) for token_id in self.encode(text, add_special_tokens, limits)]
         _check_unicode(text)
-        with ConvertBareException(InvalidRequest, _CANNOT_ENCODE):
+        with ConvertRustErrors(InvalidRequest, _CANNOT_ENCODE):
             encoding = self._inner.encode_batch([text], add_special_tokens=add_special_tokens)[0]
         places = zip(encoding.ids, encoding.special_tokens_mask, encoding.offsets, strict=True)
         return [TokenSpan(token_id) if added else TokenSpan(token_id, *ends) for token_id, added, ends in places]
@@ -176,7 +177,7 @@ class Tokenizer:
             if len(batch) == 1 and num_characters(batch[0]) > CHUNK_CHARACTERS:
                 encodings = [self._encode_long_input(batch[0], max_tokens, side, limits)]
             else:
-                with ConvertBareException(InvalidRequest, _CANNOT_ENCODE):
+                with ConvertRustErrors(InvalidRequest, _CANNOT_ENCODE):
                     encodings = self._inner.encode_batch_fast(batch)
                     if max_tokens is not None:
                         for place, one in enumerate(batch):
@@ -228,7 +229,7 @@ class Tokenizer:
         for start, end in reversed(ranges) if from_end else ranges:
             stop_if_cancelled()
             limits.check(text[start:end])
-            with ConvertBareException(InvalidRequest, _CANNOT_ENCODE):
+            with ConvertRustErrors(InvalidRequest, _CANNOT_ENCODE):
                 encodings += self._inner.encode_batch_fast([text[start:end]], add_special_tokens=False)
             num_tokens += len(encodings[-1])
             if limits.enough_tokens is not None and num_tokens >= limits.enough_tokens:
@@ -246,7 +247,7 @@ class Tokenizer:
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """Return the text of ids in [0, 2^32); ids outside the vocabulary have no text."""
-        with ConvertBareException(InvalidRequest, "this checkpoint's tokenizer cannot decode the ids"):
+        with ConvertRustErrors(InvalidRequest, "this checkpoint's tokenizer cannot decode the ids"):
             return self._inner.decode(token_ids, skip_special_tokens=skip_special_tokens)
 
     def has_text(self, token_id: int) -> bool:
@@ -304,7 +305,7 @@ def _check_unicode(text: str) -> None:
 
 
 def _load(files: TokenizerFiles) -> tokenizers.Tokenizer:
-    with ConvertBareException(
+    with ConvertRustErrors(
         CheckpointInvalid,
         f"{files.origin} is not a tokenizer that the tokenizers library {tokenizers.__version__} can read",
     ):
