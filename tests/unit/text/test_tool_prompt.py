@@ -55,6 +55,6 @@ def test_arguments_that_are_no_json_stay_text() -> None:
 def test_the_last_message_is_continued() -> None:
     messages = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "The end "}]
     options = ChatOptions(continue_final_message=True)
-    assert ChatTemplate(PLAIN, {}).render(messages, {}, options) == "[user]hi[assistant]The end"
+    assert ChatTemplate(PLAIN, {}).render(messages, {}, options) == "[user]hi[assistant]The end "
     bare = ChatOptions(add_generation_prompt=False)
     assert ChatTemplate(PLAIN, {}).render(messages[:1], {}, bare) == "[user]hi"
