@@ -255,7 +255,8 @@ async def generate(
     with pipeline.admission.permit() as permit:
         prompt = await pipeline.read(prompt_size(request), read_prompt, model, request)
         name = pipeline.client.name(request.request_id)
-        command = prompt.command(name, record.arrived_at, adapter)
+        grammar = await pipeline.compile(model, prompt.grammar_source)
+        command = prompt.command(name, record.arrived_at, adapter, grammar)
         if prompt.num_scores:
             permit.hold(prompt.num_scores * SCORE_BYTES)
         completion = CompletionBuilder(

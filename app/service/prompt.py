@@ -1,6 +1,6 @@
-"""Conversion of a generation request to what the worker computes: token ids, bad words, a compiled grammar, and bounds on scores.
+"""Conversion of a generation request to what the worker computes: token ids, bad words, a grammar, and bounds on scores.
 
-It runs in the service's thread pool, since a template, a tokenizer and a grammar take time.
+It runs in the service's thread pool, since a template and a tokenizer take time.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from app.messages import ALL_LOGPROBS, MAX_LOGPROBS, Generate, Grammar, LoadedAd
 from app.service.inputs import infill_format, tokenize_prompt
 from app.service.requests import GenerationRequest, Tool
 from app.service.served_model import ServedDecoder, ServingLimits
-from app.text.grammar import GrammarSource, check_source
+from app.text.grammar_definition import GrammarSource, check_source
 from app.text.reasoning import opens_reasoning
 from app.text.tool_calls import forced_calls_grammar
 
@@ -32,19 +32,22 @@ class Prompt:
     `params` are the request's, with what the model decides: numbers of log-probabilities and further end tokens.
     `num_scores` is how many log-probabilities the response may have; 0 if there are few at each token. `literals` are
     the special tokens that are part of the text, by id. `opens_reasoning`: the text begins inside of reasoning.
+    `grammar_source` is compiled next, in threads of its own.
     """
 
     token_ids: tuple[int, ...]
     params: SamplingParams
     num_scores: int = 0
     bad_word_ids: tuple[tuple[int, ...], ...] = ()
-    grammar: Grammar | None = None
+    grammar_source: GrammarSource | None = None
     literals: Mapping[int, str] = field(default_factory=dict)
     opens_reasoning: bool = False
 
-    def command(self, request_id: str, arrived_at: float, adapter: LoadedAdapter | None = None) -> Generate:
-        """Return the request for the worker."""
-        return Generate(request_id, self.token_ids, self.params, arrived_at, self.bad_word_ids, self.grammar, adapter)
+    def command(
+        self, request_id: str, arrived_at: float, adapter: LoadedAdapter | None = None, grammar: Grammar | None = None
+    ) -> Generate:
+        """Return the request for the worker. `grammar` is the compiled one of `grammar_source`."""
+        return Generate(request_id, self.token_ids, self.params, arrived_at, self.bad_word_ids, grammar, adapter)
 
 
 def read_prompt(model: ServedDecoder, request: GenerationRequest) -> Prompt:
@@ -62,7 +65,7 @@ def read_prompt(model: ServedDecoder, request: GenerationRequest) -> Prompt:
         params,
         num_scores,
         _bad_word_ids(model, request.params.bad_words),
-        _grammar(model, request, is_open),
+        _grammar_source(model, request, is_open),
         _literals(model, request),
         is_open,
     )
@@ -124,7 +127,7 @@ def _bad_word_ids(model: ServedDecoder, words: tuple[str, ...]) -> tuple[tuple[i
     return tuple(found)
 
 
-def _grammar(model: ServedDecoder, request: GenerationRequest, is_open: bool) -> Grammar | None:
+def _grammar_source(model: ServedDecoder, request: GenerationRequest, is_open: bool) -> GrammarSource | None:
     source, tools = request.grammar, request.tools
     if tools is not None and tools.forced:
         source = GrammarSource("lark", _calls_grammar(model, tools.forced, tools.parallel), "tools")
@@ -136,7 +139,7 @@ def _grammar(model: ServedDecoder, request: GenerationRequest, is_open: bool) ->
         raise InvalidRequest("Structured output is not possible with this model.", field=source.field)
     if is_open and model.reasoning_format is not None:
         source = replace(source, after=model.reasoning_format.end)
-    return model.grammars.compile(source)
+    return source
 
 
 def _calls_grammar(model: ServedDecoder, tools: tuple[Tool, ...], parallel: bool) -> str:

@@ -51,8 +51,8 @@ class Service:
         self.adapters = Adapters(AdapterStore(), worker.put)
         self._stopping = False
         wait = self._pipeline.admission.predicted_wait_seconds
-        texts = self._pipeline.texts
-        metrics.gauges(lambda: engine_gauges(self.snapshot, self.ready, wait(), texts.num_requests))
+        pipeline = self._pipeline
+        metrics.gauges(lambda: engine_gauges(self.snapshot, self.ready, wait(), pipeline.num_reading))
 
     # ---- life ------------------------------------------------------------------------------------------------------
 
@@ -77,8 +77,8 @@ class Service:
         """Refuse new requests and end open ones with `ServiceStopping`. The worker is not stopped."""
         self.drain()
         self._pipeline.close()
-        if isinstance(self._model, ServedDecoder) and self._model.chat is not None:
-            self._model.chat.close()
+        if isinstance(self._model, ServedDecoder):
+            self._model.close()
 
     # ---- callbacks of the worker, called on its thread --------------------------------------------------------------
 

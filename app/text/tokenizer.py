@@ -239,6 +239,11 @@ class Tokenizer:
         return self._inner.to_str()
 
     @property
+    def added_tokens(self) -> Mapping[int, str]:
+        """Texts of the tokens that were added to the vocabulary, special or not, by id."""
+        return self._added
+
+    @property
     def special_tokens(self) -> Mapping[int, str]:
         """Texts of the special tokens by id."""
         return {token_id: self._added[token_id] for token_id in self._special}
@@ -323,7 +328,9 @@ def _add_tokens(inner: tokenizers.Tokenizer, files: TokenizerFiles) -> None:
     named = set(_named_tokens(files.config).values())
     for content, token_id in sorted(files.added.items(), key=lambda item: item[1]):
         if inner.token_to_id(content) is None and token_id == inner.get_vocab_size(with_added_tokens=True):
-            inner.add_tokens([tokenizers.AddedToken(content, special=content in named, normalized=content not in named)])
+            inner.add_tokens(
+                [tokenizers.AddedToken(content, special=content in named, normalized=content not in named)]
+            )
     special = {token.content for token in inner.get_added_tokens_decoder().values() if token.special}
     inner.add_special_tokens([one for one in sorted(named - special) if inner.token_to_id(one) is not None])
 

@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from app.text.grammar import json_style
+from app.text.grammar_definition import json_style
 
 _NAME_KEYS = frozenset({"name"})
 _ARGUMENT_KEYS = frozenset({"arguments", "parameters"})

@@ -21,7 +21,7 @@ from app.errors import InvalidRequest
 from app.messages import ALL_LOGPROBS, MAX_BEAMS, SamplingParams
 from app.service.requests import GenerationRequest, Infill, Tool, ToolUse
 from app.text.chat import ChatOptions
-from app.text.grammar import MAX_CHOICES, GrammarKind, GrammarSource
+from app.text.grammar_definition import MAX_CHOICES, GrammarKind, GrammarSource
 
 DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's default
 MAX_TOTAL_CHOICES = 128  # prompts × n

@@ -104,7 +104,12 @@ def test_tokens_that_other_files_add_are_those_of_transformers(text: str, tmp_pa
     (tmp_path / "tokenizer.json").write_text(json.dumps(inner), encoding="utf-8")
     added = {"<tool>": len(inner["model"]["vocab"]), "<pad>": len(inner["model"]["vocab"]) + 1}
     (tmp_path / "added_tokens.json").write_text(json.dumps(added), encoding="utf-8")
-    config = {"tokenizer_class": "PreTrainedTokenizerFast", "pad_token": "<pad>", "bos_token": "<s>", "eos_token": "</s>"}
+    config = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "pad_token": "<pad>",
+        "bos_token": "<s>",
+        "eos_token": "</s>",
+    }
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(config), encoding="utf-8")
     ours, reference = Tokenizer(tmp_path), transformers.AutoTokenizer.from_pretrained(tmp_path)
     ids = ours.encode(text, add_special_tokens=False)
