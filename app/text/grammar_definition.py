@@ -148,7 +148,8 @@ def _library_grammar(source: GrammarSource) -> str:
 
 def _schema_grammar(text: str) -> str:
     with suppress(ValueError):  # the library says what is wrong with text that is no JSON
-        text = json.dumps(close_schema(json.loads(text)))
+        schema = json.loads(text)
+        text = "{}" if schema is True else json.dumps(close_schema(schema))
     return LLMatcher.grammar_from_json_schema(text, overrides=dict(_JSON_STYLE))  # type: ignore[arg-type]
 
 
