@@ -46,7 +46,7 @@ class _Closing:
         self._names: dict[str, str] = {}  # their names by reference
 
     def result(self) -> dict[str, Any]:
-        done = self._whole(self._root)
+        done: dict[str, Any] = self._whole(self._root)
         return done | {"$defs": {**done.get("$defs", {}), **self._copies}} if self._copies else done
 
     def _whole(self, schema: Any) -> Any:

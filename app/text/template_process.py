@@ -145,7 +145,8 @@ class ChildProcess:
         self._connection.settimeout(limits.wall_seconds)
         command = [sys.executable or "python3", "-I", "-S", "-B", "-c", _MAIN, kind.module]
         command += _import_paths(kind.packages)
-        environment = {name: os.environ[name] for name in _KEPT_VARIABLES if name in os.environ} | kind.environment
+        environment = {name: os.environ[name] for name in _KEPT_VARIABLES if name in os.environ}
+        environment |= kind.environment
         try:
             self._process = subprocess.Popen(
                 command, stdin=other.fileno(), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env=environment
