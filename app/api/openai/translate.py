@@ -49,7 +49,7 @@ def chat_request(body: ChatBody, request_id: str, defaults: Defaults) -> Generat
         api="chat",
         request_id=request_id,
         messages=tuple(template_message(message) for message in body.messages),
-        template_arguments=body.chat_template_kwargs or {},
+        template_arguments=body.template_arguments,
         chat_options=options,
         truncate_prompt_tokens=body.truncate_prompt_tokens,
         truncate_right=body.truncation_side == "right",
