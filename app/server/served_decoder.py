@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 from app.errors import InvalidRequest
 from app.messages import SamplingParams
-from app.service.served_model import ServedDecoder, ServingLimits
+from app.service.served_model import ServedDecoder, ServedModel, ServingLimits
 from app.settings import Settings
 from app.text.chat import ChatTemplate
 from app.text.grammar import GrammarCompiler
@@ -43,10 +44,20 @@ def make_served_decoder(
         tokenizer,
         chat,
         sampling_defaults=defaults,
-        grammars=GrammarCompiler(tokenizer.as_json, limits.vocab_size, tokenizer.eos_token_ids),
+        grammars=GrammarCompiler(tokenizer, limits.vocab_size),
         tool_format=choose_tool_format(template, _model_type(checkpoint)) if tools == "auto" else TOOL_FORMATS[tools],
         reasoning_format=_reasoning_format(template, settings.reasoning_parser),
     )
+
+
+def prepare_grammars(model: ServedModel) -> Sequence[Future[None]]:
+    """Prepare structured output on another thread while weights are loaded; return what to wait for."""
+    if not isinstance(model, ServedDecoder) or model.grammars is None:
+        return ()
+    pool = ThreadPoolExecutor(1, thread_name_prefix="armature-grammar")
+    preparing = pool.submit(model.grammars.prepare)
+    pool.shutdown(wait=False)
+    return (preparing,)
 
 
 def sampling_defaults(config: Mapping[str, Any]) -> dict[str, float]:

@@ -380,13 +380,16 @@ class ServerRuntime:
             PrecisionTooCostly: The weights were packed, and their precision costs more quality than `auto` may spend.
         """
         from app.engine.build import BuildRequest, build
+        from app.server.served_decoder import prepare_grammars
 
         prepared = self._prepared
         step_time_model = StepTimeModel(
             prepared.expected_step_times, is_measured=prepared.plan.speed_source.value == "measured"
         )
         self._watch_drift(prepared, step_time_model)
-        self.service.serve(make_served_model(prepared, tokenizer, chat))
+        model = make_served_model(prepared, tokenizer, chat)
+        self.service.serve(model)
+        preparing = prepare_grammars(model)
         began = time.monotonic()
         eos_token_ids = () if tokenizer is None else tokenizer.eos_token_ids
         with self._suggest_cpu_on_failure():
@@ -405,6 +408,7 @@ class ServerRuntime:
         self._speculation = engine.scheduler.speculation if isinstance(engine, DecoderEngine) else None
         slots = getattr(engine, "adapters", None)
         self.service.serve_adapters(adapter_store(prepared.settings, prepared.adapters, prepared.checkpoint, slots))
+        wait(preparing)  # the vocabulary is built while no other thread runs Python
         self._step_time_model = step_time_model
         self._step_monitor.watch_slow_steps(self._slow_step_detector(step_time_model))
         log.debug("weights loaded and warmed up in %.1f s", time.monotonic() - began)

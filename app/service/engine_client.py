@@ -18,15 +18,16 @@ from itertools import count
 from typing import Any, Protocol, TypeVar
 
 from app.errors import InvalidRequest, NotReady, RequestError, RequestTimeout, ServiceStopping, StepFailed
-from app.messages import Abort, Command, Event, RequestFailed
+from app.messages import Abort, Command, Event, Grammar, RequestFailed
 from app.metrics.instruments import Api, Exemplar, Metrics, Outcome, Refusal, refusal_of
 from app.metrics.load_progress import LoadProgress
 from app.metrics.stats import EngineSnapshot
 from app.service.admission import Admission, Permit
 from app.service.rate_limit import ACCOUNT, Account
 from app.service.request_log import REQUEST_FIGURES
-from app.service.served_model import ServingLimits
+from app.service.served_model import ServedDecoder, ServingLimits
 from app.service.text_pool import TextPool
+from app.text.grammar_definition import GrammarSource
 from app.tracing.request_trace import RequestTrace
 
 T = TypeVar("T")
@@ -189,19 +190,32 @@ class RequestPipeline:
         self.worker, self.metrics, self.clock = worker, metrics, clock
         self.client = EngineClient(worker, clock)
         self.texts = TextPool()
+        self._quick_grammars, self._slow_grammars = TextPool(), TextPool()
         self.admission = Admission(lambda: worker.snapshot, clock, self.texts.wait_seconds)
         self._timeout_seconds = 0.0
 
     def open(self, limits: ServingLimits) -> None:
-        """Apply the limits and start the thread pool. Call it once, before the first request, from any thread."""
+        """Apply the limits and start the thread pools. Call it once, before the first request, from any thread."""
         self.admission.open(limits.max_running_seqs, limits.max_waiting_requests, limits.max_held_bytes)
         self._timeout_seconds = limits.request_timeout_seconds
         self.texts.open(limits.tokenizer_threads)
+        self._quick_grammars.open(1)
+        self._slow_grammars.open(1)
 
     def close(self) -> None:
-        """Fail all open requests and shut down the thread pool."""
+        """Fail all open requests and shut down the thread pools."""
         self.client.stop()
-        self.texts.close()
+        for pool in self._pools:
+            pool.close()
+
+    @property
+    def _pools(self) -> tuple[TextPool, ...]:
+        return (self.texts, self._quick_grammars, self._slow_grammars)
+
+    @property
+    def num_reading(self) -> int:
+        """Number of requests whose prompt or grammar is read, or waits for a thread."""
+        return sum(pool.num_requests for pool in self._pools)
 
     def deadline(self, record: RequestRecord) -> float:
         """Return the time on `clock` at which the request times out."""
@@ -247,9 +261,29 @@ class RequestPipeline:
         Raises:
             RequestTimeout: it took longer.
         """
+        return await self._run(self.texts, num_bytes, function, *arguments)
+
+    async def compile(self, model: ServedDecoder, source: GrammarSource | None) -> Grammar | None:
+        """Compile a grammar; None stays None.
+
+        It has a thread of its own, and one for grammars that take longer than most, so prompts and ordinary grammars
+        do not wait for those. If the caller is cancelled, the compilation is ended.
+
+        Raises:
+            InvalidRequest: The grammar cannot be followed.
+            RequestTimeout: It took longer than the request timeout.
+        """
+        grammars = model.grammars
+        if source is None or grammars is None:
+            return None
+        size = len(source.text) + len(source.alternative)
+        compiled = await self._run(self._quick_grammars, size, grammars.compile_quickly, source)
+        return compiled or await self._run(self._slow_grammars, size, grammars.compile_slowly, source)
+
+    async def _run(self, pool: TextPool, num_bytes: int, function: Callable[..., T], *arguments: Any) -> T:
         try:
             async with asyncio.timeout(self._timeout_seconds):
-                return await self.texts.run(num_bytes, function, *arguments)
+                return await pool.run(num_bytes, function, *arguments)
         except TimeoutError as error:
             raise RequestTimeout("Reading the prompt took longer than the request timeout.") from error
 

@@ -257,7 +257,8 @@ async def generate(
         prompt = await pipeline.read(prompt_size(request), read_prompt, model, request)
         record.reserve(prompt.most_tokens(model.limits.max_model_len))
         name = pipeline.client.name(request.request_id)
-        command = prompt.command(name, record.arrived_at, adapter, request.cache_salt)
+        grammar = await pipeline.compile(model, prompt.grammar_source)
+        command = prompt.command(name, record.arrived_at, adapter, grammar, request.cache_salt)
         size = prompt_size(request)
         if prompt.num_scores or size > COUNTED_CHARACTERS:
             permit.hold(prompt.num_scores * SCORE_BYTES + size)

@@ -1,12 +1,12 @@
-"""Conversion of a generation request to what the worker computes: token ids, bad words, a compiled grammar, and bounds on scores.
+"""Conversion of a generation request to what the worker computes: token ids, bad words, a grammar, and bounds on scores.
 
-It runs in the service's thread pool, since a template, a tokenizer and a grammar take time.
+It runs in the service's thread pool, since a template and a tokenizer take time.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from app.errors import InvalidRequest
@@ -14,7 +14,7 @@ from app.messages import ALL_LOGPROBS, MAX_LOGPROBS, Generate, Grammar, LoadedAd
 from app.service.inputs import infill_format, tokenize_prompt
 from app.service.requests import GenerationRequest, Tool
 from app.service.served_model import ServedDecoder, ServingLimits
-from app.text.grammar import GrammarSource, check_source
+from app.text.grammar_definition import GrammarSource, check_source
 from app.text.reasoning import opens_reasoning
 from app.text.tool_calls import forced_calls_grammar
 
@@ -32,13 +32,14 @@ class Prompt:
     `params` are the request's, with what the model decides: numbers of log-probabilities and further end tokens.
     `num_scores` is how many log-probabilities the response may have; 0 if there are few at each token. `literals` are
     the special tokens that are part of the text, by id. `opens_reasoning`: the text begins inside of reasoning.
+    `grammar_source` is compiled next, in threads of its own.
     """
 
     token_ids: tuple[int, ...]
     params: SamplingParams
     num_scores: int = 0
     bad_word_ids: tuple[tuple[int, ...], ...] = ()
-    grammar: Grammar | None = None
+    grammar_source: GrammarSource | None = None
     literals: Mapping[int, str] = field(default_factory=dict)
     opens_reasoning: bool = False
 
@@ -49,11 +50,16 @@ class Prompt:
         return len(self.token_ids) + max(self.params.n, self.params.beam_width, 1) * max(longest, 0)
 
     def command(
-        self, request_id: str, arrived_at: float, adapter: LoadedAdapter | None = None, cache_salt: str | None = None
+        self,
+        request_id: str,
+        arrived_at: float,
+        adapter: LoadedAdapter | None = None,
+        grammar: Grammar | None = None,
+        cache_salt: str | None = None,
     ) -> Generate:
-        """Return the request for the worker."""
+        """Return the request for the worker. `grammar` is the compiled one of `grammar_source`."""
         tokens = self.token_ids, self.params, arrived_at, self.bad_word_ids
-        return Generate(request_id, *tokens, self.grammar, adapter, cache_salt)
+        return Generate(request_id, *tokens, grammar, adapter, cache_salt)
 
 
 def read_prompt(model: ServedDecoder, request: GenerationRequest) -> Prompt:
@@ -62,6 +68,8 @@ def read_prompt(model: ServedDecoder, request: GenerationRequest) -> Prompt:
     params, num_scores = resolve_logprobs(model.limits, request.params, len(token_ids))
     if request.infill is not None and not params.ignore_eos:
         params = replace(params, stop_token_ids=(*params.stop_token_ids, *infill_format(model).end_ids))
+    if params.stop and params.skip_special_tokens:
+        params = replace(params, stop_token_ids=(*params.stop_token_ids, *_stop_tokens(model, params.stop)))
     is_open = False
     if request.separates_reasoning and model.reasoning_format is not None:
         end = model.tokenizer.decode(token_ids[-_END_TOKENS:], skip_special_tokens=False)
@@ -71,10 +79,16 @@ def read_prompt(model: ServedDecoder, request: GenerationRequest) -> Prompt:
         params,
         num_scores,
         _bad_word_ids(model, request.params.bad_words),
-        _grammar(model, request, is_open),
+        _grammar_source(model, request, is_open),
         _literals(model, request),
         is_open,
     )
+
+
+def _stop_tokens(model: ServedDecoder, stops: Sequence[str]) -> Iterator[int]:
+    """Yield the special tokens among the stop strings, since they are no part of the text."""
+    special = {text: token_id for token_id, text in model.tokenizer.special_tokens.items()}
+    return (special[stop] for stop in stops if stop in special)
 
 
 def resolve_logprobs(
@@ -133,7 +147,7 @@ def _bad_word_ids(model: ServedDecoder, words: tuple[str, ...]) -> tuple[tuple[i
     return tuple(found)
 
 
-def _grammar(model: ServedDecoder, request: GenerationRequest, is_open: bool) -> Grammar | None:
+def _grammar_source(model: ServedDecoder, request: GenerationRequest, is_open: bool) -> GrammarSource | None:
     source, tools = request.grammar, request.tools
     if tools is not None and tools.forced:
         source = GrammarSource("lark", _calls_grammar(model, tools.forced, tools.parallel), "tools")
@@ -145,7 +159,7 @@ def _grammar(model: ServedDecoder, request: GenerationRequest, is_open: bool) ->
         raise InvalidRequest("Structured output is not possible with this model.", field=source.field)
     if is_open and model.reasoning_format is not None:
         source = replace(source, after=model.reasoning_format.end)
-    return model.grammars.compile(source)
+    return source
 
 
 def _calls_grammar(model: ServedDecoder, tools: tuple[Tool, ...], parallel: bool) -> str:

@@ -13,7 +13,7 @@ from typing import Any
 from app.messages import Array, FinishReason, SamplingParams, Text, Timings
 from app.metrics.instruments import Api
 from app.text.chat import ChatOptions
-from app.text.grammar import GrammarSource
+from app.text.grammar_definition import GrammarSource
 from app.text.tool_calls import ToolCallDelta
 
 

@@ -79,6 +79,12 @@ class ServedDecoder:
     tool_format: ToolFormat = TOOL_FORMATS["hermes"]
     reasoning_format: ReasoningFormat | None = None
 
+    def close(self) -> None:
+        """End the processes of the chat template and of grammars."""
+        for owner in (self.chat, self.grammars):
+            if owner is not None:
+                owner.close()
+
     @property
     def kind(self) -> ModelKind:
         """Always `decoder`."""

@@ -52,9 +52,9 @@ class Service:
         self.adapters = Adapters(AdapterStore(), worker.put)
         self._stopping = False
         wait = self._pipeline.admission.predicted_wait_seconds
-        texts = self._pipeline.texts
-        metrics.gauges(lambda: engine_gauges(self.snapshot, self.ready, wait(), texts.num_requests))
-        metrics.gauges(lambda: vllm_metrics(metrics, self.snapshot, texts.num_requests, self._model_name()))
+        pipeline = self._pipeline
+        metrics.gauges(lambda: engine_gauges(self.snapshot, self.ready, wait(), pipeline.num_reading))
+        metrics.gauges(lambda: vllm_metrics(metrics, self.snapshot, pipeline.num_reading, self._model_name()))
 
     def _model_name(self) -> str:
         return "" if self._model is None else self._model.name
@@ -82,8 +82,8 @@ class Service:
         """Refuse new requests and end open ones with `ServiceStopping`. The worker is not stopped."""
         self.drain()
         self._pipeline.close()
-        if isinstance(self._model, ServedDecoder) and self._model.chat is not None:
-            self._model.chat.close()
+        if isinstance(self._model, ServedDecoder):
+            self._model.close()
 
     # ---- callbacks of the worker, called on its thread --------------------------------------------------------------
 

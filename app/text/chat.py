@@ -8,6 +8,7 @@ the request that used it.
 from __future__ import annotations
 
 import json
+import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -15,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from app.errors import CheckpointInvalid, InvalidRequest, TemplateStopped, UnsupportedParameter
+from app.text.system_messages import SystemRules, find_system_rules, fold_system_messages
 from app.text.template_messages import ReplyStatus
 from app.text.template_process import TemplateLimits, TemplateProcess
 from app.weights.files import file_in, read_text
@@ -70,6 +72,18 @@ class ChatTemplate:
             self.close()
             where = f" ({name})" if name else ""
             raise CheckpointInvalid(f"the checkpoint's chat template{where} cannot be used: {message.rstrip('.')}.")
+        self._system_rules = find_system_rules(self._written_by_a_trial)
+
+    @property
+    def system_rules(self) -> SystemRules:
+        """Where the template writes system messages. Others are folded into messages of the user."""
+        return self._system_rules
+
+    def _written_by_a_trial(self, messages: Sequence[Mapping[str, Any]]) -> str | None:
+        """Return the text of a trial conversation; None if the template does not write it."""
+        fixed = {"messages": messages, "add_generation_prompt": True, "tools": None, "documents": None}
+        status, text = self._process.render(_dates() | self._named_tokens | fixed)
+        return text if status is ReplyStatus.TEXT else None
 
     def close(self) -> None:
         """End the template's process. A rendering in another thread ends with `ServiceStopping`."""
@@ -104,7 +118,12 @@ class ChatTemplate:
             _with_joined_text(_plain_json_copy(dict(message), f"messages[{place}]"), place)
             for place, message in enumerate(messages)
         ]
+        plain = fold_system_messages(plain, self._system_rules)
         options = options or ChatOptions()
+        end = ""
+        if options.continue_final_message:
+            end = f"<{secrets.token_hex(16)}> "
+            plain[-1] = _ended_by(plain[-1], end)
         lists = _plain_json_copy({"tools": options.tools, "documents": options.documents}, "tools")
         fixed = {
             "messages": plain,
@@ -113,7 +132,7 @@ class ChatTemplate:
             "documents": lists["documents"] or None,
         }
         text = self._render(_dates() | self._named_tokens | extra | fixed)
-        return _end_with_last_message(text, plain[-1]) if options.continue_final_message else text
+        return _text_before(text, end) if end else text
 
     def _render(self, variables: Mapping[str, Any]) -> str:
         status, text = self._process.render(variables)
@@ -144,16 +163,25 @@ def _dates() -> dict[str, str]:
     }
 
 
-def _end_with_last_message(text: str, message: Mapping[str, Any]) -> str:
-    """Return a rendered text up to the end of the last message's content, as transformers does."""
-    content = str(message.get("content") or "").strip()
-    place = text.rfind(content) if content else -1
+_NOT_CONTINUED = "continue_final_message needs a last message whose content the chat template writes at its end"
+
+
+def _ended_by(message: dict[str, Any], end: str) -> dict[str, Any]:
+    """Return the last message with a text that marks its end."""
+    if message.get("tool_calls"):
+        raise InvalidRequest(f"{_NOT_CONTINUED}; it has tool calls.", field="continue_final_message")
+    return message | {"content": (message.get("content") or "") + end}
+
+
+def _text_before(text: str, end: str) -> str:
+    """Return a rendered text up to the mark that ends the last message's content, as transformers does.
+
+    The mark ends with a space. A template that trims the content would have trimmed the content's own white space.
+    """
+    place = text.rfind(end.rstrip())
     if place < 0:
-        raise InvalidRequest(
-            "continue_final_message needs a last message whose content the chat template writes unchanged.",
-            field="continue_final_message",
-        )
-    return text[: place + len(content)]
+        raise InvalidRequest(f"{_NOT_CONTINUED}.", field="continue_final_message")
+    return text[:place] if text.startswith(end, place) else text[:place].rstrip()
 
 
 def open_chat_template(

@@ -14,8 +14,10 @@ def limit_memory(extra_bytes: int) -> None:
     macOS reserves hundreds of GB of addresses for each process, so no limit of addresses fits there. The time limit and
     the sandbox's own bounds are what is left.
     """
-    with suppress(FileNotFoundError):
+    pages = 0
+    with suppress(OSError, ValueError, IndexError):  # /proc may be masked
         pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[0])
+    if pages:
         limit = pages * resource.getpagesize() + extra_bytes
         resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
     with suppress(OSError):  # where memory is short, the kernel should end this process and not the server

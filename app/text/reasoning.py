@@ -77,69 +77,80 @@ class ReasoningParser:
         self._form = form
         self._part: Literal["before", "reasoning", "after", "content"] = "before"
         self._is_open = is_open
-        self._held = ""
+        self._spaces: list[str] = []  # white space that is shown only if text follows
+        self._held = ""  # what may be the beginning of a tag: no longer than one
         self._is_empty = True  # no reasoning was returned yet
 
     def push(self, text: str) -> tuple[str, str]:
         """Return more of the reasoning and more of the content."""
-        reasoning = content = ""
+        reasoning: list[str] = []
+        content: list[str] = []
         for character in text:
             if self._part == "content":
-                content += character
-                continue
-            self._held += character
-            if self._part == "before":
-                content += self._take_start()
-            if self._part == "reasoning":
-                reasoning += self._take_reasoning()
-            if self._part == "after":
-                content += self._take_header()
-        return reasoning, content
+                content.append(character)
+            elif self._part == "before":
+                self._take_start(character, reasoning, content)
+            elif self._part == "reasoning":
+                self._take_reasoning(character, reasoning)
+            else:
+                self._take_header(character, content)
+        return "".join(reasoning), "".join(content)
 
     def flush(self) -> tuple[str, str]:
         """Return the rest at the end of the text."""
-        held, self._held = self._held, ""
+        held = "".join(self._spaces) + self._held
+        self._spaces, self._held = [], ""
         if self._part == "reasoning" or (self._part == "before" and self._is_open):
             return held.rstrip(_SPACES), ""
         return "", held
 
-    def _take_start(self) -> str:
-        """Decide how the text begins, as soon as that is certain; return the content that this gives."""
-        begun = self._held.lstrip(_SPACES)
-        if begun == self._form.start:
-            self._part, self._held = "reasoning", ""
-        elif begun in self._form.headers:
-            self._part, self._held = "content", ""
-        elif not any(text.startswith(begun) for text in (self._form.start, *self._form.headers)):
-            if not self._is_open:
-                content, self._held, self._part = self._held, "", "content"
-                return content
-            self._part, self._held = "reasoning", begun
-        return ""
+    def _take_start(self, character: str, reasoning: list[str], content: list[str]) -> None:
+        """Decide how the text begins, as soon as that is certain."""
+        if not self._held and character in _SPACES:
+            self._spaces.append(character)
+            return
+        self._held += character
+        if self._held == self._form.start:
+            self._enter("reasoning")
+        elif self._held in self._form.headers:
+            self._enter("content")
+        elif not any(text.startswith(self._held) for text in (self._form.start, *self._form.headers)):
+            spaces, held = self._spaces, self._held
+            if self._is_open:
+                self._enter("reasoning")
+                for one in held:
+                    self._take_reasoning(one, reasoning)
+            else:
+                self._enter("content")
+                content += (*spaces, held)
 
-    def _take_header(self) -> str:
-        """Drop what precedes the answer after the reasoning; return the content that follows, if that is certain."""
-        self._held = self._held.lstrip(_SPACES)
+    def _take_header(self, character: str, content: list[str]) -> None:
+        """Drop what precedes the answer after the reasoning."""
+        if not self._held and character in _SPACES:
+            return
+        self._held += character
         if self._held in self._form.headers:
-            self._part, self._held = "content", ""
-        elif self._held and not any(header.startswith(self._held) for header in self._form.headers):
-            content, self._held, self._part = self._held, "", "content"
-            return content
-        return ""
+            self._enter("content")
+        elif not any(header.startswith(self._held) for header in self._form.headers):
+            content.append(self._held)
+            self._enter("content")
 
-    def _take_reasoning(self) -> str:
-        """Return the reasoning that is certain: neither the beginning of the last tag nor white space before it."""
-        shown = ""
-        if self._is_empty:
-            self._held = self._held.lstrip(_SPACES)
-        while self._held:
-            begun = self._held.lstrip(_SPACES)
+    def _take_reasoning(self, character: str, reasoning: list[str]) -> None:
+        """Add the reasoning that is certain: neither the beginning of the last tag nor white space before it."""
+        held = self._held + character
+        while held:
+            begun = held.lstrip(_SPACES)
+            if not self._is_empty:
+                self._spaces += held[: len(held) - len(begun)]
             if begun == self._form.end:
-                self._part, self._held = "after", ""
-                break
+                self._enter("after")
+                return
             if self._form.end.startswith(begun):
                 break
-            size = len(self._held) - len(begun) + 1
-            shown, self._held = shown + self._held[:size], self._held[size:]
-        self._is_empty = self._is_empty and not shown
-        return shown
+            reasoning += (*self._spaces, begun[0])
+            self._spaces, self._is_empty = [], False
+            held = begun[1:]
+        self._held = held.lstrip(_SPACES)
+
+    def _enter(self, part: Literal["reasoning", "after", "content"]) -> None:
+        self._part, self._spaces, self._held = part, [], ""

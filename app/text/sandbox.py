@@ -10,14 +10,12 @@ from __future__ import annotations
 
 import codecs
 import json
-import resource
 import signal
 import socket
 import time
 from collections.abc import Mapping
 from contextlib import suppress
 from datetime import datetime
-from pathlib import Path
 from typing import Any, NoReturn
 
 from jinja2 import Template, nodes
@@ -27,7 +25,15 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace
 
-from app.text.template_messages import MAX_RENDERED_CHARACTERS, Reply, ReplyStatus, receive_request, send_reply
+from app.text.process_limits import give_up_rights, limit_memory
+from app.text.template_messages import (
+    MAX_RENDERED_CHARACTERS,
+    MEMORY_MESSAGE,
+    Reply,
+    ReplyStatus,
+    receive_request,
+    send_reply,
+)
 
 # Elements of all ranges of one rendering, summed. jinja2's limit of 100,000 is per range, and loops nest.
 MAX_RANGE_ELEMENTS = 200_000
@@ -37,8 +43,6 @@ _MAX_LENGTH = 10**6  # characters or elements of a text or list made by `*`
 _MAX_BITS = 4096  # bits of a number made by `*` or `**`
 
 _MAX_EXPONENT = 64
-
-_MEMORY_MESSAGE = "it needs more memory than it may take"
 
 _MAX_ERROR_CHARACTERS = 400  # of a message, which the template may choose
 
@@ -66,8 +70,8 @@ def main() -> None:
     connection = socket.socket(fileno=0)
     start = json.loads(receive_request(connection))
     _load_lazy_modules()
-    _limit_memory(start["memory_bytes"])
-    _give_up_rights()
+    limit_memory(start["memory_bytes"])
+    give_up_rights()
     signal.setitimer(signal.ITIMER_PROF, start["compile_seconds"])  # the kernel ends the process: it has no handler
     template, reply = _compile(start["source"])
     send_reply(connection, reply)
@@ -92,40 +96,11 @@ def _load_lazy_modules() -> None:
         codecs.lookup(encoding)
 
 
-def _limit_memory(extra_bytes: int) -> None:
-    """Allow this process `extra_bytes` more than it has, on Linux.
-
-    macOS reserves hundreds of GB of addresses for each process, so no limit of addresses fits there. The time limit and
-    the sandbox's own bounds are what is left.
-    """
-    pages = 0
-    with suppress(OSError, ValueError, IndexError):  # /proc may be masked
-        pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[0])
-    if pages:
-        limit = pages * resource.getpagesize() + extra_bytes
-        resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
-    with suppress(OSError):  # where memory is short, the kernel should end this process and not the server
-        Path("/proc/self/oom_score_adj").write_text("1000", encoding="ascii")
-
-
-def _give_up_rights() -> None:
-    """Take from this process what a template that left the sandbox could use: files, processes and core dumps.
-
-    Signals for a whole group of processes (Ctrl-C, a stop by systemd) are ignored, because open requests are still
-    answered then. The server ends this process by closing the socket.
-    """
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    for limit in (resource.RLIMIT_CORE, resource.RLIMIT_FSIZE, resource.RLIMIT_NPROC):
-        resource.setrlimit(limit, (0, 0))
-    resource.setrlimit(resource.RLIMIT_NOFILE, (3, 3))  # standard input, output and error
-
-
 def _compile(source: str) -> tuple[Template | None, Reply]:
     try:
         return Sandbox().from_string(source), (ReplyStatus.TEXT, "")
     except MemoryError:
-        return None, (ReplyStatus.MEMORY, _MEMORY_MESSAGE)
+        return None, (ReplyStatus.MEMORY, MEMORY_MESSAGE)
     except TemplateSyntaxError as error:
         return None, (ReplyStatus.FAILED, f"error in line {error.lineno}: {error.message}"[:_MAX_ERROR_CHARACTERS])
     except _TEMPLATE_FAULTS as error:
@@ -136,7 +111,7 @@ def _render(template: Template, request: bytearray) -> Reply:
     try:
         return ReplyStatus.TEXT, render_bounded(template, json.loads(request.decode("utf-8", "surrogatepass")))
     except MemoryError:
-        return ReplyStatus.MEMORY, _MEMORY_MESSAGE
+        return ReplyStatus.MEMORY, MEMORY_MESSAGE
     except ConversationRefused as error:
         return ReplyStatus.REFUSED, str(error.message)[:_MAX_ERROR_CHARACTERS]
     except SecurityError as error:

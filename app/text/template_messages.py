@@ -1,4 +1,4 @@
-"""Messages between the server and the process that renders a chat template.
+"""Messages between the server and a process with limits, which renders a chat template or compiles a grammar.
 
 A message has its length in front: a request is `length, JSON`, a reply is `status, length, UTF-8 text`.
 """
@@ -17,14 +17,17 @@ _REPLY_HEADER = struct.Struct("!BI")
 _MAX_UTF8_BYTES = 4  # per character
 
 
+MEMORY_MESSAGE = "it needs more memory than it may take"
+
+
 class ReplyStatus(IntEnum):
     """First byte of a reply. With all but `TEXT` the text is a message."""
 
-    TEXT = 0  # the rendered text; empty after the template was compiled
-    REFUSED = 1  # the template called `raise_exception`
-    STOPPED = 2  # the sandbox or a limit stopped the template
+    TEXT = 0  # the rendered text, or a grammar's definition; empty after the start
+    REFUSED = 1  # the template called `raise_exception`, or the grammar is wrong
+    STOPPED = 2  # the sandbox or a limit stopped it
     FAILED = 3  # any other exception
-    MEMORY = 4  # the template needs more memory than it may take
+    MEMORY = 4  # it needs more memory than it may take
 
 
 Reply = tuple[ReplyStatus, str]

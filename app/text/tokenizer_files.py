@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,8 @@ from app.weights.files import MAX_JSON_BYTES, file_in, read_text, readable_or_in
 from app.weights.gguf.reader import find_gguf, read_gguf
 from app.weights.gguf.tokenizer import convert_tokenizer
 
+# The named special tokens that chat templates may use, with transformers' names.
+NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
 MAX_TOKENIZER_BYTES = 512 * 2**20  # tokenizer.json with 250,000 tokens has 35 MB
 
 
@@ -20,9 +22,11 @@ MAX_TOKENIZER_BYTES = 512 * 2**20  # tokenizer.json with 250,000 tokens has 35 M
 class TokenizerFiles:
     """What a checkpoint says about its tokenizer.
 
-    `tokenizer` is the text of a tokenizer.json and `config` the content of tokenizer_config.json. `eos_token_ids` are
-    the tokens that end a completion besides the `eos_token`. `origin` is the file that messages name. `has_segments` is
-    True if an encoder gets a number for the segment of each token (`token_type_ids`).
+    `tokenizer` is the text of a tokenizer.json and `config` the content of tokenizer_config.json, with named tokens of
+    special_tokens_map.json that it leaves out. `added` are ids of further tokens, which older checkpoints have in
+    added_tokens.json. `eos_token_ids` are the tokens that end a completion besides the `eos_token`. `origin` is the
+    file that messages name. `has_segments` is True if an encoder gets a number for the segment of each token
+    (`token_type_ids`).
     """
 
     tokenizer: str
@@ -30,6 +34,7 @@ class TokenizerFiles:
     eos_token_ids: frozenset[int]
     origin: Path
     has_segments: bool = False
+    added: Mapping[str, int] = field(default_factory=dict)
 
 
 # Classes of transformers 5 that return token_type_ids (`model_input_names` in models/*/tokenization_*.py), without
@@ -82,7 +87,19 @@ def _read_directory(directory: Path) -> TokenizerFiles:
         raise CheckpointInvalid(f"{path} cannot be read: {error}") from error
     config = _read_object(file_in(directory, "tokenizer_config.json"))
     segments = _has_segments(config, _read_object(file_in(directory, "config.json")))
-    return TokenizerFiles(text, config, _read_all_eos_ids(directory), path, segments)
+    named = _read_object(file_in(directory, "special_tokens_map.json"))
+    says_all = "added_tokens_decoder" in config  # files of newer versions; null then means that there is none
+    wanted = [name for name in NAMED_TOKENS if name not in config or (config[name] is None and not says_all)]
+    config |= {name: named[name] for name in wanted if named.get(name)}
+    return TokenizerFiles(text, config, _read_all_eos_ids(directory), path, segments, _read_added(directory))
+
+
+def _read_added(directory: Path) -> dict[str, int]:
+    path = file_in(directory, "added_tokens.json")
+    added = _read_object(path)
+    if not all(isinstance(token_id, int) and not isinstance(token_id, bool) for token_id in added.values()):
+        raise CheckpointInvalid(f"{path} must have an id for each token.")
+    return added
 
 
 def _read_all_eos_ids(directory: Path) -> frozenset[int]:

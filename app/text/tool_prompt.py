@@ -7,6 +7,7 @@ messages of the user, in the format that the server's parser reads.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import re
 from collections.abc import Mapping, Sequence
@@ -19,6 +20,7 @@ from app.text.tool_calls import ToolFormat
 
 Message = Mapping[str, Any]
 _KNOWS_TOOLS = re.compile(r"\{[%{][^%}]*\btools\b")
+_SHORT_ID = re.compile(r"[A-Za-z0-9]{9}")
 _KNOWS_CALLS = re.compile(r"\btool_calls\b")
 _INTRODUCTION = (
     "You can call these functions, whose parameters are given as JSON schemas:\n{tools}\n\n"
@@ -31,12 +33,56 @@ def fit_template(
 ) -> tuple[Sequence[Message], ChatOptions]:
     """Return the messages and options that a chat template can write."""
     messages = [_with_decoded_arguments(message) for message in messages]
+    if form.short_ids:
+        messages = _with_short_ids(messages)
     if options.tools and not _KNOWS_TOOLS.search(template):
         messages = _with_tool_prompt(messages, options.tools, form)
         options = replace(options, tools=())
     if not _KNOWS_CALLS.search(template):
         messages = [_as_plain_text(message, form) for message in messages]
     return messages, options
+
+
+def _with_short_ids(messages: Sequence[Message]) -> list[Message]:
+    """Return messages whose calls have ids of 9 letters and digits, as Mistral's templates demand.
+
+    Other ids, which clients or other servers made, are replaced, the same one by the same one. A result without an id
+    gets the one of the first call that has no result yet.
+    """
+    names = _ShortIds(messages)
+    done: list[Message] = []
+    open_ids: list[str] = []
+    for place, message in enumerate(messages):
+        if calls := message.get("tool_calls"):
+            new = [{**call, "id": names[call.get("id") or f"{place}:{at}"]} for at, call in enumerate(calls)]
+            open_ids = [call["id"] for call in new]
+            done.append({**message, "tool_calls": new})
+        elif message["role"] == "tool":
+            given = message.get("tool_call_id")
+            named = names[given] if given else next(iter(open_ids), names[f"{place}"])
+            open_ids = [one for one in open_ids if one != named]
+            done.append({**message, "tool_call_id": named})
+        else:
+            done.append(message)
+    return done
+
+
+class _ShortIds(dict[str, str]):
+    """Short ids by the ids of a conversation, where short ones stay as they are."""
+
+    def __init__(self, messages: Sequence[Message]) -> None:
+        super().__init__()
+        given = {message.get("tool_call_id") for message in messages}
+        given |= {call.get("id") for message in messages for call in message.get("tool_calls") or ()}
+        self._taken = {one for one in given if isinstance(one, str) and _SHORT_ID.fullmatch(one)}
+
+    def __missing__(self, given: str) -> str:
+        short = given
+        while not _SHORT_ID.fullmatch(short) or (short != given and short in self._taken):
+            short = hashlib.sha256(short.encode("utf-8", "surrogatepass")).hexdigest()[:9]
+        self._taken.add(short)
+        self[given] = short
+        return short
 
 
 def _with_decoded_arguments(message: Message) -> Message:
@@ -75,7 +121,9 @@ def _as_plain_text(message: Message, form: ToolFormat) -> Message:
         return message
     before, between, after = form.forced
     written = [
-        json.dumps({"name": call["function"]["name"], form.arguments_key: call["function"]["arguments"]})
+        json.dumps(
+            {"name": call["function"]["name"], form.arguments_key: call["function"]["arguments"]}, ensure_ascii=False
+        )
         for call in calls
     ]
     content = _text(message.get("content"))

@@ -6,6 +6,7 @@ a message that names it and says what would be right.
 
 from __future__ import annotations
 
+import logging
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -49,7 +50,9 @@ from app.weights.quantized.entries import is_zero_bias
 from app.weights.quantized.methods import check_not_quantized, join_weights, quantization_method
 from app.weights.safetensors import TensorEntry, read_header
 from app.weights.sentence_transformers import MODULES, read_sentence_config
-from app.weights.tensor_names import RenamedTensors, rename_decoder_tensors, rename_tensors
+from app.weights.tensor_names import RenamedTensors, has_own_head, rename_decoder_tensors, rename_tensors
+
+log = logging.getLogger(__name__)
 
 INDEX = "model.safetensors.index.json"
 STORED_DTYPES: Mapping[str, str] = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
@@ -211,6 +214,9 @@ def _open_directory(directory: Path) -> Checkpoint:
         found = join_weights(method, config, found)
     elif model_config.kind == "decoder":
         check_not_quantized(found)
+        if model_config.tie_embeddings and has_own_head(found, model_config):
+            log.warning("lm_head.weight differs from the embedding and is used, although config.json ties them")
+            model_config = replace(model_config, tie_embeddings=False)
     tensors = (
         _encoder_tensors(model_config, found, directory)
         if model_config.kind == "encoder"

@@ -29,6 +29,8 @@ from app.weights.safetensors import EncodedEntry, RearrangedEntry, TensorEntry
 
 log = logging.getLogger(__name__)
 
+_COMPARED_BYTES = 4 * 2**20  # read at once
+
 DECODER_PREFIX = "model."
 _DECODER_HEADS: Mapping[str, str] = {"dense": "head.dense", "classifier": "head.out", "score": "head.out"}
 _OLD_NORM_NAMES: Mapping[str, str] = {"gamma": "weight", "beta": "bias"}  # names in the first BERT checkpoints
@@ -142,6 +144,22 @@ def rename_decoder_tensors(found: Mapping[str, TensorEntry], config: ModelConfig
         else:
             tensors[ours], stored_names[ours] = _rearranged(stored, entry, ours, expected[ours], config), stored
     return RenamedTensors(tensors, unused, stored_names)
+
+
+def has_own_head(found: Mapping[str, TensorEntry], config: ModelConfig) -> bool:
+    """Return True if a decoder's files have an output layer whose values differ from the embedding's."""
+    names = {our_name(config, stored): stored for stored in found}
+    pair = [found[names[name]] for name in ("lm_head.weight", "model.embed_tokens.weight") if name in names]
+    if len(pair) < 2 or pair[0] == pair[1]:
+        return False
+    head, embedding = pair
+    if (head.dtype, head.shape, head.nbytes) != (embedding.dtype, embedding.shape, embedding.nbytes):
+        return True
+    with head.file.open("rb") as first, embedding.file.open("rb") as second:
+        first.seek(head.start)
+        second.seek(embedding.start)
+        sizes = (min(_COMPARED_BYTES, head.nbytes - done) for done in range(0, head.nbytes, _COMPARED_BYTES))
+        return any(first.read(size) != second.read(size) for size in sizes)
 
 
 def _separate_tensors(

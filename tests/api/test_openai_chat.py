@@ -145,6 +145,22 @@ async def test_what_asks_for_nothing_is_accepted(client: httpx.AsyncClient) -> N
 
 
 @pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ({"reasoning_effort": "high"}, {"reasoning_effort": "high"}),
+        ({"reasoning_effort": "none"}, {"enable_thinking": False}),
+        ({"reasoning_effort": "low", "chat_template_kwargs": {"reasoning_effort": "x", "a": 1}}, {"reasoning_effort": "x", "a": 1}),
+        ({"reasoning_effort": None}, {}),
+    ],
+)  # fmt: skip
+async def test_the_effort_of_reasoning_is_a_variable_of_the_template(
+    client: httpx.AsyncClient, service: ScriptedService, given: dict[str, Any], expected: dict[str, Any]
+) -> None:
+    assert (await client.post(URL, json=HELLO | given)).status_code == 200
+    assert service.requests[-1].template_arguments == expected
+
+
+@pytest.mark.parametrize(
     ("field", "value"),
     [
         ("modalities", ["text", "audio"]),

@@ -19,12 +19,12 @@ from app.engine.scheduler.batch import Sequence
 from app.engine.scheduler.model_drafting import ModelDrafting
 from app.engine.scheduler.speculation import NgramDrafter, NoDrafter, Speculation
 from app.models.decoders.decoder import Decoder
-from app.text.grammar import GrammarCompiler, GrammarSource
+from app.text.grammar import GrammarCompiler
+from app.text.grammar_definition import GrammarSource
 from app.text.tokenizer import Tokenizer
 from engine_simulation import FreeRows
 from loaded_models import load
 from tests.parity.test_speculation_exact import (
-    EOS,
     MAX_LEN,
     REQUESTS,
     Engine,
@@ -130,7 +130,7 @@ def test_an_embedding_of_another_size_is_never_exceeded(model: torch.nn.Module, 
 
 
 def test_drafts_keep_to_grammars_and_masks(model: torch.nn.Module, folder: Path) -> None:
-    compiler = GrammarCompiler(Tokenizer(folder / "served").as_json, 320, frozenset({EOS}))
+    compiler = GrammarCompiler(Tokenizer(folder / "served"), 320)
     digits = compiler.compile(GrammarSource("regex", "([0-9]{3}(-[a-z]{2,5}){2} ){9}", "f"))
     settings: list[dict[str, Any]] = [
         {"temperature": 0.0}, {"seed": 2}, {"seed": 3, "top_k": 9}, {"seed": 4, "n": 3, "top_p": 0.8},

@@ -18,11 +18,12 @@ from app.kernels.linear.activations import rows_of
 from app.kernels.native.arguments import OpCode, ProductOutput
 from app.kernels.native.operations import has_kernel
 from app.messages import Generate, Grammar, SamplingParams
-from app.text.grammar import GrammarCompiler, GrammarSource
+from app.text.grammar import GrammarCompiler
+from app.text.grammar_definition import GrammarSource
 from app.text.tokenizer import Tokenizer
 from engine_simulation import FreeRows
 from loaded_models import load
-from tests.parity.test_speculation_exact import EOS, Engine, MakeSpeculation, planted, prompt_of, request_of, tokens_of
+from tests.parity.test_speculation_exact import Engine, MakeSpeculation, planted, prompt_of, request_of, tokens_of
 from tiny_checkpoints import write_checkpoint
 
 MAX_LEN = 160
@@ -50,7 +51,7 @@ def tokenizer(checkpoint: Path) -> Tokenizer:
 
 @pytest.fixture(scope="module")
 def compiler(tokenizer: Tokenizer) -> GrammarCompiler:
-    return GrammarCompiler(tokenizer.as_json, 320, frozenset({EOS}))
+    return GrammarCompiler(tokenizer, 320)
 
 
 def structured(name: str, grammar: Grammar | None, seed: int, **params: Any) -> Generate:

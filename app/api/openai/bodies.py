@@ -408,6 +408,14 @@ class ChatBody(GenerationBody):
     continue_final_message: bool | None = None
     include_reasoning: bool | None = None
     echo: bool | None = None
+    reasoning_effort: Annotated[str, Field(max_length=MAX_NAME)] | None = None
+
+    @property
+    def template_arguments(self) -> dict[str, Any]:
+        """Variables of the chat template. Templates know an effort, or only whether the model thinks."""
+        effort = self.reasoning_effort
+        wanted: dict[str, Any] = {"enable_thinking": False} if effort == "none" else {"reasoning_effort": effort}
+        return (wanted if effort is not None else {}) | (self.chat_template_kwargs or {})
 
     @property
     def continues(self) -> bool:

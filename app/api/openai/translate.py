@@ -22,7 +22,7 @@ from app.errors import InvalidRequest
 from app.messages import ALL_LOGPROBS, MAX_BEAMS, SamplingParams
 from app.service.requests import GenerationRequest, Infill, Tool, ToolUse
 from app.text.chat import ChatOptions
-from app.text.grammar import MAX_CHOICES, GrammarKind, GrammarSource
+from app.text.grammar_definition import MAX_CHOICES, GrammarKind, GrammarSource
 
 DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's default
 _NO_LIMIT = -1  # `max_tokens` of llama.cpp's and LM Studio's clients: up to the end of the context
@@ -51,7 +51,7 @@ def chat_request(body: ChatBody, request_id: str, defaults: Defaults) -> Generat
         api="chat",
         request_id=request_id,
         messages=tuple(template_message(message) for message in body.messages),
-        template_arguments=body.chat_template_kwargs or {},
+        template_arguments=body.template_arguments,
         chat_options=options,
         truncate_prompt_tokens=body.truncate_prompt_tokens,
         truncate_right=body.truncation_side == "right",

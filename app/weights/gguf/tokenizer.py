@@ -60,6 +60,7 @@ SPLITS: Mapping[str, _Split] = {
     "llama-bpe": _Split(_LLAMA3, keeps_words=True, adds_bos=True),
     "smaug-bpe": _Split(_LLAMA3),
     "dbrx": _Split(_LLAMA3),
+    "glm4": _Split(_LLAMA3),
     "qwen2": _Split(_QWEN2, normalizes=True),
     "deepseek-r1-qwen": _Split(_QWEN2, normalizes=True),
     "tekken": _Split(_cased("", ""), keeps_words=True, adds_bos=True),

@@ -14,7 +14,8 @@ from app.service.prompt import read_prompt
 from app.service.requests import ChoiceFinished, GenerationRequest, TextDelta, Tool, ToolUse, Usage
 from app.service.served_model import ServedDecoder
 from app.text.chat import ChatOptions, ChatTemplate
-from app.text.grammar import GrammarCompiler, GrammarSource
+from app.text.grammar import GrammarCompiler
+from app.text.grammar_definition import GrammarSource
 from app.text.reasoning import REASONING_FORMATS
 from fake_worker import LIMITS, tokenizer
 
@@ -24,7 +25,7 @@ TOOL = Tool("f", {"type": "object", "properties": {}})
 
 def model(**fields: Any) -> ServedDecoder:
     inner = tokenizer()
-    compiler = GrammarCompiler(inner.as_json, LIMITS.vocab_size, inner.eos_token_ids)
+    compiler = GrammarCompiler(inner, LIMITS.vocab_size)
     return ServedDecoder("demo", LIMITS, inner, ChatTemplate(TEMPLATE, {}), grammars=compiler, **fields)
 
 
@@ -79,10 +80,21 @@ def test_forced_calls_and_answers_of_either_kind_are_grammars() -> None:
         (chat(tools=ToolUse((TOOL,)), grammar=source), '<tool_call>\n{"name": "f"'),
         (chat(tools=ToolUse((TOOL,)), grammar=source), '{"a"'),
     ):
-        grammar = read_prompt(served, request).grammar
-        assert grammar is not None
+        given = read_prompt(served, request).grammar_source
+        assert given is not None and served.grammars is not None
+        grammar = served.grammars.compile(given)
         ids = served.tokenizer.encode(text, add_special_tokens=False)
         assert grammar.start().count_valid(ids) == len(ids), text
+
+
+@pytest.mark.parametrize("skips", [True, False])
+def test_a_stop_string_that_is_a_special_token_is_a_stop_token(skips: bool) -> None:
+    served = model()
+    (special_id, name), *_ = served.tokenizer.special_tokens.items()
+    params = SamplingParams(stop=("x", name), stop_token_ids=(7,), skip_special_tokens=skips)
+    found = read_prompt(served, chat(params=params)).params
+    assert found.stop == ("x", name)
+    assert found.stop_token_ids == ((7, special_id) if skips else (7,)), "shown tokens are text, which stops as such"
 
 
 def test_bad_words_are_banned_with_and_without_a_space() -> None:

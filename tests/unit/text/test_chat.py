@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from app.errors import CheckpointInvalid, InvalidRequest, UnsupportedParameter
-from app.text.chat import ChatTemplate, open_chat_template
+from app.text.chat import ChatOptions, ChatTemplate, open_chat_template
 from small_tokenizers import byte_level, write_tokenizer
 
 TOKENS = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
@@ -45,8 +45,32 @@ def test_rendered_as_by_transformers(source: str, tmp_path: Path) -> None:
     transformers = pytest.importorskip("transformers")
     write_tokenizer(tmp_path, byte_level(), tokenizer_class="PreTrainedTokenizerFast", chat_template=source)
     reference = transformers.AutoTokenizer.from_pretrained(tmp_path)
-    expected = reference.apply_chat_template(CONVERSATION, tokenize=False, add_generation_prompt=True, thinking=True)
-    assert ChatTemplate(source, TOKENS).render(CONVERSATION, {"thinking": True}) == expected
+    conversation = CONVERSATION[source is BRACKETS :]  # which drops system messages, so ours folds them
+    expected = reference.apply_chat_template(conversation, tokenize=False, add_generation_prompt=True, thinking=True)
+    assert ChatTemplate(source, TOKENS).render(conversation, {"thinking": True}) == expected
+
+
+PREFILLS = ("<", "e", "im", "|", "end|>", "user", "", " ", "The answer ", "```json\n", "def f():\n    ", "ß ", "a\n\n")
+
+
+@pytest.mark.parametrize("content", PREFILLS)
+@pytest.mark.parametrize("source", [CHATML, CHATML.replace("['content']", ".content | trim")])
+def test_a_continued_message_is_kept_to_the_byte(source: str, content: str, tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    write_tokenizer(tmp_path, byte_level(), tokenizer_class="PreTrainedTokenizerFast", chat_template=source)
+    reference = transformers.AutoTokenizer.from_pretrained(tmp_path)
+    messages = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": content}]
+    ours = ChatTemplate(source, TOKENS).render(messages, {}, ChatOptions(continue_final_message=True))
+    assert ours == reference.apply_chat_template(messages, tokenize=False, continue_final_message=True)
+    assert "trim" in source or ours.endswith(f"<|im_start|>assistant\n{content}")
+
+
+@pytest.mark.parametrize("last", [{"content": "x"}, {"content": "", "tool_calls": [{"function": {"name": "f"}}]}])
+def test_what_cannot_be_continued_is_refused(last: dict[str, Any]) -> None:
+    messages = [{"role": "user", "content": "hi"}, {"role": "assistant", **last}]
+    with pytest.raises(InvalidRequest) as refused:
+        ChatTemplate("{{ messages[0].content }}", {}).render(messages, {}, ChatOptions(continue_final_message=True))
+    assert refused.value.field == "continue_final_message"
 
 
 def test_a_template_gets_the_time_and_a_request_may_replace_it() -> None:

@@ -4,22 +4,27 @@ from __future__ import annotations
 
 import json
 import threading
+from contextlib import suppress
+from contextvars import copy_context
 from pathlib import Path
 
 import numpy
 import pytest
 
-from app.errors import InvalidRequest
-from app.text.grammar import (
+from app.errors import InvalidRequest, ServiceStopping
+from app.text import template_process
+from app.text.cancellation import CANCELLED, WorkCancelled
+from app.text.grammar import MAX_KEPT_GRAMMARS, GrammarCompiler, MatcherState
+from app.text.grammar_definition import (
     MAX_GRAMMAR_CHARACTERS,
-    MAX_KEPT_GRAMMARS,
     MAX_PROPERTIES,
     MAX_REFERENCES,
     MAX_RULES,
-    GrammarCompiler,
     GrammarSource,
-    MatcherState,
+    check_source,
 )
+from app.text.grammar_process import GrammarProcess
+from app.text.template_messages import ReplyStatus
 from app.text.tokenizer import Tokenizer
 from small_tokenizers import byte_level, write_tokenizer
 
@@ -32,7 +37,7 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
 
 @pytest.fixture(scope="module")
 def compiler(tokenizer: Tokenizer) -> GrammarCompiler:
-    return GrammarCompiler(tokenizer.as_json, tokenizer.vocab_size + 20, tokenizer.eos_token_ids)
+    return GrammarCompiler(tokenizer, tokenizer.vocab_size + 20)
 
 
 def chain_of_objects(length: int) -> str:
@@ -105,7 +110,8 @@ def test_an_end_token_ends_what_may_end(compiler: GrammarCompiler, tokenizer: To
 
 
 def test_forced_text_is_known_and_drafts_are_checked(compiler: GrammarCompiler, tokenizer: Tokenizer) -> None:
-    schema = {"type": "object", "properties": {"world": {"const": "x"}}, "required": ["world"]}
+    world = {"properties": {"world": {"const": "x"}}, "required": ["world"], "additionalProperties": True}
+    schema = {"type": "object", **world}
     state = compiler.compile(source("json_schema", json.dumps(schema))).start()
     forced = state.forced_tokens()
     assert tokenizer.decode(forced).startswith('{"world": "')
@@ -142,7 +148,6 @@ def test_an_impossible_token_is_an_error_of_this_text_alone(compiler: GrammarCom
     ("given", "named"),
     [
         (source("json_schema", '{"type": "object", "properties": {"a": {"not": {}}}}'), '"not"'),
-        (source("json_schema", '{"type": "string", "format": "nope"}'), "nope"),
         (source("json_schema", '{"$ref": "http://example.com/x"}'), "http://example.com/x"),
         (source("json_schema", "[1"), "EOF"),
         (source("json_schema", "[" * 100_000), "recursion"),
@@ -198,3 +203,143 @@ def test_the_deepest_grammars_fit_the_stack(compiler: GrammarCompiler, tokenizer
         threading.stack_size(before)
     thread.join()
     assert results == [0]
+
+
+ESCAPED = (
+    r"\u4f60\u597d",
+    r"\ud83d\ude00",
+    r"a\/b",
+    r"\/\/",
+    r"K\u00f6ln \u20AC",
+    r"\u0041\n\t\"\\",
+    r"\\\\/",
+    "plain ü",
+)
+
+
+@pytest.mark.parametrize("value", ESCAPED)
+@pytest.mark.parametrize(
+    "schema", [{"type": "object"}, {"properties": {"d": {"type": "string"}}}, {"properties": {"d": {"maxLength": 30}}}]
+)
+def test_escapes_in_json_are_kept(
+    compiler: GrammarCompiler, tokenizer: Tokenizer, schema: dict[str, object], value: str
+) -> None:
+    text = f'{{"d": "{value}"}}'
+    state = compiler.compile(source("json_schema", json.dumps({"type": "object", **schema}))).start()
+    for token_id in single_bytes(tokenizer, text):
+        assert token_id in allowed(state, tokenizer)
+        state.advance(token_id)
+    assert not state.error and state.finished
+
+
+def test_a_slash_is_an_escape_in_json_alone(compiler: GrammarCompiler, tokenizer: Tokenizer) -> None:
+    for given in (source("regex", r"\\(u002f|n)"), source("json_schema", '{"const": "\\n"}')):
+        state = compiler.compile(given).start()
+        for token_id in single_bytes(tokenizer, '"' * (given.kind == "json_schema") + "\\"):
+            state.advance(token_id)
+        assert not state.error and not set(single_bytes(tokenizer, "/")) & allowed(state, tokenizer)
+
+
+def test_drafts_with_a_slash_do_not_advance_the_state(compiler: GrammarCompiler, tokenizer: Tokenizer) -> None:
+    state = compiler.compile(source("json_schema", '{"type": "string"}')).start()
+    ids = single_bytes(tokenizer, '"a\\/b"')
+    rows = numpy.zeros((len(ids) + 1, -(-(tokenizer.vocab_size + 20) // 32)), numpy.uint32)
+    for _ in range(2):
+        state.fill_masks(rows.ctypes.data, rows.strides[0], ids[:-1])
+        bits = numpy.unpackbits(rows.view(numpy.uint8), bitorder="little", axis=1)
+        assert all(bits[place, token_id] for place, token_id in enumerate(ids))
+    for token_id in ids:
+        state.advance(token_id)
+    assert state.finished and not state.error
+
+
+def test_forced_tokens_are_computed_once(compiler: GrammarCompiler, tokenizer: Tokenizer) -> None:
+    state = compiler.compile(source("regex", "[xy](fox){300}!")).start()
+    assert list(state.forced_tokens()) == []
+    state.advance(single_bytes(tokenizer, "x")[0])
+    written = ""
+    while not state.finished:
+        forced = list(state.forced_tokens())
+        assert state.count_valid(forced[:4]) >= min(len(forced), 4) - 1
+        token_id = forced[0] if forced else min(allowed(state, tokenizer))
+        written += tokenizer.decode([token_id])
+        state.advance(token_id)
+    assert written == "fox" * 300 + "!" and not state.error
+
+
+def single_bytes(tokenizer: Tokenizer, text: str) -> list[int]:
+    """The tokens of single bytes that spell a text."""
+    by_byte = {tokenizer.token_bytes(token_id): token_id for token_id in range(tokenizer.vocab_size)}
+    return [by_byte[bytes([byte])] for byte in text.encode()]
+
+
+HOSTILE = {
+    "a large multiple": source("json_schema", '{"type": "integer", "multipleOf": 99999989}'),
+    "patterns together": source(
+        "json_schema",
+        json.dumps({"allOf": [{"type": "string", "pattern": f".*{chr(97 + n)}{{{n % 5 + 1}}}.*"} for n in range(20)]}),
+    ),
+    "nested repetitions": source("regex", "(a{1000}){1000}"),
+}
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", HOSTILE)
+def test_a_grammar_that_compiles_without_end_is_refused(compiler: GrammarCompiler, name: str) -> None:
+    assert compiler.compile_quickly(HOSTILE[name]) is None, "it is tried with a longer limit next"
+    with pytest.raises(InvalidRequest, match=r"CPU time|memory") as refused:
+        compiler.compile_slowly(HOSTILE[name])
+    assert refused.value.field == "the_field"
+    with pytest.raises(InvalidRequest, match=r"CPU time|memory"):  # known now: nothing is compiled again
+        compiler.compile_quickly(HOSTILE[name])
+    assert compiler.compile(source("regex", "still served")).start()
+
+
+@pytest.mark.full
+def test_a_client_that_leaves_ends_its_compilation(compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(template_process, "MIN_WALL_SECONDS", 600.0)
+    process = GrammarProcess({"vocab_size": 300, "special": []}, 300.0)
+    left = threading.Event()
+    results: list[object] = []
+
+    def compile_it() -> None:
+        CANCELLED.set(left)
+        try:
+            process.compile(HOSTILE["a large multiple"])
+        except WorkCancelled as error:
+            results.append(error)
+
+    thread = threading.Thread(target=copy_context().run, args=(compile_it,))
+    thread.start()
+    left.set()
+    thread.join()
+    assert len(results) == 1
+    assert process.compile(source("regex", "a"))[0] is ReplyStatus.TEXT, "another process serves the next"
+    process.close()
+    with pytest.raises(ServiceStopping):
+        process.compile(source("regex", "a"))
+
+
+LONG = {
+    "a literal": 'start: "{}"',
+    "a class": "root ::= [{}]",
+    "a comment": 'root ::= "a" # {}',
+    "a name": 'root ::= {}\n{} ::= "a"',
+    "options": "{0}[{0}[{0}",
+}
+
+
+@pytest.mark.parametrize("name", LONG)
+@pytest.mark.parametrize("letter", ["a", " ", "a[", "_ ", "-a"])
+def test_the_rules_of_a_grammar_are_counted_in_linear_time(name: str, letter: str) -> None:
+    text = LONG[name].format(*2 * [letter * 15_000])
+    with suppress(InvalidRequest):
+        check_source(source("grammar", text))  # with a search that backtracks, minutes
+
+
+@pytest.mark.parametrize("text", ['a: "x"', 'start: "x"\nb : "y"', "a ::= b\nb-c ::= d", 'a[lazy]: "x"', 'a [x] : "x"'])
+def test_each_head_of_a_rule_is_counted(text: str) -> None:
+    separator, heads = "\n", MAX_RULES // text.count(":" if "::" not in text else "::=")
+    check_source(source("grammar", separator.join([text] * heads)))
+    with pytest.raises(InvalidRequest, match="rules, and the limit is"):
+        check_source(source("grammar", separator.join([text] * (heads + 1))))

@@ -71,6 +71,59 @@ def test_named_tokens_may_be_objects(tmp_path: Path) -> None:
     assert dict(tokenizer.named_tokens) == {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
 
 
+NAMED: dict[str, Any] = {"bos_token": "<s>", "eos_token": {"content": "</s>", "lstrip": False}}
+
+
+@pytest.mark.parametrize(
+    ("config", "expected"),
+    [
+        (None, ("<s>", "</s>")),
+        ({}, ("<s>", "</s>")),
+        ({"bos_token": "<|end|>"}, ("<|end|>", "</s>")),
+        ({"bos_token": None}, ("<s>", "</s>")),
+        ({"bos_token": None, "added_tokens_decoder": {}}, (None, "</s>")),
+    ],
+)
+def test_named_tokens_may_be_in_a_file_of_their_own(
+    config: dict[str, Any] | None, expected: tuple[str | None, str], tmp_path: Path
+) -> None:
+    byte_level().save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "special_tokens_map.json").write_text(json.dumps(NAMED), encoding="utf-8")
+    if config is not None:
+        (tmp_path / "tokenizer_config.json").write_text(json.dumps(config), encoding="utf-8")
+    tokenizer = Tokenizer(tmp_path)
+    assert (tokenizer.named_tokens.get("bos_token"), tokenizer.named_tokens.get("eos_token")) == expected
+    assert tokenizer.bos_token_id == tokenizer.token_id(expected[0]) and tokenizer.eos_token_ids == {2}
+
+
+@pytest.mark.parametrize("text", ["<s>the fox</s>", "the<tool>fox", "the <pad> fox"])
+def test_tokens_that_other_files_add_are_those_of_transformers(text: str, tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    inner = json.loads(byte_level().to_str())
+    inner["added_tokens"] = [one for one in inner["added_tokens"] if one["content"] == "<unk>"]
+    (tmp_path / "tokenizer.json").write_text(json.dumps(inner), encoding="utf-8")
+    added = {"<tool>": len(inner["model"]["vocab"]), "<pad>": len(inner["model"]["vocab"]) + 1}
+    (tmp_path / "added_tokens.json").write_text(json.dumps(added), encoding="utf-8")
+    config = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "pad_token": "<pad>",
+        "bos_token": "<s>",
+        "eos_token": "</s>",
+    }
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config), encoding="utf-8")
+    ours, reference = Tokenizer(tmp_path), transformers.AutoTokenizer.from_pretrained(tmp_path)
+    ids = ours.encode(text, add_special_tokens=False)
+    assert ids == reference.encode(text, add_special_tokens=False)
+    assert ours.decode(ids) == reference.decode(ids, skip_special_tokens=True)
+
+
+def test_ids_of_added_tokens_must_be_ids(tmp_path: Path) -> None:
+    byte_level().save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "added_tokens.json").write_text('{"<tool>": "340"}', encoding="utf-8")
+    with pytest.raises(CheckpointInvalid, match=r"added_tokens\.json must have an id"):
+        Tokenizer(tmp_path)
+
+
 def test_a_checkpoint_without_tokenizer_config_serves(tmp_path: Path) -> None:
     byte_level().save(str(tmp_path / "tokenizer.json"))
     tokenizer = Tokenizer(tmp_path)

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import hashlib
+import re
 from typing import Any
+
+import pytest
 
 from app.text.chat import ChatOptions, ChatTemplate
 from app.text.tool_calls import TOOL_FORMATS, ToolCallParser
@@ -55,6 +59,50 @@ def test_arguments_that_are_no_json_stay_text() -> None:
 def test_the_last_message_is_continued() -> None:
     messages = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "The end "}]
     options = ChatOptions(continue_final_message=True)
-    assert ChatTemplate(PLAIN, {}).render(messages, {}, options) == "[user]hi[assistant]The end"
+    assert ChatTemplate(PLAIN, {}).render(messages, {}, options) == "[user]hi[assistant]The end "
     bare = ChatOptions(add_generation_prompt=False)
     assert ChatTemplate(PLAIN, {}).render(messages[:1], {}, bare) == "[user]hi"
+
+
+def fitted(messages: list[dict[str, Any]], form: str = "mistral") -> list[dict[str, Any]]:
+    return list(fit_template(messages, ChatOptions(), KNOWING, TOOL_FORMATS[form])[0])  # type: ignore[arg-type]
+
+
+def called(*ids: str | None) -> dict[str, Any]:
+    return {"role": "assistant", "content": "", "tool_calls": [{**CALL, "id": one} for one in ids]}
+
+
+def result(given: str | None) -> dict[str, Any]:
+    return {"role": "tool", "content": "done"} | ({} if given is None else {"tool_call_id": given})
+
+
+@pytest.mark.parametrize(
+    "ids",
+    [
+        ("abcdefghi",),
+        ("call_0a1b2c3d4e5f",),
+        ("call_same0001", "call_same0002"),
+        ("1", "2", "3"),
+        ("38f04d9e-a184-424a-8dc6-ed9a88da5000", "38f04d9e-a184-424a-8dc6-ed9a88da5001"),
+        ("ÄÖÜäöüßß1", "abcdefgh\n"),
+        ("a", hashlib.sha256(b"a").hexdigest()[:9]),  # an id that is short already, and equal to another's short one
+    ],
+)
+def test_foreign_ids_become_short_ones_that_belong_together(ids: tuple[str, ...]) -> None:
+    messages = [called(*ids), *map(result, reversed(ids)), called(*ids), *map(result, ids)]
+    found = fitted(messages)
+    short = [call["id"] for call in found[0]["tool_calls"]]
+    assert all(re.fullmatch("[A-Za-z0-9]{9}", one) for one in short) and len(set(short)) == len(ids)
+    assert [one["tool_call_id"] for one in found[1 : len(ids) + 1]] == short[::-1]
+    assert [call["id"] for call in found[len(ids) + 1]["tool_calls"]] == short
+    assert all(one == given for one, given in zip(short, ids, strict=True) if re.fullmatch("[A-Za-z0-9]{9}", given))
+    assert fitted(messages) == found, "a conversation has the same prompt each time"
+    assert fitted(messages, "hermes")[1] == messages[1], "other templates get the ids that were sent"
+
+
+def test_missing_ids_are_given_in_order() -> None:
+    found = fitted([called(None, None), result(None), result(None), result(None)])
+    first, second = (call["id"] for call in found[0]["tool_calls"])
+    assert first != second
+    assert [one["tool_call_id"] for one in found[1:3]] == [first, second]
+    assert len(found[3]["tool_call_id"]) == 9

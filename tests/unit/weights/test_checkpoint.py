@@ -12,6 +12,7 @@ import torch
 
 from app.errors import CheckpointInvalid
 from app.models.decoders.config import ModelConfig
+from app.weights import tensor_names
 from app.weights.checkpoint import INDEX, open_checkpoint
 from tiny_checkpoints import ARCHITECTURES, config_values, random_tensors, write_checkpoint, write_weights
 
@@ -64,6 +65,25 @@ def test_harmless_extras_are_left_alone(tmp_path: Path) -> None:
     tensors["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.ones(4)
     write_weights(directory, tensors)
     assert "lm_head.weight" not in open_checkpoint(directory).tensors
+
+
+@pytest.mark.parametrize("change", ["none", "last value", "type"])
+def test_an_output_layer_of_its_own_is_used(
+    tmp_path: Path, change: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tensor_names, "_COMPARED_BYTES", 1000)  # so that the last value is not in the first part
+    directory = write_checkpoint(tmp_path, tie_word_embeddings=True)
+    tensors = random_tensors(ModelConfig.from_hf(config_values(tie_word_embeddings=True)))
+    head = tensors["model.embed_tokens.weight"].clone()
+    if change == "last value":
+        head[-1, -1] += 1
+    tensors["lm_head.weight"] = head.to(torch.bfloat16) if change == "type" else head
+    write_weights(directory, tensors)
+    with caplog.at_level("WARNING"):
+        opened = open_checkpoint(directory)
+    assert ("lm_head.weight" in opened.tensors) == (change != "none")
+    assert opened.model_config.tie_embeddings == (change == "none")  # type: ignore[union-attr]
+    assert ("differs from the embedding" in caplog.text) == (change != "none")
 
 
 def edit_json(name: str, **values: Any) -> Callable[[Path], None]:

@@ -1,0 +1,159 @@
+"""Sources of grammars, and their conversion to the library's definitions.
+
+Conversion and compilation run on a client's text, so they run in a process with limits (`text/grammar_sandbox.py`).
+JSON is written with one separator style, `", "` and `": "`, and no other white space, so a model cannot fill the
+context with spaces, and most of what a schema prescribes is forced.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Literal
+
+import llguidance
+from llguidance import LLMatcher, LLParserLimits
+from llguidance.gbnf_to_lark import GbnfToLarkError, any_to_lark
+
+from app.errors import InvalidRequest
+from app.text.closed_schemas import close_schema
+from app.text.rust_panics import ConvertRustErrors
+
+MAX_SCHEMA_CHARACTERS = 2**17
+MAX_GRAMMAR_CHARACTERS = 2**16
+MAX_CHOICES = 1500  # the library's limit on alternatives at one place is 2,000
+MAX_PROPERTIES = 1000  # of one object; the library's time grows with their square
+# The library follows references recursively. 1,000 rules need less than 8 MiB of stack, and so do 256 references of
+# objects to objects.
+MAX_RULES = 512
+MAX_REFERENCES = 256
+# The library's defaults for the work of one step allow 14 ms; a step of the server takes as long.
+LIMITS = LLParserLimits(
+    step_lexer_fuel=100_000, max_lexer_states=20_000, max_grammar_size=250_000, verbose_errors=False
+)
+STACK_BYTES = 64 * 2**20
+# Escapes such as `\u4f60` are allowed wherever no pattern says what a string contains.
+_JSON_STYLE: Mapping[str, Any] = {
+    "whitespace_flexible": False,
+    "item_separator": ", ",
+    "key_separator": ": ",
+    "json_allow_general_unicode_escapes": True,
+}
+
+GrammarKind = Literal["json_schema", "regex", "choice", "grammar", "lark"]
+
+
+@dataclass(frozen=True, slots=True)
+class GrammarSource:
+    """A grammar as a client gives it.
+
+    `text` is a JSON schema, a regular expression, a JSON list of strings, a grammar in Lark or GBNF syntax, or a grammar
+    in llguidance's Lark syntax. `field` is the client's name for it, used in error messages. If `after` is not empty,
+    the grammar begins after the first occurrence of this text, and any text may come before it. `alternative` is
+    another grammar, in llguidance's Lark syntax, which the text may follow instead.
+    """
+
+    kind: GrammarKind
+    text: str
+    field: str
+    after: str = ""
+    alternative: str = ""
+
+
+def json_style(schema: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a JSON schema for use inside a Lark grammar, with the server's separator style and closed objects."""
+    return {**close_schema(schema), "x-guidance": dict(_JSON_STYLE)}
+
+
+def define(source: GrammarSource) -> str:
+    """Return the library's definition of a grammar. Raises an `InvalidRequest` if the source cannot be converted."""
+    try:
+        body = _library_grammar(source)
+    except (ValueError, RecursionError, GbnfToLarkError) as error:
+        raise refusal(source, str(error)) from error
+    if not source.after and not source.alternative:
+        return body
+    # the library writes JSON for the kinds that it converts, and leaves Lark as it is
+    inner = json.loads(body)["grammars"][0] if body.startswith("{") else {"lark_grammar": body}
+    grammars = [{**inner, "name": "body"}]
+    first = "start: inner\ninner: @body\n"
+    if source.alternative:
+        grammars.append({"name": "other", "lark_grammar": source.alternative})
+        first = "start: inner\ninner: @body | @other\n"
+    if source.after:
+        first = first.replace("start: inner", "start: before inner")
+        first += f"before[suffix={json.dumps(source.after)}]: /(?s:.*)/\n"
+    return json.dumps({"grammars": [{"name": "start", "lark_grammar": first}, *grammars]})
+
+
+def check_source(source: GrammarSource) -> None:
+    """Check the bounds of a grammar. Raises an `InvalidRequest` that names its field."""
+    is_schema = source.kind in ("json_schema", "lark")
+    size, limit = (
+        len(source.text) + len(source.alternative),
+        MAX_SCHEMA_CHARACTERS if is_schema else MAX_GRAMMAR_CHARACTERS,
+    )
+    references = source.text.count('"$ref"') + source.alternative.count('"$ref"')
+    found = [("characters", size, limit), ("references", references, MAX_REFERENCES)]
+    if source.kind == "grammar":
+        for name in ("%json", "%lark", "%regex"):
+            if name in source.text:
+                raise InvalidRequest(f"{source.field} cannot be followed: it uses {name}.", field=source.field)
+        found.append(("rules", len(_RULE.findall(source.text)), MAX_RULES))
+    if is_schema:
+        found.append(("properties of one object", _most_properties(source), MAX_PROPERTIES))
+    for what, count, most in found:
+        if count > most:
+            raise InvalidRequest(f"{source.field} has {count} {what}, and the limit is {most}.", field=source.field)
+
+
+# The head of a rule in Lark or GBNF. A colon inside of a text may be counted too.
+# Each character is read a bounded number of times.
+_RULE = re.compile(r"(?<![\w-])[A-Za-z_][\w-]*+\s*+(?:\[[^\[\]]*+\]\s*+)?+:")
+
+
+def _most_properties(source: GrammarSource) -> int:
+    """Return the largest number of members of any object in a schema; 0 if it is no JSON, which the library refuses."""
+    try:
+        pending = [json.loads(source.text)] if source.kind == "json_schema" else []
+    except (ValueError, RecursionError):
+        return 0
+    most = 0
+    while pending:
+        value = pending.pop()
+        if isinstance(value, dict):
+            most = max(most, len(value))
+            pending += value.values()
+        elif isinstance(value, list):
+            pending += value
+    return most
+
+
+def _library_grammar(source: GrammarSource) -> str:
+    if source.kind == "json_schema":
+        return _schema_grammar(source.text)
+    if source.kind == "regex":
+        return LLMatcher.grammar_from_regex(source.text)
+    if source.kind == "choice":
+        return llguidance.grammar_from("choice", source.text)
+    if source.kind == "lark":
+        return LLMatcher.grammar_from_lark(source.text)
+    with ConvertRustErrors(partial(InvalidRequest, field=source.field), f"{source.field} cannot be followed"):
+        return LLMatcher.grammar_from_lark(any_to_lark(source.text))
+
+
+def _schema_grammar(text: str) -> str:
+    with suppress(ValueError):  # the library says what is wrong with text that is no JSON
+        schema = json.loads(text)
+        text = "{}" if schema is True else json.dumps(close_schema(schema))
+    return LLMatcher.grammar_from_json_schema(text, overrides=dict(_JSON_STYLE))  # type: ignore[arg-type]
+
+
+def refusal(source: GrammarSource, reason: str) -> InvalidRequest:
+    """Return the error of a grammar that cannot be followed."""
+    sentence = " ".join(reason.split())
+    return InvalidRequest(f"{source.field} cannot be followed: {sentence[:500]}", field=source.field)
