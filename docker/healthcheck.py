@@ -39,4 +39,4 @@ try:
     connection.request("GET", "/healthz")
     sys.exit(connection.getresponse().status != 200)
 except (OSError, HTTPException) as error:
-    sys.exit(f"/healthz at {host or 'any address'} port {port}: {error}")
+    sys.exit(f"/healthz on {host if host.startswith('unix:') else f'port {port}'}: {error}")

@@ -16,8 +16,8 @@ COUNT = int(os.environ.get("FUZZ_EXAMPLES", "0")) or examples(200)
 TOKENS = st.sampled_from(
     [b"GET", b"POST", b"HEAD", b" ", b"/", b"/healthz", b"/generate", b"HTTP/1.1", b"HTTP/1.0", b"HTTP/9.9", b"\r\n", b"\n", b"\r", b":",
      b"Host: localhost", b"Content-Length: 5", b"Content-Length: -1", b"Content-Length: 99999999999999999999",
-     b"Transfer-Encoding: chunked", b"Transfer-Encoding: gzip, chunked", b"Connection: close",
-     b"Upgrade: h2c", b"Expect: 100-continue", b"0\r\n\r\n", b"ffffffff\r\n",
+     b"Transfer-Encoding: chunked", b"Transfer-Encoding: gzip, chunked", b"Connection: close", b"Upgrade: h2c",
+     b"Expect: 100-continue", b"0\r\n\r\n", b"ffffffff\r\n",
      b"\x00", b"\xff", b"a" * 5_000, b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n", b"\x16\x03\x01"]
 )  # fmt: skip
 GOOD = b"GET /healthz HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n"
