@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 DIGITS = r"[0-9]{1,20}"  # of a 64-bit number; anything longer is not one that a kernel writes
-_MAX_CPUS = 2**16  # the kernel's largest NR_CPUS is 8,192
+_MAX_CPUS = 2**13  # the kernel's largest NR_CPUS
 _SUFFIXES = {"": 1, "k": 2**10, "m": 2**20, "g": 2**30}
 
 

@@ -19,6 +19,8 @@ _CACHE_KINDS: dict[str, CacheKind] = {"Data": "data", "Instruction": "instructio
 # (intel_hybrid_pmu_type_map). The second kind is a third kind of core, such as in Arrow Lake-H.
 _INTEL_SMALL = ("cpu_atom", "cpu_lowpower")
 
+_MAX_SIBLINGS = 8  # threads of a core; no processor has more
+
 # A core below this share of the largest cpu_capacity (Linux Documentation/scheduler/sched-capacity.rst) is an
 # efficiency core. Cores of one kind can differ by a few percent, if the firmware lists their best clocks.
 _EFFICIENCY_SHARE = 0.8
@@ -50,7 +52,7 @@ def physical_cores(files: HostFiles, nodes: tuple[NumaNode, ...]) -> tuple[Core,
 def _siblings(files: HostFiles, cpu: int, online: tuple[int, ...]) -> tuple[int, ...]:
     for name in ("core_cpus_list", "thread_siblings_list"):  # the second is the name before Linux 5.3
         stated = parse_cpu_list(files.text(f"{_CPUS}/cpu{cpu}/topology/{name}"))
-        if cpu in stated:
+        if cpu in stated and len(stated) <= _MAX_SIBLINGS:
             return tuple(sibling for sibling in stated if sibling in online)
     return (cpu,)
 

@@ -109,10 +109,10 @@ def test_a_folder_that_may_not_be_read(volume: Path, closes: str, others: int) -
 
 
 def test_a_volume_out_of_order(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(self: Path, *arguments: object, **words: object) -> None:
-        raise OSError(116, "Stale file handle", str(self))
+    def fail(file: Path) -> None:
+        raise OSError(116, "Stale file handle", str(file))
 
-    monkeypatch.setattr(Path, "open", fail)
+    monkeypatch.setattr("app.weights.files.open_regular", fail)
     assert f"{model}/tokenizer_config.json cannot be read: Stale file handle. Is its volume in order?" in refusal(model)
 
 

@@ -68,5 +68,5 @@ def test_a_folder_in_the_place_of_a_file_and_the_reverse(tmp_path: Path) -> None
 
 
 def test_a_list_of_cpus_is_bounded() -> None:
-    assert len(parse_cpu_list("0-99999999999")) <= 2**16
+    assert len(parse_cpu_list("0-99999999999")) <= 2**13
     assert parse_cpu_list("9" * 5_000) == ()
