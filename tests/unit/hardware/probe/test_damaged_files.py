@@ -18,8 +18,9 @@ from app.weights.forms import RECIPES
 from tools.recorded_hosts import read_tree, write_tree
 
 CONTENTS = ["", "\x00\xff garbage", "-1", "9" * 5_000, "²", "1.2.3", "0-99999999999", "max", ": : :\n= =", "nan"]
-# Files without which a plan may be impossible: they say how much memory there is, and on which CPUs this process runs.
-NEEDED = ("meminfo", "status", "online", "cpuset", "memory.")
+# Files without which a plan may be impossible: they say how much memory there is, and on which CPUs this process runs;
+# a recorded host also states its architecture in one.
+NEEDED = ("meminfo", "status", "online", "cpuset", "memory.", "kernel/arch")
 
 
 @pytest.mark.parametrize("host", ["zen5-vm", "raspberry-pi-5", "cgroup-v1"])
