@@ -169,10 +169,10 @@ class BoundedProtocol(HttpToolsProtocol):
 
     def _probe(self) -> None:
         """Send an interim response, which a client that has left answers with a reset."""
-        cycle = self.cycle
-        if self.transport.is_closing() or cycle.response_complete or cycle.response_started:
+        running = self._running
+        if self.transport.is_closing() or running is None or (running.response_started and not self.pipeline):
             return
-        if self.scope["http_version"] != "1.0" and not self.pipeline:  # else another response is in progress
+        if not running.response_started and running.scope["http_version"] != "1.0":
             self.transport.write(_INTERIM)
         self._probe_timer = self.loop.call_later(HALF_CLOSED_PROBE_SECONDS, self._probe)
 
