@@ -25,7 +25,6 @@ from app.text.tokenizer import Tokenizer
 from engine_simulation import FreeRows
 from loaded_models import load
 from tests.parity.test_speculation_exact import (
-    EOS,
     MAX_LEN,
     REQUESTS,
     Engine,

@@ -23,7 +23,7 @@ from app.text.grammar_definition import GrammarSource
 from app.text.tokenizer import Tokenizer
 from engine_simulation import FreeRows
 from loaded_models import load
-from tests.parity.test_speculation_exact import EOS, Engine, MakeSpeculation, planted, prompt_of, request_of, tokens_of
+from tests.parity.test_speculation_exact import Engine, MakeSpeculation, planted, prompt_of, request_of, tokens_of
 from tiny_checkpoints import write_checkpoint
 
 MAX_LEN = 160
