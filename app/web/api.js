@@ -4,12 +4,15 @@ const KEY = "armature.key";
 
 /** An answer that is an error, with the server's own sentence. */
 export class ApiError extends Error {
-  constructor(status, message, retryAfter = null) {
+  constructor(status, message, code = null) {
     super(message);
     this.status = status;
-    this.retryAfter = retryAfter;
+    this.code = code;
   }
 }
+
+/** A stream that ended before the server said that it was complete. */
+export class CutOff extends Error {}
 
 export const hasKey = () => Boolean(sessionStorage.getItem(KEY));
 
@@ -45,13 +48,16 @@ export async function call(path, { body, signal } = {}) {
   if (response.ok) return response;
   const text = await response.text();
   let message = null;
+  let code = null;
   try {
-    message = sentence(JSON.parse(text));
+    const told = JSON.parse(text);
+    message = sentence(told);
+    code = told.error?.code ?? null;
   } catch {
     // A proxy's error page is no JSON.
   }
   const wait = response.headers.get("retry-after");
-  const error = new ApiError(response.status, message ?? `The server answered with status ${response.status}.`, wait);
+  const error = new ApiError(response.status, message ?? `The server answered with status ${response.status}.`, code);
   if (wait) error.message += ` Try again in ${wait} s.`;
   if (response.status === 401) dispatchEvent(new CustomEvent("armature:key", { detail: error.message }));
   throw error;
@@ -59,26 +65,50 @@ export async function call(path, { body, signal } = {}) {
 
 export const getJson = async (path, options) => (await call(path, options)).json();
 
-/** Yield the JSON of each event of a stream of server-sent events. Throws ApiError if an event is an error. */
+/**
+ * Yield the JSON of each event of a stream of server-sent events, until [DONE]. Throws ApiError if an event is an error, and
+ * CutOff if the stream ends without [DONE] or the connection is lost.
+ */
 export async function* events(response) {
+  if (!response.headers.get("content-type")?.startsWith("text/event-stream"))
+    throw new ApiError(response.status, "What answered is not this server: its answer is no stream of events. Is there a proxy that asks for something?");
   const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
   let rest = "";
   try {
     for (;;) {
-      const { value, done } = await reader.read();
-      if (done) return;
+      const value = await nextPiece(reader);
       const lines = (rest + value).split("\n");
       rest = lines.pop();
       for (const line of lines) {
         if (!line.startsWith("data:")) continue;
         const data = line.slice(5).trim();
         if (data === "[DONE]") return;
-        const event = JSON.parse(data);
+        const event = parseEvent(data);
         if (event.error) throw new ApiError(event.error.code ?? 500, sentence(event) ?? "The server ended the answer.");
         yield event;
       }
     }
   } finally {
     reader.cancel().catch(() => {});
+  }
+}
+
+async function nextPiece(reader) {
+  let piece;
+  try {
+    piece = await reader.read();
+  } catch (error) {
+    if (error.name === "AbortError") throw error;
+    throw new CutOff("The answer was cut off: the connection to the server was lost. Is it still running?");
+  }
+  if (piece.done) throw new CutOff("The answer was cut off: the connection ended before the answer did.");
+  return piece.value;
+}
+
+function parseEvent(data) {
+  try {
+    return JSON.parse(data);
+  } catch {
+    throw new CutOff("The answer was cut off: the server sent something that this page cannot read.");
   }
 }

@@ -1,6 +1,7 @@
 // One answer of a language model: the request's body from a column's settings, and its stream as plain events.
 
 import { call, events } from "./api.js";
+import { messageText } from "./files.js";
 
 /** Fields of a column's settings: name in the API, label, kind, least, most, step, and a hint. */
 export const SAMPLING = [
@@ -15,7 +16,14 @@ export const SAMPLING = [
   ["seed", "Seed", 0, null, 1],
 ];
 
-export const DEFAULT_SETTINGS = { max_tokens: 512 };
+/** An earlier version set this limit by itself; what a reader gives is a text. */
+const FORCED_MAX_TOKENS = 512;
+
+/** Return settings without what no reader has given. */
+export function givenSettings(settings) {
+  const { max_tokens, ...others } = settings ?? {};
+  return max_tokens === undefined || max_tokens === FORCED_MAX_TOKENS ? others : { ...others, max_tokens };
+}
 
 /** Return what a text that should be JSON means. Throws an error that names the field. */
 export function parseJson(text, name) {
@@ -26,10 +34,18 @@ export function parseJson(text, name) {
   }
 }
 
-/** Return the body of a request. `turns` are the messages before the answer. Throws an error if a setting is no JSON. */
-export function requestBody(mode, model, settings, turns) {
+/**
+ * Return the body of a request. `turns` are the messages before the answer, of which refused ones and those that are left
+ * out are not sent; `begun` is an answer to continue, or null. Throws an error if a setting is no JSON.
+ */
+export function requestBody(mode, model, settings, turns, begun = null) {
   const body = { model, stream: true, stream_options: { include_usage: true } };
   for (const [name] of SAMPLING) if (settings[name] !== undefined && settings[name] !== "") body[name] = Number(settings[name]);
+  // n_predict is max_tokens that ends with the context, where max_tokens would be refused; -1 is no limit.
+  if (body.max_tokens !== undefined || mode === "completion") {
+    body.n_predict = body.max_tokens ?? -1;
+    delete body.max_tokens;
+  }
   const stops = (settings.stop ?? "").split("\n").filter(Boolean);
   if (stops.length) body.stop = stops;
   if (settings.schema?.trim()) {
@@ -38,7 +54,7 @@ export function requestBody(mode, model, settings, turns) {
   }
   if (mode === "completion") {
     if (settings.probabilities) body.logprobs = 5;
-    return { ...body, prompt: turns.at(-1).content };
+    return { ...body, prompt: promptText(turns.at(-1)) + (begun?.content ?? "") };
   }
   if (settings.probabilities) Object.assign(body, { logprobs: true, top_logprobs: 5 });
   if (settings.tools?.trim()) {
@@ -47,12 +63,32 @@ export function requestBody(mode, model, settings, turns) {
     body.tools = tools;
   }
   const system = settings.system?.trim() ? [{ role: "system", content: settings.system }] : [];
-  return { ...body, messages: [...system, ...turns.map(toMessage)] };
+  const messages = [...system, ...toMessages(turns)];
+  if (!begun) return { ...body, messages };
+  const beginning = { role: "assistant", content: begun.content };
+  if (begun.reasoning) beginning.reasoning_content = begun.reasoning;
+  return { ...body, messages: [...messages, beginning], continue_final_message: true, add_generation_prompt: false };
+}
+
+const promptText = ({ content, files }) => [content, ...(files ?? []).map(({ text }) => text)].filter(Boolean).join("\n\n");
+
+/** Messages of the turns. Two of the user in a row, with no answer between them, are one: many chat templates allow no other. */
+function toMessages(turns) {
+  const messages = [];
+  for (const turn of turns) {
+    const isEmpty = turn.role === "assistant" && !turn.content && !turn.calls?.length;
+    if (turn.failed || turn.omitted || isEmpty) continue;
+    const message = toMessage(turn);
+    const last = messages.at(-1);
+    if (message.role === "user" && last?.role === "user") last.content += `\n\n${message.content}`;
+    else messages.push(message);
+  }
+  return messages;
 }
 
 function toMessage(turn) {
   if (turn.role === "tool") return { role: "tool", tool_call_id: turn.call, content: turn.content };
-  const message = { role: turn.role, content: turn.content };
+  const message = { role: turn.role, content: messageText(turn) };
   if (turn.calls?.length) {
     message.tool_calls = turn.calls.map(({ id, name, input }) => ({
       id,
@@ -65,10 +101,13 @@ function toMessage(turn) {
 
 /**
  * Send a request and write its answer into `turn` as it arrives; `changed` is called after each event.
- * The turn gets content, reasoning, calls, tokens, finish and timing. Throws ApiError; AbortError if it was stopped.
+ * The turn gets content, reasoning, calls, tokens, finish and timing; figures of an answer that is continued are added up.
+ * Throws ApiError and CutOff; AbortError if it was stopped.
  */
 export async function generate(mode, body, turn, changed, signal) {
   const began = performance.now();
+  const { usage: earlier, timing: before } = turn;
+  const had = sizeOf(turn);
   let first = null;
   let last = began;
   let usage = null;
@@ -81,7 +120,7 @@ export async function generate(mode, body, turn, changed, signal) {
       if (!choice) continue;
       if (mode === "chat") takeDelta(turn, choice);
       else takeText(turn, choice);
-      if (turn.content || turn.reasoning || turn.calls?.length) {
+      if (sizeOf(turn) > had) {
         last = performance.now();
         first ??= last;
       }
@@ -89,14 +128,19 @@ export async function generate(mode, body, turn, changed, signal) {
       changed();
     }
   } finally {
-    turn.timing = { ...stages, first: first === null ? null : (first - began) / 1000, stream: (last - (first ?? last)) / 1000 };
-    turn.usage = usage && {
+    const stream = (last - (first ?? last)) / 1000 + (before?.stream ?? 0);
+    turn.timing = { ...stages, first: before?.first ?? (first === null ? null : (first - began) / 1000), stream };
+    const found = usage && {
       prompt: usage.prompt_tokens,
-      completion: usage.completion_tokens,
+      completion: usage.completion_tokens + (earlier?.completion ?? 0),
       cached: usage.prompt_tokens_details?.cached_tokens ?? 0,
     };
+    turn.usage = found ?? earlier ?? null;
   }
 }
+
+/** Return a number that grows with an answer. */
+export const sizeOf = ({ content, reasoning, calls }) => content.length + (reasoning?.length ?? 0) + (calls?.length ?? 0);
 
 function serverTiming(response) {
   const found = {};

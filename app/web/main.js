@@ -2,16 +2,18 @@
 
 import { ApiError, getJson, hasKey, setKey } from "./api.js";
 import { announce, button, el, errorBox, field, seconds } from "./dom.js";
+import { icon } from "./icons.js";
 
 const THEMES = ["auto", "light", "dark"];
 const POLL_SECONDS = 1;
 const main = document.getElementById("main");
+const lead = document.getElementById("lead"); // buttons of the page that is shown
 const pages = new Map(); // by name: the title and, once it was opened, the page
 let shown = null;
 
 /** The parts of each kind of model. A part is loaded when it is opened. */
 const PARTS = {
-  talk: ["Talk", async (info) => new (await import("./talk.js")).TalkPage(await describeDecoder(info))],
+  talk: ["Talk", async (info) => (await import("./talk.js")).TalkPage.create(await describeDecoder(info))],
   compare: ["Compare", async (info) => new (await import("./compare.js")).ComparePage(info)],
   infer: ["Infer", async (info) => new (await import("./infer.js")).InferPage(info)],
   machine: ["Machine", async () => new (await import("./machine.js")).MachinePage()],
@@ -21,7 +23,8 @@ const FIRST = { decoder: "talk", encoder: "compare", program: "infer" };
 
 async function describeDecoder(info) {
   const props = await getJson("props").catch(() => ({}));
-  return { name: info.model.name, defaults: info.sampling_defaults ?? {}, chats: Boolean(props.chat_template) };
+  const { name, num_parameters: parameters, max_model_len: context } = info.model;
+  return { name, parameters, context, defaults: info.sampling_defaults ?? {}, chats: Boolean(props.chat_template) };
 }
 
 // ---- start ------------------------------------------------------------------------------------------------------------
@@ -92,6 +95,7 @@ async function route() {
     link.id === `tab-${name}` ? link.setAttribute("aria-current", "page") : link.removeAttribute("aria-current");
   shown?.hidden?.();
   shown = null;
+  lead.replaceChildren();
   try {
     entry.page ??= await entry.make();
   } catch (error) {
@@ -99,6 +103,7 @@ async function route() {
     return;
   }
   main.replaceChildren(entry.page.element);
+  lead.replaceChildren(...(entry.page.lead ?? []));
   shown = entry.page;
   shown.shown?.();
   announce(`${entry.title} is shown.`);
@@ -108,6 +113,7 @@ async function route() {
 
 function askForKey(message) {
   shown?.hidden?.();
+  lead.replaceChildren();
   const box = el("input", { type: "password", autocomplete: "off", spellcheck: "false" });
   const use = (event) => {
     event.preventDefault();
@@ -144,7 +150,9 @@ function recall(name) {
 function applyTheme(theme) {
   const known = THEMES.includes(theme) ? theme : "auto";
   document.documentElement.dataset.theme = known;
-  document.getElementById("theme").textContent = `Theme: ${known}`;
+  const themeButton = document.getElementById("theme");
+  themeButton.replaceChildren(icon("half"), el("span", { class: "words" }, `Theme: ${known}`));
+  themeButton.title = `Theme: ${known}`;
 }
 
 document.getElementById("theme").addEventListener("click", () => {

@@ -28,7 +28,7 @@ export function settingsForm(settings, mode, defaults, changed) {
     changed();
   };
   const text = (name, label, rows, placeholder, hint) =>
-    field(label, el("textarea", { rows, placeholder, value: settings[name] ?? "", oninput: set(name), spellcheck: "false" }), hint);
+    field(label, el("textarea", { rows, placeholder, value: settings[name] ?? "", oninput: set(name), spellcheck: "false", dir: "auto" }), hint);
   const numbers = SAMPLING.map(([name, label, min, max, step]) =>
     field(
       label,
@@ -39,7 +39,7 @@ export function settingsForm(settings, mode, defaults, changed) {
         step: name === "max_tokens" ? "1" : "any",
         inputmode: step < 1 ? "decimal" : "numeric",
         value: settings[name] ?? "",
-        placeholder: defaults[name] ?? "default",
+        placeholder: defaults[name] ?? (name === "max_tokens" ? "no limit" : "default"),
         oninput: set(name),
       }),
     ),

@@ -1,227 +1,270 @@
-// Talk: one to four columns, each a conversation with its own settings. A message goes to all of them.
+// Talk: the list of conversations, and one conversation in one to four columns. A message goes to all of them.
 
-import { announce, button, el } from "./dom.js";
-import { DEFAULT_SETTINGS, generate, requestBody } from "./generation.js";
-import { conversations, forget, forgetAll, keep, titleOf } from "./history.js";
-import { describeSettings, settingsForm } from "./settings.js";
-import { AnswerTurn, describeAnswer, userTurn } from "./turns.js";
+import { button, count, el, errorBox, number } from "./dom.js";
+import { Attachments } from "./files.js";
+import { givenSettings } from "./generation.js";
+import { keep, keepUnsaved, leaveUnsaved, newId, read, stateOf, watch } from "./history.js";
+import { iconButton } from "./icons.js";
+import { Lane, markCut } from "./lane.js";
+import { describeSettings } from "./settings.js";
+import { Sidebar } from "./sidebar.js";
 
 const MOST_COLUMNS = 4;
 const SETTINGS_KEY = "armature.settings";
+const CURRENT_KEY = "armature.current"; // of this tab: the conversation that is shown
+const DRAFT_KEY = "armature.draft"; // of this tab: the message that is being written
+const KEEP_MILLISECONDS = 1000; // between two states of an answer that grows
+const CLOSED = "The answer was cut off: this page was closed or loaded again.";
+const COARSE = matchMedia("(pointer: coarse)");
+const EXAMPLES = {
+  chat: [
+    "Tell me a story about a fox.",
+    "Explain in three sentences why the sky is blue.",
+    "Write a Python function that checks whether a word is a palindrome.",
+    "Compare buses, trains and cars in a table.",
+  ],
+  completion: ["Once upon a time, in a small house by the sea,", "The three most important things about bread are", "def fibonacci(n):"],
+};
 
-/** One column: its settings, its turns, and the request that is under way. */
-class Lane {
-  constructor(talk, { settings, turns }) {
-    Object.assign(this, { talk, settings, turns });
-    this.abort = null;
-    this.summary = el("summary");
-    this.details = el("details", { class: "settings" }, this.summary);
-    this.details.addEventListener("toggle", () => this.fillForm());
-    this.log = el("div", { class: "log", role: "region", tabindex: "0" });
-    this.close = button("Remove", () => talk.removeLane(this), { class: "quiet small remove", "aria-label": "Remove this column" });
-    this.element = el("section", { class: "lane" }, el("div", { class: "lane-head" }, this.details, this.close), this.log);
-    this.describe();
-    this.show();
-  }
-
-  fillForm() {
-    const form = settingsForm(this.settings, this.talk.mode, this.talk.model.defaults, () => {
-      this.describe();
-      this.talk.rememberSettings(this.settings);
-    });
-    this.details.replaceChildren(this.summary, ...(this.details.open ? [form] : []));
-  }
-
-  describe() {
-    this.summary.replaceChildren(el("b", {}, "Settings"), ` ${describeSettings(this.settings)}`);
-  }
-
-  name(index, number) {
-    const name = number > 1 ? `Column ${index + 1}` : "Conversation";
-    this.element.setAttribute("aria-label", name);
-    this.log.setAttribute("aria-label", `${name}: messages`);
-    this.close.hidden = number < 2;
-  }
-
-  show() {
-    this.log.replaceChildren(...this.turns.map((turn, index) => this.elementOf(turn, index)));
-  }
-
-  elementOf(turn, index) {
-    if (turn.role !== "assistant") return userTurn(turn, (content) => this.edit(index, content));
-    return this.answerView(turn, index).element;
-  }
-
-  answerView(turn, index) {
-    return new AnswerTurn(turn, {
-      plain: this.talk.mode === "completion",
-      isJson: Boolean(this.settings.schema),
-      retry: () => this.answerFrom(index),
-      answerCalls: this.turns[index + 1]?.role === "tool" ? null : (results) => this.add(...results),
-      drawn: () => this.follow(),
-    });
-  }
-
-  edit(index, content) {
-    this.stop();
-    this.turns.splice(index, this.turns.length, { ...this.turns[index], content });
-    this.show();
-    this.answer();
-  }
-
-  /** Drop the turns from an answer on, and generate it anew. */
-  answerFrom(index) {
-    this.stop();
-    this.turns.splice(index);
-    this.show();
-    this.answer();
-  }
-
-  add(...turns) {
-    this.turns.push(...turns);
-    this.show();
-    return this.answer();
-  }
-
-  stop() {
-    this.abort?.abort();
-  }
-
-  async answer() {
-    const abort = (this.abort = new AbortController());
-    const turn = { role: "assistant", content: "" };
-    const before = this.turns.slice();
-    this.turns.push(turn);
-    const view = this.answerView(turn, before.length);
-    this.log.append(view.element);
-    this.follow();
-    view.setBusy(true);
-    this.talk.showBusy();
-    try {
-      const body = requestBody(this.talk.mode, this.talk.model.name, this.settings, before);
-      await generate(this.talk.mode, body, turn, () => view.drawSoon(), abort.signal);
-    } catch (error) {
-      if (error.name === "AbortError") turn.finish = "stopped";
-      else turn.error = error.message;
-    }
-    if (this.abort === abort) this.abort = null;
-    view.setBusy(false);
-    this.follow();
-    announce(turn.error ? `Error: ${turn.error}` : `Answer: ${turn.content.slice(0, 2000)}. ${describeAnswer(turn)}`);
-    this.talk.showBusy();
-    this.talk.keep();
-  }
-
-  /** Scroll with the text, unless the reader has scrolled up. */
-  follow() {
-    const { log } = this;
-    if (log.scrollHeight - log.scrollTop - log.clientHeight < 160) log.scrollTop = log.scrollHeight;
-  }
-}
-
-/** The page itself. `model`: name, whether it has a chat template, and its default sampling parameters. */
+/** The page itself. `model`: name, whether it has a chat template, its default sampling parameters, and its size. */
 export class TalkPage {
   constructor(model) {
     this.model = model;
-    this.lanes = [];
+    this.conversation = null;
     this.columns = el("div", { class: "lanes" });
-    this.box = el("textarea", { rows: "2", class: "message", "aria-describedby": "composer-hint", onkeydown: (event) => this.onKey(event) });
-    this.sendButton = button("Send", () => this.send(), { class: "primary" });
-    this.stopButton = button("Stop", () => this.stop(), { class: "danger", hidden: true });
+    this.note = el("div", { class: "keeping", hidden: true });
+    this.box = el("textarea", { rows: "1", class: "message", dir: "auto", "aria-describedby": "composer-hint" });
+    this.box.addEventListener("keydown", (event) => this.onKey(event));
+    this.box.addEventListener("paste", (event) => this.takeFiles(event, event.clipboardData));
+    this.attachments = new Attachments(() => this.box.focus({ preventScroll: true }));
+    this.attachments.element.hidden = true;
+    this.sendButton = iconButton("send", "Send", () => this.send(), { class: "primary" });
+    this.stopButton = iconButton("stop", "Stop", () => this.stop(), { class: "danger", hidden: true, title: "Stop (Esc)" });
     this.modes = el("div", { class: "switch", role: "group", "aria-label": "Mode" });
-    this.addButton = button("Add a column", () => this.addLane(), { class: "quiet" });
-    this.history = el("dialog", { class: "history", "aria-label": "Conversations" });
-    this.element = el(
-      "div",
-      { class: "talk" },
-      el("h1", { class: "hidden" }, "Talk"),
+    this.settingsButton = iconButton("sliders", "Settings", () => this.toggleSettings(), { class: "quiet", "aria-expanded": "false" });
+    this.addButton = iconButton("columns", "Add a column", () => this.addLane(), { class: "quiet" });
+    this.sidebar = new Sidebar({ open: (wanted) => this.open(wanted), forgotten: (id) => this.forgotten(id) });
+    this.lead = [this.sidebar.toggle, iconButton("pen", "New", () => this.open(), { class: "quiet", title: "New conversation" })];
+    const room = el("div", { class: "room" }, this.columns, this.note, this.composer());
+    this.element = el("div", { class: "talk" }, el("h1", { class: "hidden" }, "Talk"), this.sidebar.element, this.sidebar.backdrop, room);
+    this.sidebar.over(room);
+    this.onEscape = (event) => event.key === "Escape" && this.isBusy && this.stop();
+    this.acceptFiles();
+  }
+
+  static latest = null; // a new key makes a new page
+
+  /** Return the page with what this tab showed before it was loaded again. */
+  static async create(model) {
+    const page = (TalkPage.latest = new TalkPage(model));
+    await keepUnsaved().catch(() => {});
+    const id = sessionStorage.getItem(CURRENT_KEY);
+    page.open(id ? await read(id).catch(() => null) : null);
+    page.recallDraft();
+    page.sidebar.refresh();
+    watch((change) => TalkPage.latest === page && page.changedElsewhere(change));
+    addEventListener("pagehide", () => TalkPage.latest === page && page.leave());
+    return page;
+  }
+
+  composer() {
+    const hint = COARSE.matches ? "" : "Shift+Enter begins a line";
+    return el(
+      "form",
+      { class: "composer", onsubmit: (event) => event.preventDefault() },
+      this.attachments.element,
+      this.box,
       el(
         "div",
-        { class: "bar" },
+        { class: "composer-tools" },
+        iconButton("clip", "Attach", () => this.attachments.choose(), { class: "quiet", title: "Attach text files" }),
+        this.attachments.input,
         this.modes,
-        button("New", () => this.open(), { class: "quiet" }),
-        button("History", () => this.showHistory(), { class: "quiet" }),
+        this.settingsButton,
         this.addButton,
+        el("small", { id: "composer-hint", class: "muted" }, hint),
+        this.sendButton,
+        this.stopButton,
       ),
-      this.columns,
-      el(
-        "form",
-        { class: "composer", onsubmit: (event) => event.preventDefault() },
-        this.box,
-        el("div", { class: "composer-buttons" }, this.sendButton, this.stopButton),
-        el("small", { id: "composer-hint", class: "muted" }, "Enter sends, Shift+Enter begins a line, Esc stops."),
-      ),
-      this.history,
     );
-    this.onEscape = (event) => event.key === "Escape" && this.isBusy && this.stop();
-    this.open();
   }
 
   shown() {
     addEventListener("keydown", this.onEscape);
-    this.box.focus();
+    for (const lane of this.lanes) lane.follow(true);
+    if (!COARSE.matches) this.box.focus();
   }
 
   hidden() {
     removeEventListener("keydown", this.onEscape);
   }
 
+  get lanes() {
+    return this.conversation?.lanes ?? [];
+  }
+
   get isBusy() {
     return this.lanes.some((lane) => lane.abort);
   }
 
-  /** Show a kept conversation, or an empty one. */
-  open(conversation = null) {
+  // ---- which conversation is shown ------------------------------------------------------------------------------------
+
+  /** Show a kept conversation, or an empty one. `isLive`: another tab may be writing it. */
+  open(kept = null, isLive = false) {
     this.stop();
-    this.id = conversation?.id ?? crypto.randomUUID?.() ?? String(Math.random());
-    this.setMode(conversation?.mode ?? this.mode ?? (this.model.chats ? "chat" : "completion"));
+    const mode = kept?.mode ?? this.conversation?.mode ?? (this.model.chats ? "chat" : "completion");
     const settings = this.lanes.map((lane) => lane.settings);
     if (!settings.length) settings.push(recallSettings());
-    const given = conversation?.lanes ?? settings.map((each) => ({ settings: each, turns: [] }));
-    this.lanes = given.map((lane) => new Lane(this, structuredClone(lane)));
+    const given = kept?.lanes ?? settings.map((each) => ({ settings: each, turns: [] }));
+    const { id = newId(), created = Date.now(), title = null, revision = 0 } = kept ?? {};
+    this.conversation = { id, created, title, revision, mode, model: this.model.name, lanes: [] };
+    this.conversation.lanes = given.map(({ settings: own, turns }) => {
+      const lane = structuredClone({ settings: givenSettings(own), turns });
+      if (!isLive) for (const turn of lane.turns) if (turn.unfinished) markCut(turn, CLOSED);
+      return new Lane(this, this.conversation, lane);
+    });
+    this.remember();
+    this.showMode();
     this.arrange();
+    for (const lane of this.lanes) lane.follow(true);
+  }
+
+  remember() {
+    sessionStorage.setItem(CURRENT_KEY, this.conversation.id);
+    this.sidebar.mark(this.conversation.id);
+  }
+
+  /** A conversation was deleted, or all of them. */
+  forgotten(id) {
+    if (id !== null && id !== this.conversation.id) return;
+    this.stop();
+    this.conversation.isForgotten = true;
+    this.open();
+  }
+
+  async changedElsewhere({ what, id }) {
+    this.sidebar.refreshSoon();
+    const { conversation } = this;
+    if (this.isBusy || (id !== conversation.id && id !== null)) return;
+    if (what === "forgotten") {
+      if (conversation.revision) this.forgotten(id);
+      return;
+    }
+    const kept = await read(id);
+    if (!kept || this.conversation !== conversation || this.isBusy || kept.revision === conversation.revision) return;
+    this.open(kept, true);
   }
 
   setMode(mode) {
-    this.mode = mode;
-    const choice = (value, label) =>
-      button(label, () => value !== this.mode && (this.setMode(value), this.open()), { "aria-pressed": String(value === mode) });
-    this.modes.replaceChildren(choice("chat", "Chat"), choice("completion", "Completion"));
-    this.box.placeholder = mode === "chat" ? "Write a message" : "Write the beginning of a text";
-    this.box.setAttribute("aria-label", this.box.placeholder);
+    if (mode === this.conversation.mode) return;
+    this.conversation.mode = mode;
+    this.open({ mode, lanes: this.lanes.map(({ settings }) => ({ settings, turns: [] })) });
   }
+
+  showMode() {
+    const { mode } = this.conversation;
+    const choice = (value, label) => button(label, () => this.setMode(value), { "aria-pressed": String(value === mode) });
+    this.modes.replaceChildren(choice("chat", "Chat"), choice("completion", "Completion"));
+    this.box.placeholder = mode === "chat" ? `Message ${this.model.name}` : "Write the beginning of a text";
+    this.box.setAttribute("aria-label", mode === "chat" ? "Write a message" : "Write the beginning of a text");
+  }
+
+  // ---- columns --------------------------------------------------------------------------------------------------------
 
   arrange() {
     this.columns.replaceChildren(...this.lanes.map((lane) => lane.element));
+    this.columns.dataset.columns = String(this.lanes.length);
     this.lanes.forEach((lane, index) => lane.name(index, this.lanes.length));
     this.addButton.disabled = this.lanes.length >= MOST_COLUMNS;
+    this.arrangeSettings();
     this.showBusy();
+  }
+
+  /** One column's settings are opened beside the message; of several, each column's above it. */
+  arrangeSettings() {
+    const [lane] = this.lanes;
+    const isOne = this.lanes.length === 1;
+    this.settingsButton.hidden = !isOne;
+    for (const each of this.lanes) each.head.hidden = isOne && !each.details.open;
+    if (!isOne) return;
+    this.settingsButton.setAttribute("aria-expanded", String(lane.details.open));
+    this.settingsButton.title = `Settings: ${describeSettings(lane.settings)}`;
+    this.settingsButton.classList.toggle("set", Object.keys(lane.settings).length > 0);
+  }
+
+  toggleSettings() {
+    const { details, head } = this.lanes[0];
+    head.hidden = false;
+    details.open = !details.open;
+    if (details.open) requestAnimationFrame(() => details.querySelector("textarea, input")?.focus());
   }
 
   addLane() {
     const last = this.lanes.at(-1);
-    this.lanes.push(new Lane(this, structuredClone({ settings: last.settings, turns: last.abort ? [] : last.turns })));
+    const lane = structuredClone({ settings: last.settings, turns: last.abort ? [] : last.turns });
+    this.conversation.lanes.push(new Lane(this, this.conversation, lane));
     this.arrange();
     this.lanes.at(-1).details.open = true;
   }
 
   removeLane(lane) {
     lane.stop();
-    this.lanes = this.lanes.filter((each) => each !== lane);
+    this.conversation.lanes = this.lanes.filter((each) => each !== lane);
     this.arrange();
+    this.keep(this.conversation);
   }
 
+  settingsChanged(lane) {
+    this.arrangeSettings();
+    try {
+      localStorage.setItem(SETTINGS_KEY, JSON.stringify(lane.settings));
+    } catch {
+      // The browser keeps nothing for this page.
+    }
+  }
+
+  /** What an empty column shows: which model this is, and examples. */
+  welcome() {
+    const { name, parameters, context } = this.model;
+    const about = [parameters && `${count(parameters)} parameters`, context && `a context of ${number(context)} tokens`].filter(Boolean);
+    const example = (text) => button(text, () => this.send(text), { class: "example" });
+    return el(
+      "div",
+      { class: "welcome" },
+      el("h2", {}, name),
+      about.length ? el("p", { class: "muted" }, about.join(", ")) : null,
+      el("div", { class: "examples", role: "group", "aria-label": "Examples" }, EXAMPLES[this.conversation.mode].map(example)),
+    );
+  }
+
+  // ---- the message ----------------------------------------------------------------------------------------------------
+
   onKey(event) {
-    if (event.key !== "Enter" || event.shiftKey || event.isComposing) return;
+    if (event.key !== "Enter" || event.shiftKey || event.isComposing || COARSE.matches) return;
     event.preventDefault();
     this.send();
   }
 
-  send() {
-    const content = this.box.value;
-    if (!content.trim() || this.isBusy) return;
-    this.box.value = "";
-    for (const lane of this.lanes) lane.add({ role: "user", content });
+  /** Send a text, or what is written and attached. If no column could send it, it comes back. */
+  async send(text = null) {
+    const content = text ?? this.box.value;
+    const files = text === null ? this.attachments.files : [];
+    if ((!content.trim() && !files.length) || this.isBusy) return;
+    if (text === null) {
+      this.box.value = "";
+      this.attachments.set([]);
+    }
+    const { conversation } = this;
+    if (isRefused(conversation)) for (const lane of this.lanes) lane.turns.pop();
+    const turn = { role: "user", content, ...(files.length ? { files } : {}) };
+    await Promise.all(this.lanes.map((lane) => lane.add({ ...turn })));
+    if (this.conversation !== conversation || !isRefused(conversation)) return;
+    if (!this.box.value.trim() && !this.attachments.files.length) {
+      this.box.value = content;
+      this.attachments.set(files);
+      // The box has grown, and the reason is at the end.
+      requestAnimationFrame(() => this.lanes.forEach((lane) => lane.follow(true)));
+    }
   }
 
   stop() {
@@ -233,52 +276,91 @@ export class TalkPage {
     this.stopButton.hidden = !this.isBusy;
   }
 
-  keep() {
-    if (this.lanes.some((lane) => lane.turns.length)) keep(this);
+  /** Files may be dropped anywhere on the page, and pasted. */
+  acceptFiles() {
+    const has = (event) => event.dataTransfer?.types.includes("Files");
+    this.element.addEventListener("dragover", (event) => {
+      if (!has(event)) return;
+      event.preventDefault();
+      this.element.classList.add("dropping");
+    });
+    this.element.addEventListener("dragleave", (event) => {
+      if (!this.element.contains(event.relatedTarget)) this.element.classList.remove("dropping");
+    });
+    this.element.addEventListener("drop", (event) => {
+      this.element.classList.remove("dropping");
+      this.takeFiles(event, event.dataTransfer);
+    });
   }
 
-  rememberSettings(settings) {
-    try {
-      localStorage.setItem(SETTINGS_KEY, JSON.stringify(settings));
-    } catch {
-      // The browser keeps nothing for this page.
+  takeFiles(event, data) {
+    if (!data?.files.length) return;
+    event.preventDefault();
+    this.attachments.take([...data.files]);
+  }
+
+  // ---- keeping --------------------------------------------------------------------------------------------------------
+
+  /** Keep a conversation; while it is being kept, once more afterwards. */
+  keep(conversation) {
+    if (conversation.isForgotten || !conversation.lanes.some((lane) => lane.turns.length)) return;
+    conversation.isChanged = true;
+    conversation.keeping ??= this.write(conversation).finally(() => (conversation.keeping = null));
+  }
+
+  keepSoon(conversation) {
+    conversation.timer ??= setTimeout(() => ((conversation.timer = null), this.keep(conversation)), KEEP_MILLISECONDS);
+  }
+
+  async write(conversation) {
+    while (conversation.isChanged && !conversation.isForgotten) {
+      conversation.isChanged = false;
+      try {
+        const { id, title, revision } = await keep(stateOf(conversation));
+        const isNew = !conversation.revision || id !== conversation.id;
+        Object.assign(conversation, { id, title, revision });
+        if (conversation === this.conversation) this.remember();
+        if (isNew || !conversation.lanes.some((lane) => lane.abort)) this.sidebar.refreshSoon();
+        this.note.hidden = true;
+      } catch (error) {
+        const isFull = error.name === "QuotaExceededError";
+        const reason = isFull ? "the browser has no room left. Export or delete some conversations" : `the browser refused (${error.message})`;
+        this.note.replaceChildren(errorBox({ message: `This conversation is not kept: ${reason}.` }));
+        this.note.hidden = false;
+      }
     }
   }
 
-  showHistory() {
-    const dialog = this.history;
-    const rows = conversations().map((each) => {
-      const openIt = () => {
-        dialog.close();
-        this.open(each);
-      };
-      const drop = () => {
-        forget(each.id);
-        this.showHistory();
-      };
-      return el(
-        "li",
-        {},
-        button(titleOf(each), openIt, { class: "entry" }),
-        el("span", { class: "muted" }, new Date(each.at).toLocaleString()),
-        button("Delete", drop, { class: "quiet small", "aria-label": `Delete ${titleOf(each)}` }),
-      );
-    });
-    const clear = button("Delete all", () => (forgetAll(), this.showHistory()), { class: "quiet" });
-    dialog.replaceChildren(
-      el("h2", {}, "Conversations"),
-      el("p", { class: "muted" }, "They are kept in this browser alone."),
-      rows.length ? el("ul", { class: "entries" }, rows) : el("p", {}, "There are none yet."),
-      el("div", { class: "actions" }, button("Close", () => dialog.close()), rows.length ? clear : null),
-    );
-    if (!dialog.open) dialog.showModal();
+  /** The page is closed or loaded again: leave what the database does not have yet. */
+  leave() {
+    const { conversation } = this;
+    const isUnsaved = conversation.isChanged || conversation.keeping || conversation.timer || this.isBusy;
+    if (isUnsaved && conversation.lanes.some((lane) => lane.turns.length)) leaveUnsaved(stateOf(conversation));
+    try {
+      sessionStorage.setItem(DRAFT_KEY, JSON.stringify({ text: this.box.value, files: this.attachments.files }));
+    } catch {
+      // Its files are too large for the tab's storage.
+    }
+  }
+
+  recallDraft() {
+    try {
+      const { text = "", files = [] } = JSON.parse(sessionStorage.getItem(DRAFT_KEY) ?? "{}");
+      this.box.value = text;
+      if (files.length) this.attachments.set(files);
+    } catch {
+      // It is not one of this page's.
+    }
   }
 }
 
+/** Return whether no column could send its last message. */
+const isRefused = ({ lanes }) => lanes.every((lane) => lane.turns.at(-1)?.failed);
+
 function recallSettings() {
   try {
-    return { ...DEFAULT_SETTINGS, ...JSON.parse(localStorage.getItem(SETTINGS_KEY) ?? "{}") };
+    return givenSettings(JSON.parse(localStorage.getItem(SETTINGS_KEY) ?? "{}"));
   } catch {
-    return { ...DEFAULT_SETTINGS };
+    return {};
   }
 }

@@ -1,28 +1,46 @@
-// One message of a conversation on the page: text, reasoning, calls of tools, and what the answer took.
+// One message of a conversation on the page: text, files, reasoning, calls of tools, and what the answer took.
 
+import { codeBlock } from "./code.js";
+import { copyButton } from "./copy.js";
 import { button, el, errorBox, number, seconds } from "./dom.js";
-import { codeBlock, MarkdownView } from "./markdown.js";
+import { fileViews } from "./files.js";
+import { MarkdownView } from "./markdown.js";
 import { tokenView } from "./tokens.js";
 
 const FINISHES = {
   stop: "",
-  length: "cut off at max tokens",
+  length: "cut off at the limit of tokens",
   tool_calls: "calls a tool",
   timeout: "timed out",
   stopped: "stopped by you",
 };
+const CUT = new Set(["length", "timeout", "stopped"]);
 
-/** A message of the user or the result of a tool. `edit` is called with the new text. */
-export function userTurn(turn, edit) {
-  const text = el("div", { class: "plain" }, turn.content);
-  const article = el("article", { class: ["turn", turn.role], "aria-label": turn.role === "tool" ? "Result of a tool" : "You" });
+/** Return whether an answer has text that a model can go on with. */
+export const canContinue = ({ content, calls, finish, error }) => Boolean(content) && !calls?.length && (CUT.has(finish) || Boolean(error));
+
+/**
+ * A message of the user or the result of a tool. `edit` is called with the new text. Of a message that was refused, `again`
+ * sends it once more, and `shorten`, or null, does so without the oldest messages.
+ */
+export function userTurn(turn, { edit, again, shorten }) {
+  const text = el("div", { class: "plain", dir: "auto" }, turn.content);
+  const label = turn.role === "tool" ? "Result of a tool" : "You";
+  const article = el("article", { class: ["turn", turn.role, turn.omitted && "omitted"], "aria-label": label });
+  const small = (name, work) => button(name, work, { class: "quiet small" });
   const show = () => {
-    const change = button("Edit", () => article.replaceChildren(editor()), { class: "quiet small" });
-    article.replaceChildren(text, el("div", { class: "actions" }, change));
+    const actions = [turn.failed && small("Try again", again), turn.failed && shorten && small("Leave out the oldest messages", shorten)];
+    article.replaceChildren(
+      ...(turn.content ? [text] : []),
+      ...fileViews(turn.files),
+      ...(turn.failed ? [errorBox({ message: `Not sent: ${turn.failed}` })] : []),
+      ...(turn.omitted ? [leftOut()] : []),
+      el("div", { class: "actions" }, actions, small("Edit", () => article.replaceChildren(editor()))),
+    );
   };
   const editor = () => {
-    const box = el("textarea", { rows: "4", "aria-label": "Edit the message", value: turn.content });
-    const send = () => box.value.trim() && edit(box.value);
+    const box = el("textarea", { rows: "4", "aria-label": "Edit the message", value: turn.content, dir: "auto" });
+    const send = () => (box.value.trim() || turn.files?.length) && edit(box.value);
     box.addEventListener("keydown", (event) => {
       if (event.key === "Escape") show(), event.stopPropagation();
       if (event.key === "Enter" && !event.shiftKey && !event.isComposing) event.preventDefault(), send();
@@ -34,33 +52,58 @@ export function userTurn(turn, edit) {
   return article;
 }
 
+const leftOut = () => el("p", { class: "muted" }, "Left out, to make room: the model does not get this any more.");
+
+/** Text that grows: what is added is appended. */
+class GrowingText {
+  constructor() {
+    this.element = el("div", { class: "plain", dir: "auto" });
+    this.length = 0;
+  }
+
+  update(text) {
+    if (text.length < this.length) this.element.replaceChildren(text);
+    else if (text.length > this.length) this.element.append(text.slice(this.length));
+    this.length = text.length;
+  }
+}
+
 /**
- * An answer that grows. `retry` generates it anew; `answerCalls` takes the results of tools, or is null if they were
- * given; `drawn` is called after it has grown.
+ * An answer that grows. `retry` generates it anew; `goOn` continues it where it was cut off, or is null; `answerCalls` takes
+ * the results of tools, or is null if they were given; `drawn` is called after it has grown.
  */
 export class AnswerTurn {
-  constructor(turn, { plain, isJson, retry, answerCalls, drawn }) {
-    Object.assign(this, { turn, plain, isJson, retry, answerCalls, drawn });
+  constructor(turn, { plain, isJson, retry, goOn, answerCalls, drawn }) {
+    Object.assign(this, { turn, plain, isJson, retry, goOn, answerCalls, drawn });
     this.markdown = new MarkdownView();
-    this.reasoning = el("div", { class: "plain" });
-    this.thought = el("details", { class: "reasoning", hidden: true }, el("summary", {}, "Reasoning"), this.reasoning);
+    this.text = new GrowingText();
+    this.reasoning = new GrowingText();
+    this.thought = el("details", { class: "reasoning", hidden: true }, el("summary", {}, "Reasoning"), this.reasoning.element);
     this.body = el("div", { class: "body" });
     this.after = el("div"); // calls of tools, and an error
     this.footer = el("div", { class: "footer" });
-    this.element = el("article", { class: ["turn", "assistant"], "aria-label": "Answer" }, this.thought, this.body, this.after, this.footer);
+    const parts = [this.thought, this.body, this.after, this.footer];
+    this.element = el("article", { class: ["turn", "assistant", turn.omitted && "omitted"], "aria-label": "Answer" }, parts);
     this.showsTokens = false;
-    this.frame = 0;
+    this.isDrawing = false;
+    this.cost = 0; // milliseconds that the last drawing took
     this.isBusy = false;
     this.draw();
   }
 
-  /** Draw with the browser's next frame, since tokens arrive faster than it draws. */
+  /** Draw with one of the browser's next frames, since tokens arrive faster than it draws. Drawing gets a fifth of the time. */
   drawSoon() {
-    this.frame ||= requestAnimationFrame(() => {
-      this.frame = 0;
+    if (this.isDrawing) return;
+    this.isDrawing = true;
+    const draw = () => {
+      const began = performance.now();
+      this.isDrawing = false;
       this.draw();
       this.drawn();
-    });
+      this.cost = performance.now() - began;
+    };
+    if (this.cost < 4) requestAnimationFrame(draw);
+    else setTimeout(() => requestAnimationFrame(draw), this.cost * 4);
   }
 
   setBusy(isBusy) {
@@ -72,12 +115,20 @@ export class AnswerTurn {
   draw() {
     const { turn } = this;
     this.thought.hidden = !turn.reasoning;
-    if (turn.reasoning && this.reasoning.textContent.length !== turn.reasoning.length) this.reasoning.textContent = turn.reasoning;
+    this.reasoning.update(turn.reasoning ?? "");
     this.drawBody();
-    if (!this.isBusy) {
+    if (!this.isBusy && !turn.unfinished) {
       this.drawAfter();
       this.drawFooter();
-    } else this.footer.replaceChildren(el("span", { class: "waiting" }, turn.content || turn.reasoning ? "Writing…" : "Waiting for the first token…"));
+    } else {
+      this.after.replaceChildren();
+      this.footer.replaceChildren(el("span", { class: "waiting" }, this.waiting()));
+    }
+  }
+
+  waiting() {
+    if (!this.isBusy) return "Another tab is writing this answer.";
+    return this.turn.content || this.turn.reasoning ? "Writing…" : "Waiting for the first token…";
   }
 
   drawBody() {
@@ -86,23 +137,29 @@ export class AnswerTurn {
       this.body.replaceChildren(tokenView(turn.tokens));
       return;
     }
-    if (this.isJson && !this.isBusy && turn.content) this.body.replaceChildren(...jsonBody(turn.content));
-    else if (this.plain) this.body.replaceChildren(el("div", { class: "plain" }, turn.content));
-    else {
-      this.markdown.update(turn.content);
-      if (this.body.firstChild !== this.markdown.element) this.body.replaceChildren(this.markdown.element);
+    if (this.isJson && !this.isBusy && turn.content) {
+      this.body.replaceChildren(...jsonBody(turn.content));
+      return;
     }
+    const view = this.plain ? this.text : this.markdown;
+    view.update(turn.content, this.isBusy || Boolean(turn.unfinished));
+    if (this.body.firstChild !== view.element) this.body.replaceChildren(view.element);
   }
 
   drawAfter() {
-    const { calls, error } = this.turn;
-    this.after.replaceChildren(...(calls?.length ? [callsForm(calls, this.answerCalls)] : []), ...(error ? [errorBox({ message: error })] : []));
+    const { calls, error, omitted } = this.turn;
+    this.after.replaceChildren(
+      ...(calls?.length ? [callsForm(calls, this.answerCalls)] : []),
+      ...(error ? [errorBox({ message: error })] : []),
+      ...(omitted ? [leftOut()] : []),
+    );
   }
 
   drawFooter() {
     const { turn } = this;
     const actions = [button("Retry", this.retry, { class: "quiet small" })];
-    if (turn.content) actions.push(button("Copy", () => navigator.clipboard?.writeText(turn.content), { class: "quiet small" }));
+    if (this.goOn && canContinue(turn)) actions.unshift(button("Continue", this.goOn, { class: "small" }));
+    if (turn.content) actions.push(copyButton(() => turn.content));
     if (turn.tokens) {
       const toggle = () => {
         this.showsTokens = !this.showsTokens;

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from app.settings import DEMO_DIRECTORY
 from tests.live.live_server import LiveServer, live
+from tests.live.web_browser import Visits, chromium
 from tiny_checkpoints import write_checkpoint
 
 
@@ -40,3 +42,25 @@ def server(shared: LiveServer) -> Iterator[LiveServer]:
     assert shared.generate(max_tokens=2).status_code == 200
     assert shared.idle
     assert not shared.fatal
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    with chromium() as launched:
+        yield launched
+
+
+@pytest.fixture(scope="module")
+def decoder() -> Iterator[LiveServer]:
+    """The checkpoint that comes with the package, for the web page."""
+    with live(DEMO_DIRECTORY, calibrate="off") as server:
+        yield server
+
+
+@pytest.fixture
+def visit(browser: Any) -> Iterator[Visits]:
+    """Open the page of a server. Afterwards: no error of the console, and no request to another origin."""
+    visits = Visits(browser)
+    yield visits
+    visits.close()
+    assert visits.told == []

@@ -4,26 +4,19 @@ from __future__ import annotations
 
 import json
 import re
-import shutil
-from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from app.settings import DEMO_DIRECTORY
-from external_tools import node_package
 from tests.attack.kinds import write_model
 from tests.live.live_server import PATIENCE, LiveServer, live, until
+from tests.live.web_browser import WITHOUT_BROWSER, Visits, answer_with, findings, send, wait, wait_for_answers
 from tiny_encoders import write_encoder
 
-playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed: `make venv` does it")
-
-BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
-pytestmark = [pytest.mark.full, pytest.mark.skipif(BROWSER is None, reason="there is no Chromium")]
+pytestmark = [pytest.mark.full, WITHOUT_BROWSER]
 
 KEY = "one-secret"
-PHONE = {"width": 360, "height": 740}
 CHOICES = {"name": {"enum": ["Ivy", "Felix"]}, "age": {"enum": [3, 4]}}
 STORY = "Tell me a story about a fox."
 # What a model may write to attack the page that shows it.
@@ -42,95 +35,34 @@ HOSTILE = """# Title <img src=x onerror=alert(1)>
 <script>alert(4)</script>
 ```
 """
+# What a model may write to be read.
+RICH = r"""
+The sum \(\sum_{i=1}^n i = \frac{n(n+1)}{2}\), also $n^2$.
 
+$$
+\begin{pmatrix} a & b \\ c & d \end{pmatrix}
+$$
 
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Any]:
-    with playwright.sync_playwright() as driver:
-        launched = driver.chromium.launch(executable_path=BROWSER, args=["--no-sandbox"])
-        yield launched
-        launched.close()
+- [x] done
+- [ ] to do
 
+| name | price |
+|:-----|------:|
+| pear | 12.50 |
 
-@pytest.fixture(scope="module")
-def decoder() -> Iterator[LiveServer]:
-    with live(DEMO_DIRECTORY, calibrate="off") as server:
-        yield server
+```python
+def double(x: int) -> int:  # twice
+    return x * 2
+```
 
-
-Open = Callable[..., Any]
-
-
-def wait(page: Any, condition: Callable[[], bool]) -> None:
-    """Wait for what the browser's events change; they are delivered only while playwright is called."""
-
-    def is_met() -> bool:
-        page.wait_for_timeout(10)
-        return condition()
-
-    until(is_met)
-
-
-@pytest.fixture
-def visit(browser: Any) -> Iterator[Open]:
-    """Open the page of a server. Afterwards: no error of the console, and no request to another origin."""
-    contexts: list[Any] = []
-    told: list[str] = []
-
-    def open_page(server: LiveServer, part: str = "", **options: Any) -> Any:
-        context = browser.new_context(**options)
-        contexts.append(context)
-        page = context.new_page()
-        page.set_default_timeout(PATIENCE * 1000)
-        page.on("pageerror", lambda error: told.append(f"error: {error}"))
-        page.on("console", lambda line: told.append(line.text) if line.type in ("error", "warning") else None)
-        page.on("request", lambda sent: None if sent.url.startswith(server.url) else told.append(sent.url))
-        page.goto(f"{server.url}/#{part}")
-        return page
-
-    open_page.told = told  # type: ignore[attr-defined]
-    yield open_page
-    for context in contexts:
-        context.close()
-    assert told == []
-
-
-def send(page: Any, text: str) -> None:
-    page.locator(".message").fill(text)
-    page.locator(".message").press("Enter")
-
-
-def wait_for_answers(page: Any, number: int = 1) -> None:
-    page.locator(".stats:not(:empty)").nth(number - 1).wait_for()
-
-
-def answer_with(page: Any, *deltas: dict[str, Any], finish: str = "stop") -> list[dict[str, Any]]:
-    """Let every request for an answer get these events, and return the list of the requests' bodies."""
-    chunks = [{"choices": [{"index": 0, "delta": delta, "finish_reason": None}]} for delta in deltas]
-    chunks.append({"choices": [{"index": 0, "delta": {}, "finish_reason": finish}]})
-    usage = {"prompt_tokens": 1, "completion_tokens": 2, "total_tokens": 3}
-    events = "".join(f"data: {json.dumps(each)}\n\n" for each in (*chunks, {"choices": [], "usage": usage}))
-    bodies: list[dict[str, Any]] = []
-
-    def fulfil(route: Any) -> None:
-        bodies.append(route.request.post_data_json)
-        route.fulfill(content_type="text/event-stream", body=f"{events}data: [DONE]\n\n")
-
-    page.route("**/v1/chat/completions", fulfil)
-    return bodies
-
-
-def findings(page: Any) -> list[str]:
-    """What axe finds, in sentences."""
-    page.evaluate((node_package("axe-core") / "axe.min.js").read_text())
-    found = page.evaluate("axe.run(document, {resultTypes: ['violations']})")["violations"]
-    return [f"{each['id']}: {each['help']} {[node['target'] for node in each['nodes']][:3]}" for each in found]
+مرحبا بالعالم
+"""
 
 
 # ---- Talk ------------------------------------------------------------------------------------------------------------
 
 
-def test_a_story_is_streamed_with_its_figures(visit: Open, decoder: LiveServer) -> None:
+def test_a_story_is_streamed_with_its_figures(visit: Visits, decoder: LiveServer) -> None:
     page = visit(decoder)
     send(page, STORY)
     wait_for_answers(page)
@@ -140,7 +72,7 @@ def test_a_story_is_streamed_with_its_figures(visit: Open, decoder: LiveServer) 
     assert page.title() == "llama – Armature"
 
 
-def test_stop_ends_the_request_in_the_server(visit: Open, decoder: LiveServer) -> None:
+def test_stop_ends_the_request_in_the_server(visit: Visits, decoder: LiveServer) -> None:
     page = visit(decoder)
     page.locator(".message").wait_for()
     aborted = decoder.metric("armature_requests_total", api="chat", outcome="aborted")
@@ -159,41 +91,41 @@ def test_stop_ends_the_request_in_the_server(visit: Open, decoder: LiveServer) -
     assert page.locator(".stats").all_inner_texts() == ["stopped by you"] * 2
 
 
-def test_an_answer_follows_a_schema(visit: Open, decoder: LiveServer) -> None:
+def test_an_answer_follows_a_schema(visit: Visits, decoder: LiveServer) -> None:
     page = visit(decoder)
-    page.locator(".settings summary").click()
+    page.get_by_role("button", name="Settings").click()
     page.get_by_role("button", name="Insert an example").first.click()
     example = json.loads(page.get_by_label("JSON schema").input_value())
     assert example["required"] == ["name", "age"]
     page.get_by_label("JSON schema").fill(json.dumps({**example, "properties": CHOICES}))
-    page.locator(".settings summary").click()
+    page.get_by_role("button", name="Settings").click()
     send(page, "Who is the fox?")
     wait_for_answers(page)
     answer = json.loads(page.locator(".assistant pre").inner_text())
     assert answer["name"] in CHOICES["name"]["enum"] and answer["age"] in CHOICES["age"]["enum"]
-    page.locator(".settings summary").click()
+    page.get_by_role("button", name="Settings").click()
     page.get_by_label("JSON schema").fill("{")
     send(page, "And now?")
-    page.locator(".assistant .error").wait_for()
-    assert "JSON schema is not valid JSON" in page.locator(".assistant .error").inner_text()
+    page.locator(".user .error").wait_for()
+    assert "JSON schema is not valid JSON" in page.locator(".user .error").inner_text()
 
 
-def test_an_error_is_shown_in_the_servers_words_and_retried(visit: Open, decoder: LiveServer) -> None:
+def test_an_error_is_shown_in_the_servers_words_and_retried(visit: Visits, decoder: LiveServer) -> None:
     page = visit(decoder)
-    page.locator(".settings summary").click()
+    page.get_by_role("button", name="Settings").click()
     page.get_by_label("Top p").fill("7")
     send(page, STORY)
-    error = page.locator(".assistant .error")
+    error = page.locator(".user .error")
     error.wait_for()
     assert "top_p" in error.inner_text()
     page.get_by_label("Top p").fill("")
-    page.get_by_role("button", name="Retry").click()
+    page.get_by_role("button", name="Try again").click()
     wait_for_answers(page)
     assert error.count() == 0
-    visit.told[:] = [text for text in visit.told if "400" not in text]  # type: ignore[attr-defined]
+    visit.told[:] = [text for text in visit.told if "400" not in text]
 
 
-def test_a_message_is_edited_and_columns_have_their_own_settings(visit: Open, decoder: LiveServer) -> None:
+def test_a_message_is_edited_and_columns_have_their_own_settings(visit: Visits, decoder: LiveServer) -> None:
     page = visit(decoder, viewport={"width": 1200, "height": 800})
     bodies = answer_with(page, {"content": "Yes."})
     send(page, "First?")
@@ -217,14 +149,14 @@ def test_a_message_is_edited_and_columns_have_their_own_settings(visit: Open, de
     assert len(one["messages"]) == 3
 
 
-def test_probabilities_are_shown_for_the_token_under_the_pointer(visit: Open, decoder: LiveServer) -> None:
+def test_probabilities_are_shown_for_the_token_under_the_pointer(visit: Visits, decoder: LiveServer) -> None:
     page = visit(decoder)
     for mode in ("Chat", "Completion"):
         page.get_by_role("button", name=mode, exact=True).click()
-        page.locator(".settings summary").click()
+        page.get_by_role("button", name="Settings").click()
         page.get_by_label("Probabilities of tokens").check()
         page.get_by_label("Max tokens").fill("12")
-        page.locator(".settings summary").click()
+        page.get_by_role("button", name="Settings").click()
         send(page, "Once upon")
         wait_for_answers(page)
         page.get_by_role("button", name="Tokens").click()
@@ -237,12 +169,12 @@ def test_probabilities_are_shown_for_the_token_under_the_pointer(visit: Open, de
         assert page.locator(".token").nth(3).get_attribute("class").endswith("chosen"), before
 
 
-def test_calls_of_tools_are_shown_and_answered(visit: Open, decoder: LiveServer) -> None:
+def test_calls_of_tools_are_shown_and_answered(visit: Visits, decoder: LiveServer) -> None:
     page = visit(decoder)
     call = {"index": 0, "id": "call_1", "function": {"name": "get_weather", "arguments": '{"city": '}}
     rest = {"index": 0, "function": {"arguments": '"Bern"}'}}
     bodies = answer_with(page, {"tool_calls": [call]}, {"tool_calls": [rest]}, finish="tool_calls")
-    page.locator(".settings summary").click()
+    page.get_by_role("button", name="Settings").click()
     page.get_by_role("button", name="Insert an example").nth(1).click()
     send(page, "How is the weather in Bern?")
     page.get_by_label("Result of get_weather").fill("Rain.")
@@ -254,7 +186,7 @@ def test_calls_of_tools_are_shown_and_answered(visit: Open, decoder: LiveServer)
     assert bodies[1]["messages"][2] == {"role": "tool", "tool_call_id": "call_1", "content": "Rain."}
 
 
-def test_markup_in_an_answer_is_text(visit: Open, decoder: LiveServer) -> None:
+def test_markup_in_an_answer_is_text(visit: Visits, decoder: LiveServer) -> None:
     page = visit(decoder)
     dialogs: list[str] = []
     page.on("dialog", lambda dialog: (dialogs.append(dialog.message), dialog.dismiss()))
@@ -278,34 +210,17 @@ def test_markup_in_an_answer_is_text(visit: Open, decoder: LiveServer) -> None:
     assert dialogs == []
 
 
-def test_history_is_in_the_browser_alone(visit: Open, decoder: LiveServer) -> None:
-    page = visit(decoder)
-    answer_with(page, {"content": "An **old** answer."})
-    send(page, "An old question")
-    wait_for_answers(page)
-    page.reload()
-    page.locator(".message").wait_for()
-    assert page.locator(".turn").count() == 0
-    page.get_by_role("button", name="History").click()
-    page.get_by_role("button", name="An old question", exact=True).click()
-    assert page.locator(".assistant strong").inner_text() == "old"
-    page.get_by_role("button", name="History").click()
-    page.get_by_role("button", name="Delete An old question").click()
-    page.get_by_text("There are none yet.").wait_for()
-    assert page.evaluate("localStorage.getItem('armature.conversations')") == "[]"
-
-
 # ---- the other parts -------------------------------------------------------------------------------------------------
 
 
-def test_a_key_is_asked_for_and_kept_in_the_tab(visit: Open) -> None:
+def test_a_key_is_asked_for_and_kept_in_the_tab(visit: Visits) -> None:
     with live(DEMO_DIRECTORY, calibrate="off", api_keys=(KEY,)) as server:
         page = visit(server)
         page.get_by_label("Key").fill("wrong")
         page.get_by_role("button", name="Use the key").click()
         page.get_by_text("send it as").wait_for()
-        wait(page, lambda: any("401" in text for text in visit.told))  # type: ignore[attr-defined]
-        visit.told.clear()  # type: ignore[attr-defined]
+        wait(page, lambda: any("401" in text for text in visit.told))
+        visit.told.clear()
         page.get_by_label("Key").fill(KEY)
         page.get_by_role("button", name="Use the key").click()
         send(page, STORY)
@@ -315,7 +230,7 @@ def test_a_key_is_asked_for_and_kept_in_the_tab(visit: Open) -> None:
         assert findings(page) == []
 
 
-def test_texts_are_compared_and_ranked(visit: Open, tmp_path: Path) -> None:
+def test_texts_are_compared_and_ranked(visit: Visits, tmp_path: Path) -> None:
     with live(write_model("encoder", tmp_path), calibrate="off") as server:
         page = visit(server)
         page.get_by_role("button", name="Compare", exact=True).click()
@@ -329,7 +244,7 @@ def test_texts_are_compared_and_ranked(visit: Open, tmp_path: Path) -> None:
         assert findings(page) == []
 
 
-def test_texts_are_classified(visit: Open, tmp_path: Path) -> None:
+def test_texts_are_classified(visit: Visits, tmp_path: Path) -> None:
     model = write_encoder(tmp_path / "model", "BertForSequenceClassification", num_labels=3)
     with live(model, calibrate="off") as server:
         page = visit(server)
@@ -340,7 +255,7 @@ def test_texts_are_classified(visit: Open, tmp_path: Path) -> None:
         assert findings(page) == []
 
 
-def test_a_program_gets_a_form_of_its_signature(visit: Open, tmp_path: Path) -> None:
+def test_a_program_gets_a_form_of_its_signature(visit: Visits, tmp_path: Path) -> None:
     with live(write_model("program", tmp_path / "model"), calibrate="off") as server:
         page = visit(server)
         assert page.locator("legend").first.inner_text() == "ids – INT64"
@@ -353,7 +268,7 @@ def test_a_program_gets_a_form_of_its_signature(visit: Open, tmp_path: Path) -> 
         assert findings(page) == []
 
 
-def test_the_machine_is_described_in_words(visit: Open, decoder: LiveServer) -> None:
+def test_the_machine_is_described_in_words(visit: Visits, decoder: LiveServer) -> None:
     page = visit(decoder, "machine")
     page.locator(".lead").wait_for()
     assert re.match(
@@ -366,7 +281,7 @@ def test_the_machine_is_described_in_words(visit: Open, decoder: LiveServer) -> 
     assert "None" not in text and "undefined" not in text and "NaN" not in text
 
 
-def test_now_follows_the_requests(visit: Open, decoder: LiveServer) -> None:
+def test_now_follows_the_requests(visit: Visits, decoder: LiveServer) -> None:
     page = visit(decoder, "now")
     page.clock.install()
     page.reload()
@@ -385,7 +300,7 @@ def test_now_follows_the_requests(visit: Open, decoder: LiveServer) -> None:
     assert asked == [], "nothing is asked while Now is not shown"
 
 
-def test_the_list_of_routes_loads_nothing(visit: Open, decoder: LiveServer) -> None:
+def test_the_list_of_routes_loads_nothing(visit: Visits, decoder: LiveServer) -> None:
     page = visit(decoder)
     page.locator(".message").wait_for()
     asked: list[str] = []
@@ -398,20 +313,26 @@ def test_the_list_of_routes_loads_nothing(visit: Open, decoder: LiveServer) -> N
 
 
 @pytest.mark.parametrize("theme", ["light", "dark"])
-@pytest.mark.parametrize("viewport", [{"width": 1200, "height": 800}, PHONE], ids=["wide", "phone"])
-def test_axe_finds_nothing_and_nothing_runs_over(
-    visit: Open, decoder: LiveServer, viewport: dict[str, int], theme: str
-) -> None:
-    page = visit(decoder, viewport=viewport, color_scheme=theme)
-    answer_with(page, {"content": HOSTILE})
+@pytest.mark.parametrize("width", [320, 390, 768, 1280, 1920])
+def test_axe_finds_nothing_and_nothing_runs_over(visit: Visits, decoder: LiveServer, width: int, theme: str) -> None:
+    page = visit(decoder, viewport={"width": width, "height": 800}, color_scheme=theme)
+    page.locator(".welcome").wait_for()
+    told = {"empty": findings(page)}
+    answer_with(page, {"content": HOSTILE + RICH})
     send(page, "Show everything")
     wait_for_answers(page)
-    page.locator(".settings summary").click()
+    page.locator("math").first.wait_for()
+    page.locator(".hl-keyword").first.wait_for()
+    told["talk"] = findings(page)
+    if not page.get_by_label("Search the conversations").is_visible():
+        page.get_by_role("button", name="Conversations").click()
+    page.get_by_role("button", name="Rename, export or delete").click()
+    told["list"] = findings(page)
+    page.get_by_label("Search the conversations").press("Escape")
+    page.get_by_role("button", name="Settings").click()
     page.get_by_label("System prompt").wait_for()
-    told = {"talk": findings(page)}
-    page.get_by_role("button", name="History").click()
-    told["history"] = findings(page)
-    page.keyboard.press("Escape")
+    told["settings"] = findings(page)
+    assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")
     for part, ready in (("machine", ".lead"), ("now", ".card")):
         page.locator(f"#tab-{part}").click()
         page.locator(ready).first.wait_for()
@@ -420,13 +341,24 @@ def test_axe_finds_nothing_and_nothing_runs_over(
     assert {part: found for part, found in told.items() if found} == {}
 
 
-def test_the_keyboard_reaches_everything(visit: Open, decoder: LiveServer) -> None:
+def test_the_keyboard_reaches_everything(visit: Visits, decoder: LiveServer) -> None:
     page = visit(decoder)
     page.locator(".message").wait_for()
     page.locator(".skip").focus()
     reached = []
-    for _ in range(14):
+    for _ in range(20):
         page.keyboard.press("Tab")
         reached.append(page.evaluate("document.activeElement.textContent.trim() || document.activeElement.className"))
-    for name in ("Talk", "Machine", "Now", "API", "Chat", "Completion", "New", "History", "Add a column", "message"):
+    for name in (
+        "Talk",
+        "Machine",
+        "Now",
+        "API",
+        "Chat",
+        "Completion",
+        "New",
+        "Conversations",
+        "Add a column",
+        "message",
+    ):
         assert any(name in text for text in reached), (name, reached)

@@ -73,8 +73,8 @@ def read_web_file(name: str) -> WebFile:
 @cache
 def web_paths() -> dict[str, str]:
     """Return the file of each path at which a part of the page is served. No other path leads to a file."""
-    names = sorted(path.name for path in WEB_DIRECTORY.iterdir() if path.suffix in CONTENT_TYPES)
-    return {f"/web/{name}": name for name in names if name != PAGE}
+    files = (path.relative_to(WEB_DIRECTORY).as_posix() for path in WEB_DIRECTORY.rglob("*"))
+    return {f"/web/{name}": name for name in sorted(files) if Path(name).suffix in CONTENT_TYPES and name != PAGE}
 
 
 def web_file_response(request: Request, name: str) -> Response:
