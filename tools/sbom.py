@@ -1,8 +1,8 @@
 """Write the SBOM of an image as CycloneDX 1.6: `python -m tools.sbom amd64 > sbom.json` (`cuda-amd64` for CUDA).
 
-The components are the wheels of the image's lock with their hashes. Licences and dependencies come from the metadata
-of installed packages of the locked version; inside the image (docs/releasing.md) that is all of them. `--debian /`
-adds the Debian packages of that root.
+The components are the wheels of the image's lock with their hashes, and the libraries in the web page. Licences and
+dependencies come from the metadata of installed packages of the locked version; inside the image (docs/releasing.md)
+that is all of them. `--debian /` adds the Debian packages of that root.
 `cyclonedx-py` does not replace it: it would have to be installed in the image that it describes, since it reads either
 an environment, without the hashes of the wheels, or a requirements file, without licences and dependencies, and it
 knows no Debian packages. This module uses the standard library and `packaging`, which the image has.
@@ -20,6 +20,7 @@ import uuid
 from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from hashlib import sha256
 from importlib.metadata import Distribution, PackageNotFoundError, distribution
 from pathlib import Path
 from typing import Any
@@ -33,6 +34,12 @@ from tools.install import CPU_INDEX, ROOT
 from tools.lock import LOCKS, PYTHON
 
 Json = dict[str, Any]
+VENDOR = ROOT / "app" / "web" / "vendor"
+# Libraries in the web page, by their folder: package of npm, version, licence, and the file that has their code.
+VENDORED = {
+    "highlight": ("@highlightjs/cdn-assets", "11.12.0", "BSD-3-Clause", "highlight.min.js"),
+    "temml": ("temml", "0.13.5", "MIT", "temml.min.js"),
+}
 LINE = re.compile(r"(?P<name>[^=\s]+)===?(?P<version>\S+) --hash=sha256:(?P<sha256>[0-9a-f]{64})")
 
 
@@ -77,7 +84,7 @@ def main() -> int:
 def document(name: str, now: datetime, debian: Path | None = None) -> Json:
     """Return the document. The serial number is derived from the contents, so equal images have equal numbers."""
     wheels = read_lock((ROOT / "requirements" / f"image-{name}.txt").read_text(encoding="utf-8"))
-    components = [component(wheel) for wheel in wheels]
+    components = [*map(component, wheels), *map(vendored, VENDORED)]
     if debian is not None:
         components += debian_packages(debian)
     machine = next(lock.machine for lock in LOCKS if lock.name == name)
@@ -137,6 +144,21 @@ def component(wheel: Wheel) -> Json:
     return about
 
 
+def vendored(folder: str) -> Json:
+    """Return the component of a library that is part of the web page, with the hash of our copy."""
+    name, version, licence, file = VENDORED[folder]
+    purl = f"pkg:npm/{quote(name, safe='/')}@{version}"
+    return {
+        "type": "library",
+        "bom-ref": purl,
+        "name": name,
+        "version": version,
+        "hashes": [{"alg": "SHA-256", "content": sha256((VENDOR / folder / file).read_bytes()).hexdigest()}],
+        "purl": purl,
+        "licenses": [{"license": {"id": licence, "acknowledgement": "declared"}}],
+    }
+
+
 def licences(installed: Distribution) -> list[Json]:
     """Return the SPDX expression if there is one, else the declared names unchanged: "BSD" may be any of several."""
     said = installed.metadata
@@ -159,6 +181,7 @@ def dependencies(wheels: list[Wheel], machine: str) -> list[Json]:
         return sorted(refs[name] for name in wanted if name in refs)
 
     graph = [{"ref": "armature", "dependsOn": asked_for(project()["dependencies"])}]
+    graph[0]["dependsOn"] += [vendored(folder)["purl"] for folder in VENDORED]
     for wheel in wheels:
         installed = wheel.installed()
         graph.append({"ref": wheel.purl, "dependsOn": asked_for((installed.requires if installed else None) or [])})

@@ -52,11 +52,26 @@ def test_every_line_of_the_lock_is_a_component() -> None:
     lines = (ROOT / "requirements/image-arm64.txt").read_text().splitlines()[1:]
     made = document("arm64", NOON)
     told = [
-        f"{each['name']}=={each['version']} --hash=sha256:{each['hashes'][0]['content']}" for each in made["components"]
+        f"{each['name']}=={each['version']} --hash=sha256:{each['hashes'][0]['content']}"
+        for each in made["components"]
+        if each["purl"].startswith("pkg:pypi/")
     ]
     assert told == lines
     assert made["metadata"]["component"]["version"] == VERSION
     assert made["metadata"]["timestamp"] == "2026-11-22T12:00:00+00:00"
+
+
+def test_every_library_in_the_web_page_is_a_component_with_its_licence() -> None:
+    made = {each["purl"]: each for each in document("amd64", NOON)["components"] if "pkg:npm" in each["purl"]}
+    folders = sorted(path for path in sbom.VENDOR.iterdir() if path.is_dir())
+    assert [folder.name for folder in folders] == sorted(sbom.VENDORED)
+    for folder in folders:
+        name, number, licence, file = sbom.VENDORED[folder.name]
+        known = made[f"pkg:npm/{name.replace('@', '%40')}@{number}"]
+        assert number in (folder / file).read_text(encoding="utf-8")[:300], "the version in the file's first lines"
+        text = (folder / "LICENSE").read_text(encoding="utf-8")
+        assert {"MIT": "MIT License", "BSD-3-Clause": "BSD 3-Clause"}[licence] in text
+        assert known["licenses"][0]["license"]["id"] == licence
 
 
 def test_the_same_contents_have_the_same_number() -> None:
@@ -118,7 +133,8 @@ def test_who_asks_for_whom_is_reported_by_markers() -> None:
         name: Wheel(name, version(name), HASH) for name in ("fastapi", "pydantic", "pydantic-core", "uvicorn", "uvloop")
     }
     graph = {each["ref"]: each["dependsOn"] for each in sbom.dependencies(list(wheels.values()), "aarch64")}
-    assert graph["armature"] == [wheels[name].purl for name in ("fastapi", "pydantic", "uvicorn", "uvloop")]
+    asked = [ref for ref in graph["armature"] if ref.startswith("pkg:pypi/")]
+    assert asked == [wheels[name].purl for name in ("fastapi", "pydantic", "uvicorn", "uvloop")]
     assert graph[wheels["pydantic"].purl] == [wheels["pydantic-core"].purl]
     assert graph[wheels["uvicorn"].purl] == []  # it asks for uvloop in an extra alone
 
