@@ -38,5 +38,5 @@ def process_usage() -> resource.struct_rusage:
     """Return the counters of this process (man 2 getrusage), or zeros if the kernel refuses them."""
     try:
         return resource.getrusage(resource.RUSAGE_SELF)
-    except OSError:
+    except (OSError, ValueError):  # Python turns EINVAL into a ValueError
         return _NO_USAGE

@@ -214,7 +214,7 @@ def server_config(app: FastAPI, settings: Settings) -> uvicorn.Config:
 def connection_limits(settings: Settings) -> ConnectionLimits:
     """Return the bounds on connections. The operating system's limit of open files bounds them too."""
     open_files = resource.RLIM_INFINITY
-    with suppress(OSError):
+    with suppress(OSError, ValueError):
         open_files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     possible = sys.maxsize if open_files == resource.RLIM_INFINITY else max(open_files - RESERVED_FILES, 1)
     wanted = AUTO_CONNECTIONS if settings.max_connections == "auto" else settings.max_connections
