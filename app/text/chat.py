@@ -23,6 +23,7 @@ from app.weights.files import file_in, read_text
 
 _RESERVED = frozenset({"messages", "add_generation_prompt", "tools", "documents", "range"})
 
+TRIAL_CPU_SECONDS = TemplateLimits().cpu_seconds
 MAX_TEMPLATE_BYTES = 2**20  # the longest in use have about 20 kB
 
 
@@ -66,24 +67,38 @@ class ChatTemplate:
         """
         self._named_tokens = dict(named_tokens)
         self.source = source
-        self._process = TemplateProcess(source, limits or TemplateLimits())
+        limits = limits or TemplateLimits()
+        self._process = TemplateProcess(source, limits)
         status, message = self._process.check()
         if status is not ReplyStatus.TEXT:
             self.close()
             where = f" ({name})" if name else ""
             raise CheckpointInvalid(f"the checkpoint's chat template{where} cannot be used: {message.rstrip('.')}.")
-        self._system_rules = find_system_rules(self._written_by_a_trial)
+        self._system_rules = self._try_system_messages(limits)
 
     @property
     def system_rules(self) -> SystemRules:
         """Where the template writes system messages. Others are folded into messages of the user."""
         return self._system_rules
 
-    def _written_by_a_trial(self, messages: Sequence[Mapping[str, Any]]) -> str | None:
-        """Return the text of a trial conversation; None if the template does not write it."""
-        fixed = {"messages": messages, "add_generation_prompt": True, "tools": None, "documents": None}
-        status, text = self._process.render(_dates() | self._named_tokens | fixed)
-        return text if status is ReplyStatus.TEXT else None
+    def _try_system_messages(self, limits: TemplateLimits) -> SystemRules:
+        """Return where the template writes system messages, found by trial conversations.
+
+        A trial has the usual limits, also if the operator allows a request hours: the server waits for it.
+        """
+        usual = TemplateLimits(min(limits.cpu_seconds, TRIAL_CPU_SECONDS), limits.memory_bytes)
+        process = self._process if usual == limits else TemplateProcess(self.source, usual)
+
+        def written(messages: Sequence[Mapping[str, Any]]) -> str | None:
+            fixed = {"messages": messages, "add_generation_prompt": True, "tools": None, "documents": None}
+            status, text = process.render(_dates() | self._named_tokens | fixed)
+            return text if status is ReplyStatus.TEXT else None
+
+        try:
+            return find_system_rules(written)
+        finally:
+            if process is not self._process:
+                process.close()
 
     def close(self) -> None:
         """End the template's process. A rendering in another thread ends with `ServiceStopping`."""
