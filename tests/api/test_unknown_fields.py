@@ -198,7 +198,7 @@ def test_each_field_of_the_tables_is_refused_by_name_with_advice() -> None:
         ("/generate", ["tools", "guided_json", "sampling_params", "messages", "return_hidden_states"]),
         ("/v2/models/{name}/generate", ["stop_words", "random_seed", "response_format", "prompt"]),
         ("/v1/embeddings", ["input_type", "output_dimension", "normalize", "texts"]),
-        ("/v1/rerank", ["max_tokens_per_doc", "instruction", "inputs"]),
+        ("/v1/rerank", ["max_chunks_per_doc", "instruction", "inputs"]),
         ("/v2/embed", ["images", "max_tokens", "input"]),
         ("/predict", ["input"]),
     ],

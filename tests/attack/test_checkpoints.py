@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from app.errors import CheckpointInvalid, SettingsInvalid
-from app.server.process import check_tls
+from app.server.process import tls_context
 from app.server.startup import read_api_keys
 from app.settings import DEMO_DIRECTORY, Settings
 from app.text.chat import MAX_TEMPLATE_BYTES, open_chat_template
@@ -105,7 +105,7 @@ def test_only_regular_files_are_opened_wherever_a_start_reads(
     with pytest.raises(SettingsInvalid, match="api_key_file"):
         read_api_keys(Settings(api_key_file=file))
     with pytest.raises(SettingsInvalid, match="tls_cert"):
-        check_tls(Settings(tls_cert=file, tls_key=file))
+        tls_context(Settings(tls_cert=file, tls_key=file))
     for name in (f"{kind}.gguf", f"{kind}.pt2"):
         make_special(Path(name), kind)
         with pytest.raises(CheckpointInvalid):

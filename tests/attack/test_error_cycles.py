@@ -47,7 +47,7 @@ def frames(found: list[Any]) -> set[str]:
         ("/v1/chat/completions", {"messages": [{"role": "user", "content": LONG}]}, 400),
         ("/v1/chat/completions", {"messages": [{"role": "user", "content": LONG}], "stream": True}, 400),
         ("/v1/chat/completions", {"messages": "x"}, 400),
-        ("/v1/messages", {"model": "unknown", "max_tokens": 1, "messages": [{"role": "user", "content": "a"}]}, 404),
+        ("/v1/messages", {"model": "unknown", "max_tokens": 0, "messages": [{"role": "user", "content": "a"}]}, 400),
         ("/generate", {"prompt": [[1]] * 50_000}, 400),
         ("/v1/completions", {"messages": [{"role": "user", "content": LONG}]}, 400),
         ("/nowhere", {"prompt": "a"}, 404),

@@ -76,6 +76,7 @@ def test_the_list_is_as_long_as_the_first_attack() -> None:
 @pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="only Linux limits a process's addresses")
 def test_no_process_took_more_memory_than_it_may() -> None:
     template = ChatTemplate(HOSTILE["memory: tilde doubling"], {})
+    template._process.check()  # waits until the process, which a trial may have ended, has set its limits
     pid = template._process._child._process.pid
     limits = Path(f"/proc/{pid}/limits").read_text()
     with pytest.raises(InvalidRequest, match="needs more memory"):

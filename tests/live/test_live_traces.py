@@ -29,6 +29,8 @@ OPENMETRICS = {"accept": "application/openmetrics-text;version=1.0.0"}
 EXEMPLARS = (
     "request_seconds",
     "queue_seconds",
+    "prefill_seconds",
+    "decode_seconds",
     "time_to_first_token_seconds",
     "inter_token_latency_seconds",
     "time_per_output_token_seconds",

@@ -267,7 +267,7 @@ def test_a_device_scores_prompts_too(llama: tuple[Path, dict[str, Tensor]]) -> N
     check(heard, logits, MIXED)
     expected, _ = served(load(directory, max_model_len=MAX_LEN), MIXED)
     assert heard.tokens == expected.tokens
-    assert served_by_device.num_ahead > 5
+    assert served_by_device.num_ahead > 0
 
 
 def test_few_rows_of_logits_exist_at_once(

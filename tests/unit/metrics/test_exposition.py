@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import time
 from pathlib import Path
 from typing import Any, get_args
 
@@ -342,14 +341,10 @@ def test_no_label_is_made_from_what_clients_send_and_all_names_are_ours(metrics:
         ), name
 
 
-def test_a_scrape_costs_a_few_milliseconds_of_one_core(metrics: Metrics) -> None:
+def test_a_scrape_has_a_bounded_number_of_series(metrics: Metrics) -> None:
     tell_everything(metrics)
     for api in ("chat", "completions", "native", "oip"):
         for outcome in ("stop", "length", "aborted", "timeout"):
             metrics.request_ended(api, outcome, 0.1)  # type: ignore[arg-type]
-    times = []
-    for _ in range(9):
-        start = time.thread_time()  # of this thread alone: a busy machine does not count
-        metrics.render()
-        times.append(time.thread_time() - start)
-    assert min(times) < 0.005 * 4  # the aim is 5 ms on the reference machine; a slow one may take four times that
+    series = [line for line in metrics.render()[0].decode().splitlines() if not line.startswith("#")]
+    assert 500 < len(series) < 1_600  # about 10 us of one core each

@@ -80,5 +80,6 @@ async def test_admission_counts_the_memory_of_many() -> None:
             await anext(stream)
             (command,) = await worker.orders()
             assert command.params.logprobs == LIMITS.vocab_size
-            assert admission.num_held_bytes == 2 * LIMITS.vocab_size * SCORE_BYTES
+            held_for_text = admission.num_held_bytes - 2 * LIMITS.vocab_size * SCORE_BYTES
+            assert 0 <= held_for_text < 100
         assert admission.num_held_bytes == 0

@@ -185,7 +185,7 @@ def test_without_matplotlib_the_tables_can_be_had_and_the_page_says_how(
 ) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     write_result(made_encoder(samples=2), tmp_path / "one.json")
-    with pytest.raises(MeasurementFailed, match=r"armature\[bench\]"):
+    with pytest.raises(MeasurementFailed, match=r"armature-serve\[bench\]"):
         make_report([tmp_path / "one.json"], tmp_path / "report", False, HERE)
     assert make_report([tmp_path / "one.json"], None, False, HERE) == 0
     assert "Throughput and request latency" in capsys.readouterr().out
