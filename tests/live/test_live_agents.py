@@ -1,0 +1,201 @@
+"""Agents and SDKs, unchanged and as docs/clients.md sets them up: each calls a tool and reads its result.
+
+The server has no flags that concern clients. Its model is scripted, so that every agent gets a call of the tool that
+it has for commands. `make clients` installs the agents and runs this file; an agent that is not installed is skipped by
+its name.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+
+import pytest
+
+from scripted_checkpoint import CONTENT, DONE, EDIT, FILE, write_scripted_checkpoint
+from tests.live.live_server import server_process, until
+
+import httpx
+
+pytestmark = pytest.mark.full
+
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "clients.md"
+TASK = f"Write {CONTENT} into {FILE}."
+SECONDS = 240  # of one client on a busy machine
+# A section of the page, its program, and what makes the program do one task without questions.
+AGENTS: Mapping[str, Sequence[str]] = {
+    "Codex": ("codex", "exec", "--skip-git-repo-check", "--dangerously-bypass-approvals-and-sandbox"),
+    "Claude Code": ("claude", "--allowedTools", "Bash", "-p"),
+    "opencode": ("opencode", "run"),
+    "qwen-code": ("qwen", "--yolo", "-p"),
+    "pi": ("pi", "-p"),
+    "Continue": ("cn", "--auto", "-p"),
+    "Cline": ("cline",),
+    "llm": ("llm", "--functions", "notes.py"),
+}
+NOTES = f'def write_note(text: str) -> str:\n    open("{FILE}", "w").write(text)\n    return "It is written."\n'
+# The agents ask nothing of other hosts that they can do without.
+QUIET = {
+    "CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC": "1",
+    "CONTINUE_TELEMETRY_ENABLED": "0",
+    "DISABLE_TELEMETRY": "1",
+    "LITELLM_LOCAL_MODEL_COST_MAP": "True",
+    "OPENCODE_DISABLE_AUTOUPDATE": "true",
+    "OPENCODE_DISABLE_LSP_DOWNLOAD": "true",
+    "OPENCODE_DISABLE_MODELS_FETCH": "true",
+    "PI_OFFLINE": "1",
+}
+
+
+def modules() -> Path:
+    """Return the folder of npm's packages that `make clients` names."""
+    return Path(os.environ.get("CLIENTS_NODE_MODULES") or "node_modules").absolute()
+
+
+def programs() -> str:
+    """Return where the agents' programs are."""
+    folders = [str(modules() / ".bin"), os.environ.get("CLIENTS_PROGRAMS", ""), os.environ.get("PATH", "")]
+    return os.pathsep.join(filter(None, folders))
+
+
+class Desk:
+    """A client's own home and folder to work in. `url` is the server's address."""
+
+    def __init__(self, folder: Path, url: str) -> None:
+        self.home, self.work, self._url = folder / "home", folder / "work", url
+        self.home.mkdir()
+        self.work.mkdir()
+        self.environment = QUIET | {"HOME": str(self.home), "PATH": programs(), "PYTHONPATH": ""}
+
+    def blocks(self, section: str, language: str) -> list[str]:
+        """Return the section's blocks in that language, with the address of this server."""
+        text = section_of_page(section).replace("http://127.0.0.1:8000", self._url)
+        return re.findall(rf"^```{language}\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
+
+    def write_settings(self, section: str) -> None:
+        """Write the files that the section names into the home."""
+        text = section_of_page(section).replace("http://127.0.0.1:8000", self._url)
+        found = re.findall(r"^In `~/([^`]+)`[^`]*?:\n\n```\w+\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
+        for name, content in found:
+            path = self.home / name
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(content, encoding="utf-8")
+
+    def run(self, command: Sequence[str | Path]) -> str:
+        """Return what a command printed. It must end with 0, and nothing that it started lives longer."""
+        process = subprocess.Popen(
+            list(command), cwd=self.work, env=self.environment, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT, text=True, start_new_session=True,
+        )  # fmt: skip
+        try:
+            said, _ = process.communicate(timeout=SECONDS)
+        finally:
+            with_group(process.pid)
+            process.wait()
+        assert process.returncode == 0, said[-3000:]
+        return said
+
+    @property
+    def written(self) -> str:
+        """The content of the file that the tool writes."""
+        file = self.work / FILE
+        return file.read_text(encoding="utf-8").strip() if file.exists() else ""
+
+
+def with_group(group: int) -> None:
+    """End what is left of a process group."""
+    try:
+        os.killpg(group, signal.SIGKILL)
+    except ProcessLookupError:
+        return
+
+
+def section_of_page(title: str) -> str:
+    found = re.search(rf"^## {re.escape(title)}\n(.*?)^## ", PAGE.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)
+    assert found, f"docs/clients.md has no section {title}"
+    return found[1]
+
+
+@pytest.fixture(scope="module")
+def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    checkpoint = write_scripted_checkpoint(tmp_path_factory.mktemp("checkpoints") / "scripted")
+    with server_process(checkpoint, "--calibrate", "off") as server:
+        address = server.url()
+        until(lambda: httpx.get(f"{address}/readyz").status_code == 200)
+        yield address
+
+
+@pytest.fixture
+def desk(tmp_path: Path, url: str) -> Desk:
+    return Desk(tmp_path, url)
+
+
+def needs(program: str) -> None:
+    """Skip the test if a program is not installed."""
+    if shutil.which(program, path=programs()) is None:
+        pytest.skip(f"{program} is not installed: make clients")
+
+
+@pytest.mark.parametrize("section", AGENTS)
+def test_an_agent_calls_a_tool_and_reads_its_result(desk: Desk, section: str) -> None:
+    program, *options = AGENTS[section]
+    needs(program)
+    desk.write_settings(section)
+    (desk.work / "notes.py").write_text(NOTES, encoding="utf-8")
+    (setup,) = desk.blocks(section, "bash")
+    said = desk.run(["bash", "-ec", f'{setup.rstrip()} "$@"', program, *options, TASK])
+    assert desk.written == CONTENT
+    assert DONE in said
+
+
+def test_aider_edits_a_file(desk: Desk) -> None:
+    needs("aider")
+    (setup,) = desk.blocks("aider", "bash")
+    options = "--no-check-update --no-analytics --no-show-model-warnings --no-git --yes-always --message".split()
+    said = desk.run(["bash", "-ec", f'{setup.rstrip()} "$@"', "aider", FILE, *options, TASK])
+    assert desk.written == CONTENT
+    assert EDIT.partition("\n")[0] in said
+
+
+LIBRARIES = {
+    "OpenAI's SDK": ("openai", "openai"),
+    "Anthropic's SDK": ("anthropic", "anthropic"),
+    "Ollama's command line and its clients": ("ollama", "ollama"),
+    "LangChain": ("langchain_openai", "langchain-openai"),
+    "LlamaIndex": ("llama_index.llms.openai_like", "llama-index-llms-openai-like"),
+    "LiteLLM": ("litellm", "litellm"),
+}
+
+
+@pytest.mark.parametrize("section", LIBRARIES)
+def test_a_python_library(desk: Desk, section: str) -> None:
+    module, package = LIBRARIES[section]
+    pytest.importorskip(module.partition(".")[0], reason=f"not installed: pip install {package}, or make clients")
+    (code,) = desk.blocks(section, "python")
+    check_library(desk, section, desk.run([sys.executable, "-c", code]))
+
+
+@pytest.mark.parametrize(("section", "package"), [("OpenAI's SDK", "openai"), ("Anthropic's SDK", "@anthropic-ai/sdk")])
+def test_a_javascript_library(desk: Desk, section: str, package: str) -> None:
+    needs("node")
+    if not (modules() / package).is_dir():
+        pytest.skip(f"npm's {package} is not installed: make clients")
+    (code,) = desk.blocks(section, "javascript")
+    (desk.work / "node_modules").symlink_to(modules())
+    (desk.work / "client.mjs").write_text(code, encoding="utf-8")
+    check_library(desk, section, desk.run(["node", "client.mjs"]))
+
+
+def check_library(desk: Desk, section: str, said: str) -> None:
+    """Anthropic's tool runners call a tool; the others get a text."""
+    if section == "Anthropic's SDK":
+        assert desk.written == CONTENT
+        assert DONE in said
+    else:
+        assert EDIT.partition("\n")[0] in said
