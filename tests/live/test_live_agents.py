@@ -14,20 +14,20 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 
+import httpx
 import pytest
 
-from scripted_checkpoint import CONTENT, DONE, EDIT, FILE, write_scripted_checkpoint
+from scripted_checkpoint import CONTENT, CONTEXT, DONE, EDIT, FILE, write_scripted_checkpoint
 from tests.live.live_server import server_process, until
-
-import httpx
 
 pytestmark = pytest.mark.full
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "clients.md"
 TASK = f"Write {CONTENT} into {FILE}."
-SECONDS = 240  # of one client on a busy machine
+SECONDS = 100  # of one client on a busy machine
 # A section of the page, its program, and what makes the program do one task without questions.
 AGENTS: Mapping[str, Sequence[str]] = {
     "Codex": ("codex", "exec", "--skip-git-repo-check", "--dangerously-bypass-approvals-and-sandbox"),
@@ -69,35 +69,45 @@ class Desk:
 
     def __init__(self, folder: Path, url: str) -> None:
         self.home, self.work, self._url = folder / "home", folder / "work", url
+        self._log = folder / "log"
         self.home.mkdir()
         self.work.mkdir()
         self.environment = QUIET | {"HOME": str(self.home), "PATH": programs(), "PYTHONPATH": ""}
 
     def blocks(self, section: str, language: str) -> list[str]:
-        """Return the section's blocks in that language, with the address of this server."""
-        text = section_of_page(section).replace("http://127.0.0.1:8000", self._url)
-        return re.findall(rf"^```{language}\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
+        """Return the section's blocks in that language, for this server."""
+        return re.findall(rf"^```{language}\n(.*?)^```$", self._section(section), re.MULTILINE | re.DOTALL)
 
     def write_settings(self, section: str) -> None:
         """Write the files that the section names into the home."""
-        text = section_of_page(section).replace("http://127.0.0.1:8000", self._url)
-        found = re.findall(r"^In `~/([^`]+)`[^`]*?:\n\n```\w+\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
-        for name, content in found:
+        files = r"^In `~/([^`]+)`[^`]*?:\n\n```\w+\n(.*?)^```$"
+        for name, content in re.findall(files, self._section(section), re.MULTILINE | re.DOTALL):
             path = self.home / name
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(content, encoding="utf-8")
 
+    def _section(self, title: str) -> str:
+        """Return a section of the page with this server's address, and this model's context."""
+        page = PAGE.read_text(encoding="utf-8")
+        found = re.search(rf"^## {re.escape(title)}\n(.*?)^## ", page, re.MULTILINE | re.DOTALL)
+        assert found, f"docs/clients.md has no section {title}"
+        return found[1].replace("http://127.0.0.1:8000", self._url).replace("32768", str(CONTEXT))
+
     def run(self, command: Sequence[str | Path]) -> str:
         """Return what a command printed. It must end with 0, and nothing that it started lives longer."""
-        process = subprocess.Popen(
-            list(command), cwd=self.work, env=self.environment, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT, text=True, start_new_session=True,
-        )  # fmt: skip
+        with self._log.open("w") as log:
+            process = subprocess.Popen(
+                list(command), cwd=self.work, env=self.environment, stdin=subprocess.DEVNULL, stdout=log,
+                stderr=subprocess.STDOUT, start_new_session=True,
+            )  # fmt: skip
         try:
-            said, _ = process.communicate(timeout=SECONDS)
+            with suppress(subprocess.TimeoutExpired):  # its status is then that of the kill
+                process.wait(SECONDS)
         finally:
-            with_group(process.pid)
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
             process.wait()
+        said = self._log.read_text(encoding="utf-8", errors="replace")
         assert process.returncode == 0, said[-3000:]
         return said
 
@@ -106,20 +116,6 @@ class Desk:
         """The content of the file that the tool writes."""
         file = self.work / FILE
         return file.read_text(encoding="utf-8").strip() if file.exists() else ""
-
-
-def with_group(group: int) -> None:
-    """End what is left of a process group."""
-    try:
-        os.killpg(group, signal.SIGKILL)
-    except ProcessLookupError:
-        return
-
-
-def section_of_page(title: str) -> str:
-    found = re.search(rf"^## {re.escape(title)}\n(.*?)^## ", PAGE.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)
-    assert found, f"docs/clients.md has no section {title}"
-    return found[1]
 
 
 @pytest.fixture(scope="module")
