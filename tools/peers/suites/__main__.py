@@ -168,7 +168,7 @@ def configuration(suite: Suite, outcomes: Path, arguments: argparse.Namespace) -
         "decoder": decoder,
         "encoder": arguments.encoder,
         "decoder_directory": str(ROOT / decoder),
-        "encoder_directory": str(encoder_directory(arguments.encoder)),
+        "encoder_directory": str(encoder_directory(arguments.encoder)) if suite.package else "",
     }
 
 

@@ -17,7 +17,7 @@ class Suite:
     `package` has the tests; without one they are ours. `above` says that the tests are imported as a package, from the
     folder above. `decoder` is a checkpoint, or `real` for the one that `make real-model` writes.
     `environment` is the folder of the virtual environment: packages that exclude each other have their own.
-    `programs` are packages of which only the commands are run; each has an environment of its own.
+    `programs` are packages that tests only start; each has an environment of its own.
     """
 
     name: str
@@ -77,7 +77,7 @@ NODE_PACKAGES = (
     "@openai/codex", "@anthropic-ai/claude-code", "opencode-ai", "@qwen-code/qwen-code", "@continuedev/cli", "cline",
     "@mariozechner/pi-coding-agent",
 )  # fmt: skip
-PROGRAMS = ("aider-chat", "llm")
+PROGRAMS = ("aider-chat", "llm", "openai-agents")
 SUITES = {
     suite.name: suite
     for suite in (
