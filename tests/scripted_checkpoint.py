@@ -75,6 +75,7 @@ def write_scripted_checkpoint(directory: Path) -> Path:
             last = len(vocabulary)
             vocabulary.append(piece)
         following[last] = vocabulary.index(END)
+    assert len(set(vocabulary)) == len(vocabulary)
     size = len(vocabulary) + -len(vocabulary) % 64
     values = config_values(
         "MistralForCausalLM",  # with its window, attention to a long prompt takes little time
@@ -114,7 +115,7 @@ def _pieces(text: str, taken: Collection[str]) -> list[str]:
             end += 1
         pieces.append(text[start:end])
         start = end
-    if pieces[-1] in taken:
+    while pieces[-1] in taken:
         pieces[-2:] = [pieces[-2] + pieces[-1]]
     return pieces
 

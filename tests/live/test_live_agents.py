@@ -7,6 +7,7 @@ its name.
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shutil
@@ -16,11 +17,12 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
 
-from scripted_checkpoint import CONTENT, CONTEXT, DONE, EDIT, FILE, write_scripted_checkpoint
+from scripted_checkpoint import CALLS, CONTENT, CONTEXT, DONE, EDIT, FILE, write_scripted_checkpoint
 from tests.live.live_server import server_process, until
 
 pytestmark = pytest.mark.full
@@ -130,6 +132,24 @@ def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 @pytest.fixture
 def desk(tmp_path: Path, url: str) -> Desk:
     return Desk(tmp_path, url)
+
+
+@pytest.mark.parametrize("tool", CALLS)
+def test_the_scripted_model_calls_a_tool_and_ends_after_its_result(url: str, tool: str) -> None:
+    def answer(*results: dict[str, Any], tools: Sequence[str]) -> dict[str, Any]:
+        listed = [{"type": "function", "function": {"name": name}} for name in tools]
+        messages = [{"role": "user", "content": TASK}, *results]
+        sent = httpx.post(f"{url}/v1/chat/completions", json={"model": "any", "messages": messages, "tools": listed})
+        message: dict[str, Any] = sent.json()["choices"][0]["message"]
+        return message
+
+    first = answer(tools=["unknown", tool])
+    (call,) = first["tool_calls"]
+    assert call["function"]["name"] == tool
+    assert json.loads(call["function"]["arguments"]) == CALLS[tool]
+    result = {"role": "tool", "tool_call_id": call["id"], "content": ""}
+    assert answer(first, result, tools=[tool])["content"] == DONE
+    assert answer(tools=["unknown"])["content"] == answer(tools=[])["content"] == EDIT
 
 
 def needs(program: str) -> None:
