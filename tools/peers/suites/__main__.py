@@ -134,12 +134,14 @@ def run(suite: Suite, work: Path, arguments: argparse.Namespace) -> list[dict[st
 def install_clients(suite: Suite, work: Path) -> dict[str, str]:
     """Install the packages of npm and the programs, print all versions, and return where the tests find them."""
     modules, folders = node_modules(work, suite.node_packages), programs(work, suite.programs)
-    versions = node_versions(modules, suite.node_packages)
-    versions |= python_versions(work / suite.environment, requirements_of(suite))
-    for folder in folders:
-        versions |= python_versions(folder, [folder.name])
-    if versions:
-        print(f"{suite.name}:", ", ".join(f"{name} {version}" for name, version in sorted(versions.items())))
+    environments = {
+        "npm": node_versions(modules, suite.node_packages),
+        suite.environment: python_versions(work / suite.environment, requirements_of(suite)),
+        **{folder.name: python_versions(folder, [folder.name, "openai"]) for folder in folders},
+    }
+    for name, versions in environments.items():
+        if versions:
+            print(f"{suite.name}, {name}:", ", ".join(" ".join(each) for each in versions.items()), flush=True)
     found = {"CLIENTS_PROGRAMS": os.pathsep.join(str(folder / "bin") for folder in folders)}
     return found if modules is None else found | {"CLIENTS_NODE_MODULES": str(modules)}
 
