@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 import tomllib
 from pathlib import Path
 from typing import Any
@@ -11,11 +12,12 @@ import pytest
 from safetensors.torch import load_file
 from tokenizers import Tokenizer
 
-from tools.peers.suites.__main__ import report
+from tools.peers.suites.__main__ import report, requirements_of
 from tools.peers.suites.checkpoints import endless_checkpoint, long_checkpoint
 from tools.peers.suites.files import SUITES
 from tools.peers.suites.outcomes import TABLE
 from tools.peers.suites.schemas import in_order
+from tools.peers.suites.sources import node_versions, python_versions
 
 
 def test_the_table_names_files_that_run_and_gives_reasons() -> None:
@@ -35,6 +37,25 @@ def test_a_suite_below_its_target_fails(num_passed: int, status: int, capsys: py
     said = capsys.readouterr().out
     assert f"{num_passed * 10}%" in said
     assert said.count("f::t: why") == 10 - num_passed
+
+
+def test_versions_of_what_was_installed(tmp_path: Path) -> None:
+    package = tmp_path / "@scope" / "client" / "package.json"
+    package.parent.mkdir(parents=True)
+    package.write_text('{"version": "3.1.4"}')
+    assert node_versions(tmp_path, ["@scope/client@3", "absent"]) == {"@scope/client": "3.1.4"}
+    assert node_versions(None, ["client"]) == {}
+    metadata = tmp_path / "lib" / f"python{sys.version_info.major}.{sys.version_info.minor}" / "site-packages"
+    (metadata / "client-2.7.dist-info").mkdir(parents=True)
+    (metadata / "client-2.7.dist-info" / "METADATA").write_text("Name: client\nVersion: 2.7\n")
+    assert python_versions(tmp_path, ["client[extra]>=2", "absent"]) == {"client": "2.7"}
+
+
+def test_requirements_are_read_from_their_file() -> None:
+    names = requirements_of(SUITES["clients"])
+    assert "anthropic" in names
+    assert not any(name.startswith(("#", "-")) for name in names)
+    assert requirements_of(SUITES["chroma"]) == ["chromadb"]
 
 
 def test_documents_get_the_schemas_order() -> None:

@@ -25,7 +25,7 @@ from app.weights.open import EMBEDDED_MODELS, PACKAGED_MODELS, package_directory
 from tools.peers.suites.files import DEMO, SUITES, Suite
 from tools.peers.suites.schemas import check_schemas
 from tools.peers.suites.server_pool import ENVIRONMENT, ROOT
-from tools.peers.suites.sources import interpreter, node_modules, unpack_tests
+from tools.peers.suites.sources import interpreter, node_modules, node_versions, programs, python_versions, unpack_tests
 from tools.real_model import default_directory
 
 TARGET = 0.9  # share of the applicable tests that must pass
@@ -103,9 +103,7 @@ def run(suite: Suite, work: Path, arguments: argparse.Namespace) -> list[dict[st
         "PYTHONPATH": paths,
         "PYTHONDONTWRITEBYTECODE": "1",
     }
-    modules = node_modules(work, suite.node_packages)
-    if modules is not None:
-        environment["CLIENTS_NODE_MODULES"] = str(modules)
+    environment |= install_clients(suite, work)
     command = [
         str(python),
         "-m",
@@ -133,6 +131,29 @@ def run(suite: Suite, work: Path, arguments: argparse.Namespace) -> list[dict[st
     return [{"suite": suite.name, **json.loads(line)} for line in lines]
 
 
+def install_clients(suite: Suite, work: Path) -> dict[str, str]:
+    """Install the packages of npm and the programs, print all versions, and return where the tests find them."""
+    modules, folders = node_modules(work, suite.node_packages), programs(work, suite.programs)
+    environments = {
+        "npm": node_versions(modules, suite.node_packages),
+        suite.environment: python_versions(work / suite.environment, requirements_of(suite)),
+        **{folder.name: python_versions(folder, [folder.name, "openai"]) for folder in folders},
+    }
+    for name, versions in environments.items():
+        if versions:
+            print(f"{suite.name}, {name}:", ", ".join(" ".join(each) for each in versions.items()), flush=True)
+    found = {"CLIENTS_PROGRAMS": os.pathsep.join(str(folder / "bin") for folder in folders)}
+    return found if modules is None else found | {"CLIENTS_NODE_MODULES": str(modules)}
+
+
+def requirements_of(suite: Suite) -> list[str]:
+    """Return a suite's requirements, with the lines of its file of requirements in place of `-r FILE`."""
+    if suite.requirements[:1] != ["-r"]:
+        return suite.requirements
+    lines = Path(suite.requirements[1]).read_text(encoding="utf-8").splitlines()
+    return [line for line in lines if line and not line.startswith("#")]
+
+
 def configuration(suite: Suite, outcomes: Path, arguments: argparse.Namespace) -> dict[str, str]:
     """Return what the plugins read from the environment."""
     decoder = arguments.decoder or suite.decoder
@@ -149,7 +170,7 @@ def configuration(suite: Suite, outcomes: Path, arguments: argparse.Namespace) -
         "decoder": decoder,
         "encoder": arguments.encoder,
         "decoder_directory": str(ROOT / decoder),
-        "encoder_directory": str(encoder_directory(arguments.encoder)),
+        "encoder_directory": str(encoder_directory(arguments.encoder)) if suite.package else "",
     }
 
 

@@ -17,6 +17,7 @@ class Suite:
     `package` has the tests; without one they are ours. `above` says that the tests are imported as a package, from the
     folder above. `decoder` is a checkpoint, or `real` for the one that `make real-model` writes.
     `environment` is the folder of the virtual environment: packages that exclude each other have their own.
+    `programs` are packages that tests only start; each has an environment of its own.
     """
 
     name: str
@@ -27,6 +28,7 @@ class Suite:
     above: bool = False
     requirements: list[str] = field(default_factory=list)
     node_packages: tuple[str, ...] = ()
+    programs: tuple[str, ...] = ()
     environment: str = "venv"
 
 
@@ -69,8 +71,13 @@ VLLM_FILES = (
 )
 ROOT = Path(__file__).resolve().parents[3]
 CLIENTS = ROOT / "requirements" / "clients.in"
-CLIENT_FILES = ("clients", "dialects", "openai_tools", "encoder_clients", "oip")
-NODE_PACKAGES = ("ai@6", "zod@4", "@ai-sdk/openai@3", "@ai-sdk/openai-compatible@2")
+CLIENT_FILES = ("agents", "clients", "dialects", "openai_tools", "encoder_clients", "oip")
+NODE_PACKAGES = (
+    "ai@6", "zod@4", "@ai-sdk/openai@3", "@ai-sdk/openai-compatible@2", "@anthropic-ai/sdk", "openai",
+    "@openai/codex", "@anthropic-ai/claude-code", "opencode-ai", "@qwen-code/qwen-code", "@continuedev/cli", "cline",
+    "@mariozechner/pi-coding-agent",
+)  # fmt: skip
+PROGRAMS = ("aider-chat", "llm", "openai-agents")
 SUITES = {
     suite.name: suite
     for suite in (
@@ -101,6 +108,7 @@ SUITES = {
             ("-W", "default", "-p", "tools.peers.suites.outcomes"),
             requirements=["-r", str(CLIENTS)],
             node_packages=NODE_PACKAGES,
+            programs=PROGRAMS,
         ),
         Suite(
             "chroma",

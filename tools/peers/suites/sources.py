@@ -6,7 +6,9 @@ real backends need compilers. So pip gets a backend of ours that copies the meta
 
 from __future__ import annotations
 
+import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -14,6 +16,7 @@ import sysconfig
 import tarfile
 from collections.abc import Sequence
 from dataclasses import dataclass
+from importlib.metadata import distributions
 from pathlib import Path
 
 BACKEND = """
@@ -99,12 +102,53 @@ def interpreter(folder: Path, requirements: list[str]) -> Path:
     return python
 
 
+def programs(work: Path, packages: Sequence[str]) -> list[Path]:
+    """Return the environments in `work` with the commands of packages, one for each package.
+
+    What pip cannot install is named and left out.
+    """
+    folders = []
+    for package in packages:
+        folder = work / "programs" / package
+        if not (folder / "bin" / "python").exists():
+            subprocess.run([sys.executable, "-m", "venv", str(folder)], check=True)
+        command = [str(folder / "bin" / "python"), "-m", "pip", "install", "-q", "--upgrade", package]
+        if subprocess.run(command, check=False).returncode:
+            print(f"suites: pip cannot install {package}, whose tests are skipped", file=sys.stderr)
+        folders.append(folder)
+    return folders
+
+
 def node_modules(work: Path, packages: Sequence[str]) -> Path | None:
-    """Return the folder with npm's packages in `work`, or None without npm or without packages."""
+    """Return the folder with npm's packages in `work`, or None without npm or without packages.
+
+    What npm cannot install is named and left out.
+    """
     npm = shutil.which("npm")
     if npm is None or not packages:
         return None
     folder = work / "node"
     folder.mkdir(exist_ok=True)
-    command = [npm, "install", "--silent", "--no-audit", "--no-fund", "--prefix", str(folder), *packages]
-    return folder / "node_modules" if subprocess.run(command, check=False).returncode == 0 else None
+    command = [npm, "install", "--silent", "--no-audit", "--no-fund", "--prefix", str(folder)]
+    if subprocess.run([*command, *packages], check=False).returncode:
+        for package in packages:
+            if subprocess.run([*command, package], check=False).returncode:
+                print(f"suites: npm cannot install {package}, whose tests are skipped", file=sys.stderr)
+    return folder / "node_modules"
+
+
+def node_versions(modules: Path | None, packages: Sequence[str]) -> dict[str, str]:
+    """Return the installed version of each package that npm has installed."""
+    names = [package[0] + package[1:].partition("@")[0] for package in packages]
+    files = {name: modules / name / "package.json" for name in names} if modules else {}
+    return {
+        name: json.loads(file.read_text(encoding="utf-8"))["version"] for name, file in files.items() if file.is_file()
+    }
+
+
+def python_versions(folder: Path, requirements: Sequence[str]) -> dict[str, str]:
+    """Return the installed version of each required package in the environment in `folder`."""
+    scheme = {"base": str(folder), "platbase": str(folder)}
+    where = [sysconfig.get_path("purelib", vars=scheme)]
+    names = [re.split(r"[\[=<> ]", requirement)[0] for requirement in requirements]
+    return {name: each.version for name in names for each in distributions(name=name, path=where)}
