@@ -369,8 +369,8 @@ class Settings(BaseSettings):
     )
     allowed_hosts: TextList = Field(
         (),
-        description="Host names that requests may name, such as api.example.com or *.example.com; none: any."
-        " Health and metrics are exempt.",
+        description="Host names that requests may name, such as api.example.com or *.example.com. None: any, but on"
+        " loopback without keys only loopback names. Health and metrics are exempt.",
     )
     cors_allow_origins: Annotated[TextList, AfterValidator(_check_origins)] = Field(
         (),

@@ -116,8 +116,8 @@ class Body(BaseModel):
         if name in self.FOREIGN:
             raise UnsupportedParameter(f"{field} is not a parameter of this route: {self.FOREIGN[name]}", field=field)
         refusal = self.REFUSED[name]
-        if value in refusal.neutral:
-            return
+        if any(value == one and isinstance(value, bool) == isinstance(one, bool) for one in refusal.neutral):
+            return  # False is 0 to Python, and not to JSON
         neutral = " or ".join(repr(accepted) for accepted in refusal.neutral if accepted is not None)
         way = f"{refusal.advice}, or send {neutral}" if neutral else refusal.advice
         raise UnsupportedParameter(f"{field} is not supported: {way}.", field=field)

@@ -56,9 +56,7 @@ def sent(server: LiveServer, schema: dict[str, Any]) -> socket.socket:
     place = urlparse(server.url)
     connection = socket.create_connection((str(place.hostname), place.port or 80), timeout=60)
     content = json.dumps({**TEXT, "guided_json": schema}).encode()
-    head = (
-        f"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: {len(content)}"
-    )
+    head = f"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\ncontent-length: {len(content)}"
     connection.sendall(head.encode() + b"\r\n\r\n" + content)
     return connection
 

@@ -10,7 +10,7 @@ import pytest
 
 from app.settings import DEMO_DIRECTORY
 from tests.live.live_server import LiveServer, live
-from tests.live.web_browser import Visits, chromium
+from tests.live.web_browser import INSECURE_HOST, Visits, chromium
 from tiny_checkpoints import write_checkpoint
 
 
@@ -53,7 +53,7 @@ def browser() -> Iterator[Any]:
 @pytest.fixture(scope="module")
 def decoder() -> Iterator[LiveServer]:
     """The checkpoint that comes with the package, for the web page."""
-    with live(DEMO_DIRECTORY, calibrate="off") as server:
+    with live(DEMO_DIRECTORY, calibrate="off", allowed_hosts=("127.0.0.1", "localhost", INSECURE_HOST)) as server:
         yield server
 
 
