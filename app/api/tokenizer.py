@@ -182,7 +182,7 @@ async def _prompt_ids(runtime: ApiRuntime, body: TokenizeBody) -> list[int]:
     messages = [template_message(message) for message in body.messages or ()]
     options = ChatOptions(
         tools=tuple(
-            tool.model_dump(exclude_none=True) | {"type": "function"} for tool in body.tools or () if tool.is_function
+            tool.model_dump(exclude_none=True) | {"type": "function"} for tool in body.tools or () if tool.is_offered
         ),
         add_generation_prompt=body.add_generation_prompt is not False,
         continue_final_message=bool(body.continue_final_message),

@@ -7,7 +7,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Discriminator, Field, Tag
 
-from app.api.openai.bodies import MAX_NAME, MAX_TOOLS
+from app.api.openai.bodies import MAX_NAME, MAX_TOOLS, RequestTool
 from app.api.schemas import (
     LEAVE_OUT,
     MAX_MESSAGES,
@@ -188,25 +188,16 @@ def refuse_unreadable(content: Any, path: str, types: Iterable[str] = _TEXT_FIEL
             )
 
 
-class AnthropicTool(Body):
+class AnthropicTool(RequestTool):
     """A tool of the client's. Tools that Anthropic's servers run, or whose form they know, are left out."""
 
-    type: str | None = None
+    REQUIRED: ClassVar[str] = "name"
     name: Annotated[str, Field(min_length=1, max_length=MAX_NAME)] | None = None
     description: str | None = None
     input_schema: dict[str, Any] | None = None
 
-    def check_fields(self, path: str, ignored: dict[str, None]) -> None:
-        """Note a tool of another type as ignored, and refuse a tool without a name."""
-        if not self.is_function:
-            self.leave_out(path, self.type, ignored)
-            return
-        if self.name is None:
-            raise InvalidRequest(f"{path}name: Field required.", field=f"{path}name")
-        super().check_fields(path, ignored)
-
     @property
-    def is_function(self) -> bool:
+    def is_offered(self) -> bool:
         """True for a tool with a schema of its own."""
         return self.type in _FUNCTION_TYPES
 

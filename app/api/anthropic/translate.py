@@ -144,7 +144,7 @@ def _tools(body: ConversationBody) -> tuple[ToolDefinition, ...] | None:
             ),
         )
         for tool in body.tools
-        if tool.is_function
+        if tool.is_offered
     )
 
 

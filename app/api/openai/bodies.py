@@ -128,25 +128,36 @@ class FunctionDefinition(Body):
     strict: Strict | None = None
 
 
-class ToolDefinition(Body):
-    """A tool. Only functions are offered to the model: tools that a provider runs, or of other types, are left out."""
+class RequestTool(Body):
+    """A tool of any dialect, which needs the field `REQUIRED` if it is offered to the model, and is else left out.
 
+    Tools that a provider runs, or of other types, are not offered.
+    """
+
+    REQUIRED: ClassVar[str]
     type: str | None = None
-    function: FunctionDefinition | None = None
 
     def check_fields(self, path: str, ignored: dict[str, None]) -> None:
-        """Note a tool of another type as ignored, and refuse a function without its definition."""
-        if self.is_function and self.function is None:
-            raise InvalidRequest(f"{path}function: Field required.", field=f"{path}function")
-        if not self.is_function:
+        """Note a tool that is left out as ignored, and refuse another one without its required field."""
+        if not self.is_offered:
             self.leave_out(path, self.type, ignored)
             return
+        if getattr(self, self.REQUIRED) is None:
+            field = path + self.REQUIRED
+            raise InvalidRequest(f"{field}: Field required.", field=field)
         super().check_fields(path, ignored)
 
     @property
-    def is_function(self) -> bool:
+    def is_offered(self) -> bool:
         """True for a function, which is also the type of a tool that names none."""
         return self.type in (None, "function")
+
+
+class ToolDefinition(RequestTool):
+    """A function, by its definition."""
+
+    REQUIRED: ClassVar[str] = "function"
+    function: FunctionDefinition | None = None
 
 
 class FunctionName(Body):

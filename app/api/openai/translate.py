@@ -262,7 +262,7 @@ def _tool_use(body: ChatBody) -> tuple[list[dict[str, Any]], ToolUse | None]:
 
 def _offered_functions(body: ChatBody) -> tuple[FunctionDefinition, ...]:
     """Return the functions among the tools, or those of them that the choice allows."""
-    functions = tuple(tool.function for tool in body.tools or () if tool.is_function and tool.function is not None)
+    functions = tuple(tool.function for tool in body.tools or () if tool.is_offered and tool.function is not None)
     choice = body.tool_choice
     if not isinstance(choice, NamedToolChoice) or choice.allowed_tools is None:
         return functions

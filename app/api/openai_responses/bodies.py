@@ -7,7 +7,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Discriminator, Field, Tag
 
-from app.api.openai.bodies import MAX_NAME, MAX_TOOLS, MessageParts, Strict, refuse_unread
+from app.api.openai.bodies import MAX_NAME, MAX_TOOLS, MessageParts, RequestTool, Strict, refuse_unread
 from app.api.schemas import (
     LEAVE_OUT,
     MAX_MESSAGES,
@@ -129,27 +129,19 @@ def _item_tag(value: Any) -> str:
 AnyItem = Annotated[Annotated[InputItem, Tag("Known")] | Annotated[OtherItem, Tag("Other")], Discriminator(_item_tag)]
 
 
-class ClientTool(Body):
+class ClientTool(RequestTool):
     """A function of the client's, a tool that takes a text (`custom`), or a `namespace` of these.
 
     Tools that OpenAI's servers run, and those whose form they know, are left out.
     """
 
+    REQUIRED: ClassVar[str] = "name"
     type: str
     name: Annotated[str, Field(min_length=1, max_length=MAX_NAME)] | None = None
     description: str | None = None
     parameters: dict[str, Any] | None = None
     strict: Strict | None = None
     format: dict[str, Any] | None = None
-
-    def check_fields(self, path: str, ignored: dict[str, None]) -> None:
-        """Note tools of other types, and refuse a tool without a name."""
-        if not self.is_offered:
-            self.leave_out(path, self.type, ignored)
-            return
-        if self.name is None:
-            raise InvalidRequest(f"{path}name: Field required.", field=f"{path}name")
-        super().check_fields(path, ignored)
 
     @property
     def is_offered(self) -> bool:
