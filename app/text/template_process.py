@@ -42,7 +42,7 @@ MIN_WALL_SECONDS = 5.0
 _COPIES = 4
 _EXIT_SECONDS = 1.0  # longest wait for the status of a process that has closed its connection
 _CLOSE_SECONDS = 0.05
-_KEPT_VARIABLES = ("LD_LIBRARY_PATH", "DYLD_LIBRARY_PATH", "TZ", "TZDIR")  # the interpreter's libraries; local time
+KEPT_VARIABLES = ("LD_LIBRARY_PATH", "DYLD_LIBRARY_PATH", "TZ", "TZDIR")  # the interpreter's libraries; local time
 _MAIN = "import sys; sys.path += sys.argv[2:]; from importlib import import_module as load; load(sys.argv[1]).main()"
 _POLL_SECONDS = 0.02  # between two looks whether the client of a request has left
 
@@ -144,8 +144,8 @@ class ChildProcess:
         self._connection, other = socket.socketpair()
         self._connection.settimeout(limits.wall_seconds)
         command = [sys.executable or "python3", "-I", "-S", "-B", "-c", _MAIN, kind.module]
-        command += _import_paths(kind.packages)
-        environment = {name: os.environ[name] for name in _KEPT_VARIABLES if name in os.environ}
+        command += import_paths(kind.packages)
+        environment = {name: os.environ[name] for name in KEPT_VARIABLES if name in os.environ}
         environment |= kind.environment
         try:
             self._process = subprocess.Popen(
@@ -240,7 +240,7 @@ def _end(process: subprocess.Popen[bytes], connection: socket.socket) -> None:
     connection.close()
 
 
-def _import_paths(packages: Sequence[str]) -> list[str]:
+def import_paths(packages: Sequence[str]) -> list[str]:
     """Return the folders that have the packages; the process reads no other part of the environment."""
     found = [find_spec(name) for name in packages]
     return list(dict.fromkeys(str(Path(spec.origin).parent.parent) for spec in found if spec and spec.origin))
