@@ -48,13 +48,9 @@ def check_vocabulary(tokenizer: Tokenizer, draft: Checkpoint, cache: Path | None
     Raises:
         CheckpointInvalid: They are not.
     """
-    from app.text.tokenizer import Tokenizer  # with numpy, which settings and plans do without
-    from app.text.tokenizer_check import check_tokenizer
-    from app.text.tokenizer_files import read_tokenizer_files
+    from app.text.tokenizer_check import try_and_load  # with numpy, which settings and plans do without
 
-    files = read_tokenizer_files(draft.location)
-    check_tokenizer(files, cache)
-    other, missing = Tokenizer(draft.location, files=files), 0
+    other, missing = try_and_load(draft.location, cache), 0
     for token_id in range(max(tokenizer.vocab_size, other.vocab_size)):
         ours, its = tokenizer.token_text(token_id), other.token_text(token_id)
         if ours == its:

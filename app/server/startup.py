@@ -152,15 +152,12 @@ def read_tokenizer(
     """
     if isinstance(checkpoint, ProgramCheckpoint):
         return None
-    from app.text.tokenizer import Tokenizer
-    from app.text.tokenizer_check import check_tokenizer
-    from app.text.tokenizer_files import read_tokenizer_files
+    from app.text.tokenizer_check import try_and_load
 
     report_stage("reading the tokenizer")
-    config, files = checkpoint.model_config, read_tokenizer_files(checkpoint.location)
-    check_tokenizer(files, cache)
+    config = checkpoint.model_config
     lowercases = isinstance(config, EncoderConfig) and config.lowercases
-    tokenizer = Tokenizer(checkpoint.location, lowercases, files)
+    tokenizer = try_and_load(checkpoint.location, cache, lowercases)
     _warn_of_unknown_tokens(tokenizer, config.vocab_size)
     return tokenizer
 

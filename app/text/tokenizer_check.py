@@ -18,7 +18,8 @@ import tokenizers
 
 from app.errors import CheckpointInvalid, NotReady
 from app.text.template_process import KEPT_VARIABLES, import_paths
-from app.text.tokenizer_files import TokenizerFiles
+from app.text.tokenizer import Tokenizer
+from app.text.tokenizer_files import TokenizerFiles, read_tokenizer_files
 from app.version import VERSION
 from app.weights.cache_file import FileUnusable, atomic_write, open_trusted
 
@@ -32,6 +33,13 @@ _CPU_SECONDS, _CPU_SECONDS_PER_MIB = 20, 2
 _WALL_FACTOR = 25  # of the CPU time: only a busy machine makes the wait longer
 _MAIN = "import sys; sys.path += sys.argv[1:]; from app.text.tokenizer_probe import main; main()"
 _MAX_REASON = 300
+
+
+def try_and_load(location: Path, folder: Path | None, lowercases: bool = False) -> Tokenizer:
+    """Return the tokenizer of a checkpoint, after it was tried as `check_tokenizer` says."""
+    files = read_tokenizer_files(location)
+    check_tokenizer(files, folder)
+    return Tokenizer(location, lowercases, files)
 
 
 def check_tokenizer(files: TokenizerFiles, folder: Path | None) -> None:
