@@ -5,7 +5,7 @@ A model does not know slots, caches or devices.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from typing import Protocol
 
 from torch import Tensor
@@ -32,6 +32,7 @@ class AttentionSpec:
     scale: float
     window: int | None = None
     softcap: float | None = None
+    _: KW_ONLY
     bidirectional: bool = False
     distance_bias: Tensor | None = None
     filters: Tensor | None = None

@@ -11,6 +11,7 @@ import importlib
 import json
 import logging
 import re
+import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -203,7 +204,7 @@ def dequantize_rows(attributes: str, parts: Mapping[str, Tensor], rows: slice) -
 
 @contextmanager
 def _without_messages(*loggers: str) -> Iterator[None]:
-    """Drop the messages of an import from these loggers."""
+    """Drop the messages of an import from these loggers, and from the compiler."""
 
     def wanted(record: logging.LogRecord) -> bool:
         return not _IMPORT_MESSAGES.match(record.getMessage())
@@ -212,7 +213,11 @@ def _without_messages(*loggers: str) -> Iterator[None]:
     for logger in filtered:
         logger.addFilter(wanted)
     try:
-        yield
+        with warnings.catch_warnings():
+            # Python's compiler warns of torchao's sources when they are imported for the first time.
+            for category in (SyntaxWarning, DeprecationWarning):
+                warnings.filterwarnings("ignore", "(.* is an )?invalid escape sequence", category)
+            yield
     finally:
         for logger in filtered:
             logger.removeFilter(wanted)

@@ -133,7 +133,9 @@ def test_packed_texts_are_each_attended_alone(
         return
     bias = None if most is None else torch.randn((heads, 2 * most + 1), generator=torch.Generator().manual_seed(1))
     sinks, slopes = (torch.linspace(-2.0, 2.0, heads), torch.linspace(0.4, -0.1, heads)) if vectors else (None, None)
-    spec = AttentionSpec(0.3, window, softcap, bidirectional, bias, slopes, sinks)
+    spec = AttentionSpec(
+        0.3, window, softcap, bidirectional=bidirectional, distance_bias=bias, slopes=slopes, sinks=sinks
+    )
     width = (heads + 2 * kv_heads) * head_dim
     product = torch.randn((sum(lengths) + spare, width), generator=torch.Generator().manual_seed(sum(lengths)))
     given_heads = QkvHeads(product, heads, kv_heads, head_dim)

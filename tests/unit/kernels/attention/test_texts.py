@@ -68,7 +68,9 @@ def test_texts_attend_as_their_reference_says(
     sinks, slopes = (
         (torch.linspace(-9.0, 3.0, shape[0]), torch.linspace(0.3, -0.02, shape[0])) if vectors else (None, None)
     )
-    spec = AttentionSpec(shape[2] ** -0.5, window, softcap, bidirectional, bias, slopes, sinks)
+    spec = AttentionSpec(
+        shape[2] ** -0.5, window, softcap, bidirectional=bidirectional, distance_bias=bias, slopes=slopes, sinks=sinks
+    )
     with at_level(level):
         assume(has_kernel(OpCode.TEXT_ATTENTION))
         found, meant = both(heads, held(lengths), spec)
