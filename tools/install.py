@@ -16,6 +16,7 @@ import re
 import shutil
 import subprocess
 import sys
+import sysconfig
 import tempfile
 import threading
 import urllib.request
@@ -37,6 +38,10 @@ CMAKE = (3, 22)  # the minimum version in app/kernels/csrc/CMakeLists.txt
 CPU_INDEX = "https://download.pytorch.org/whl/cpu"
 INDEX_SECONDS = 3.0
 KINDS = ("runtime", "bench", "dev")  # each includes the ones before it
+# A module is compiled when it is first imported. Where Python may not write bytecode then, it is compiled now, or each
+# start of the server would compile torch.
+PIP_BYTECODE = () if sys.dont_write_bytecode else ("--no-compile",)
+UV_BYTECODE = ("--compile-bytecode",) if sys.dont_write_bytecode else ()
 FORMER_DISTRIBUTION = "armature"  # an environment may still have it; on PyPI that name is another project's
 
 
@@ -63,48 +68,54 @@ def install(venv: Path, kind: str) -> None:
     Raises:
         Failed: The installation cannot continue. The message says what is missing and how to get it.
     """
-    index, pool = Question(cpu_index_answers), ThreadPoolExecutor(1)
+    index, pool = Question(cpu_index_answers), ThreadPoolExecutor(2)
     programs = venv / "bin"
-    with Progress(4) as progress:
+    with Progress(5) as progress:
 
         def start_library() -> Future[None]:
             return pool.submit(native.make, "here", progress, programs.absolute())
 
         missing = build_tools()
         library = None if missing else start_library()
-        with progress.phase("environment"):
-            installer = make_venv(venv, progress)
+        with progress.phase("environment") as phase:
+            installer = make_venv(venv, progress, phase)
             if missing:
-                installer.install("--only-binary=:all:", *missing)
+                installer.install(phase, "--only-binary=:all:", *missing)
         library = library or start_library()
-        with progress.phase("packages") as phase:
-            installer.phase = phase
-            install_packages(installer, kind, index)
+        install_packages(installer, kind, index, pool)
         with progress.phase("project") as phase:
-            installer.phase = phase
-            install_project(installer)
+            install_project(installer, phase)
         library.result()
     for stamp in KINDS[: KINDS.index(kind) + 1]:
         (venv / f"{stamp}.stamp").touch()
 
 
-def install_packages(installer: Installer, kind: str, index: Callable[[], bool]) -> None:
-    """Install what the project needs, with torch's build for this machine."""
+def install_packages(installer: Installer, kind: str, index: Callable[[], bool], pool: ThreadPoolExecutor) -> None:
+    """Install what the project needs, with torch's build for this machine.
+
+    torch is half of all bytes, and pip unpacks with one core, so the other packages are installed at the same time.
+    """
     requirement, options, reason = choose_torch(
         platform.system(), platform.machine(), has_nvidia_gpu(), index, lambda: pip_finds(installer.python, TORCH_CPU)
     )
     installer.progress.say(f"{requirement}: {reason}.")
     requirements = ROOT / "requirements"
-    # By hash, and torch first: it is the package that uv may not find.
-    with tempfile.TemporaryDirectory() as folder:
-        torch = Path(folder) / "torch.txt"
-        torch.write_text(torch_line(requirement), encoding="utf-8")
-        by_hash = ("--no-deps", "--only-binary=:all:", "--require-hashes")
-        installer.install(*by_hash, *options, "-r", str(torch), alone=True)
-        installer.install(*by_hash, "-r", str(requirements / "runtime-hashes.txt"))
-    # What has no hashes: NVIDIA's libraries, whose versions torch's own wheel pins, and what measuring and developing need.
-    if kind != "runtime" or has_nvidia_libraries(requirement):
-        installer.install(*options, requirement, "-r", str(requirements / f"{kind}.txt"))
+    by_hash = ("--no-deps", "--only-binary=:all:", "--require-hashes")
+
+    def install_torch() -> None:
+        with tempfile.TemporaryDirectory() as folder, installer.progress.phase("torch") as phase:
+            line = Path(folder) / "torch.txt"
+            line.write_text(torch_line(requirement), encoding="utf-8")
+            installer.install(phase, *by_hash, *options, "-r", str(line), alone=True)
+
+    torch = pool.submit(install_torch)
+    with installer.progress.phase("packages") as phase:
+        installer.install(phase, *by_hash, "-r", str(requirements / "runtime-hashes.txt"))
+        torch.result()
+        # What has no hashes: NVIDIA's libraries, whose versions torch's own wheel pins, and what measuring and
+        # developing need.
+        if kind != "runtime" or has_nvidia_libraries(requirement):
+            installer.install(phase, *options, requirement, "-r", str(requirements / f"{kind}.txt"))
 
 
 def has_nvidia_libraries(requirement: str) -> bool:
@@ -112,13 +123,13 @@ def has_nvidia_libraries(requirement: str) -> bool:
     return requirement == TORCH and platform.system() == "Linux"
 
 
-def install_project(installer: Installer) -> None:
+def install_project(installer: Installer, phase: Phase) -> None:
     """Install the checkout as it stands. Its build tools are among the pins, so this downloads nothing."""
     if any(installer.python.parents[1].glob(f"lib/*/site-packages/{FORMER_DISTRIBUTION}-*.dist-info")):
-        installer.pip("uninstall", "-y", FORMER_DISTRIBUTION)
+        installer.pip(phase, "uninstall", "-y", FORMER_DISTRIBUTION)
     # The library is compiled by tools/native.py.
     build = ("-C", "build-dir=build/editable", "-C", "cmake.define.ARMATURE_COMPILE=OFF")
-    installer.pip("install", "--no-deps", "--no-build-isolation", *build, "-e", str(ROOT))
+    installer.pip(phase, "install", "--no-deps", "--no-build-isolation", *build, "-e", str(ROOT))
 
 
 @dataclass(slots=True)
@@ -128,9 +139,8 @@ class Installer:
     python: Path
     uv: str | None
     progress: Progress
-    phase: Phase
 
-    def install(self, *arguments: str, alone: bool = False) -> None:
+    def install(self, phase: Phase, *arguments: str, alone: bool = False) -> None:
         """Install. `alone`: if uv fails, it is asked again for other packages.
 
         Raises:
@@ -140,23 +150,23 @@ class Installer:
             # By hashes, so it does not matter which index a wheel comes from.
             command = [self.uv, "pip", "install", "--python", str(self.python), "--index-strategy=unsafe-best-match"]
             try:
-                self.progress.run(self.phase, [*command, *arguments])
+                self.progress.run(phase, [*command, *UV_BYTECODE, *arguments])
                 return
             except Failed:
                 self.uv = self.uv if alone else None
-        self.pip("install", *arguments)
+        self.pip(phase, "install", *arguments)
 
-    def pip(self, *arguments: str) -> None:
+    def pip(self, phase: Phase, *arguments: str) -> None:
         """Run pip with this machine's configuration."""
         options = pip_options(self.python) if arguments[0] == "install" else []
-        self.progress.run(self.phase, [str(self.python), "-m", "pip", arguments[0], *options, *arguments[1:]])
+        self.progress.run(phase, [str(self.python), "-m", "pip", arguments[0], *options, *arguments[1:]])
 
 
 def pip_options(python: Path) -> list[str]:
-    """Return options of `pip install`: bytecode is compiled when a module is imported, and progress as lines."""
+    """Return options of `pip install`: bytecode, and progress as lines."""
     found = [re.search(r"pip-(\d+)\.(\d+)", path.name) for path in python.parents[1].glob("lib/*/site-packages/pip-*")]
     version = max(((int(each[1]), int(each[2])) for each in found if each), default=(0, 0))
-    return ["--no-compile", *(["--progress-bar=raw"] if version >= (24, 1) else [])]
+    return [*PIP_BYTECODE, *(["--progress-bar=raw"] if version >= (24, 1) else [])]
 
 
 class Question:
@@ -181,13 +191,13 @@ def torch_line(requirement: str) -> str:
     return next(line for line in lines if line.startswith(f"{requirement} "))
 
 
-def make_venv(venv: Path, progress: Progress) -> Installer:
+def make_venv(venv: Path, progress: Progress, phase: Phase) -> Installer:
     """Return what installs into the environment.
 
     An incomplete environment, for example one without pip, is created again.
     """
-    python, uv, phase = venv / "bin" / "python", shutil.which("uv"), Phase("environment")
-    installer = Installer(python, uv, progress, phase)
+    python, uv = venv / "bin" / "python", shutil.which("uv")
+    installer = Installer(python, uv, progress)
     if python.exists() and succeeds([python, "-c", "import pip"]):
         return installer
     # With pip, for what uv does not find and for `make build`.
@@ -199,8 +209,23 @@ def make_venv(venv: Path, progress: Progress) -> Installer:
             f"Python {version} at {sys.executable} has no ensurepip, which a virtual environment needs. "
             f"On Debian and Ubuntu: sudo apt install python{version}-venv"
         )
-    progress.run(phase, [sys.executable, "-m", "venv", "--clear", str(venv)])
+    create = [sys.executable, "-m", "venv", "--clear", str(venv)]
+    if wheel := pip_wheel():
+        # pip installs itself from its wheel, as ensurepip would, but compiles nothing: 3 seconds instead of 10.
+        progress.run(phase, [*create, "--without-pip"])
+        options = ("--no-index", "--no-deps", *PIP_BYTECODE)
+        progress.run(phase, [python, "-m", "pip", "install", *options, wheel], {"PYTHONPATH": str(wheel)})
+    else:
+        progress.run(phase, create)
     return installer
+
+
+def pip_wheel() -> Path | None:
+    """Return the wheel of pip that this Python brings for new environments."""
+    packages = importlib.util.find_spec("ensurepip")
+    folders = [Path(folder) for folder in [sysconfig.get_config_var("WHEEL_PKG_DIR")] if folder]
+    folders += [Path(packages.origin).parent / "_bundled"] if packages and packages.origin else []
+    return next((wheel for folder in folders for wheel in sorted(folder.glob("pip-*.whl"))), None)
 
 
 def succeeds(command: Sequence[str | Path]) -> bool:

@@ -94,7 +94,8 @@ def measure(folder: Path, wheels: Path | None, limit: float) -> Session:
 def environment(folder: Path, wheels: Path | None) -> dict[str, str]:
     """Return the environment of somebody who has just arrived: no caches, and no settings of Armature."""
     kept = {name: value for name, value in os.environ.items() if not name.startswith("ARMATURE_")}
-    kept.pop("VIRTUAL_ENV", None)
+    for name in ("VIRTUAL_ENV", "PYTHONDONTWRITEBYTECODE"):
+        kept.pop(name, None)
     caches = {name: str(folder / name.lower()) for name in ("PIP_CACHE_DIR", "UV_CACHE_DIR", "XDG_CACHE_HOME")}
     return {**kept, **caches, **({"ARMATURE_WHEELS": str(wheels.resolve())} if wheels else {})}
 

@@ -19,6 +19,8 @@ from packaging.requirements import Requirement
 from tools import install
 from tools.progress import Failed, Phase, Progress
 
+PHASE = Phase("packages")
+
 
 def never() -> bool:
     raise AssertionError("the answer would not matter here")
@@ -150,10 +152,11 @@ def test_torch_and_the_pins_by_hash_then_what_has_no_hashes_and_the_project(
 ) -> None:
     without_network(monkeypatch)
     ran = Recorded(monkeypatch)
-    monkeypatch.setattr(install, "make_venv", lambda venv, progress: installer(tmp_path, progress))
+    monkeypatch.setattr(install, "make_venv", lambda venv, progress, phase: installer(tmp_path, progress))
     monkeypatch.setattr(install, "choose_torch", lambda *_: (requirement, [], "a test"))
     assert install.main([str(tmp_path), kind]) == 0
-    torch, hashed, *others, project = ran.commands
+    first, second, *others, project = ran.commands  # torch and the pins are installed at the same time
+    torch, hashed = sorted((first, second), key=lambda command: not command[-1].endswith("torch.txt"))
     assert "--require-hashes" in torch and "--require-hashes" in hashed
     assert [text.split()[0] for text in ran.torch] == [requirement]
     assert hashed[-1].endswith("requirements/runtime-hashes.txt")
@@ -163,7 +166,7 @@ def test_torch_and_the_pins_by_hash_then_what_has_no_hashes_and_the_project(
 
 
 def installer(venv: Path, progress: Progress, uv: str | None = None) -> install.Installer:
-    return install.Installer(venv / "bin" / "python", uv, progress, Phase("packages"))
+    return install.Installer(venv / "bin" / "python", uv, progress)
 
 
 def test_pip_installs_the_package_that_uv_does_not_find(
@@ -172,12 +175,12 @@ def test_pip_installs_the_package_that_uv_does_not_find(
     ran = Recorded(monkeypatch, "uv-has-no-torch")
     by = installer(tmp_path, quiet, "uv")
     monkeypatch.setattr(install, "pip_options", lambda python: [])
-    by.install("torch", alone=True)
+    by.install(PHASE, "torch", alone=True)
     assert [command[0] for command in ran.commands] == ["uv"]
     with pytest.raises(Failed):
-        by.install("uv-has-no-torch", alone=True)
+        by.install(PHASE, "uv-has-no-torch", alone=True)
     assert [command[0] for command in ran.commands[1:]] == ["uv", str(by.python)]
-    by.install("others")
+    by.install(PHASE, "others")
     assert ran.commands[-1][0] == "uv", "one package that uv lacks is no reason to leave it"
 
 
@@ -186,8 +189,8 @@ def test_pip_installs_everything_else_where_uv_fails(
 ) -> None:
     ran = Recorded(monkeypatch, "--index-strategy=unsafe-best-match")
     by = installer(tmp_path, quiet, "uv")
-    by.install("a")
-    by.install("b")
+    by.install(PHASE, "a")
+    by.install(PHASE, "b")
     assert [command[0] for command in ran.commands] == ["uv", str(by.python), str(by.python)]
 
 
@@ -196,10 +199,10 @@ def test_an_environment_of_the_former_name_loses_it(
 ) -> None:
     ran = Recorded(monkeypatch)
     (tmp_path / "lib/python3.11/site-packages/armature_serve-0.9.0.dist-info").mkdir(parents=True)
-    install.install_project(installer(tmp_path, quiet))
+    install.install_project(installer(tmp_path, quiet), PHASE)
     assert len(ran.commands) == 1
     (tmp_path / "lib/python3.11/site-packages/armature-0.8.0.dist-info").mkdir()
-    install.install_project(installer(tmp_path, quiet))
+    install.install_project(installer(tmp_path, quiet), PHASE)
     assert ran.commands[1][-2:] == ["-y", "armature"]
 
 
@@ -207,6 +210,19 @@ def test_an_environment_of_the_former_name_loses_it(
 def test_a_pip_that_can_says_how_much_of_a_file_it_has(version: str, raw: bool, tmp_path: Path) -> None:
     (tmp_path / f"lib/python3.11/site-packages/pip-{version}.dist-info").mkdir(parents=True)
     assert ("--progress-bar=raw" in install.pip_options(tmp_path / "bin" / "python")) == raw
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("found", [True, False])
+def test_an_environment_has_pip(found: bool, tmp_path: Path, quiet: Progress, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where this Python's wheel of pip is not where it is looked for."""
+    monkeypatch.setattr(install.shutil, "which", lambda name: None)
+    if not found:
+        monkeypatch.setattr(install, "pip_wheel", lambda: None)
+    assert (install.pip_wheel() is None) != found
+    made = install.make_venv(tmp_path / "venv", quiet, PHASE)
+    assert install.succeeds([made.python, "-m", "pip", "--version"])
+    assert install.make_venv(tmp_path / "venv", quiet, PHASE) == made, "it is complete"
 
 
 def test_a_question_is_asked_while_other_things_happen() -> None:
@@ -227,7 +243,7 @@ def test_a_failed_install_leaves_no_stamp(
 ) -> None:
     without_network(monkeypatch)
     Recorded(monkeypatch, "--require-hashes")
-    monkeypatch.setattr(install, "make_venv", lambda venv, progress: installer(tmp_path, progress))
+    monkeypatch.setattr(install, "make_venv", lambda venv, progress, phase: installer(tmp_path, progress))
     monkeypatch.setattr(install, "choose_torch", lambda *_: (install.TORCH_CPU, [], "a test"))
     assert install.main([str(tmp_path), "runtime"]) == 1
     assert "ended with status 1" in capsys.readouterr().err
