@@ -53,8 +53,12 @@ def test_a_ratio_is_of_neighbouring_steps() -> None:
 
 
 @needs_levels
+@pytest.mark.levels
 def test_the_other_library_has_the_same_level(tmp_path: Path) -> None:
-    other, (best, *_, worst) = shutil.copy(LIBRARY_PATH, tmp_path / "other.so"), levels()
+    best, *others = levels()
+    if not others:
+        pytest.skip("the library has one level: `make test-all` compiles all")
+    other, worst = shutil.copy(LIBRARY_PATH, tmp_path / "other.so"), others[-1]
     assert load_library(other).armature_level() == best.encode()
     with at_level(worst):
         alternate(other)
