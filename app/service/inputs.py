@@ -105,7 +105,9 @@ def render_chat(
     """Return a conversation as the text that the chat template makes of it."""
     if model.chat is None:
         raise InvalidRequest(
-            "This model has no chat template: send a prompt to the completions route instead.", field="messages"
+            "This model has no chat template: send a prompt to the completions route instead, or start the server with "
+            "--chat-template FILE.",
+            field="messages",
         )
     return model.chat.render(messages, arguments, options, model.tool_format)
 

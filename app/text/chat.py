@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import secrets
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -24,7 +26,9 @@ from app.text.template_process import TemplateLimits, TemplateProcess
 from app.text.template_trials import find_template_form
 from app.text.thinking import ThinkingVariables
 from app.text.tool_calls import TOOL_FORMATS, ToolFormat
-from app.weights.files import file_in, read_text
+from app.weights.files import file_in, files_in, folder_in, read_text, unreadable_message
+
+log = logging.getLogger(__name__)
 
 _RESERVED = frozenset({"messages", "add_generation_prompt", "tools", "documents", "range"})
 
@@ -46,6 +50,10 @@ class ChatOptions:
     continue_final_message: bool = False
 
 
+_CHATML_TOKENS = ("<|im_start|>", "<|im_end|>")
+_CHATML = """{%- for message in messages %}{{ '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>\\n' }}{% endfor %}
+{%- if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"""
+_MAX_TRIAL_SECONDS = 20.0  # of all trials; those of templates in use take less than half a second
 _MAX_SHAPES = 4096
 _JSON_FAULTS = (TypeError, ValueError, RecursionError)
 
@@ -93,14 +101,16 @@ class ChatTemplate:
         """Return the form that the template wants, found by trial conversations.
 
         A trial has the usual limits, also if the operator allows a request hours: the server waits for it. Nothing more
-        is tried after one that exceeds them.
+        is tried after one that exceeds them, or after a time that only a template needs that is made to take it.
         """
         usual = TemplateLimits(min(limits.cpu_seconds, TRIAL_CPU_SECONDS), limits.memory_bytes)
         process = self._process if usual == limits else TemplateProcess(self.source, usual)
 
+        latest = time.monotonic() + _MAX_TRIAL_SECONDS
+
         def rendered(variables: Mapping[str, Any]) -> str | None:
-            status, text = process.render(_dates() | self._named_tokens | variables)
-            if status in (ReplyStatus.STOPPED, ReplyStatus.MEMORY):
+            status, text = process.render({**_dates(), **self._named_tokens, **variables})
+            if process.num_ended or time.monotonic() > latest:
                 raise _TrialStopped
             return text if status is ReplyStatus.TEXT else None
 
@@ -182,8 +192,9 @@ class ChatTemplate:
             end = f"<{secrets.token_hex(16)}> "
             last = _ended_by(last, end)
         text = self._render(_dates() | fixed | {"messages": [*plain[:-1], last]})
+        text = _text_before(text, end) if end else text
         self._check_whole(plain, fixed)
-        return _text_before(text, end) if end else text
+        return text
 
     def _check_whole(self, messages: Sequence[Mapping[str, Any]], variables: Mapping[str, Any]) -> None:
         """Check that the template writes every part of a conversation.
@@ -270,38 +281,71 @@ def open_chat_template(
     config: Mapping[str, Any],
     named_tokens: Mapping[str, str],
     limits: TemplateLimits | None = None,
+    file: Path | None = None,
+    tokens: Container[str] = (),
 ) -> ChatTemplate | None:
     """Return the checkpoint's chat template, or None if it has none.
 
-    It is chat_template.jinja, or else `chat_template` in tokenizer_config.json or in the metadata of a GGUF file.
+    It is `file`, if the operator names one; else chat_template.jinja with those in additional_chat_templates; else
+    `chat_template` in tokenizer_config.json or in the metadata of a GGUF file, which may be several by their names. Of
+    these, `default` is used, and `tool_use` for conversations with tools, as transformers does. A GGUF file without any
+    gets ChatML's, if its `tokens` are those of ChatML.
 
     Raises:
         CheckpointInvalid: The template cannot be read or used; the message names its file.
     """
-    path = location if location.is_file() else file_in(location, "chat_template.jinja")
-    source: object
-    if path != location and path.exists():
-        source = read_text(path, MAX_TEMPLATE_BYTES)
-    else:
-        path = location if path == location else location / "tokenizer_config.json"
-        source = _default_of(config.get("chat_template"))
-    if source is None:
-        return None
-    if not isinstance(source, str):
-        raise CheckpointInvalid(
-            f"chat_template in {path.name} must be a string or a list of objects with name and template."
+    origin, sources = _template_sources(location, config, file)
+    if not sources and location.is_file() and all(token in tokens for token in _CHATML_TOKENS):
+        log.warning(
+            "%s has no chat template: ChatML is used, whose tokens it has (chat_template=FILE for another)", origin
         )
-    return ChatTemplate(source, named_tokens, limits, name=str(path))
+        sources = {"default": _CHATML}
+    if not sources:
+        return None
+    for_tools = sources.get("tool_use")
+    default = sources.get("default", next(iter(sources.values())))
+    with_tools = None
+    if for_tools is not None and for_tools != default:
+        with_tools = ChatTemplate(for_tools, named_tokens, limits, name=f"tool_use of {origin}")
+    try:
+        return ChatTemplate(default, named_tokens, limits, name=str(origin), with_tools=with_tools)
+    except BaseException:
+        if with_tools is not None:
+            with_tools.close()
+        raise
 
 
-def _default_of(source: object) -> object:
-    """Return the template called default, or else the first, of several named templates."""
-    if not isinstance(source, list) or not all(
-        isinstance(item, dict) and {"name", "template"} <= item.keys() for item in source
-    ):
-        return source
-    by_name = {item["name"]: item["template"] for item in source}
-    return by_name.get("default", next(iter(by_name.values()), None))
+def _template_sources(location: Path, config: Mapping[str, Any], file: Path | None) -> tuple[Path, dict[str, str]]:
+    """Return where templates come from, and the templates by their names."""
+    if file is not None:
+        try:
+            return file, {"default": read_text(file, MAX_TEMPLATE_BYTES)}
+        except OSError as error:
+            raise CheckpointInvalid(f"chat_template: {unreadable_message(file, error)}") from error
+    if location.is_file():
+        return location, _named_sources(config.get("chat_template"), location)
+    path = file_in(location, "chat_template.jinja")
+    others = files_in(folder_in(location, "additional_chat_templates"), "*.jinja")
+    found = {one.stem: read_text(one, MAX_TEMPLATE_BYTES) for one in others}
+    if path.exists():
+        found["default"] = read_text(path, MAX_TEMPLATE_BYTES)
+    if found:
+        return path, found
+    origin = location / "tokenizer_config.json"
+    return origin, _named_sources(config.get("chat_template"), origin)
+
+
+def _named_sources(given: object, origin: Path) -> dict[str, str]:
+    """Return the templates of a checkpoint's `chat_template`: a text, named ones as an object, or as a list."""
+    found: object = {"default": given} if isinstance(given, str) else {} if given is None else given
+    if isinstance(found, list) and all(isinstance(one, dict) and {"name", "template"} <= one.keys() for one in found):
+        found = {one["name"]: one["template"] for one in found}
+    if not isinstance(found, dict) or not all(isinstance(text, str) for pair in found.items() for text in pair):
+        raise CheckpointInvalid(
+            f"chat_template in {origin.name} must be a string, or several by their names: an object, or a list of objects "
+            "with name and template."
+        )
+    return found
 
 
 def _plain_json_copy(value: dict[str, Any], field: str) -> dict[str, Any]:

@@ -22,7 +22,7 @@ Render = Callable[[Mapping[str, Any]], str | None]
 _QUESTION, _ANSWER, _RESULT, _TEXT, _FUNCTION, _KEY, _VALUE = (
     f"trial{word}" for word in ("question", "answer", "result", "text", "function", "key", "value")
 )
-_DESCRIPTION, _PARAMETER = "trialdescription", "trialparameter"
+_SECOND, _DESCRIPTION, _PARAMETER = "trialsecond", "trialdescription", "trialparameter"
 _TOOL: Mapping[str, Any] = {
     "type": "function",
     "function": {
@@ -106,10 +106,12 @@ class _Trials:
             message = {"role": role, "content": content}
             if form is not None:
                 start = self._called(form)
-                return [*start[:-1], start[-1] | message, _ASSISTANT, _USER]
-            return {"system": [message, _USER], "user": [message], "assistant": [_USER, message, _USER]}[role]
+                return [*start[:-1], {**start[-1], **message}, _ASSISTANT, _USER]
+            if role == "assistant":
+                return [_USER, message, _USER]
+            return [message, _USER] if role == "system" else [message]
 
-        one, two = ([{"type": "text", "text": text} for text in texts] for texts in ((_TEXT,), (_TEXT, _VALUE)))
+        one, two = ([{"type": "text", "text": text} for text in texts] for texts in ((_TEXT,), (_TEXT, _SECOND)))
         plain, listed = self._text(trial(_TEXT)), self._text(trial(one))
         if listed is None or not self._writes(trial(two)):
             return ""
