@@ -24,7 +24,9 @@ def test_a_page_that_is_out_of_date_is_noticed(tmp_path: Path, monkeypatch: pyte
     monkeypatch.setattr(templates_table, "TARGET", tmp_path / "page.md")
     assert templates_table.main([]) == 2
     folder.mkdir()
-    (folder / "one.jinja").write_text("{% for m in messages %}{{ m.role }}{{ m.content }}{% endfor %}", encoding="utf-8")
+    (folder / "one.jinja").write_text(
+        "{% for m in messages %}{{ m.role }}{{ m.content }}{% endfor %}", encoding="utf-8"
+    )
     assert templates_table.main([]) == 0 and templates_table.main(["--check"]) == 0
     assert "| one | all | as text | yes | in the system message | joined | – |" in (tmp_path / "page.md").read_text()
     (folder / "two.jinja").write_text("{{ messages[0].content }}", encoding="utf-8")
