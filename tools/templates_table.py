@@ -18,8 +18,8 @@ TOKENS = {"bos_token": "<s>", "eos_token": "</s>"}
 HEAD = """# Chat templates
 
 This page is for people who ask what a model's chat template writes, and what the server does where it writes less.
-`python -m tools.templates_table` makes it from real templates, which `make real-formats` gets from the source package of
-llama-cpp-python. At each start the server finds the same for the template that it serves, by trial conversations.
+`python -m tools.templates_table` makes it from real templates, which `make real-formats` gets from the source package
+of llama-cpp-python. At each start the server finds the same for the template that it serves, by trial conversations.
 
 Prompts are those of transformers byte for byte wherever its prompt has the whole conversation: 70 templates in 31
 conversations each (`tests/parity/test_real_templates.py`, which lists the few that differ, with the reasons). Where the
@@ -31,8 +31,8 @@ template refuses a part or leaves it out, the server gives that part another for
   Where it writes no calls at all they become text, and results messages of the user.
 - **Tools** that it does not write are explained in the system message.
 - **Parts of a text** are a list where it writes them, else lines of one text.
-- **Thinking** (`reasoning_effort`, `enable_thinking`, `thinking`, `think`, `reasoning.effort`) sets the variable that it
-  reads. Without a variable these fields have no effect.
+- **Thinking** (`reasoning_effort`, `enable_thinking`, `thinking`, `think`, `reasoning.effort`) sets the variable that
+  it reads. Without a variable these fields have no effect.
 
 A conversation of which something would still be left out is 400 `invalid_request` and names the part; `documents` is
 the usual one, as most templates do not know them.

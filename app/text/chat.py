@@ -71,7 +71,6 @@ class ChatTemplate:
         named_tokens: Mapping[str, str],
         limits: TemplateLimits | None = None,
         name: str = "",
-        with_tools: ChatTemplate | None = None,
     ) -> None:
         """Start the template's process and wait until it has compiled the template.
 
@@ -80,13 +79,13 @@ class ChatTemplate:
             named_tokens: Variables of the template.
             limits: CPU time and memory of one rendering.
             name: Where the template comes from, for messages.
-            with_tools: The checkpoint's other template, for conversations with tools.
 
         Raises:
             CheckpointInvalid: The template has an error, or exceeds its limits already when it is compiled.
         """
         self._named_tokens = dict(named_tokens)
-        self.source, self.with_tools = source, with_tools
+        self.source = source
+        self.with_tools: ChatTemplate | None = None  # the checkpoint's other template, for conversations with tools
         limits = limits or TemplateLimits()
         self._process = TemplateProcess(source, limits)
         status, message = self._process.check()
@@ -304,15 +303,14 @@ def open_chat_template(
         return None
     for_tools = sources.get("tool_use")
     default = sources.get("default", next(iter(sources.values())))
-    with_tools = None
+    template = ChatTemplate(default, named_tokens, limits, name=str(origin))
     if for_tools is not None and for_tools != default:
-        with_tools = ChatTemplate(for_tools, named_tokens, limits, name=f"tool_use of {origin}")
-    try:
-        return ChatTemplate(default, named_tokens, limits, name=str(origin), with_tools=with_tools)
-    except BaseException:
-        if with_tools is not None:
-            with_tools.close()
-        raise
+        try:
+            template.with_tools = ChatTemplate(for_tools, named_tokens, limits, name=f"tool_use of {origin}")
+        except CheckpointInvalid:
+            template.close()
+            raise
+    return template
 
 
 def _template_sources(location: Path, config: Mapping[str, Any], file: Path | None) -> tuple[Path, dict[str, str]]:
