@@ -36,6 +36,7 @@ def make_served_decoder(
 ) -> ServedDecoder:
     """Return the description of a decoder for the service."""
     template = None if chat is None else chat.source
+    tool_template = template if chat is None or chat.with_tools is None else chat.with_tools.source
     tools = settings.tool_call_parser
     defaults = sampling_defaults(checkpoint.generation_config) if settings.generation_config == "auto" else {}
     return ServedDecoder(
@@ -45,7 +46,9 @@ def make_served_decoder(
         chat,
         sampling_defaults=defaults,
         grammars=GrammarCompiler(tokenizer, limits.vocab_size),
-        tool_format=choose_tool_format(template, _model_type(checkpoint)) if tools == "auto" else TOOL_FORMATS[tools],
+        tool_format=choose_tool_format(tool_template, _model_type(checkpoint))
+        if tools == "auto"
+        else TOOL_FORMATS[tools],
         reasoning_format=_reasoning_format(template, settings.reasoning_parser),
     )
 
