@@ -265,6 +265,9 @@ def _find_tensors(directory: Path, conversion: str) -> dict[str, TensorEntry]:
     files = [file for file in files_in(directory, "*.safetensors") if file.name != ADAPTER_WEIGHTS]
     single = directory / SINGLE_FILE
     if single in files or len(files) == 1:
+        others = [file.name for file in files if file != single]
+        if single in files and others:
+            log.info("the weights are those of %s; not read: %s", SINGLE_FILE, join_names(others))
         return read_header(single if single in files else files[0])
     if files:
         raise CheckpointInvalid(

@@ -58,6 +58,16 @@ def test_keys_that_no_layer_reads_are_left_alone(tmp_path: Path, caplog: pytest.
         open_checkpoint(directory)
 
 
+def test_the_same_weights_in_another_form_are_not_read(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Mistral's directories hold both, without an index."""
+    write_checkpoint(tmp_path)
+    for name in ("consolidated.safetensors", "consolidated-00001-of-00002.safetensors"):
+        (tmp_path / name).write_bytes(b"not even a header")
+    with caplog.at_level("INFO"):
+        assert {entry.file.name for entry in open_checkpoint(tmp_path).tensors.values()} == {"model.safetensors"}
+    assert "not read: consolidated-00001-of-00002.safetensors, consolidated.safetensors" in caplog.text
+
+
 def test_harmless_extras_are_left_alone(tmp_path: Path) -> None:
     directory = write_checkpoint(tmp_path, tie_word_embeddings=True)
     tensors = random_tensors(ModelConfig.from_hf(config_values(tie_word_embeddings=True)))
