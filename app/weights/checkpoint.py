@@ -214,9 +214,9 @@ def _open_directory(directory: Path) -> Checkpoint:
         found = join_weights(method, config, found)
     elif model_config.kind == "decoder":
         check_not_quantized(found)
-        if model_config.tie_embeddings and has_own_head(found, model_config):
-            log.warning("lm_head.weight differs from the embedding and is used, although config.json ties them")
-            model_config = replace(model_config, tie_embeddings=False)
+    if isinstance(model_config, ModelConfig) and model_config.tie_embeddings and has_own_head(found, model_config):
+        log.warning("lm_head.weight differs from the embedding and is used, although config.json ties them")
+        model_config = replace(model_config, tie_embeddings=False)
     tensors = (
         _encoder_tensors(model_config, found, directory)
         if model_config.kind == "encoder"
