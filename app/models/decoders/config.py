@@ -14,7 +14,7 @@ from app.errors import CheckpointInvalid
 from app.models.config_reader import MAX_LAYERS, ConfigReader
 from app.models.decoders.families import DECODER_FAMILIES
 from app.models.decoders.family import DecoderFamily, Fields
-from app.models.decoders.family_values import known_texts
+from app.models.decoders.family_values import known_texts, refuse
 from app.models.decoders.layer_config import (
     Activation,
     AltUpConfig,
@@ -304,6 +304,7 @@ def _ropes(
     nested = config.section("rope_parameters").section("sliding_attention")
     if nested.text("rope_type", "default") != "default":
         raise CheckpointInvalid(f"{nested.where}: sliding layers must have rope_type 'default', without scaling.")
+    refuse(nested, "partial_rotary_factor", 1.0, "rotating a part of the heads of sliding layers")
     theta = nested.number("rope_theta", config.number("rope_local_base_freq", family.local_theta or full.theta))
     sliding = RopeConfig(theta, head_dim)
     return tuple(sliding if name == "sliding_attention" else full for name in types)
@@ -312,7 +313,14 @@ def _ropes(
 def _max_model_len(config: ConfigReader, ropes: tuple[RopeConfig | None, ...]) -> int:
     """Return the longest context.
 
-    This is max_position_embeddings, or the original length times YaRN's factor if that is larger.
+    This is max_position_embeddings. YaRN gives the original length times its factor, and linear scaling up to
+    max_sequence_length, if that is larger.
     """
-    extended = [rope.factor * rope.original_max_position_embeddings for rope in ropes if rope and rope.kind == "yarn"]
-    return max([config.integer("max_position_embeddings"), *(int(length) for length in extended)])
+    longest = config.integer("max_position_embeddings")
+    extended = [longest]
+    for rope in filter(None, ropes):
+        if rope.kind == "yarn":
+            extended.append(int(rope.factor * rope.original_max_position_embeddings))
+        if rope.kind == "linear":
+            extended.append(min(int(rope.factor * longest), config.integer("max_sequence_length", longest)))
+    return max(extended)

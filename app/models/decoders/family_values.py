@@ -212,7 +212,7 @@ def hunyuan(config: ConfigReader, fields: Fields) -> Fields:
     """Read the base of the rotary embeddings, which alpha raises for long contexts."""
     for name in ("rope_parameters", "rope_scaling"):
         section = config.section(name)
-        if section.text("rope_type", section.text("type", "default")) == "dynamic" and section.has("alpha"):
+        if section.text("rope_type", section.text("type", "default")) == "dynamic" and section.values.get("alpha"):
             alpha, dim = section.number("alpha"), fields["head_dim"]
             raised = [rope and replace(rope, theta=rope.theta * alpha ** (dim / (dim - 2))) for rope in fields["ropes"]]
             return {"ropes": tuple(raised)}
