@@ -15,6 +15,7 @@ from typing import Any, Literal
 
 from app.errors import CheckpointInvalid
 from app.hardware.facts import Needs
+from app.models.config_keys import AskedValues, unknown_keys
 from app.models.decoders.config import ModelConfig
 from app.models.decoders.shapes import Shape, active_weights, is_expert, tables_of, tensors_of
 from app.models.encoders.config import EncoderConfig, encoder_products_of, encoder_tables_of, encoder_tensors_of
@@ -238,9 +239,13 @@ def read_model_config(directory: Path) -> tuple[Mapping[str, Any], ModelConfig |
     sentence_config = read_sentence_config(directory)
     config = read_object(file_in(directory, "config.json"))
     quantization_method(config)
-    if is_encoder(config, sentence_config) or names_encoder(config):
-        return config, read_encoder(config, sentence_config)
-    return config, ModelConfig.from_hf(config)
+    values = AskedValues(config)
+    is_one = is_encoder(config, sentence_config) or names_encoder(config)
+    model_config = read_encoder(values, sentence_config) if is_one else ModelConfig.from_hf(values)
+    unknown = unknown_keys(values)
+    if unknown:
+        log.info("config.json: not known here and without effect: %s", join_names([name[:80] for name in unknown]))
+    return config, model_config
 
 
 # ---- which files ----------------------------------------------------------------------------------------------------

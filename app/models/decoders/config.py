@@ -6,6 +6,7 @@ is not needed.
 
 from __future__ import annotations
 
+from collections import ChainMap
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal
@@ -219,9 +220,15 @@ def _usual_names(values: Mapping[str, Any], family: DecoderFamily) -> ConfigRead
         inner = config.section(family.text_config)
         # The embeddings are tied if either place says so: transformers writes it to one of them.
         shared = {name: values[name] for name in ("tie_word_embeddings",) if name in values}
-        config = ConfigReader({**shared, **inner.values}, inner.where)
+        config = ConfigReader(ChainMap(*_maps(inner.values), shared), inner.where)
     named = {usual: config.values[own] for usual, own in family.aliases.items() if config.has(own)}
-    return ConfigReader({**named, **config.values}, config.where) if named else config
+    return ConfigReader(ChainMap(*_maps(config.values), named), config.where) if named else config
+
+
+def _maps(values: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Return the maps of which values consist. Those that remember what is asked for are not copied."""
+    maps = values.maps if isinstance(values, ChainMap) else [values]
+    return [one if isinstance(one, dict) else dict(one) for one in maps]
 
 
 def _shape(config: ConfigReader, family: DecoderFamily) -> Fields:
@@ -283,7 +290,13 @@ def _layer_types(config: ConfigReader, family: DecoderFamily, num_layers: int) -
     if config.has("layer_types") and family.model_type not in ("llama", "mistral", "phi3", "lfm2", "lfm2_moe"):
         return known_texts(config, "layer_types", num_layers, " ".join(_LAYER_TYPES))
     slides = family.slides
-    return tuple(_LAYER_TYPES[slides is not None and slides(config, layer)] for layer in range(num_layers))
+    types = tuple(_LAYER_TYPES[slides is not None and slides(config, layer)] for layer in range(num_layers))
+    listed = config.values.get("layer_types")
+    if family.model_type in ("mistral", "phi3") and listed not in (None, list(types)) and config.has("sliding_window"):
+        raise CheckpointInvalid(
+            f"{config.where}: layer_types gives some layers another attention, and in {family.title} all have the same."
+        )
+    return types
 
 
 def _windows(config: ConfigReader, family: DecoderFamily, types: tuple[str, ...]) -> tuple[int | None, ...]:

@@ -97,7 +97,13 @@ def granite(config: ConfigReader, fields: Fields) -> Fields:
 
 
 def gemma(config: ConfigReader, fields: Fields) -> Fields:
-    """Scale embeddings by the square root of their size."""
+    """Scale embeddings by the square root of their size.
+
+    The first files of Gemma 1 say `gelu` and were trained with its approximation, which `hidden_activation` corrects.
+    """
+    act = config.text("hidden_act", "gelu")
+    if not config.has("hidden_activation") and act not in ("gelu", "gelu_pytorch_tanh"):
+        raise CheckpointInvalid(f"{config.where}: hidden_act is {act!r}, and Gemma has gelu_pytorch_tanh.")
     return {"embedding_scale": fields["hidden_size"] ** 0.5}
 
 

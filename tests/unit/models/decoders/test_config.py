@@ -419,6 +419,14 @@ REFUSALS: dict[str, tuple[dict[str, Any], str]] = {
         "chunked_attention",
     ),
     "layer types": ({"architectures": ["Qwen3ForCausalLM"], "layer_types": ["full_attention"]}, "a list of 2 strings"),
+    "layer types of one kind": (
+        {"architectures": ["MistralForCausalLM"], "sliding_window": 9, "layer_types": list(TYPES)},
+        "layer_types gives some layers another attention",
+    ),
+    "activation of Gemma": (
+        {"architectures": ["GemmaForCausalLM"], "hidden_act": "silu"},
+        "hidden_act is 'silu', and Gemma has gelu_pytorch_tanh",
+    ),
     "encoder in disguise": ({"use_bidirectional_attention": True}, "makes this decoder an encoder"),
 }
 
