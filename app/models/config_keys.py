@@ -144,7 +144,12 @@ class AskedValues(dict[str, Any]):
         return rest
 
 
-def unknown_keys(values: AskedValues) -> list[str]:
+def unknown_keys(
+    values: AskedValues,
+    where: str = "config.json",
+    refused: Mapping[str, tuple[Any, ...]] = REFUSED,
+    known: frozenset[str] = WITHOUT_EFFECT | FOLLOWED_WHERE_NEEDED,
+) -> list[str]:
     """Return the names of values that nobody asked for and that are not known to have no effect.
 
     Raises:
@@ -152,12 +157,12 @@ def unknown_keys(values: AskedValues) -> list[str]:
     """
     unknown = []
     for place, value in values.not_asked().items():
-        name = place.rpartition(".")[2]
-        if name in REFUSED and value is not None and value not in REFUSED[name]:
+        name = place if place in refused or place in known else place.rpartition(".")[2]
+        if name in refused and value is not None and value not in refused[name]:
             raise CheckpointInvalid(
-                f"config.json: {place} is {str(value)[:80]}, which this architecture does not have here: it would be computed"
+                f"{where}: {place} is {str(value)[:80]}, which this architecture does not have here: it would be computed"
                 " without it."
             )
-        if name not in WITHOUT_EFFECT | FOLLOWED_WHERE_NEEDED | REFUSED.keys():
+        if name not in known and name not in refused:
             unknown.append(place)
     return sorted(unknown)
