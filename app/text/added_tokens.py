@@ -88,9 +88,9 @@ def _special_tokens(config: Mapping[str, Any]) -> Iterator[AddedToken]:
     """Yield the tokens that are special by their place in tokenizer_config.json."""
     for name, value in config.items():
         if name in ("extra_special_tokens", "additional_special_tokens", "model_specific_special_tokens"):
-            listed = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+            listed = list(value.values()) if isinstance(value, dict) else value if isinstance(value, list) else []
         else:
-            listed = (value,) if name.endswith("_token") else ()
+            listed = [value] if name.endswith("_token") else []
         for one in listed:
             if isinstance(one, str) and one:
                 yield AddedToken(one, special=True, normalized=False)
