@@ -213,8 +213,8 @@ class _Parser:
 
     def _escaped(self) -> _Node:
         one = self._next()
-        if one in "bB":
-            return _Node(holds=lambda name, at: _is_border(name, at) is (one == "b"))
+        if one == "b":
+            return _Node(holds=_is_border)
         if one in "AZ":
             return _Node(holds=lambda name, at: at == (0 if one == "A" else len(name)))
         return _Node(accepts=_class_of(one))
