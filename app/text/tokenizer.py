@@ -19,6 +19,7 @@ import tokenizers
 
 from app.errors import CheckpointInvalid, InvalidRequest
 from app.messages import Text
+from app.text.added_tokens import apply_other_files, named_tokens
 from app.text.bounds import (
     CHUNK_CHARACTERS,
     UNBOUNDED,
@@ -30,7 +31,7 @@ from app.text.bounds import (
 )
 from app.text.cancellation import stop_if_cancelled
 from app.text.rust_panics import ConvertRustErrors
-from app.text.tokenizer_files import NAMED_TOKENS, TokenizerFiles, read_tokenizer_files
+from app.text.tokenizer_files import TokenizerFiles, read_tokenizer_files
 
 _BYTE_TOKEN = re.compile(r"^<0x([0-9A-Fa-f]{2})>$")  # a byte in a byte-fallback vocabulary
 _CANNOT_ENCODE = "this checkpoint's tokenizer cannot encode the text"
@@ -62,7 +63,7 @@ class Tokenizer:
             self._inner.normalizer = tokenizers.normalizers.Sequence([tokenizers.normalizers.Lowercase(), *before])
         self.config: Mapping[str, Any] = files.config
         self._returns_segments = files.has_segments
-        self.named_tokens: Mapping[str, str] = MappingProxyType(_named_tokens(self.config))
+        self.named_tokens: Mapping[str, str] = MappingProxyType(named_tokens(self.config))
         self._added = {
             token_id: str(token.content) for token_id, token in self._inner.get_added_tokens_decoder().items()
         }
@@ -338,31 +339,8 @@ def _load(files: TokenizerFiles) -> tokenizers.Tokenizer:
         inner = tokenizers.Tokenizer.from_str(files.tokenizer)
     inner.no_truncation()  # some checkpoints keep both from training; a prompt must never be truncated silently
     inner.no_padding()
-    _add_tokens(inner, files)
+    apply_other_files(inner, files)
     return inner
-
-
-def _add_tokens(inner: tokenizers.Tokenizer, files: TokenizerFiles) -> None:
-    """Add what other files say of the vocabulary, as transformers does.
-
-    Named tokens are special, also where tokenizer.json has them as ordinary ones. A token of added_tokens.json that
-    tokenizer.json lacks is added if it gets the id that the file says.
-    """
-    named = set(_named_tokens(files.config).values())
-    for content, token_id in sorted(files.added.items(), key=lambda item: item[1]):
-        if inner.token_to_id(content) is None and token_id == inner.get_vocab_size(with_added_tokens=True):
-            inner.add_tokens(
-                [tokenizers.AddedToken(content, special=content in named, normalized=content not in named)]
-            )
-    special = {token.content for token in inner.get_added_tokens_decoder().values() if token.special}
-    inner.add_special_tokens([one for one in sorted(named - special) if inner.token_to_id(one) is not None])
-
-
-def _named_tokens(config: Mapping[str, Any]) -> dict[str, str]:
-    """Return the named tokens; each is stored as a string or as an object with `content`."""
-    entries = {name: config.get(name) for name in NAMED_TOKENS}
-    contents = {name: token.get("content") if isinstance(token, dict) else token for name, token in entries.items()}
-    return {name: content for name, content in contents.items() if isinstance(content, str)}
 
 
 def _bytes_of_characters() -> dict[str, int]:

@@ -3,18 +3,43 @@
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from app.errors import CheckpointInvalid
-from app.weights.files import MAX_JSON_BYTES, file_in, read_text, readable_or_invalid
+from app.weights.files import MAX_JSON_BYTES, file_in, join_names, read_text, readable_or_invalid
 from app.weights.gguf.reader import find_gguf, read_gguf
 from app.weights.gguf.tokenizer import convert_tokenizer
 
+log = logging.getLogger(__name__)
+
 # The named special tokens that chat templates may use, with transformers' names.
 NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
+# What tokenizer_config.json may say besides, and special_tokens_map.json. `*_token` are tokens that are special.
+FOLLOWED = frozenset(NAMED_TOKENS) | frozenset(
+    "additional_special_tokens extra_special_tokens model_specific_special_tokens added_tokens_decoder chat_template"
+    " tokenizer_class model_input_names split_special_tokens do_lower_case strip_accents tokenize_chinese_chars"
+    " model_max_length".split()
+)
+# tokenizer.json decides what the second group is about, as in transformers where that file is: its post-processor adds
+# tokens, its normalizer and its splits are those that were trained with. The cleaning of spaces is for WordPiece, whose
+# decoder in tokenizer.json does it; transformers leaves it out for BPE too. The third group is for slow tokenizers.
+WITHOUT_EFFECT = frozenset(
+    "name_or_path auto_map processor_class tokenizer_file special_tokens_map_file vocab_file backend files_loaded is_local"
+    " local_files_only device_map response_template response_schema chat_control_tokens use_default_system_prompt"
+    " padding_side truncation_side max_length max_len stride truncation_strategy pad_to_multiple_of pad_token_type_id init_inputs"
+    " fix_mistral_regex verbose"
+    " add_bos_token add_eos_token add_prefix_space trim_offsets clean_up_tokenization_spaces legacy from_slow unk_id"
+    " spaces_between_special_tokens"
+    " never_split do_basic_tokenize sp_model_kwargs errors merges vocab remove_space keep_accents clean_text wordpieces_prefix".split()
+)
+# Values that change texts or ids in a way that is not offered, by name, with the ones that do not.
+REFUSED: Mapping[str, tuple[Any, ...]] = {
+    "clean_up_tokenization_spaces_for_bpe_even_though_it_will_corrupt_output": (False, None)
+}
 MAX_TOKENIZER_BYTES = 512 * 2**20  # tokenizer.json with 250,000 tokens has 35 MB
 
 
@@ -86,12 +111,33 @@ def _read_directory(directory: Path) -> TokenizerFiles:
     except OSError as error:
         raise CheckpointInvalid(f"{path} cannot be read: {error}") from error
     config = _read_object(file_in(directory, "tokenizer_config.json"))
+    _check_keys(config)
     segments = _has_segments(config, _read_object(file_in(directory, "config.json")))
     named = _read_object(file_in(directory, "special_tokens_map.json"))
     says_all = "added_tokens_decoder" in config  # files of newer versions; null then means that there is none
+    if not says_all:  # then transformers takes all of the map
+        lists = {name: value for name, value in named.items() if name not in NAMED_TOKENS and name not in config}
+        config |= {name: value for name, value in lists.items() if name.endswith(("_token", "_special_tokens"))}
     wanted = [name for name in NAMED_TOKENS if name not in config or (config[name] is None and not says_all)]
     config |= {name: named[name] for name in wanted if named.get(name)}
     return TokenizerFiles(text, config, _read_all_eos_ids(directory), path, segments, _read_added(directory))
+
+
+def _check_keys(config: Mapping[str, Any]) -> None:
+    """Check that tokenizer_config.json asks for nothing that is not offered, and log names that are not known.
+
+    Raises:
+        CheckpointInvalid: It does.
+    """
+    for name, allowed in REFUSED.items():
+        if config.get(name) not in allowed:
+            raise CheckpointInvalid(f"tokenizer_config.json: {name} is {str(config[name])[:80]}, which is not offered.")
+    known = FOLLOWED | WITHOUT_EFFECT | REFUSED.keys()
+    unknown = sorted(name for name in config if name not in known and not name.endswith("_token"))
+    if unknown:
+        log.info(
+            "tokenizer_config.json: not known here and without effect: %s", join_names([one[:80] for one in unknown])
+        )
 
 
 def _read_added(directory: Path) -> dict[str, int]:

@@ -15,6 +15,7 @@ from typing import Any, Literal
 
 from app.errors import CheckpointInvalid
 from app.hardware.facts import Needs
+from app.models.config_keys import AskedValues, unknown_keys
 from app.models.decoders.config import ModelConfig
 from app.models.decoders.shapes import Shape, active_weights, is_expert, tables_of, tensors_of
 from app.models.encoders.config import EncoderConfig, encoder_products_of, encoder_tables_of, encoder_tensors_of
@@ -214,9 +215,9 @@ def _open_directory(directory: Path) -> Checkpoint:
         found = join_weights(method, config, found)
     elif model_config.kind == "decoder":
         check_not_quantized(found)
-        if model_config.tie_embeddings and has_own_head(found, model_config):
-            log.warning("lm_head.weight differs from the embedding and is used, although config.json ties them")
-            model_config = replace(model_config, tie_embeddings=False)
+    if isinstance(model_config, ModelConfig) and model_config.tie_embeddings and has_own_head(found, model_config):
+        log.warning("lm_head.weight differs from the embedding and is used, although config.json ties them")
+        model_config = replace(model_config, tie_embeddings=False)
     tensors = (
         _encoder_tensors(model_config, found, directory)
         if model_config.kind == "encoder"
@@ -238,9 +239,13 @@ def read_model_config(directory: Path) -> tuple[Mapping[str, Any], ModelConfig |
     sentence_config = read_sentence_config(directory)
     config = read_object(file_in(directory, "config.json"))
     quantization_method(config)
-    if is_encoder(config, sentence_config) or names_encoder(config):
-        return config, read_encoder(config, sentence_config)
-    return config, ModelConfig.from_hf(config)
+    values = AskedValues(config)
+    is_one = is_encoder(config, sentence_config) or names_encoder(config)
+    model_config = read_encoder(values, sentence_config) if is_one else ModelConfig.from_hf(values)
+    unknown = unknown_keys(values)
+    if unknown:
+        log.info("config.json: not known here and without effect: %s", join_names([name[:80] for name in unknown]))
+    return config, model_config
 
 
 # ---- which files ----------------------------------------------------------------------------------------------------
@@ -265,6 +270,9 @@ def _find_tensors(directory: Path, conversion: str) -> dict[str, TensorEntry]:
     files = [file for file in files_in(directory, "*.safetensors") if file.name != ADAPTER_WEIGHTS]
     single = directory / SINGLE_FILE
     if single in files or len(files) == 1:
+        others = [file.name for file in files if file != single]
+        if single in files and others:
+            log.info("the weights are those of %s; not read: %s", SINGLE_FILE, join_names(others))
         return read_header(single if single in files else files[0])
     if files:
         raise CheckpointInvalid(

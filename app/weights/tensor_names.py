@@ -25,11 +25,13 @@ from app.models.decoders.stored import (
 )
 from app.models.encoders.config import EncoderConfig
 from app.models.encoders.families import StoredName, encoder_family, stored_names
-from app.weights.safetensors import EncodedEntry, RearrangedEntry, TensorEntry
+from app.weights.quantized.entries import PackedEntry
+from app.weights.safetensors import EncodedEntry, QuantizedEntry, RearrangedEntry, TensorEntry
 
 log = logging.getLogger(__name__)
 
 _COMPARED_BYTES = 4 * 2**20  # read at once
+_HEAD, _EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 
 DECODER_PREFIX = "model."
 _DECODER_HEADS: Mapping[str, str] = {"dense": "head.dense", "classifier": "head.out", "score": "head.out"}
@@ -130,6 +132,8 @@ def rename_decoder_tensors(found: Mapping[str, TensorEntry], config: ModelConfig
     """
     expected = tensors_of(config)
     tensors, unused, stored_names = {}, [], {}
+    # Files that keep one of two tied tensors may keep the output layer.
+    only_head = config.tie_embeddings and not any(our_name(config, stored) == _EMBEDDING for stored in found)
     others = [stored for stored in found if our_name(config, stored) is None]
     if others:
         parts = ", ".join(sorted({name.rpartition(".")[0].split(".layers.")[0] for name in others})[:3])
@@ -137,8 +141,10 @@ def rename_decoder_tensors(found: Mapping[str, TensorEntry], config: ModelConfig
     for stored, ours, entry in _separate_tensors(found, config):
         if ours is None or is_computed(config, stored) or is_unused(config, ours):
             continue
-        if ours == "lm_head.weight" and config.tie_embeddings:
-            continue
+        if ours == _HEAD and config.tie_embeddings:
+            if not only_head:
+                continue
+            ours = _EMBEDDING
         if ours not in expected:
             unused.append(stored)
         else:
@@ -149,16 +155,26 @@ def rename_decoder_tensors(found: Mapping[str, TensorEntry], config: ModelConfig
 def has_own_head(found: Mapping[str, TensorEntry], config: ModelConfig) -> bool:
     """Return True if a decoder's files have an output layer whose values differ from the embedding's."""
     names = {our_name(config, stored): stored for stored in found}
-    pair = [found[names[name]] for name in ("lm_head.weight", "model.embed_tokens.weight") if name in names]
+    pair = [found[names[name]] for name in (_HEAD, _EMBEDDING) if name in names]
     if len(pair) < 2 or pair[0] == pair[1]:
         return False
-    head, embedding = pair
-    if (head.dtype, head.shape, head.nbytes) != (embedding.dtype, embedding.shape, embedding.nbytes):
+    first, second = map(_stored_parts, pair)
+    return len(first) != len(second) or any(map(_differ, first, second))
+
+
+def _stored_parts(entry: TensorEntry) -> list[TensorEntry]:
+    """Return the stored tensors of which a weight consists."""
+    return [part for _, part in entry.parts] if isinstance(entry, PackedEntry | QuantizedEntry) else [entry]
+
+
+def _differ(one: TensorEntry, other: TensorEntry) -> bool:
+    """Return True if two stored tensors have different types, shapes or bytes."""
+    if (one.dtype, one.shape, one.nbytes) != (other.dtype, other.shape, other.nbytes):
         return True
-    with head.file.open("rb") as first, embedding.file.open("rb") as second:
-        first.seek(head.start)
-        second.seek(embedding.start)
-        sizes = (min(_COMPARED_BYTES, head.nbytes - done) for done in range(0, head.nbytes, _COMPARED_BYTES))
+    with one.file.open("rb") as first, other.file.open("rb") as second:
+        first.seek(one.start)
+        second.seek(other.start)
+        sizes = (min(_COMPARED_BYTES, one.nbytes - done) for done in range(0, one.nbytes, _COMPARED_BYTES))
         return any(first.read(size) != second.read(size) for size in sizes)
 
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any, cast
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from app.backends.cpu import CpuBackend
@@ -25,6 +27,7 @@ from app.kernels.native.arguments import OpCode
 from app.kernels.native.operations import has_kernel
 from app.messages import Generate, LoadedAdapter, RequestFailed, SamplingParams, SetAdapter, TokensReady
 from app.models.decoders.decoder import Decoder
+from app.models.decoders.stored import is_transposed, our_name
 from app.weights.checkpoint import open_checkpoint
 from app.weights.lora.adapter import adapted_layers, open_adapter
 from loaded_models import load
@@ -100,6 +103,44 @@ def test_families_that_store_rows_in_another_order_take_adapters(name: str, tmp_
     spread = float(expected.std())
     torch.testing.assert_close(logits(model, slots_of(model, base, [adapter]), 0), expected, atol=1e-3 * spread, rtol=0)
     assert (expected - expected_logits(base, name, PROMPT)).abs().max() > 0.05 * spread
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "GPT2LMHeadModel",
+        *(pytest.param(one, marks=pytest.mark.full) for one in ("GPTNeoXForCausalLM", "OPTForCausalLM")),
+    ],
+)
+def test_adapters_have_the_names_of_the_trained_model(name: str, tmp_path: Path) -> None:
+    """As peft saves them: by transformers' names, with A and B the same way round for weights that are stored as [in, out]."""
+    write_family(base := tmp_path / "base", name, SERVED[name])
+    write_tokenizer(base)
+    config = open_checkpoint(base).decoder
+    weights, generator = load_file(base / "model.safetensors"), torch.Generator().manual_seed(4)
+    layers, tensors = adapted_layers(config), dict[str, Tensor]()
+    for stored, weight in weights.items():
+        shape = layers.get(str(our_name(config, stored)).removesuffix(".weight"))
+        if shape is None or not stored.endswith(".weight"):
+            continue
+        a, b = (torch.randn(size, generator=generator) / 4 for size in ((4, shape[1]), (shape[0], 4)))
+        module = f"base_model.model.{stored.removesuffix('.weight')}"
+        tensors |= {f"{module}.lora_A.weight": a, f"{module}.lora_B.weight": b}
+        change = 1.5 * (b @ a)
+        weights[stored] = weight + (
+            change if weight.shape == change.shape and not is_transposed(config, f"{name}_proj.weight") else change.T
+        )
+    assert len(tensors) == 2 * len(layers) > 0
+    is_conv = name == "GPT2LMHeadModel"
+    adapter = write_adapter(
+        tmp_path / "adapter", base, tensors=tensors, fan_in_fan_out=is_conv, target_modules="all-linear"
+    )
+    shutil.copytree(base, tmp_path / "merged")
+    save_file(weights, tmp_path / "merged" / "model.safetensors", metadata={"format": "pt"})
+    expected, unchanged = (expected_logits(tmp_path / one, name, PROMPT) for one in ("merged", "base"))
+    model, spread = cast(Decoder, load(base)), float(expected.std())
+    torch.testing.assert_close(logits(model, slots_of(model, base, [adapter]), 0), expected, atol=1e-3 * spread, rtol=0)
+    assert (expected - unchanged).abs().max() > 0.05 * spread
 
 
 def test_an_adapter_may_change_some_layers_and_have_several_ranks(tmp_path: Path) -> None:

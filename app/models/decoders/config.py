@@ -6,6 +6,7 @@ is not needed.
 
 from __future__ import annotations
 
+from collections import ChainMap
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal
@@ -14,7 +15,7 @@ from app.errors import CheckpointInvalid
 from app.models.config_reader import MAX_LAYERS, ConfigReader
 from app.models.decoders.families import DECODER_FAMILIES
 from app.models.decoders.family import DecoderFamily, Fields
-from app.models.decoders.family_values import known_texts
+from app.models.decoders.family_values import known_texts, refuse
 from app.models.decoders.layer_config import (
     Activation,
     AltUpConfig,
@@ -219,9 +220,15 @@ def _usual_names(values: Mapping[str, Any], family: DecoderFamily) -> ConfigRead
         inner = config.section(family.text_config)
         # The embeddings are tied if either place says so: transformers writes it to one of them.
         shared = {name: values[name] for name in ("tie_word_embeddings",) if name in values}
-        config = ConfigReader({**shared, **inner.values}, inner.where)
+        config = ConfigReader(ChainMap(*_maps(inner.values), shared), inner.where)
     named = {usual: config.values[own] for usual, own in family.aliases.items() if config.has(own)}
-    return ConfigReader({**named, **config.values}, config.where) if named else config
+    return ConfigReader(ChainMap(*_maps(config.values), named), config.where) if named else config
+
+
+def _maps(values: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Return the maps of which values consist. Those that remember what is asked for are not copied."""
+    maps = values.maps if isinstance(values, ChainMap) else [values]
+    return [one if isinstance(one, dict) else dict(one) for one in maps]
 
 
 def _shape(config: ConfigReader, family: DecoderFamily) -> Fields:
@@ -283,7 +290,13 @@ def _layer_types(config: ConfigReader, family: DecoderFamily, num_layers: int) -
     if config.has("layer_types") and family.model_type not in ("llama", "mistral", "phi3", "lfm2", "lfm2_moe"):
         return known_texts(config, "layer_types", num_layers, " ".join(_LAYER_TYPES))
     slides = family.slides
-    return tuple(_LAYER_TYPES[slides is not None and slides(config, layer)] for layer in range(num_layers))
+    types = tuple(_LAYER_TYPES[slides is not None and slides(config, layer)] for layer in range(num_layers))
+    listed = config.values.get("layer_types")
+    if family.model_type in ("mistral", "phi3") and listed not in (None, list(types)) and config.has("sliding_window"):
+        raise CheckpointInvalid(
+            f"{config.where}: layer_types gives some layers another attention, and in {family.title} all have the same."
+        )
+    return types
 
 
 def _windows(config: ConfigReader, family: DecoderFamily, types: tuple[str, ...]) -> tuple[int | None, ...]:
@@ -304,6 +317,7 @@ def _ropes(
     nested = config.section("rope_parameters").section("sliding_attention")
     if nested.text("rope_type", "default") != "default":
         raise CheckpointInvalid(f"{nested.where}: sliding layers must have rope_type 'default', without scaling.")
+    refuse(nested, "partial_rotary_factor", 1.0, "rotating a part of the heads of sliding layers")
     theta = nested.number("rope_theta", config.number("rope_local_base_freq", family.local_theta or full.theta))
     sliding = RopeConfig(theta, head_dim)
     return tuple(sliding if name == "sliding_attention" else full for name in types)
@@ -312,7 +326,14 @@ def _ropes(
 def _max_model_len(config: ConfigReader, ropes: tuple[RopeConfig | None, ...]) -> int:
     """Return the longest context.
 
-    This is max_position_embeddings, or the original length times YaRN's factor if that is larger.
+    This is max_position_embeddings. YaRN gives the original length times its factor, and linear scaling up to
+    max_sequence_length, if that is larger.
     """
-    extended = [rope.factor * rope.original_max_position_embeddings for rope in ropes if rope and rope.kind == "yarn"]
-    return max([config.integer("max_position_embeddings"), *(int(length) for length in extended)])
+    longest = config.integer("max_position_embeddings")
+    extended = [longest]
+    for rope in filter(None, ropes):
+        if rope.kind == "yarn":
+            extended.append(int(rope.factor * rope.original_max_position_embeddings))
+        if rope.kind == "linear":
+            extended.append(min(int(rope.factor * longest), config.integer("max_sequence_length", longest)))
+    return max(extended)

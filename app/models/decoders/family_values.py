@@ -97,7 +97,13 @@ def granite(config: ConfigReader, fields: Fields) -> Fields:
 
 
 def gemma(config: ConfigReader, fields: Fields) -> Fields:
-    """Scale embeddings by the square root of their size."""
+    """Scale embeddings by the square root of their size.
+
+    The first files of Gemma 1 say `gelu` and were trained with its approximation, which `hidden_activation` corrects.
+    """
+    act = config.text("hidden_act", "gelu")
+    if not config.has("hidden_activation") and act not in ("gelu", "gelu_pytorch_tanh"):
+        raise CheckpointInvalid(f"{config.where}: hidden_act is {act!r}, and Gemma has gelu_pytorch_tanh.")
     return {"embedding_scale": fields["hidden_size"] ** 0.5}
 
 
@@ -212,7 +218,7 @@ def hunyuan(config: ConfigReader, fields: Fields) -> Fields:
     """Read the base of the rotary embeddings, which alpha raises for long contexts."""
     for name in ("rope_parameters", "rope_scaling"):
         section = config.section(name)
-        if section.text("rope_type", section.text("type", "default")) == "dynamic" and section.has("alpha"):
+        if section.text("rope_type", section.text("type", "default")) == "dynamic" and section.values.get("alpha"):
             alpha, dim = section.number("alpha"), fields["head_dim"]
             raised = [rope and replace(rope, theta=rope.theta * alpha ** (dim / (dim - 2))) for rope in fields["ropes"]]
             return {"ropes": tuple(raised)}

@@ -9,10 +9,10 @@ from typing import Literal
 from app.errors import CheckpointInvalid
 from app.models.config_reader import ConfigReader
 
-RopeKind = Literal["default", "linear", "llama3", "yarn", "longrope"]
+RopeKind = Literal["default", "linear", "llama3", "yarn", "longrope", "proportional"]
 
 # Phi-3's first releases called longrope "su". "dynamic" differs only beyond max_position_embeddings, which is never
-# served.
+# served. "mrope" differs only where pictures are: the three positions of a token of a text are the same number.
 ROPE_KINDS: Mapping[str, RopeKind] = {
     "default": "default",
     "dynamic": "default",
@@ -21,7 +21,16 @@ ROPE_KINDS: Mapping[str, RopeKind] = {
     "yarn": "yarn",
     "longrope": "longrope",
     "su": "longrope",
+    "mrope": "default",
+    "proportional": "proportional",
 }
+# Names in the section on rotary embeddings. Those of one kind are allowed beside another, as in transformers, which does
+# not read them then; `finetuned` says how the model was trained.
+_KEYS = frozenset(
+    "rope_type type rope_theta partial_rotary_factor factor original_max_position_embeddings low_freq_factor high_freq_factor"
+    " beta_fast beta_slow mscale mscale_all_dim truncate attention_factor short_factor long_factor short_mscale long_mscale"
+    " alpha llama_4_scaling_beta max_position_embeddings finetuned mrope_section mrope_interleaved".split()
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +58,7 @@ class RopeConfig:
     long_factor: tuple[float, ...] = ()
     short_mscale: float | None = None  # longrope of Phi-3.5-MoE
     long_mscale: float | None = None
+    num_rotated: int = 0  # proportional: pairs that are rotated, by frequencies over the whole head
 
 
 def parse_rope(
@@ -64,21 +74,31 @@ def parse_rope(
         partial: The share of a head that is rotated, unless config.json has one.
     """
     section = _section(config, layer_type)
+    unknown = sorted(name for name, value in section.values.items() if name not in _KEYS and value is not None)
+    if unknown:
+        raise CheckpointInvalid(
+            f"{section.where}: {unknown[0][:80]} is not known, and may change the rotary embeddings."
+        )
     theta = section.number("rope_theta", config.number("rope_theta", default_theta))
     share = section.number("partial_rotary_factor", config.number("partial_rotary_factor", partial))
-    dim = int(head_dim * share)
-    if dim % 2 or not 0 < dim <= head_dim:
-        raise CheckpointInvalid(
-            f"{section.where}: rotary embeddings rotate pairs, and {dim} of {head_dim} elements cannot be paired."
-        )
     name = section.text("rope_type", section.text("type", "default"))
     kind = ROPE_KINDS.get(name)
     if kind is None:
         raise CheckpointInvalid(
             f"{section.where}: rope_type {name!r} is not known; known are {', '.join(sorted(ROPE_KINDS))}."
         )
+    if kind == "proportional":
+        factor = section.number("factor", 1.0)
+        return RopeConfig(theta, head_dim, kind, factor, num_rotated=int(share * head_dim // 2))
+    dim = int(head_dim * share)
+    if dim % 2 or not 0 < dim <= head_dim:
+        raise CheckpointInvalid(
+            f"{section.where}: rotary embeddings rotate pairs, and {dim} of {head_dim} elements cannot be paired."
+        )
     if kind == "yarn" and section.has("short_factor"):
         kind = "longrope"  # Phi-3's second releases called it yarn
+    if kind == "default" and section.values.get("mscale_all_dim"):
+        raise CheckpointInvalid(f"{section.where}: mscale_all_dim with rope_type {name!r} is not offered.")
     return RopeConfig(theta, dim) if kind == "default" else _scaled(config, section, RopeConfig(theta, dim, kind))
 
 
@@ -113,8 +133,8 @@ def _scaled(config: ConfigReader, section: ConfigReader, plain: RopeConfig) -> R
         high_freq_factor=section.number("high_freq_factor") if is_llama3 else 4.0,
         beta_fast=section.number("beta_fast", 32.0),
         beta_slow=section.number("beta_slow", 1.0),
-        mscale=section.optional_number("mscale"),
-        mscale_all_dim=section.optional_number("mscale_all_dim"),
+        mscale=_number_or_none(section, "mscale"),
+        mscale_all_dim=_number_or_none(section, "mscale_all_dim"),
         truncate=section.boolean("truncate", True),
         attention_factor=section.optional_number("attention_factor"),
         short_factor=section.numbers("short_factor", half) if is_longrope else (),
@@ -122,3 +142,8 @@ def _scaled(config: ConfigReader, section: ConfigReader, plain: RopeConfig) -> R
         short_mscale=section.optional_number("short_mscale") if is_longrope else None,
         long_mscale=section.optional_number("long_mscale") if is_longrope else None,
     )
+
+
+def _number_or_none(section: ConfigReader, name: str) -> float | None:
+    """Return a number; 0 counts as absent, as in transformers."""
+    return section.number(name) if section.values.get(name) else None

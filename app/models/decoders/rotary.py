@@ -64,6 +64,13 @@ def _linear(rope: RopeConfig, max_model_len: int) -> tuple[Tensor, float]:
     return _plain(rope) / rope.factor, 1.0
 
 
+def _proportional(rope: RopeConfig, max_model_len: int) -> tuple[Tensor, float]:
+    """Rotate the first pairs of a whole head only; the others have the frequency 0."""
+    plain = _plain(rope) / rope.factor
+    plain[rope.num_rotated :] = 0.0
+    return plain, 1.0
+
+
 def _llama3(rope: RopeConfig, max_model_len: int) -> tuple[Tensor, float]:
     """Divide the frequencies of long waves by `factor`, keep short ones, and blend those between.
 
@@ -126,4 +133,5 @@ _KINDS: Mapping[RopeKind, Callable[[RopeConfig, int], tuple[Tensor, float]]] = {
     "llama3": _llama3,
     "yarn": _yarn,
     "longrope": _longrope,
+    "proportional": _proportional,
 }

@@ -6,9 +6,10 @@ sentence-transformers directory are passed as `SentenceConfig`.
 
 from __future__ import annotations
 
+from collections import ChainMap
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, cast
 
 from app.errors import CheckpointInvalid
 from app.models.config_reader import MAX_INTEGER, MAX_LAYERS, ConfigReader
@@ -142,7 +143,8 @@ def _read_decoder(kind: EncoderClass, config: ConfigReader) -> EncoderConfig:
     is_eurobert = kind.stem == "EuroBert"
     bidirectional = is_eurobert or config.boolean("use_bidirectional_attention", False)
     defaults = {"rms_norm_eps": 1e-5} if is_eurobert else {}
-    values = {**defaults, **config.values, "architectures": [kind.decoder], "use_bidirectional_attention": None}
+    own = {"architectures": [kind.decoder], "use_bidirectional_attention": None}
+    values = ChainMap[str, Any](own, cast(dict[str, Any], config.values), defaults)
     decoder = replace(ModelConfig.from_hf(values), tie_embeddings=True)  # there is no output layer
     return EncoderConfig(
         architecture=kind.name,

@@ -7,9 +7,10 @@ needed.
 
 from __future__ import annotations
 
+from collections import ChainMap
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 from app.errors import CheckpointInvalid
 from app.models.config_reader import ConfigReader
@@ -297,4 +298,4 @@ def to_transformers_names(config: ConfigReader) -> ConfigReader:
         if name in config.values and config.values[name] not in allowed:
             raise CheckpointInvalid(f"config.json: {name} {config.values[name]!r} is not supported; {allowed[0]!r} is.")
     renamed = {new: config.values[old] for old, new in _NAMES.items() if config.has(old)}
-    return ConfigReader({**config.values, **renamed, "hidden_act": "silu"})
+    return ConfigReader(ChainMap({**renamed, "hidden_act": "silu"}, cast(dict[str, Any], config.values)))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import struct
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -9,10 +10,13 @@ from io import BufferedReader
 from typing import Any
 
 from app.errors import CheckpointInvalid
+from app.models.config_keys import AskedValues, unknown_keys
 from app.models.config_reader import ConfigReader
-from app.weights.files import open_regular
+from app.weights.files import join_names, open_regular
 from app.weights.gguf.experts import expert_values, factor
 from app.weights.gguf.reader import GgufModel, GgufTensor
+
+log = logging.getLogger(__name__)
 
 # What a file is if `general.type` says that it is not a model.
 _OTHER_FILES: Mapping[str, str] = {
@@ -62,6 +66,84 @@ ROPE_FACTORS = ("rope_factors_short.weight", "rope_factors_long.weight")
 # (llama-model.cpp, by the number of layers).
 _GEMMA_WIDE_LAYERS: Mapping[str, int] = {"gemma2": 46, "gemma3": 62}
 _MAX_DIVISORS = 2**16
+# Names below the architecture's that change what llama.cpp computes, with the values that do not. They are refused where no
+# reader asks for them; the tensors of a layer that an architecture does not have are refused too.
+REFUSED: Mapping[str, tuple[Any, ...]] = {
+    "use_parallel_residual": (False,),
+    "tensor_data_layout": ("reference",),
+    "leading_dense_block_count": (0,),
+    "expert_shared_count": (0,),
+    "expert_group_count": (0, 1),
+    "expert_group_used_count": (0, 1),
+    "expert_group_scale": (0.0, 1.0),
+    "expert_chunk_feed_forward_length": (0,),
+    "experts_per_group": (0,),
+    "moe_every_n_layers": (0,),
+    "moe_latent_size": (0,),
+    "interleave_moe_layer_step": (0, 1),
+    "n_deepstack_layers": (0,),
+    "logit_scale": (0.0, 1.0),
+    "residual_scale": (0.0, 1.0),
+    "embedding_scale": (0.0, 1.0),
+    "attn_logit_softcapping": (0.0,),
+    "router_logit_softcapping": (0.0,),
+    "final_logit_softcapping": (0.0,),
+    "swin_norm": (False,),
+    "full_attention_interval": (0, 1),
+    "activation_sparsity_scale": (),
+    "swiglu_clamp_exp": (),
+    "swiglu_clamp_shexp": (),
+    "attention.max_alibi_bias": (0.0,),
+    "attention.clamp_kqv": (0.0,),
+    "attention.causal": (True,),
+    "attention.scale": (0.0,),
+    "attention.output_scale": (0.0, 1.0),
+    "attention.temperature_length": (0,),
+    "attention.temperature_scale": (0.0,),
+    "attention.key_length_swa": (),
+    "attention.value_length_swa": (),
+    "attention.key_length_mla": (),
+    "attention.value_length_mla": (),
+    "attention.q_lora_rank": (0,),
+    "attention.kv_lora_rank": (0,),
+    "attention.shared_kv_layers": (0,),
+    "attention.relative_buckets_count": (0,),
+    "attention.layer_norm_epsilon": (),
+    "attention.group_norm_epsilon": (),
+    "attention.group_norm_groups": (),
+    "attention.indexer.head_count": (),
+    "attention.indexer.key_length": (),
+    "attention.indexer.top_k": (),
+    "rope.dimension_count_swa": (),
+    "rope.scaling.alpha": (0.0, 1.0),
+    "rope.scaling.attn_factor": (0.0, 1.0),
+    "rope.scaling.yarn_attn_factor": (0.0, 1.0),
+    "rope.scaling.yarn_ext_factor": (-1.0, 1.0),
+    "rope.scaling.yarn_log_multiplier": (0.0,),
+    "rope.scale_linear": (0.0, 1.0),
+    "shortconv.l_cache": (),
+    **{f"ssm.{name}": () for name in ("conv_kernel", "inner_size", "state_size", "time_step_rank", "group_count", "dt_b_c_rms")},
+    **{f"attention.{name}_lora_rank": (0,) for name in ("decay", "iclr", "value_residual_mix", "gate")},
+    **{f"altup.{name}": () for name in ("active_idx", "num_inputs")},
+    "embedding_length_per_layer_input": (0,),
+    "kda.head_dim": (),
+    "wkv.head_size": (),
+    "time_mix_extra_dim": (),
+    "time_decay_extra_dim": (),
+    "token_shift_count": (),
+    "rescale_every_n_layers": (0,),
+    "decoder_block_count": (0,),
+}  # fmt: skip
+# Read where another value asks for them, or about vectors, other modalities and how a model was trained. A token of a text
+# has one number as each of its positions in `rope.dimension_sections`.
+WITHOUT_EFFECT = frozenset(
+    "vocab_size embedding_length_out features_length pooling_type decoder_start_token_id classifier.output_labels"
+    " rope.scaling.finetuned rope.dimension_sections rope.scaling.factor rope.scaling.original_context_length"
+    " rope.scaling.yarn_beta_fast rope.scaling.yarn_beta_slow rope.scaling.type rope.freq_base_swa attention.sliding_window"
+    " attention.sliding_window_pattern posnet.embedding_length posnet.block_count convnext.embedding_length"
+    " convnext.block_count expert_shared_feed_forward_length expert_weights_norm expert_gating_func"
+    " expert_feed_forward_length expert_used_count expert_count expert_weights_scale {dense}_feat_in {dense}_feat_out".split()
+)
 
 
 def family_of(model: GgufModel) -> GgufFamily:
@@ -97,11 +179,13 @@ def config_values(model: GgufModel) -> dict[str, Any]:
     """
     family, name = family_of(model), model.metadata["general.architecture"]
     # Without its prefix a key has one name in all architectures.
-    own = {
-        key.removeprefix(f"{name}."): _one_of_all(value)
-        for key, value in model.metadata.items()
-        if key.startswith(f"{name}.")
-    }
+    own = AskedValues(
+        {
+            key.removeprefix(f"{name}."): _one_of_all(value)
+            for key, value in model.metadata.items()
+            if key.startswith(f"{name}.")
+        }
+    )
     read = ConfigReader(own, f"{model.file.name}: {name}")
     heads, hidden_size = read.integer("attention.head_count"), read.integer("embedding_length")
     head_dim = read.integer("attention.key_length", max(1, hidden_size // heads))
@@ -141,6 +225,11 @@ def config_values(model: GgufModel) -> dict[str, Any]:
         values |= _granite(read, head_dim)
     if family.model_type == "gpt_oss":  # as it is published: without rounding YaRN's borders, as llama.cpp does
         values["rope_scaling"] = {"rope_type": "default", **values.get("rope_scaling", {}), "truncate": False}
+    unknown = unknown_keys(own, f"{model.file.name}: {name}", REFUSED, WITHOUT_EFFECT)
+    if unknown:
+        log.info(
+            "%s: not known here and without effect: %s", model.file.name, join_names([one[:80] for one in unknown])
+        )
     return values
 
 
@@ -204,8 +293,9 @@ def _rope(model: GgufModel, read: ConfigReader, head_dim: int) -> dict[str, Any]
         each = _numbers(divisors)
         scaling = {"rope_type": "longrope", "short_factor": each, "long_factor": each, "attention_factor": 1.0}
         return values | {"rope_scaling": scaling | {"original_max_position_embeddings": longest}}
-    kind = read.text("rope.scaling.type", "none")
-    factor = read.number("rope.scaling.factor", 1.0)
+    linear = read.values.get("rope.scale_linear") or 1.0  # in files of 2023
+    kind = read.text("rope.scaling.type", "linear" if linear != 1 else "none")
+    factor = read.number("rope.scaling.factor", linear)
     if kind == "none" or factor == 1:
         return values
     scaling = {"rope_type": kind, "factor": factor, "original_max_position_embeddings": original}

@@ -32,11 +32,12 @@ _UPPER, _LOWER = r"\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}", r"\p{Ll}\p{Lm}\p{Lo}\p{M}"
 class _Split:
     """How a byte-level BPE splits text before its merges, as in the tokenizer.json of the models that use it.
 
-    Without `pattern` it is GPT-2's. `keeps_words`: a word that is a token is not split. `adds_bos`: texts begin with the
-    beginning-of-text token if the file does not say otherwise.
+    `patterns`: what matches each in turn is a word of its own, and so is what is between; without any they are GPT-2's words.
+    `separates_digits`: each digit is one too. `keeps_words`: a word that is a token is not split. `adds_bos`: texts begin with
+    the beginning-of-text token if the file does not say otherwise.
     """
 
-    pattern: str = ""
+    patterns: tuple[str, ...] = ()
     separates_digits: bool = False
     normalizes: bool = False
     keeps_words: bool = False
@@ -45,6 +46,9 @@ class _Split:
 
 _LLAMA3 = rf"{_CONTRACTIONS}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}{{1,3}}|{_TAIL}"
 _QWEN2 = rf"{_CONTRACTIONS}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}|{_TAIL}"
+_SEED = (
+    rf"{_CONTRACTIONS}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}{{1}}| ?[^\s\p{{L}}\p{{N}}\r\n]+|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
 
 
 def _cased(contractions: str, digits: str) -> str:
@@ -54,18 +58,58 @@ def _cased(contractions: str, digits: str) -> str:
     return rf"{words}|\p{{N}}{digits}|{_CASED_TAIL}"
 
 
+# DeepSeek's first tokenizers: letters that have a case, punctuation, the end of a text, and East Asian writing.
+_CASED_LETTERS = (
+    "A-Za-z\u00b5\u00c0-\u00d6\u00d8-\u00f6\u00f8-\u01ba\u01bc-\u01bf\u01c4-\u0293\u0295-\u02af\u0370-\u0373\u0376\u0377\u037b-\u037d\u037f"
+    "\u0386\u0388-\u038a\u038c\u038e-\u03a1\u03a3-\u03f5\u03f7-\u0481\u048a-\u052f\u0531-\u0556\u10a0-\u10c5\u13a0-\u13f5\u13f8-\u13fd"
+    "\u1c90-\u1cba\u1cbd-\u1cbf\u1d00-\u1d2b\u1d6b-\u1d77\u1d79-\u1d9a\u1e00-\u1f15\u1f18-\u1f1d\u1f20-\u1f45\u1f48-\u1f4d\u1f50-\u1f57"
+    "\u1f59\u1f5b\u1f5d\u1f5f-\u1f7d\u1f80-\u1fb4\u1fb6-\u1fbc\u1fbe\u1fc2-\u1fc4\u1fc6-\u1fcc\u1fd0-\u1fd3\u1fd6-\u1fdb\u1fe0-\u1fec"
+    "\u1ff2-\u1ff4\u1ff6-\u1ffc\u2102\u2107\u210a-\u2113\u2115\u2119-\u211d\u2124\u2126\u2128\u212a-\u212d\u212f-\u2134\u2139\u213c-\u213f"
+    "\u2145-\u2149\u214e\u2183\u2184\u2c00-\u2c7b\u2c7e-\u2ce4\u2ceb-\u2cee\u2cf2\u2cf3\ua640-\ua66d\ua680-\ua69b\ua722-\ua76f\ua771-\ua787"
+    "\ua78b-\ua78e\uab70-\uabbf\ufb00-\ufb06\ufb13-\ufb17\uff21-\uff3a\uff41-\uff5a\U00010400-\U0001044f\U000104b0-\U000104d3"
+    "\U000104d8-\U000104fb\U00010c80-\U00010cb2\U00010cc0-\U00010cf2\U000118a0-\U000118df\U0001e900-\U0001e943"
+)
+_PUNCTUATION = "!-/:-~\uff01-\uff0f\uff1a-\uff5e\u2018-\u201f\u3000-\u3002"
+_EAST_ASIAN = "[\u4e00-\u9fa5\u0800-\u4e00\uac00-\ud7ff]+"
+_DEEPSEEK_LLM = ("[\r\n]", rf"\s?[{_CASED_LETTERS}]+", rf"\s?[{_PUNCTUATION}]+", r"\s+$", _EAST_ASIAN)
+_DEEPSEEK_CODER = ("[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", _EAST_ASIAN)
+_ASCII_SIGNS = r"""[!"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~]"""
+_DEEPSEEK_V3 = (
+    r"\p{N}{1,3}",
+    "[\u4e00-\u9fa5\u3040-\u309f\u30a0-\u30ff]+",
+    rf"{_ASCII_SIGNS}[A-Za-z]+|[^\r\n\p{{L}}\p{{P}}\p{{S}}]?[\p{{L}}\p{{M}}]+| ?[\p{{P}}\p{{S}}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",
+)
+
 SPLITS: Mapping[str, _Split] = {
     "gpt-2": _Split(),
+    "olmo": _Split(normalizes=True),
     "smollm": _Split(separates_digits=True),
-    "llama-bpe": _Split(_LLAMA3, keeps_words=True, adds_bos=True),
-    "smaug-bpe": _Split(_LLAMA3),
-    "dbrx": _Split(_LLAMA3),
-    "glm4": _Split(_LLAMA3),
-    "qwen2": _Split(_QWEN2, normalizes=True),
-    "deepseek-r1-qwen": _Split(_QWEN2, normalizes=True),
-    "tekken": _Split(_cased("", ""), keeps_words=True, adds_bos=True),
-    "gpt-4o": _Split(_cased(f"{_CONTRACTIONS}?", "{1,3}")),
+    "refact": _Split(separates_digits=True),
+    "starcoder": _Split(separates_digits=True),
+    "command-r": _Split(separates_digits=True, normalizes=True),
+    **dict.fromkeys(
+        ("llama-bpe", "llama3", "llama-v3", "falcon3"), _Split((_LLAMA3,), keeps_words=True, adds_bos=True)
+    ),
+    **dict.fromkeys(("smaug-bpe", "dbrx", "glm4", "chatglm-bpe"), _Split((_LLAMA3,))),
+    **dict.fromkeys(("qwen2", "deepseek-r1-qwen"), _Split((_QWEN2,), normalizes=True)),
+    "tekken": _Split((_cased("", ""),), keeps_words=True, adds_bos=True),
+    "gpt-4o": _Split((_cased(f"{_CONTRACTIONS}?", "{1,3}"),)),
+    "seed-coder": _Split((_SEED,)),
+    "deepseek-llm": _Split(_DEEPSEEK_LLM, separates_digits=True),
+    "deepseek-coder": _Split(_DEEPSEEK_CODER, separates_digits=True),
+    "deepseek-v3": _Split(_DEEPSEEK_V3),
 }
+# Names below `tokenizer.ggml` that are read, and those that change nothing here: other tokens than a text's ends, whose
+# names the templates of `app/text` know, and what other kinds of tokenizers need.
+FOLLOWED = frozenset(
+    "model pre tokens token_type scores merges bos_token_id eos_token_id eot_token_id eom_token_id unknown_token_id"
+    " padding_token_id add_bos_token add_eos_token add_space_prefix remove_extra_whitespaces precompiled_charsmap"
+    " add_sep_token".split()
+)
+WITHOUT_EFFECT = frozenset(
+    "token_type_count seperator_token_id mask_token_id cls_token_id fim_pre_token_id fim_suf_token_id fim_mid_token_id"
+    " fim_pad_token_id fim_rep_token_id fim_sep_token_id prefix_token_id suffix_token_id middle_token_id".split()
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,6 +155,9 @@ class _TokenizerConverter:
             raise CheckpointInvalid(f"{name}: tokenizer.ggml.tokens is empty or has a token twice.")
         self.types = self._optional("token_type", int, len(self.tokens)) or (1,) * len(self.tokens)
         self._split = self._find_split() if self._kind == "gpt2" else None
+        self._refuse("remove_extra_whitespaces", "removing spaces before texts are tokenized")
+        self._refuse("add_sep_token", "a separator after texts")
+        self._refuse("precompiled_charsmap", "a table of replaced characters")
 
     def _chat_templates(self) -> dict[str, str]:
         """Return the chat templates by their names; `tokenizer.chat_template` alone is the default one."""
@@ -148,6 +195,11 @@ class _TokenizerConverter:
 
     def _find_split(self) -> _Split:
         name = self._read.text("pre", "")
+        if name == "default":
+            raise CheckpointInvalid(
+                f"{self._name}: tokenizer.ggml.pre is 'default': the program that wrote the file did not know how its tokenizer"
+                " splits text, so that other programs guess. Convert the model again."
+            )
         if name not in SPLITS:
             raise CheckpointInvalid(
                 f"{self._name}: tokenizer.ggml.pre is {name[:40]!r}, which says how text is split; supported are "
@@ -159,11 +211,13 @@ class _TokenizerConverter:
         merges = [merge.split(" ") for merge in self._texts("merges")]
         if any(len(pair) != 2 for pair in merges):
             raise CheckpointInvalid(f"{self._name}: tokenizer.ggml.merges must be pairs of tokens with a space.")
-        steps: list[dict[str, Any]] = [{"type": "Digits", "individual_digits": True}] if split.separates_digits else []
-        if split.pattern:
-            pattern = {"Regex": split.pattern}
-            steps.append({"type": "Split", "pattern": pattern, "behavior": "Isolated", "invert": False})
-        steps.append({**_BYTE_LEVEL, "use_regex": not split.pattern})
+        steps: list[dict[str, Any]] = [
+            {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False}
+            for pattern in split.patterns
+        ]
+        if split.separates_digits:
+            steps.append({"type": "Digits", "individual_digits": True})
+        steps.append({**_BYTE_LEVEL, "use_regex": not split.patterns})
         return {
             "normalizer": {"type": "NFC"} if split.normalizes else None,
             "pre_tokenizer": {"type": "Sequence", "pretokenizers": steps},
@@ -227,6 +281,10 @@ class _TokenizerConverter:
         single, second = _with_ends(first, "A", 0, last), _with_ends(first, "B", 1, last)
         ids = {token: {"id": token, "ids": [self.tokens.index(token)], "tokens": [token]} for token in tokens}
         return {"type": "TemplateProcessing", "single": single, "pair": single + second, "special_tokens": ids}
+
+    def _refuse(self, key: str, what: str) -> None:
+        if self._read.values.get(key):
+            raise CheckpointInvalid(f"{self._name}: tokenizer.ggml.{key} asks for {what}, which is not offered.")
 
     def _named(self, key: str) -> str | None:
         """Return the token whose id the metadata names, or None."""

@@ -12,19 +12,18 @@ from pathlib import Path
 
 from app.errors import CheckpointInvalid
 from app.weights.checkpoint import INDEX, PICKLE_PATTERNS, SINGLE_FILE, shard_names
-from app.weights.files import join_names
+from app.weights.files import join_names, read_optional
 from app.weights.hub.names import HubName
 from app.weights.sentence_transformers import MODULES, read_modules
 
 CONFIG = "config.json"
+_TOKENIZER, _TOKENIZER_CONFIG = "tokenizer.json", "tokenizer_config.json"
 # Files that say which others are needed; they are fetched first.
-METADATA = (CONFIG, MODULES, INDEX)
-_TOKENIZER = "tokenizer.json"
+METADATA = (CONFIG, MODULES, INDEX, _TOKENIZER_CONFIG)
+# Read if tokenizer_config.json is of an older version, which does not list all added tokens.
+_TOKEN_FILES = ("special_tokens_map.json", "added_tokens.json")
 _TEXT_FILES = (
     _TOKENIZER,
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "added_tokens.json",
     "chat_template.jinja",
     "additional_chat_templates/*.jinja",
     "generation_config.json",
@@ -55,9 +54,10 @@ def needed_files(name: HubName, listing: Collection[str], snapshot: Path) -> lis
         return metadata
     if _TOKENIZER not in listing:
         raise CheckpointInvalid(f"{name} has no {_TOKENIZER}, which serving needs.")
+    lists_tokens = "added_tokens_decoder" in read_optional(snapshot / _TOKENIZER_CONFIG)
     texts = [
         file
-        for pattern in _TEXT_FILES
+        for pattern in (_TEXT_FILES if lists_tokens else (*_TEXT_FILES, *_TOKEN_FILES))
         for file in sorted(listing)
         if fnmatch(file, pattern) and file.count("/") == pattern.count("/")
     ]

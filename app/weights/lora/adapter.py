@@ -6,7 +6,6 @@ ignoring it would give other results than peft. Torch is not needed.
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -17,19 +16,25 @@ from app.errors import CheckpointInvalid
 from app.kernels.linear.layout import MAX_LORA_RANK, lora_elements
 from app.models.decoders.config import ModelConfig
 from app.models.decoders.shapes import Shape, is_expert, is_router, tensors_of
-from app.models.decoders.stored import head_rows
+from app.models.decoders.stored import head_rows, our_name
 from app.weights.files import file_in, join_names, read_object
+from app.weights.lora.rules import AdapterRules
 from app.weights.safetensors import TensorEntry, read_header
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _FLOATS = ("F32", "F16", "BF16")
-_PREFIX = "base_model.model."
-_MATRIX = re.compile(r"(?P<module>.+)\.lora_(?P<matrix>[AB])\.weight")
+# Saved with the adapter's name if a PeftModel's state is saved instead of the adapter.
+_MATRIX = re.compile(r"(?P<module>.+)\.lora_(?P<matrix>[AB])(\.(?P<adapter>[^.]+))?\.weight")
+# What peft, torch.compile, DDP and FSDP put before or into names of modules.
+_WRAPPERS = re.compile(
+    r"^(base_model\.model\.|module\.|_fsdp_wrapped_module\.|_orig_mod\.)+"
+    r"|(?<=\.)(_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module)\."
+)
 _MAX_SHOWN = 80  # characters of a name or value from the adapter in a message
 
-# Parts of peft's configuration that change the model in another way than y += scale * B A x, with what they are. Values
-# that are empty, false or "none" are peft's defaults.
-_REFUSED: Mapping[str, str] = {
+# The names in peft's configuration (0.21). `REFUSED` change the model in another way than y += scale * B A x, with what they
+# are; values that are empty, false or "none" are peft's defaults.
+REFUSED: Mapping[str, str] = {
     "use_dora": "DoRA",
     "bias": "trained biases",
     "lora_bias": "biases of the adapter",
@@ -37,7 +42,6 @@ _REFUSED: Mapping[str, str] = {
     "trainable_token_indices": "trained embeddings of tokens",
     "layer_replication": "repeated layers",
     "target_parameters": "adapters on parameters, such as a mixture's experts",
-    "fan_in_fan_out": "transposed weights",
     "alora_invocation_tokens": "activated LoRA",
     "use_qalora": "QALoRA",
     "use_bdlora": "BD-LoRA",
@@ -45,7 +49,18 @@ _REFUSED: Mapping[str, str] = {
     "megatron_config": "Megatron's layers",
     "monteclora_config": "MonteCLoRA",
     "lora_ga_config": "LoRA-GA",
+    "kasa_config": "KaSA",
 }
+FOLLOWED = frozenset(
+    "peft_type r lora_alpha use_rslora rank_pattern alpha_pattern target_modules exclude_modules layers_to_transform layers_pattern"
+    " init_lora_weights".split()
+)
+# They are about training, or say where the adapter comes from. `fan_in_fan_out`: how the model's own weight is stored, which
+# matters where the adapter is added to it.
+WITHOUT_EFFECT = frozenset(
+    "task_type auto_mapping base_model_name_or_path revision inference_mode peft_version lora_dropout fan_in_fan_out"
+    " loftq_config eva_config corda_config velora_config megatron_core qalora_group_size runtime_config ensure_weight_tying".split()
+)
 _CHANGING_STARTS = ("pissa", "olora", "corda", "loftq", "lora_ga")  # initializations that change the base's weights
 
 
@@ -132,12 +147,14 @@ def open_adapter(directory: Path, config: ModelConfig, max_rank: int = MAX_LORA_
         pickled = " It has adapter_model.bin, which can run code when read; convert it with peft's save_pretrained."
         has_pickle = (directory / "adapter_model.bin").exists()
         raise CheckpointInvalid(f"The LoRA adapter {directory} has no {WEIGHTS}.{pickled if has_pickle else ''}")
-    pairs = _pair_matrices(directory, read_header(file))
-    layers = adapted_layers(config)
+    layers, rules = adapted_layers(config), AdapterRules(f"{directory}/{CONFIG}", values)
     matrices = {}
-    for module, pair in pairs.items():
+    for stored, pair in _pair_matrices(directory, read_header(file)).items():
+        module = _our_module(config, stored)
         order = head_rows(config, f"{module}.weight")
-        checked = _check_layer(directory, module, pair, layers, values)
+        if module in matrices:
+            raise CheckpointInvalid(f"{directory}/{WEIGHTS}: {module[:_MAX_SHOWN]} has two matrices A.")
+        checked = _check_layer(directory, (stored, module), pair, layers, rules)
         matrices[module] = checked if order is None else replace(checked, rows=order.stored_rows())
     highest = max(each.rank for each in matrices.values())
     if highest > max_rank:
@@ -154,13 +171,21 @@ def _check_config(directory: Path, values: Mapping[str, Any]) -> None:
         raise CheckpointInvalid(
             f"{directory}/{CONFIG}: peft_type is {str(kind)[:_MAX_SHOWN]}, and only adapters of type LORA are served."
         )
-    for name, what in _REFUSED.items():
+    for name, what in REFUSED.items():
         if values.get(name) not in (None, False, "none", [], {}, ""):
             shown = str(values[name])[:_MAX_SHOWN]
             raise CheckpointInvalid(
                 f"{directory}/{CONFIG}: {name} is {shown}, and {what} cannot be served: merge the adapter into the model with"
                 " peft's merge_and_unload."
             )
+    unknown = [
+        name for name, value in values.items() if value and name not in FOLLOWED | WITHOUT_EFFECT | REFUSED.keys()
+    ]
+    if unknown:
+        raise CheckpointInvalid(
+            f"{directory}/{CONFIG}: {join_names([name[:_MAX_SHOWN] for name in unknown])} is not known and may change what the"
+            " adapter does: merge the adapter into the model with peft's merge_and_unload."
+        )
     start = values.get("init_lora_weights")
     if isinstance(start, str) and start.lower().startswith(_CHANGING_STARTS):
         raise CheckpointInvalid(
@@ -170,17 +195,20 @@ def _check_config(directory: Path, values: Mapping[str, Any]) -> None:
 
 
 def _pair_matrices(directory: Path, found: Mapping[str, TensorEntry]) -> dict[str, dict[str, TensorEntry]]:
-    """Return the matrices A and B of each layer."""
+    """Return the matrices A and B of each module, by its name in the model that was trained."""
+    names = {name: _MATRIX.fullmatch(name) for name in found}
+    adapters = {match["adapter"] for match in names.values() if match is not None}
+    if len(adapters) > 1:
+        several = join_names(sorted(str(name or "no name")[:_MAX_SHOWN] for name in adapters))
+        raise CheckpointInvalid(f"{directory}/{WEIGHTS} holds several adapters ({several}), and a file must have one.")
     pairs: dict[str, dict[str, TensorEntry]] = {}
-    for name, entry in found.items():
-        match = _MATRIX.fullmatch(name)
+    for name, match in names.items():
         if match is None:
             raise CheckpointInvalid(f"{directory}/{WEIGHTS}: {name[:_MAX_SHOWN]} {_what(name)}")
-        module = match["module"].removeprefix(_PREFIX)
-        module = f"model.{module}" if module.startswith("layers.") else module  # saved without the output layer
+        module = _WRAPPERS.sub("", match["module"])
         if match["matrix"] in pairs.setdefault(module, {}):
             raise CheckpointInvalid(f"{directory}/{WEIGHTS}: {module[:_MAX_SHOWN]} has two matrices {match['matrix']}.")
-        pairs[module][match["matrix"]] = entry
+        pairs[module][match["matrix"]] = found[name]
     if not pairs:
         raise CheckpointInvalid(f"{directory}/{WEIGHTS} has no matrices of an adapter.")
     single = [name for name, pair in pairs.items() if len(pair) < 2]
@@ -189,6 +217,13 @@ def _pair_matrices(directory: Path, found: Mapping[str, TensorEntry]) -> dict[st
             f"{directory}/{WEIGHTS}: only one of lora_A and lora_B is there for {join_names(single)}."
         )
     return pairs
+
+
+def _our_module(config: ModelConfig, stored: str) -> str:
+    """Return our name of a module; some families store others, and a model without its output layer has no prefix."""
+    name = our_name(config, f"{stored}.weight")
+    module = stored if name is None else name.removesuffix(".weight")
+    return f"model.{module}" if module.startswith("layers.") else module
 
 
 def _what(name: str) -> str:
@@ -214,12 +249,14 @@ def _why_not(module: str) -> str:
 
 def _check_layer(
     directory: Path,
-    module: str,
+    names: tuple[str, str],
     pair: Mapping[str, TensorEntry],
     layers: Mapping[str, Shape],
-    values: Mapping[str, Any],
+    rules: AdapterRules,
 ) -> LoraMatrices:
+    """Return the matrices of one layer, whose `names` are the stored one and ours."""
     where, a, b = f"{directory}/{WEIGHTS}", pair["A"], pair["B"]
+    stored, module = names
     if module not in layers:
         raise CheckpointInvalid(f"{where}: it changes {module[:_MAX_SHOWN]}, {_why_not(module)}")
     outputs, inputs = layers[module]
@@ -234,26 +271,8 @@ def _check_layer(
             f"{where}: the matrices of {module} have the shapes {list(a.shape)[:4]} and {list(b.shape)[:4]}; this model needs"
             f" [rank, {inputs}] and [{outputs}, rank]. Was the adapter made for another model?"
         )
-    return LoraMatrices(a, b, _scale(directory, module, rank, values))
-
-
-def _scale(directory: Path, module: str, rank: int, values: Mapping[str, Any]) -> float:
-    """Return alpha / rank, or with rsLoRA alpha / sqrt(rank). `alpha_pattern` may give single layers another alpha."""
-    alpha, patterns = values.get("lora_alpha"), values.get("alpha_pattern") or {}
-    if not isinstance(patterns, dict):
-        raise CheckpointInvalid(f"{directory}/{CONFIG}: alpha_pattern must map names of layers to numbers.")
-    for pattern, own in patterns.items():
-        name = pattern.removeprefix("^")
-        if not re.fullmatch(r"[\w.]+", name):
-            raise CheckpointInvalid(
-                f"{directory}/{CONFIG}: alpha_pattern has {pattern[:_MAX_SHOWN]!r}, and only names of layers are supported there."
-            )
-        if module == name or (name == pattern and module.endswith(f".{name}")):
-            alpha = own
-            break
-    if isinstance(alpha, bool) or not isinstance(alpha, int | float) or abs(alpha) > 1e6 or not math.isfinite(alpha):
-        raise CheckpointInvalid(f"{directory}/{CONFIG}: lora_alpha must be a number, not {str(alpha)[:_MAX_SHOWN]}.")
-    return alpha / (math.sqrt(rank) if values.get("use_rslora") is True else rank)
+    rules.check_adapted(stored, rank)
+    return LoraMatrices(a, b, rules.scale(stored, rank))
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,11 +9,13 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from app.errors import CheckpointInvalid
 from app.models.decoders.config import ModelConfig
 from app.weights import tensor_names
 from app.weights.checkpoint import INDEX, open_checkpoint
+from quantized_files import quantized, round_to_gptq
 from tiny_checkpoints import ARCHITECTURES, config_values, random_tensors, write_checkpoint, write_weights
 
 
@@ -58,6 +60,16 @@ def test_keys_that_no_layer_reads_are_left_alone(tmp_path: Path, caplog: pytest.
         open_checkpoint(directory)
 
 
+def test_the_same_weights_in_another_form_are_not_read(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Mistral's directories hold both, without an index."""
+    write_checkpoint(tmp_path)
+    for name in ("consolidated.safetensors", "consolidated-00001-of-00002.safetensors"):
+        (tmp_path / name).write_bytes(b"not even a header")
+    with caplog.at_level("INFO"):
+        assert {entry.file.name for entry in open_checkpoint(tmp_path).tensors.values()} == {"model.safetensors"}
+    assert "not read: consolidated-00001-of-00002.safetensors, consolidated.safetensors" in caplog.text
+
+
 def test_harmless_extras_are_left_alone(tmp_path: Path) -> None:
     directory = write_checkpoint(tmp_path, tie_word_embeddings=True)
     tensors = random_tensors(ModelConfig.from_hf(config_values(tie_word_embeddings=True)))
@@ -84,6 +96,32 @@ def test_an_output_layer_of_its_own_is_used(
     assert ("lm_head.weight" in opened.tensors) == (change != "none")
     assert opened.model_config.tie_embeddings == (change == "none")  # type: ignore[union-attr]
     assert ("differs from the embedding" in caplog.text) == (change != "none")
+
+
+@pytest.mark.parametrize("kept", ["lm_head.weight", "model.embed_tokens.weight"])
+def test_either_of_two_tied_tensors_may_be_left_out(tmp_path: Path, kept: str) -> None:
+    """`save_model` of safetensors keeps the output layer."""
+    directory = write_checkpoint(tmp_path, tie_word_embeddings=True)
+    tensors = random_tensors(ModelConfig.from_hf(config_values(tie_word_embeddings=True)))
+    tensors[kept] = tensors.pop("model.embed_tokens.weight")
+    write_weights(directory, tensors)
+    opened = open_checkpoint(directory)
+    assert opened.tensors["model.embed_tokens.weight"].nbytes == tensors[kept].nbytes
+    assert "lm_head.weight" not in opened.tensors and opened.decoder.tie_embeddings
+
+
+@pytest.mark.parametrize("change", ["none", "values", "quantized"])
+def test_a_quantized_model_has_its_own_output_layer_too(tmp_path: Path, change: str) -> None:
+    directory, _ = quantized(tmp_path, "gptq", tie_word_embeddings=True)
+    tensors = load_file(directory / "model.safetensors")
+    table = tensors["model.embed_tokens.weight"]
+    if change == "quantized":
+        tensors |= {f"lm_head.{part}": one.contiguous() for part, one in round_to_gptq(table.float(), 32).items()}
+    else:
+        tensors["lm_head.weight"] = table * (2 if change == "values" else 1)
+    write_weights(directory, tensors)
+    opened = open_checkpoint(directory)
+    assert ("lm_head.weight" in opened.tensors) == (not opened.decoder.tie_embeddings) == (change != "none")
 
 
 def edit_json(name: str, **values: Any) -> Callable[[Path], None]:

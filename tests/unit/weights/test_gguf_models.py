@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import gguf
 import numpy as np
@@ -18,6 +20,8 @@ from app.text.chat import open_chat_template
 from app.text.tokenizer import Tokenizer
 from app.weights.checkpoint import Checkpoint, open_checkpoint
 from app.weights.gguf.blocks import dequantize_blocks
+from app.weights.gguf.config import REFUSED, WITHOUT_EFFECT, config_values
+from app.weights.gguf.reader import read_gguf
 from app.weights.gguf.tensor_types import TYPES
 from app.weights.tensor_reader import MappedFiles, TensorReader
 from gguf_files import ARCHITECTURES, GROUPED, convert, write_gguf
@@ -150,3 +154,46 @@ def test_divisors_of_rotary_frequencies_are_kept(tmp_path: Path) -> None:
     convert(source, tmp_path / "tiny.gguf", added={"rope_freqs.weight": np.array([1, 2, 4, 8], dtype=np.float32)})
     rope = open_checkpoint(tmp_path / "tiny.gguf").decoder.ropes[0]
     assert rope is not None and rope.short_factor == rope.long_factor == (1, 2, 4, 8) and rope.attention_factor == 1
+
+
+def test_every_name_of_llama_cpp_is_known() -> None:
+    """Those that the reader of an architecture asks for need not be listed."""
+    from gguf.constants import Keys
+
+    parts = (Keys.LLM, Keys.Attention, Keys.Attention.Indexer, Keys.Rope, Keys.SSM, Keys.WKV)
+    names = {value for part in parts for value in vars(part).values() if isinstance(value, str) and "{arch}." in value}
+    asked = {"context_length", "embedding_length", "block_count", "feed_forward_length", "nextn_predict_layers"}
+    asked |= {f"attention.{name}" for name in ("head_count", "head_count_kv", "key_length", "value_length")}
+    asked |= {"attention.layer_norm_rms_epsilon", "rope.dimension_count", "rope.freq_base"}
+    left = {name.removeprefix("{arch}.") for name in names} - asked - REFUSED.keys() - WITHOUT_EFFECT
+    assert left == set()
+
+
+NUMBERS: dict[str, tuple[str, Any]] = {
+    "attn_logit_softcapping": ("llama", 50.0),
+    "final_logit_softcapping": ("qwen2", 30.0),
+    "attention.scale": ("llama", 0.5),
+    "logit_scale": ("qwen3", 2.0),
+    "attention.causal": ("qwen3", False),
+    "rope.scaling.yarn_log_multiplier": ("llama", 0.1),
+    "expert_group_count": ("llama", 4),
+    "attention.shared_kv_layers": ("llama", 2),
+}
+
+
+@pytest.mark.parametrize("name", NUMBERS)
+def test_values_that_an_architecture_does_not_have_are_refused(name: str, tmp_path: Path) -> None:
+    architecture, value = NUMBERS[name]
+    classes = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
+    model = read_gguf(write_gguf(tmp_path, classes[architecture]))
+    changed = replace(model, metadata={**model.metadata, f"{architecture}.{name}": value})
+    with pytest.raises(CheckpointInvalid, match=f"{name} is {value}, which this architecture does not have here"):
+        config_values(changed)
+    for neutral in REFUSED[name]:
+        config_values(replace(model, metadata={**model.metadata, f"{architecture}.{name}": neutral}))
+
+
+def test_linear_scaling_of_old_files_is_followed(tmp_path: Path) -> None:
+    model = read_gguf(write_gguf(tmp_path))
+    values = config_values(replace(model, metadata={**model.metadata, "llama.rope.scale_linear": 4.0}))
+    assert values["rope_scaling"] == {"rope_type": "linear", "factor": 4.0, "original_max_position_embeddings": 256}

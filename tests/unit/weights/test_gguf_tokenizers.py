@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from app.errors import CheckpointInvalid
 from app.weights.gguf.reader import GgufModel
-from app.weights.gguf.tokenizer import SPLITS, convert_tokenizer
+from app.weights.gguf.tokenizer import FOLLOWED, SPLITS, WITHOUT_EFFECT, convert_tokenizer
 
 SPACE = "\u2581"
 # Tokens with scores. Lower ids of equal score merge first, and the higher score wins over the longer token.
@@ -107,23 +107,45 @@ def words(pre: str, text: str) -> list[str]:
     return [text[start:end] for _, (start, end) in split]
 
 
+_GPT2 = ["I", "'ll", " pay", " $", "12345", ".", "\n", "\n", "OK", " \u00e9\u4e2d"]
+_DIGITS = ["I", "'ll", " pay", " $", "1", "2", "3", "4", "5", ".", "\n", "\n", "OK", " \u00e9\u4e2d"]
+_LLAMA3 = ["I", "'ll", " pay", " $", "123", "45", ".\n\n", "OK", " \u00e9\u4e2d"]
+_QWEN2 = ["I", "'ll", " pay", " $", "1", "2", "3", "4", "5", ".\n\n", "OK", " \u00e9\u4e2d"]
 WORDS = {
-    "gpt-2": ["I", "'ll", " pay", " $", "12345", ".", "\n", "\n", "OK"],
-    "smollm": ["I", "'ll", " pay", " $", "1", "2", "3", "4", "5", ".", "\n", "\n", "OK"],
-    "llama-bpe": ["I", "'ll", " pay", " $", "123", "45", ".\n\n", "OK"],
-    "smaug-bpe": ["I", "'ll", " pay", " $", "123", "45", ".\n\n", "OK"],
-    "dbrx": ["I", "'ll", " pay", " $", "123", "45", ".\n\n", "OK"],
-    "glm4": ["I", "'ll", " pay", " $", "123", "45", ".\n\n", "OK"],
-    "qwen2": ["I", "'ll", " pay", " $", "1", "2", "3", "4", "5", ".\n\n", "OK"],
-    "deepseek-r1-qwen": ["I", "'ll", " pay", " $", "1", "2", "3", "4", "5", ".\n\n", "OK"],
-    "tekken": ["I", "'ll", " pay", " $", "1", "2", "3", "4", "5", ".\n\n", "OK"],
-    "gpt-4o": ["I'll", " pay", " $", "123", "45", ".\n\n", "OK"],
+    **dict.fromkeys(("gpt-2", "olmo"), _GPT2),
+    **dict.fromkeys(("smollm", "refact", "starcoder", "command-r"), _DIGITS),
+    **dict.fromkeys(
+        ("llama-bpe", "llama3", "llama-v3", "falcon3", "smaug-bpe", "dbrx", "glm4", "chatglm-bpe"), _LLAMA3
+    ),
+    **dict.fromkeys(("qwen2", "deepseek-r1-qwen", "tekken"), _QWEN2),
+    "gpt-4o": ["I'll", " pay", " $", "123", "45", ".\n\n", "OK", " \u00e9\u4e2d"],
+    "seed-coder": ["I", "'ll", " pay", " $", "1", "2", "3", "4", "5", ".", "\n\n", "OK", " \u00e9\u4e2d"],
+    "deepseek-llm": ["I", "'", "ll", " pay", " $", "1", "2", "3", "4", "5", ".", "\n", "\n", "OK", " \u00e9", "\u4e2d"],
+    "deepseek-coder": [
+        "I",
+        "'",
+        "ll",
+        " pay",
+        " $",
+        "1",
+        "2",
+        "3",
+        "4",
+        "5",
+        ".",
+        "\n",
+        "\n",
+        "OK",
+        " \u00e9",
+        "\u4e2d",
+    ],
+    "deepseek-v3": ["I", "'ll", " pay", " $", "123", "45", ".\n\n", "OK", " \u00e9", "\u4e2d"],
 }
 
 
 @pytest.mark.parametrize("pre", SPLITS)
 def test_text_is_split_as_the_models_do(pre: str) -> None:
-    assert words(pre, "I'll pay $12345.\n\nOK") == WORDS[pre]
+    assert words(pre, "I'll pay $12345.\n\nOK \u00e9\u4e2d") == WORDS[pre]
 
 
 def test_a_word_that_is_a_token_is_not_split_where_the_model_does_so() -> None:
@@ -139,8 +161,26 @@ REFUSALS: dict[str, tuple[GgufModel, str]] = {
     "merges": (byte_level("gpt-2", merges=("a b c",)), "merges must be pairs of tokens"),
     "no merges": (byte_level("gpt-2", merges=None), "merges must be a list of strings"),
     "beginning": (byte_level("gpt-2", bos_token_id=999), "bos_token_id must be an integer of 0 to 257"),
+    "unknown split": (
+        byte_level("viking"),
+        "tokenizer.ggml.pre is 'viking', which says how text is split; supported are gpt-2",
+    ),
+    "no split": (byte_level("default"), "pre is 'default': the program that wrote the file did not know"),
+    "spaces": (scored(remove_extra_whitespaces=True), "remove_extra_whitespaces asks for removing spaces"),
+    "characters": (scored(precompiled_charsmap=(1, 2, 3, 4)), "precompiled_charsmap asks for a table"),
+    "separator": (byte_level("gpt-2", add_sep_token=True), "add_sep_token asks for a separator"),
     "flag": (byte_level("gpt-2", add_bos_token=1), "add_bos_token must be true or false"),
 }
+
+
+def test_every_name_of_llama_cpp_is_known() -> None:
+    from gguf.constants import Keys
+
+    prefix = "tokenizer.ggml."
+    names = {one.removeprefix(prefix) for one in vars(Keys.Tokenizer).values() if str(one).startswith(prefix)}
+    assert names - FOLLOWED - WITHOUT_EFFECT == set()
+    neutral = {"remove_extra_whitespaces": False, "precompiled_charsmap": (), "add_sep_token": False}
+    assert made(scored(**neutral)).encode("the").ids == made(scored()).encode("the").ids
 
 
 @pytest.mark.parametrize("name", REFUSALS)

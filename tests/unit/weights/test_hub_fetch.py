@@ -19,6 +19,7 @@ from app.settings import Settings
 from app.weights.hub.cache import cached_revisions, find_snapshot, is_complete, remove_revisions
 from app.weights.hub.fetch import _bytes_counter, fetch_model
 from app.weights.hub.names import HubName
+from app.weights.hub.needed_files import METADATA
 from app.weights.open import open_model
 from hub_server import Hub, client_of, hub_server
 from tiny_checkpoints import write_checkpoint
@@ -91,6 +92,20 @@ def test_the_files_of_an_index_are_fetched(hub: Hub, tmp_path: Path) -> None:
     assert files_of(fetch()) == sorted({*TINY_FILES, *shards, "model.safetensors.index.json"} - {"model.safetensors"})
 
 
+@pytest.mark.parametrize("lists_tokens", [True, False])
+def test_files_about_tokens_are_fetched_where_older_versions_need_them(
+    hub: Hub, tmp_path: Path, lists_tokens: bool
+) -> None:
+    directory, maps = write_checkpoint(tmp_path / "old"), ["added_tokens.json", "special_tokens_map.json"]
+    for name in maps:
+        (directory / name).write_text("{}")
+    config = json.loads((directory / "tokenizer_config.json").read_text())
+    more = {"added_tokens_decoder": {}} if lists_tokens else {}
+    (directory / "tokenizer_config.json").write_text(json.dumps(config | more))
+    hub.host("org/tiny", directory)
+    assert files_of(fetch()) == sorted([*TINY_FILES, *([] if lists_tokens else maps)])
+
+
 def test_the_modules_of_sentence_transformers_are_fetched(hub: Hub, tmp_path: Path) -> None:
     directory = write_encoder(tmp_path / "encoder", modules=Modules(dense=((8, "torch.nn.modules.activation.Tanh"),)))
     hub.host("org/tiny", directory)
@@ -134,7 +149,7 @@ def test_progress_counts_the_bytes_of_all_missing_files(hub: Hub, checkpoint: Pa
     hub.host("org/tiny", checkpoint)
     seen: list[LoadProgress] = []
     folder = fetch_model(TINY, seen.append)
-    fetched = [file for file in folder.iterdir() if file.name != "config.json"]  # that is needed for the total
+    fetched = [file for file in folder.iterdir() if file.name not in METADATA]  # these are needed for the total
     assert {one.total_bytes for one in seen} == {sum(file.stat().st_size for file in fetched)}
     assert [one.done_bytes for one in seen] == sorted(one.done_bytes for one in seen)
     assert (seen[-1].percent, seen[-1].phase) == (100, "fetching org/tiny")

@@ -20,6 +20,8 @@ from tiny_adapters import PREFIX, adapter_tensors, write_adapter
 from tiny_checkpoints import write_checkpoint
 
 LAYER = "model.layers.0.self_attn.q_proj"
+FIRST = "model.layers.0.mlp.down_proj"  # in the file
+NAMES = "q_proj k_proj v_proj o_proj gate_proj up_proj down_proj".split()
 
 
 @pytest.fixture(scope="module")
@@ -54,6 +56,75 @@ def test_alpha_patterns_name_layers(base: Path, tmp_path: Path) -> None:
     assert adapter.matrices[LAYER.replace("q_proj", "v_proj")].scale == 1.5
 
 
+def test_patterns_are_expressions_as_in_peft(base: Path, tmp_path: Path) -> None:
+    """The first pattern that the end of a name matches counts; the end begins after a dot."""
+    patterns = {r"layers\.0\..*\.(q|k)_proj": 8, "proj": 2, "[a-z]_proj": 16, r"^model\.layers\.\d\.mlp\.up_proj$": 32}
+    adapter = open_adapter(write_adapter(tmp_path, base, rank=4, alpha_pattern=patterns), config_of(base))
+    found = {name.removeprefix("model.layers."): each.scale for name, each in adapter.matrices.items()}
+    assert (found["0.self_attn.k_proj"], found["1.self_attn.k_proj"]) == (2.0, 4.0)
+    assert (found["1.mlp.up_proj"], found["1.mlp.gate_proj"]) == (8.0, 1.5)
+
+
+def test_ranks_follow_patterns(base: Path, tmp_path: Path) -> None:
+    low = adapter_tensors(base, rank=2, adapts=lambda name: "mlp" in name)
+    tensors = {**adapter_tensors(base, rank=4), **low}
+    values: dict[str, Any] = {"rank_pattern": {r"mlp\.\w+": 2}, "alpha_pattern": {"up_proj|down_proj": 3}}
+    adapter = open_adapter(write_adapter(tmp_path, base, rank=4, tensors=tensors, **values), config_of(base))
+    assert {name.rpartition(".")[2]: (each.rank, each.scale) for name, each in adapter.matrices.items()} == {
+        **dict.fromkeys(["q_proj", "k_proj", "v_proj", "o_proj"], (4, 1.5)),
+        **dict.fromkeys(["up_proj", "down_proj"], (2, 1.5)),
+        "gate_proj": (2, 3.0),
+    }
+
+
+TARGETS: list[dict[str, Any]] = [
+    {"target_modules": "all-linear"},
+    {"target_modules": NAMES, "exclude_modules": ["lm_head"]},
+    {
+        "target_modules": [f"model.layers.{layer}.{name}" for layer in range(2) for name in ("self_attn.q_proj",)]
+        + NAMES
+    },
+    {"target_modules": r"^(model(?=\.).*\.(q|k|v|o|gate|up|down)_proj)$", "exclude_modules": r".*\.(visual|lm_head).*"},
+    {"target_modules": r"(?!.*vision)(?:.*?(?:self_attn|mlp).*?(?:proj).*?)|(?:\bmodel\.layers\.[\d]{1,}\.x)"},
+    {"target_modules": NAMES, "layers_to_transform": [0, 1], "layers_pattern": ["h", "layers"]},
+    {"target_modules": NAMES, "fan_in_fan_out": True, "lora_dropout": 0.1, "task_type": "CAUSAL_LM"},
+]
+
+
+@pytest.mark.parametrize("values", TARGETS)
+def test_targets_of_every_form_are_followed(values: dict[str, Any], base: Path, tmp_path: Path) -> None:
+    assert len(open_adapter(write_adapter(tmp_path, base, **values), config_of(base)).matrices) == 14
+
+
+WRAPPED = (
+    ("base_model.model.", "", ".default"),
+    ("module.base_model.model.", "", ""),
+    ("base_model.model._orig_mod.", "", ".default"),
+    ("_fsdp_wrapped_module.base_model.model.", "_fsdp_wrapped_module.", ""),
+    ("", "", ""),
+)
+
+
+@pytest.mark.parametrize(("start", "inside", "name"), WRAPPED)
+def test_names_may_have_what_training_put_around_them(
+    start: str, inside: str, name: str, base: Path, tmp_path: Path
+) -> None:
+    renamed = {
+        stored.replace(PREFIX, start)
+        .replace("self_attn.", f"self_attn.{inside}")
+        .replace(".weight", f"{name}.weight"): one
+        for stored, one in adapter_tensors(base).items()
+    }
+    adapter = open_adapter(write_adapter(tmp_path, base, tensors=renamed, target_modules=NAMES), config_of(base))
+    assert len(adapter.matrices) == 14
+
+
+def test_a_file_has_one_adapter(base: Path, tmp_path: Path) -> None:
+    tensors = {name.replace(".weight", ".law.weight"): tensor for name, tensor in adapter_tensors(base).items()}
+    with pytest.raises(CheckpointInvalid, match=r"holds several adapters \(law, no name\)"):
+        open_adapter(write_adapter(tmp_path, base, tensors=tensors | adapter_tensors(base)), config_of(base))
+
+
 def test_an_adapter_saved_without_the_output_layer_is_opened(base: Path, tmp_path: Path) -> None:
     renamed = {name.replace(f"{PREFIX}model.", PREFIX): tensor for name, tensor in adapter_tensors(base).items()}
     assert LAYER in open_adapter(write_adapter(tmp_path, base, tensors=renamed), config_of(base)).matrices
@@ -66,13 +137,28 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"target_parameters": ["mlp.experts.gate_up_proj"]}, "target_parameters"),
     ({"layer_replication": [[0, 2]]}, "layer_replication"),
     ({"trainable_token_indices": [1]}, "trainable_token_indices"),
-    ({"fan_in_fan_out": True}, "fan_in_fan_out"),
+    ({"use_kasa": True, "kasa_config": {"beta": 1}}, "kasa_config is"),
+    ({"lora_of_tomorrow": 3}, "lora_of_tomorrow is not known"),
     ({"init_lora_weights": "pissa_niter_4"}, "init_lora_weights is pissa_niter_4"),
     ({"peft_type": "IA3"}, "peft_type is IA3"),
     ({"peft_type": None}, "peft_type is None"),
     ({"lora_alpha": "much"}, "lora_alpha must be a number, not much"),
     ({"lora_alpha": None}, "lora_alpha must be a number"),
-    ({"alpha_pattern": {".*q.*": 8}}, "only names of layers are supported"),
+    ({"alpha_pattern": {"(?<=q)_proj": 8}}, "alpha_pattern has '(?<=q)_proj', which has (?<, which is not supported"),
+    ({"alpha_pattern": {"q_proj": "8"}}, "alpha_pattern of 'q_proj' must be a number"),
+    ({"rank_pattern": {"(": 8}}, "rank_pattern has '(', which has an unbalanced parenthesis"),
+    ({"rank_pattern": {"q_proj": 8}}, f"gives {LAYER} the rank 8, and its matrices have 4"),
+    ({"r": 8}, "the rank 8, and its matrices have 4"),
+    ({"target_modules": ["k_proj"]}, f"the file has matrices of {FIRST}, which target_modules"),
+    ({"target_modules": r".*\.mlp\..*"}, "matrices of model.layers.0.self_attn.k_proj"),
+    ({"target_modules": [1]}, "target_modules must be an expression or a list of names"),
+    ({"target_modules": "(" * 40 + ")" * 40}, "parentheses more than 32 deep"),
+    ({"exclude_modules": ["q_proj"]}, f"matrices of {LAYER}"),
+    ({"exclude_modules": ".*q_proj"}, f"matrices of {LAYER}"),
+    ({"target_modules": NAMES, "layers_to_transform": [0]}, "matrices of model.layers.1.mlp.down_proj"),
+    ({"target_modules": NAMES, "layers_to_transform": "0"}, "layers_to_transform must be"),
+    ({"target_modules": NAMES, "layers_to_transform": 0, "layers_pattern": "h"}, f"matrices of {FIRST}"),
+    ({"layers_pattern": 1}, "layers_pattern must be a name"),
     ({"alpha_pattern": [1]}, "alpha_pattern must map"),
     ({"rank": 65}, "has rank 65, and at most 64"),
 ]
@@ -169,7 +255,10 @@ VALUES: list[Any] = [
     "../..",
     "\ud800",
 ]
-KEYS = "peft_type r lora_alpha bias use_rslora alpha_pattern rank_pattern init_lora_weights modules_to_save use_dora".split()
+KEYS = (
+    "peft_type r lora_alpha bias use_rslora alpha_pattern rank_pattern init_lora_weights modules_to_save use_dora"
+    " target_modules exclude_modules layers_to_transform layers_pattern".split()
+)
 
 
 def mutate(directory: Path, choose: random.Random) -> None:

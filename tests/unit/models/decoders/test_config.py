@@ -328,6 +328,14 @@ def test_yarn_stretches_the_context() -> None:
     assert read("Qwen2ForCausalLM", rope_scaling=scaling, max_position_embeddings=32768).max_model_len == 131072
 
 
+def test_linear_scaling_stretches_the_context_if_the_config_says_how_far() -> None:
+    """As Vicuna-7B-v1.5-16k has it. Gemma 3 gives the stretched length as max_position_embeddings."""
+    values: dict[str, Any] = {"rope_scaling": {"type": "linear", "factor": 4.0}, "max_position_embeddings": 4096}
+    assert read(**values).max_model_len == 4096
+    assert read(**values, max_sequence_length=16384).max_model_len == 16384
+    assert read(**values, max_sequence_length=32768).max_model_len == 16384
+
+
 @pytest.mark.parametrize("name", ["su", "longrope", "yarn"])
 def test_phi3_has_had_three_names_for_longrope(name: str) -> None:
     scaling = {"type": name, "short_factor": [1.0] * 4, "long_factor": [2.0] * 4}
@@ -373,6 +381,15 @@ REFUSALS: dict[str, tuple[dict[str, Any], str]] = {
         {"rope_scaling": {"rope_type": "spiral", "factor": 2}},
         "rope_type 'spiral' is not known; known are default",
     ),
+    "rope key": ({"rope_scaling": {"type": "linear", "factor": 2.0, "ntk": 1}}, "rope_scaling: ntk is not known"),
+    "rope scale": (
+        {"rope_scaling": {"type": "dynamic", "factor": 2.0, "mscale_all_dim": 1.0}},
+        "mscale_all_dim with rope_type 'dynamic' is not offered",
+    ),
+    "partial sliding layers": (
+        {"architectures": ["Gemma3ForCausalLM"], "rope_parameters": {TYPES[1]: {"partial_rotary_factor": 0.5}}},
+        "rotating a part of the heads of sliding layers",
+    ),
     "rope factor": ({"rope_scaling": {"rope_type": "linear"}}, "rope_scaling: factor is missing"),
     "rope section": ({"rope_scaling": "linear"}, "rope_scaling must be an object"),
     "two ropes": (
@@ -402,6 +419,14 @@ REFUSALS: dict[str, tuple[dict[str, Any], str]] = {
         "chunked_attention",
     ),
     "layer types": ({"architectures": ["Qwen3ForCausalLM"], "layer_types": ["full_attention"]}, "a list of 2 strings"),
+    "layer types of one kind": (
+        {"architectures": ["MistralForCausalLM"], "sliding_window": 9, "layer_types": list(TYPES)},
+        "layer_types gives some layers another attention",
+    ),
+    "activation of Gemma": (
+        {"architectures": ["GemmaForCausalLM"], "hidden_act": "silu"},
+        "hidden_act is 'silu', and Gemma has gelu_pytorch_tanh",
+    ),
     "encoder in disguise": ({"use_bidirectional_attention": True}, "makes this decoder an encoder"),
 }
 
