@@ -10,7 +10,6 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from app.bench.engine.gguf_file import write_gguf as write_copy
 from app.errors import CheckpointInvalid
 from app.models.decoders.config import ModelConfig
 from app.text.chat import open_chat_template
@@ -19,6 +18,7 @@ from app.weights.checkpoint import Checkpoint, open_checkpoint
 from app.weights.gguf.blocks import dequantize_blocks
 from app.weights.gguf.tensor_types import TYPES
 from app.weights.tensor_reader import MappedFiles, TensorReader
+from armature_bench.engine.gguf_file import write_gguf as write_copy
 from gguf_files import ARCHITECTURES, GROUPED, convert, write_gguf
 from loaded_models import load
 from reference_attention import PlainAttend, context_of
