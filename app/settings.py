@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import re
+from argparse import Namespace
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -471,6 +472,16 @@ class Settings(BaseSettings):
 def flag_of(name: str) -> str:
     """Return the flag of a setting."""
     return f"--{name.replace('_', '-')}"
+
+
+def given_settings(arguments: Namespace) -> dict[str, str]:
+    """Return the settings that were given on the command line, as unparsed text by name."""
+    return {name: getattr(arguments, name) for name in Settings.model_fields if hasattr(arguments, name)}
+
+
+def setting_flags(arguments: Namespace) -> tuple[str, ...]:
+    """Return the given settings as flags for a server that the command starts."""
+    return tuple(f"{flag_of(name)}={value}" for name, value in given_settings(arguments).items())
 
 
 def variable_of(name: str) -> str:

@@ -19,8 +19,7 @@ from architecture_tables import (
     CATCH_ALL_MODULES,
     CLIENT,
     CLIENT_IMPORTERS,
-    CLIENT_INSIDE,
-    CLIENT_INSIDE_LAYER,
+    CLIENT_LAYERS,
     DEVICE_FOLDERS,
     DEVICE_NAMES,
     LAYERS,
@@ -28,13 +27,14 @@ from architecture_tables import (
     MAX_CATCH_ALLS,
     MAX_FILE_LINES,
     MAX_FUNCTION_LINES,
+    PACKAGES,
     VAGUE_NAMES,
 )
 
 
 @dataclass(frozen=True)
 class Module:
-    """One source file: `name` is dotted and relative to app/, such as `engine.worker`; `path` is relative to the root."""
+    """One source file: `path` is relative to the root, `name` dotted; app/engine/worker.py is `engine.worker`."""
 
     name: str
     path: Path
@@ -46,7 +46,7 @@ class Module:
 
     @property
     def folder(self) -> str:
-        """Top folder, or the module itself at the top of app/."""
+        """Top folder of app/, a module at its top, or another package."""
         return self.name.partition(".")[0]
 
     def layer(self) -> int | None:
@@ -70,7 +70,7 @@ class Module:
             if isinstance(node, ast.Import):
                 yield from ((node.lineno, alias.name) for alias in node.names)
             elif isinstance(node, ast.ImportFrom):
-                package = ["app", *self.name.split(".")[: -node.level]] if node.level else []
+                package = [*self.path.parts[: -node.level]] if node.level else []
                 source = ".".join([*package, *([node.module] if node.module else [])])
                 yield from ((node.lineno, f"{source}.{alias.name}") for alias in node.names)
 
@@ -85,29 +85,29 @@ class Tree:
     root: Path
 
     @cached_property
-    def app(self) -> dict[str, Module]:
-        """Modules of app/ by name; a package's own file has the name `<package>.__init__`."""
-        modules = (self._module(path) for path in sorted((self.root / "app").rglob("*.py")))
+    def modules(self) -> dict[str, Module]:
+        """Modules of the packages by name; a package's own file has the name `<package>.__init__`."""
+        modules = (self._module(path) for top in PACKAGES for path in sorted((self.root / top).rglob("*.py")))
         return {module.name: module for module in modules}
 
     @cached_property
     def files(self) -> list[Path]:
-        return sorted(path for top in ("app", "tests", "tools") for path in (self.root / top).rglob("*.py"))
+        return sorted(path for top in (*PACKAGES, "tests", "tools") for path in (self.root / top).rglob("*.py"))
 
     def _module(self, path: Path) -> Module:
-        name = ".".join(path.relative_to(self.root / "app").with_suffix("").parts)
+        name = ".".join(path.relative_to(self.root).with_suffix("").parts).removeprefix("app.")
         return Module(name, path.relative_to(self.root), path.read_text(encoding="utf-8"))
 
     def code(self) -> Iterator[Module]:
         """Yield every module except the packages' own files."""
-        return (module for module in self.app.values() if not module.name.endswith("__init__"))
+        return (module for module in self.modules.values() if not module.name.endswith("__init__"))
 
     def internal_imports(self, module: Module) -> Iterator[tuple[int, Module]]:
-        """Yield the line and the module of every import from app/."""
+        """Yield the line and the module of every import from the packages."""
         for line, name in module.imports:
-            if name == "app" or name.startswith("app."):
+            if name.partition(".")[0] in PACKAGES:
                 inner = name.removeprefix("app.")
-                target = self.app.get(inner) or self.app.get(inner.rpartition(".")[0])
+                target = self.modules.get(inner) or self.modules.get(inner.rpartition(".")[0])
                 if target is not None:
                     yield line, target
 
@@ -129,15 +129,18 @@ def imports_point_down(tree: Tree) -> Iterator[str]:
 
 
 def _may_import(module: Module, target: Module) -> bool:
+    own, below = _client_layer(module), _client_layer(target) if target.is_in(CLIENT) else target.layer()
     if target.is_in(CLIENT):
-        if target.is_in(CLIENT_INSIDE) and not module.is_in(CLIENT_INSIDE):
-            return module.folder in CLIENT_IMPORTERS
-        return module.is_in(CLIENT) or module.folder in CLIENT_IMPORTERS
-    below = target.layer()
+        return module.folder in CLIENT_IMPORTERS or (module.is_in(CLIENT) and (own or 0) >= (below or 0))
     if module.is_in(CLIENT):
-        return module.is_in(CLIENT_INSIDE) and below is not None and below <= CLIENT_INSIDE_LAYER
+        return own is not None and below is not None and below <= own
     own = module.layer()
     return below is None or own is None or below <= own
+
+
+def _client_layer(module: Module) -> int | None:
+    """Return the highest layer that a module of the benchmarks may import, if it may import any."""
+    return next((layer for name, layer in CLIENT_LAYERS if module.is_in(name)), None)
 
 
 def no_import_cycles(tree: Tree) -> Iterator[str]:
@@ -170,7 +173,7 @@ def _cycles(edges: dict[str, set[str]]) -> Iterator[str]:
 
 def packages_only_describe(tree: Tree) -> Iterator[str]:
     """A package's own file holds one docstring and no code."""
-    for module in tree.app.values():
+    for module in tree.modules.values():
         if module.name.endswith("__init__") and (
             ast.get_docstring(module.syntax) is None or len(module.syntax.body) > 1
         ):
@@ -256,7 +259,7 @@ def _is_vague(name: str) -> bool:
 
 
 def class_names_are_unique(tree: Tree) -> Iterator[str]:
-    """No two classes of app/ share a name."""
+    """No two classes share a name."""
     places: dict[str, list[str]] = defaultdict(list)
     for module in tree.code():
         for node in module.syntax.body:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+# The packages of a checkout.
+PACKAGES = ("app", "armature_bench")
 # Layer of each folder of app/, or of a file at its top. A folder may import its own layer and lower ones. First match wins.
 LAYERS: tuple[tuple[str, int], ...] = (
     ("errors", 0),
@@ -23,11 +25,10 @@ LAYERS: tuple[tuple[str, int], ...] = (
     ("cli", 10),
     ("__main__", 11),
 )
-# Folders outside the layers. `bench` is an HTTP client and imports nothing of the server. `bench.engine` measures inside the process, so it
-# may import up to the engine. Only the command line imports either.
-CLIENT = "bench"
-CLIENT_INSIDE = "bench.engine"
-CLIENT_INSIDE_LAYER = 6
+# The package of the benchmarks. It is an HTTP client and imports nothing of the server; some of its modules measure inside
+# the process or prepare a server, so they may import layers up to a number. Only the command line imports the package.
+CLIENT = "armature_bench"
+CLIENT_LAYERS = (("armature_bench.engine", 6), ("armature_bench.run", 10))
 CLIENT_IMPORTERS = ("cli",)
 
 # Folders that decide or translate; importing them must not import torch, which takes seconds.
@@ -46,11 +47,11 @@ LIBRARIES: dict[str, tuple[str, ...]] = {
     "transformers": (),
     "triton": ("kernels.triton.*",),
     "httpx": (),
-    "httptools": ("bench.http.*", "api.http_protocol"),
+    "httptools": ("armature_bench.http.*", "api.http_protocol"),
     "llguidance": ("text.*",),
     "huggingface_hub": ("weights.hub.*",),
     "httpx2": ("weights.hub.*",),
-    "matplotlib": ("bench.report.*",),
+    "matplotlib": ("armature_bench.report.*",),
     "opentelemetry": ("tracing.*",),
 }
 DEVICE_NAMES = ("torch.cuda", "torch.mps", "torch.backends", "platform.machine")

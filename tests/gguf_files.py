@@ -12,9 +12,9 @@ import numpy as np
 import torch
 from safetensors.torch import load_file
 
-from app.bench.engine import gguf_file
-from app.bench.engine.gguf_file import write_shape
 from app.weights.checkpoint import open_checkpoint
+from armature_bench.engine import gguf_file
+from armature_bench.engine.gguf_file import write_shape
 from tiny_checkpoints import CHAT_TEMPLATE, write_checkpoint
 
 ARCHITECTURES = {

@@ -12,8 +12,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from app.bench.engine.gguf_file import write_shape
 from app.weights.checkpoint import open_checkpoint
+from armature_bench.engine.gguf_file import write_shape
 from gguf_files import write_tokenizer as write_gguf_tokenizer
 from tiny_checkpoints import write_tokenizer
 from tools.measure.families import SERVED, write_family

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Any
 
-from app.bench.compare.result import CompareResult, LoadPoint, LoadSpec, PointEnergy, StepColumns
+from armature_bench.compare.result import CompareResult, LoadPoint, LoadSpec, PointEnergy, StepColumns
 
 BEGAN = 1_790_000_000.0
 CLIENTS = (1, 2, 4, 8, 16, 32)

@@ -21,12 +21,12 @@ CLEAN = {
     "app/errors.py": "class Overloaded(Exception): ...\n",
     "app/engine/__init__.py": '"""Engine."""\n',
     "app/engine/worker.py": "from app.errors import Overloaded\ntry:\n    pass\nexcept Exception:\n    pass\n",
-    "app/bench/__init__.py": '"""Client."""\n',
-    "app/bench/stats.py": "import statistics\n",
-    "app/bench/engine/__init__.py": '"""Inside."""\n',
-    "app/bench/engine/decoder.py": "from app.bench import stats\nfrom app.engine import worker\n",
+    "armature_bench/__init__.py": '"""Client."""\n',
+    "armature_bench/stats.py": "import statistics\n",
+    "armature_bench/engine/__init__.py": '"""Inside."""\n',
+    "armature_bench/engine/decoder.py": "from armature_bench import stats\nfrom app.engine import worker\n",
     "app/cli/__init__.py": '"""Commands."""\n',
-    "app/cli/main.py": "from app.bench import stats\nfrom app.bench.engine import decoder\nfrom app.engine.worker import Overloaded\n",
+    "app/cli/main.py": "from armature_bench import stats\nfrom armature_bench.engine import decoder\n",
     "tests/test_nothing.py": "",
     "tools/nothing.py": "",
 }
@@ -42,13 +42,33 @@ VIOLATIONS: list[tuple[Rule, str, str, str]] = [
     (rules.imports_point_down, "app/errors.py", "import app.engine.worker\n", "errors may not import engine.worker"),
     (rules.imports_point_down, "app/engine/worker.py", "from ..cli import main\n", "may not import cli.main"),
     (rules.imports_point_down, "app/engine/worker.py", "def f():\n    from app.cli import main\n", "worker.py:2"),
-    (rules.imports_point_down, "app/bench/stats.py", "from app import errors\n", "bench.stats"),
-    (rules.imports_point_down, "app/bench/stats.py", "from app.bench.engine import decoder\n", "bench.stats"),
-    (rules.imports_point_down, "app/bench/engine/decoder.py", "from app.cli import main\n", "may not import cli.main"),
-    (rules.imports_point_down, "app/engine/worker.py", "from app.bench import stats\n", "may not import bench.stats"),
+    (rules.imports_point_down, "armature_bench/stats.py", "from app import errors\n", "armature_bench.stats"),
+    (
+        rules.imports_point_down,
+        "armature_bench/stats.py",
+        "from armature_bench.engine import decoder\n",
+        "armature_bench.stats",
+    ),
+    (
+        rules.imports_point_down,
+        "armature_bench/engine/decoder.py",
+        "from app.cli import main\n",
+        "may not import cli.main",
+    ),
+    (
+        rules.imports_point_down,
+        "app/engine/worker.py",
+        "from armature_bench import stats\n",
+        "may not import armature_bench.stats",
+    ),
     (rules.imports_point_down, "app/novelty.py", "", "has no layer"),
     (rules.no_import_cycles, "app/engine/slots.py", "from app.engine import slots, ring\n", "cycle"),
-    (rules.no_import_cycles, "app/bench/stats.py", "from app.cli import main\n", "cycle: bench > cli > bench"),
+    (
+        rules.no_import_cycles,
+        "armature_bench/stats.py",
+        "from app.cli import main\n",
+        "cycle: armature_bench > cli > armature_bench",
+    ),
     (
         rules.packages_only_describe,
         "app/engine/__init__.py",
@@ -148,11 +168,11 @@ def test_every_rule_has_a_planted_violation() -> None:
 
 def importers_of_torch(tree: Tree) -> list[str]:
     """Return the modules that should not import torch and do. One interpreter imports them one after the other."""
-    names = [module.name for module in tree.code() if matches(module.name, TORCH_FREE)]
+    names = [f"app.{module.name}" for module in tree.code() if matches(module.name, TORCH_FREE)]
     script = (
         "import importlib, sys\n"
         "for name in sys.argv[1:]:\n"
-        "    importlib.import_module(f'app.{name}')\n"
+        "    importlib.import_module(name)\n"
         "    if 'torch' in sys.modules:\n"
         "        sys.exit(f'{name} imports torch')\n"
     )
@@ -176,4 +196,4 @@ def test_a_planted_import_of_torch_is_found(source: str, tmp_path: Path) -> None
         "torch.py": "",
     }
     tree = plant(tmp_path, CLEAN | packages | {"app/engine/scheduler/slots.py": source, "app/cli/main.py": ""})
-    assert importers_of_torch(tree) == ["engine.scheduler.slots imports torch"]
+    assert importers_of_torch(tree) == ["app.engine.scheduler.slots imports torch"]

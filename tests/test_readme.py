@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from app.bench.http.server import running_server
-from app.cli.parser import BENCHES
+from armature_bench.flags import BENCHES
+from armature_bench.http.server import running_server
 
 ADDRESS = "http://127.0.0.1:8000"
 ENCODER_CLIENTS = {"cohere", "huggingface_hub"}

@@ -12,13 +12,13 @@ from typing import Any
 import pytest
 
 from app.api.routing import ApiRuntime
-from app.bench.tco.command import CostArguments, run_tco
-from app.cli.bench_parser import cost_flags
-from app.cli.parser import BENCHES, given_settings, parse_arguments
+from app.cli.parser import parse_arguments
 from app.errors import SettingsInvalid, UnknownArgument
 from app.hardware.plan.torchao_config import KLEIDI_INT4
 from app.server.app import create_app
-from app.settings import load_settings
+from app.settings import given_settings, load_settings
+from armature_bench.flags import BENCHES, cost_flags
+from armature_bench.tco.command import CostArguments, run_tco
 from tests.api.scripted_service import Lifetime
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from app.bench.console import percentile
+from armature_bench.console import percentile
 
 PROMPT = "Once upon a time"
 SECONDS = 600.0  # time limit of a request
@@ -68,7 +68,7 @@ def draw(steps: Sequence[TokenStep], title: str, file: Path) -> None:
     from matplotlib import rc_context
     from matplotlib.figure import Figure
 
-    from app.bench.report.plots import cause_colour, cause_marker
+    from armature_bench.report.plots import cause_colour, cause_marker
 
     style = {"svg.hashsalt": "token-times", "svg.fonttype": "none", "font.size": 10, "text.color": INK}
     with rc_context(style):

@@ -1,7 +1,7 @@
 """Convert a Llama checkpoint to GGUF: `python -m tools.gguf_checkpoint DIR FILE.gguf [--type q4_0] [--pure]`.
 
 Run it with the interpreter of an environment that has `gguf` and `llama-cpp-python`; torch is not needed. `gguf`
-writes the file. Weights are copied bit for bit (`app/bench/engine/gguf_file.py`), and llama.cpp itself quantizes them. A
+writes the file. Weights are copied bit for bit (`armature_bench/engine/gguf_file.py`), and llama.cpp itself quantizes them. A
 byte-level BPE tokenizer is included. Without one the file accepts token ids only.
 """
 
@@ -15,9 +15,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from app.bench.engine.gguf_file import without_vocabulary, write_gguf
 from app.errors import CheckpointInvalid
 from app.weights.checkpoint import Checkpoint, open_checkpoint
+from armature_bench.engine.gguf_file import without_vocabulary, write_gguf
 
 NORMAL_TOKEN, CONTROL_TOKEN, USER_TOKEN, UNUSED_TOKEN = 1, 3, 4, 5  # `enum llama_token_type`
 TYPES = {"f16": 1, "q4_0": 2, "q8_0": 7, "q4_k_m": 15, "bf16": 32}  # `enum llama_ftype`

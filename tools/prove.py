@@ -22,9 +22,9 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from app.bench.console import MeasurementFailed
 from app.hardware.probe.probe import probe
 from app.version import VERSION
+from armature_bench.console import MeasurementFailed
 from tools.peers.servers import server_spec
 from tools.proofs.baking import bake
 from tools.proofs.containers import Image, docker, remove_all

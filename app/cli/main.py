@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 
 from app.cli.completion import completion_script
 from app.cli.models import list_models, pull_model, remove_models
-from app.cli.parser import given_settings, make_parser, parse_arguments
+from app.cli.parser import make_parser, parse_arguments
 from app.cli.progress import command_progress
 from app.cli.tables import PlanExplanation
 from app.errors import ArmatureError, PlanImpossible, SettingsInvalid, StartupError, UnknownArgument
@@ -31,7 +31,7 @@ from app.server.model_source import open_or_fetch_model
 from app.server.prepare import CALIBRATE_COMMAND_SECONDS, Prepared, calibrate, prepare, with_kept_calibration
 from app.server.start_console import StartConsole
 from app.server.termination_log import TerminationMessage
-from app.settings import Settings, load_settings
+from app.settings import Settings, given_settings, load_settings
 from app.weights.forms import RECIPES
 from app.weights.open import require_checkpoint
 
@@ -135,8 +135,8 @@ def _calibrate(arguments: Namespace) -> int:
 
 
 def _bench(arguments: Namespace) -> int:
-    from app.bench.console import MeasurementFailed, print_outcome
-    from app.cli.bench import report_results, run_bench
+    from armature_bench.console import MeasurementFailed, print_outcome
+    from armature_bench.run import report_results, run_bench
 
     try:
         if getattr(arguments, "results", None):  # compare earlier results
@@ -149,8 +149,8 @@ def _bench(arguments: Namespace) -> int:
 
 
 def _tco(arguments: Namespace) -> int:
-    from app.bench.console import MeasurementFailed
-    from app.bench.tco.command import CostArguments, run_tco
+    from armature_bench.console import MeasurementFailed
+    from armature_bench.tco.command import CostArguments, run_tco
 
     given = vars(arguments)
     asked = CostArguments(

@@ -10,127 +10,17 @@ import argparse
 import difflib
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from app.bench.published.runs import DEFAULT_SECONDS
-from app.cli.bench_parser import bench_flags, cost_flags
 from app.cli.clients_parser import chat_flags, top_flags
 from app.cli.completion import SHELLS
 from app.cli.setting_rows import SettingRow, setting_rows
 from app.errors import UnknownArgument
-from app.settings import SETTING_GROUPS, Settings, flag_of
+from app.settings import SETTING_GROUPS
 from app.version import VERSION
 
-
-@dataclass(frozen=True, slots=True)
-class BenchCommand:
-    """One `armature bench` command.
-
-    `flags` maps each flag from `bench_flags` that the command accepts to its default, or to None if it has none.
-    """
-
-    description: str
-    flags: Mapping[str, Any]
-
-
-# A new bench needs one entry here and one in `cli/bench.py` (measured in this process) or in `bench/http/load.py`.
-BENCHES: Mapping[str, BenchCommand] = {
-    "kernels": BenchCommand(
-        "matrix products and decode attention alone, by weight format and number of rows, compared with this machine's limits",
-        {"--rounds": 5},
-    ),
-    "engine": BenchCommand(
-        "the engine alone, step by step, compared with this machine's memory bandwidth and compute limits",
-        {"--rounds": 3, "--rows": None, "--prompts": None, "--steps": None, "--beam-width": None},
-    ),
-    "quality": BenchCommand(
-        "perplexity of a text at each precision, and how often the most likely token is FP32's; for an encoder, cosines with FP32",
-        {"--text": None, "--tokens": None, "--texts": None, "--peer": None, "--peer-python": None},
-    ),
-    "speculation": BenchCommand(
-        "speed-up by speculative decoding at given acceptance rates (set artificially), with one greedy sequence; also with"
-        " a draft model if draft_model is set",
-        {"--rounds": 5},
-    ),
-    "eager": BenchCommand(
-        "decode steps run by the Python interpreter compared with recorded native steps, and with torch.compile",
-        {"--rounds": 5, "--rows": None, "--dtypes": None},
-    ),
-    "recording": BenchCommand(
-        "the cost of recording the duration of each step and the cause of slow steps", {"--rounds": 5}
-    ),
-    "http": BenchCommand(
-        "a server under load that generates, embeds or infers: Armature, or any server with one of the same APIs",
-        {
-            "--kind": "generate",
-            "--url": None,
-            "--api": None,
-            "--concurrency": None,
-            "--rate": None,
-            "--num-requests": None,
-            "--seconds": None,
-            "--prompt-tokens": None,
-            "--max-tokens": None,
-            "--ignore-eos": None,
-            "--texts": None,
-            "--lengths": None,
-            "--batch": None,
-            "--below": None,
-            "--warmup": None,
-            "--seed": 0,
-            "--api-key": None,
-            "--slo": None,
-            "--slo-ttft-ms": None,
-            "--slo-itl-ms": None,
-            "--against": None,
-            "--rounds": 1,
-            "--report": None,
-        },
-    ),
-    "compare": BenchCommand(
-        "measure this machine with one model and write a result file; or, with RESULTs, compare machines in one report",
-        {
-            "results": None,
-            "--url": None,
-            "--name": None,
-            "--instance": None,
-            "--output": None,
-            "--seconds": None,
-            "--seed": 0,
-            "--api-key": None,
-            "--report": None,
-            "--force": None,
-        },
-    ),
-    "published": BenchCommand(
-        "figures that others published beside those of this machine: BERT-Large, a Llama of 110M on one thread, int4 over"
-        " FP32, recorded over eager steps, newer over older instructions",
-        {"--only": None, "--quick": None, "--folder": None, "--seconds": DEFAULT_SECONDS, "--report": None},
-    ),
-    "start": BenchCommand("seconds from the start of the process to a first token", {"--rounds": 5}),
-    "itl": BenchCommand(
-        "inter-token latency of running streams while a long prompt arrives",
-        {"--rounds": 5, "--tokens": 2000, "--url": None},
-    ),
-    "prefix": BenchCommand(
-        "time to first token of a second request that shares a long prefix",
-        {"--rounds": 5, "--tokens": 1000, "--url": None},
-    ),
-    "memory": BenchCommand(
-        "resident memory, compared with the size of the weights and the KV cache in use", {"--rounds": 5}
-    ),
-    "wait": BenchCommand(
-        "a server's estimates of its capacity and of the wait for a first token, compared with measured values",
-        {"--rounds": 5, "--url": None},
-    ),
-    "overhead": BenchCommand(
-        "the share of wall time that is not spent in the model, at decode ×8 over HTTP", {"--rounds": 5, "--url": None}
-    ),
-}
-
-
+MEASURING_COMMANDS = ("bench", "tco")  # of the package armature_bench
 # The groups of settings for a server that `chat` starts. Its network is that of the command alone.
 CHAT_GROUPS = tuple(group for group in SETTING_GROUPS if group != "network")
 ABOUT_SETTINGS = "Each setting can also be given as the environment variable in brackets; the flag takes precedence."
@@ -156,7 +46,7 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     words = sys.argv[1:] if argv is None else argv
     if not words:
         raise UnknownArgument(FIRST_STEPS)
-    parser = make_parser()
+    parser = make_parser(measures=words[0] in MEASURING_COMMANDS)
     _require_known_command(parser, words)
     arguments, unknown = parser.parse_known_args(words)
     if unknown:
@@ -217,18 +107,8 @@ def _take_model_argument(arguments: argparse.Namespace) -> None:
     arguments.model = model
 
 
-def given_settings(arguments: argparse.Namespace) -> dict[str, str]:
-    """Return the settings that were given on the command line, as unparsed text by name."""
-    return {name: getattr(arguments, name) for name in Settings.model_fields if hasattr(arguments, name)}
-
-
-def setting_flags(arguments: argparse.Namespace) -> tuple[str, ...]:
-    """Return the given settings as flags for a server that the command starts."""
-    return tuple(f"{flag_of(name)}={value}" for name, value in given_settings(arguments).items())
-
-
-def make_parser() -> argparse.ArgumentParser:
-    """Return the parser of all commands."""
+def make_parser(measures: bool = True) -> argparse.ArgumentParser:
+    """Return the parser of all commands. `measures`: with the flags of `bench` and `tco`, from the other package."""
     parser = argparse.ArgumentParser(
         prog="armature", description="Serves small language models on ordinary processors.", allow_abbrev=False
     )
@@ -259,16 +139,13 @@ def make_parser() -> argparse.ArgumentParser:
     calibrate.add_argument("--json", action="store_true", help="print one JSON object")
     _add_settings(calibrate)
     bench = commands.add_parser("bench", help="run a benchmark", allow_abbrev=False)
-    benches = bench.add_subparsers(dest="bench", required=True, metavar="WHAT")
-    for name, each in BENCHES.items():
-        _add_bench(benches, name, each)
     _add_model_commands(commands)
     _add_client_commands(commands)
     costs = _command(
         commands, "tco", "cost of a given load on each machine, from result files and prices", files="[RESULT…] "
     )
-    for flag, options in cost_flags().items():
-        costs.add_argument(flag, **options)
+    if measures:
+        _add_measuring_flags(bench, costs)
     return parser
 
 
@@ -305,17 +182,22 @@ def _add_client_commands(commands: Any) -> None:
     script.add_argument("shell", choices=SHELLS, metavar="SHELL", help=", ".join(SHELLS))
 
 
-def _add_bench(benches: Any, name: str, bench: BenchCommand) -> None:
-    parser = _command(
-        benches, name, bench.description, within="bench ", files="[RESULT…] " if "results" in bench.flags else ""
-    )
-    known = bench_flags()
-    for flag, default in {"--json": None, **bench.flags}.items():
-        options = dict(known.get(f"{name} {flag}") or known[flag])
-        shown = default[0] if isinstance(default, tuple) else default
-        text = options.pop("help") + ("" if default is None else f" (default {shown})")
-        parser.add_argument(flag, default=default, help=text, **options)
-    _add_settings(parser)
+def _add_measuring_flags(bench: argparse.ArgumentParser, costs: argparse.ArgumentParser) -> None:
+    """Add the benchmarks with their flags, and the flags of `armature tco`."""
+    from armature_bench.flags import BENCHES, bench_flags, cost_flags
+
+    benches, known = bench.add_subparsers(dest="bench", required=True, metavar="WHAT"), bench_flags()
+    for name, each in BENCHES.items():
+        files = "[RESULT…] " if "results" in each.flags else ""
+        parser = _command(benches, name, each.description, within="bench ", files=files)
+        for flag, default in {"--json": None, **each.flags}.items():
+            options = dict(known.get(f"{name} {flag}") or known[flag])
+            shown = default[0] if isinstance(default, tuple) else default
+            text = options.pop("help") + ("" if default is None else f" (default {shown})")
+            parser.add_argument(flag, default=default, help=text, **options)
+        _add_settings(parser)
+    for flag, options in cost_flags().items():
+        costs.add_argument(flag, **options)
 
 
 def _command(commands: Any, name: str, description: str, within: str = "", files: str = "") -> argparse.ArgumentParser:
@@ -380,6 +262,8 @@ def _describe_unknown(unknown: list[str], takes_files: bool) -> str:
         if takes_files:
             return f"{word!r} is not understood: give all result files together, before or after the flags."
         return f"{word!r} is not understood. A model is given as --model {word}."
+    from armature_bench.flags import bench_flags, cost_flags
+
     flag = word.partition("=")[0]  # the value may be a secret
     settings = [flag for row in setting_rows() for flag in (row.flag, row.off_flag) if flag]
     known = [*settings, *bench_flags(), *cost_flags(), *chat_flags(), *top_flags(), "--help", "--yes"]

@@ -13,10 +13,10 @@ import pytest
 
 from app.api.pages.web_page import POLICY, WEB_DIRECTORY, read_web_file, web_paths
 from app.api.routing import ApiRuntime
-from app.cli.parser import given_settings, parse_arguments
+from app.cli.parser import parse_arguments
 from app.errors import UnknownArgument
 from app.server.app import create_app
-from app.settings import load_settings
+from app.settings import given_settings, load_settings
 from tests.api.scripted_service import CountingMetrics, Lifetime, ScriptedService
 
 PATHS = ("/", *web_paths())

@@ -12,14 +12,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from app.api.access import NO_RULES, AccessControl, AccessRules, ApiKeys
-from app.cli.parser import given_settings, parse_arguments
+from app.cli.parser import parse_arguments
 from app.errors import InvalidRequest, Overloaded, RateLimited, SettingsInvalid, Unauthorized
 from app.server.listeners import url_of
 from app.server.process import tls_context
 from app.server.startup import is_local_only, read_api_keys
 from app.service import rate_limit
 from app.service.rate_limit import ACCOUNT, RateLimiter
-from app.settings import Settings, load_settings, parse_rate_limit
+from app.settings import Settings, given_settings, load_settings, parse_rate_limit
 from fake_worker import request as generation
 from fake_worker import serving
 from tests.attack.attack_server import Answer, attacked, get, post, read_all

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from app.bench.http.server import running_server
 from app.version import VERSION
+from armature_bench.http.server import running_server
 from external_tools import ROOT, Manifest, tool
 from tests.deploy.clusters import pod, server
 from tests.deploy.stub_cluster import StubCluster, stub_cluster

@@ -8,17 +8,17 @@ from pathlib import Path
 
 import pytest
 
-from app.bench.console import Figure, MeasurementFailed
-from app.bench.http import latency, overhead, process
-from app.bench.http.embed import EmbedBench, EmbedWorkload
-from app.bench.http.generate import GenerateBench
-from app.bench.http.infer import InferBench, InferWorkload
-from app.bench.http.load import LoadJob, LoadLevel, ServerBenchJob, ServerTarget, measure_load, measure_server
-from app.bench.http.loops import RunLimits
-from app.bench.http.server import running_server
-from app.bench.http.tally import GenerateWorkload
-from app.bench.http.workload import UniformLengths
 from app.settings import DEMO_DIRECTORY
+from armature_bench.console import Figure, MeasurementFailed
+from armature_bench.http import latency, overhead, process
+from armature_bench.http.embed import EmbedBench, EmbedWorkload
+from armature_bench.http.generate import GenerateBench
+from armature_bench.http.infer import InferBench, InferWorkload
+from armature_bench.http.load import LoadJob, LoadLevel, ServerBenchJob, ServerTarget, measure_load, measure_server
+from armature_bench.http.loops import RunLimits
+from armature_bench.http.server import running_server
+from armature_bench.http.tally import GenerateWorkload
+from armature_bench.http.workload import UniformLengths
 from exported_programs import write_program
 
 pytestmark = pytest.mark.full

@@ -13,14 +13,14 @@ from typing import Any, get_args
 
 import pytest
 
-from app.bench.compare import loads
-from app.bench.compare import measure as measuring
-from app.bench.compare.measure import CompareJob, MachineLabels, run_compare
-from app.bench.compare.result import CompareResult, read_result
-from app.bench.http.load import ServerTarget
-from app.bench.http.server import BenchServer, running_server
 from app.metrics.stats import Cause
 from app.version import VERSION
+from armature_bench.compare import loads
+from armature_bench.compare import measure as measuring
+from armature_bench.compare.measure import CompareJob, MachineLabels, run_compare
+from armature_bench.compare.result import CompareResult, read_result
+from armature_bench.http.load import ServerTarget
+from armature_bench.http.server import BenchServer, running_server
 from scripted_machine import ScriptedMachine, running
 
 pytestmark = pytest.mark.full

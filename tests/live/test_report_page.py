@@ -12,11 +12,11 @@ from typing import Literal
 
 import pytest
 
-from app.bench.compare.result import write_result
-from app.bench.console import BenchOutcome, Figure
-from app.bench.report.load_page import write_load_page
-from app.bench.report.report import make_report
-from app.bench.report.tables import ReportOrigin
+from armature_bench.compare.result import write_result
+from armature_bench.console import BenchOutcome, Figure
+from armature_bench.report.load_page import write_load_page
+from armature_bench.report.report import make_report
+from armature_bench.report.tables import ReportOrigin
 from external_tools import node_package
 from synthetic_results import GRAVITON, XEON, made_decoder, made_info
 

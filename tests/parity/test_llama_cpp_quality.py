@@ -8,11 +8,11 @@ from importlib.util import find_spec
 import pytest
 import torch
 
-from app.bench.engine.llama_cpp import LlamaCppPeer
-from app.bench.engine.quality import QualityJob, measure_quality
 from app.hardware.probe.probe import probe
 from app.settings import DEMO_DIRECTORY, load_settings
 from app.weights.checkpoint import open_checkpoint
+from armature_bench.engine.llama_cpp import LlamaCppPeer
+from armature_bench.engine.quality import QualityJob, measure_quality
 
 pytestmark = [
     pytest.mark.full,

@@ -149,7 +149,8 @@ def test_the_demo_is_served_where_no_model_is_named() -> None:
 
 
 def test_a_model_has_several_names(monkeypatch: pytest.MonkeyPatch) -> None:
-    from app.cli.parser import given_settings, parse_arguments
+    from app.cli.parser import parse_arguments
+    from app.settings import given_settings
 
     arguments = parse_arguments(["serve", "--served-model-name", "a", "b"])
     assert given_settings(arguments)["served_model_name"] == "a,b"

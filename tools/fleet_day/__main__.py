@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from app.bench.console import MeasurementFailed, progress
+from armature_bench.console import MeasurementFailed, progress
 from tools.fleet_day.pictures import WORDS, write_pictures
 from tools.fleet_day.pools import POOL_FORM, default_pools, read_pool
 from tools.fleet_day.report import Figures, assumptions, figures, read, tables, wrapped, write

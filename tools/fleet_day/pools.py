@@ -10,9 +10,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from app.bench.compare.result import CompareResult, LoadPoint, read_result
-from app.bench.console import MeasurementFailed
-from app.bench.tco.prices import read_prices
+from armature_bench.compare.result import CompareResult, LoadPoint, read_result
+from armature_bench.console import MeasurementFailed
+from armature_bench.tco.prices import read_prices
 from tools.measure.simulated_server import Server
 
 PLACES = 64  # max_running_seqs of a CPU, if nothing is set (app/hardware/plan/capacity.py)

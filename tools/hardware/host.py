@@ -19,9 +19,6 @@ from typing import Any
 import torch
 
 from app.backends import selection
-from app.bench.engine.decoder import gc_disabled
-from app.bench.engine.driver import DecoderDriver
-from app.bench.http.workload import TokenPrompts
 from app.engine.build import BuildRequest
 from app.engine.decoder.build import build_device_decoder_engine
 from app.hardware.facts import CudaDevice, TorchBuild
@@ -30,6 +27,9 @@ from app.hardware.probe.probe import probe
 from app.settings import Settings
 from app.weights.checkpoint import open_checkpoint
 from app.weights.forms import RECIPES
+from armature_bench.engine.decoder import gc_disabled
+from armature_bench.engine.driver import DecoderDriver
+from armature_bench.http.workload import TokenPrompts
 from tests.simulated_device import SimulatedDeviceBackend
 from tools.hardware.shapes import SMALL_LLAMA, write
 

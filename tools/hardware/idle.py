@@ -42,13 +42,13 @@ def measured(prepared: Prepared, rows: int) -> dict[str, Any]:
     """Return the median seconds of the device's step, of the engine's step, and of the host's work without waiting."""
     import torch
 
-    from app.bench.engine.driver import DecoderDriver
-    from app.bench.http.workload import TokenPrompts
     from app.engine.build import BuildRequest
     from app.engine.decoder.build import build_device_decoder_engine
     from app.engine.decoder.cuda_graphs import GraphShape
     from app.engine.decoder.device_inputs import SamplingMode
     from app.weights.checkpoint import Checkpoint
+    from armature_bench.engine.driver import DecoderDriver
+    from armature_bench.http.workload import TokenPrompts
 
     checkpoint, plan = prepared.checkpoint, prepared.plan
     assert isinstance(checkpoint, Checkpoint), "a decoder's"

@@ -19,7 +19,7 @@ from app.server.prepare import prepare
 from app.settings import Settings
 
 if TYPE_CHECKING:
-    from app.bench.engine.driver import DecoderDriver
+    from armature_bench.engine.driver import DecoderDriver
 
 
 def measured_seconds(
@@ -28,7 +28,7 @@ def measured_seconds(
     """Return the seconds of steps, or of prompts, with adapters and without."""
     import torch
 
-    from app.bench.engine.decoder import gc_disabled
+    from armature_bench.engine.decoder import gc_disabled
 
     seconds: dict[bool, list[float]] = {False: [], True: []}
     with torch.inference_mode(), gc_disabled():
@@ -64,13 +64,13 @@ def main() -> None:
     os.environ.update(prepared.plan.environment())
     import torch
 
-    from app.bench.engine.driver import DecoderDriver
-    from app.bench.http.workload import TokenPrompts
     from app.engine.build import BuildRequest
     from app.engine.decoder.build import build_decoder_engine
     from app.kernels.linear.lora import LoraWeights
     from app.weights.lora.adapter import ServedAdapters, adapted_layers
     from app.weights.open import require_checkpoint
+    from armature_bench.engine.driver import DecoderDriver
+    from armature_bench.http.workload import TokenPrompts
 
     checkpoint = require_checkpoint(prepared.checkpoint)
     layers = adapted_layers(checkpoint.decoder)

@@ -14,7 +14,7 @@ from pathlib import Path
 import httpx
 from rich.progress import Progress
 
-from app.bench.engine.quality import host_precisions
+from armature_bench.engine.quality import host_precisions
 from tools.measure.two_checkouts import HERE, server
 
 QUESTIONS = (

@@ -23,7 +23,6 @@ from torch import Tensor, nn
 
 from app.backends.base import HostBackend
 from app.backends.selection import select_host_backend
-from app.bench.engine.quality import REFERENCE, PrecisionScore, QualityJob
 from app.engine.calibration.perplexity import Window, WindowScorer, read_windows
 from app.engine.calibration.streaming import calibration_for
 from app.engine.decoder.kv_cache import kv_dtype
@@ -40,6 +39,7 @@ from app.weights.checkpoint import Checkpoint, open_checkpoint
 from app.weights.form_choice import FormChoice, LayerPacking
 from app.weights.load import Model, Packing, load_model
 from app.weights.packs import PackFile, PackFolder, read_key
+from armature_bench.engine.quality import REFERENCE, PrecisionScore, QualityJob
 
 ROOT = Path(__file__).resolve().parents[2]
 PRECISIONS = ("int8", "int4")

@@ -18,9 +18,9 @@ from contextlib import ExitStack, closing
 from dataclasses import dataclass, field
 from typing import Any
 
-from app.bench.http.tally import GenerateRun, GenerateTraffic, GenerateWorkload, overall_rate
-from app.bench.http.wire import HttpClient, event_loop
-from app.bench.http.workload import UniformLengths
+from armature_bench.http.tally import GenerateRun, GenerateTraffic, GenerateWorkload, overall_rate
+from armature_bench.http.wire import HttpClient, event_loop
+from armature_bench.http.workload import UniformLengths
 from tools.peers.quota import Quota
 from tools.peers.servers import ServerSide, ServerSpec, one_run, report_progress, server_spec, traffic_to
 

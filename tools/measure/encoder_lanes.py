@@ -20,13 +20,13 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
-from app.bench.http.workload import LogNormalLengths
 from app.engine.encoder.batching import EncodeState, TextSpan
 from app.engine.encoder.cpu_runner import EncoderRunner
 from app.engine.encoder.sharding import LanePlanner
 from app.messages import Encode, Text
 from app.server.prepare import Prepared, prepare
 from app.settings import Settings
+from armature_bench.http.workload import LogNormalLengths
 
 TOGETHER = "division"
 WAYS = f"{TOGETHER},64x1,64x2,64x4,32x4,128x2"

@@ -20,7 +20,6 @@ import torch
 
 from app.backends.base import HostBackend
 from app.backends.selection import select_backend
-from app.bench.engine.quality import QualityJob, loaded_weight_bytes
 from app.engine.calibration.perplexity import Window, WindowScorer, read_windows
 from app.engine.calibration.streaming import calibration_for
 from app.engine.decoder.kv_cache import kv_dtype
@@ -32,6 +31,7 @@ from app.text.tokenizer import Tokenizer
 from app.weights.checkpoint import open_checkpoint
 from app.weights.forms import RECIPES
 from app.weights.load import Packing, load_model
+from armature_bench.engine.quality import QualityJob, loaded_weight_bytes
 
 WAYS = ("as they are", "equalized", "calibrated")
 

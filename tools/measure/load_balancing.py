@@ -22,9 +22,9 @@ from collections.abc import Sequence
 from contextlib import ExitStack, closing
 from dataclasses import asdict, dataclass, replace
 
-from app.bench.console import percentile
-from app.bench.http.loops import RunLimits
-from app.bench.http.tally import (
+from armature_bench.console import percentile
+from armature_bench.http.loops import RunLimits
+from armature_bench.http.tally import (
     GenerateRun,
     GenerateTraffic,
     GenerateWorkload,
@@ -32,8 +32,8 @@ from app.bench.http.tally import (
     prompts_for,
     time_to_first_token,
 )
-from app.bench.http.wire import HttpClient, event_loop
-from app.bench.http.workload import TextPrompts, UniformLengths, poisson_arrivals
+from armature_bench.http.wire import HttpClient, event_loop
+from armature_bench.http.workload import TextPrompts, UniformLengths, poisson_arrivals
 from tools.peers.quota import Quota
 from tools.peers.routers.processes import NAMES, Fleet, running
 from tools.peers.servers import COMPLETIONS, ServerSide, ServerSpec, report_progress

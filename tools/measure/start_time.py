@@ -13,7 +13,7 @@ import statistics
 import sys
 from collections.abc import Sequence
 
-from app.bench.http.wire import event_loop
+from armature_bench.http.wire import event_loop
 from tools.peers.servers import ServerSide, ServerSpec, median_ratio, report_progress, server_spec
 
 

@@ -20,7 +20,7 @@ from app.server.prepare import prepare
 from app.settings import Settings
 
 if TYPE_CHECKING:
-    from app.bench.engine.driver import DecoderDriver
+    from armature_bench.engine.driver import DecoderDriver
 
 WARM_UP_STEPS = 10  # records the step
 
@@ -109,12 +109,12 @@ def main() -> None:
     os.environ.update(prepared.plan.environment())
     import torch
 
-    from app.bench.engine.decoder import gc_disabled
-    from app.bench.engine.driver import DecoderDriver
-    from app.bench.http.workload import TokenPrompts
     from app.engine.build import BuildRequest
     from app.engine.decoder.build import build_decoder_engine
     from app.weights.open import require_checkpoint
+    from armature_bench.engine.decoder import gc_disabled
+    from armature_bench.engine.driver import DecoderDriver
+    from armature_bench.http.workload import TokenPrompts
 
     libraries = alternate(given.other)
     checkpoint = require_checkpoint(prepared.checkpoint)

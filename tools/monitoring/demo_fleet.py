@@ -19,7 +19,7 @@ from pathlib import Path
 
 import httpx
 
-from app.bench.console import progress
+from armature_bench.console import progress
 from tools.monitoring.check_dashboards import Prometheus, Window
 from tools.monitoring.demo_load import steady
 from tools.monitoring.draw_dashboards import draw

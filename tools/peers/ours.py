@@ -34,11 +34,11 @@ def load(model: Path, threads: int, options: dict[str, str]) -> Peer:
     prepared = calibrate(prepared, lambda stage: None)
     import torch
 
-    from app.bench.engine.driver import largest_cache_bytes, product_costs
     from app.engine.build import BuildRequest
     from app.engine.decoder.build import build_decoder_engine
     from app.kernels.linear.linear import Linear
     from app.kernels.native.library import native_library
+    from armature_bench.engine.driver import largest_cache_bytes, product_costs
 
     built = build_decoder_engine(
         BuildRequest(prepared.checkpoint, prepared.plan, step_time_model=StepTimeModel(prepared.step_time_table))

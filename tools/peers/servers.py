@@ -21,11 +21,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO
 
-from app.bench.http.client import stream_request
-from app.bench.http.dialects import GENERATE_DIALECTS, StreamRequest
-from app.bench.http.loops import RunLimits
-from app.bench.http.tally import GenerateRun, GenerateTraffic, GenerateWorkload, first_served_model, prompts_for
-from app.bench.http.wire import HttpClient, HttpRequestFailed
+from armature_bench.http.client import stream_request
+from armature_bench.http.dialects import GENERATE_DIALECTS, StreamRequest
+from armature_bench.http.loops import RunLimits
+from armature_bench.http.tally import GenerateRun, GenerateTraffic, GenerateWorkload, first_served_model, prompts_for
+from armature_bench.http.wire import HttpClient, HttpRequestFailed
 from tools.peers.ports import free_port
 from tools.peers.sides import LAST_LINES, ROOT, environment
 

@@ -11,10 +11,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from app.bench.http.dialects import GENERATE_DIALECTS
-from app.bench.http.tally import GenerateTraffic, GenerateWorkload, first_served_model, prompts_for
-from app.bench.http.wire import HttpClient
-from app.bench.http.workload import UniformLengths
+from armature_bench.http.dialects import GENERATE_DIALECTS
+from armature_bench.http.tally import GenerateTraffic, GenerateWorkload, first_served_model, prompts_for
+from armature_bench.http.wire import HttpClient
+from armature_bench.http.workload import UniformLengths
 from tools.peers.ports import free_port
 from tools.peers.quota import Quota
 from tools.peers.servers import ServerSide, ServerSpec, traffic_to

@@ -14,9 +14,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from app.bench.http.loops import RunLimits
-from app.bench.http.tally import GenerateRun, overall_rate
-from app.bench.http.wire import event_loop
+from armature_bench.http.loops import RunLimits
+from armature_bench.http.tally import GenerateRun, overall_rate
+from armature_bench.http.wire import event_loop
 from tools.proofs.containers import Image
 from tools.proofs.findings import Findings
 from tools.proofs.guests import Guest, Load, ours, peer

@@ -14,10 +14,9 @@ from app.cli.clients.conversation import Conversation
 from app.cli.clients.live_figures import open_figures
 from app.cli.clients.own_server import POLL_SECONDS, is_ready, own_server
 from app.cli.clients.top import show_figures
-from app.cli.parser import given_settings, setting_flags
 from app.cli.progress import command_progress
 from app.errors import SettingsInvalid
-from app.settings import Settings, unix_path_of
+from app.settings import Settings, given_settings, setting_flags, unix_path_of
 
 FIND_SECONDS = 2.0  # another program may have the port, and say nothing
 ANY_ADDRESS = {"0.0.0.0": "127.0.0.1", "::": "::1", "": "127.0.0.1"}

@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
-from app.bench import console
-from app.bench.console import (
+from armature_bench import console
+from armature_bench.console import (
     BenchOutcome,
     Figure,
     compute_spread,

@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 
-from app.bench.console import MeasurementFailed
-from app.bench.http.generate import GenerateBench
-from app.bench.http.tally import NAMED_OBJECTIVES, LatencyObjective
-from app.cli.bench import REQUEST_KINDS
-from app.cli.bench_parser import bench_flags
 from app.cli.parser import parse_arguments
+from armature_bench.console import MeasurementFailed
+from armature_bench.flags import bench_flags
+from armature_bench.http.generate import GenerateBench
+from armature_bench.http.tally import NAMED_OBJECTIVES, LatencyObjective
+from armature_bench.run import REQUEST_KINDS
 
 
 def objective(*flags: str) -> LatencyObjective:

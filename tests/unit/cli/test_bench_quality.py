@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from app.bench.console import MeasurementFailed
-from app.cli.bench import run_bench
 from app.cli.parser import parse_arguments
 from app.settings import Settings
+from armature_bench.console import MeasurementFailed
+from armature_bench.run import run_bench
 
 
 @pytest.fixture(autouse=True)

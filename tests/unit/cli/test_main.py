@@ -12,12 +12,13 @@ from pathlib import Path
 import pytest
 
 from app.cli import main
-from app.cli.parser import BENCHES, given_settings, parse_arguments
+from app.cli.parser import parse_arguments
 from app.cli.setting_rows import setting_rows
 from app.errors import CheckpointInvalid, RequestTimeout, StartupError, UnknownArgument
 from app.hardware.facts import Core, Cpu, Facts
-from app.settings import SETTING_GROUPS
+from app.settings import SETTING_GROUPS, given_settings
 from app.version import VERSION
+from armature_bench.flags import BENCHES
 
 FACTS = Facts("linux", "x86_64", Cpu("Maker", "Processor"), (Core((0,)), Core((1,))), 2**34, 2**33, (0, 1))
 

@@ -12,8 +12,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from app.bench.compare.result import SCHEMA, CompareResult, LoadPoint, LoadSpec, write_result
-from app.bench.console import MeasurementFailed
+from armature_bench.compare.result import SCHEMA, CompareResult, LoadPoint, LoadSpec, write_result
+from armature_bench.console import MeasurementFailed
 from external_tools import ROOT
 from hypothesis_examples import examples
 from tools.fleet_day.__main__ import main

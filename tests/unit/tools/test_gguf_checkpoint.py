@@ -7,13 +7,13 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from app.bench.engine import gguf_file
 from app.errors import CheckpointInvalid
 from app.models.decoders.config import ModelConfig
 from app.models.decoders.rope import RopeConfig
 from app.models.decoders.rotary import RotaryEmbedding
 from app.models.decoders.shapes import tensors_of
 from app.weights.checkpoint import open_checkpoint
+from armature_bench.engine import gguf_file
 from tools.gguf_checkpoint import byte_level
 
 DEMO = Path(__file__).resolve().parents[3] / "app" / "demo" / "llama"

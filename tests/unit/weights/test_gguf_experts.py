@@ -13,13 +13,13 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from app.bench.engine.gguf_file import ARCHITECTURES, gguf_name, require_convertible
 from app.errors import CheckpointInvalid
 from app.models.decoders.config import ModelConfig
 from app.models.decoders.shapes import tensors_of
 from app.weights.checkpoint import Checkpoint, open_checkpoint
 from app.weights.gguf.reader import GgufModel, read_gguf
 from app.weights.tensor_reader import MappedFiles
+from armature_bench.engine.gguf_file import ARCHITECTURES, gguf_name, require_convertible
 from gguf_files import requantize, write_mixture
 from loaded_models import load
 from reference_attention import PlainAttend, context_of

@@ -13,7 +13,6 @@ import torch
 from safetensors.torch import save_file
 
 import gguf_files
-from app.bench.engine.gguf_file import write_gguf as write_copy
 from app.errors import CheckpointInvalid
 from app.models.decoders.config import ModelConfig
 from app.text.chat import open_chat_template
@@ -24,6 +23,7 @@ from app.weights.gguf.config import REFUSED, WITHOUT_EFFECT, config_values
 from app.weights.gguf.reader import read_gguf
 from app.weights.gguf.tensor_types import TYPES
 from app.weights.tensor_reader import MappedFiles, TensorReader
+from armature_bench.engine.gguf_file import write_gguf as write_copy
 from gguf_files import ARCHITECTURES, GROUPED, convert, write_gguf
 from loaded_models import load
 from reference_attention import PlainAttend, context_of

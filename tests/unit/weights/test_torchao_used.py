@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from app.bench.engine.quality import loaded_weight_bytes
 from app.errors import PlanImpossible
 from app.hardware.plan.memory_budget import MemoryDemand
 from app.hardware.plan.torchao_config import EXAMPLE, INT4_REFERENCE, INT8_REFERENCE
@@ -19,6 +18,7 @@ from app.kernels.linear.linear import Linear, PlainLinear
 from app.kernels.linear.torchao_linear import TorchaoLinear, torchao_module
 from app.weights.checkpoint import open_checkpoint
 from app.weights.form_choice import OUTPUT_SOURCES
+from armature_bench.engine.quality import loaded_weight_bytes
 from loaded_models import load, load_on
 from reference_attention import PlainAttend, context_of
 from tiny_checkpoints import write_checkpoint

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from app.bench.compare.environment import MeasurementFacts, measurement_caveats
-from app.bench.compare.result import LoadPoint, LoadSpec
+from armature_bench.compare.environment import MeasurementFacts, measurement_caveats
+from armature_bench.compare.result import LoadPoint, LoadSpec
 
 LOAD = LoadSpec(kind="embed", clients=1, tokens=128)
 

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from app.bench.compare.result import read_result
 from app.cli import main
 from app.cli.parser import parse_arguments
 from app.errors import UnknownArgument
+from armature_bench.compare.result import read_result
 from scripted_machine import ScriptedMachine, running
 
 

@@ -7,14 +7,14 @@ from pathlib import Path
 
 import pytest
 
-from app.bench.compare.environment import (
+from armature_bench.compare.environment import (
     HostCpuTimes,
     LoadConditions,
     ResourceReading,
     conditions_between,
     read_host_cpu_times,
 )
-from app.bench.compare.result import PointEnergy
+from armature_bench.compare.result import PointEnergy
 
 TICK = os.sysconf("SC_CLK_TCK")
 JOULES = 'armature_energy_joules_total{source="%s"}'

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from app.bench.compare.loads import protocol_loads
-from app.bench.console import MeasurementFailed
+from armature_bench.compare.loads import protocol_loads
+from armature_bench.console import MeasurementFailed
 
 
 def info(kind: str, context: int, places: int = 64) -> dict[str, Any]:

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from app.bench.compare import loads
-from app.bench.compare.measure import (
+from armature_bench.compare import loads
+from armature_bench.compare.measure import (
     CompareJob,
     CompareState,
     MachineLabels,
@@ -20,9 +20,9 @@ from app.bench.compare.measure import (
     result_path,
     run_compare,
 )
-from app.bench.compare.result import CompareResult, LoadPoint, LoadSpec, read_result
-from app.bench.console import BenchOutcome, MeasurementFailed
-from app.bench.http.load import ServerTarget
+from armature_bench.compare.result import CompareResult, LoadPoint, LoadSpec, read_result
+from armature_bench.console import BenchOutcome, MeasurementFailed
+from armature_bench.http.load import ServerTarget
 from scripted_machine import WATTS, ScriptedMachine, running
 
 SECONDS = 0.02

@@ -7,18 +7,18 @@ from typing import Any
 
 import pytest
 
-from app.bench.compare import points
-from app.bench.compare import points as rhythm
-from app.bench.compare.environment import LoadConditions
-from app.bench.compare.points import ServerUnderTest, StepLogReader, build_point
-from app.bench.compare.result import LoadSpec, StepColumns
-from app.bench.http.client import StreamTiming
-from app.bench.http.dialects import TokenUsage
-from app.bench.http.embed import EmbedTiming
-from app.bench.http.infer import InferTiming
-from app.bench.http.loops import LoadRun
-from app.bench.http.tally import GenerateTiming
-from app.bench.http.wire import HttpResponse
+from armature_bench.compare import points
+from armature_bench.compare import points as rhythm
+from armature_bench.compare.environment import LoadConditions
+from armature_bench.compare.points import ServerUnderTest, StepLogReader, build_point
+from armature_bench.compare.result import LoadSpec, StepColumns
+from armature_bench.http.client import StreamTiming
+from armature_bench.http.dialects import TokenUsage
+from armature_bench.http.embed import EmbedTiming
+from armature_bench.http.infer import InferTiming
+from armature_bench.http.loops import LoadRun
+from armature_bench.http.tally import GenerateTiming
+from armature_bench.http.wire import HttpResponse
 
 BEGAN_AT = 1_790_000_000.0
 

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from app.bench.compare.result import CompareResult, LoadPoint, LoadSpec, read_result, write_result
-from app.bench.console import MeasurementFailed
+from armature_bench.compare.result import CompareResult, LoadPoint, LoadSpec, read_result, write_result
+from armature_bench.console import MeasurementFailed
 from synthetic_results import made_decoder, made_encoder
 
 

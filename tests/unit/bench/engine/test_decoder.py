@@ -12,12 +12,6 @@ import pytest
 import torch
 from rich.console import Console
 
-from app.bench.console import BenchOutcome, Figure, MeasurementFailed, outcome_table
-from app.bench.engine import decoder
-from app.bench.engine.ceilings import CpuCeilingSampler, MachineCeilings, WorkSamples
-from app.bench.engine.decoder import DecoderLoad, EngineBenchOptions, measure_decoder_engine
-from app.bench.engine.driver import DecoderDriver, ProductCosts, largest_cache_bytes, product_costs
-from app.bench.http.workload import TokenPrompts
 from app.engine.build import BuildRequest
 from app.engine.decoder.build import build_decoder_engine
 from app.hardware.facts import Cache, Core, Cpu, Facts
@@ -33,6 +27,12 @@ from app.models.decoders.shapes import active_weights, expert_weights
 from app.settings import load_settings
 from app.weights.checkpoint import Checkpoint, open_checkpoint
 from app.weights.forms import RECIPES
+from armature_bench.console import BenchOutcome, Figure, MeasurementFailed, outcome_table
+from armature_bench.engine import decoder
+from armature_bench.engine.ceilings import CpuCeilingSampler, MachineCeilings, WorkSamples
+from armature_bench.engine.decoder import DecoderLoad, EngineBenchOptions, measure_decoder_engine
+from armature_bench.engine.driver import DecoderDriver, ProductCosts, largest_cache_bytes, product_costs
+from armature_bench.http.workload import TokenPrompts
 from tiny_checkpoints import config_values, write_checkpoint
 
 FACTS = Facts("linux", "x86_64", Cpu("", ""), (Core((0,)),), 2**34, 2**34, (0,))

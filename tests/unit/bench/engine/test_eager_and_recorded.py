@@ -11,16 +11,16 @@ import pytest
 import torch
 
 import app
-from app.bench.engine import compiled
-from app.bench.engine.compiled import torch_steps
-from app.bench.engine.driver import DecoderDriver
-from app.bench.engine.recording import EAGER, RECORDED, ReplayMode, _figures
-from app.bench.published.models import GEMMA_1B, model_folder
-from app.cli.bench_parser import TORCH_DTYPES
 from app.cli.parser import parse_arguments
 from app.engine.decoder.cpu_runner import DecoderReplay
 from app.weights.checkpoint import Checkpoint
 from app.weights.open import open_model
+from armature_bench.engine import compiled
+from armature_bench.engine.compiled import torch_steps
+from armature_bench.engine.driver import DecoderDriver
+from armature_bench.engine.recording import EAGER, RECORDED, ReplayMode, _figures
+from armature_bench.flags import TORCH_DTYPES
+from armature_bench.published.models import GEMMA_1B, model_folder
 
 
 class Paced:

@@ -7,16 +7,6 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from app.bench.console import BenchOutcome, MeasurementFailed
-from app.bench.engine import encoder
-from app.bench.engine.decoder import EngineBenchOptions
-from app.bench.engine.encoder import (
-    EncoderDriver,
-    EncoderLoad,
-    encoder_loads,
-    encoder_operations,
-    measure_encoder_engine,
-)
 from app.hardware.facts import Core, Cpu, Facts
 from app.hardware.plan.plan import ServingPlan, make_plan
 from app.hardware.probe.probe import probe
@@ -24,6 +14,16 @@ from app.kernels import ceilings
 from app.settings import Settings
 from app.weights.checkpoint import Checkpoint, open_checkpoint
 from app.weights.forms import RECIPES
+from armature_bench.console import BenchOutcome, MeasurementFailed
+from armature_bench.engine import encoder
+from armature_bench.engine.decoder import EngineBenchOptions
+from armature_bench.engine.encoder import (
+    EncoderDriver,
+    EncoderLoad,
+    encoder_loads,
+    encoder_operations,
+    measure_encoder_engine,
+)
 from tiny_encoders import Modules, write_encoder
 
 FACTS = Facts("linux", "x86_64", Cpu("", ""), (Core((0,)),), 2**34, 2**34, (0,))

@@ -16,12 +16,12 @@ import numpy as np
 import pytest
 import torch
 
-from app.bench.console import MeasurementFailed
-from app.bench.engine import llama_cpp, llama_cpp_process
-from app.bench.engine.llama_cpp import FORMATS, LlamaCppPeer, PeerEvent, run_process
 from app.errors import CheckpointInvalid
 from app.settings import DEMO_DIRECTORY
 from app.weights.checkpoint import Checkpoint, open_checkpoint
+from armature_bench.console import MeasurementFailed
+from armature_bench.engine import llama_cpp, llama_cpp_process
+from armature_bench.engine.llama_cpp import FORMATS, LlamaCppPeer, PeerEvent, run_process
 
 
 @pytest.fixture(scope="module")

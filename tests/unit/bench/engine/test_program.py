@@ -8,11 +8,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from app.bench.console import BenchOutcome, MeasurementFailed
-from app.bench.engine import encoder, program
-from app.bench.engine.decoder import EngineBenchOptions
-from app.bench.engine.program import ProgramDriver, ProgramLoad, measure_program_engine
-from app.cli.bench import IN_PROCESS_BENCHES
 from app.cli.parser import parse_arguments
 from app.engine.build import BuildRequest
 from app.engine.program import RunnableProgram, build_program_engine
@@ -24,6 +19,11 @@ from app.server.prepare import prepare
 from app.settings import Settings
 from app.weights.forms import RECIPES
 from app.weights.program import ProgramCheckpoint, open_program
+from armature_bench.console import BenchOutcome, MeasurementFailed
+from armature_bench.engine import encoder, program
+from armature_bench.engine.decoder import EngineBenchOptions
+from armature_bench.engine.program import ProgramDriver, ProgramLoad, measure_program_engine
+from armature_bench.run import IN_PROCESS_BENCHES
 from exported_programs import write_program
 
 FACTS = Facts("linux", "x86_64", Cpu("", ""), (Core((0,)),), 2**34, 2**34, (0,))

@@ -10,9 +10,15 @@ from pathlib import Path
 import pytest
 import torch
 
-from app.bench.console import BenchOutcome
-from app.bench.engine.llama_cpp import LlamaCppPeer, PeerEvent
-from app.bench.engine.quality import (
+from app.engine.calibration.perplexity import WindowScorer
+from app.hardware.probe.probe import probe
+from app.kernels.native.arguments import OpCode
+from app.kernels.native.operations import has_kernel
+from app.settings import load_settings
+from app.weights.checkpoint import Checkpoint, open_checkpoint
+from armature_bench.console import BenchOutcome
+from armature_bench.engine.llama_cpp import LlamaCppPeer, PeerEvent
+from armature_bench.engine.quality import (
     PRECISION_PAIRS,
     REFERENCE,
     PrecisionScore,
@@ -20,12 +26,6 @@ from app.bench.engine.quality import (
     host_precisions,
     measure_quality,
 )
-from app.engine.calibration.perplexity import WindowScorer
-from app.hardware.probe.probe import probe
-from app.kernels.native.arguments import OpCode
-from app.kernels.native.operations import has_kernel
-from app.settings import load_settings
-from app.weights.checkpoint import Checkpoint, open_checkpoint
 from tiny_checkpoints import write_checkpoint
 
 TEXT = "the cat and the hen\n\nwent there\n---\nanother one\n---\n\n---\nthe last, which is a little longer than the others are"

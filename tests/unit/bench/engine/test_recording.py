@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from app.bench.engine import recording
-from app.bench.engine.recording import TARGET_MICROSECONDS, StepInstruments, measure_step_recording
 from app.hardware.probe.probe import probe
+from armature_bench.engine import recording
+from armature_bench.engine.recording import TARGET_MICROSECONDS, StepInstruments, measure_step_recording
 
 
 @pytest.fixture(autouse=True)

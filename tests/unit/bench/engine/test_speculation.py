@@ -10,15 +10,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from app.bench.console import MeasurementFailed
-from app.bench.engine import speculation
-from app.bench.engine.speculation import (
-    DRAFT_MODEL_TARGETS,
-    SPEEDUP_TARGETS,
-    AnswerDriver,
-    PlantedDrafter,
-    measure_speculation,
-)
 from app.engine.build import BuildRequest
 from app.engine.decoder.build import build_decoder_engine
 from app.engine.decoder.draft_model import DraftModel
@@ -31,6 +22,15 @@ from app.metrics.step_time_model import StepTimeModel
 from app.settings import load_settings
 from app.weights.checkpoint import Checkpoint, open_checkpoint
 from app.weights.forms import RECIPES
+from armature_bench.console import MeasurementFailed
+from armature_bench.engine import speculation
+from armature_bench.engine.speculation import (
+    DRAFT_MODEL_TARGETS,
+    SPEEDUP_TARGETS,
+    AnswerDriver,
+    PlantedDrafter,
+    measure_speculation,
+)
 from tiny_checkpoints import write_checkpoint
 
 FACTS = Facts("linux", "x86_64", Cpu("", ""), (Core((0,)),), 2**34, 2**34, (0,))

@@ -12,16 +12,16 @@ from typing import Any
 
 import pytest
 
-from app.bench.console import BenchOutcome, Figure, MeasurementFailed
-from app.bench.http import loops
-from app.bench.http.dialects import EMBED_DIALECTS, parse_prompt_tokens
-from app.bench.http.embed import EmbedBench, EmbedTiming, EmbedWorkload, num_texts, num_tokens
-from app.bench.http.load import LoadJob, LoadLevel, ServerTarget, measure_load
-from app.bench.http.loops import LoadRun, RunLimits, units_per_second
-from app.bench.http.workload import LogNormalLengths, UniformLengths
-from app.cli.bench import run_bench
 from app.cli.parser import parse_arguments
 from app.settings import Settings
+from armature_bench.console import BenchOutcome, Figure, MeasurementFailed
+from armature_bench.http import loops
+from armature_bench.http.dialects import EMBED_DIALECTS, parse_prompt_tokens
+from armature_bench.http.embed import EmbedBench, EmbedTiming, EmbedWorkload, num_texts, num_tokens
+from armature_bench.http.load import LoadJob, LoadLevel, ServerTarget, measure_load
+from armature_bench.http.loops import LoadRun, RunLimits, units_per_second
+from armature_bench.http.workload import LogNormalLengths, UniformLengths
+from armature_bench.run import run_bench
 from scripted_peer import ScriptedPeer, running
 
 

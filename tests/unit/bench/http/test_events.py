@@ -7,8 +7,8 @@ from itertools import pairwise
 from hypothesis import given
 from hypothesis import strategies as st
 
-from app.bench.http.client import SseParser, _StreamReader
-from app.bench.http.dialects import GENERATE_DIALECTS
+from armature_bench.http.client import SseParser, _StreamReader
+from armature_bench.http.dialects import GENERATE_DIALECTS
 
 DATA = st.lists(
     st.text("ab {}:é\t", min_size=1).map(str.encode).filter(lambda data: not data.startswith(b" ")), max_size=5

@@ -9,16 +9,16 @@ import numpy
 import pytest
 
 from app.api.oip.tensors import VALUE_BYTES, parse_infer_request
-from app.bench.console import BenchOutcome, Figure, MeasurementFailed
-from app.bench.http import infer, loops
-from app.bench.http.infer import InferBench, InferWorkload, build_bodies, parse_inputs
-from app.bench.http.load import LoadJob, LoadLevel, ServerTarget, measure_load
-from app.bench.http.loops import RunLimits
-from app.bench.http.wire import HttpBody
-from app.bench.http.workload import UniformLengths
-from app.cli.bench import run_bench
 from app.cli.parser import parse_arguments
 from app.settings import Settings
+from armature_bench.console import BenchOutcome, Figure, MeasurementFailed
+from armature_bench.http import infer, loops
+from armature_bench.http.infer import InferBench, InferWorkload, build_bodies, parse_inputs
+from armature_bench.http.load import LoadJob, LoadLevel, ServerTarget, measure_load
+from armature_bench.http.loops import RunLimits
+from armature_bench.http.wire import HttpBody
+from armature_bench.http.workload import UniformLengths
+from armature_bench.run import run_bench
 from scripted_peer import ScriptedPeer, running
 
 IDS = {"name": "ids", "datatype": "INT64", "shape": [-1, 5]}

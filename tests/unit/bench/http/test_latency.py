@@ -8,10 +8,10 @@ from types import SimpleNamespace
 
 import pytest
 
-from app.bench.console import Figure, MeasurementFailed
-from app.bench.http import latency, overhead
-from app.bench.http.client import OnChunk, StreamTiming, concurrent_tasks
-from app.bench.http.workload import TokenPrompts
+from armature_bench.console import Figure, MeasurementFailed
+from armature_bench.http import latency, overhead
+from armature_bench.http.client import OnChunk, StreamTiming, concurrent_tasks
+from armature_bench.http.workload import TokenPrompts
 
 LONG = 500
 STEP = 0.010  # seconds of a step that only decodes

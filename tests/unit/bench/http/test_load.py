@@ -11,13 +11,13 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from app.bench.console import BenchOutcome, Figure, MeasurementFailed, outcome_table
-from app.bench.http import loops
-from app.bench.http.generate import GenerateBench
-from app.bench.http.load import LoadJob, LoadLevel, ServerTarget, measure_load
-from app.bench.http.loops import RunLimits
-from app.bench.http.tally import GenerateWorkload, LatencyObjective
-from app.bench.http.workload import UniformLengths
+from armature_bench.console import BenchOutcome, Figure, MeasurementFailed, outcome_table
+from armature_bench.http import loops
+from armature_bench.http.generate import GenerateBench
+from armature_bench.http.load import LoadJob, LoadLevel, ServerTarget, measure_load
+from armature_bench.http.loops import RunLimits
+from armature_bench.http.tally import GenerateWorkload, LatencyObjective
+from armature_bench.http.workload import UniformLengths
 from scripted_peer import ScriptedPeer, running
 
 

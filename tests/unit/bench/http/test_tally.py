@@ -8,11 +8,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from app.bench.console import Figure
-from app.bench.http.client import StreamTiming
-from app.bench.http.dialects import TokenUsage
-from app.bench.http.loops import RunLimits, ServerRuns
-from app.bench.http.tally import (
+from armature_bench.console import Figure
+from armature_bench.http.client import StreamTiming
+from armature_bench.http.dialects import TokenUsage
+from armature_bench.http.loops import RunLimits, ServerRuns
+from armature_bench.http.tally import (
     GenerateRun,
     GenerateTiming,
     LatencyObjective,
@@ -21,7 +21,7 @@ from app.bench.http.tally import (
     stream_figures,
     tokens_per_second_ratio,
 )
-from app.bench.http.workload import TextPrompts, UniformLengths, poisson_arrivals
+from armature_bench.http.workload import TextPrompts, UniformLengths, poisson_arrivals
 
 
 def stream(first: float, step: float, num: int, usage: int | None = None) -> StreamTiming:

@@ -8,11 +8,11 @@ from random import Random
 
 import pytest
 
-from app.bench.console import MeasurementFailed
-from app.bench.http import wait
-from app.bench.http.client import OnChunk, StreamTiming
-from app.bench.http.wait import ReportedCapacity, RequestMix, WaitSample, steady_throughput
-from app.bench.http.workload import TokenPrompts
+from armature_bench.console import MeasurementFailed
+from armature_bench.http import wait
+from armature_bench.http.client import OnChunk, StreamTiming
+from armature_bench.http.wait import ReportedCapacity, RequestMix, WaitSample, steady_throughput
+from armature_bench.http.workload import TokenPrompts
 
 TOLD = {
     'armature_capacity_tokens_per_second{phase="decode",rows="1"}': 50.0,

@@ -8,11 +8,11 @@ from contextlib import asynccontextmanager, suppress
 
 import pytest
 
-from app.bench.console import MeasurementFailed
-from app.bench.http import wire as wires
-from app.bench.http.client import ArmatureClient, stream_request
-from app.bench.http.dialects import GENERATE_DIALECTS, StreamRequest
-from app.bench.http.wire import HttpClient, HttpRequestFailed
+from armature_bench.console import MeasurementFailed
+from armature_bench.http import wire as wires
+from armature_bench.http.client import ArmatureClient, stream_request
+from armature_bench.http.dialects import GENERATE_DIALECTS, StreamRequest
+from armature_bench.http.wire import HttpClient, HttpRequestFailed
 
 OK = b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\nhi"
 

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from app.bench.http.workload import FREQUENT_WORDS, TokenPrompts
+from armature_bench.http.workload import FREQUENT_WORDS, TokenPrompts
 
 
 @given(st.integers(1, 300), st.integers(0, 50))

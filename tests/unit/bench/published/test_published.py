@@ -12,10 +12,13 @@ from typing import Any
 
 import pytest
 
-from app.bench.console import MeasurementFailed
-from app.bench.published import command, models, runs
-from app.bench.published.command import PublishedJob, markdown_table, measure_published
-from app.bench.published.models import (
+from app.cli.parser import parse_arguments
+from app.settings import load_settings
+from app.weights.open import open_model
+from armature_bench.console import MeasurementFailed
+from armature_bench.published import command, models, runs
+from armature_bench.published.command import PublishedJob, markdown_table, measure_published
+from armature_bench.published.models import (
     BERT_LARGE,
     GEMMA_1B,
     GEMMA_270M,
@@ -25,13 +28,10 @@ from app.bench.published.models import (
     LLAMA_110M,
     model_folder,
 )
-from app.bench.published.rows import QUICK_TOPICS, TOPICS, graph_run, published_rows
-from app.bench.published.runs import PublishedRun, RunFailed, RunResult, measure_run, obstacle
-from app.bench.published.sources import PAPER_NEON, TALK_FP32, likeness
-from app.cli.bench import run_bench
-from app.cli.parser import parse_arguments
-from app.settings import load_settings
-from app.weights.open import open_model
+from armature_bench.published.rows import QUICK_TOPICS, TOPICS, graph_run, published_rows
+from armature_bench.published.runs import PublishedRun, RunFailed, RunResult, measure_run, obstacle
+from armature_bench.published.sources import PAPER_NEON, TALK_FP32, likeness
+from armature_bench.run import run_bench
 
 X86_LEVELS = ("amx", "avx512bf16", "avx512", "avxvnni", "avx2", "portable")
 HERE = {

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from app.bench.compare.result import CompareResult
-from app.bench.console import MeasurementFailed
-from app.bench.report.tables import ReportOrigin, check_comparable, collect_notes, unique_names
+from armature_bench.compare.result import CompareResult
+from armature_bench.console import MeasurementFailed
+from armature_bench.report.tables import ReportOrigin, check_comparable, collect_notes, unique_names
 from synthetic_results import GRAVITON, XEON, made_decoder, made_encoder
 
 PLAIN = made_encoder()

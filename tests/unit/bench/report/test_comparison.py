@@ -9,8 +9,14 @@ from typing import Any
 
 import pytest
 
-from app.bench.compare.result import CompareResult, LoadPoint, LoadSpec, write_result
-from app.bench.report.comparison import _ratio_phrase, headline_sentences, rate_within_p99, repeat_variation, shared_p99
+from armature_bench.compare.result import CompareResult, LoadPoint, LoadSpec, write_result
+from armature_bench.report.comparison import (
+    _ratio_phrase,
+    headline_sentences,
+    rate_within_p99,
+    repeat_variation,
+    shared_p99,
+)
 from synthetic_results import made_encoder
 
 SIZE = "prompts of 128 tokens, answers of 16"

@@ -12,11 +12,11 @@ from xml.etree import ElementTree
 import pytest
 from rich.console import Console
 
-from app.bench.console import BenchOutcome, Figure, MeasurementFailed
-from app.bench.report.load_page import MAX_DOTS, check_page, render_load_page, write_load_page
-from app.bench.report.load_picture import draw_distribution, draw_over_time, load_picture
-from app.bench.report.load_series import MEASURES, LoadSeries, load_series, log_bounds, log_place
 from app.cli.parser import parse_arguments
+from armature_bench.console import BenchOutcome, Figure, MeasurementFailed
+from armature_bench.report.load_page import MAX_DOTS, check_page, render_load_page, write_load_page
+from armature_bench.report.load_picture import draw_distribution, draw_over_time, load_picture
+from armature_bench.report.load_series import MEASURES, LoadSeries, load_series, log_bounds, log_place
 
 EVIL = '<script>alert(1)</script> "quoted"'
 DAY = datetime(2026, 1, 2, 3, 4, tzinfo=UTC)

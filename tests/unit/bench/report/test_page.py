@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from app.bench.compare.result import CompareResult, write_result
-from app.bench.console import MeasurementFailed
-from app.bench.report.report import make_report
-from app.bench.report.tables import ReportOrigin
+from armature_bench.compare.result import CompareResult, write_result
+from armature_bench.console import MeasurementFailed
+from armature_bench.report.report import make_report
+from armature_bench.report.tables import ReportOrigin
 from synthetic_results import GRAVITON, XEON, made_decoder, made_encoder, made_info
 
 pytest.importorskip("matplotlib", reason="the plots need the extra `bench`")

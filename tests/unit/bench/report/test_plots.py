@@ -10,8 +10,8 @@ pytest.importorskip("matplotlib", reason="the plots need the extra `bench`")
 
 from matplotlib.figure import Figure
 
-from app.bench.compare.result import CompareResult, LoadPoint, LoadSpec, StepColumns
-from app.bench.report.plots import (
+from armature_bench.compare.result import CompareResult, LoadPoint, LoadSpec, StepColumns
+from armature_bench.report.plots import (
     CAUSE_COLOURS,
     CSS_VARIABLES,
     RESULT_COLOURS,
@@ -24,8 +24,8 @@ from app.bench.report.plots import (
     result_marker,
     short_name,
 )
-from app.bench.report.slow_steps import CAUSE_DESCRIPTIONS
-from app.bench.report.timelines import BETWEEN_STEPS, roofline_limits, roofline_plot, roofline_points, token_gaps
+from armature_bench.report.slow_steps import CAUSE_DESCRIPTIONS
+from armature_bench.report.timelines import BETWEEN_STEPS, roofline_limits, roofline_plot, roofline_points, token_gaps
 from synthetic_results import WEIGHTS, XEON, made_decoder
 
 

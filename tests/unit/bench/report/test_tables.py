@@ -7,10 +7,10 @@ from dataclasses import replace
 
 import pytest
 
-from app.bench.compare.result import CompareResult, LoadPoint, LoadSpec, PointEnergy, StepColumns
-from app.bench.report.figures import add_prices, load_cases, load_name
-from app.bench.report.slow_steps import cause_statistics, phase_statistics
-from app.bench.report.tables import (
+from armature_bench.compare.result import CompareResult, LoadPoint, LoadSpec, PointEnergy, StepColumns
+from armature_bench.report.figures import add_prices, load_cases, load_name
+from armature_bench.report.slow_steps import cause_statistics, phase_statistics
+from armature_bench.report.tables import (
     ReportTable,
     TableCell,
     compared_cell,

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from app.bench.console import MeasurementFailed
-from app.bench.tco.capacity import parse_target
+from armature_bench.console import MeasurementFailed
+from armature_bench.tco.capacity import parse_target
 
 
 @pytest.mark.parametrize(

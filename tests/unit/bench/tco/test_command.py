@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 
 import synthetic_results
-from app.bench.compare.result import CompareResult, write_result
-from app.bench.console import MeasurementFailed
-from app.bench.tco.command import CostArguments, run_tco
 from app.cli.main import main
+from armature_bench.compare.result import CompareResult, write_result
+from armature_bench.console import MeasurementFailed
+from armature_bench.tco.command import CostArguments, run_tco
 
 X86 = synthetic_results.Machine("xeon", "x86_64", "Intel", "Xeon", cores=8, threads_a_core=2)
 ARM = synthetic_results.Machine("arm", "arm64", "Arm", "Neoverse-V1", cores=16, threads_a_core=1)

@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
-from app.bench.console import MeasurementFailed
-from app.bench.tco.capacity import ServingTarget
-from app.bench.tco.command import CostArguments, run_tco
-from app.bench.tco.declared import DeclaredMachine, cost_difference, declared_costs, parse_machine
 from app.cli.main import main
+from armature_bench.console import MeasurementFailed
+from armature_bench.tco.capacity import ServingTarget
+from armature_bench.tco.command import CostArguments, run_tco
+from armature_bench.tco.declared import DeclaredMachine, cost_difference, declared_costs, parse_machine
 
 OURS, THEIRS = "ours=100,20,200,1", "theirs=150,10,-,1.2"
 

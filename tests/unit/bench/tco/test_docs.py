@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from app.bench.tco.command import CostArguments, run_tco
-from app.bench.tco.prices import PriceTable, read_prices
+from armature_bench.tco.command import CostArguments, run_tco
+from armature_bench.tco.prices import PriceTable, read_prices
 
 
 def text(root: Path) -> str:

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from app.bench.console import MeasurementFailed
-from app.bench.tco.prices import PriceTable, read_prices
+from armature_bench.console import MeasurementFailed
+from armature_bench.tco.prices import PriceTable, read_prices
 
 OURS = """
 [[family]]

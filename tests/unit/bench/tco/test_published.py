@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from app.bench.tco.capacity import ServingTarget
-from app.bench.tco.prices import read_prices
-from app.bench.tco.published import PublishedComparison, machines_as_listed, published_comparison
-from app.bench.tco.review import published_remarks
-from app.bench.tco.sizing import annual_dollars, dollars_per_million, machines_needed
+from armature_bench.tco.capacity import ServingTarget
+from armature_bench.tco.prices import read_prices
+from armature_bench.tco.published import PublishedComparison, machines_as_listed, published_comparison
+from armature_bench.tco.review import published_remarks
+from armature_bench.tco.sizing import annual_dollars, dollars_per_million, machines_needed
 
 # By hand from the page: machines, dollars a year, kW, samples a second and watt.
 BY_HAND = {

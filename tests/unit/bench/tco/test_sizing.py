@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 
 import synthetic_results
-from app.bench.compare.result import CompareResult, LoadPoint, LoadSpec, PointEnergy
-from app.bench.console import MeasurementFailed
-from app.bench.tco.capacity import P99Exceeded, ServingTarget, SustainedLoad, best_sustained_load, points_by_work
-from app.bench.tco.prices import read_prices
-from app.bench.tco.sizing import SizingRow, SizingSheet, sizing_sheets
+from armature_bench.compare.result import CompareResult, LoadPoint, LoadSpec, PointEnergy
+from armature_bench.console import MeasurementFailed
+from armature_bench.tco.capacity import P99Exceeded, ServingTarget, SustainedLoad, best_sustained_load, points_by_work
+from armature_bench.tco.prices import read_prices
+from armature_bench.tco.sizing import SizingRow, SizingSheet, sizing_sheets
 
 PRICES = read_prices(None)
 X86 = synthetic_results.Machine("xeon", "x86_64", "Intel", "Xeon", cores=8, threads_a_core=2)

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from app.bench.http.client import StreamTiming
-from app.bench.http.tally import GenerateRun, GenerateTiming
+from armature_bench.http.client import StreamTiming
+from armature_bench.http.tally import GenerateRun, GenerateTiming
 from tools.measure.cpu_quota import Found, Load, ours, share_of_best
 from tools.peers.quota import Quota
 

@@ -6,9 +6,9 @@ import math
 
 import pytest
 
-from app.bench.http.client import StreamTiming
-from app.bench.http.tally import GenerateRun, GenerateTiming
-from app.bench.http.workload import TextPrompts
+from armature_bench.http.client import StreamTiming
+from armature_bench.http.tally import GenerateRun, GenerateTiming
+from armature_bench.http.workload import TextPrompts
 from tools.measure.load_balancing import Counted, Load, Row, SessionPrompts, best_by_weights, chosen_routers
 from tools.peers.routers.processes import NAMES
 
