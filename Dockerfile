@@ -68,6 +68,7 @@ COPY cmake cmake
 COPY tools/wheels.py tools/
 COPY app app
 COPY armature armature
+COPY armature_bench armature_bench
 COPY --from=native /native/app/kernels/libarmature.so /native/
 ARG TARGETARCH
 # A wheel holds files as they are installed. Bytecode is compiled now, because the image is read-only.

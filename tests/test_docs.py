@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from architecture_tables import LAYERS
+from architecture_tables import LAYERS, PACKAGES
 
 WIDTH = 120
 ROOT = Path(__file__).resolve().parent.parent
@@ -18,7 +18,7 @@ PAGES = sorted(
 # Written by a command: recorded output may be wider.
 GENERATED = {"docs/auto.md", "docs/families.md", "docs/proofs.md", "docs/settings.md"}
 # Where a path in the documentation may start.
-BASES = ("", "app", "app/kernels", "app/backends", "app/engine/decoder", "docs", "k8s")
+BASES = ("", "app", "armature_bench", "app/kernels", "app/backends", "app/engine/decoder", "docs", "k8s")
 
 
 def name(path: Path) -> str:
@@ -100,7 +100,8 @@ def test_an_installation_of_the_foreign_package_is_recognised(text: str, foreign
 def test_nothing_says_to_install_the_foreign_package() -> None:
     suffixes = {".py", ".md", ".sh", ".toml", ".yml", ".yaml", ".js", ".html", ".txt", ".service", ""}
     folders = [
-        ROOT / each for each in ("app", "armature", "charts", "docker", "docs", "examples", "k8s", "tools", ".github")
+        ROOT / each
+        for each in (*PACKAGES, "armature", "charts", "docker", "docs", "examples", "k8s", "tools", ".github")
     ]
     files = [path for folder in folders for path in folder.rglob("*") if path.is_file()]
     files += [path for path in ROOT.iterdir() if path.is_file()]
@@ -133,10 +134,10 @@ def test_the_layers_are_those_that_are_checked() -> None:
 def test_the_folders_are_those_of_the_package() -> None:
     table = section("Folders")
     written = set()
-    for cell in re.findall(r"^\| (`app/.+?) \| ", table, re.MULTILINE):
+    for cell in re.findall(rf"^\| (`(?:{'|'.join(PACKAGES)})/.+?) \| ", table, re.MULTILINE):
         names = [each.strip("/") for each in re.findall(r"`([\w/]+)`", cell)]
         parent = names[0].rpartition("/")[0]
-        written |= {each if each.startswith("app") else f"{parent}/{each}" for each in names}
-    folders = {name(file.parent) for file in (ROOT / "app").rglob("*.py")}
+        written |= {each if each.startswith(PACKAGES) else f"{parent}/{each}" for each in names}
+    folders = {name(file.parent) for package in PACKAGES for file in (ROOT / package).rglob("*.py")}
     assert folders - written == set()
     assert {each for each in written if not (ROOT / each).is_dir()} == set()

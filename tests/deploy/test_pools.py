@@ -24,7 +24,7 @@ def said(folder: str, name: str) -> dict[str, str]:
 
 
 def row(machine: str) -> tuple[dict[str, Any], dict[str, Any]]:
-    families = tomllib.loads((ROOT / "app" / "bench" / "tco" / "instances.toml").read_text(encoding="utf-8"))["family"]
+    families = tomllib.loads((ROOT / "armature_bench" / "tco" / "instances.toml").read_text(encoding="utf-8"))["family"]
     return next((family, size) for family in families for size in family["sizes"] if size["name"] == machine)
 
 

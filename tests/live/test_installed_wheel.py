@@ -112,7 +112,7 @@ def test_it_talks_to_a_server_of_its_own(command: Path, elsewhere: Path) -> None
 def test_what_is_beside_the_modules_is_there(command: Path, elsewhere: Path) -> None:
     assert "BERT" in run(command, elsewhere, "tco", "--published")
     assert "_armature" in run(command, elsewhere, "completion", "bash")
-    assert (demo_of(command).parents[1] / "bench" / "report" / "page.html").is_file()
+    assert (demo_of(command).parents[2] / "armature_bench" / "report" / "page.html").is_file()
 
 
 def demo_of(command: Path) -> Path:
