@@ -74,15 +74,12 @@ def read_prompt(model: ServedDecoder, request: GenerationRequest) -> Prompt:
     if request.separates_reasoning and model.reasoning_format is not None:
         end = model.tokenizer.decode(token_ids[-_END_TOKENS:], skip_special_tokens=False)
         is_open = opens_reasoning(model.reasoning_format, end)
-    return Prompt(
-        token_ids,
-        params,
-        num_scores,
-        _bad_word_ids(model, request.params.bad_words),
-        _grammar_source(model, request, is_open),
-        _literals(model, request),
-        is_open,
-    )
+    source = _grammar_source(model, request, is_open)
+    literals = _literals(model, request)
+    if source is not None and model.grammars is not None:
+        literals |= model.grammars.tokens_in(source)
+    bad_word_ids = _bad_word_ids(model, request.params.bad_words)
+    return Prompt(token_ids, params, num_scores, bad_word_ids, source, literals, is_open)
 
 
 def _stop_tokens(model: ServedDecoder, stops: Sequence[str]) -> Iterator[int]:
@@ -150,7 +147,7 @@ def _bad_word_ids(model: ServedDecoder, words: tuple[str, ...]) -> tuple[tuple[i
 def _grammar_source(model: ServedDecoder, request: GenerationRequest, is_open: bool) -> GrammarSource | None:
     source, tools = request.grammar, request.tools
     if tools is not None and tools.forced:
-        source = GrammarSource("lark", _calls_grammar(model, tools.forced, tools.parallel), "tools")
+        source = GrammarSource("lark", _calls_grammar(model, tools.forced, tools.parallel), "tool_choice")
     elif tools is not None and source is not None:
         source = replace(source, alternative=_calls_grammar(model, tools.tools, tools.parallel))
     if source is None:
@@ -165,10 +162,7 @@ def _grammar_source(model: ServedDecoder, request: GenerationRequest, is_open: b
 def _calls_grammar(model: ServedDecoder, tools: tuple[Tool, ...], parallel: bool) -> str:
     for tool in tools:
         check_source(GrammarSource("json_schema", json.dumps(tool.parameters), "tools"))
-    special_ids = {text: token_id for token_id, text in model.tokenizer.special_tokens.items()}
-    return forced_calls_grammar(
-        model.tool_format, [(tool.name, tool.parameters) for tool in tools], parallel, special_ids
-    )
+    return forced_calls_grammar(model.tool_format, [(tool.name, tool.parameters) for tool in tools], parallel)
 
 
 def _literals(model: ServedDecoder, request: GenerationRequest) -> dict[int, str]:

@@ -63,10 +63,23 @@ class GrammarSource:
     after: str = ""
     alternative: str = ""
 
+    def literal_text(self) -> str:
+        """Return a text that has all fixed texts of the grammar, without the escapes of its syntax."""
+        texts = [self.text]
+        if self.kind in ("json_schema", "choice"):
+            with suppress(ValueError, RecursionError):  # the library says what is wrong with text that is no JSON
+                texts.append(json.dumps(json.loads(self.text), ensure_ascii=False))
+        return "\n".join((*texts, self.text.replace("\\", ""), self.alternative, self.after))
+
 
 def json_style(schema: Mapping[str, Any]) -> dict[str, Any]:
     """Return a JSON schema for use inside a Lark grammar, with the server's separator style and closed objects."""
     return {**close_schema(schema), "x-guidance": dict(_JSON_STYLE)}
+
+
+def literal(text: str) -> str:
+    """Return a text that is not empty as Lark has it."""
+    return json.dumps(text, ensure_ascii=False)
 
 
 def define(source: GrammarSource) -> str:

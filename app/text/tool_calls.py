@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from app.text.grammar_definition import json_style
+from app.text.grammar_definition import json_style, literal
 
 _NAME_KEYS = frozenset({"name"})
 _ARGUMENT_KEYS = frozenset({"arguments", "parameters"})
@@ -501,18 +501,15 @@ def _without_calls(form: ToolFormat) -> ToolFormat:
     return ToolFormat(form.name, form.starts, form.end, False, form.arguments_key, form.forced, form.short_ids)
 
 
-def forced_calls_grammar(
-    form: ToolFormat, tools: Sequence[tuple[str, Mapping[str, Any]]], parallel: bool, special_ids: Mapping[str, int]
-) -> str:
+def forced_calls_grammar(form: ToolFormat, tools: Sequence[tuple[str, Mapping[str, Any]]], parallel: bool) -> str:
     """Return the Lark grammar of a text that is calls of these tools and nothing else.
 
     Args:
         form: The format of the calls.
         tools: The name and the JSON schema of the parameters of each tool.
         parallel: More than one call is allowed.
-        special_ids: The ids of special tokens by name: a marker that is one of them is this token.
     """
-    before, between, after = (_terminals(text, form.markers, special_ids) for text in form.forced)
+    before, between, after = (literal(text) if text else "" for text in form.forced)
     more = f" ({between} call)*" if parallel else ""
     lines = [
         f"start: {before} call{more} {after}",
@@ -520,20 +517,6 @@ def forced_calls_grammar(
     ]
     for place, (name, schema) in enumerate(tools):
         head = f'{{"name": {json.dumps(name)}, {json.dumps(form.arguments_key)}: '
-        lines.append(f'call{place}: {json.dumps(head)} arguments{place} "}}"')
+        lines.append(f'call{place}: {literal(head)} arguments{place} "}}"')
         lines.append(f"arguments{place}: %json {json.dumps(json_style(schema))}")
     return "\n".join(lines) + "\n"
-
-
-def _terminals(text: str, markers: Sequence[str], special_ids: Mapping[str, int]) -> str:
-    """Return the Lark expression of a fixed text, in which markers may be special tokens."""
-    for marker in markers:
-        if marker in special_ids and marker in text:
-            before, _, after = text.partition(marker)
-            parts = (
-                _terminals(before, markers, special_ids),
-                f"<[{special_ids[marker]}]>",
-                _terminals(after, markers, special_ids),
-            )
-            return " ".join(filter(None, parts))
-    return json.dumps(text) if text else ""

@@ -117,7 +117,7 @@ def test_without_parallel_calls_only_the_first_counts() -> None:
 def test_a_forced_call_is_read_again(form: str) -> None:
     """The text that the grammar begins with is one that the parser reads as a call."""
     schema = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
-    grammar = forced_calls_grammar(TOOL_FORMATS[form], [("f", schema)], True, {})
+    grammar = forced_calls_grammar(TOOL_FORMATS[form], [("f", schema)], True)
     definition = llguidance.LLMatcher.grammar_from_lark(grammar)
     assert llguidance.LLMatcher.validate_grammar(definition) == ""
     before, between, after = TOOL_FORMATS[form].forced
