@@ -15,7 +15,7 @@ from app.text.chat import ChatTemplate
 from app.text.grammar import GrammarCompiler
 from app.text.reasoning import REASONING_FORMATS, ReasoningFormat, choose_reasoning_format
 from app.text.tokenizer import Tokenizer
-from app.text.tool_calls import TOOL_FORMATS, choose_tool_format
+from app.text.tool_formats import TOOL_FORMATS, ToolFormat, choose_tool_format
 from app.weights.checkpoint import Checkpoint
 
 log = logging.getLogger(__name__)
@@ -45,7 +45,7 @@ def make_served_decoder(
         chat,
         sampling_defaults=defaults,
         grammars=GrammarCompiler(tokenizer, limits.vocab_size),
-        tool_format=choose_tool_format(template, _model_type(checkpoint)) if tools == "auto" else TOOL_FORMATS[tools],
+        tool_format=_tool_format(chat, _model_type(checkpoint)) if tools == "auto" else TOOL_FORMATS[tools],
         reasoning_format=_reasoning_format(template, settings.reasoning_parser),
     )
 
@@ -80,6 +80,12 @@ def sampling_defaults(config: Mapping[str, Any]) -> dict[str, float]:
 
 def _model_type(checkpoint: Checkpoint) -> str:
     return str(checkpoint.config.get("model_type", ""))
+
+
+def _tool_format(chat: ChatTemplate | None, model_type: str) -> ToolFormat:
+    if chat is not None and chat.tool_format is not None:
+        return chat.tool_format
+    return choose_tool_format(None if chat is None else chat.source, model_type)
 
 
 def _reasoning_format(template: str | None, setting: str) -> ReasoningFormat | None:

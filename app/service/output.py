@@ -30,8 +30,8 @@ class OutputParser:
         for _ in range(request.params.n):
             calls = None
             if tools is not None:
-                names = [tool.name for tool in tools.tools]
-                calls = ToolCallParser(model.tool_format, names, new_id, tools.parallel)
+                schemas = {tool.name: tool.parameters for tool in tools.tools}
+                calls = ToolCallParser(model.tool_format, schemas, new_id, tools.parallel)
             reasoning = None if form is None else ReasoningParser(form, prompt.opens_reasoning)
             self._choices.append(_ChoiceParser(reasoning, calls))
 

@@ -16,7 +16,7 @@ from app.service.requests import GenerationRequest, Tool
 from app.service.served_model import ServedDecoder, ServingLimits
 from app.text.grammar_definition import GrammarSource, check_source
 from app.text.reasoning import opens_reasoning
-from app.text.tool_calls import forced_calls_grammar
+from app.text.tool_grammars import forced_calls_grammar
 
 _END_TOKENS = 8  # tokens of a prompt's end in which the first tag of reasoning is looked for
 # In one response, if a request asks for more than `MAX_LOGPROBS` at a token: those of one token with the largest
@@ -172,7 +172,6 @@ def _literals(model: ServedDecoder, request: GenerationRequest) -> dict[int, str
     markers: set[str] = set()
     if request.tools is not None:
         markers.update(model.tool_format.markers)
-        markers.add("[ARGS]")
     if request.separates_reasoning and model.reasoning_format is not None:
         markers.update(model.reasoning_format.markers)
     if not markers:

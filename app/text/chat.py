@@ -19,6 +19,7 @@ from app.errors import CheckpointInvalid, InvalidRequest, TemplateStopped, Unsup
 from app.text.system_messages import SystemRules, find_system_rules, fold_system_messages
 from app.text.template_messages import ReplyStatus
 from app.text.template_process import TemplateLimits, TemplateProcess
+from app.text.tool_formats import ToolFormat, find_tool_format
 from app.weights.files import file_in, read_text
 
 _RESERVED = frozenset({"messages", "add_generation_prompt", "tools", "documents", "range"})
@@ -74,28 +75,33 @@ class ChatTemplate:
             self.close()
             where = f" ({name})" if name else ""
             raise CheckpointInvalid(f"the checkpoint's chat template{where} cannot be used: {message.rstrip('.')}.")
-        self._system_rules = self._try_system_messages(limits)
+        self._system_rules, self._tool_format = self._try_messages(limits)
 
     @property
     def system_rules(self) -> SystemRules:
         """Where the template writes system messages. Others are folded into messages of the user."""
         return self._system_rules
 
-    def _try_system_messages(self, limits: TemplateLimits) -> SystemRules:
-        """Return where the template writes system messages, found by trial conversations.
+    @property
+    def tool_format(self) -> ToolFormat | None:
+        """The format in which the template writes calls of tools; None if it writes none, or in an unknown one."""
+        return self._tool_format
+
+    def _try_messages(self, limits: TemplateLimits) -> tuple[SystemRules, ToolFormat | None]:
+        """Return where the template writes system messages, and how it writes calls, found by trial conversations.
 
         A trial has the usual limits, also if the operator allows a request hours: the server waits for it.
         """
         usual = TemplateLimits(min(limits.cpu_seconds, TRIAL_CPU_SECONDS), limits.memory_bytes)
         process = self._process if usual == limits else TemplateProcess(self.source, usual)
 
-        def written(messages: Sequence[Mapping[str, Any]]) -> str | None:
-            fixed = {"messages": messages, "add_generation_prompt": True, "tools": None, "documents": None}
+        def written(messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] = ()) -> str | None:
+            fixed = {"messages": messages, "add_generation_prompt": True, "tools": tools or None, "documents": None}
             status, text = process.render(_dates() | self._named_tokens | fixed)
             return text if status is ReplyStatus.TEXT else None
 
         try:
-            return find_system_rules(written)
+            return find_system_rules(written), find_tool_format(written) if "tool_calls" in self.source else None
         finally:
             if process is not self._process:
                 process.close()

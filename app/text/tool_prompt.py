@@ -16,7 +16,7 @@ from dataclasses import replace
 from typing import Any
 
 from app.text.chat import ChatOptions
-from app.text.tool_calls import ToolFormat
+from app.text.tool_formats import ToolFormat, write_calls
 
 Message = Mapping[str, Any]
 _KNOWS_TOOLS = re.compile(r"\{[%{][^%}]*\btools\b")
@@ -104,8 +104,7 @@ def _with_tool_prompt(
     messages: Sequence[Message], tools: Sequence[Mapping[str, Any]], form: ToolFormat
 ) -> list[Message]:
     listed = "\n".join(json.dumps(tool.get("function", tool), ensure_ascii=False) for tool in tools)
-    before, _, after = form.forced
-    example = f'{before}{{"name": "function", "{form.arguments_key}": {{"parameter": "value"}}}}{after}'
+    example = write_calls(form, [("function", {"parameter": "value"})])
     text = _INTRODUCTION.format(tools=listed, example=example)
     first = messages[0]
     if first["role"] == "system" and isinstance(first.get("content"), str):
@@ -119,15 +118,9 @@ def _as_plain_text(message: Message, form: ToolFormat) -> Message:
     calls = message.get("tool_calls")
     if not calls:
         return message
-    before, between, after = form.forced
-    written = [
-        json.dumps(
-            {"name": call["function"]["name"], form.arguments_key: call["function"]["arguments"]}, ensure_ascii=False
-        )
-        for call in calls
-    ]
+    written = write_calls(form, [(call["function"]["name"], call["function"]["arguments"]) for call in calls])
     content = _text(message.get("content"))
-    return {"role": "assistant", "content": content + before + between.join(written) + after}
+    return {"role": "assistant", "content": content + written}
 
 
 def _text(content: object) -> str:

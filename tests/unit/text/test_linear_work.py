@@ -16,7 +16,8 @@ import pytest
 from app.text.detokenizer import IncrementalDetokenizer, StopStrings
 from app.text.reasoning import REASONING_FORMATS, ReasoningParser
 from app.text.tokenizer import Tokenizer
-from app.text.tool_calls import TOOL_FORMATS, ToolCallParser
+from app.text.tool_calls import ToolCallParser
+from app.text.tool_formats import TOOL_FORMATS
 from small_tokenizers import byte_level, write_tokenizer
 
 LENGTH = 160
@@ -84,7 +85,7 @@ def check_tool_calls(form: str, before: str, size: int) -> None:
     for beginning in BEGINNINGS:
         for marker in dict.fromkeys(("", *shape.markers, *(marker[:-1] for marker in shape.markers[:1]))):
             if marker + beginning:
-                parser = [ToolCallParser(shape, ["f"], lambda: "id") for _ in range(2)]
+                parser = [ToolCallParser(shape, {"f": {}}, lambda: "id") for _ in range(2)]
                 work = in_pieces(lambda text: parser[0].push(text), lambda: parser.pop(0).flush(), size)  # noqa: B023
                 assert_linear(lambda text: work(before + text), marker + beginning)  # noqa: B023
 
@@ -98,7 +99,7 @@ def test_tool_calls(form: str) -> None:
 @pytest.mark.parametrize(("before", "size"), [("{", 3), ("x", LENGTH * 4), ("[", 50), ("marker", 3)])
 @pytest.mark.parametrize("form", TOOL_FORMATS)
 def test_tool_calls_after_other_text(form: str, before: str, size: int) -> None:
-    check_tool_calls(form, "".join(TOOL_FORMATS[form].starts) if before == "marker" else before, size)
+    check_tool_calls(form, "".join(TOOL_FORMATS[form].opening) if before == "marker" else before, size)
 
 
 @pytest.mark.parametrize("is_open", [False, True])

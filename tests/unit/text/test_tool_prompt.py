@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from app.text.chat import ChatOptions, ChatTemplate
-from app.text.tool_calls import TOOL_FORMATS, ToolCallParser
+from app.text.tool_calls import ToolCallParser
+from app.text.tool_formats import TOOL_FORMATS
 from app.text.tool_prompt import fit_template
 
 HERMES = TOOL_FORMATS["hermes"]
