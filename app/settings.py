@@ -264,11 +264,14 @@ class Settings(BaseSettings):
         "minicpm5", "minimax", "minimax_m2", "mistral", "mistral_v11", "nemotron", "openai", "phi4_mini_json",
         "pythonic", "qwen3_coder", "seed_oss", "solar",
     ] = Field("auto", description="Format of the model's tool calls; auto: as its chat template writes them.")  # fmt: skip
-    reasoning_parser: Literal["auto", "off", "deepseek_r1", "qwen3", "granite", "mistral", "openai_gptoss"] = Field(
+    reasoning_parser: Literal[
+        "auto", "off", "apertus", "apriel", "command_a", "deepseek_r1", "gemma4", "granite", "hunyuan", "kimi_vl",
+        "minimax_m3", "mistral", "openai_gptoss", "qwen3", "seed_oss",
+    ] = Field(
         "auto",
         description="Tags of the model's reasoning, which is returned as reasoning_content; auto: as its chat template says;"
         " off: it stays in the text.",
-    )
+    )  # fmt: skip
     max_logprobs: Annotated[int, Field(ge=-1)] = Field(
         20,
         description="Most log-probabilities that a request may ask for at each token; -1: those of the whole vocabulary.",

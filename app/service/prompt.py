@@ -15,7 +15,7 @@ from app.service.inputs import infill_format, tokenize_prompt
 from app.service.requests import GenerationRequest, Tool
 from app.service.served_model import ServedDecoder, ServingLimits
 from app.text.grammar_definition import GrammarSource, check_source
-from app.text.reasoning import opens_reasoning
+from app.text.reasoning import ReasoningFormat, closes_reasoning, opens_reasoning
 from app.text.tool_grammars import forced_calls_grammar
 
 _END_TOKENS = 8  # tokens of a prompt's end in which the first tag of reasoning is looked for
@@ -70,11 +70,12 @@ def read_prompt(model: ServedDecoder, request: GenerationRequest) -> Prompt:
         params = replace(params, stop_token_ids=(*params.stop_token_ids, *infill_format(model).end_ids))
     if params.stop and params.skip_special_tokens:
         params = replace(params, stop_token_ids=(*params.stop_token_ids, *_stop_tokens(model, params.stop)))
-    is_open = False
-    if request.separates_reasoning and model.reasoning_format is not None:
-        end = model.tokenizer.decode(token_ids[-_END_TOKENS:], skip_special_tokens=False)
-        is_open = opens_reasoning(model.reasoning_format, end)
-    source = _grammar_source(model, request, is_open)
+    form = model.reasoning_format if request.separates_reasoning else None
+    end = "" if form is None else model.tokenizer.decode(token_ids[-_END_TOKENS:], skip_special_tokens=False)
+    is_open = form is not None and opens_reasoning(form, end)
+    if form is not None and closes_reasoning(form, end):
+        form = None
+    source = _grammar_source(model, request, form, is_open)
     literals = _literals(model, request)
     if source is not None and model.grammars is not None:
         literals |= model.grammars.tokens_in(source)
@@ -144,8 +145,13 @@ def _bad_word_ids(model: ServedDecoder, words: tuple[str, ...]) -> tuple[tuple[i
     return tuple(found)
 
 
-def _grammar_source(model: ServedDecoder, request: GenerationRequest, is_open: bool) -> GrammarSource | None:
+def _grammar_source(
+    model: ServedDecoder, request: GenerationRequest, form: ReasoningFormat | None, is_open: bool
+) -> GrammarSource | None:
+    """Return the grammar of a request. It begins after the reasoning, where the model writes any (`form`)."""
     source, tools = request.grammar, request.tools
+    if source is not None and form is not None:
+        source = replace(source, answer=form.answer)
     if tools is not None and tools.forced:
         source = GrammarSource("lark", _calls_grammar(model, tools.forced, tools.parallel), "tool_choice")
     elif tools is not None and source is not None:
@@ -154,8 +160,8 @@ def _grammar_source(model: ServedDecoder, request: GenerationRequest, is_open: b
         return None
     if model.grammars is None:
         raise InvalidRequest("Structured output is not possible with this model.", field=source.field)
-    if is_open and model.reasoning_format is not None:
-        source = replace(source, after=model.reasoning_format.end)
+    if form is not None:
+        source = replace(source, opening="" if is_open else form.start, after=form.end + form.then)
     return source
 
 

@@ -32,6 +32,7 @@ class ToolFormat:
     - `is_bare`: a text that begins with `{` or `[` is calls, if the first names a tool.
     - `reads_objects`: calls may be JSON objects that have their names.
     - `is_pythonic`: parameters are `key=value`, separated by commas.
+    - `is_single`: a text has one call at most.
     - `short_ids`: ids have 9 letters and digits, as Mistral's templates demand.
     """
 
@@ -44,6 +45,7 @@ class ToolFormat:
     is_bare: bool = False
     reads_objects: bool = False
     is_pythonic: bool = False
+    is_single: bool = False
     short_ids: bool = False
 
     @property
@@ -183,7 +185,7 @@ TOOL_FORMATS: Mapping[str, ToolFormat] = {
         # Harmony (github.com/openai/harmony), which `harmony.py` reads.
         ToolFormat(
             "openai", "<|channel|>commentary to=functions.{name} <|constrain|>json<|message|>{arguments}",
-            also=(" to=functions.{name}<|channel|>commentary json<|message|>{arguments}",),
+            also=(" to=functions.{name}<|channel|>commentary json<|message|>{arguments}",), is_single=True,
         ),
     )
 }  # fmt: skip

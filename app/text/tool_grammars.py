@@ -37,7 +37,7 @@ def forced_calls_grammar(form: ToolFormat, tools: Sequence[tuple[str, Mapping[st
         InvalidRequest: A schema has something that this format cannot follow.
     """
     before, between, after = map(_around, form.forced)
-    more = f" ({between} call)*" if parallel else ""
+    more = f" ({between} call)*" if parallel and not form.is_single else ""
     rules = _Rules(form)
     lines = [
         f"start: {before} call{more} {after}",

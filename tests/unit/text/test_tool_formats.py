@@ -148,7 +148,7 @@ FORCED: list[dict[str, Any]] = [
 @pytest.mark.parametrize("name", sorted(TOOL_FORMATS))
 def test_forced_calls_are_those_that_models_write(name: str) -> None:
     form = TOOL_FORMATS[name]
-    grammar = forced_calls_grammar(form, list(TOOLS.items()), parallel=name != "openai")
+    grammar = forced_calls_grammar(form, list(TOOLS.items()), parallel=True)
     for number, arguments in enumerate(FORCED):
         assert allowed(grammar, _python(form, write_calls(form, [("f", arguments)]))), number
     if name != "openai":
