@@ -34,7 +34,7 @@ GENERATION_SETTINGS = ("kv_cache_bytes", "kv_precision", "itl_target_ms", "keep_
 SETTING_GROUPS: Mapping[str, tuple[str, ...]] = {
     "model": (
         "model", "offline", "served_model_name", "any_model_name", "lora", "lora_root", "max_loras", "max_lora_rank", "draft_model",
-        "tool_call_parser", "reasoning_parser", "generation_config",
+        "chat_template", "tool_call_parser", "reasoning_parser", "generation_config",
     ),
     "machine": ("device", "cuda_device", "numa_node", "threads", "kv_cache_bytes", "cache_dir", "calibrate", "hourly_price", "watts"),
     "network": (
@@ -258,6 +258,7 @@ class Settings(BaseSettings):
     max_lora_rank: Annotated[int, Field(ge=1, le=64)] | Auto = Field(
         "auto", description="Highest rank of an adapter, up to 64; auto: that of the listed ones, or 16 with lora_root."
     )
+    chat_template: Path | None = Field(None, description="File with the chat template, in place of the checkpoint's.")
     tool_call_parser: Literal[
         "auto", "apertus", "apriel", "command_a", "deepseek_v3", "deepseek_v31", "deepseek_v32", "deepseek_v4",
         "gigachat", "glm45", "granite", "hermes", "json", "kimi_k2", "lfm2", "llama3_json", "llama_function",

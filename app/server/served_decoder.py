@@ -83,9 +83,10 @@ def _model_type(checkpoint: Checkpoint) -> str:
 
 
 def _tool_format(chat: ChatTemplate | None, model_type: str) -> ToolFormat:
-    if chat is not None and chat.tool_format is not None:
-        return chat.tool_format
-    return choose_tool_format(None if chat is None else chat.source, model_type)
+    template = chat if chat is None or chat.with_tools is None else chat.with_tools
+    if template is not None and template.tool_format is not None:
+        return template.tool_format
+    return choose_tool_format(None if template is None else template.source, model_type)
 
 
 def _reasoning_format(template: str | None, setting: str) -> ReasoningFormat | None:

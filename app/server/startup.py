@@ -183,7 +183,10 @@ def read_chat_template(prepared: Prepared, tokenizer: Tokenizer | None) -> ChatT
     from app.text.template_process import TemplateLimits
 
     limits = TemplateLimits(settings.chat_template_cpu_seconds, settings.chat_template_memory_bytes)
-    return open_chat_template(checkpoint.location, tokenizer.config, tokenizer.named_tokens, limits)
+    tokens = frozenset(tokenizer.added_tokens.values())
+    return open_chat_template(
+        checkpoint.location, tokenizer.config, tokenizer.named_tokens, limits, settings.chat_template, tokens
+    )
 
 
 def make_served_model(prepared: Prepared, tokenizer: Tokenizer | None, chat: ChatTemplate | None) -> ServedModel:

@@ -17,7 +17,6 @@ from app.service.served_model import ServedDecoder, ServedEncoder, ServedModel, 
 from app.text.bounds import CHUNK_CHARACTERS, EncodingLimits
 from app.text.chat import ChatOptions
 from app.text.infill import InfillFormat, InfillPrompt, find_infill_format, shorten_infill
-from app.text.tool_prompt import fit_template
 
 
 def tokenize_prompt(model: ServedDecoder, request: GenerationRequest) -> tuple[int, ...]:
@@ -106,12 +105,11 @@ def render_chat(
     """Return a conversation as the text that the chat template makes of it."""
     if model.chat is None:
         raise InvalidRequest(
-            "This model has no chat template: send a prompt to the completions route instead.", field="messages"
+            "This model has no chat template: send a prompt to the completions route instead, or start the server with "
+            "--chat-template FILE.",
+            field="messages",
         )
-    options = options or ChatOptions()
-    if options.tools or any(message["role"] == "tool" or message.get("tool_calls") for message in messages):
-        messages, options = fit_template(messages, options, model.chat.source, model.tool_format)
-    return model.chat.render(messages, arguments, options)
+    return model.chat.render(messages, arguments, options, model.tool_format)
 
 
 def _text_ids(model: ServedDecoder, text: str, add_special_tokens: bool, wanted: WantedTokens, field: str) -> list[int]:

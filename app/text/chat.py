@@ -7,20 +7,28 @@ the request that used it.
 
 from __future__ import annotations
 
+import hashlib
 import json
+import logging
 import secrets
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 from app.errors import CheckpointInvalid, InvalidRequest, TemplateStopped, UnsupportedParameter
-from app.text.system_messages import SystemRules, find_system_rules, fold_system_messages
+from app.text.marked_texts import MarkedTexts
+from app.text.template_form import TemplateForm
 from app.text.template_messages import ReplyStatus
 from app.text.template_process import TemplateLimits, TemplateProcess
-from app.text.tool_formats import ToolFormat, find_tool_format
-from app.weights.files import file_in, read_text
+from app.text.template_trials import find_template_form
+from app.text.thinking import ThinkingVariables
+from app.text.tool_formats import TOOL_FORMATS, TRIAL_CALL, TRIAL_TOOL, ToolFormat, find_tool_format
+from app.weights.files import file_in, files_in, folder_in, read_text, unreadable_message
+
+log = logging.getLogger(__name__)
 
 _RESERVED = frozenset({"messages", "add_generation_prompt", "tools", "documents", "range"})
 
@@ -42,6 +50,11 @@ class ChatOptions:
     continue_final_message: bool = False
 
 
+_CHATML_TOKENS = ("<|im_start|>", "<|im_end|>")
+_CHATML = """{%- for message in messages %}{{ '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>\\n' }}{% endfor %}
+{%- if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"""
+_MAX_TRIAL_SECONDS = 20.0  # of all trials; those of templates in use take less than half a second
+_MAX_SHAPES = 4096
 _JSON_FAULTS = (TypeError, ValueError, RecursionError)
 
 
@@ -53,7 +66,11 @@ class ChatTemplate:
     """
 
     def __init__(
-        self, source: str, named_tokens: Mapping[str, str], limits: TemplateLimits | None = None, name: str = ""
+        self,
+        source: str,
+        named_tokens: Mapping[str, str],
+        limits: TemplateLimits | None = None,
+        name: str = "",
     ) -> None:
         """Start the template's process and wait until it has compiled the template.
 
@@ -68,6 +85,7 @@ class ChatTemplate:
         """
         self._named_tokens = dict(named_tokens)
         self.source = source
+        self.with_tools: ChatTemplate | None = None  # the checkpoint's other template, for conversations with tools
         limits = limits or TemplateLimits()
         self._process = TemplateProcess(source, limits)
         status, message = self._process.check()
@@ -75,33 +93,37 @@ class ChatTemplate:
             self.close()
             where = f" ({name})" if name else ""
             raise CheckpointInvalid(f"the checkpoint's chat template{where} cannot be used: {message.rstrip('.')}.")
-        self._system_rules, self._tool_format = self._try_messages(limits)
+        # The format in which the template writes calls: None if it writes none, or in an unknown one.
+        self.tool_format: ToolFormat | None = None
+        self.form = self._find_form(limits)
+        self._whole: set[bytes] = set()  # shapes of conversations that were found to be written whole
 
-    @property
-    def system_rules(self) -> SystemRules:
-        """Where the template writes system messages. Others are folded into messages of the user."""
-        return self._system_rules
+    def _find_form(self, limits: TemplateLimits) -> TemplateForm:
+        """Return the form that the template wants, found by trial conversations.
 
-    @property
-    def tool_format(self) -> ToolFormat | None:
-        """The format in which the template writes calls of tools; None if it writes none, or in an unknown one."""
-        return self._tool_format
-
-    def _try_messages(self, limits: TemplateLimits) -> tuple[SystemRules, ToolFormat | None]:
-        """Return where the template writes system messages, and how it writes calls, found by trial conversations.
-
-        A trial has the usual limits, also if the operator allows a request hours: the server waits for it.
+        A trial has the usual limits, also if the operator allows a request hours: the server waits for it. Nothing more
+        is tried after one that exceeds them, or after a time that only a template needs that is made to take it.
         """
         usual = TemplateLimits(min(limits.cpu_seconds, TRIAL_CPU_SECONDS), limits.memory_bytes)
         process = self._process if usual == limits else TemplateProcess(self.source, usual)
 
-        def written(messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] = ()) -> str | None:
-            fixed = {"messages": messages, "add_generation_prompt": True, "tools": tools or None, "documents": None}
-            status, text = process.render(_dates() | self._named_tokens | fixed)
+        latest = time.monotonic() + _MAX_TRIAL_SECONDS
+
+        def rendered(variables: Mapping[str, Any]) -> str | None:
+            status, text = process.render({**_dates(), **self._named_tokens, **variables})
+            if process.num_ended or time.monotonic() > latest:
+                raise _TrialStopped
             return text if status is ReplyStatus.TEXT else None
 
         try:
-            return find_system_rules(written), find_tool_format(written) if "tool_calls" in self.source else None
+            form = find_template_form(rendered)
+            if form.calls:
+                messages = form.fit(TRIAL_CALL, [TRIAL_TOOL], TOOL_FORMATS["hermes"])
+                fixed = {"messages": messages, "add_generation_prompt": True, "documents": None}
+                self.tool_format = find_tool_format(rendered(fixed | form.tool_variables([TRIAL_TOOL])))
+            return form
+        except _TrialStopped:
+            return TemplateForm()
         finally:
             if process is not self._process:
                 process.close()
@@ -109,12 +131,22 @@ class ChatTemplate:
     def close(self) -> None:
         """End the template's process. A rendering in another thread ends with `ServiceStopping`."""
         self._process.close()
+        if self.with_tools is not None:
+            self.with_tools.close()
+
+    def chosen(self, messages: Sequence[Mapping[str, Any]], options: ChatOptions | None) -> ChatTemplate:
+        """Return the template for a conversation: the one for tools, if there is one and the conversation has any."""
+        has_tools = options is not None and bool(options.tools)
+        if self.with_tools is None or not (has_tools or any(one.get("tool_calls") for one in messages)):
+            return self
+        return self.with_tools
 
     def render(
         self,
         messages: Sequence[Mapping[str, Any]],
         arguments: Mapping[str, Any] | None = None,
         options: ChatOptions | None = None,
+        syntax: ToolFormat = TOOL_FORMATS["hermes"],
     ) -> str:
         """Return the prompt's text, up to where the assistant's answer begins.
 
@@ -122,38 +154,75 @@ class ChatTemplate:
             messages: The conversation.
             arguments: Further variables of the template.
             options: Tools, documents, and where the text ends.
+            syntax: The form of calls for a template that knows none.
 
         Raises:
-            InvalidRequest: The messages do not fit the template, or the template fails on them.
+            InvalidRequest: The messages do not fit the template, it fails on them, or it leaves out a part of them.
             TemplateStopped: The template needs too much time or memory.
         """
+        template = self.chosen(messages, options)
+        return template._render_all(messages, arguments or {}, options or ChatOptions(), syntax)
+
+    def _render_all(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        arguments: Mapping[str, Any],
+        options: ChatOptions,
+        syntax: ToolFormat,
+    ) -> str:
         if not messages:
             raise InvalidRequest("messages must have at least one message.", field="messages")
-        extra = _plain_json_copy(dict(arguments or {}), "chat_template_kwargs")
+        extra = _plain_json_copy(dict(arguments), "chat_template_kwargs")
         taken = extra.keys() & (_RESERVED | self._named_tokens.keys())
         if taken:
             raise InvalidRequest(
                 f"{min(taken)} cannot be an argument of the chat template.", field="chat_template_kwargs"
             )
         plain = [
-            _with_joined_text(_plain_json_copy(dict(message), f"messages[{place}]"), place)
+            _with_text_parts(_plain_json_copy(dict(message), f"messages[{place}]"), place)
             for place, message in enumerate(messages)
         ]
-        plain = fold_system_messages(plain, self._system_rules)
-        options = options or ChatOptions()
-        end = ""
-        if options.continue_final_message:
-            end = f"<{secrets.token_hex(16)}> "
-            plain[-1] = _ended_by(plain[-1], end)
         lists = _plain_json_copy({"tools": options.tools, "documents": options.documents}, "tools")
+        plain = self.form.fit(plain, lists["tools"], syntax, ThinkingVariables.wanted(extra))
+        plain = [_with_reasoning(message) for message in plain]
         fixed = {
-            "messages": plain,
+            **self._named_tokens,
+            **self.form.thinking.arguments(extra),
             "add_generation_prompt": options.add_generation_prompt and not options.continue_final_message,
-            "tools": lists["tools"] or None,
+            **self.form.tool_variables(lists["tools"]),
             "documents": lists["documents"] or None,
         }
-        text = self._render(_dates() | self._named_tokens | extra | fixed)
-        return _text_before(text, end) if end else text
+        end = ""
+        last = plain[-1]
+        if options.continue_final_message:
+            end = f"<{secrets.token_hex(16)}> "
+            last = _ended_by(last, end)
+        text = self._render(_dates() | fixed | {"messages": [*plain[:-1], last]})
+        text = _text_before(text, end) if end else text
+        self._check_whole(plain, fixed)
+        return text
+
+    def _check_whole(self, messages: Sequence[Mapping[str, Any]], variables: Mapping[str, Any]) -> None:
+        """Check that the template writes every part of a conversation.
+
+        The conversation is rendered once more with a word in place of each text, and all words must be found. The result
+        holds for all conversations of the same shape.
+
+        Raises:
+            InvalidRequest: It leaves out a part, which the message names.
+        """
+        marked = MarkedTexts(messages, variables)
+        shape = hashlib.sha256(json.dumps([marked.variables, marked.messages], sort_keys=True).encode()).digest()
+        if shape in self._whole:
+            return
+        status, text = self._process.render(_dates() | marked.variables | {"messages": marked.messages})
+        lost = marked.lost(text)
+        # A template that refuses the words, and has written the texts, looks at what they say: nothing can be known.
+        if status is ReplyStatus.TEXT and lost is not None:
+            raise InvalidRequest(f"the chat template of this model leaves out {lost}.", field=lost.partition("[")[0])
+        if len(self._whole) >= _MAX_SHAPES:
+            self._whole.clear()
+        self._whole.add(shape)
 
     def _render(self, variables: Mapping[str, Any]) -> str:
         status, text = self._process.render(variables)
@@ -161,6 +230,10 @@ class ChatTemplate:
             return text
         kind = TemplateStopped if status in (ReplyStatus.STOPPED, ReplyStatus.MEMORY) else InvalidRequest
         raise kind(f"{_FAILURES[status]}: {text.rstrip('.')}.", field="messages")
+
+
+class _TrialStopped(Exception):
+    """A trial conversation has exceeded the template's limits."""
 
 
 _FAILURES: Mapping[ReplyStatus, str] = {
@@ -191,7 +264,11 @@ def _ended_by(message: dict[str, Any], end: str) -> dict[str, Any]:
     """Return the last message with a text that marks its end."""
     if message.get("tool_calls"):
         raise InvalidRequest(f"{_NOT_CONTINUED}; it has tool calls.", field="continue_final_message")
-    return message | {"content": (message.get("content") or "") + end}
+    content = message.get("content") or ""
+    if isinstance(content, list):
+        *parts, last = content
+        return message | {"content": [*parts, last | {"text": last["text"] + end}]}
+    return message | {"content": content + end}
 
 
 def _text_before(text: str, end: str) -> str:
@@ -210,38 +287,70 @@ def open_chat_template(
     config: Mapping[str, Any],
     named_tokens: Mapping[str, str],
     limits: TemplateLimits | None = None,
+    file: Path | None = None,
+    tokens: Container[str] = (),
 ) -> ChatTemplate | None:
     """Return the checkpoint's chat template, or None if it has none.
 
-    It is chat_template.jinja, or else `chat_template` in tokenizer_config.json or in the metadata of a GGUF file.
+    It is `file`, if the operator names one; else chat_template.jinja with those in additional_chat_templates; else
+    `chat_template` in tokenizer_config.json or in the metadata of a GGUF file, which may be several by their names. Of
+    these, `default` is used, and `tool_use` for conversations with tools, as transformers does. A GGUF file without any
+    gets ChatML's, if its `tokens` are those of ChatML.
 
     Raises:
         CheckpointInvalid: The template cannot be read or used; the message names its file.
     """
-    path = location if location.is_file() else file_in(location, "chat_template.jinja")
-    source: object
-    if path != location and path.exists():
-        source = read_text(path, MAX_TEMPLATE_BYTES)
-    else:
-        path = location if path == location else location / "tokenizer_config.json"
-        source = _default_of(config.get("chat_template"))
-    if source is None:
-        return None
-    if not isinstance(source, str):
-        raise CheckpointInvalid(
-            f"chat_template in {path.name} must be a string or a list of objects with name and template."
+    origin, sources = _template_sources(location, config, file)
+    if not sources and location.is_file() and all(token in tokens for token in _CHATML_TOKENS):
+        log.warning(
+            "%s has no chat template: ChatML is used, whose tokens it has (chat_template=FILE for another)", origin
         )
-    return ChatTemplate(source, named_tokens, limits, name=str(path))
+        sources = {"default": _CHATML}
+    if not sources:
+        return None
+    for_tools = sources.get("tool_use")
+    default = sources.get("default", next(iter(sources.values())))
+    template = ChatTemplate(default, named_tokens, limits, name=str(origin))
+    if for_tools is not None and for_tools != default:
+        try:
+            template.with_tools = ChatTemplate(for_tools, named_tokens, limits, name=f"tool_use of {origin}")
+        except CheckpointInvalid:
+            template.close()
+            raise
+    return template
 
 
-def _default_of(source: object) -> object:
-    """Return the template called default, or else the first, of several named templates."""
-    if not isinstance(source, list) or not all(
-        isinstance(item, dict) and {"name", "template"} <= item.keys() for item in source
-    ):
-        return source
-    by_name = {item["name"]: item["template"] for item in source}
-    return by_name.get("default", next(iter(by_name.values()), None))
+def _template_sources(location: Path, config: Mapping[str, Any], file: Path | None) -> tuple[Path, dict[str, str]]:
+    """Return where templates come from, and the templates by their names."""
+    if file is not None:
+        try:
+            return file, {"default": read_text(file, MAX_TEMPLATE_BYTES)}
+        except OSError as error:
+            raise CheckpointInvalid(f"chat_template: {unreadable_message(file, error)}") from error
+    if location.is_file():
+        return location, _named_sources(config.get("chat_template"), location)
+    path = file_in(location, "chat_template.jinja")
+    others = files_in(folder_in(location, "additional_chat_templates"), "*.jinja")
+    found = {one.stem: read_text(one, MAX_TEMPLATE_BYTES) for one in others}
+    if path.exists():
+        found["default"] = read_text(path, MAX_TEMPLATE_BYTES)
+    if found:
+        return path, found
+    origin = location / "tokenizer_config.json"
+    return origin, _named_sources(config.get("chat_template"), origin)
+
+
+def _named_sources(given: object, origin: Path) -> dict[str, str]:
+    """Return the templates of a checkpoint's `chat_template`: a text, named ones as an object, or as a list."""
+    found: object = {"default": given} if isinstance(given, str) else {} if given is None else given
+    if isinstance(found, list) and all(isinstance(one, dict) and {"name", "template"} <= one.keys() for one in found):
+        found = {one["name"]: one["template"] for one in found}
+    if not isinstance(found, dict) or not all(isinstance(text, str) for pair in found.items() for text in pair):
+        raise CheckpointInvalid(
+            f"chat_template in {origin.name} must be a string, or several by their names: an object, or a list of objects "
+            "with name and template."
+        )
+    return found
 
 
 def _plain_json_copy(value: dict[str, Any], field: str) -> dict[str, Any]:
@@ -256,14 +365,20 @@ def _plain_json_copy(value: dict[str, Any], field: str) -> dict[str, Any]:
     return copy
 
 
-def _with_joined_text(message: dict[str, Any], place: int) -> dict[str, Any]:
-    """Join a list of text parts into one text, one part per line, as templates of text models expect."""
+def _with_text_parts(message: dict[str, Any], place: int) -> dict[str, Any]:
+    """Return a message whose content is a text, null, or a list of text parts alone."""
     content = message.get("content")
     if isinstance(content, list):
-        return message | {"content": "\n".join(_text_of(part, place) for part in content)}
+        return message | {"content": [{"type": "text", "text": _text_of(part, place)} for part in content]}
     if content is None or isinstance(content, str):
         return message
     raise InvalidRequest(f"messages[{place}].content must be a string or a list of text parts.", field="messages")
+
+
+def _with_reasoning(message: dict[str, Any]) -> dict[str, Any]:
+    """Return a message with its reasoning under the other name that templates read (gpt-oss), as transformers does."""
+    reasoning = message.get("reasoning_content")
+    return message if reasoning is None else {"thinking": reasoning, **message}
 
 
 def _text_of(part: object, place: int) -> str:

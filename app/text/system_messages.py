@@ -54,7 +54,7 @@ def fold_system_messages(messages: Sequence[dict[str, Any]], rules: SystemRules)
     num_first = next((place for place, one in enumerate(messages) if one["role"] != "system"), len(messages))
     start, rest = [dict(one) for one in messages[:num_first]], messages[num_first:]
     if len(start) > 1 and not rules.several:
-        start = [start[0] | {"content": _joined(*start)}]
+        start = [start[0] | {"content": joined(*start)}]
     if not rules.first:
         rest, start = [*start, *rest], []
     return [*start, *(rest if rules.later and rules.first else _without_system(rest, rules.later))]
@@ -68,7 +68,7 @@ def _without_system(messages: Sequence[dict[str, Any]], keeps_later: bool) -> li
         if message["role"] == "system" and not (keeps_later and any(one["role"] != "system" for one in done)):
             waiting.append(message)
         elif waiting and message["role"] == "user":
-            done.append(message | {"content": _joined(*waiting, message)})
+            done.append(message | {"content": joined(*waiting, message)})
             waiting = []
         else:
             done += _as_user(done, waiting)
@@ -82,13 +82,20 @@ def _as_user(done: list[dict[str, Any]], waiting: Sequence[dict[str, Any]]) -> l
     if not waiting:
         return []
     if done and done[-1]["role"] == "user":
-        done[-1] = done[-1] | {"content": _joined(done[-1], *waiting)}
+        done[-1] = done[-1] | {"content": joined(done[-1], *waiting)}
         return []
-    return [{"role": "user", "content": _joined(*waiting)}]
+    return [{"role": "user", "content": joined(*waiting)}]
 
 
-def _joined(*messages: Message) -> str:
-    return "\n\n".join(text for one in messages if (text := one.get("content") or ""))
+def joined(*messages: Message) -> str:
+    """Return the texts of messages, with an empty line between them. Each part of a text is a line."""
+    return "\n\n".join(text for one in messages if (text := _content_text(one.get("content"))))
+
+
+def _content_text(content: object) -> str:
+    if isinstance(content, list):
+        return "\n".join(part["text"] for part in content)
+    return content if isinstance(content, str) else ""
 
 
 def _message(role: str, content: str) -> dict[str, Any]:

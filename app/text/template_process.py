@@ -85,6 +85,7 @@ class TemplateProcess:
         self._source, self._limits = source, limits
         self._lock = Lock()
         self._closed = False
+        self.num_ended = 0  # processes that a rendering has ended
         self._child = self._start()
 
     def check(self) -> Reply:
@@ -109,6 +110,7 @@ class TemplateProcess:
             if reply[0] is ReplyStatus.TEXT:
                 reply = self._child.ask(request)
             if self._child.ended and not self._closed:
+                self.num_ended += 1
                 log.warning("the chat template's process ended and is started again")
                 with suppress(NotReady):  # the next request tries again
                     self._child = self._start()

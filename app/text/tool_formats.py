@@ -9,9 +9,8 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import product
 from typing import Any
 
 Message = Mapping[str, Any]
@@ -233,7 +232,7 @@ def _json(value: object) -> str:
 
 _TRIAL_NAME, _TRIAL_ID = "trial_tool", "call00000"
 _TRIAL_ARGUMENTS: Mapping[str, Any] = {"trial_text": "trial value", "trial_number": 3}
-_TRIAL_TOOL = {
+TRIAL_TOOL: Mapping[str, Any] = {
     "type": "function",
     "function": {
         "name": _TRIAL_NAME,
@@ -248,26 +247,32 @@ _TRIAL_TOOL = {
         },
     },
 }
-Render = Callable[[Sequence[Message], Sequence[Mapping[str, Any]]], str | None]
+TRIAL_CALL: Sequence[Message] = (
+    {"role": "user", "content": "trial question"},
+    {
+        "role": "assistant",
+        "content": "",
+        "tool_calls": [
+            {"id": _TRIAL_ID, "type": "function", "function": {"name": _TRIAL_NAME, "arguments": _TRIAL_ARGUMENTS}}
+        ],
+    },
+    {"role": "tool", "content": "trial result", "tool_call_id": _TRIAL_ID, "name": _TRIAL_NAME},
+)
 
 
-def find_tool_format(written: Render) -> ToolFormat | None:
-    """Return the format in which a template writes a call; None if it writes none, or in a way that is not known.
+def find_tool_format(text: str | None) -> ToolFormat | None:
+    """Return the format in which a template wrote `TRIAL_CALL`; None if it wrote none, or in a way that is not known.
 
-    `written` returns the text of a conversation with tools, or None if the template refuses it. The format is the one
-    that writes the same text; of several, the one whose text is longest.
+    It is the format that writes the same text; of several, the one whose text is longest.
     """
-    for text in _trials(written):
-        compact = _compact(text)
-        found = [
-            (len(own), form)
-            for form in TOOL_FORMATS.values()
-            for pattern in (form.call, *form.also)
-            if (own := _compact(form.forced[0] + _written(form, pattern, 0, _TRIAL_NAME, _TRIAL_ARGUMENTS))) in compact
-        ]
-        if found:
-            return max(found, key=lambda one: one[0])[1]
-    return None
+    compact = _compact(text or "")
+    found = [
+        (len(own), form)
+        for form in TOOL_FORMATS.values()
+        for pattern in (form.call, *form.also)
+        if (own := _compact(form.forced[0] + _written(form, pattern, 0, _TRIAL_NAME, _TRIAL_ARGUMENTS))) in compact
+    ]
+    return max(found, key=lambda one: one[0])[1] if found else None
 
 
 _ID_KEY = re.compile(r',"id":"[^"]*"')
@@ -276,19 +281,6 @@ _ID_KEY = re.compile(r',"id":"[^"]*"')
 def _compact(text: str) -> str:
     """Return a text without what differs between templates of one format: white space, quotes and ids of calls."""
     return _ID_KEY.sub("", "".join(text.split()).replace("'", '"'))
-
-
-def _trials(written: Render) -> Iterator[str]:
-    """Yield the texts of a conversation with a call, in the forms that templates are written for."""
-    question, result = {"role": "user", "content": "trial question"}, {"role": "tool", "content": "trial result"}
-    result |= {"tool_call_id": _TRIAL_ID, "name": _TRIAL_NAME}
-    for tools, content, encodes, ends in product(((_TRIAL_TOOL,), ()), ("", None), (False, True), (True, False)):
-        arguments = json.dumps(_TRIAL_ARGUMENTS) if encodes else _TRIAL_ARGUMENTS
-        call = {"id": _TRIAL_ID, "type": "function", "function": {"name": _TRIAL_NAME, "arguments": arguments}}
-        answer = {"role": "assistant", "content": content, "tool_calls": [call]}
-        text = written([question, answer, *([result] if ends else [])], tools)
-        if text is not None and "trial value" in text:
-            yield text
 
 
 def choose_tool_format(template: str | None, model_type: str) -> ToolFormat:

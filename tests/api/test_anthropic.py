@@ -101,7 +101,7 @@ async def test_thinking_and_a_call(client: httpx.AsyncClient, service: ScriptedS
         {"type": "tool_use", "id": "call_1", "name": "add", "input": {"a": 1}},
     ]
     assert message["stop_reason"] == "tool_use"
-    assert sent(service).template_arguments == {"enable_thinking": True}
+    assert sent(service).template_arguments == {"enable_thinking": True, "thinking_budget": 1024}
     told = named_events(await client.post("/v1/messages", json=body | {"stream": True}))
     assert [(event["type"], event["index"]) for event in told if "index" in event] == [
         ("content_block_start", 0),

@@ -128,11 +128,11 @@ async def test_an_agents_history(client: httpx.AsyncClient, service: ScriptedSer
     (request,) = service.requests
     assert request.messages is not None
     assert request.messages[1:] == (
-        {"role": "assistant", "content": "", "tool_calls": [call], "reasoning_content": "Hm."},
+        {"role": "assistant", "content": None, "tool_calls": [call], "reasoning_content": "Hm."},
         {"role": "tool", "content": [{"type": "text", "text": "ok"}], "tool_call_id": "c1"},
         {
             "role": "assistant",
-            "content": "",
+            "content": None,
             "tool_calls": [{"id": "call_0", "type": "function", "function": {"name": "g", "arguments": "{}"}}],
         },
         {"role": "tool", "content": "fine", "name": "g"},

@@ -211,9 +211,10 @@ class AnthropicToolChoice(Body):
 
 
 class Thinking(Body):
-    """Whether the model thinks first. A budget is no limit here: `max_tokens` is."""
+    """Whether the model thinks first. The budget reaches templates that know one; the limit is `max_tokens`."""
 
     type: Literal["enabled", "disabled", "adaptive", "between_tools"]
+    budget_tokens: Int64 | None = None
 
 
 class OutputFormat(Body):
@@ -224,9 +225,10 @@ class OutputFormat(Body):
 
 
 class OutputConfig(Body):
-    """The form of the answer's text; the effort is not followed."""
+    """The form of the answer's text, and the effort, which reaches the chat template."""
 
     format: OutputFormat | None = None
+    effort: Annotated[str, Field(max_length=MAX_NAME)] | None = None
 
 
 class Thread(Body):

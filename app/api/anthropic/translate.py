@@ -39,7 +39,9 @@ def chat_body(body: ConversationBody) -> ChatBody:
     """
     fields: dict[str, Any] = {
         "messages": tuple(_messages(body)),
-        "chat_template_kwargs": {"enable_thinking": body.thinks},
+        "enable_thinking": body.thinks,
+        "thinking_budget": None if body.thinking is None else body.thinking.budget_tokens,
+        "reasoning_effort": None if body.output_config is None else body.output_config.effort,
         "tools": _tools(body),
         "tool_choice": _tool_choice(body),
         "continue_final_message": _is_begun(body.messages[-1]) or None,

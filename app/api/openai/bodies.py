@@ -379,6 +379,12 @@ class GenerationBody(SamplingFields):
         return self.include_usage and bool(self.stream_options and self.stream_options.continuous_usage_stats)
 
 
+class ThinkingSwitch(Body):
+    """The `thinking` object of DeepSeek's, GLM's and Moonshot's APIs."""
+
+    type: Annotated[str, Field(max_length=MAX_NAME)] | None = None
+
+
 class ChatBody(GenerationBody):
     """Body of `POST /v1/chat/completions`. Without `max_tokens`, generation may continue to the end of the context.
 
@@ -420,13 +426,23 @@ class ChatBody(GenerationBody):
     include_reasoning: bool | None = None
     echo: bool | None = None
     reasoning_effort: Annotated[str, Field(max_length=MAX_NAME)] | None = None
+    enable_thinking: bool | None = None
+    thinking: bool | ThinkingSwitch | None = None
+    thinking_budget: Int64 | None = None
 
     @property
     def template_arguments(self) -> dict[str, Any]:
-        """Variables of the chat template. Templates know an effort, or only whether the model thinks."""
-        effort = self.reasoning_effort
-        wanted: dict[str, Any] = {"enable_thinking": False} if effort == "none" else {"reasoning_effort": effort}
-        return (wanted if effort is not None else {}) | (self.chat_template_kwargs or {})
+        """Variables of the chat template, under the names that `app/text/thinking.py` translates to the template's."""
+        effort, switch = self.reasoning_effort, self.thinking
+        if isinstance(switch, ThinkingSwitch):
+            switch = None if switch.type is None else switch.type != "disabled"
+        enabled = switch if self.enable_thinking is None else self.enable_thinking
+        wanted = {
+            "enable_thinking": False if effort == "none" and enabled is None else enabled,
+            "reasoning_effort": None if effort == "none" else effort,
+            "thinking_budget": self.thinking_budget,
+        }
+        return {name: value for name, value in wanted.items() if value is not None} | (self.chat_template_kwargs or {})
 
     @property
     def continues(self) -> bool:

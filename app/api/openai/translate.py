@@ -313,12 +313,13 @@ def template_message(message: Message) -> dict[str, Any]:
     """
     role = {"developer": "system", "function": "tool"}.get(message.role, message.role)
     content = message.content
-    converted: dict[str, Any] = {"role": role, "content": content or ""}
-    if isinstance(content, tuple):
-        converted["content"] = [{"type": "text", "text": part.shown} for part in message.parts]
     calls = message.tool_calls or ()
     if message.function_call is not None:
         calls = (*calls, ToolCallRecord(function=message.function_call))
+    # Beside calls, a template may tell null from an empty text.
+    converted: dict[str, Any] = {"role": role, "content": content or ("" if content == "" or not calls else None)}
+    if isinstance(content, tuple):
+        converted["content"] = [{"type": "text", "text": part.shown} for part in message.parts]
     given = {
         "name": message.name,
         "tool_calls": [_template_call(call, place) for place, call in enumerate(calls)] or None,

@@ -112,12 +112,21 @@ class _TokenizerConverter:
         self.types = self._optional("token_type", int, len(self.tokens)) or (1,) * len(self.tokens)
         self._split = self._find_split() if self._kind == "gpt2" else None
 
+    def _chat_templates(self) -> dict[str, str]:
+        """Return the chat templates by their names; `tokenizer.chat_template` alone is the default one."""
+        key = "tokenizer.chat_template"
+        found = {
+            name.removeprefix(f"{key}."): text for name, text in self._metadata.items() if name.startswith(f"{key}.")
+        }
+        if key in self._metadata:
+            found["default"] = self._metadata[key]
+        return {name: text for name, text in found.items() if isinstance(text, str)}
+
     def convert(self) -> GgufTokenizer:
         named = {name: self._named(key) for name, key in _NAMED_TOKENS.items()}
         config: dict[str, Any] = {name: token for name, token in named.items() if token is not None}
-        template = self._metadata.get("tokenizer.chat_template")
-        if isinstance(template, str):
-            config["chat_template"] = template
+        if templates := self._chat_templates():
+            config["chat_template"] = templates
         adds_bos = self._split is None or self._split.adds_bos
         added = [
             named["bos_token"] if self._read.boolean("add_bos_token", adds_bos) else None,

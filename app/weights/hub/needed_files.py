@@ -23,7 +23,10 @@ _TOKENIZER = "tokenizer.json"
 _TEXT_FILES = (
     _TOKENIZER,
     "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
     "chat_template.jinja",
+    "additional_chat_templates/*.jinja",
     "generation_config.json",
     "config_sentence_transformers.json",
     "sentence_*_config.json",
@@ -52,11 +55,21 @@ def needed_files(name: HubName, listing: Collection[str], snapshot: Path) -> lis
         return metadata
     if _TOKENIZER not in listing:
         raise CheckpointInvalid(f"{name} has no {_TOKENIZER}, which serving needs.")
-    texts = [file for pattern in _TEXT_FILES for file in sorted(listing) if fnmatch(file, pattern) and "/" not in file]
+    texts = [
+        file
+        for pattern in _TEXT_FILES
+        for file in sorted(listing)
+        if fnmatch(file, pattern) and file.count("/") == pattern.count("/")
+    ]
     folders = [one.folder for one in read_modules(snapshot) if one.folder] if MODULES in listing else []
     configs = [file for folder in folders if (file := f"{folder}/{CONFIG}") in listing]
     weights = [file for folder in folders for file in _weights(name, listing, folder)]
     return [*metadata, *texts, *configs, *weights, *_model_weights(name, listing, snapshot)]
+
+
+def _matches(file: str, pattern: str) -> bool:
+    """Return True if a file's path matches a pattern, whose stars stand for names within a folder."""
+    return fnmatch(file, pattern) and file.count("/") == pattern.count("/")
 
 
 def _model_weights(name: HubName, listing: Collection[str], snapshot: Path) -> list[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -74,9 +75,9 @@ def test_what_cannot_be_continued_is_refused(last: dict[str, Any]) -> None:
 
 
 def test_a_template_gets_the_time_and_a_request_may_replace_it() -> None:
-    template = ChatTemplate("{{ date_string }}|{{ datetime }}|{{ strftime_now('%d %b %Y') }}", {})
+    template = ChatTemplate("{{ date_string }}|{{ datetime }}|{{ strftime_now('%d %b %Y') }}|{{ messages }}", {})
     before = datetime.now()
-    today, moment, called = template.render(CONVERSATION).split("|")
+    today, moment, called, _ = template.render(CONVERSATION).split("|")
     after = datetime.now()
     assert {today, called} <= {before.strftime("%d %b %Y"), after.strftime("%d %b %Y")}
     found = datetime.strptime(moment, "%b %d %Y %H:%M:%S GMT").replace(tzinfo=UTC)
@@ -145,7 +146,41 @@ def _outcome(source: str) -> str:
 
 def test_a_template_may_refuse_a_conversation() -> None:
     with pytest.raises(InvalidRequest, match="refuses these messages: roles must alternate"):
-        ChatTemplate(BRACKETS, TOKENS).render([{"role": "user", "content": "a"}, {"role": "user", "content": "b"}])
+        ChatTemplate(BRACKETS, TOKENS).render([{"role": "assistant", "content": "a"}, {"role": "user", "content": "b"}])
+
+
+@pytest.mark.parametrize(
+    ("source", "messages", "options", "lost"),
+    [
+        ("{{ messages[-1].content }}", CONVERSATION, ChatOptions(), "messages[0].content"),
+        ("{{ messages[0].content }}", CONVERSATION[:2], ChatOptions(), "messages[1].content"),
+        (CHATML, CONVERSATION, ChatOptions(documents=({"title": "t", "text": "a fact"},)), "documents[0].text"),
+        (
+            "{% for m in messages %}{{ m.content }}{{ m.tool_calls[0].function.name if m.tool_calls else '' }}{% endfor %}",
+            [
+                *CONVERSATION,
+                {
+                    "role": "assistant",
+                    "content": None,
+                    "tool_calls": [{"id": "a", "function": {"name": "f", "arguments": "{}"}}],
+                },
+            ],
+            ChatOptions(),
+            None,
+        ),
+    ],
+)
+def test_a_template_that_leaves_something_out_is_refused(
+    source: str, messages: list[dict[str, Any]], options: ChatOptions, lost: str | None
+) -> None:
+    template = ChatTemplate(source, TOKENS)
+    if lost is None:
+        assert template.render(messages, {}, options)
+        return
+    for _ in range(2):
+        with pytest.raises(InvalidRequest, match=re.escape(f"leaves out {lost}")) as caught:
+            template.render(messages, {}, options)
+        assert caught.value.field == lost.partition("[")[0]
 
 
 @pytest.mark.parametrize(
@@ -177,23 +212,6 @@ def test_a_deep_conversation_is_refused() -> None:
         deep = [deep]
     with pytest.raises(InvalidRequest, match="plain JSON"):
         ChatTemplate(CHATML, TOKENS).render([{"role": "user", "content": "a", "extra": deep}])
-
-
-@pytest.mark.parametrize(
-    "config, file, expected",
-    [
-        (None, None, None),
-        ("one", None, "one"),
-        ([{"name": "tool_use", "template": "tool"}, {"name": "default", "template": "plain"}], None, "plain"),
-        ([{"name": "rag", "template": "rag"}], None, "rag"),
-        ("one", "file", "file"),
-    ],
-)
-def test_where_a_template_comes_from(config: Any, file: str | None, expected: str | None, tmp_path: Path) -> None:
-    if file is not None:
-        (tmp_path / "chat_template.jinja").write_text(file, encoding="utf-8")
-    template = open_chat_template(tmp_path, {"chat_template": config}, TOKENS)
-    assert (None if template is None else template.render(CONVERSATION)) == expected
 
 
 @pytest.mark.parametrize(

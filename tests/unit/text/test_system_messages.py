@@ -40,7 +40,7 @@ def message(text: str) -> dict[str, Any]:
     ],
 )
 def test_the_rules_are_found_at_load(source: str, rules: SystemRules) -> None:
-    assert ChatTemplate(source, {}).system_rules == rules
+    assert ChatTemplate(source, {}).form.system == rules
 
 
 @pytest.mark.parametrize(

@@ -9,14 +9,15 @@ from typing import Any
 import pytest
 
 from app.text.chat import ChatOptions, ChatTemplate
+from app.text.template_form import TemplateForm
 from app.text.tool_calls import ToolCallParser
 from app.text.tool_formats import TOOL_FORMATS
-from app.text.tool_prompt import fit_template
 
 HERMES = TOOL_FORMATS["hermes"]
 PLAIN = "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}{% if add_generation_prompt %}[assistant]{% endif %}"
 KNOWING = (
-    "{% if tools %}{{ tools | tojson }}{% endif %}{% for m in messages %}{{ m.tool_calls | default('') }}{% endfor %}"
+    "{% if tools %}{{ tools | tojson }}{% endif %}"
+    "{% for m in messages %}{{ m.content | default('') }}{{ m.tool_calls | default('') }}{% endfor %}"
 )
 TOOL = {"type": "function", "function": {"name": "f", "description": "does it", "parameters": {"type": "object"}}}
 CALL = {"id": "c", "type": "function", "function": {"name": "f", "arguments": '{"a": 1}'}}
@@ -28,8 +29,7 @@ HISTORY: list[dict[str, Any]] = [
 
 
 def render(template: str, messages: list[dict[str, Any]], **options: Any) -> str:
-    fitted, chosen = fit_template(messages, ChatOptions(**options), template, HERMES)
-    return ChatTemplate(template, {}).render(fitted, {}, chosen)
+    return ChatTemplate(template, {}).render(messages, {}, ChatOptions(**options), HERMES)
 
 
 def test_a_template_that_knows_tools_gets_them_with_decoded_arguments() -> None:
@@ -40,9 +40,9 @@ def test_a_template_that_knows_tools_gets_them_with_decoded_arguments() -> None:
 def test_another_template_gets_text_that_the_parser_reads() -> None:
     text = render(PLAIN, HISTORY, tools=(TOOL,))
     assert text.startswith("[system]") and '"description": "does it"' in text
-    assert text.endswith("[user]<tool_response>\ndone\n</tool_response>[assistant]")
-    written = text.partition("[assistant]")[2].partition("[user]")[0]
-    parsed = ToolCallParser(HERMES, ["f"], lambda: "id").push(written)
+    assert text.endswith("[tool]done[assistant]")
+    written = text.partition("[assistant]")[2].partition("[tool]")[0]
+    parsed = ToolCallParser(HERMES, {"f": {}}, lambda: "id").push(written)
     assert [(call.name, call.arguments) for call in parsed.tool_calls] == [("f", '{"a": 1}')]
 
 
@@ -66,7 +66,7 @@ def test_the_last_message_is_continued() -> None:
 
 
 def fitted(messages: list[dict[str, Any]], form: str = "mistral") -> list[dict[str, Any]]:
-    return list(fit_template(messages, ChatOptions(), KNOWING, TOOL_FORMATS[form])[0])  # type: ignore[arg-type]
+    return TemplateForm(short_ids=form == "mistral").fit(messages, (), TOOL_FORMATS[form])
 
 
 def called(*ids: str | None) -> dict[str, Any]:

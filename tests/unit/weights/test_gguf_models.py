@@ -10,6 +10,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+import gguf_files
 from app.bench.engine.gguf_file import write_gguf as write_copy
 from app.errors import CheckpointInvalid
 from app.models.decoders.config import ModelConfig
@@ -100,7 +101,18 @@ def test_the_tokenizer_and_the_template_are_those_of_the_checkpoint(tmp_path: Pa
     assert (ours.bos_token_id, ours.eos_token_ids, ours.vocab_size) == (0, {1}, exact.vocab_size)
     assert ours.special_tokens == exact.special_tokens
     template = open_chat_template(file, ours.config, ours.named_tokens)
-    assert template is not None and "add_generation_prompt" in ours.config["chat_template"]
+    assert template is not None and "add_generation_prompt" in template.source
+
+
+def test_named_templates_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = "{{ messages | tojson }}{{ tools | tojson }}"
+    named = [{"name": "default", "template": gguf_files.CHAT_TEMPLATE}, {"name": "tool_use", "template": source}]
+    monkeypatch.setattr(gguf_files, "CHAT_TEMPLATE", named)
+    file = write_gguf(tmp_path)
+    template = open_chat_template(file, Tokenizer(file).config, {})
+    assert template is not None and template.with_tools is not None
+    assert template.with_tools.source == source and "add_generation_prompt" in template.source
+    template.close()
 
 
 def test_a_gguf_file_is_not_copied_to_another(tmp_path: Path) -> None:

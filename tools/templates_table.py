@@ -1,0 +1,81 @@
+"""Write docs/chat-templates.md from the templates of `make real-formats`: `python -m tools.templates_table`.
+
+`--check` only compares the page. Each row is what trial conversations find (`app/text/template_trials.py`).
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+from app.text.chat import ChatTemplate
+from app.text.template_form import TemplateForm
+from tools.generated_page import write_or_check
+from tools.real_formats import default_directory
+
+TARGET = Path(__file__).resolve().parent.parent / "docs" / "chat-templates.md"
+TOKENS = {"bos_token": "<s>", "eos_token": "</s>"}
+HEAD = """# Chat templates
+
+This page is for people who ask what a model's chat template writes, and what the server does where it writes less.
+`python -m tools.templates_table` makes it from real templates, which `make real-formats` gets from the source package
+of llama-cpp-python. At each start the server finds the same for the template that it serves, by trial conversations.
+
+Prompts are those of transformers byte for byte wherever its prompt has the whole conversation: 70 templates in 31
+conversations each (`tests/parity/test_real_templates.py`, which lists the few that differ, with the reasons). Where the
+template refuses a part or leaves it out, the server gives that part another form:
+
+- **System messages** that it does not write become a part of a message of the user.
+- **Calls** of earlier turns get the form that it accepts: content null, empty or absent beside them, arguments as an
+  object or as text, ids of 9 letters and digits, one call in a message, a text beside calls in a message before them.
+  Where it writes no calls at all they become text, and results messages of the user.
+- **Tools** that it does not write are explained in the system message.
+- **Parts of a text** are a list where it writes them, else lines of one text.
+- **Thinking** (`reasoning_effort`, `enable_thinking`, `thinking`, `think`, `reasoning.effort`) sets the variable that
+  it reads. Without a variable these fields have no effect.
+
+A conversation of which something would still be left out is 400 `invalid_request` and names the part; `documents` is
+the usual one, as most templates do not know them.
+
+| template | system messages | calls | results | tools | parts | thinking |
+|---|---|---|---|---|---|---|
+"""
+
+
+def row(name: str, form: TemplateForm) -> str:
+    """Return the table's row of a template."""
+    rules = form.system
+    places = "all" if rules.later else "first" if rules.first else "to the user"
+    if not form.calls:
+        calls = "as text"
+    else:
+        beside = {"content": "", "tool_plan": "text as `tool_plan`", "before": "text before"}[form.call_text]
+        rest = ("one each" if form.one_call else "", "arguments as text" if form.text_arguments else "", beside)
+        calls = ", ".join(("yes", *filter(None, rest)))
+    results, tools = "yes" if form.results else "as text", "yes" if form.tools else "in the system message"
+    thinking = ", ".join(f"`{one}`" for one in form.thinking.names) or "–"
+    parts = ", ".join(sorted(form.lists)) if len(form.lists) < 4 else "all roles"
+    return f"| {name} | {places} | {calls} | {results} | {tools} | {parts or 'joined'} | {thinking} |\n"
+
+
+def page(folder: Path) -> str:
+    """Return the whole page from the templates of a folder."""
+    rows = []
+    for path in sorted(folder.glob("*.jinja"), key=lambda one: one.stem.lower()):
+        template = ChatTemplate(path.read_text(encoding="utf-8"), TOKENS)
+        rows.append(row(path.stem, template.form))
+        template.close()
+    return HEAD + "".join(rows)
+
+
+def main(arguments: list[str]) -> int:
+    """Write the page. With `--check`, return 1 if it is out of date; without the templates, return 2."""
+    folder = default_directory() / "templates"
+    if not folder.is_dir():
+        print("there are no templates: make real-formats", file=sys.stderr)
+        return 2
+    return write_or_check(arguments, TARGET, page(folder))
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
