@@ -18,7 +18,7 @@ from app.text.grammar_definition import GrammarSource, check_source
 from app.text.reasoning import ReasoningFormat, closes_reasoning, opens_reasoning
 from app.text.tool_grammars import forced_calls_grammar
 
-_END_TOKENS = 8  # tokens of a prompt's end in which the first tag of reasoning is looked for
+_END_TOKENS = 64  # tokens of a prompt's end in which the first tag of reasoning is looked for
 # In one response, if a request asks for more than `MAX_LOGPROBS` at a token: those of one token with the largest
 # vocabularies in use.
 MAX_SCORES = 2**18

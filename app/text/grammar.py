@@ -31,7 +31,7 @@ T = TypeVar("T")
 MAX_KEPT_GRAMMARS = 16
 MAX_KEPT_SLOW_GRAMMARS = 2
 MAX_KEPT_REFUSALS = 64
-MAX_SPELLED_TOKENS = 32  # special tokens whose text a grammar has; each takes 2 µs of a mask
+MAX_SPELLED_TOKENS = 32  # added tokens whose text a grammar has; each takes 2 µs of a mask
 # Texts in JSON strings by length: the library keeps the masks of the tokens that match each. With more lengths than its
 # own, 10 and 30, masks in strings of limited length take a third of the time.
 _SLICES = (*(rf'[^"\\\x00-\x1F\x7F]{{1,{length}}}' for length in (3, 6, 9, 12, 16, 30)), r'[^"\\\x00-\x1F\x7F]+')
@@ -67,8 +67,10 @@ class SlashEscape:
 class CompiledGrammar:
     """A grammar for one vocabulary. Any thread may use it.
 
-    `matcher` is at its start. `field` is the client's name for the grammar. `spelled` are the special tokens whose text
-    is part of the grammar's, each with the tokens of its letters, as which it is read. `slash` is for JSON.
+    `matcher` is at its start. `field` is the client's name for the grammar. `spelled` are the added tokens whose text is
+    part of the grammar's, each with the tokens as which it is read: special ones as their letters, others as themselves.
+    These are checked too since the library, where several texts begin alike, may allow the usual tokens of that beginning
+    alone. `slash` is for JSON.
     """
 
     matcher: LLMatcher
@@ -278,7 +280,8 @@ class GrammarCompiler:
             matcher.compute_ff_tokens()
         if matcher.is_error():
             raise refusal(source, matcher.get_error())
-        spelled = {token_id: self._letters(name) for token_id, name in self.tokens_in(source).items()}
+        special = self._inner.special_tokens
+        spelled = {one: self._letters(name) if one in special else (one,) for one, name in self._added_in(source)}
         slash = self._slash if source.kind in _JSON_KINDS else None
         compiled = CompiledGrammar(matcher, source.field, self._eos_token_ids, spelled, slash)
         with self._lock:
@@ -290,10 +293,15 @@ class GrammarCompiler:
 
         One may be written as the token or as its letters, and either way it is part of the text.
         """
+        special = self._inner.special_tokens
+        return {token_id: name for token_id, name in self._added_in(source) if token_id in special}
+
+    def _added_in(self, source: GrammarSource) -> Sequence[tuple[int, str]]:
+        """Return the added tokens whose texts a grammar has, the longest ones if they are many."""
         text = source.literal_text()
-        known = self._inner.special_tokens.items()
-        found = ((token_id, name) for token_id, name in known if name in text and token_id < self._vocab_size)
-        return dict(islice((one for one in found if one[0] not in self._eos_token_ids), MAX_SPELLED_TOKENS))
+        known = sorted(self._inner.added_tokens.items(), key=lambda one: len(one[1]), reverse=True)
+        found = (one for one in known if one[1] in text and one[0] < self._vocab_size)
+        return list(islice((one for one in found if one[0] not in self._eos_token_ids), MAX_SPELLED_TOKENS))
 
     def _letters(self, text: str) -> Sequence[int]:
         return self._vocabulary.greedy_tokenize(text)
@@ -332,6 +340,7 @@ class _Vocabulary:
     def __init__(self, tokenizer: Tokenizer, vocab_size: int) -> None:
         self._inner = tokenizer
         self.special_token_ids = _control_ids(tokenizer, vocab_size)
+        self._names = {token_id: tokenizer.token_text(token_id) for token_id in self.special_token_ids}
         self.tokens = [tokenizer.token_bytes(token_id) for token_id in range(vocab_size)]
         for token_id in self.special_token_ids:
             self.tokens[token_id] = _CONTROL + self.tokens[token_id]
@@ -340,13 +349,16 @@ class _Vocabulary:
         self.divide: Callable[[str], list[int]] = lambda text: []
 
     def __call__(self, text: bytes) -> list[int]:
-        """Return the tokens of a text that a grammar forces.
+        """Return the tokens of a text that a grammar forces, with special tokens as their letters.
 
-        A tokenizer may put a space in front, or read special tokens: the text is then divided into its longest tokens.
+        A tokenizer may put a space in front: the text is then divided into its longest tokens.
         """
-        ids = self._inner.encode(text.decode(), add_special_tokens=False)
+        whole = text.decode()
+        ids: list[int] = []
+        for token_id in self._inner.encode(whole, add_special_tokens=False):
+            ids += self.divide(self._names[token_id]) if token_id in self._names else [token_id]
         is_exact = b"".join(self.tokens[token_id] for token_id in ids if token_id < len(self.tokens)) == text
-        return ids if is_exact else self.divide(text.decode())
+        return ids if is_exact else self.divide(whole)
 
 
 _CONTROL = b"\xff"  # the library's mark of tokens that are no text

@@ -69,10 +69,22 @@ def _call(form: ToolFormat, name: str, place: int) -> str:
         elif part == "name":
             text += json.dumps(name)[1:-1] if form.call.startswith("{") else name
         else:
-            parts += [literal(text)] if text else []
+            parts += _lexemes(form, text)
             parts.append({"index": "/[0-9]+/", "id": "/[0-9A-Za-z]{9}/"}.get(part, f"arguments{place}"))
             text = ""
-    return " ".join([*parts, literal(text)] if text else parts)
+    return " ".join([*parts, *_lexemes(form, text)])
+
+
+def _lexemes(form: ToolFormat, text: str) -> list[str]:
+    """Return a fixed text of a call as literals: that of an object is divided as JSON is.
+
+    An answer that is an object may begin alike, and the library takes the longest lexeme that may be meant.
+    """
+    parts = _JSON_LEXEME.findall(text) if form.call.startswith('{"') else [text]
+    return [literal(part) for part in parts if part]
+
+
+_JSON_LEXEME = re.compile(r'"[^"]*"|[^"]+|"')
 
 
 class _Rules:
