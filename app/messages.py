@@ -179,6 +179,10 @@ class GrammarState(Protocol):
     def error(self) -> str:
         """The reason why the grammar cannot be followed further; empty if it can."""
 
+    @property
+    def field(self) -> str:
+        """The client's name for the grammar, used in error messages."""
+
     def fill_masks(self, address: int, row_bytes: int, draft_ids: Sequence[int]) -> None:
         """Write one row of `row_bytes` bytes for the next token, and one for the token after each draft token.
 

@@ -260,14 +260,20 @@ class Settings(BaseSettings):
         "auto", description="Highest rank of an adapter, up to 64; auto: that of the listed ones, or 16 with lora_root."
     )
     chat_template: Path | None = Field(None, description="File with the chat template, in place of the checkpoint's.")
-    tool_call_parser: Literal["auto", "hermes", "llama3_json", "mistral", "phi4_mini_json", "granite", "json"] = Field(
-        "auto", description="Format of the model's tool calls; auto: as its chat template and type say."
-    )
-    reasoning_parser: Literal["auto", "off", "deepseek_r1", "qwen3", "granite", "mistral", "openai_gptoss"] = Field(
+    tool_call_parser: Literal[
+        "auto", "apertus", "apriel", "command_a", "deepseek_v3", "deepseek_v31", "deepseek_v32", "deepseek_v4",
+        "gigachat", "glm45", "granite", "hermes", "json", "kimi_k2", "lfm2", "llama3_json", "llama_function",
+        "minicpm5", "minimax", "minimax_m2", "mistral", "mistral_v11", "nemotron", "openai", "phi4_mini_json",
+        "pythonic", "qwen3_coder", "seed_oss", "solar",
+    ] = Field("auto", description="Format of the model's tool calls; auto: as its chat template writes them.")  # fmt: skip
+    reasoning_parser: Literal[
+        "auto", "off", "apertus", "apriel", "command_a", "deepseek_r1", "gemma4", "granite", "hunyuan", "kimi_vl",
+        "minimax_m3", "mistral", "openai_gptoss", "qwen3", "seed_oss",
+    ] = Field(
         "auto",
         description="Tags of the model's reasoning, which is returned as reasoning_content; auto: as its chat template says;"
         " off: it stays in the text.",
-    )
+    )  # fmt: skip
     max_logprobs: Annotated[int, Field(ge=-1)] = Field(
         20,
         description="Most log-probabilities that a request may ask for at each token; -1: those of the whole vocabulary.",

@@ -15,7 +15,7 @@ from app.text.chat import ChatTemplate
 from app.text.grammar import GrammarCompiler
 from app.text.reasoning import REASONING_FORMATS, ReasoningFormat, choose_reasoning_format
 from app.text.tokenizer import Tokenizer
-from app.text.tool_calls import TOOL_FORMATS, choose_tool_format
+from app.text.tool_formats import TOOL_FORMATS, ToolFormat, choose_tool_format
 from app.weights.checkpoint import Checkpoint
 from app.weights.files import join_names
 
@@ -59,7 +59,6 @@ def make_served_decoder(
 ) -> ServedDecoder:
     """Return the description of a decoder for the service."""
     template = None if chat is None else chat.source
-    tool_template = template if chat is None or chat.with_tools is None else chat.with_tools.source
     tools = settings.tool_call_parser
     defaults = sampling_defaults(_generation_config(checkpoint)) if settings.generation_config == "auto" else {}
     return ServedDecoder(
@@ -69,9 +68,7 @@ def make_served_decoder(
         chat,
         sampling_defaults=defaults,
         grammars=GrammarCompiler(tokenizer, limits.vocab_size),
-        tool_format=choose_tool_format(tool_template, _model_type(checkpoint))
-        if tools == "auto"
-        else TOOL_FORMATS[tools],
+        tool_format=_tool_format(chat, _model_type(checkpoint)) if tools == "auto" else TOOL_FORMATS[tools],
         reasoning_format=_reasoning_format(template, settings.reasoning_parser),
     )
 
@@ -127,6 +124,13 @@ def _generation_config(checkpoint: Checkpoint) -> Mapping[str, Any]:
 
 def _model_type(checkpoint: Checkpoint) -> str:
     return str(checkpoint.config.get("model_type", ""))
+
+
+def _tool_format(chat: ChatTemplate | None, model_type: str) -> ToolFormat:
+    template = chat if chat is None or chat.with_tools is None else chat.with_tools
+    if template is not None and template.tool_format is not None:
+        return template.tool_format
+    return choose_tool_format(None if template is None else template.source, model_type)
 
 
 def _reasoning_format(template: str | None, setting: str) -> ReasoningFormat | None:

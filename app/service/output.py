@@ -10,6 +10,7 @@ from dataclasses import replace
 from app.service.prompt import Prompt
 from app.service.requests import Accepted, GenerationRequest, StreamEvent, TextDelta
 from app.service.served_model import ServedDecoder
+from app.text.harmony import HarmonyParser, HarmonyText
 from app.text.reasoning import ReasoningParser
 from app.text.tool_calls import ParsedText, ToolCallParser
 
@@ -23,15 +24,20 @@ class OutputParser:
     def __init__(self, request: GenerationRequest, model: ServedDecoder, prompt: Prompt) -> None:
         form = model.reasoning_format if request.separates_reasoning else None
         tools = request.tools
-        self._choices: list[_ChoiceParser] = []
+        self._choices: list[_ChoiceParser | _HarmonyChoice] = []
         if form is None and tools is None:
             return
         new_id = _short_id if model.tool_format.short_ids else _long_id
+        if (form is not None and form.is_harmony) or (tools is not None and model.tool_format.name == "openai"):
+            names = None if tools is None else [tool.name for tool in tools.tools]
+            parallel = tools is None or tools.parallel
+            self._choices += [_HarmonyChoice(HarmonyParser(names, new_id, parallel)) for _ in range(request.params.n)]
+            return
         for _ in range(request.params.n):
             calls = None
             if tools is not None:
-                names = [tool.name for tool in tools.tools]
-                calls = ToolCallParser(model.tool_format, names, new_id, tools.parallel)
+                schemas = {tool.name: tool.parameters for tool in tools.tools}
+                calls = ToolCallParser(model.tool_format, schemas, new_id, tools.parallel)
             reasoning = None if form is None else ReasoningParser(form, prompt.opens_reasoning)
             self._choices.append(_ChoiceParser(reasoning, calls))
 
@@ -77,6 +83,27 @@ class _ChoiceParser:
             reasoning=reasoning,
             tool_calls=(*parsed.tool_calls, *rest.tool_calls),
         )
+
+
+class _HarmonyChoice:
+    """Parser of one choice whose text is messages."""
+
+    def __init__(self, parser: HarmonyParser) -> None:
+        self._parser = parser
+
+    @property
+    def num_calls(self) -> int:
+        return self._parser.num_calls
+
+    def push(self, delta: TextDelta) -> TextDelta:
+        return _with_parts(delta, self._parser.push(delta.text))
+
+    def flush(self, choice: int) -> TextDelta:
+        return _with_parts(TextDelta(choice, ""), self._parser.flush())
+
+
+def _with_parts(delta: TextDelta, parts: HarmonyText) -> TextDelta:
+    return replace(delta, text=parts.content, reasoning=parts.reasoning, tool_calls=tuple(parts.tool_calls))
 
 
 def _long_id() -> str:

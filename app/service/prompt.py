@@ -15,10 +15,10 @@ from app.service.inputs import infill_format, tokenize_prompt
 from app.service.requests import GenerationRequest, Tool
 from app.service.served_model import ServedDecoder, ServingLimits
 from app.text.grammar_definition import GrammarSource, check_source
-from app.text.reasoning import opens_reasoning
-from app.text.tool_calls import forced_calls_grammar
+from app.text.reasoning import ReasoningFormat, closes_reasoning, opens_reasoning
+from app.text.tool_grammars import forced_calls_grammar
 
-_END_TOKENS = 8  # tokens of a prompt's end in which the first tag of reasoning is looked for
+_END_TOKENS = 64  # tokens of a prompt's end in which the first tag of reasoning is looked for
 # In one response, if a request asks for more than `MAX_LOGPROBS` at a token: those of one token with the largest
 # vocabularies in use.
 MAX_SCORES = 2**18
@@ -70,19 +70,17 @@ def read_prompt(model: ServedDecoder, request: GenerationRequest) -> Prompt:
         params = replace(params, stop_token_ids=(*params.stop_token_ids, *infill_format(model).end_ids))
     if params.stop and params.skip_special_tokens:
         params = replace(params, stop_token_ids=(*params.stop_token_ids, *_stop_tokens(model, params.stop)))
-    is_open = False
-    if request.separates_reasoning and model.reasoning_format is not None:
-        end = model.tokenizer.decode(token_ids[-_END_TOKENS:], skip_special_tokens=False)
-        is_open = opens_reasoning(model.reasoning_format, end)
-    return Prompt(
-        token_ids,
-        params,
-        num_scores,
-        _bad_word_ids(model, request.params.bad_words),
-        _grammar_source(model, request, is_open),
-        _literals(model, request),
-        is_open,
-    )
+    form = model.reasoning_format if request.separates_reasoning else None
+    end = "" if form is None else model.tokenizer.decode(token_ids[-_END_TOKENS:], skip_special_tokens=False)
+    is_open = form is not None and opens_reasoning(form, end)
+    if form is not None and closes_reasoning(form, end):
+        form = None
+    source = _grammar_source(model, request, form, is_open)
+    literals = _literals(model, request)
+    if source is not None and model.grammars is not None:
+        literals |= model.grammars.tokens_in(source)
+    bad_word_ids = _bad_word_ids(model, request.params.bad_words)
+    return Prompt(token_ids, params, num_scores, bad_word_ids, source, literals, is_open)
 
 
 def _stop_tokens(model: ServedDecoder, stops: Sequence[str]) -> Iterator[int]:
@@ -147,28 +145,30 @@ def _bad_word_ids(model: ServedDecoder, words: tuple[str, ...]) -> tuple[tuple[i
     return tuple(found)
 
 
-def _grammar_source(model: ServedDecoder, request: GenerationRequest, is_open: bool) -> GrammarSource | None:
+def _grammar_source(
+    model: ServedDecoder, request: GenerationRequest, form: ReasoningFormat | None, is_open: bool
+) -> GrammarSource | None:
+    """Return the grammar of a request. It begins after the reasoning, where the model writes any (`form`)."""
     source, tools = request.grammar, request.tools
+    if source is not None and form is not None:
+        source = replace(source, answer=form.answer)
     if tools is not None and tools.forced:
-        source = GrammarSource("lark", _calls_grammar(model, tools.forced, tools.parallel), "tools")
+        source = GrammarSource("lark", _calls_grammar(model, tools.forced, tools.parallel), "tool_choice")
     elif tools is not None and source is not None:
         source = replace(source, alternative=_calls_grammar(model, tools.tools, tools.parallel))
     if source is None:
         return None
     if model.grammars is None:
         raise InvalidRequest("Structured output is not possible with this model.", field=source.field)
-    if is_open and model.reasoning_format is not None:
-        source = replace(source, after=model.reasoning_format.end)
+    if form is not None:
+        source = replace(source, opening="" if is_open else form.start, after=form.end + form.then)
     return source
 
 
 def _calls_grammar(model: ServedDecoder, tools: tuple[Tool, ...], parallel: bool) -> str:
     for tool in tools:
         check_source(GrammarSource("json_schema", json.dumps(tool.parameters), "tools"))
-    special_ids = {text: token_id for token_id, text in model.tokenizer.special_tokens.items()}
-    return forced_calls_grammar(
-        model.tool_format, [(tool.name, tool.parameters) for tool in tools], parallel, special_ids
-    )
+    return forced_calls_grammar(model.tool_format, [(tool.name, tool.parameters) for tool in tools], parallel)
 
 
 def _literals(model: ServedDecoder, request: GenerationRequest) -> dict[int, str]:
@@ -178,7 +178,6 @@ def _literals(model: ServedDecoder, request: GenerationRequest) -> dict[int, str
     markers: set[str] = set()
     if request.tools is not None:
         markers.update(model.tool_format.markers)
-        markers.add("[ARGS]")
     if request.separates_reasoning and model.reasoning_format is not None:
         markers.update(model.reasoning_format.markers)
     if not markers:

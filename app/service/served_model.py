@@ -20,7 +20,7 @@ from app.text.chat import ChatTemplate
 from app.text.grammar import GrammarCompiler
 from app.text.reasoning import ReasoningFormat
 from app.text.tokenizer import Tokenizer
-from app.text.tool_calls import TOOL_FORMATS, ToolFormat
+from app.text.tool_formats import TOOL_FORMATS, ToolFormat
 
 ModelKind = Literal["decoder", "encoder", "program"]
 

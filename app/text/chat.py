@@ -25,7 +25,7 @@ from app.text.template_messages import ReplyStatus
 from app.text.template_process import TemplateLimits, TemplateProcess
 from app.text.template_trials import find_template_form
 from app.text.thinking import ThinkingVariables
-from app.text.tool_calls import TOOL_FORMATS, ToolFormat
+from app.text.tool_formats import TOOL_FORMATS, TRIAL_CALL, TRIAL_TOOL, ToolFormat, find_tool_format
 from app.weights.files import file_in, files_in, folder_in, read_text, unreadable_message
 
 log = logging.getLogger(__name__)
@@ -93,6 +93,8 @@ class ChatTemplate:
             self.close()
             where = f" ({name})" if name else ""
             raise CheckpointInvalid(f"the checkpoint's chat template{where} cannot be used: {message.rstrip('.')}.")
+        # The format in which the template writes calls: None if it writes none, or in an unknown one.
+        self.tool_format: ToolFormat | None = None
         self.form = self._find_form(limits)
         self._whole: set[bytes] = set()  # shapes of conversations that were found to be written whole
 
@@ -114,7 +116,12 @@ class ChatTemplate:
             return text if status is ReplyStatus.TEXT else None
 
         try:
-            return find_template_form(rendered)
+            form = find_template_form(rendered)
+            if form.calls:
+                messages = form.fit(TRIAL_CALL, [TRIAL_TOOL], TOOL_FORMATS["hermes"])
+                fixed = {"messages": messages, "add_generation_prompt": True, "documents": None}
+                self.tool_format = find_tool_format(rendered(fixed | form.tool_variables([TRIAL_TOOL])))
+            return form
         except _TrialStopped:
             return TemplateForm()
         finally:

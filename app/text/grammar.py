@@ -9,7 +9,7 @@ from __future__ import annotations
 import ctypes
 import threading
 from collections import OrderedDict, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
@@ -18,7 +18,7 @@ from itertools import islice
 from types import TracebackType
 from typing import TypeVar
 
-from llguidance import LLMatcher, LLTokenizer
+from llguidance import LLMatcher, LLTokenizer, TokenizerWrapper
 
 from app.errors import InvalidRequest
 from app.text.grammar_definition import LIMITS, STACK_BYTES, GrammarSource, check_source, refusal
@@ -31,6 +31,7 @@ T = TypeVar("T")
 MAX_KEPT_GRAMMARS = 16
 MAX_KEPT_SLOW_GRAMMARS = 2
 MAX_KEPT_REFUSALS = 64
+MAX_SPELLED_TOKENS = 32  # added tokens whose text a grammar has; each takes 2 µs of a mask
 # Texts in JSON strings by length: the library keeps the masks of the tokens that match each. With more lengths than its
 # own, 10 and 30, masks in strings of limited length take a third of the time.
 _SLICES = (*(rf'[^"\\\x00-\x1F\x7F]{{1,{length}}}' for length in (3, 6, 9, 12, 16, 30)), r'[^"\\\x00-\x1F\x7F]+')
@@ -62,24 +63,34 @@ class SlashEscape:
         return (length % 2 == 1) != (before and length == len(text))
 
 
+@dataclass(frozen=True, slots=True)
 class CompiledGrammar:
-    """A grammar for one vocabulary. Any thread may use it."""
+    """A grammar for one vocabulary. Any thread may use it.
 
-    def __init__(self, matcher: LLMatcher, eos_token_ids: frozenset[int], slash: SlashEscape | None = None) -> None:
-        self._matcher, self._eos_token_ids, self._slash = matcher, eos_token_ids, slash
+    `matcher` is at its start. `field` is the client's name for the grammar. `spelled` are the added tokens whose text is
+    part of the grammar's, each with the tokens as which it is read: special ones as their letters, others as themselves.
+    These are checked too since the library, where several texts begin alike, may allow the usual tokens of that beginning
+    alone. `slash` is for JSON.
+    """
+
+    matcher: LLMatcher
+    field: str
+    eos_token_ids: frozenset[int]
+    spelled: Mapping[int, Sequence[int]]
+    slash: SlashEscape | None = None
 
     def start(self) -> MatcherState:
         """Return the state before the first token of a sequence."""
-        return MatcherState(self._matcher.deep_copy(), self._eos_token_ids, self._slash)
+        return MatcherState(self)
 
 
 class MatcherState:
     """The place in a grammar that one sequence has reached; see `messages.GrammarState`."""
 
-    __slots__ = ("_eos_token_ids", "_forced", "_is_escape_open", "_matcher", "_slash", "error", "finished")
+    __slots__ = ("_forced", "_grammar", "_is_escape_open", "_matcher", "error", "field", "finished")
 
-    def __init__(self, matcher: LLMatcher, eos_token_ids: frozenset[int], slash: SlashEscape | None = None) -> None:
-        self._matcher, self._eos_token_ids, self._slash = matcher, eos_token_ids, slash
+    def __init__(self, grammar: CompiledGrammar) -> None:
+        self._grammar, self._matcher, self.field = grammar, grammar.matcher.deep_copy(), grammar.field
         self._is_escape_open = False
         self._forced: deque[int] = deque()  # computed once: a grammar may force a hundred thousand tokens
         self.finished = False
@@ -103,7 +114,7 @@ class MatcherState:
         if self.finished or self.error:
             return
         with _Panics(self):
-            if token_id in self._eos_token_ids:
+            if token_id in self._grammar.eos_token_ids:
                 self.finished = True
                 if not self._matcher.is_accepting():
                     self.error = _UNFOLLOWED
@@ -116,7 +127,8 @@ class MatcherState:
 
     def count_valid(self, token_ids: Sequence[int]) -> int:
         """Return how many of these tokens may follow in order and leave the text unfinished."""
-        known = next((place for place, one in enumerate(token_ids) if one in self._eos_token_ids), len(token_ids))
+        ends = self._grammar.eos_token_ids
+        known = next((place for place, one in enumerate(token_ids) if one in ends), len(token_ids))
         with _Panics(self):
             count = self._matcher.try_consume_tokens(list(token_ids[:known]))
             stopped = self._matcher.is_stopped()
@@ -137,27 +149,30 @@ class MatcherState:
 
     def _consume(self, token_id: int) -> int:
         """Take a token; return the number of the library's tokens that this is."""
-        slash, was_open = self._slash, self._is_escape_open
-        if slash is None:
-            self._matcher.consume_token(token_id)
-            return 1
-        self._is_escape_open = slash.is_open(was_open, token_id)
-        if was_open and token_id == slash.slash_id and self._takes_slash(slash, keeps=True):
-            return len(slash.same_ids)
+        slash, was_open, spelled = self._grammar.slash, self._is_escape_open, self._grammar.spelled.get(token_id)
+        if slash is not None:
+            self._is_escape_open = slash.is_open(was_open, token_id)
+            if was_open and token_id == slash.slash_id:
+                spelled = slash.same_ids
+        if spelled is not None and self._takes(spelled, keeps=True):
+            return len(spelled)
         self._matcher.consume_token(token_id)
         return 1
 
     def _fill_mask(self, address: int, row_bytes: int) -> None:
         self._matcher.unsafe_compute_mask_ptr(address, row_bytes)
-        slash = self._slash
-        if slash is not None and self._is_escape_open and self._takes_slash(slash, keeps=False):
-            byte = ctypes.c_uint8.from_address(address + slash.slash_id // 8)
-            byte.value |= 1 << slash.slash_id % 8
+        others = [one for one in self._grammar.spelled.items() if self._takes(one[1], keeps=False)]
+        slash = self._grammar.slash
+        if slash is not None and self._is_escape_open and self._takes(slash.same_ids, keeps=False):
+            others.append((slash.slash_id, slash.same_ids))
+        for token_id, _ in others:
+            byte = ctypes.c_uint8.from_address(address + token_id // 8)
+            byte.value |= 1 << token_id % 8
 
-    def _takes_slash(self, slash: SlashEscape, keeps: bool) -> bool:
-        """Return True if a slash may follow; with `keeps` it is then taken."""
-        count = self._matcher.try_consume_tokens(list(slash.same_ids))
-        taken = count == len(slash.same_ids)
+    def _takes(self, same_ids: Sequence[int], keeps: bool) -> bool:
+        """Return True if these tokens may follow; with `keeps` they are then taken."""
+        count = self._matcher.try_consume_tokens(list(same_ids))
+        taken = count == len(same_ids)
         if count and not (taken and keeps):
             self._matcher.rollback(count)
         return taken
@@ -194,7 +209,8 @@ class GrammarCompiler:
 
     def __init__(self, tokenizer: Tokenizer, vocab_size: int) -> None:
         self._inner, self._vocab_size, self._eos_token_ids = tokenizer, vocab_size, tokenizer.eos_token_ids
-        bare = {"vocab_size": vocab_size, "special": sorted(tokenizer.added_tokens.items())}
+        control = {token_id: tokenizer.token_text(token_id) for token_id in _control_ids(tokenizer, vocab_size)}
+        bare = {"vocab_size": vocab_size, "special": sorted(control.items())}
         self._quick, self._slow = GrammarProcess(bare, QUICK_SECONDS), GrammarProcess(bare, SLOW_SECONDS)
         self._kept: OrderedDict[GrammarSource, CompiledGrammar] = OrderedDict()
         self._kept_slow: OrderedDict[GrammarSource, CompiledGrammar] = OrderedDict()
@@ -202,10 +218,7 @@ class GrammarCompiler:
         self._lock, self._vocabulary_lock = threading.Lock(), threading.Lock()
 
     def prepare(self) -> None:
-        """Build the library's form of the vocabulary, and start the process that compiles first.
-
-        The former takes about 10 µs a token, during which no other thread runs Python.
-        """
+        """Build the library's form of the vocabulary, about 20 µs a token, and start the process that compiles first."""
         with suppress(InvalidRequest):  # each request for structured output gets this error
             _ = self._vocabulary
         self._quick.start()
@@ -262,13 +275,36 @@ class GrammarCompiler:
             raise refusal(source, text)
         matcher = _on_large_stack(lambda: LLMatcher(vocabulary, text, log_level=0, limits=LIMITS), source)
         if not matcher.is_error():
-            matcher.compute_bitmask()  # what is too much work for the first token is refused before it is admitted
+            # what is too much work for the first tokens is refused before it is admitted
+            matcher.compute_bitmask()
+            matcher.compute_ff_tokens()
         if matcher.is_error():
             raise refusal(source, matcher.get_error())
-        compiled = CompiledGrammar(matcher, self._eos_token_ids, self._slash if source.kind in _JSON_KINDS else None)
+        special = self._inner.special_tokens
+        spelled = {one: self._letters(name) if one in special else (one,) for one, name in self._added_in(source)}
+        slash = self._slash if source.kind in _JSON_KINDS else None
+        compiled = CompiledGrammar(matcher, source.field, self._eos_token_ids, spelled, slash)
         with self._lock:
             _keep(kept, source, compiled, most)
         return compiled
+
+    def tokens_in(self, source: GrammarSource) -> Mapping[int, str]:
+        """Return the special tokens, by id, whose texts a grammar has.
+
+        One may be written as the token or as its letters, and either way it is part of the text.
+        """
+        special = self._inner.special_tokens
+        return {token_id: name for token_id, name in self._added_in(source) if token_id in special}
+
+    def _added_in(self, source: GrammarSource) -> Sequence[tuple[int, str]]:
+        """Return the added tokens whose texts a grammar has, the longest ones if they are many."""
+        text = source.literal_text()
+        known = sorted(self._inner.added_tokens.items(), key=lambda one: len(one[1]), reverse=True)
+        found = (one for one in known if one[1] in text and one[0] < self._vocab_size)
+        return list(islice((one for one in found if one[0] not in self._eos_token_ids), MAX_SPELLED_TOKENS))
+
+    def _letters(self, text: str) -> Sequence[int]:
+        return self._vocabulary.greedy_tokenize(text)
 
     @property
     def _vocabulary(self) -> LLTokenizer:
@@ -280,18 +316,56 @@ class GrammarCompiler:
         sentence = "Structured output is not possible with this checkpoint's tokenizer"
         try:
             with ConvertRustErrors(InvalidRequest, sentence):
-                return LLTokenizer(
-                    self._inner.as_json(),
-                    n_vocab=self._vocab_size,
-                    eos_token=sorted(self._eos_token_ids) or None,
-                    slices=list(_SLICES),
-                )
+                words = _Vocabulary(self._inner, self._vocab_size)
+                eos = sorted(self._eos_token_ids) or None
+                made = LLTokenizer(TokenizerWrapper(words), n_vocab=self._vocab_size, eos_token=eos, slices=[*_SLICES])
+                words.divide = made.greedy_tokenize
+                return made
         except ValueError as error:
             raise InvalidRequest(f"{sentence}: {error}") from error
 
     @cached_property
     def _slash(self) -> SlashEscape | None:
         return SlashEscape.find(self._built_vocabulary)
+
+
+class _Vocabulary:
+    """A vocabulary as the library asks for it.
+
+    Special tokens, and those that end a text, are no text: `GrammarCompiler.tokens_in` has the exceptions. All others
+    are their bytes, also those that were added, such as Qwen's `<tool_call>`: where a grammar has their text, the model
+    may write it as one token or as several.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, vocab_size: int) -> None:
+        self._inner = tokenizer
+        self.special_token_ids = _control_ids(tokenizer, vocab_size)
+        self._names = {token_id: tokenizer.token_text(token_id) for token_id in self.special_token_ids}
+        self.tokens = [tokenizer.token_bytes(token_id) for token_id in range(vocab_size)]
+        for token_id in self.special_token_ids:
+            self.tokens[token_id] = _CONTROL + self.tokens[token_id]
+        self.eos_token_id = min(tokenizer.eos_token_ids & {*self.special_token_ids}, default=vocab_size - 1)
+        self.bos_token_id = None
+        self.divide: Callable[[str], list[int]] = lambda text: []
+
+    def __call__(self, text: bytes) -> list[int]:
+        """Return the tokens of a text that a grammar forces, with special tokens as their letters.
+
+        A tokenizer may put a space in front: the text is then divided into its longest tokens.
+        """
+        whole = text.decode()
+        ids: list[int] = []
+        for token_id in self._inner.encode(whole, add_special_tokens=False):
+            ids += self.divide(self._names[token_id]) if token_id in self._names else [token_id]
+        is_exact = b"".join(self.tokens[token_id] for token_id in ids if token_id < len(self.tokens)) == text
+        return ids if is_exact else self.divide(whole)
+
+
+_CONTROL = b"\xff"  # the library's mark of tokens that are no text
+
+
+def _control_ids(tokenizer: Tokenizer, vocab_size: int) -> list[int]:
+    return sorted({*tokenizer.special_tokens, *tokenizer.eos_token_ids} & set(range(vocab_size)))
 
 
 def _keep(kept: OrderedDict[GrammarSource, T], source: GrammarSource, value: T, most: int) -> None:

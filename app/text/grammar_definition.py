@@ -53,8 +53,9 @@ class GrammarSource:
 
     `text` is a JSON schema, a regular expression, a JSON list of strings, a grammar in Lark or GBNF syntax, or a grammar
     in llguidance's Lark syntax. `field` is the client's name for it, used in error messages. If `after` is not empty,
-    the grammar begins after the first occurrence of this text, and any text may come before it. `alternative` is
-    another grammar, in llguidance's Lark syntax, which the text may follow instead.
+    the grammar begins after the first occurrence of this text, and any text may come before it; if `opening` is not
+    empty either, this holds for a text that begins with it only. `answer` is a text before what follows the grammar.
+    `alternative` is another grammar, in llguidance's Lark syntax, which the text may follow instead.
     """
 
     kind: GrammarKind
@@ -62,11 +63,26 @@ class GrammarSource:
     field: str
     after: str = ""
     alternative: str = ""
+    opening: str = ""
+    answer: str = ""
+
+    def literal_text(self) -> str:
+        """Return a text that has all fixed texts of the grammar, without the escapes of its syntax."""
+        texts = [self.text]
+        if self.kind in ("json_schema", "choice"):
+            with suppress(ValueError, RecursionError):  # the library says what is wrong with text that is no JSON
+                texts.append(json.dumps(json.loads(self.text), ensure_ascii=False))
+        return "\n".join((*texts, self.text.replace("\\", ""), self.alternative, self.after, self.opening, self.answer))
 
 
 def json_style(schema: Mapping[str, Any]) -> dict[str, Any]:
     """Return a JSON schema for use inside a Lark grammar, with the server's separator style and closed objects."""
     return {**close_schema(schema), "x-guidance": dict(_JSON_STYLE)}
+
+
+def literal(text: str) -> str:
+    """Return a text that is not empty as Lark has it."""
+    return json.dumps(text, ensure_ascii=False)
 
 
 def define(source: GrammarSource) -> str:
@@ -75,18 +91,21 @@ def define(source: GrammarSource) -> str:
         body = _library_grammar(source)
     except (ValueError, RecursionError, GbnfToLarkError) as error:
         raise refusal(source, str(error)) from error
-    if not source.after and not source.alternative:
+    if not (source.after or source.alternative or source.answer):
         return body
     # the library writes JSON for the kinds that it converts, and leaves Lark as it is
     inner = json.loads(body)["grammars"][0] if body.startswith("{") else {"lark_grammar": body}
     grammars = [{**inner, "name": "body"}]
-    first = "start: inner\ninner: @body\n"
+    first = "inner: " + (literal(source.answer) + " " if source.answer else "") + "@body"
     if source.alternative:
         grammars.append({"name": "other", "lark_grammar": source.alternative})
-        first = "start: inner\ninner: @body | @other\n"
+        first += " | @other"
     if source.after:
-        first = first.replace("start: inner", "start: before inner")
-        first += f"before[suffix={json.dumps(source.after)}]: /(?s:.*)/\n"
+        opening = literal(source.opening) + " " if source.opening else ""
+        first += f"\nstart: {opening}before space? inner" + (" | inner" if source.opening else "")
+        first += f"\nbefore[suffix={literal(source.after)}]: /(?s:.*)/\nspace: /[ \\n]{{1,4}}/\n"
+    else:
+        first += "\nstart: inner\n"
     return json.dumps({"grammars": [{"name": "start", "lark_grammar": first}, *grammars]})
 
 

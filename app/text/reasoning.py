@@ -6,29 +6,34 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-_SPACES = " \t\r\n"
+from app.text.harmony import TOKENS
 
-ReasoningParserName = Literal["deepseek_r1", "qwen3", "granite", "mistral", "openai_gptoss"]
+_SPACES = " \t\r\n"
 
 
 @dataclass(frozen=True, slots=True)
 class ReasoningFormat:
     """The text before and after reasoning. `is_implied`: a text without the first tag begins with reasoning too.
 
-    One of `headers` may precede the answer and is dropped. `tokens` are the special tokens of all of these texts.
+    `then` is what follows reasoning before anything else, and `answer` what precedes an answer.
     """
 
     name: str
     start: str
     end: str
     is_implied: bool = False
-    headers: tuple[str, ...] = ()
-    tokens: tuple[str, ...] = ()
+    then: str = ""
+    answer: str = ""
 
     @property
     def markers(self) -> tuple[str, ...]:
         """The special tokens that the parser needs in the text."""
-        return self.tokens or (self.start, self.end)
+        return TOKENS if self.is_harmony else (self.start, self.end)
+
+    @property
+    def is_harmony(self) -> bool:
+        """True if the texts are messages, which `harmony.py` reads."""
+        return self.name == "openai_gptoss"
 
 
 REASONING_FORMATS: Mapping[str, ReasoningFormat] = {
@@ -38,28 +43,51 @@ REASONING_FORMATS: Mapping[str, ReasoningFormat] = {
         ReasoningFormat("qwen3", "<think>", "</think>"),
         ReasoningFormat("granite", "Here is my thought process:", "Here is my response:"),
         ReasoningFormat("mistral", "[THINK]", "[/THINK]"),
-        # Harmony (github.com/openai/harmony): messages of an assistant, each in a channel.
+        ReasoningFormat("seed_oss", "<seed:think>", "</seed:think>"),
+        ReasoningFormat("command_a", "<|START_THINKING|>", "<|END_THINKING|>"),
+        ReasoningFormat("kimi_vl", "◁think▷", "◁/think▷"),
+        ReasoningFormat("hunyuan", "<think:opensource>", "</think:opensource>"),
+        ReasoningFormat("minimax_m3", "<mm:think>", "</mm:think>"),
+        ReasoningFormat("apriel", "Here are my reasoning steps:", "[BEGIN FINAL RESPONSE]"),
+        ReasoningFormat("apertus", "<|inner_prefix|>", "<|inner_suffix|>"),
+        ReasoningFormat("gemma4", "<|channel>thought", "<channel|>"),
         ReasoningFormat(
-            "openai_gptoss",
-            "<|channel|>analysis<|message|>",
-            "<|end|>",
-            headers=("<|start|>assistant<|channel|>final<|message|>", "<|channel|>final<|message|>"),
-            tokens=("<|start|>", "<|channel|>", "<|message|>", "<|end|>"),
+            *("openai_gptoss", "<|channel|>analysis<|message|>", "<|end|>"),
+            then="<|start|>assistant",
+            answer="<|channel|>final<|message|>",
         ),
     )
 }
+# Looked for first, since a template may have the tags of Qwen too, in what it removes from an answer.
+_BEFORE_QWEN = (
+    "seed_oss",
+    "command_a",
+    "kimi_vl",
+    "hunyuan",
+    "minimax_m3",
+    "apriel",
+    "apertus",
+    "gemma4",
+    "granite",
+    "mistral",
+)
 
 
 def choose_reasoning_format(template: str | None) -> ReasoningFormat | None:
     """Return the format that a chat template writes; None if it writes no reasoning."""
     source = template or ""
-    if "<|channel|>analysis<|message|>" in source:
+    if "<|channel|>analysis<|message|>" in source or ("<|channel|>" in source and "analysis" in source):
         return REASONING_FORMATS["openai_gptoss"]
-    if "[THINK]" in source:
-        return REASONING_FORMATS["mistral"]
-    if "Here is my thought process:" in source:
-        return REASONING_FORMATS["granite"]
+    for name in _BEFORE_QWEN:
+        form = REASONING_FORMATS[name]
+        if form.start in source or form.end in source:
+            return form
     return REASONING_FORMATS["qwen3"] if "<think>" in source or "</think>" in source else None
+
+
+def closes_reasoning(form: ReasoningFormat, prompt_end: str) -> bool:
+    """Return True if a prompt that ends with this text has reasoning that is over: thinking is off."""
+    return prompt_end.rstrip(_SPACES).endswith(form.end)
 
 
 def opens_reasoning(form: ReasoningFormat, prompt_end: str) -> bool:
@@ -93,7 +121,7 @@ class ReasoningParser:
             elif self._part == "reasoning":
                 self._take_reasoning(character, reasoning)
             else:
-                self._take_header(character, content)
+                self._take_after(character, content)
         return "".join(reasoning), "".join(content)
 
     def flush(self) -> tuple[str, str]:
@@ -112,9 +140,7 @@ class ReasoningParser:
         self._held += character
         if self._held == self._form.start:
             self._enter("reasoning")
-        elif self._held in self._form.headers:
-            self._enter("content")
-        elif not any(text.startswith(self._held) for text in (self._form.start, *self._form.headers)):
+        elif not self._form.start.startswith(self._held):
             spaces, held = self._spaces, self._held
             if self._is_open:
                 self._enter("reasoning")
@@ -124,15 +150,10 @@ class ReasoningParser:
                 self._enter("content")
                 content += (*spaces, held)
 
-    def _take_header(self, character: str, content: list[str]) -> None:
-        """Drop what precedes the answer after the reasoning."""
-        if not self._held and character in _SPACES:
-            return
-        self._held += character
-        if self._held in self._form.headers:
-            self._enter("content")
-        elif not any(header.startswith(self._held) for header in self._form.headers):
-            content.append(self._held)
+    def _take_after(self, character: str, content: list[str]) -> None:
+        """Drop white space after the reasoning."""
+        if character not in _SPACES:
+            content.append(character)
             self._enter("content")
 
     def _take_reasoning(self, character: str, reasoning: list[str]) -> None:

@@ -15,7 +15,7 @@ from typing import Any, Literal
 
 from app.text.system_messages import SystemRules, fold_system_messages, joined
 from app.text.thinking import NO_THINK, THINK, ThinkingVariables
-from app.text.tool_calls import ToolFormat
+from app.text.tool_formats import ToolFormat
 from app.text.tool_prompt import call_text, tool_prompt, with_short_ids
 
 Message = Mapping[str, Any]

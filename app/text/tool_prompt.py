@@ -12,7 +12,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from app.text.tool_calls import ToolFormat
+from app.text.tool_formats import ToolFormat, write_calls
 
 Message = Mapping[str, Any]
 _SHORT_ID = re.compile(r"[A-Za-z0-9]{9}")
@@ -25,21 +25,13 @@ _INTRODUCTION = (
 def tool_prompt(tools: Sequence[Mapping[str, Any]], form: ToolFormat) -> str:
     """Return a text that explains the tools and how to call them."""
     listed = "\n".join(json.dumps(tool.get("function", tool), ensure_ascii=False) for tool in tools)
-    before, _, after = form.forced
-    example = f'{before}{{"name": "function", "{form.arguments_key}": {{"parameter": "value"}}}}{after}'
+    example = write_calls(form, [("function", {"parameter": "value"})])
     return _INTRODUCTION.format(tools=listed, example=example)
 
 
 def call_text(calls: Iterable[Message], form: ToolFormat) -> str:
     """Return calls, whose arguments are objects, as text."""
-    before, between, after = form.forced
-    written = [
-        json.dumps(
-            {"name": call["function"]["name"], form.arguments_key: call["function"]["arguments"]}, ensure_ascii=False
-        )
-        for call in calls
-    ]
-    return before + between.join(written) + after
+    return write_calls(form, [(call["function"]["name"], call["function"]["arguments"]) for call in calls])
 
 
 def with_short_ids(messages: Sequence[Message]) -> list[dict[str, Any]]:

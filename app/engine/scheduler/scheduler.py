@@ -204,7 +204,7 @@ class Scheduler:
         now = self._clock()
         events: list[Event] = []
         searches: dict[str, list[tuple[Sequence, SampledTokens]]] = {}
-        failed: dict[str, str] = {}
+        failed: dict[str, InvalidRequest] = {}
         for span, accepted in accepted_by_span(batch, sampled):
             sequence = span.sequence
             self._allocator.set_computed(sequence, span.known_end + len(accepted) - 1 if span.draft_ids else span.end)
@@ -221,10 +221,10 @@ class Scheduler:
             else:
                 events += self._append(span, accepted, now)
                 if sequence.grammar is not None and sequence.grammar.error:
-                    failed[sequence.request_id] = sequence.grammar.error
-        for request_id, reason in failed.items():
-            message = f"The structured output could not be followed to its end: {reason}"
-            events += self._fail([request_id], InvalidRequest(message, field="response_format"))
+                    message = f"The structured output could not be followed to its end: {sequence.grammar.error}"
+                    failed[sequence.request_id] = InvalidRequest(message, field=sequence.grammar.field)
+        for request_id, error in failed.items():
+            events += self._fail([request_id], error)
         for request_id, results_of_beams in searches.items():
             if request_id not in self._not_finite:
                 events += self._advance_search(request_id, results_of_beams, now)

@@ -26,7 +26,7 @@ from app.text.grammar_definition import (
 from app.text.grammar_process import GrammarProcess
 from app.text.template_messages import ReplyStatus
 from app.text.tokenizer import Tokenizer
-from small_tokenizers import byte_level, write_tokenizer
+from small_tokenizers import FORMS, byte_level, write_tokenizer
 
 
 @pytest.fixture(scope="module")
@@ -343,3 +343,86 @@ def test_each_head_of_a_rule_is_counted(text: str) -> None:
     check_source(source("grammar", separator.join([text] * heads)))
     with pytest.raises(InvalidRequest, match="rules, and the limit is"):
         check_source(source("grammar", separator.join([text] * (heads + 1))))
+
+
+# ---- added tokens --------------------------------------------------------------------------------------------------
+
+ADDED, SPECIAL = "<tool_call>", "<|mark|>"
+
+
+@pytest.fixture(scope="module")
+def marked(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
+    """A tokenizer with an added token that is text, as Qwen's `<tool_call>`, and one that is special."""
+    inner = byte_level()
+    inner.add_tokens([ADDED])
+    inner.add_special_tokens([SPECIAL])
+    return Tokenizer(write_tokenizer(tmp_path_factory.mktemp("marked"), inner))
+
+
+def spellings(tokenizer: Tokenizer, name: str) -> list[list[int]]:
+    token_id = tokenizer.token_id(name)
+    assert token_id is not None
+    letters = [tokenizer.encode(part, add_special_tokens=False) for part in (name[0], name[1:])]
+    return [[token_id], [*letters[0], *letters[1]]]
+
+
+# With another possible text, since of what is forced the usual tokens alone are allowed.
+NAMING = [
+    ("lark", 'start: "xNAMEy" | "xz"', "x", "y"),
+    ("lark", 'start: "x" before "y"\nbefore[suffix="NAME"]: /(?s:.*)/', "x", "y"),
+    ("regex", "x(NAMEy+|z)", "x", "yyy"),
+    ("choice", '["xNAMEy", "xz"]', "x", "y"),
+    ("json_schema", '{"enum": ["xNAMEy", "xz"]}', '"x', 'y"'),
+    ("grammar", 'root ::= "xNAMEy" | "xz"', "x", "y"),
+]
+
+
+@pytest.mark.parametrize("name", [ADDED, SPECIAL])
+@pytest.mark.parametrize(("kind", "text", "before", "after"), NAMING)
+def test_an_added_token_is_written_as_one_token_or_by_letters(
+    marked: Tokenizer, kind: str, text: str, before: str, after: str, name: str
+) -> None:
+    given = source(kind, text.replace("NAME", name.replace("|", r"\|") if kind == "regex" else name))
+    compiler = GrammarCompiler(marked, marked.vocab_size + 20)
+    for spelling in spellings(marked, name):
+        state = compiler.compile(given).start()
+        start, end = (marked.encode(part, add_special_tokens=False) for part in (before, after))
+        for token_id in [*start, *spelling, *end]:
+            assert token_id in allowed(state, marked), (spelling, token_id)
+            state.advance(token_id)
+        assert not state.error
+        (eos,) = marked.eos_token_ids
+        assert state.finished or eos in allowed(state, marked)
+    compiler.close()
+
+
+def test_free_text_has_added_tokens_that_are_text_and_no_special_ones(marked: Tokenizer) -> None:
+    compiler = GrammarCompiler(marked, marked.vocab_size + 20)
+    state = compiler.compile(source("json_schema", '{"type": "string"}')).start()
+    state.advance(marked.encode('"', add_special_tokens=False)[0])
+    found = allowed(state, marked)
+    assert marked.token_id(ADDED) in found
+    assert marked.token_id(SPECIAL) not in found and not marked.eos_token_ids & found
+    compiler.close()
+
+
+def test_a_text_that_ends_a_completion_is_no_text_of_a_grammar(marked: Tokenizer) -> None:
+    compiler = GrammarCompiler(marked, marked.vocab_size + 20)
+    given = source("choice", json.dumps(["a</s>b", f"a{SPECIAL}"]))
+    assert list(compiler.tokens_in(given).values()) == [SPECIAL]
+    state = compiler.compile(given).start()
+    state.advance(marked.encode("a", add_special_tokens=False)[0])
+    assert not marked.eos_token_ids & allowed(state, marked)
+    compiler.close()
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_what_is_forced_is_the_text_itself(form: str, tmp_path: Path) -> None:
+    """A tokenizer may put a space in front of a text, or read a special token in it."""
+    words = Tokenizer(write_tokenizer(tmp_path, FORMS[form]()))
+    compiler = GrammarCompiler(words, words.vocab_size)
+    state = compiler.compile(source("lark", 'start: "x the fox<|end|>"')).start()
+    forced = state.forced_tokens()
+    assert b"".join(map(words.token_bytes, forced)) == b"x the fox<|end|>"
+    assert state.count_valid(forced) == len(forced) - 1, "the text is complete after the last one"
+    compiler.close()

@@ -14,9 +14,11 @@ from typing import Any
 import pytest
 
 from app.text.detokenizer import IncrementalDetokenizer, StopStrings
+from app.text.harmony import TOKENS, HarmonyParser
 from app.text.reasoning import REASONING_FORMATS, ReasoningParser
 from app.text.tokenizer import Tokenizer
-from app.text.tool_calls import TOOL_FORMATS, ToolCallParser
+from app.text.tool_calls import ToolCallParser
+from app.text.tool_formats import TOOL_FORMATS
 from small_tokenizers import byte_level, write_tokenizer
 
 LENGTH = 160
@@ -82,35 +84,68 @@ BEGINNINGS = (
 def check_tool_calls(form: str, before: str, size: int) -> None:
     shape = TOOL_FORMATS[form]
     for beginning in BEGINNINGS:
-        for marker in dict.fromkeys(("", *shape.markers, *(marker[:-1] for marker in shape.markers[:1]))):
+        marks = tuple(filter(None, (*shape.opening, shape.end)))
+        for marker in dict.fromkeys(("", *marks, *(marker[:-1] for marker in marks[:1]))):
             if marker + beginning:
-                parser = [ToolCallParser(shape, ["f"], lambda: "id") for _ in range(2)]
+                parser = [ToolCallParser(shape, {"f": {}}, lambda: "id") for _ in range(2)]
                 work = in_pieces(lambda text: parser[0].push(text), lambda: parser.pop(0).flush(), size)  # noqa: B023
                 assert_linear(lambda text: work(before + text), marker + beginning)  # noqa: B023
 
 
-@pytest.mark.parametrize("form", TOOL_FORMATS)
+# One of each way of reading.
+READ = (
+    "hermes",
+    "llama3_json",
+    "mistral",
+    "json",
+    "apertus",
+    "kimi_k2",
+    "glm45",
+    "qwen3_coder",
+    "deepseek_v32",
+    "pythonic",
+    "lfm2",
+)
+
+
+@pytest.mark.parametrize("form", READ)
 def test_tool_calls(form: str) -> None:
     check_tool_calls(form, "", 3)
 
 
 @pytest.mark.full
 @pytest.mark.parametrize(("before", "size"), [("{", 3), ("x", LENGTH * 4), ("[", 50), ("marker", 3)])
-@pytest.mark.parametrize("form", TOOL_FORMATS)
+@pytest.mark.parametrize("form", READ)
 def test_tool_calls_after_other_text(form: str, before: str, size: int) -> None:
-    check_tool_calls(form, "".join(TOOL_FORMATS[form].starts) if before == "marker" else before, size)
+    check_tool_calls(form, "".join(TOOL_FORMATS[form].opening) if before == "marker" else before, size)
 
 
 @pytest.mark.parametrize("is_open", [False, True])
 @pytest.mark.parametrize("form", REASONING_FORMATS)
 def test_reasoning(form: str, is_open: bool) -> None:
     shape = REASONING_FORMATS[form]
-    for tag in (shape.start, shape.end, *shape.headers):
+    for tag in (shape.start, shape.end):
         for unit in (tag, tag[:-1], tag + " ", " " + tag[:-1], " ", "\n", "x "):
             for before in ("", shape.start, shape.start + "x", shape.start + shape.end):
                 parser = [ReasoningParser(shape, is_open) for _ in range(2)]
                 work = in_pieces(lambda text: parser[0].push(text), lambda: parser.pop(0).flush(), 3)  # noqa: B023
                 assert_linear(lambda text: work(before + text), unit)  # noqa: B023
+
+
+@pytest.mark.parametrize("before", ["", "<|channel|>", "<|channel|>final<|message|>", "to=functions.f<|message|>"])
+def test_harmony(before: str) -> None:
+    for unit in (
+        *TOKENS,
+        "<|",
+        "<|channel|>analysis<|message|>x<|end|>",
+        " ",
+        "x",
+        "to=",
+        "to=functions.f<|message|>{}<|end|>",
+    ):
+        parser = [HarmonyParser(["f"], lambda: "id") for _ in range(2)]
+        work = in_pieces(lambda text: parser[0].push(text), lambda: parser.pop(0).flush(), 3)  # noqa: B023
+        assert_linear(lambda text: work(before + text), unit * (200 // len(unit)))  # noqa: B023
 
 
 @pytest.mark.parametrize("stop", ["aaaaaaaaab", "abababac", " " * 30 + "x"])

@@ -8,7 +8,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from app.text.reasoning import REASONING_FORMATS, ReasoningParser, choose_reasoning_format, opens_reasoning
+from app.text.reasoning import (
+    REASONING_FORMATS,
+    ReasoningParser,
+    choose_reasoning_format,
+    closes_reasoning,
+    opens_reasoning,
+)
 
 TEXTS = [
     ("qwen3", "<think>\na < b, </b\n</think>\n\nHi <think>", False, "a < b, </b", "Hi <think>"),
@@ -19,24 +25,9 @@ TEXTS = [
     ("deepseek_r1", "cut off ", True, "cut off", ""),
     ("granite", "Here is my thought process: x Here is my response: y", False, "x", "y"),
     ("mistral", "[THINK]x[/THINK]y", False, "x", "y"),
-    (
-        "openai_gptoss",
-        "<|channel|>analysis<|message|>a <|b<|end|><|start|>assistant<|channel|>final<|message|>c <|d",
-        False,
-        "a <|b",
-        "c <|d",
-    ),
-    ("openai_gptoss", "<|channel|>final<|message|>c<|end|>", False, "", "c<|end|>"),
-    ("openai_gptoss", "<|channel|>analysis<|message|>cut", False, "cut", ""),
-    ("openai_gptoss", "<|channel|>analysis<|message|>a<|end|><|start|>as", False, "a", "<|start|>as"),
-    (
-        "openai_gptoss",
-        "<|channel|>analysis<|message|>a<|end|><|start|>assistant<|channel|>commentary to=functions.f<|message|>{}",
-        False,
-        "a",
-        "<|start|>assistant<|channel|>commentary to=functions.f<|message|>{}",
-    ),
-    ("openai_gptoss", '{"plain": 1}', False, "", '{"plain": 1}'),
+    ("seed_oss", "<seed:think>x</seed:think>y", False, "x", "y"),
+    ("kimi_vl", "◁think▷x◁/think▷y", False, "x", "y"),
+    ("command_a", "<|START_THINKING|>x<|END_THINKING|>y", False, "x", "y"),
 ]
 
 
@@ -59,6 +50,9 @@ def test_any_division_gives_the_same_parts(example: tuple[str, str, bool, str, s
     [
         ("<think>", "qwen3"),
         ("[THINK]", "mistral"),
+        ("<seed:think>", "seed_oss"),
+        ("<|START_THINKING|>", "command_a"),
+        ("{{ content.split('</think>') }}<think:opensource>", "hunyuan"),
         ("<|start|>assistant<|channel|>analysis<|message|>", "openai_gptoss"),
         ("{{ messages }}", None),
         (None, None),
@@ -75,11 +69,15 @@ def test_a_prompt_may_open_the_reasoning() -> None:
     assert opens_reasoning(REASONING_FORMATS["deepseek_r1"], "")
 
 
+def test_a_prompt_may_close_the_reasoning() -> None:
+    assert closes_reasoning(REASONING_FORMATS["qwen3"], "<think>\n\n</think>\n\n")
+    assert not closes_reasoning(REASONING_FORMATS["qwen3"], "<|assistant|><think>\n")
+
+
 def test_markers_are_the_special_tokens_of_the_tags() -> None:
     assert REASONING_FORMATS["qwen3"].markers == ("<think>", "</think>")
     form = REASONING_FORMATS["openai_gptoss"]
-    rest = "".join((form.start, form.end, *form.headers))
+    rest = "".join((form.start, form.end, form.then, form.answer))
     for marker in form.markers:
-        assert marker in rest
         rest = rest.replace(marker, "")
     assert "<|" not in rest

@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import itertools
-import json
 from collections.abc import Sequence
 
-import llguidance
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from app.text.tool_calls import TOOL_FORMATS, ToolCallParser, choose_tool_format, forced_calls_grammar
+from app.text.tool_calls import ToolCallParser
+from app.text.tool_formats import TOOL_FORMATS, choose_tool_format
 
 Calls = list[tuple[str, str]]
-TOOLS = ("f", "get_weather")
+SCHEMA = {
+    "type": "object",
+    "properties": {"a": {"type": "string"}, "b": {"type": "integer"}, "c": {"type": "object"}},
+    "required": ["a"],
+}
+TOOLS = {"f": SCHEMA, "get_weather": SCHEMA}
 TEXTS: list[tuple[str, str, str, Calls]] = [
     (
         "hermes",
@@ -111,18 +115,6 @@ def test_markers_without_calls_are_text(text: str) -> None:
 def test_without_parallel_calls_only_the_first_counts() -> None:
     text = '<tool_call>{"name": "f"}</tool_call><tool_call>{"name": "f"}</tool_call>'
     assert parse("hermes", [text], parallel=False) == ("", [("f", "{}")])
-
-
-@pytest.mark.parametrize("form", sorted(TOOL_FORMATS))
-def test_a_forced_call_is_read_again(form: str) -> None:
-    """The text that the grammar begins with is one that the parser reads as a call."""
-    schema = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
-    grammar = forced_calls_grammar(TOOL_FORMATS[form], [("f", schema)], True, {})
-    definition = llguidance.LLMatcher.grammar_from_lark(grammar)
-    assert llguidance.LLMatcher.validate_grammar(definition) == ""
-    before, between, after = TOOL_FORMATS[form].forced
-    call = json.dumps({"name": "f", TOOL_FORMATS[form].arguments_key: {"a": 1}})
-    assert parse(form, [before + call + between + call + after]) == ("", [("f", '{"a": 1}')] * 2)
 
 
 @pytest.mark.parametrize(

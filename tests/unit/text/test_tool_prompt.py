@@ -10,7 +10,8 @@ import pytest
 
 from app.text.chat import ChatOptions, ChatTemplate
 from app.text.template_form import TemplateForm
-from app.text.tool_calls import TOOL_FORMATS, ToolCallParser
+from app.text.tool_calls import ToolCallParser
+from app.text.tool_formats import TOOL_FORMATS
 
 HERMES = TOOL_FORMATS["hermes"]
 PLAIN = "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}{% if add_generation_prompt %}[assistant]{% endif %}"
@@ -41,7 +42,7 @@ def test_another_template_gets_text_that_the_parser_reads() -> None:
     assert text.startswith("[system]") and '"description": "does it"' in text
     assert text.endswith("[tool]done[assistant]")
     written = text.partition("[assistant]")[2].partition("[tool]")[0]
-    parsed = ToolCallParser(HERMES, ["f"], lambda: "id").push(written)
+    parsed = ToolCallParser(HERMES, {"f": {}}, lambda: "id").push(written)
     assert [(call.name, call.arguments) for call in parsed.tool_calls] == [("f", '{"a": 1}')]
 
 

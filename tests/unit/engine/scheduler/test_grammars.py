@@ -24,6 +24,7 @@ class Counted:
     forced: tuple[int, ...] = ()
     taken: list[int] = field(default_factory=list)
     error: str = ""
+    field: str = "tool_choice"
 
     def start(self) -> Counted:
         return Counted(self.length, self.broken_at, self.forced)
@@ -74,6 +75,7 @@ def test_one_that_cannot_go_on_fails_alone() -> None:
     sim.finish()
     failure = sim.failures["bad"]
     assert isinstance(failure.error, InvalidRequest) and "too difficult" in failure.error.message
+    assert failure.error.field == "tool_choice", "the client's name for the grammar"
     assert sim.endings["good", 0].reason in ("length", "stop")
 
 

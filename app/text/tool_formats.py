@@ -1,0 +1,307 @@
+"""The formats in which model families write tool calls, and the one that a chat template writes.
+
+A format is data: the text of a call, with places for its name and its arguments, and the text around calls. What reads,
+forces and writes calls is made of it (`tool_calls.py`, `tool_grammars.py`, `write_calls` here). Names are vLLM's where
+vLLM has the format.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+Message = Mapping[str, Any]
+_OBJECT = '{"name": "{name}", "arguments": {arguments}}'
+_PLACE = re.compile(r"\{(name|arguments|parameters|index|id|key|value|string)\}")
+
+
+@dataclass(frozen=True, slots=True)
+class ToolFormat:
+    """The tool calls of a model family.
+
+    - `call`: a call with the places `{name}` and `{arguments}`, a JSON object, or `{parameters}`; `{index}` is the number
+      of the call, `{id}` its id.
+    - `parameter`: a parameter with the places `{key}` and `{value}`, and `{string}`, which is "true" for a text.
+    - `forced`: text before, between and after calls.
+    - `starts`: further markers after which calls are read.
+    - `also`: further forms of a call that are read.
+    - `is_bare`: a text that begins with `{` or `[` is calls, if the first names a tool.
+    - `reads_objects`: calls may be JSON objects that have their names.
+    - `is_pythonic`: parameters are `key=value`, separated by commas.
+    - `is_single`: a text has one call at most.
+    - `short_ids`: ids have 9 letters and digits, as Mistral's templates demand.
+    """
+
+    name: str
+    call: str = _OBJECT
+    forced: tuple[str, str, str] = ("", "", "")
+    parameter: str = ""
+    starts: tuple[str, ...] = ()
+    also: tuple[str, ...] = ()
+    is_bare: bool = False
+    reads_objects: bool = False
+    is_pythonic: bool = False
+    is_single: bool = False
+    short_ids: bool = False
+
+    @property
+    def head(self) -> str:
+        """The text before the name of a call; empty where calls are objects that are read as JSON."""
+        return "" if self.reads_objects else _PLACE.split(self.call)[0].rstrip(_NAME_LETTERS)
+
+    @property
+    def opening(self) -> tuple[str, ...]:
+        """All markers after which calls are read."""
+        found = (*self.starts, *words(self.forced[0]), self.head.strip() if len(self.head) > 2 else "")
+        return tuple(dict.fromkeys(one for one in found if len(one) > 2))
+
+    @property
+    def end(self) -> str:
+        """The marker after calls; empty if they end with the text."""
+        return (words(self.forced[2]) or ("",))[-1].removeprefix("]")
+
+    @property
+    def ignored(self) -> tuple[str, ...]:
+        """Texts after the arguments of a call."""
+        if self.reads_objects or self.parameter or self.is_pythonic:
+            return ()
+        return words(_PLACE.split(self.call)[-1])
+
+    @property
+    def markers(self) -> tuple[str, ...]:
+        """All texts that may be special tokens."""
+        texts = (self.call, *self.also, self.parameter, *self.forced, *self.starts)
+        parts = (part for text in texts for part in words(_PLACE.sub(" ", text)))
+        return tuple(dict.fromkeys((*self.opening, self.end, *parts)))
+
+
+_NAME_LETTERS = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ."
+
+
+def words(text: str) -> tuple[str, ...]:
+    """Return the parts of a text without white space, each marker in angle or square brackets on its own."""
+    return tuple(one for part in text.split() for one in _MARKERS.split(part) if one.strip("[],;"))
+
+
+_MARKERS = re.compile(r"(<[^<>]+>|\[[A-Z_]+\])")
+
+
+def _in_list(start: str, end: str) -> tuple[str, str, str]:
+    return f"{start}[", ", ", f"]{end}"
+
+
+def _wrapped(start: str, end: str) -> tuple[str, str, str]:
+    return f"{start}\n", f"\n{end}\n{start}\n", f"\n{end}"
+
+
+_BEGIN, _END = "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>"
+_ALL_BEGIN, _ALL_END = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"
+_DSML = "｜DSML｜"
+_ARGS, _MORE_ARGS = "{name}[ARGS]{arguments}", ("{name}[CALL_ID]{id}[ARGS]{arguments}", "{name}{arguments}")
+
+TOOL_FORMATS: Mapping[str, ToolFormat] = {
+    each.name: each
+    for each in (
+        ToolFormat("hermes", forced=_wrapped("<tool_call>", "</tool_call>"), reads_objects=True),
+        ToolFormat(
+            *("llama3_json", '{"name": "{name}", "parameters": {arguments}}', ("", "; ", "")),
+            starts=("<|python_tag|>",), is_bare=True, reads_objects=True,
+        ),
+        ToolFormat(
+            *("mistral", _OBJECT, _in_list("[TOOL_CALLS] ", "")), also=(_ARGS, *_MORE_ARGS),
+            reads_objects=True, short_ids=True,
+        ),
+        ToolFormat(
+            *("mistral_v11", _ARGS, ("[TOOL_CALLS]", "[TOOL_CALLS]", "")), also=_MORE_ARGS,
+            reads_objects=True, short_ids=True,
+        ),
+        ToolFormat(
+            "phi4_mini_json", forced=_in_list("<|tool_call|>", "<|/tool_call|>"), starts=("functools",), reads_objects=True
+        ),
+        ToolFormat("granite", forced=_in_list("<|tool_call|>", ""), starts=("<tool_call>",), reads_objects=True),
+        ToolFormat("apriel", forced=_in_list("<tool_calls>", "</tool_calls>"), reads_objects=True),
+        ToolFormat("minimax", forced=("<tool_calls>\n", "\n", "\n</tool_calls>"), reads_objects=True),
+        ToolFormat("nemotron", forced=_in_list("<TOOLCALL>", "</TOOLCALL>"), reads_objects=True),
+        ToolFormat("gigachat", forced=("<|function_call|>", "<|function_call|>", ""), reads_objects=True),
+        ToolFormat(
+            *("command_a", '{"tool_call_id": "{index}", "tool_name": "{name}", "parameters": {arguments}}'),
+            _in_list("<|START_ACTION|>", "<|END_ACTION|>"), reads_objects=True,
+        ),
+        ToolFormat("json", forced=("[", ", ", "]"), is_bare=True, reads_objects=True),
+        ToolFormat("apertus", '{"{name}": {arguments}}', _in_list("<|tools_prefix|>", "<|tools_suffix|>")),
+        ToolFormat("llama_function", "<function={name}>{arguments}</function>"),
+        ToolFormat(
+            *("deepseek_v3", _BEGIN + "function<｜tool▁sep｜>{name}\n```json\n{arguments}\n```" + _END),
+            (_ALL_BEGIN, "\n", _ALL_END),
+        ),
+        ToolFormat("deepseek_v31", _BEGIN + "{name}<｜tool▁sep｜>{arguments}" + _END, (_ALL_BEGIN, "", _ALL_END)),
+        ToolFormat(
+            *("kimi_k2", "<|tool_call_begin|>functions.{name}:{index}<|tool_call_argument_begin|>{arguments}<|tool_call_end|>"),
+            ("<|tool_calls_section_begin|>", "", "<|tool_calls_section_end|>"),
+        ),
+        ToolFormat(
+            *("solar", "<|tool_call:begin|>{id}<|tool_call:name|>{name}<|tool_call:args|>{arguments}<|tool_call:end|>"),
+            ("<|tool_calls|>", "", ""),
+        ),
+        ToolFormat(
+            *("qwen3_coder", "<function={name}>\n{parameters}</function>", _wrapped("<tool_call>", "</tool_call>")),
+            "<parameter={key}>\n{value}\n</parameter>\n",
+        ),
+        ToolFormat(
+            *("seed_oss", "<function={name}>\n{parameters}</function>", _wrapped("<seed:tool_call>", "</seed:tool_call>")),
+            "<parameter={key}>{value}</parameter>\n",
+        ),
+        ToolFormat(
+            *("glm45", "<tool_call>{name}\n{parameters}</tool_call>", ("", "\n", "")),
+            "<arg_key>{key}</arg_key>\n<arg_value>{value}</arg_value>\n",
+        ),
+        ToolFormat(
+            *("minimax_m2", '<invoke name="{name}">\n{parameters}</invoke>'),
+            ("<minimax:tool_call>\n", "\n", "\n</minimax:tool_call>"), '<parameter name="{key}">{value}</parameter>\n',
+        ),
+        *(
+            ToolFormat(
+                *(name, f'<{_DSML}invoke name="{{name}}">\n{{parameters}}</{_DSML}invoke>'),
+                (f"<{_DSML}{word}>\n", "\n", f"\n</{_DSML}{word}>"),
+                f'<{_DSML}parameter name="{{key}}" string="{{string}}">{{value}}</{_DSML}parameter>\n',
+            )
+            for name, word in (("deepseek_v32", "function_calls"), ("deepseek_v4", "tool_calls"))
+        ),
+        ToolFormat(
+            *("minicpm5", '<function name="{name}">{parameters}</function>', ("", "\n", "")),
+            '<param name="{key}">{value}</param>',
+        ),
+        ToolFormat(
+            *("pythonic", "{name}({parameters})", ("[", ", ", "]")),
+            starts=("<|python_start|>",), is_bare=True, is_pythonic=True,
+        ),
+        ToolFormat(
+            *("lfm2", "{name}({parameters})", _in_list("<|tool_call_start|>", "<|tool_call_end|>")), is_pythonic=True
+        ),
+        # Harmony (github.com/openai/harmony), which `harmony.py` reads.
+        ToolFormat(
+            "openai", "<|channel|>commentary to=functions.{name} <|constrain|>json<|message|>{arguments}",
+            also=(" to=functions.{name}<|channel|>commentary json<|message|>{arguments}",), is_single=True,
+        ),
+    )
+}  # fmt: skip
+
+
+def write_calls(form: ToolFormat, calls: Sequence[tuple[str, Any]]) -> str:
+    """Return calls, names with arguments, as the text that a model writes."""
+    before, between, after = form.forced
+    written = [_written(form, form.call, index, name, arguments) for index, (name, arguments) in enumerate(calls)]
+    return before + between.join(written) + after
+
+
+def _written(form: ToolFormat, pattern: str, index: int, name: str, arguments: Any) -> str:
+    """Return a call. Arguments that are no object, since a model wrote them so, are written as they are."""
+    if not isinstance(arguments, Mapping):
+        parameters = str(arguments)
+    elif form.is_pythonic:
+        parameters = ", ".join(f"{key}={_json(value)}" for key, value in arguments.items())
+    else:
+        parameters = "".join(
+            fill(form.parameter, key=key, value=value if isinstance(value, str) else _json(value),
+                 string="true" if isinstance(value, str) else "false")
+            for key, value in arguments.items()
+        )  # fmt: skip
+    whole = arguments if isinstance(arguments, str) else _json(arguments)
+    values = {"name": name, "arguments": whole, "index": str(index), "id": f"call{index:05}"}
+    return fill(pattern, **values, parameters=parameters)
+
+
+def fill(pattern: str, **values: str) -> str:
+    """Return a pattern with values in its places."""
+    return _PLACE.sub(lambda place: values[place[1]], pattern)
+
+
+def split_pattern(pattern: str) -> list[str]:
+    """Return the fixed texts of a pattern and between them the names of its places."""
+    return _PLACE.split(pattern)
+
+
+def _json(value: object) -> str:
+    return json.dumps(value, ensure_ascii=False)
+
+
+# ---- the format of a template --------------------------------------------------------------------------------------
+
+_TRIAL_NAME, _TRIAL_ID = "trial_tool", "call00000"
+_TRIAL_ARGUMENTS: Mapping[str, Any] = {"trial_text": "trial value", "trial_number": 3}
+TRIAL_TOOL: Mapping[str, Any] = {
+    "type": "function",
+    "function": {
+        "name": _TRIAL_NAME,
+        "description": "A trial.",
+        "parameters": {
+            "type": "object",
+            "properties": {
+                "trial_text": {"type": "string", "description": "A text."},
+                "trial_number": {"type": "integer", "description": "A number."},
+            },
+            "required": ["trial_text"],
+        },
+    },
+}
+TRIAL_CALL: Sequence[Message] = (
+    {"role": "user", "content": "trial question"},
+    {
+        "role": "assistant",
+        "content": "",
+        "tool_calls": [
+            {"id": _TRIAL_ID, "type": "function", "function": {"name": _TRIAL_NAME, "arguments": _TRIAL_ARGUMENTS}}
+        ],
+    },
+    {"role": "tool", "content": "trial result", "tool_call_id": _TRIAL_ID, "name": _TRIAL_NAME},
+)
+
+
+def find_tool_format(text: str | None) -> ToolFormat | None:
+    """Return the format in which a template wrote `TRIAL_CALL`; None if it wrote none, or in a way that is not known.
+
+    It is the format that writes the same text; of several, the one whose text is longest.
+    """
+    compact = _compact(text or "")
+    found = [
+        (len(own), form)
+        for form in TOOL_FORMATS.values()
+        for pattern in (form.call, *form.also)
+        if (own := _compact(form.forced[0] + _written(form, pattern, 0, _TRIAL_NAME, _TRIAL_ARGUMENTS))) in compact
+    ]
+    return max(found, key=lambda one: one[0])[1] if found else None
+
+
+_ID_KEY = re.compile(r',"id":"[^"]*"')
+
+
+def _compact(text: str) -> str:
+    """Return a text without what differs between templates of one format: white space, quotes and ids of calls."""
+    return _ID_KEY.sub("", "".join(text.split()).replace("'", '"'))
+
+
+def choose_tool_format(template: str | None, model_type: str) -> ToolFormat:
+    """Return the format for a template that writes no calls, from what it says about them."""
+    source = template or ""
+    for name, marks in _MARKS_OF_FORMATS.items():
+        if any(mark in source for mark in marks):
+            return TOOL_FORMATS[name]
+    if model_type.startswith("granite") and "<tool_call>" not in source:
+        return TOOL_FORMATS["granite"]
+    if "<tool_call>" not in source and ("<|python_tag|>" in source or '"parameters"' in source):
+        return TOOL_FORMATS["llama3_json"]
+    return TOOL_FORMATS["hermes"]
+
+
+_MARKS_OF_FORMATS: Mapping[str, tuple[str, ...]] = {
+    "mistral": ("[TOOL_CALLS]",),
+    "phi4_mini_json": ("<|/tool_call|>", "functools["),
+    "granite": ("<|tool_call|>",),
+    "lfm2": ("<|tool_call_start|>", "<|tool_list_start|>"),
+    "kimi_k2": ("<|tool_calls_section_begin|>",),
+    "command_a": ("<|START_ACTION|>",),
+    "pythonic": ("<|python_start|>",),
+}

@@ -1,0 +1,231 @@
+"""Grammars that force calls of tools, in llguidance's Lark syntax.
+
+Arguments that are JSON follow the tool's schema. Parameters between tags are plain texts: each follows the schema of its
+property, in the order of the schema.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from app.errors import InvalidRequest
+from app.text.grammar_definition import json_style, literal
+from app.text.parameter_values import resolve
+from app.text.tool_formats import ToolFormat, split_pattern
+
+# Keywords of an object's schema that say which keys it has in another way than by listing them.
+_OTHER_KEYS = (
+    *("allOf", "anyOf", "oneOf", "not", "if", "$ref", "patternProperties", "propertyNames"),
+    *("minProperties", "maxProperties", "dependentSchemas", "dependentRequired"),
+)
+_FREE_TEXT = r"(?s:.*)"
+_MAX_REFERENCES = 16
+
+
+def forced_calls_grammar(form: ToolFormat, tools: Sequence[tuple[str, Mapping[str, Any]]], parallel: bool) -> str:
+    """Return the grammar of a text that is calls of these tools and nothing else.
+
+    Args:
+        form: The format of the calls.
+        tools: The name and the JSON schema of the parameters of each tool.
+        parallel: More than one call is allowed.
+
+    Raises:
+        InvalidRequest: A schema has something that this format cannot follow.
+    """
+    before, between, after = map(_around, form.forced)
+    more = f" ({between} call)*" if parallel and not form.is_single else ""
+    rules = _Rules(form)
+    lines = [
+        f"start: {before} call{more} {after}",
+        "call: " + " | ".join(f"call{place}" for place in range(len(tools))),
+    ]
+    for place, (name, schema) in enumerate(tools):
+        lines.append(f"call{place}: {_call(form, name, place)}")
+        lines += rules.arguments(name, schema, place)
+    return "\n".join(lines) + "\n"
+
+
+def _around(text: str) -> str:
+    """Return the expression of a text around calls.
+
+    White space at its beginning is a lexeme of its own, since texts that begin alike may follow a call, and the library
+    takes the longest lexeme that may be meant.
+    """
+    rest = text.lstrip()
+    return " ".join(literal(part) for part in (text[: len(text) - len(rest)], rest) if part)
+
+
+def _call(form: ToolFormat, name: str, place: int) -> str:
+    """Return the expression of a call; `arguments{place}` is the rule of its arguments."""
+    parts: list[str] = []
+    text = ""
+    for number, part in enumerate(split_pattern(form.call)):
+        if number % 2 == 0:
+            text += part
+        elif part == "name":
+            text += json.dumps(name)[1:-1] if form.call.startswith("{") else name
+        else:
+            parts += _lexemes(form, text)
+            parts.append({"index": "/[0-9]+/", "id": "/[0-9A-Za-z]{9}/"}.get(part, f"arguments{place}"))
+            text = ""
+    return " ".join([*parts, *_lexemes(form, text)])
+
+
+def _lexemes(form: ToolFormat, text: str) -> list[str]:
+    """Return a fixed text of a call as literals: that of an object is divided as JSON is.
+
+    An answer that is an object may begin alike, and the library takes the longest lexeme that may be meant.
+    """
+    parts = _JSON_LEXEME.findall(text) if form.call.startswith('{"') else [text]
+    return [literal(part) for part in parts if part]
+
+
+_JSON_LEXEME = re.compile(r'"[^"]*"|[^"]+|"')
+
+
+class _Rules:
+    """The rules of arguments; those of each tool have its number in their names."""
+
+    def __init__(self, form: ToolFormat) -> None:
+        self._form = form
+        if form.parameter:
+            first, rest = form.parameter.split("{key}")
+            between, self._end = rest.split("{value}")
+            self._first, self._between = first, between
+
+    def arguments(self, tool: str, schema: Mapping[str, Any], place: int) -> Iterator[str]:
+        """Yield the rules of a tool's arguments."""
+        if not self._form.parameter and not self._form.is_pythonic:
+            yield f"arguments{place}: %json {json.dumps(json_style(schema))}"
+            return
+        for keyword in _OTHER_KEYS:
+            if keyword in schema:
+                raise InvalidRequest(
+                    f"tools cannot be followed: the parameters of {tool} have {keyword}, which the {self._form.name} format of "
+                    "calls has no form for; list the properties.",
+                    field="tools",
+                )
+        properties = schema.get("properties")
+        listed = properties if isinstance(properties, Mapping) else {}
+        required = schema.get("required")
+        names = {*required} if isinstance(required, list) else set()
+        yield from self._sequence([(key, key in names) for key in listed], place, _is_open(schema, listed))
+        for number, (key, value) in enumerate(listed.items()):
+            yield f"p{place}_{number}: {self._parameter(key, value, schema, f'v{place}_{number}')}"
+            yield from self._value(f"v{place}_{number}", value, schema)
+        if _is_open(schema, listed):
+            more = schema.get("additionalProperties", True)
+            yield f"p{place}_more: {self._parameter(None, more, schema, f'v{place}_more')}"
+            yield from self._value(f"v{place}_more", more, schema)
+
+    def _sequence(self, keys: Sequence[tuple[str, bool]], place: int, is_open: bool) -> Iterator[str]:
+        """Yield rules of parameters in order, of which some may be left out.
+
+        Rule s is what may follow if nothing is written yet, t the same after a parameter, with a comma where calls have
+        any.
+        """
+        comma = '", " ' if self._form.is_pythonic else ""
+        yield f"arguments{place}: s{place}_0"
+        for number, (_, is_required) in enumerate(keys):
+            here, after = f"{place}_{number}", f"{place}_{number + 1}"
+            yield f"s{here}: p{here} t{after}" + ("" if is_required else f" | s{after}")
+            yield f"t{here}: {comma}p{here} t{after}" + ("" if is_required else f" | t{after}")
+        more = f"p{place}_more"
+        last = f"{place}_{len(keys)}"
+        yield f"s{last}: " + (f'"" | {more} ({comma}{more})*' if is_open else '""')
+        yield f"t{last}: " + (f"({comma}{more})*" if is_open else '""')
+
+    def _parameter(self, key: str | None, schema: Any, root: Mapping[str, Any], value: str) -> str:
+        """Return the expression of one parameter; `key` None: any key that a schema does not list."""
+        if self._form.is_pythonic:
+            return f'/[A-Za-z_][0-9A-Za-z_]*/ "=" {value}' if key is None else f"{literal(key + '=')} {value}"
+        between = self._between
+        if "{string}" in between:
+            between = between.replace("{string}", "true" if _may_be_text(schema, root, _MAX_REFERENCES) else "false")
+        if key is None:
+            return f"{literal(self._first)} /[0-9A-Za-z_.-]+/ {literal(between)} {value}"
+        return f"{literal(self._first + key + between)} {value}"
+
+    def _value(self, rule: str, schema: Any, root: Mapping[str, Any]) -> Iterator[str]:
+        """Yield the rules of a value with the text that ends it."""
+        document = _document(schema, root)
+        if self._form.is_pythonic:
+            is_flag = isinstance(schema, Mapping) and schema.get("type") == "boolean" and "enum" not in schema
+            yield f"{rule}: " + ('"True" | "False"' if is_flag else f"%json {json.dumps(document)}")
+            return
+        texts = list(_texts(schema, root, _MAX_REFERENCES))
+        if not texts:
+            yield f"{rule}: {rule}_json {literal(self._end)}"
+            yield f"{rule}_json: %json {json.dumps(document)}"
+            return
+        yield f"{rule}: " + " | ".join(f"{rule}_{number}" for number in range(len(texts)))
+        for number, (pattern, exact) in enumerate(texts):
+            if exact:
+                yield f"{rule}_{number}: {literal(pattern + self._end)}"
+            elif pattern == _FREE_TEXT:
+                yield f"{rule}_{number}[suffix={literal(self._end)}]: /{pattern}/"
+            else:
+                yield f"{rule}_{number}: /{_escaped(pattern)}/ {literal(self._end)}"
+
+
+def _is_open(schema: Mapping[str, Any], listed: Mapping[str, Any]) -> bool:
+    """Return True if arguments may have keys that are not listed."""
+    more = schema.get("additionalProperties")
+    return bool(more) or isinstance(more, Mapping) if "additionalProperties" in schema else not listed
+
+
+def _document(schema: Any, root: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the schema of a property as one of its own, with the definitions to which it may refer."""
+    own = dict(schema) if isinstance(schema, Mapping) else {} if schema is not False else {"not": {}}
+    return json_style({**{name: root[name] for name in ("$defs", "definitions") if name in root}, **own})
+
+
+def _may_be_text(schema: Any, root: Mapping[str, Any], depth: int) -> bool:
+    return next(_texts(schema, root, depth), None) is not None
+
+
+def _texts(schema: Any, root: Mapping[str, Any], depth: int) -> Iterator[tuple[str, bool]]:
+    """Yield the texts that a value may be, as patterns or exact ones; none if it is never a string.
+
+    Other values are written as JSON, and where a string is possible too, only texts are forced that read as either.
+    """
+    if not isinstance(schema, Mapping) or not depth:
+        yield _FREE_TEXT, False
+        return
+    if isinstance(reference := schema.get("$ref"), str):
+        yield from _texts(resolve(reference, root), root, depth - 1)
+        return
+    for name in ("anyOf", "oneOf"):
+        if isinstance(options := schema.get(name), list):
+            for option in options:
+                yield from _texts(option, root, depth - 1)
+            return
+    values = schema.get("enum", [schema["const"]] if "const" in schema else None)
+    if not isinstance(values, list):
+        yield from _patterns(schema)
+    elif any(isinstance(value, str) for value in values):
+        for value in values:
+            yield value if isinstance(value, str) else json.dumps(value), True
+
+
+def _patterns(schema: Mapping[str, Any]) -> Iterator[tuple[str, bool]]:
+    kinds = schema.get("type", "object" if {"properties", "items"} & schema.keys() else "string")
+    if kinds != "string" and not (isinstance(kinds, list) and "string" in kinds):
+        return
+    if isinstance(pattern := schema.get("pattern"), str):
+        start, end = pattern.startswith("^"), pattern.endswith("$") and not pattern.endswith("\\$")
+        inner = pattern[start : len(pattern) - end]
+        yield (_FREE_TEXT if not start else "") + f"({inner})" + (_FREE_TEXT if not end else ""), False
+    elif "minLength" in schema or "maxLength" in schema:
+        yield f"(?s:.{{{schema.get('minLength', 0)},{schema.get('maxLength', '')}}})", False
+    else:
+        yield _FREE_TEXT, False
+
+
+def _escaped(pattern: str) -> str:
+    """Return a regular expression as Lark has it, between slashes."""
+    return re.sub(r"(?<!\\)/", r"\/", pattern).replace("\n", "\\n")
