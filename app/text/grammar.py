@@ -7,6 +7,7 @@ with limits first (`text/grammar_process.py`), and in the server once it is know
 from __future__ import annotations
 
 import ctypes
+import json
 import threading
 from collections import OrderedDict, deque
 from collections.abc import Callable, Sequence
@@ -23,6 +24,7 @@ from llguidance import LLMatcher, LLTokenizer
 from app.errors import InvalidRequest
 from app.text.grammar_definition import LIMITS, STACK_BYTES, GrammarSource, check_source, refusal
 from app.text.grammar_process import QUICK_SECONDS, SLOW_SECONDS, GrammarProcess
+from app.text.json_repeats import JsonRepeats, SchemaPlaces, TokenTexts
 from app.text.rust_panics import ConvertRustErrors, is_rust_panic
 from app.text.template_messages import ReplyStatus
 from app.text.tokenizer import Tokenizer
@@ -34,6 +36,7 @@ MAX_KEPT_REFUSALS = 64
 # Texts in JSON strings by length: the library keeps the masks of the tokens that match each. With more lengths than its
 # own, 10 and 30, masks in strings of limited length take a third of the time.
 _SLICES = (*(rf'[^"\\\x00-\x1F\x7F]{{1,{length}}}' for length in (3, 6, 9, 12, 16, 30)), r'[^"\\\x00-\x1F\x7F]+')
+_REPEATED = "a key or a unique item was written twice"
 _UNFOLLOWED = "no token that the grammar allows was possible"
 _MAX_FORCED_TOKENS = 64  # returned at once; a step uses fewer
 _JSON_KINDS = ("json_schema", "lark")  # the latter are tool calls
@@ -62,24 +65,38 @@ class SlashEscape:
         return (length % 2 == 1) != (before and length == len(text))
 
 
+_MakeRepeats = Callable[[], JsonRepeats]
+
+
 class CompiledGrammar:
     """A grammar for one vocabulary. Any thread may use it."""
 
-    def __init__(self, matcher: LLMatcher, eos_token_ids: frozenset[int], slash: SlashEscape | None = None) -> None:
+    def __init__(
+        self, matcher: LLMatcher, eos_token_ids: frozenset[int], slash: SlashEscape | None, repeats: _MakeRepeats | None
+    ) -> None:
         self._matcher, self._eos_token_ids, self._slash = matcher, eos_token_ids, slash
+        self._repeats = repeats
 
     def start(self) -> MatcherState:
         """Return the state before the first token of a sequence."""
-        return MatcherState(self._matcher.deep_copy(), self._eos_token_ids, self._slash)
+        repeats = self._repeats and self._repeats()
+        return MatcherState(self._matcher.deep_copy(), self._eos_token_ids, self._slash, repeats)
 
 
 class MatcherState:
     """The place in a grammar that one sequence has reached; see `messages.GrammarState`."""
 
-    __slots__ = ("_eos_token_ids", "_forced", "_is_escape_open", "_matcher", "_slash", "error", "finished")
+    __slots__ = ("_eos_token_ids", "_forced", "_is_escape_open", "_matcher", "_repeats", "_slash", "error", "finished")
 
-    def __init__(self, matcher: LLMatcher, eos_token_ids: frozenset[int], slash: SlashEscape | None = None) -> None:
+    def __init__(
+        self,
+        matcher: LLMatcher,
+        eos_token_ids: frozenset[int],
+        slash: SlashEscape | None,
+        repeats: JsonRepeats | None,
+    ) -> None:
         self._matcher, self._eos_token_ids, self._slash = matcher, eos_token_ids, slash
+        self._repeats = repeats
         self._is_escape_open = False
         self._forced: deque[int] = deque()  # computed once: a grammar may force a hundred thousand tokens
         self.finished = False
@@ -87,14 +104,20 @@ class MatcherState:
 
     def fill_masks(self, address: int, row_bytes: int, draft_ids: Sequence[int]) -> None:
         """Write the mask of the next token, and of the one after each draft token."""
+        repeats = self._repeats
         with _Panics(self):
             was_open, count = self._is_escape_open, 0
+            before = repeats and repeats.copy_of_state()
             self._fill_mask(address, row_bytes)
             for place, token_id in enumerate(draft_ids, 1):
                 count += self._consume(token_id)
+                if repeats:
+                    repeats.read(token_id)
                 self._fill_mask(address + place * row_bytes, row_bytes)
             if count:
                 self._matcher.rollback(count)
+            if repeats and before:
+                repeats.restore(before)
             self._is_escape_open = was_open
             self._check()
 
@@ -112,6 +135,8 @@ class MatcherState:
                 self._forced.clear()
             self._consume(token_id)
             self._check()
+            if self._repeats and not self._repeats.read(token_id) and not self.error:
+                self.error = _REPEATED
             self.finished = not self.error and self._matcher.is_stopped()
 
     def count_valid(self, token_ids: Sequence[int]) -> int:
@@ -123,8 +148,16 @@ class MatcherState:
             if count:
                 self._matcher.rollback(count)
             self._check()
-            return max(count - stopped, 0)
+            return min(max(count - stopped, 0), self._count_before_repetition(token_ids[:count]))
         return 0
+
+    def _count_before_repetition(self, token_ids: Sequence[int]) -> int:
+        if self._repeats is None:
+            return len(token_ids)
+        before = self._repeats.copy_of_state()
+        count = next((place for place, one in enumerate(token_ids) if not self._repeats.read(one)), len(token_ids))
+        self._repeats.restore(before)
+        return count
 
     def forced_tokens(self) -> Sequence[int]:
         """Return the first tokens of the text that must follow."""
@@ -153,6 +186,12 @@ class MatcherState:
         if slash is not None and self._is_escape_open and self._takes_slash(slash, keeps=False):
             byte = ctypes.c_uint8.from_address(address + slash.slash_id // 8)
             byte.value |= 1 << slash.slash_id % 8
+        forbidden = list(self._repeats.forbidden()) if self._repeats else ()
+        for token_id in forbidden:
+            byte = ctypes.c_uint8.from_address(address + token_id // 8)
+            byte.value &= ~(1 << token_id % 8)
+        if forbidden and not ctypes.string_at(address, row_bytes).strip(b"\0"):
+            self.error = self.error or _UNFOLLOWED
 
     def _takes_slash(self, slash: SlashEscape, keeps: bool) -> bool:
         """Return True if a slash may follow; with `keeps` it is then taken."""
@@ -265,10 +304,21 @@ class GrammarCompiler:
             matcher.compute_bitmask()  # what is too much work for the first token is refused before it is admitted
         if matcher.is_error():
             raise refusal(source, matcher.get_error())
-        compiled = CompiledGrammar(matcher, self._eos_token_ids, self._slash if source.kind in _JSON_KINDS else None)
+        slash = self._slash if source.kind in _JSON_KINDS else None
+        compiled = CompiledGrammar(matcher, self._eos_token_ids, slash, self._repeats(source))
         with self._lock:
             _keep(kept, source, compiled, most)
         return compiled
+
+    def _repeats(self, source: GrammarSource) -> _MakeRepeats | None:
+        if source.kind != "json_schema":
+            return None
+        places, after = SchemaPlaces(json.loads(source.text)), source.after.encode()
+        return partial(JsonRepeats, places, self._token_texts, after)
+
+    @cached_property
+    def _token_texts(self) -> TokenTexts:
+        return TokenTexts([self._inner.token_bytes(token_id) for token_id in range(self._vocab_size)])
 
     @property
     def _vocabulary(self) -> LLTokenizer:

@@ -57,7 +57,9 @@ class SchemaCheck:
 
     def _compile(self, schema: Any) -> tuple[CompiledGrammar | None, str]:
         try:
-            return self._compiler.compile(GrammarSource("json_schema", json.dumps(schema), "schema")), "compiled"
+            return self._compiler.compile(
+                GrammarSource("json_schema", json.dumps(schema), "schema", is_open=True)
+            ), "compiled"
         except InvalidRequest as refusal:
             return None, f"refused: {refusal.message}" if len(refusal.message) > len(
                 "schema cannot be followed: "
