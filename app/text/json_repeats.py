@@ -56,6 +56,7 @@ class SchemaPlaces:
         self.root = self.place([root])
 
     def place(self, schemas: Sequence[Any]) -> Place:
+        """Return a place that these schemas may describe."""
         self._places += 1
         found: dict[int, Schema] = {}
         pending = list(schemas)
@@ -194,20 +195,20 @@ class JsonRepeats:
             if byte not in _ENDS:
                 return after
             after = self._end_value(after, now.length)
-        if byte in b" \n\r\t":
-            return after
+        return after if byte in b" \n\r\t" else self._take_mark(after, byte, now.length)
+
+    def _take_mark(self, now: _Reading, byte: int, start: int) -> _Reading:
+        """Read a byte outside of strings and numbers, at the place `start`."""
         top = now.open[-1] if now.open else None
+        if top is None and byte in b"]},":
+            return replace(now, is_over=True)
         if byte in b"]}":
-            if top is None:
-                return replace(after, is_over=True)
-            return self._end_value(replace(after, open=after.open[:-1]), after.length)
+            return self._end_value(replace(now, open=now.open[:-1]), now.length)
         if byte == ord(","):
-            return replace(after, kind="value" if top is not None and top.is_array else "key", is_over=top is None)
+            return replace(now, kind="value" if top is not None and top.is_array else "key")
         if byte == ord(":"):
-            return replace(after, kind="value")
-        if after.kind == "key":
-            return self._begin(after, now.length, "name")
-        return self._begin_value(after, byte, now.length)
+            return replace(now, kind="value")
+        return self._begin(now, start, "name") if now.kind == "key" else self._begin_value(now, byte, start)
 
     def _begin(self, now: _Reading, start: int, kind: str) -> _Reading:
         opened = (*now.open[:-1], replace(now.open[-1], start=start)) if now.open else ()

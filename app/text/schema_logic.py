@@ -7,7 +7,9 @@ Both are answers on the safe side: a schema of `refusals` accepts only values th
 from __future__ import annotations
 
 import itertools
+import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 from app.text.schema_patterns import all_but
@@ -36,7 +38,7 @@ def json_type(value: Any) -> str:
     if value is None:
         return "null"
     kinds = ((bool, "boolean"), (str, "string"), ((int, float), "number"), (Mapping, "object"), (Sequence, "array"))
-    return next(name for kind, name in kinds if isinstance(value, kind))  # type: ignore[arg-type]
+    return next(name for kind, name in kinds if isinstance(value, kind))
 
 
 def same(one: Any, other: Any) -> bool:
@@ -70,6 +72,29 @@ class SchemaLogic:
                 found = found.get(key) if isinstance(found, Mapping) else None
         return found if isinstance(found, Mapping | bool) else None
 
+    def is_circular(self, reference: Any) -> bool:
+        """Return True if a schema refers to itself, also by others."""
+        seen: set[str] = set()
+        pending: list[Any] = [self.target(reference)]
+        while pending:
+            value = pending.pop()
+            self._count()
+            if isinstance(value, Mapping):
+                found = value.get("$ref")
+                if found == reference:
+                    return True
+                if isinstance(found, str) and found not in seen:
+                    seen.add(found)
+                    pending.append(self.target(found))
+                pending += value.values()
+            elif isinstance(value, list):
+                pending += value
+        return False
+
+    def types(self, schema: Any) -> set[str]:
+        """Return the types that a schema may accept."""
+        return self._types(self.parts(schema))
+
     def refusals(self, schema: Any, known: Collection[str] | None = None, depth: int = 0) -> list[Any]:
         """Return schemas of which each accepts only values that `schema` refuses.
 
@@ -89,6 +114,10 @@ class SchemaLogic:
                 found += [{"type": kind, opposite: bound + step}] if bound + step >= 0 else []
             elif word in _LIMITS and json_type(bound) == "number":
                 found.append({"type": "number", _LIMITS[word]: bound})
+        return found + self._refusals_of_parts(schema, known, depth)
+
+    def _refusals_of_parts(self, schema: Schema, known: Collection[str] | None, depth: int) -> list[Any]:
+        found: list[Any] = []
         if "$ref" in schema:
             found += self.refusals(self.target(schema["$ref"]), known, depth + 1)
         if isinstance(schema.get("allOf"), list):
@@ -125,6 +154,9 @@ class SchemaLogic:
                 found.append(
                     {"type": "object", "required": [name], "properties": {name: any_of(refused)}, REFUSAL: True}
                 )
+        if schema.get("additionalProperties") is False and not schema.get("patternProperties") and known:
+            others = [name for name in known if name not in (properties or ())]
+            found += [{"type": "object", "required": [name], REFUSAL: True} for name in others]
         return found
 
     def exclude_each_other(self, one: Any, other: Any, depth: int = 0) -> bool:
@@ -152,6 +184,9 @@ class SchemaLogic:
         values, other_values = listed_values(parts), listed_values(others)
         if values is not None and other_values is not None:
             return not any(same(value, other) for value in values for other in other_values)
+        for listed, second in ((values, others), (other_values, parts)):
+            if listed is not None and all(any(_refuses(part, value) for part in second) for value in listed):
+                return True
         return common == {"object"} and self._objects_exclude(parts, others, depth)
 
     def _objects_exclude(self, parts: list[Schema], others: list[Schema], depth: int) -> bool:
@@ -245,6 +280,19 @@ def _all_other_values(values: Sequence[Any]) -> list[Any]:
             limits = {"exclusiveMinimum": low, "exclusiveMaximum": high}
             found.append({"type": "number"} | {word: limit for word, limit in limits.items() if limit is not None})
     return found
+
+
+def _refuses(schema: Schema, value: Any) -> bool:
+    """Return True if a schema certainly refuses a value."""
+    kinds = _listed_types(schema)
+    if kinds is not None and json_type(value) not in {"number" if name == "integer" else name for name in kinds}:
+        return True
+    pattern = schema.get("pattern")
+    if not isinstance(value, str) or not isinstance(pattern, str) or not value.isascii() or "\n" in value:
+        return False
+    with suppress(re.error):  # of such texts Python's expressions have the same meaning
+        return re.search(pattern, value) is None
+    return False
 
 
 def _listed_types(schema: Schema) -> list[str] | None:

@@ -14,16 +14,17 @@ from itertools import combinations
 from typing import Any
 
 from app.text.schema_logic import Schema, SchemaLogic, any_of, same
-from app.text.schema_patterns import patterns_without_look_ahead
+from app.text.schema_patterns import all_but, patterns_without_look_ahead
 
 MAPS_OF_SCHEMAS = frozenset({"properties", "patternProperties", "$defs", "definitions", "dependentSchemas"})
 IN_PLACE = ("allOf", "anyOf", "oneOf")  # their schemas describe the same value
 SCHEMAS = frozenset(
     {"items", "prefixItems", "additionalItems", "additionalProperties", "contains", "if", "then", "else", "not"}
 )
+_ALL_NAMES = frozenset({"", ".*", "^.*$", ".*$", "^.*"})  # patterns that match every name of one line
+_BESIDE_REFERENCE = ("$ref", "$defs", "definitions", "$schema")
 _CONDITION = ("if", "then", "else")
 _OLD_DRAFTS = ("draft-03/", "draft-04/", "draft-05/", "draft-06/", "draft-07/")  # in `$schema`
-_BESIDE_REFERENCE = ("$ref", "$defs", "definitions", "$schema")
 MAX_CONDITIONS = 3  # that may hold together: their alternatives multiply
 MAX_COMBINATIONS = 32
 # Formats whose meaning the library enforces. Any other is an annotation, as the specification says.
@@ -45,7 +46,7 @@ def narrow_schema(schema: Any, is_open: bool = False, has_repeats: bool = False)
 
 class _Narrowing:
     def __init__(self, root: Schema, is_open: bool, has_repeats: bool) -> None:
-        self._is_open, self._has_repeats = is_open, has_repeats
+        self._root, self._is_open, self._has_repeats = root, is_open, has_repeats
         written = root.get("$schema")
         self._is_old = isinstance(written, str) and any(draft in written for draft in _OLD_DRAFTS)
         self._has_listed_items = self._is_old or (isinstance(written, str) and "2019-09" in written)
@@ -54,8 +55,8 @@ class _Narrowing:
     def schema(self, schema: Any) -> Any:
         if not isinstance(schema, Mapping):
             return schema
-        if "$ref" in schema and self._is_old:
-            schema = {word: value for word, value in schema.items() if word in _BESIDE_REFERENCE}
+        if "$ref" in schema and len(schema) > 1:
+            schema = self._without_siblings(schema)
         done: dict[str, Any] = {}
         for word, value in schema.items():
             if word in MAPS_OF_SCHEMAS and isinstance(value, Mapping):
@@ -73,6 +74,24 @@ class _Narrowing:
             done["allOf"] = [*done.get("allOf", ()), *together]
         return done
 
+    def _without_siblings(self, schema: Schema) -> Schema:
+        """Return a schema without the words beside its `$ref`, if that leads back to itself and they say nothing.
+
+        The library does not combine such a reference with other words.
+        """
+        target = self._logic.target(schema["$ref"])
+        if not self._logic.is_circular(schema["$ref"]):
+            return schema
+        types = self._logic.types(target)
+        listed = schema.get("type", [])
+        says_nothing = types <= {*([listed] if isinstance(listed, str) else listed)}
+        return {
+            word: value
+            for word, value in schema.items()
+            if word in _BESIDE_REFERENCE
+            or not (self._is_old or word in _ANNOTATIONS or (word == "type" and says_nothing))
+        }
+
     # Each rule reads a schema, takes its keyword out of `done`, and returns schemas that must hold too.
 
     def old_words(self, schema: Schema, done: dict[str, Any]) -> list[Any]:
@@ -83,9 +102,11 @@ class _Narrowing:
                 del done[word]
                 if schema[word] and limit in done:
                     done[word] = done.pop(limit)
+        if "$ref" in schema and self._is_old and schema is not self._root:
+            done.pop("$id", None)  # it does not count beside a reference, as all that is beside one
         name = schema.get("$id")
-        if isinstance(name, str) and name.startswith("#") and "$anchor" not in done:
-            del done["$id"]
+        if isinstance(name, str) and name.startswith("#") and not self._is_old and "$anchor" not in done:
+            done.pop("$id", None)
             if len(name) > 1:
                 done["$anchor"] = name[1:]
         return []
@@ -104,8 +125,11 @@ class _Narrowing:
         alternatives = [self._alone(place, branches, done["oneOf"][place]) for place in range(len(branches))]
         if None in alternatives:
             return []
-        del done["oneOf"]
-        done["anyOf"] = alternatives
+        # the order of words is that of an object's properties
+        words = done if "properties" in done else {"anyOf" if word == "oneOf" else word: done[word] for word in done}
+        kept = {word: value for word, value in words.items() if word != "oneOf"}
+        done.clear()
+        done |= kept | {"anyOf": alternatives}
         return []
 
     def _alone(self, place: int, branches: list[Any], done: Any) -> Any:
@@ -206,8 +230,7 @@ class _Narrowing:
                 if name in needed:
                     together.append(self.schema(then))
                 else:
-                    present = self._together([{"required": [name]}, then])
-                    together.append({"anyOf": [{"properties": {name: False}}, present]})
+                    together.append({"anyOf": [{"properties": {name: False}}, self.schema(then)]})
         return together
 
     def names(self, schema: Schema, done: dict[str, Any]) -> list[Any]:
@@ -215,6 +238,8 @@ class _Narrowing:
         if "propertyNames" not in schema:
             return []
         names = schema["propertyNames"]
+        if isinstance(names, Mapping) and isinstance(target := self._logic.target(names.get("$ref")), Mapping):
+            names = target
         words = {word for word in names if word not in _ANNOTATIONS} if isinstance(names, Mapping) else set()
         words -= {"type"} if words and names.get("type") == "string" else set()
         words -= {"format"} if words and names.get("format") not in _FORMATS else set()
@@ -222,7 +247,10 @@ class _Narrowing:
             done.pop("propertyNames")
             return []
         listed, others = done.get("properties", {}), done.get("additionalProperties", True)
-        if "patternProperties" in schema or not isinstance(listed, Mapping) or not isinstance(names, Mapping):
+        patterns = done.get("patternProperties")
+        if isinstance(patterns, Mapping) and not listed and len(patterns) == 1 and set(patterns) <= _ALL_NAMES:
+            ((_, others),) = done.pop("patternProperties").items()
+        if "patternProperties" in done or not isinstance(listed, Mapping) or not isinstance(names, Mapping):
             return []
         if words in ({"enum"}, {"const"}):
             allowed = names.get("enum", [names.get("const")])
@@ -275,7 +303,7 @@ class _Narrowing:
         if not isinstance(listed, Mapping) or not listed or set(listed) <= needed:
             return []
         optional = [name for name in listed if name not in needed]
-        together = []
+        together: list[Any] = []
         if isinstance(least, int):
             choices = list(combinations(optional, least - len(needed))) if 0 < least - len(needed) <= 2 else []
             if least <= len(needed) or 0 < len(choices) <= MAX_COMBINATIONS:
@@ -287,6 +315,7 @@ class _Narrowing:
             choices = list(combinations(optional, absent)) if absent > 0 and len(optional) <= 10 else []
             if absent <= 0 or 0 < len(choices) <= MAX_COMBINATIONS:
                 del done["maxProperties"]
+                done["additionalProperties"] = False  # also if others describe the object, and it stays open there
                 if choices:
                     together.append({"anyOf": [{"properties": dict.fromkeys(names, False)} for names in choices]})
         return together
@@ -300,8 +329,9 @@ class _Narrowing:
         if "uniqueItems" not in schema or not (self._has_repeats or schema["uniqueItems"] is False):
             return []
         del done["uniqueItems"]
-        values = self._logic.values(schema.get("items", True)) if schema["uniqueItems"] is True else None
-        if values is not None:
+        items = schema.get("items", True)
+        values = None if isinstance(items, list) or "prefixItems" in schema else self._logic.values(items)
+        if values is not None and schema["uniqueItems"] is True:
             different = [
                 value for place, value in enumerate(values) if not any(same(value, one) for one in values[:place])
             ]
@@ -349,6 +379,8 @@ def _names(logic: SchemaLogic, schema: Any) -> set[str]:
 
 
 def _name_pattern(names: Any, words: set[str]) -> str | None:
+    if words == {"not"} and isinstance(names["not"], Mapping) and set(names["not"]) == {"enum"}:
+        return all_but([name for name in names["not"]["enum"] if isinstance(name, str)])
     if words == {"pattern"} and isinstance(names["pattern"], str):
         patterns = patterns_without_look_ahead(names["pattern"])
         with suppress(re.error):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
+from typing import Any
 
 MAX_COMPLEMENT_CHARACTERS = 20_000
 MAX_DIGITS = 64  # of a Decimal whose digits before and after the point are limited together
@@ -75,7 +76,8 @@ def _without(inner: str) -> str | None:
         one = inner.removeprefix(anywhere)
         if one != inner and _ONE_CHARACTER.fullmatch(one):
             return f"^{_other_characters(one)}*$"
-    whole, begun = [], []
+    whole: list[str] = []
+    begun: list[str] = []
     for alternative in _alternatives(inner):
         text = _literal(alternative.removeprefix("^").removesuffix("$"))
         if text is None:
@@ -161,29 +163,30 @@ def all_but(whole: Iterable[str], begun: Iterable[str] = ()) -> str | None:
 
     None if it were too long.
     """
-    tree: dict[str, dict[str, object]] = {}
+    tree: dict[str, Any] = {}
     for texts, mark in ((whole, "whole"), (begun, "begun")):
         for text in texts:
-            node: dict[str, object] = tree
+            node = tree
             for character in text:
-                node = node.setdefault(character, {})  # type: ignore[assignment]
+                node = node.setdefault(character, {})
             node[mark] = {}
     pattern = _all_but(tree)
     return f"^(?:{pattern})$" if pattern is not None and len(pattern) <= MAX_COMPLEMENT_CHARACTERS else None
 
 
-def _all_but(node: dict[str, object]) -> str | None:
+def _all_but(node: dict[str, Any]) -> str | None:
     if "begun" in node:
         return None
     following = {character: child for character, child in node.items() if len(character) == 1}
     parts = [] if "whole" in node else [""]
     parts.append(f"[^{''.join(map(_escaped, following))}](?s:.)*" if following else "(?s:.)+")
     for character, child in following.items():
-        rest = _all_but(child)  # type: ignore[arg-type]
+        rest = _all_but(child)
         if rest is not None:
             parts.append(f"{_escaped(character)}(?:{rest})")
     return "|".join(parts)
 
 
 def _escaped(character: str) -> str:
-    return f"\\x{{{ord(character):x}}}"
+    code = ord(character)
+    return f"\\u{code:04x}" if code < 0x10000 else f"\\U{code:08x}"
