@@ -69,7 +69,10 @@ class TokenizeBody(Body):
 
 
 class DetokenizeBody(Body):
-    """Body of `POST /detokenize`: `token_ids`, or `tokens` with vLLM's and llama.cpp's name."""
+    """Body of `POST /detokenize`: `token_ids`, or `tokens` with vLLM's and llama.cpp's name.
+
+    Special tokens stay in the text, as with these, unless `skip_special_tokens` is true.
+    """
 
     model: str | None = None
     FOREIGN: ClassVar[Mapping[str, str]] = {"ids": "send token_ids here, or send ids to /decode."}
@@ -243,7 +246,7 @@ async def detokenize(request: Request, unread: RequestBody[DetokenizeBody]) -> R
     if (body.token_ids is None) == (body.tokens is None):
         raise InvalidRequest("Send token_ids, or tokens, which is vLLM's and llama.cpp's name.", field="token_ids")
     ids = body.tokens if body.token_ids is None else body.token_ids
-    text = await runtime.service.detokenize(ids or (), body.skip_special_tokens is not False)
+    text = await runtime.service.detokenize(ids or (), bool(body.skip_special_tokens))
     name = "text" if body.token_ids is not None else "content" if body.model is None else "prompt"
     return JSONResponse({name: text})
 

@@ -79,7 +79,7 @@ class CompletionBuilder:
     ) -> None:
         context, params = request.token_ids if continues_prompt else (), request.params
         texts = [
-            IncrementalDetokenizer(tokenizer, params.stop, context, literals, params.include_stop)
+            IncrementalDetokenizer(tokenizer, params.stop, context, literals, params.include_stop, params.min_tokens)
             for _ in range(params.n)
         ]
         self._choices = [ChoiceState(index, text) for index, text in enumerate(texts)]

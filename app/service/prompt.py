@@ -6,7 +6,7 @@ It runs in the service's thread pool, since a template and a tokenizer take time
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 from app.errors import InvalidRequest
@@ -68,8 +68,6 @@ def read_prompt(model: ServedDecoder, request: GenerationRequest) -> Prompt:
     params, num_scores = resolve_logprobs(model.limits, request.params, len(token_ids))
     if request.infill is not None and not params.ignore_eos:
         params = replace(params, stop_token_ids=(*params.stop_token_ids, *infill_format(model).end_ids))
-    if params.stop and params.skip_special_tokens:
-        params = replace(params, stop_token_ids=(*params.stop_token_ids, *_stop_tokens(model, params.stop)))
     form = model.reasoning_format if request.separates_reasoning else None
     end = "" if form is None else model.tokenizer.decode(token_ids[-_END_TOKENS:], skip_special_tokens=False)
     is_open = form is not None and opens_reasoning(form, end)
@@ -81,12 +79,6 @@ def read_prompt(model: ServedDecoder, request: GenerationRequest) -> Prompt:
         literals |= model.grammars.tokens_in(source)
     bad_word_ids = _bad_word_ids(model, request.params.bad_words)
     return Prompt(token_ids, params, num_scores, bad_word_ids, source, literals, is_open)
-
-
-def _stop_tokens(model: ServedDecoder, stops: Sequence[str]) -> Iterator[int]:
-    """Yield the special tokens among the stop strings, since they are no part of the text."""
-    special = {text: token_id for token_id, text in model.tokenizer.special_tokens.items()}
-    return (special[stop] for stop in stops if stop in special)
 
 
 def resolve_logprobs(

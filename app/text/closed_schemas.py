@@ -7,30 +7,24 @@ unless the schema says `additionalProperties`. An object that lists none has any
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
-Schema = Mapping[str, Any]
+from app.text.schema_logic import REFUSAL, Schema
+from app.text.schema_narrowing import IN_PLACE, MAPS_OF_SCHEMAS, SCHEMAS
 
-_MAPS_OF_SCHEMAS = frozenset({"properties", "patternProperties", "$defs", "definitions", "dependentSchemas"})
-_IN_PLACE = ("allOf", "anyOf", "oneOf")  # their schemas describe the same value
-_SCHEMAS = frozenset(
-    {"items", "prefixItems", "additionalItems", "additionalProperties", "contains", "if", "then", "else", "not"}
-)
 _OBJECT_WORDS = frozenset({"properties", "patternProperties", "required", "minProperties", "maxProperties"})
-# The formats that the library enforces. Any other is an annotation, as the specification says.
-_FORMATS = frozenset({"date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri"})
-# Python's pydantic describes a Decimal with a look-ahead, which no grammar follows. The second means the same.
-_PATTERNS = {r"^(?!^[-+.]*$)[+-]?0*\d*\.?\d*$": r"^[+-]?(\d+\.?\d*|\.\d+)$"}
 
 
-def close_schema(schema: Any) -> Any:
+def close_schema(schema: Any, is_open: bool = False) -> Any:
     """Return a schema whose objects are closed. What is no schema is returned unchanged.
+
+    `is_open`: only those are closed that forbid unevaluated properties.
 
     Raises:
         RecursionError: The schema is nested too deeply.
     """
-    return _Closing(schema).result() if isinstance(schema, Mapping) else schema
+    return _Closing(schema, is_open).result() if isinstance(schema, Mapping) else schema
 
 
 class _Closing:
@@ -40,8 +34,8 @@ class _Closing:
     definition that is used in such a place is copied without being closed.
     """
 
-    def __init__(self, root: Schema) -> None:
-        self._root = root
+    def __init__(self, root: Schema, is_open: bool) -> None:
+        self._root, self._is_open = root, is_open
         self._copies: dict[str, Any] = {}  # open definitions by name
         self._names: dict[str, str] = {}  # their names by reference
 
@@ -53,16 +47,20 @@ class _Closing:
         """Return a schema that describes a value alone."""
         if not isinstance(schema, Mapping):
             return schema
-        in_place = [word for word in (*_IN_PLACE, "$ref") if word in schema]
+        in_place = [word for word in (*IN_PLACE, "$ref") if word in schema]
         is_union = in_place in (["anyOf"], ["oneOf"]) and not _OBJECT_WORDS & schema.keys()
         is_reference = in_place == ["$ref"] and not _OBJECT_WORDS & schema.keys()
         done = self._copy(schema, is_part=bool(in_place) and not is_union and not is_reference)
-        if is_union or is_reference or "additionalProperties" in schema:
+        is_evaluated = schema.get("unevaluatedProperties") is False
+        if is_union or is_reference or "additionalProperties" in schema or REFUSAL in schema:
             return done
-        listed = _Listed()
+        if self._is_open and not is_evaluated:
+            return done
+        listed = _Listed(IN_PLACE if not is_evaluated else ("allOf",))
         self._list(schema, listed, set())
-        if listed.is_open or not (listed.properties or listed.patterns or "properties" in schema):
+        if listed.is_open or not (listed.properties or listed.patterns or schema.get("properties") == {}):
             return done
+        done.pop("unevaluatedProperties", None)
         closed = {"properties": dict.fromkeys(listed.properties, True), "additionalProperties": False}
         if listed.patterns:
             closed["patternProperties"] = dict.fromkeys(listed.patterns, True)
@@ -74,17 +72,15 @@ class _Closing:
         """Return a copy of a schema with closed schemas in it. `is_part`: others describe the same value."""
         done: dict[str, Any] = {}
         for word, value in schema.items():
-            if word in _MAPS_OF_SCHEMAS and isinstance(value, Mapping):
+            if word in MAPS_OF_SCHEMAS and isinstance(value, Mapping):
                 done[word] = {name: self._whole(one) for name, one in value.items()}
-            elif word in _IN_PLACE and isinstance(value, list):
+            elif word in IN_PLACE and isinstance(value, list):
                 done[word] = [self._part(one) if is_part else self._whole(one) for one in value]
-            elif word in _SCHEMAS:
+            elif word in SCHEMAS:
                 done[word] = [self._whole(one) for one in value] if isinstance(value, list) else self._whole(value)
             elif word == "$ref" and is_part:
                 done[word] = self._open_reference(value)
-            elif word == "pattern" and isinstance(value, str):
-                done[word] = _PATTERNS.get(value, value)
-            elif word != "format" or value in _FORMATS:
+            elif word != REFUSAL:
                 done[word] = value
         return done
 
@@ -117,16 +113,16 @@ class _Closing:
 
     def _list(self, schema: Any, listed: _Listed, seen: set[str]) -> None:
         """Note the properties that a schema and all that describe the same value list, in order."""
-        if not isinstance(schema, Mapping):
+        if not isinstance(schema, Mapping) or REFUSAL in schema:
             return
         for word, value in schema.items():
             if word == "properties" and isinstance(value, Mapping):
-                listed.properties |= dict.fromkeys(value)
+                listed.properties |= dict.fromkeys(name for name, one in value.items() if one is not False)
             elif word == "patternProperties" and isinstance(value, Mapping):
                 listed.patterns |= dict.fromkeys(value)
             elif word == "additionalProperties":
                 listed.is_open |= value is not False
-            elif word in _IN_PLACE and isinstance(value, list):
+            elif word in listed.branches and isinstance(value, list):
                 for one in value:
                     self._list(one, listed, seen)
             elif word == "$ref" and isinstance(value, str) and value not in seen:
@@ -138,9 +134,10 @@ class _Closing:
 
 
 class _Listed:
-    """What the schemas of one object list. `is_open`: one of them allows further keys."""
+    """What the schemas of one object list. `is_open`: one of them allows further keys. `branches`: words to follow."""
 
-    def __init__(self) -> None:
+    def __init__(self, branches: Collection[str]) -> None:
+        self.branches = branches
         self.properties: dict[str, None] = {}
         self.patterns: dict[str, None] = {}
         self.is_open = False

@@ -5,7 +5,7 @@ The text never has incomplete characters or anything past a stop string, and the
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from types import MappingProxyType
 
 from app.text.tokenizer import Tokenizer
@@ -32,7 +32,9 @@ class IncrementalDetokenizer:
     The joined results of `push` and `flush` equal decoding all tokens at once. Each push decodes a window of the
     last tokens, so a token costs the same at any length. `context` are the tokens before the first one: the end of
     the prompt in a completion, so that a sentencepiece decoder keeps the space before the first word; empty in a
-    chat, where the answer starts a text. `literals` are the special tokens that are part of the text, by id.
+    chat, where the answer starts a text. `literals` are the special tokens that are part of the text, by id. A stop
+    string that the first `min_tokens` tokens complete does not end the text, as in vLLM. Stop strings may contain
+    special tokens, which are not shown.
     """
 
     def __init__(
@@ -42,10 +44,15 @@ class IncrementalDetokenizer:
         context: Sequence[int] = (),
         literals: Mapping[int, str] = MappingProxyType({}),
         include_stop: bool = False,
+        min_tokens: int = 0,
     ) -> None:
         self._tokenizer = tokenizer
         self._literals = literals
-        self._stops = StopStrings(stops, include_stop)
+        hidden = (
+            [name for token_id, name in tokenizer.special_tokens.items() if token_id not in literals] if stops else []
+        )
+        self._stops = StopStrings(stops, include_stop, hidden)
+        self._early_tokens = min_tokens
         self._window = self._context_window(context)
         self._shown = self._context_length()  # characters of the window's text that were already returned
 
@@ -56,8 +63,12 @@ class IncrementalDetokenizer:
 
     def push(self, token_id: int) -> str:
         """Add a token and return the text that is certain now; often empty."""
+        is_early = self._early_tokens > 0
+        self._early_tokens -= 1
         if not self._tokenizer.has_text(token_id):
-            return self._stops.push(self._literals.get(token_id, ""))
+            literal = self._literals.get(token_id)
+            name = self._tokenizer.token_text(token_id) if literal is None else literal
+            return self._stops.push(name, is_hidden=literal is None, is_early=is_early)
         self._window.append(token_id)
         text = self._decoded()
         certain = len(text.rstrip(_REPLACEMENT))
@@ -67,13 +78,13 @@ class IncrementalDetokenizer:
         self._shown = max(self._shown, certain)
         if len(self._window) >= (_WIDE_TOKENS if certain == len(text) else _MAX_WINDOW_TOKENS):
             self._narrow(text)
-        return self._stops.push(new_text)
+        return self._stops.push(new_text, is_early=is_early)
 
     def flush(self) -> str:
         """End the tokens and return the text that was held back, with incomplete characters as U+FFFD."""
         rest = self._decoded()[self._shown :]
         self._shown += len(rest)
-        shown = self._stops.push(rest)
+        shown = self._stops.push(rest, is_early=self._early_tokens >= 0)
         return shown + self._stops.flush()
 
     def _decoded(self) -> str:
@@ -119,45 +130,94 @@ class StopStrings:
     stop string, however much text is held back.
     """
 
-    def __init__(self, stops: Sequence[str], include: bool = False) -> None:
+    def __init__(self, stops: Sequence[str], include: bool = False, hidden: Collection[str] = ()) -> None:
+        """Set the stop strings.
+
+        `hidden`: texts of special tokens, which are not shown. Only stop strings that contain one of them see them.
+        """
         self.matched: str | None = None
         self._include = include  # the text ends after the stop string, not before it
-        self._held_back = ""  # not shown yet: the longest suffix of the text that is a prefix of a stop string
+        # Not shown yet: the longest suffix of the text that is a prefix of a stop string. A mark is 1 if its character
+        # belongs to a special token.
+        self._held_back, self._marks = "", bytearray()
         self._stops = [(stop, _prefix_function(stop)) for stop in stops]
+        self._sees_hidden = [any(name in stop for name in hidden) for stop in stops]
         self._progress = [0] * len(stops)  # characters of each stop string that the end of the text matches
 
-    def push(self, text: str) -> str:
-        """Add text and return what can be shown now."""
-        if not self._stops or self.matched is not None:
-            return "" if self.matched is not None else text
+    def push(self, text: str, is_hidden: bool = False, is_early: bool = False) -> str:
+        """Add text and return what can be shown now.
+
+        `is_hidden`: it is the text of a special token. `is_early`: a stop string that it completes does not count.
+        """
+        if self.matched is not None:
+            return ""
+        if is_hidden and not any(self._sees_hidden):
+            return ""
+        if not self._stops:
+            return text
         for place, character in enumerate(text):
-            stop = self._advance(character)
-            if stop is not None:
-                self.matched = stop
-                shown = self._held_back + text[: place + 1]
-                self._held_back = ""
-                return shown if self._include else shown[: -len(stop)]
-        joined = self._held_back + text
-        first_held = len(joined) - max(self._progress)
-        self._held_back = joined[first_held:]
-        return joined[:first_held]
+            found = self._advance(character, is_hidden)
+            if found is not None and not is_early:
+                self._hold(text[: place + 1], is_hidden)
+                return self._end(found)
+            if found is not None:
+                self._forget_complete()
+        self._hold(text, is_hidden)
+        return self._shown(len(self._held_back) - max(map(self._length_held, self._progress, self._sees_hidden)))
 
     def flush(self) -> str:
         """End the text and return what was held back, since it is not a stop string."""
-        held, self._held_back = self._held_back, ""
-        return held
+        return self._shown(len(self._held_back))
 
-    def _advance(self, character: str) -> str | None:
-        """Advance every automaton by one character; return the longest stop string that this completes."""
-        found: str | None = None
+    def _hold(self, text: str, is_hidden: bool) -> None:
+        self._held_back += text
+        self._marks += bytes([is_hidden]) * len(text)
+
+    def _shown(self, count: int) -> str:
+        """Return the visible ones of the first characters that are held back, and forget them all."""
+        text, marks = self._held_back[:count], self._marks[:count]
+        self._held_back = self._held_back[count:]
+        del self._marks[:count]
+        if not any(marks):
+            return text
+        return "".join(character for character, mark in zip(text, marks, strict=True) if not mark)
+
+    def _end(self, place: int) -> str:
+        """End the text with a stop string and return the rest of what is shown."""
+        self.matched = stop = self._stops[place][0]
+        before = self._shown(len(self._held_back) - self._length_held(len(stop), self._sees_hidden[place]))
+        self._held_back = ""
+        self._marks.clear()
+        return before + stop if self._include else before
+
+    def _length_held(self, progress: int, sees_hidden: bool) -> int:
+        """Return how many of the last characters hold the last `progress` ones that a stop string sees."""
+        if sees_hidden or not any(self._marks):
+            return progress
+        length = 0
+        while progress:
+            length += 1
+            progress -= not self._marks[-length]
+        return length
+
+    def _forget_complete(self) -> None:
         for index, (stop, borders) in enumerate(self._stops):
+            if self._progress[index] == len(stop):
+                self._progress[index] = borders[-1]
+
+    def _advance(self, character: str, is_hidden: bool) -> int | None:
+        """Advance the automata by one character; return the place of the longest stop string that this completes."""
+        found: int | None = None
+        for index, (stop, borders) in enumerate(self._stops):
+            if is_hidden and not self._sees_hidden[index]:
+                continue
             matched = self._progress[index]
             while matched and stop[matched] != character:
                 matched = borders[matched - 1]
             matched += stop[matched] == character
             self._progress[index] = matched
-            if matched == len(stop) and (found is None or matched > len(found)):
-                found = stop
+            if matched == len(stop) and (found is None or matched > len(self._stops[found][0])):
+                found = index
         return found
 
 

@@ -7,6 +7,7 @@ with limits first (`text/grammar_process.py`), and in the server once it is know
 from __future__ import annotations
 
 import ctypes
+import json
 import threading
 from collections import OrderedDict, deque
 from collections.abc import Callable, Mapping, Sequence
@@ -23,6 +24,7 @@ from llguidance import LLMatcher, LLTokenizer, TokenizerWrapper
 from app.errors import InvalidRequest
 from app.text.grammar_definition import LIMITS, STACK_BYTES, GrammarSource, check_source, refusal
 from app.text.grammar_process import QUICK_SECONDS, SLOW_SECONDS, GrammarProcess
+from app.text.json_repeats import JsonRepeats, SchemaPlaces, TextBefore, VocabularyBytes
 from app.text.rust_panics import ConvertRustErrors, is_rust_panic
 from app.text.template_messages import ReplyStatus
 from app.text.tokenizer import Tokenizer
@@ -35,6 +37,7 @@ MAX_SPELLED_TOKENS = 32  # added tokens whose text a grammar has; each takes 2 Â
 # Texts in JSON strings by length: the library keeps the masks of the tokens that match each. With more lengths than its
 # own, 10 and 30, masks in strings of limited length take a third of the time.
 _SLICES = (*(rf'[^"\\\x00-\x1F\x7F]{{1,{length}}}' for length in (3, 6, 9, 12, 16, 30)), r'[^"\\\x00-\x1F\x7F]+')
+_REPEATED = "a key or a unique item was written twice"
 _UNFOLLOWED = "no token that the grammar allows was possible"
 _MAX_FORCED_TOKENS = 64  # returned at once; a step uses fewer
 _JSON_KINDS = ("json_schema", "lark")  # the latter are tool calls
@@ -63,6 +66,9 @@ class SlashEscape:
         return (length % 2 == 1) != (before and length == len(text))
 
 
+_MakeRepeats = Callable[[], JsonRepeats]
+
+
 @dataclass(frozen=True, slots=True)
 class CompiledGrammar:
     """A grammar for one vocabulary. Any thread may use it.
@@ -70,7 +76,7 @@ class CompiledGrammar:
     `matcher` is at its start. `field` is the client's name for the grammar. `spelled` are the added tokens whose text is
     part of the grammar's, each with the tokens as which it is read: special ones as their letters, others as themselves.
     These are checked too since the library, where several texts begin alike, may allow the usual tokens of that beginning
-    alone. `slash` is for JSON.
+    alone. `slash` and `make_repeats` are for JSON.
     """
 
     matcher: LLMatcher
@@ -78,6 +84,7 @@ class CompiledGrammar:
     eos_token_ids: frozenset[int]
     spelled: Mapping[int, Sequence[int]]
     slash: SlashEscape | None = None
+    make_repeats: _MakeRepeats | None = None
 
     def start(self) -> MatcherState:
         """Return the state before the first token of a sequence."""
@@ -87,10 +94,11 @@ class CompiledGrammar:
 class MatcherState:
     """The place in a grammar that one sequence has reached; see `messages.GrammarState`."""
 
-    __slots__ = ("_forced", "_grammar", "_is_escape_open", "_matcher", "error", "field", "finished")
+    __slots__ = ("_forced", "_grammar", "_is_escape_open", "_matcher", "_repeats", "error", "field", "finished")
 
     def __init__(self, grammar: CompiledGrammar) -> None:
         self._grammar, self._matcher, self.field = grammar, grammar.matcher.deep_copy(), grammar.field
+        self._repeats = grammar.make_repeats and grammar.make_repeats()
         self._is_escape_open = False
         self._forced: deque[int] = deque()  # computed once: a grammar may force a hundred thousand tokens
         self.finished = False
@@ -98,14 +106,20 @@ class MatcherState:
 
     def fill_masks(self, address: int, row_bytes: int, draft_ids: Sequence[int]) -> None:
         """Write the mask of the next token, and of the one after each draft token."""
+        repeats = self._repeats
         with _Panics(self):
             was_open, count = self._is_escape_open, 0
+            before = repeats and repeats.copy_of_state()
             self._fill_mask(address, row_bytes)
             for place, token_id in enumerate(draft_ids, 1):
                 count += self._consume(token_id)
+                if repeats:
+                    repeats.read(token_id)
                 self._fill_mask(address + place * row_bytes, row_bytes)
             if count:
                 self._matcher.rollback(count)
+            if repeats and before:
+                repeats.restore(before)
             self._is_escape_open = was_open
             self._check()
 
@@ -123,6 +137,8 @@ class MatcherState:
                 self._forced.clear()
             self._consume(token_id)
             self._check()
+            if self._repeats and not self._repeats.read(token_id) and not self.error:
+                self.error = _REPEATED
             self.finished = not self.error and self._matcher.is_stopped()
 
     def count_valid(self, token_ids: Sequence[int]) -> int:
@@ -135,8 +151,16 @@ class MatcherState:
             if count:
                 self._matcher.rollback(count)
             self._check()
-            return max(count - stopped, 0)
+            return min(max(count - stopped, 0), self._count_before_repetition(token_ids[:count]))
         return 0
+
+    def _count_before_repetition(self, token_ids: Sequence[int]) -> int:
+        if self._repeats is None:
+            return len(token_ids)
+        before = self._repeats.copy_of_state()
+        count = next((place for place, one in enumerate(token_ids) if not self._repeats.read(one)), len(token_ids))
+        self._repeats.restore(before)
+        return count
 
     def forced_tokens(self) -> Sequence[int]:
         """Return the first tokens of the text that must follow."""
@@ -168,6 +192,12 @@ class MatcherState:
         for token_id, _ in others:
             byte = ctypes.c_uint8.from_address(address + token_id // 8)
             byte.value |= 1 << token_id % 8
+        forbidden = list(self._repeats.forbidden()) if self._repeats else ()
+        for token_id in forbidden:
+            byte = ctypes.c_uint8.from_address(address + token_id // 8)
+            byte.value &= ~(1 << token_id % 8)
+        if forbidden and not ctypes.string_at(address, row_bytes).strip(b"\0"):
+            self.error = self.error or _UNFOLLOWED
 
     def _takes(self, same_ids: Sequence[int], keeps: bool) -> bool:
         """Return True if these tokens may follow; with `keeps` they are then taken."""
@@ -283,10 +313,21 @@ class GrammarCompiler:
         special = self._inner.special_tokens
         spelled = {one: self._letters(name) if one in special else (one,) for one, name in self._added_in(source)}
         slash = self._slash if source.kind in _JSON_KINDS else None
-        compiled = CompiledGrammar(matcher, source.field, self._eos_token_ids, spelled, slash)
+        repeats = self._repeats(source)
+        compiled = CompiledGrammar(matcher, source.field, self._eos_token_ids, spelled, slash, repeats)
         with self._lock:
             _keep(kept, source, compiled, most)
         return compiled
+
+    def _repeats(self, source: GrammarSource) -> _MakeRepeats | None:
+        if source.kind != "json_schema":
+            return None
+        places, before = SchemaPlaces(json.loads(source.text)), TextBefore.of(source)
+        return partial(JsonRepeats, places, self._token_texts, before)
+
+    @cached_property
+    def _token_texts(self) -> VocabularyBytes:
+        return VocabularyBytes([self._inner.token_bytes(token_id) for token_id in range(self._vocab_size)])
 
     def tokens_in(self, source: GrammarSource) -> Mapping[int, str]:
         """Return the special tokens, by id, whose texts a grammar has.

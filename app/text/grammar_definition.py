@@ -12,18 +12,18 @@ import re
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import partial
+from json import JSONDecodeError
 from typing import Any, Literal
 
 import llguidance
 from llguidance import LLMatcher, LLParserLimits
-from llguidance.gbnf_to_lark import GbnfToLarkError, any_to_lark
 
 from app.errors import InvalidRequest
 from app.text.closed_schemas import close_schema
-from app.text.rust_panics import ConvertRustErrors
+from app.text.gbnf import gbnf_to_lark, is_gbnf
+from app.text.schema_narrowing import narrow_schema
 
-MAX_SCHEMA_CHARACTERS = 2**17
+MAX_SCHEMA_CHARACTERS = 2**18
 MAX_GRAMMAR_CHARACTERS = 2**16
 MAX_CHOICES = 1500  # the library's limit on alternatives at one place is 2,000
 MAX_PROPERTIES = 1000  # of one object; the library's time grows with their square
@@ -55,7 +55,8 @@ class GrammarSource:
     in llguidance's Lark syntax. `field` is the client's name for it, used in error messages. If `after` is not empty,
     the grammar begins after the first occurrence of this text, and any text may come before it; if `opening` is not
     empty either, this holds for a text that begins with it only. `answer` is a text before what follows the grammar.
-    `alternative` is another grammar, in llguidance's Lark syntax, which the text may follow instead.
+    `alternative` is another grammar, in llguidance's Lark syntax, which the text may follow instead. `is_open`: objects of
+    a schema that lists their properties may have others.
     """
 
     kind: GrammarKind
@@ -65,6 +66,7 @@ class GrammarSource:
     alternative: str = ""
     opening: str = ""
     answer: str = ""
+    is_open: bool = False
 
     def literal_text(self) -> str:
         """Return a text that has all fixed texts of the grammar, without the escapes of its syntax."""
@@ -77,7 +79,7 @@ class GrammarSource:
 
 def json_style(schema: Mapping[str, Any]) -> dict[str, Any]:
     """Return a JSON schema for use inside a Lark grammar, with the server's separator style and closed objects."""
-    return {**close_schema(schema), "x-guidance": dict(_JSON_STYLE)}
+    return {**close_schema(narrow_schema(schema)), "x-guidance": dict(_JSON_STYLE)}
 
 
 def literal(text: str) -> str:
@@ -89,7 +91,7 @@ def define(source: GrammarSource) -> str:
     """Return the library's definition of a grammar. Raises an `InvalidRequest` if the source cannot be converted."""
     try:
         body = _library_grammar(source)
-    except (ValueError, RecursionError, GbnfToLarkError) as error:
+    except (ValueError, RecursionError) as error:
         raise refusal(source, str(error)) from error
     if not (source.after or source.alternative or source.answer):
         return body
@@ -116,7 +118,7 @@ def check_source(source: GrammarSource) -> None:
         len(source.text) + len(source.alternative),
         MAX_SCHEMA_CHARACTERS if is_schema else MAX_GRAMMAR_CHARACTERS,
     )
-    references = source.text.count('"$ref"') + source.alternative.count('"$ref"')
+    references = len({*_REFERENCE.findall(source.text), *_REFERENCE.findall(source.alternative)})
     found = [("characters", size, limit), ("references", references, MAX_REFERENCES)]
     if source.kind == "grammar":
         for name in ("%json", "%lark", "%regex"):
@@ -130,6 +132,9 @@ def check_source(source: GrammarSource) -> None:
             raise InvalidRequest(f"{source.field} has {count} {what}, and the limit is {most}.", field=source.field)
 
 
+_REFERENCE = re.compile(r'"\$ref"\s*+:\s*+("[^"]*+")')
+# References for which `json_repeats.py` does not look.
+_OTHER_REFERENCE = re.compile(r'"\$(?:dynamicRef|recursiveRef|anchor)"|"\$ref"\s*+:\s*+"(?!#"|#/)')
 # The head of a rule in Lark or GBNF. A colon inside of a text may be counted too.
 # Each character is read a bounded number of times.
 _RULE = re.compile(r"(?<![\w-])[A-Za-z_][\w-]*+\s*+(?:\[[^\[\]]*+\]\s*+)?+:")
@@ -154,21 +159,24 @@ def _most_properties(source: GrammarSource) -> int:
 
 def _library_grammar(source: GrammarSource) -> str:
     if source.kind == "json_schema":
-        return _schema_grammar(source.text)
+        return _schema_grammar(source.text, source.is_open)
     if source.kind == "regex":
         return LLMatcher.grammar_from_regex(source.text)
     if source.kind == "choice":
         return llguidance.grammar_from("choice", source.text)
     if source.kind == "lark":
         return LLMatcher.grammar_from_lark(source.text)
-    with ConvertRustErrors(partial(InvalidRequest, field=source.field), f"{source.field} cannot be followed"):
-        return LLMatcher.grammar_from_lark(any_to_lark(source.text))
+    return LLMatcher.grammar_from_lark(gbnf_to_lark(source.text) if is_gbnf(source.text) else source.text)
 
 
-def _schema_grammar(text: str) -> str:
-    with suppress(ValueError):  # the library says what is wrong with text that is no JSON
+def _schema_grammar(text: str, is_open: bool) -> str:
+    with suppress(JSONDecodeError, TypeError, AttributeError, KeyError):  # the library says what is no schema
         schema = json.loads(text)
-        text = "{}" if schema is True else json.dumps(close_schema(schema))
+        text = (
+            "{}"
+            if schema is True
+            else json.dumps(close_schema(narrow_schema(schema, is_open, not _OTHER_REFERENCE.search(text)), is_open))
+        )
     return LLMatcher.grammar_from_json_schema(text, overrides=dict(_JSON_STYLE))  # type: ignore[arg-type]
 
 

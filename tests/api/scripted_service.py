@@ -124,7 +124,7 @@ class ScriptedService:
         return "\n".join(f"{message['role']}: {message['content']}" for message in messages)
 
     async def detokenize(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
-        return "".join(chr(token_id) for token_id in token_ids)
+        return "".join(chr(token_id) for token_id in token_ids if not (token_id == 1 and skip_special_tokens))
 
 
 class CountingMetrics:

@@ -97,6 +97,13 @@ async def test_tokenize_and_back(client: httpx.AsyncClient) -> None:
     assert told == ours | {"tokens": [1, 97, 98], "count": 3, "max_model_len": 512, "token_strs": None}
     bare = (await client.post("/tokenize", json={"prompt": "ab", "add_special_tokens": False})).json()
     assert (await client.post("/detokenize", json={"token_ids": bare["token_ids"]})).json() == {"text": "ab"}
+    for more, kept in (
+        ({}, "\x01ab"),
+        ({"skip_special_tokens": True}, "ab"),
+        ({"skip_special_tokens": False}, "\x01ab"),
+    ):
+        back = await client.post("/detokenize", json={"token_ids": told["token_ids"], **more})
+        assert back.json() == {"text": kept}
     chat = await client.post("/tokenize", json={"messages": [{"role": "user", "content": "a"}]})
     assert chat.json()["token_ids"] == [1]
     both = await client.post("/tokenize", json={"prompt": "a", "messages": [{"role": "user", "content": "a"}]})

@@ -263,6 +263,36 @@ async def test_token_ids_and_usage_in_every_chunk(client: httpx.AsyncClient) -> 
     assert [chunk["usage"]["completion_tokens"] for chunk in chunks] == [0, 1, 2, 2, 2]
 
 
+async def test_usage_in_every_chunk_is_that_of_its_choice(client: httpx.AsyncClient, service: ScriptedService) -> None:
+    service.scripts = [
+        [
+            TextDelta(0, "a", (1, 2)),
+            TextDelta(1, "b", (3,)),
+            TextDelta(0, "c", (4,)),
+            ChoiceFinished(1, "stop", Usage(3, 2, 5), 2, Timings()),
+            ChoiceFinished(0, "stop", Usage(3, 2, 5), 3, Timings()),
+        ]
+    ] * 2
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    body = {"prompt": ["x", "y"], "n": 2, "stream": True, "stream_options": options, "return_token_ids": True}
+    *chunks, last = events(await client.post("/v1/completions", json=body))[:-1]
+    counts: dict[int, list[int]] = {}
+    for chunk in chunks:
+        assert chunk["usage"]["prompt_tokens"] == 3
+        counts.setdefault(chunk["choices"][0]["index"], []).append(chunk["usage"]["completion_tokens"])
+    assert counts == {0: [2, 3, 3], 1: [1, 2], 2: [2, 3, 3], 3: [1, 2]}
+    assert (last["usage"]["prompt_tokens"], last["usage"]["completion_tokens"]) == (6, 10)
+    assert [chunk["choices"][0]["index"] for chunk in chunks if "prompt_token_ids" in chunk] == [0, 2]
+
+
+async def test_objects_are_open_on_request(client: httpx.AsyncClient, service: ScriptedService) -> None:
+    for value, is_open in ((None, False), (True, False), (False, True)):
+        structured = {"json": {"properties": {"a": {}}}, "disable_additional_properties": value}
+        assert (await client.post(URL, json=HELLO | {"structured_outputs": structured})).status_code == 200
+        source = service.requests[-1].grammar
+        assert source is not None and source.is_open is is_open
+
+
 async def test_the_best_of_several(client: httpx.AsyncClient, service: ScriptedService) -> None:
     from app.service.requests import ScoredToken
 

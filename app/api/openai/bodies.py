@@ -103,17 +103,19 @@ Choices = Annotated[tuple[str, ...], Field(fail_fast=True, min_length=1)]
 
 
 class StructuredOutputs(Body):
-    """vLLM's `structured_outputs` object, with one of its fields."""
+    """vLLM's `structured_outputs` object, with one of its fields.
 
-    REFUSED: ClassVar[Mapping[str, Refusal]] = refused(
-        LEAVE_OUT, disable_additional_properties=False, whitespace_pattern=(), structural_tag=()
-    )
+    `disable_additional_properties` false: objects of a schema that lists their properties may have others.
+    """
+
+    REFUSED: ClassVar[Mapping[str, Refusal]] = refused(LEAVE_OUT, whitespace_pattern=(), structural_tag=())
 
     json_value: JsonSchema | None = Field(None, alias="json")
     regex: str | None = None
     choice: Choices | None = None
     grammar: str | None = None
     json_object: bool | None = None
+    disable_additional_properties: bool | None = None
 
 
 # ---- tools ---------------------------------------------------------------------------------------------------------

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Callable, Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from app.api.streaming import CollectedChoice, CollectedCompletion, GenerationStream
@@ -254,32 +254,33 @@ async def chunks(
     metadata: ResponseMetadata,
     include_usage: bool,
     continuous_usage: bool = False,
+    choices_each: int = 1,
 ) -> AsyncIterator[Json]:
     """Yield OpenAI's stream: per choice a first chunk, deltas and a finish.
 
     With `include_usage`, a last chunk has the usage and no choices; with `continuous_usage`, every chunk has the usage
-    so far.
+    of its choice so far, and of that choice's prompt, as in vLLM. Each prompt has `choices_each` choices.
     """
     response_body: Callable[..., Json] = metadata.response_body
     more: Json = {"usage": None} if include_usage else {}
-    started: set[int] = set()
+    counts = _ChoiceCounts(choices_each)
     usage = Usage(0)
     async for event in stream:
         if isinstance(event, Accepted):
-            usage = Usage(usage.prompt_tokens + len(event.prompt_token_ids))
-            if format_.shown.ids:
-                more["prompt_token_ids"] = event.prompt_token_ids
+            counts.prompts.append(event.prompt_token_ids)
             continue
-        if event.choice not in started:
-            started.add(event.choice)
+        if event.choice not in counts.completions:
+            if format_.shown.ids and (prompt := counts.first_prompt(event.choice)) is not None:
+                more["prompt_token_ids"] = prompt
+            so_far = counts.add(event.choice, 0)
             if continuous_usage:
-                more["usage"] = usage_body(usage)
+                more["usage"] = usage_body(so_far)
             if first := format_.first(event.choice):
                 yield response_body([first], **more)
                 more.pop("prompt_token_ids", None)
-        usage = _usage_after(usage, event)
+        so_far, usage = counts.take(event), event.usage if isinstance(event, ChoiceFinished) else usage
         if continuous_usage:
-            more["usage"] = usage_body(usage)
+            more["usage"] = usage_body(so_far)
         choice = _chunk_choice(event, format_)
         if choice is not None:
             yield response_body([choice], **more)
@@ -288,10 +289,31 @@ async def chunks(
         yield response_body([], usage=usage_body(usage))
 
 
-def _usage_after(usage: Usage, event: TextDelta | ChoiceFinished) -> Usage:
-    if isinstance(event, ChoiceFinished):
-        return event.usage
-    return replace(usage, completion_tokens=usage.completion_tokens + len(event.token_ids))
+class _ChoiceCounts:
+    """Tokens of each choice of a stream, and of its prompt."""
+
+    def __init__(self, choices_each: int) -> None:
+        self.prompts: list[tuple[int, ...]] = []
+        self.completions: dict[int, int] = {}
+        self._choices_each = choices_each
+
+    def first_prompt(self, choice: int) -> tuple[int, ...] | None:
+        """Return the prompt of a choice; None if another choice of this prompt has begun."""
+        number = choice // self._choices_each
+        begun = {other // self._choices_each for other in self.completions}
+        return None if number in begun else self.prompts[number]
+
+    def take(self, event: TextDelta | ChoiceFinished) -> Usage:
+        """Count an event's tokens and return the usage of its choice."""
+        if isinstance(event, ChoiceFinished):
+            self.completions[event.choice] = event.num_completion_tokens
+            return self.add(event.choice, 0)
+        return self.add(event.choice, len(event.token_ids))
+
+    def add(self, choice: int, count: int) -> Usage:
+        """Add tokens to a choice and return its usage."""
+        self.completions[choice] = self.completions.get(choice, 0) + count
+        return Usage(len(self.prompts[choice // self._choices_each]), 0, self.completions[choice])
 
 
 def _chunk_choice(event: TextDelta | ChoiceFinished, format_: OpenAIFormat) -> Json | None:

@@ -187,7 +187,8 @@ class _ResponseFormat:
         return complete_response(completion, self.choices, self.metadata)
 
     def events(self, stream: GenerationStream) -> AsyncIterator[dict[str, Any]]:
-        return chunks(stream, self.choices, self.metadata, self.body.include_usage, self.body.continuous_usage)
+        usage = self.body.include_usage, self.body.continuous_usage
+        return chunks(stream, self.choices, self.metadata, *usage, choices_each=self.body.n or 1)
 
 
 async def _respond(

@@ -210,17 +210,19 @@ def _grammars(body: GenerationBody) -> Iterator[GrammarSource]:
         if kind == "choice" and len(value) > MAX_CHOICES:
             raise InvalidRequest(f"{name} takes at most {MAX_CHOICES} texts.", field=name)
         yield (
-            _schema(value, name)
+            _schema(value, name, is_open=structured is not None and structured.disable_additional_properties is False)
             if kind == "json_schema"
             else GrammarSource(kind, json.dumps(value) if kind == "choice" else value, name)
         )
 
 
-def _schema(schema: Mapping[str, Any] | bool | str, name: str) -> GrammarSource:
+def _schema(schema: Mapping[str, Any] | bool | str, name: str, is_open: bool = False) -> GrammarSource:
     if isinstance(schema, str):
         with suppress(ValueError, RecursionError):  # the compiler says what is wrong with text that is no JSON
             schema = json.loads(schema)
-    return GrammarSource("json_schema", schema if isinstance(schema, str) else json.dumps(schema), name)
+    return GrammarSource(
+        "json_schema", schema if isinstance(schema, str) else json.dumps(schema), name, is_open=is_open
+    )
 
 
 def _response_schema(form: ResponseFormat) -> Mapping[str, Any] | bool:

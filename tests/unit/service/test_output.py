@@ -87,16 +87,6 @@ def test_forced_calls_and_answers_of_either_kind_are_grammars() -> None:
         assert grammar.start().count_valid(ids) == len(ids), text
 
 
-@pytest.mark.parametrize("skips", [True, False])
-def test_a_stop_string_that_is_a_special_token_is_a_stop_token(skips: bool) -> None:
-    served = model()
-    (special_id, name), *_ = served.tokenizer.special_tokens.items()
-    params = SamplingParams(stop=("x", name), stop_token_ids=(7,), skip_special_tokens=skips)
-    found = read_prompt(served, chat(params=params)).params
-    assert found.stop == ("x", name)
-    assert found.stop_token_ids == ((7, special_id) if skips else (7,)), "shown tokens are text, which stops as such"
-
-
 def test_bad_words_are_banned_with_and_without_a_space() -> None:
     served = model()
     words = read_prompt(served, chat(params=SamplingParams(bad_words=("fox",)))).bad_word_ids

@@ -65,3 +65,42 @@ def test_the_longest_stops_cost_a_step_a_character() -> None:
     start = time.process_time()
     assert len("".join(stream.push("a" * 8) for _ in range(500)) + stream.flush()) == 4000
     assert time.process_time() - start < 5
+
+
+def seen_cut(pieces: list[tuple[str, bool]], stop: str, hidden: list[str]) -> tuple[str, bool]:
+    """The slow twin for one stop string: it sees hidden pieces if it contains one, and what is shown never does."""
+    sees = any(name in stop for name in hidden)
+    everything = [(character, is_hidden) for text, is_hidden in pieces for character in text]
+    seen = [(character, is_hidden) for character, is_hidden in everything if sees or not is_hidden]
+    place = "".join(character for character, _ in seen).find(stop)
+    shown = seen if place < 0 else seen[:place]
+    return "".join(character for character, is_hidden in shown if not is_hidden), place >= 0
+
+
+@given(
+    st.lists(st.one_of(st.tuples(st.text("ab<", max_size=5), st.just(False)), st.just(("<x>", True))), max_size=12),
+    st.one_of(st.text("ab", min_size=1, max_size=4), st.sampled_from(["<x>", "<x>a", "b<x>", "<x><x>", "a<x>b"])),
+)
+def test_special_tokens_count_for_stops_that_contain_them_and_are_never_shown(
+    pieces: list[tuple[str, bool]], stop: str
+) -> None:
+    stream = StopStrings([stop], hidden=["<x>", "<y>"])
+    shown = "".join(stream.push(text, is_hidden=is_hidden) for text, is_hidden in pieces)
+    matched = stream.matched is not None
+    assert (shown + stream.flush(), matched) == seen_cut(pieces, stop, ["<x>", "<y>"])
+
+
+def test_a_stop_with_a_special_token_is_included_whole() -> None:
+    stream = StopStrings(["<x>a", "ab"], include=True, hidden=["<x>"])
+    assert [stream.push("one"), stream.push("<x>", is_hidden=True), stream.push("ac")] == ["one", "", "<x>a"]
+    other = StopStrings(["<x>a", "ab"], hidden=["<x>"])
+    assert [other.push("a"), other.push("<x>", is_hidden=True), other.push("b!")] == ["", "", ""]
+    assert other.matched == "ab"
+
+
+def test_stops_that_are_complete_early_do_not_count() -> None:
+    stream = StopStrings(["ab", "bc"])
+    assert [stream.push("xab", is_early=True), stream.push("c")] == ["xa", ""]
+    assert stream.matched == "bc"
+    again = StopStrings(["aa"])
+    assert [again.push("aaa", is_early=True), again.push("b"), again.push("aab"), again.flush()] == ["aa", "ab", "", ""]

@@ -140,3 +140,19 @@ def test_a_token_costs_the_same_at_any_length(letters: str) -> None:
     assert "".join(pieces_of(stream, many)) == inner.decode(many)
     assert counting.longest <= 24
     assert counting.decoded <= 24 * len(many)
+
+
+def test_special_tokens_in_stops_and_the_first_tokens(tmp_path: Path) -> None:
+    one = Tokenizer(write_tokenizer(tmp_path, FORMS["byte_level"]()))
+    special_id, name = next(iter(one.special_tokens.items()))
+    ids = [*one.encode("a", False), special_id, *one.encode("bc", False)]
+    for stop, shown in ((name, "a"), (name + "b", "a"), ("a" + name, ""), ("ab", ""), (name + "x", "abc")):
+        stream = IncrementalDetokenizer(one, [stop])
+        assert "".join(pieces_of(stream, ids)) == shown
+        assert stream.matched_stop == (None if shown == "abc" else stop)
+    assert "".join(pieces_of(IncrementalDetokenizer(one, [name], include_stop=True), ids)) == "a" + name
+    literal = IncrementalDetokenizer(one, [name], literals={special_id: name})
+    assert ("".join(pieces_of(literal, ids)), literal.matched_stop) == ("a", name)
+    for min_tokens, shown in ((0, ""), (1, "a"), (2, "a"), (3, f"a{name}bc")):
+        stream = IncrementalDetokenizer(one, ["a", name], literals={special_id: name}, min_tokens=min_tokens)
+        assert "".join(pieces_of(stream, ids)) == (shown if min_tokens != 2 else f"a{name}bc")

@@ -65,7 +65,7 @@ def test_documents_get_the_schemas_order() -> None:
         "properties": {"a": {}},
     }
     document = {"z": 0, "b": [{"x": 1, "y": 2}], "a": 3}
-    assert json.dumps(in_order(document, schema, schema)) == '{"a": 3, "b": [{"y": 2, "x": 1}], "z": 0}'
+    assert json.dumps(in_order(document, [schema], schema)) == '{"b": [{"y": 2, "x": 1}], "a": 3, "z": 0}'
 
 
 def test_an_endless_checkpoint_leaves_the_original_alone(tmp_path: Path) -> None:

@@ -1,0 +1,328 @@
+"""What can be said about JSON schemas: what refuses them, and which exclude each other.
+
+Both are answers on the safe side: a schema of `refusals` accepts only values that the given one refuses, and
+`exclude_each_other` is true only if no value satisfies both.
+"""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from contextlib import suppress
+from typing import Any
+
+from app.text.schema_patterns import all_but
+
+Schema = Mapping[str, Any]
+MAX_DEPTH = 12  # of references and alternatives that are followed
+MAX_STEPS = 50_000  # of one schema
+REFUSAL = "x-refusal"  # marks schemas whose properties are no list of an object's properties
+_TYPES = ("array", "boolean", "null", "number", "object", "string")
+_BOUNDS = {
+    "minLength": ("string", "maxLength", -1),
+    "maxLength": ("string", "minLength", 1),
+    "minItems": ("array", "maxItems", -1),
+    "maxItems": ("array", "minItems", 1),
+}
+_LIMITS = {
+    "minimum": "exclusiveMaximum",
+    "maximum": "exclusiveMinimum",
+    "exclusiveMinimum": "maximum",
+    "exclusiveMaximum": "minimum",
+}
+
+
+def json_type(value: Any) -> str:
+    """Return the type of a JSON value; integers are numbers."""
+    if value is None:
+        return "null"
+    kinds = ((bool, "boolean"), (str, "string"), ((int, float), "number"), (Mapping, "object"), (Sequence, "array"))
+    return next(name for kind, name in kinds if isinstance(value, kind))
+
+
+def same(one: Any, other: Any) -> bool:
+    """Return True if two JSON values are equal, so that 1 is 1.0 and not true."""
+    if json_type(one) != json_type(other):
+        return False
+    if isinstance(one, Mapping):
+        return one.keys() == other.keys() and all(same(value, other[name]) for name, value in one.items())
+    if isinstance(one, list):
+        return len(one) == len(other) and all(map(same, one, other))
+    return bool(one == other)
+
+
+class SchemaLogic:
+    """The schemas of one document. `ignores_siblings`: of a `$ref`, as JSON Schema did before the draft 2019-09."""
+
+    def __init__(self, root: Any, ignores_siblings: bool) -> None:
+        self._root, self._ignores_siblings = root, ignores_siblings
+        self._steps = 0
+
+    def target(self, reference: Any) -> Any:
+        """Return the schema that a reference within this document names; None if it names none."""
+        if not isinstance(reference, str) or not (reference == "#" or reference.startswith("#/")):
+            return None
+        found: Any = self._root
+        for part in reference.split("/")[1:]:
+            key = part.replace("~1", "/").replace("~0", "~")
+            if isinstance(found, list) and key.isdigit():
+                found = found[int(key)] if int(key) < len(found) else None
+            else:
+                found = found.get(key) if isinstance(found, Mapping) else None
+        return found if isinstance(found, Mapping | bool) else None
+
+    def is_circular(self, reference: Any) -> bool:
+        """Return True if a schema refers to itself, also by others."""
+        seen: set[str] = set()
+        pending: list[Any] = [self.target(reference)]
+        while pending:
+            value = pending.pop()
+            self._count()
+            if isinstance(value, Mapping):
+                found = value.get("$ref")
+                if found == reference:
+                    return True
+                if isinstance(found, str) and found not in seen:
+                    seen.add(found)
+                    pending.append(self.target(found))
+                pending += value.values()
+            elif isinstance(value, list):
+                pending += value
+        return False
+
+    def types(self, schema: Any) -> set[str]:
+        """Return the types that a schema may accept."""
+        return self._types(self.parts(schema))
+
+    def refusals(self, schema: Any, known: Collection[str] | None = None, depth: int = 0) -> list[Any]:
+        """Return schemas of which each accepts only values that `schema` refuses.
+
+        `known`: the names of properties whose values may decide; None for all.
+        """
+        self._count()
+        if schema is False or depth > MAX_DEPTH:
+            return [True] if schema is False else []
+        if not isinstance(schema, Mapping):
+            return []
+        if "$ref" in schema and self._ignores_siblings:
+            return self.refusals(self.target(schema["$ref"]), known, depth + 1)
+        found: list[Any] = [*self._refusals_of_values(schema), *self._refusals_of_objects(schema, known, depth)]
+        for word, bound in schema.items():
+            if word in _BOUNDS and isinstance(bound, int):
+                kind, opposite, step = _BOUNDS[word]
+                found += [{"type": kind, opposite: bound + step}] if bound + step >= 0 else []
+            elif word in _LIMITS and json_type(bound) == "number":
+                found.append({"type": "number", _LIMITS[word]: bound})
+        return found + self._refusals_of_parts(schema, known, depth)
+
+    def _refusals_of_parts(self, schema: Schema, known: Collection[str] | None, depth: int) -> list[Any]:
+        found: list[Any] = []
+        if "$ref" in schema:
+            found += self.refusals(self.target(schema["$ref"]), known, depth + 1)
+        if isinstance(schema.get("allOf"), list):
+            found += [one for part in schema["allOf"] for one in self.refusals(part, known, depth + 1)]
+        if isinstance(schema.get("anyOf"), list):
+            each = [self.refusals(part, known, depth + 1) for part in schema["anyOf"]]
+            if all(each):
+                found.append({"allOf": [any_of(one) for one in each]})
+        if isinstance(schema.get("not"), Mapping):
+            found.append({**schema["not"], REFUSAL: True})
+        return found
+
+    def _refusals_of_values(self, schema: Schema) -> list[Any]:
+        found: list[Any] = []
+        kinds = _listed_types(schema)
+        if kinds is not None:
+            others = [name for name in _TYPES if name not in kinds and (name != "number" or "integer" not in kinds)]
+            found += [{"type": others}] if others else []
+        for word in ("const", "enum"):
+            values = [schema[word]] if word == "const" and word in schema else schema.get(word)
+            if isinstance(values, list):
+                found += _all_other_values(values)
+        return found
+
+    def _refusals_of_objects(self, schema: Schema, known: Collection[str] | None, depth: int) -> list[Any]:
+        found: list[Any] = [
+            {"type": "object", "properties": {name: False}, REFUSAL: True}
+            for name in _texts(schema.get("required"))
+        ]  # fmt: skip
+        properties = schema.get("properties")
+        for name, value in properties.items() if isinstance(properties, Mapping) else ():
+            refused = self.refusals(value, None, depth + 1) if known is None or name in known else []
+            if refused:
+                found.append(
+                    {"type": "object", "required": [name], "properties": {name: any_of(refused)}, REFUSAL: True}
+                )
+        if schema.get("additionalProperties") is False and not schema.get("patternProperties") and known:
+            others = [name for name in known if name not in (properties or ())]
+            found += [{"type": "object", "required": [name], REFUSAL: True} for name in others]
+        return found
+
+    def exclude_each_other(self, one: Any, other: Any, depth: int = 0) -> bool:
+        """Return True if no value satisfies both schemas."""
+        self._count()
+        if one is False or other is False:
+            return True
+        if depth > MAX_DEPTH:
+            return False
+        parts, others = self.parts(one), self.parts(other)
+        for first, second in ((parts, others), (others, parts)):
+            for part in first:
+                for word in ("anyOf", "oneOf"):
+                    branches = part.get(word)
+                    if isinstance(branches, list) and all(
+                        self.exclude_each_other(branch, {"allOf": [*second]}, depth + 1) for branch in branches
+                    ):
+                        return True
+        return self._exclude(parts, others, depth)
+
+    def _exclude(self, parts: list[Schema], others: list[Schema], depth: int) -> bool:
+        common = self._types(parts) & self._types(others)
+        if not common:
+            return True
+        values, other_values = listed_values(parts), listed_values(others)
+        if values is not None and other_values is not None:
+            return not any(same(value, other) for value in values for other in other_values)
+        for listed, second in ((values, others), (other_values, parts)):
+            if listed is not None and all(any(_refuses(part, value) for part in second) for value in listed):
+                return True
+        return common == {"object"} and self._objects_exclude(parts, others, depth)
+
+    def _objects_exclude(self, parts: list[Schema], others: list[Schema], depth: int) -> bool:
+        properties, other_properties = _properties(parts), _properties(others)
+        required, other_required = _required(parts), _required(others)
+        for name in properties.keys() & other_properties.keys() & (required | other_required):
+            if self.exclude_each_other(
+                {"allOf": properties[name]}, {"allOf": other_properties[name]}, depth + 1
+            ):  # fmt: skip
+                return True
+        return any(
+            name not in _properties([part])
+            for needed, closed in ((required, others), (other_required, parts))
+            for part in closed
+            if part.get("additionalProperties") is False and not part.get("patternProperties")
+            for name in needed
+        )
+
+    def values(self, schema: Any) -> list[Any] | None:
+        """Return the values that a schema lists; None if it lists none."""
+        return listed_values(self.parts(schema))
+
+    def _types(self, parts: Iterable[Schema]) -> set[str]:
+        kinds = set(_TYPES)
+        for part in parts:
+            listed = _listed_types(part)
+            if listed is not None:
+                kinds &= {"number" if name == "integer" else name for name in listed}
+            for word in ("anyOf", "oneOf"):
+                branches = part.get(word)
+                if isinstance(branches, list):
+                    kinds &= {kind for branch in branches for kind in self._types_of_branch(branch)}
+        values = listed_values(parts)
+        return kinds if values is None else kinds & {json_type(value) for value in values}
+
+    def _types_of_branch(self, branch: Any) -> set[str]:
+        parts = self.parts(branch)
+        kinds = set(_TYPES) if branch is not False else set()
+        for part in parts:
+            listed = _listed_types(part)
+            if listed is not None:
+                kinds &= {"number" if name == "integer" else name for name in listed}
+        values = listed_values(parts)
+        return kinds if values is None else kinds & {json_type(value) for value in values}
+
+    def parts(self, schema: Any) -> list[Schema]:
+        """Return the schemas that a value must satisfy together."""
+        found: list[Schema] = []
+        pending, depth = [schema], 0
+        while pending and depth < 10 * MAX_DEPTH:
+            part, depth = pending.pop(), depth + 1
+            if part is False:
+                found.append({"enum": []})
+            if not isinstance(part, Mapping):
+                continue
+            self._count()
+            if "$ref" in part:
+                pending.append(self.target(part["$ref"]))
+                if self._ignores_siblings:
+                    continue
+            found.append(part)
+            if isinstance(part.get("allOf"), list):
+                pending += part["allOf"]
+        return found
+
+    def _count(self) -> None:
+        self._steps += 1
+        if self._steps > MAX_STEPS:
+            raise ValueError("its alternatives and conditions are too many to be told apart")
+
+
+def any_of(schemas: Sequence[Any]) -> Any:
+    """Return a schema that accepts what one of these accepts."""
+    return schemas[0] if len(schemas) == 1 else {"anyOf": list(schemas)}
+
+
+def _all_other_values(values: Sequence[Any]) -> list[Any]:
+    kinds = {json_type(value) for value in values}
+    others = [name for name in _TYPES if name not in kinds]
+    found: list[Any] = [{"type": others}] if others else []
+    if "string" in kinds:
+        pattern = all_but([value for value in values if isinstance(value, str)])
+        found += [{"type": "string", "pattern": pattern}] if pattern else []
+    if "boolean" in kinds:
+        left = [value for value in (True, False) if not any(value is one for one in values)]
+        found += [{"enum": left}] if left else []
+    if "number" in kinds:
+        numbers = sorted({value for value in values if json_type(value) == "number"})
+        edges = [None, *numbers, None]
+        for low, high in itertools.pairwise(edges):
+            limits = {"exclusiveMinimum": low, "exclusiveMaximum": high}
+            found.append({"type": "number"} | {word: limit for word, limit in limits.items() if limit is not None})
+    return found
+
+
+def _refuses(schema: Schema, value: Any) -> bool:
+    """Return True if a schema certainly refuses a value."""
+    kinds = _listed_types(schema)
+    if kinds is not None and json_type(value) not in {"number" if name == "integer" else name for name in kinds}:
+        return True
+    pattern = schema.get("pattern")
+    if not isinstance(value, str) or not isinstance(pattern, str) or not value.isascii() or "\n" in value:
+        return False
+    with suppress(re.error):  # of such texts Python's expressions have the same meaning
+        return re.search(pattern, value) is None
+    return False
+
+
+def _listed_types(schema: Schema) -> list[str] | None:
+    kinds = schema.get("type")
+    return [kinds] if isinstance(kinds, str) else _texts(kinds) if isinstance(kinds, list) else None
+
+
+def _texts(value: Any) -> list[str]:
+    return [one for one in value if isinstance(one, str)] if isinstance(value, list) else []
+
+
+def listed_values(parts: Iterable[Schema]) -> list[Any] | None:
+    """Return the values that schemas which hold together list; None if they list none."""
+    found: list[Any] | None = None
+    for part in parts:
+        for word in ("const", "enum"):
+            values = [part[word]] if word == "const" and word in part else part.get(word)
+            if isinstance(values, list):
+                found = values if found is None else [one for one in found if any(same(one, value) for value in values)]
+    return found
+
+
+def _properties(parts: Iterable[Schema]) -> dict[str, list[Any]]:
+    found: dict[str, list[Any]] = {}
+    for part in parts:
+        properties = part.get("properties")
+        for name, value in properties.items() if isinstance(properties, Mapping) else ():
+            found.setdefault(name, []).append(value)
+    return found
+
+
+def _required(parts: Iterable[Schema]) -> set[str]:
+    return {name for part in parts for name in _texts(part.get("required"))}
