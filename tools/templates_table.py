@@ -6,10 +6,13 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 from app.text.chat import ChatTemplate
+from app.text.reasoning import ReasoningFormat, choose_reasoning_format
 from app.text.template_form import TemplateForm
+from app.text.tool_formats import ToolFormat
 from tools.generated_page import write_or_check
 from tools.real_formats import default_directory
 
@@ -37,13 +40,18 @@ template refuses a part or leaves it out, the server gives that part another for
 A conversation of which something would still be left out is 400 `invalid_request` and names the part; `documents` is
 the usual one, as most templates do not know them.
 
-| template | system messages | calls | results | tools | parts | thinking |
-|---|---|---|---|---|---|---|
+The last two columns are formats of what the model writes: that of its calls, as the template writes them, which is
+returned as `tool_calls` and forced by `tool_choice`, and that of its reasoning. Where there is no format of calls, the
+template writes none, or in a way that the server does not read: what the model then writes in its own way stays text,
+and a forced call has the form that the template's text names, or that of Hermes.
+
+| template | system messages | calls | results | tools | parts | thinking | format of calls | of reasoning |
+|---|---|---|---|---|---|---|---|---|
 """
 
 
-def row(name: str, form: TemplateForm) -> str:
-    """Return the table's row of a template."""
+def row(name: str, form: TemplateForm, formats: Sequence[ToolFormat | ReasoningFormat | None]) -> str:
+    """Return the table's row of a template, whose `formats` are that of calls and that of reasoning."""
     rules = form.system
     places = "all" if rules.later else "first" if rules.first else "to the user"
     if not form.calls:
@@ -55,7 +63,9 @@ def row(name: str, form: TemplateForm) -> str:
     results, tools = "yes" if form.results else "as text", "yes" if form.tools else "in the system message"
     thinking = ", ".join(f"`{one}`" for one in form.thinking.names) or "–"
     parts = ", ".join(sorted(form.lists)) if len(form.lists) < 4 else "all roles"
-    return f"| {name} | {places} | {calls} | {results} | {tools} | {parts or 'joined'} | {thinking} |\n"
+    named = [f"`{one.name}`" if one is not None else "–" for one in formats]
+    cells = (name, places, calls, results, tools, parts or "joined", thinking, *named)
+    return f"| {' | '.join(cells)} |\n"
 
 
 def page(folder: Path) -> str:
@@ -63,7 +73,7 @@ def page(folder: Path) -> str:
     rows = []
     for path in sorted(folder.glob("*.jinja"), key=lambda one: one.stem.lower()):
         template = ChatTemplate(path.read_text(encoding="utf-8"), TOKENS)
-        rows.append(row(path.stem, template.form))
+        rows.append(row(path.stem, template.form, (template.tool_format, choose_reasoning_format(template.source))))
         template.close()
     return HEAD + "".join(rows)
 

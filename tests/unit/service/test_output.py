@@ -87,6 +87,20 @@ def test_forced_calls_and_answers_of_either_kind_are_grammars() -> None:
         assert grammar.start().count_valid(ids) == len(ids), text
 
 
+@pytest.mark.parametrize(
+    ("prompt", "opening", "after"),
+    [("go", "<think>", "</think>"), ("go <think>\n", "", "</think>"), ("go <think>\n\n</think>\n\n", "", "")],
+)
+def test_a_grammar_begins_after_the_reasoning_that_there_may_be(prompt: str, opening: str, after: str) -> None:
+    served = model(reasoning_format=REASONING_FORMATS["qwen3"])
+    source = GrammarSource("json_schema", '{"type": "object"}', "response_format")
+    for request in (chat(prompt, grammar=source), chat(prompt, tools=ToolUse((TOOL,), (TOOL,)))):
+        given = read_prompt(served, replace(request, separates_reasoning=True)).grammar_source
+        assert given is not None and (given.opening, given.after) == (opening, after)
+        shown = read_prompt(served, request).grammar_source
+        assert shown is not None and shown.after == "", "reasoning that is not separated would be part of the JSON"
+
+
 def test_bad_words_are_banned_with_and_without_a_space() -> None:
     served = model()
     words = read_prompt(served, chat(params=SamplingParams(bad_words=("fox",)))).bad_word_ids

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from app.text.template_form import TemplateForm
+from app.text.tool_formats import TOOL_FORMATS
 from real_formats import real_templates
 from tools import templates_table
 
@@ -28,11 +29,15 @@ def test_a_page_that_is_out_of_date_is_noticed(tmp_path: Path, monkeypatch: pyte
         "{% for m in messages %}{{ m.role }}{{ m.content }}{% endfor %}", encoding="utf-8"
     )
     assert templates_table.main([]) == 0 and templates_table.main(["--check"]) == 0
-    assert "| one | all | as text | yes | in the system message | joined | – |" in (tmp_path / "page.md").read_text()
+    assert (
+        "| one | all | as text | yes | in the system message | joined | – | – | – |"
+        in (tmp_path / "page.md").read_text()
+    )
     (folder / "two.jinja").write_text("{{ messages[0].content }}", encoding="utf-8")
     assert templates_table.main(["--check"]) == 1
 
 
 def test_a_row_says_what_differs() -> None:
     form = TemplateForm(call_text="before", one_call=True, lists=frozenset({"user", "tool"}))
-    assert templates_table.row("x", form) == "| x | all | yes, one each, text before | yes | yes | tool, user | – |\n"
+    row = templates_table.row("x", form, (TOOL_FORMATS["glm45"], None))
+    assert row == "| x | all | yes, one each, text before | yes | yes | tool, user | – | `glm45` | – |\n"
