@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from app.text.grammar import CompiledGrammar, GrammarCompiler
 from app.text.grammar_definition import GrammarSource
-from app.text.json_repeats import JsonRepeats, SchemaPlaces, VocabularyBytes
+from app.text.json_repeats import JsonRepeats, SchemaPlaces, TextBefore, VocabularyBytes
 from app.text.schema_logic import same
 from app.text.tokenizer import Tokenizer
 from hypothesis_examples import examples
@@ -166,3 +166,22 @@ def test_all_repetitions_are_noticed_and_nothing_else(value: Any, data: st.DataO
         noticed |= not repeats.read(token_id)
         place += len(TEXTS.texts[token_id])
     assert noticed == has_repeats(value)
+
+
+@pytest.mark.parametrize(
+    ("before", "text", "is_noticed"),
+    [
+        (TextBefore(b"</t>"), b'{"a"</t> {"a": 1, "a"', True),
+        (TextBefore(b"</t>"), b'{"a": 1, "a"', False),  # still the reasoning
+        (TextBefore(b"</t>", b"<t>"), b'<t>{"a": 1, "a"</t>\n\n{"a": 1, "b"', False),
+        (TextBefore(b"</t>", b"<t>"), b'<t>no</t>{"a": 1, "a"', True),
+        (TextBefore(b"</t>", b"<t>"), b'{"a": 1, "a"', True),  # no reasoning
+        (TextBefore(b"</t>", b"<t>", b"<final>"), b'<t>no</t> <final>{"a": 1, "a"', True),
+        (TextBefore(answer=b"<final>"), b'<final>{"a": 1, "a"', True),
+        (TextBefore(answer=b"<final>"), b'<final>{"a": 1, "b"', False),
+        (TextBefore(answer=b"<final>"), b'<call>{"a": 1, "a"', False),  # an alternative, which is no JSON
+    ],
+)
+def test_what_is_written_before_the_json_is_not_part_of_it(before: TextBefore, text: bytes, is_noticed: bool) -> None:
+    repeats = JsonRepeats(SchemaPlaces({}), TEXTS, before)
+    assert [repeats.read(byte) for byte in text][-1] != is_noticed
