@@ -24,7 +24,7 @@ from llguidance import LLMatcher, LLTokenizer
 from app.errors import InvalidRequest
 from app.text.grammar_definition import LIMITS, STACK_BYTES, GrammarSource, check_source, refusal
 from app.text.grammar_process import QUICK_SECONDS, SLOW_SECONDS, GrammarProcess
-from app.text.json_repeats import JsonRepeats, SchemaPlaces, TokenTexts
+from app.text.json_repeats import JsonRepeats, SchemaPlaces, TokenBytes
 from app.text.rust_panics import ConvertRustErrors, is_rust_panic
 from app.text.template_messages import ReplyStatus
 from app.text.tokenizer import Tokenizer
@@ -317,8 +317,8 @@ class GrammarCompiler:
         return partial(JsonRepeats, places, self._token_texts, after)
 
     @cached_property
-    def _token_texts(self) -> TokenTexts:
-        return TokenTexts([self._inner.token_bytes(token_id) for token_id in range(self._vocab_size)])
+    def _token_texts(self) -> TokenBytes:
+        return TokenBytes([self._inner.token_bytes(token_id) for token_id in range(self._vocab_size)])
 
     @property
     def _vocabulary(self) -> LLTokenizer:

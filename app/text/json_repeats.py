@@ -24,7 +24,7 @@ _ENDS = frozenset(b",]} \n\r\t")
 _CLOSED = (b'"', b"}", b"]", b"true", b"false", b"null")  # ends of values that are complete without a further byte
 
 
-class TokenTexts:
+class TokenBytes:
     """The bytes of each token of a vocabulary, and the tokens by the bytes that they begin with."""
 
     def __init__(self, texts: Sequence[bytes]) -> None:
@@ -139,7 +139,7 @@ class _Reading:
 class JsonRepeats:
     """The JSON of one sequence, after the first occurrence of the text `after`."""
 
-    def __init__(self, places: SchemaPlaces, tokens: TokenTexts, after: bytes = b"") -> None:
+    def __init__(self, places: SchemaPlaces, tokens: TokenBytes, after: bytes = b"") -> None:
         self._places, self._tokens, self._after = places, tokens, after
         self._text = bytearray()
         self._now = _Reading()

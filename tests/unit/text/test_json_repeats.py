@@ -13,14 +13,14 @@ from hypothesis import strategies as st
 
 from app.text.grammar import CompiledGrammar, GrammarCompiler
 from app.text.grammar_definition import GrammarSource
-from app.text.json_repeats import JsonRepeats, SchemaPlaces, TokenTexts
+from app.text.json_repeats import JsonRepeats, SchemaPlaces, TokenBytes
 from app.text.schema_logic import same
 from app.text.tokenizer import Tokenizer
 from hypothesis_examples import examples
 from small_tokenizers import byte_level, write_tokenizer
 
 WORDS = [b'{"a"', b'"a"', b'a"', b'": ', b', "a', b", ", b'", "a"', b"1,", b"1]", b'x"]', b"true", b"[1", b"}, {"]
-TEXTS = TokenTexts([*(bytes([byte]) for byte in range(256)), *WORDS])
+TEXTS = TokenBytes([*(bytes([byte]) for byte in range(256)), *WORDS])
 UNIQUE = {"type": "array", "uniqueItems": True}
 
 
