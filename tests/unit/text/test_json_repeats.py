@@ -166,3 +166,10 @@ def test_all_repetitions_are_noticed_and_nothing_else(value: Any, data: st.DataO
         noticed |= not repeats.read(token_id)
         place += len(TEXTS.texts[token_id])
     assert noticed == has_repeats(value)
+
+
+def test_items_that_are_nested_deeply_are_compared_as_they_are_written() -> None:
+    repeats = JsonRepeats(SchemaPlaces(UNIQUE), TEXTS)
+    item = b"[" * 3000 + b"]" * 3000
+    assert all(repeats.read(byte) for byte in b"[" + item + b", ")
+    assert not all(repeats.read(byte) for byte in item)
