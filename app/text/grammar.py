@@ -24,7 +24,7 @@ from llguidance import LLMatcher, LLTokenizer, TokenizerWrapper
 from app.errors import InvalidRequest
 from app.text.grammar_definition import LIMITS, STACK_BYTES, GrammarSource, check_source, refusal
 from app.text.grammar_process import QUICK_SECONDS, SLOW_SECONDS, GrammarProcess
-from app.text.json_repeats import JsonRepeats, SchemaPlaces, TextBefore, VocabularyBytes
+from app.text.json_repeats import JsonRepeats, SchemaPlaces, TextBefore, TokenBytes
 from app.text.rust_panics import ConvertRustErrors, is_rust_panic
 from app.text.template_messages import ReplyStatus
 from app.text.tokenizer import Tokenizer
@@ -326,8 +326,8 @@ class GrammarCompiler:
         return partial(JsonRepeats, places, self._token_texts, before)
 
     @cached_property
-    def _token_texts(self) -> VocabularyBytes:
-        return VocabularyBytes([self._inner.token_bytes(token_id) for token_id in range(self._vocab_size)])
+    def _token_texts(self) -> TokenBytes:
+        return TokenBytes([self._inner.token_bytes(token_id) for token_id in range(self._vocab_size)])
 
     def tokens_in(self, source: GrammarSource) -> Mapping[int, str]:
         """Return the special tokens, by id, whose texts a grammar has.

@@ -44,6 +44,8 @@ _JSON_STYLE: Mapping[str, Any] = {
     "json_allow_general_unicode_escapes": True,
 }
 
+_SCHEMA_IN_LARK = '%json {"x-guidance": '  # as `json.dumps` writes what `json_style` returns
+
 GrammarKind = Literal["json_schema", "regex", "choice", "grammar", "lark"]
 
 
@@ -78,8 +80,9 @@ class GrammarSource:
 
 
 def json_style(schema: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a JSON schema for use inside a Lark grammar, with the server's separator style and closed objects."""
-    return {**close_schema(narrow_schema(schema)), "x-guidance": dict(_JSON_STYLE)}
+    """Return a JSON schema for use inside a Lark grammar, after `%json `. `define` makes it ready for the library."""
+    own = {word: value for word, value in schema.items() if word != "x-guidance"}
+    return {"x-guidance": dict(_JSON_STYLE), **own}
 
 
 def literal(text: str) -> str:
@@ -100,7 +103,7 @@ def define(source: GrammarSource) -> str:
     grammars = [{**inner, "name": "body"}]
     first = "inner: " + (literal(source.answer) + " " if source.answer else "") + "@body"
     if source.alternative:
-        grammars.append({"name": "other", "lark_grammar": source.alternative})
+        grammars.append({"name": "other", "lark_grammar": _with_ready_schemas(source.alternative)})
         first += " | @other"
     if source.after:
         opening = literal(source.opening) + " " if source.opening else ""
@@ -165,8 +168,25 @@ def _library_grammar(source: GrammarSource) -> str:
     if source.kind == "choice":
         return llguidance.grammar_from("choice", source.text)
     if source.kind == "lark":
-        return LLMatcher.grammar_from_lark(source.text)
+        return LLMatcher.grammar_from_lark(_with_ready_schemas(source.text))
     return LLMatcher.grammar_from_lark(gbnf_to_lark(source.text) if is_gbnf(source.text) else source.text)
+
+
+def _with_ready_schemas(grammar: str) -> str:
+    """Return a Lark grammar of ours whose schemas are narrowed and closed.
+
+    Texts of clients in it have their quotes escaped, so they never look like `json_style`.
+    """
+    done, place = "", 0
+    while (start := grammar.find(_SCHEMA_IN_LARK, place)) >= 0:
+        start += len("%json ")
+        schema, end = json.JSONDecoder().raw_decode(grammar, start)
+        style = schema.pop("x-guidance")
+        with suppress(TypeError, AttributeError, KeyError):  # the library says what is no schema
+            schema = close_schema(narrow_schema(schema))
+        done += grammar[place:start] + json.dumps({**schema, "x-guidance": style})
+        place = end
+    return done + grammar[place:]
 
 
 def _schema_grammar(text: str, is_open: bool) -> str:

@@ -25,7 +25,7 @@ _ENDS = frozenset(b",]} \n\r\t")
 _CLOSED = (b'"', b"}", b"]", b"true", b"false", b"null")  # ends of values that are complete without a further byte
 
 
-class VocabularyBytes:
+class TokenBytes:
     """The bytes of each token of a vocabulary, and the tokens by the bytes that they begin with."""
 
     def __init__(self, texts: Sequence[bytes]) -> None:
@@ -169,7 +169,7 @@ class TextBefore:
 class JsonRepeats:
     """The JSON of one sequence."""
 
-    def __init__(self, places: SchemaPlaces, tokens: VocabularyBytes, before: TextBefore = TextBefore()) -> None:
+    def __init__(self, places: SchemaPlaces, tokens: TokenBytes, before: TextBefore = TextBefore()) -> None:
         self._places, self._tokens, self._before = places, tokens, before
         self._text = bytearray()
         self._now = _Reading()
@@ -270,7 +270,7 @@ class JsonRepeats:
         if top is None or not top.is_array or not top.place.is_unique:
             return now
         raw = bytes(self._text[top.start : stop])
-        return self._add(now, raw, _one_spelling(_decoded(raw)), "")
+        return self._add(now, raw, _spelling(raw), "")
 
     def _add(self, now: _Reading, raw: bytes, spelling: str, name: str) -> _Reading:
         top = now.open[-1]
@@ -326,13 +326,20 @@ def _repeating(seen: bytes, begun: bytes, all_seen: tuple[bytes, ...], listed: l
 
 def _decoded(raw: bytes) -> Any:
     try:
-        return json.loads(raw, parse_int=Decimal, parse_float=Decimal)
-    except (ValueError, RecursionError):
+        return json.loads(raw)
+    except ValueError:
         return raw
 
 
+def _spelling(raw: bytes) -> str:
+    """Return a text that is the same for equal JSON values; of what is nested too deeply as it is written."""
+    try:
+        return _one_spelling(json.loads(raw, parse_int=Decimal, parse_float=Decimal))
+    except (ValueError, ArithmeticError, RecursionError):
+        return repr(raw)
+
+
 def _one_spelling(value: Any) -> str:
-    """Return a text that is the same for equal JSON values."""
     if isinstance(value, Decimal):
         return f"n{value.normalize():f}" if -100 < value.adjusted() < 100 else f"n{value.normalize()}"
     if isinstance(value, list):

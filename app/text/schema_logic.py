@@ -178,8 +178,8 @@ class SchemaLogic:
         return self._exclude(parts, others, depth)
 
     def _exclude(self, parts: list[Schema], others: list[Schema], depth: int) -> bool:
-        both = self._types(parts) & self._types(others)
-        if not both:
+        shared = self._types(parts) & self._types(others)
+        if not shared:
             return True
         values, other_values = listed_values(parts), listed_values(others)
         if values is not None and other_values is not None:
@@ -187,7 +187,7 @@ class SchemaLogic:
         for listed, second in ((values, others), (other_values, parts)):
             if listed is not None and all(any(_refuses(part, value) for part in second) for value in listed):
                 return True
-        return both == {"object"} and self._objects_exclude(parts, others, depth)
+        return shared == {"object"} and self._objects_exclude(parts, others, depth)
 
     def _objects_exclude(self, parts: list[Schema], others: list[Schema], depth: int) -> bool:
         properties, other_properties = _properties(parts), _properties(others)

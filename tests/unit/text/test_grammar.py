@@ -22,6 +22,7 @@ from app.text.grammar_definition import (
     MAX_RULES,
     GrammarSource,
     check_source,
+    json_style,
 )
 from app.text.grammar_process import GrammarProcess
 from app.text.template_messages import ReplyStatus
@@ -343,6 +344,28 @@ def test_each_head_of_a_rule_is_counted(text: str) -> None:
     check_source(source("grammar", separator.join([text] * heads)))
     with pytest.raises(InvalidRequest, match="rules, and the limit is"):
         check_source(source("grammar", separator.join([text] * (heads + 1))))
+
+
+def test_schemas_inside_of_lark_are_made_ready_and_literals_stay(
+    compiler: GrammarCompiler, tokenizer: Tokenizer
+) -> None:
+    schema = {"properties": {"a": {"type": "string", "format": "password"}}, "not": {"required": ["b"]}}
+    literal = json.dumps('%json {"x-guidance": ')
+    lark = f"start: {literal} arguments\narguments: %json {json.dumps(json_style(schema))}\n"
+    for given in (source("lark", lark), source("choice", '["x"]', alternative=lark)):
+        text = '%json {"x-guidance": {"a": "y"}'
+        state = compiler.compile(given).start()
+        assert follow(state, tokenizer, text) == text and state.finished
+        other = compiler.compile(given).start()
+        assert follow(other, tokenizer, text.replace('"a"', '"b"')) != text
+
+
+def test_a_schema_inside_of_lark_is_refused_by_name(compiler: GrammarCompiler) -> None:
+    schemas = [{"not": {"pattern": "x"}}, {"uniqueItems": True}, {"oneOf": [{"properties": {"a": 1}}] * 2}]
+    for schema in schemas:
+        with pytest.raises(InvalidRequest) as refused:
+            compiler.compile(source("lark", f"start: %json {json.dumps(json_style(schema))}"))
+        assert refused.value.field == "the_field"
 
 
 # ---- added tokens --------------------------------------------------------------------------------------------------

@@ -13,14 +13,14 @@ from hypothesis import strategies as st
 
 from app.text.grammar import CompiledGrammar, GrammarCompiler
 from app.text.grammar_definition import GrammarSource
-from app.text.json_repeats import JsonRepeats, SchemaPlaces, TextBefore, VocabularyBytes
+from app.text.json_repeats import JsonRepeats, SchemaPlaces, TextBefore, TokenBytes
 from app.text.schema_logic import same
 from app.text.tokenizer import Tokenizer
 from hypothesis_examples import examples
 from small_tokenizers import byte_level, write_tokenizer
 
 WORDS = [b'{"a"', b'"a"', b'a"', b'": ', b', "a', b", ", b'", "a"', b"1,", b"1]", b'x"]', b"true", b"[1", b"}, {"]
-TEXTS = VocabularyBytes([*(bytes([byte]) for byte in range(256)), *WORDS])
+TEXTS = TokenBytes([*(bytes([byte]) for byte in range(256)), *WORDS])
 UNIQUE = {"type": "array", "uniqueItems": True}
 
 
@@ -185,3 +185,10 @@ def test_all_repetitions_are_noticed_and_nothing_else(value: Any, data: st.DataO
 def test_what_is_written_before_the_json_is_not_part_of_it(before: TextBefore, text: bytes, is_noticed: bool) -> None:
     repeats = JsonRepeats(SchemaPlaces({}), TEXTS, before)
     assert [repeats.read(byte) for byte in text][-1] != is_noticed
+
+
+def test_items_that_are_nested_deeply_are_compared_as_they_are_written() -> None:
+    repeats = JsonRepeats(SchemaPlaces(UNIQUE), TEXTS)
+    item = b"[" * 3000 + b"]" * 3000
+    assert all(repeats.read(byte) for byte in b"[" + item + b", ")
+    assert not all(repeats.read(byte) for byte in item)

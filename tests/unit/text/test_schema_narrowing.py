@@ -14,7 +14,7 @@ from llguidance import LLMatcher, LLTokenizer, TokenizerWrapper
 
 from app.errors import InvalidRequest
 from app.text.grammar_definition import LIMITS, GrammarSource, define
-from app.text.json_repeats import JsonRepeats, SchemaPlaces, VocabularyBytes
+from app.text.json_repeats import JsonRepeats, SchemaPlaces, TokenBytes
 from app.text.schema_logic import SchemaLogic
 from app.text.schema_narrowing import narrow_schema
 from app.text.schema_patterns import all_but, patterns_without_look_ahead
@@ -34,7 +34,7 @@ class Bytes:
 
 
 VOCABULARY = LLTokenizer(TokenizerWrapper(Bytes()), slices=[])  # type: ignore[arg-type]
-TEXTS = VocabularyBytes(list(Bytes.tokens))
+TEXTS = TokenBytes(list(Bytes.tokens))
 
 
 def compiled(schema: Any, is_open: bool = True) -> LLMatcher:
