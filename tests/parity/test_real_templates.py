@@ -132,16 +132,14 @@ DIFFERENCES: dict[tuple[str, str], str] = {
     ("deepseek-ai-DeepSeek-R1-Distill-Llama-8B", "system later"): _MOVED,
     ("deepseek-ai-DeepSeek-R1-Distill-Qwen-32B", "system later"): _MOVED,
     ("llama-cpp-deepseek-r1", "system later"): _MOVED,
-    (
-        "llama-cpp-rwkv-world",
-        "system later",
-    ): "the template ends a system message that is not the first one differently",
+    ("llama-cpp-rwkv-world", "system later"): _MOVED,
     (
         "openai-gpt-oss-120b",
         "call with text",
     ): "the template takes the text for reasoning, which it drops after the answer",
 }
-# Templates that read other variables for everything, or that refuse a tool without a description of each parameter.
+# Templates that may refuse where transformers does not: the first reads a variable `functions`, which is not given, and
+# refuses everything; the second refuses tools whose parameters have no description.
 REFUSING = {"fireworks-ai-llama-3-firefunction-v2", "CohereForAI-c4ai-command-r-plus-tool_use"}
 
 
