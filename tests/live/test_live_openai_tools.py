@@ -109,7 +109,7 @@ def test_the_streaming_helper_reads_calls(official: openai.OpenAI) -> None:
 def test_refusals_say_what_is_wrong(official: openai.OpenAI) -> None:
     import openai
 
-    form: Any = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"not": {"type": "string"}}}}
+    form: Any = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"not": {"pattern": "x"}}}}
     with pytest.raises(openai.BadRequestError, match='"not"'):
         official.chat.completions.create(model="demo", messages=ASK, response_format=form)
     image: Any = [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "data:x"}}]}]
