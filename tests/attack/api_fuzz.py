@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from collections import Counter
@@ -75,15 +76,22 @@ def _command(url: str, examples: int, seed: int, headers: dict[str, str], covera
 
 
 def fuzz(
-    url: str, examples: int, seed: int = 1, key: str = "", aliases: bool = True, coverage: bool = True
+    url: str,
+    examples: int,
+    seed: int = 1,
+    key: str = "",
+    aliases: bool = True,
+    coverage: bool = True,
+    routes: re.Pattern[str] = re.compile(""),
 ) -> FuzzResult:
     """Send up to `examples` generated requests to each operation, besides the 18,000 of the fixed coverage phase.
 
-    Without `aliases`, each operation gets them at one of its paths only.
+    Without `aliases`, each operation gets them at one of its paths only. `routes`: only paths in which this is found.
     """
     headers = {"authorization": f"Bearer {key}"} if key else {}
     document = strict(httpx.get(f"{url}/openapi.json", headers=headers, timeout=60).json())
     document = document if aliases else without_aliases(document)
+    document["paths"] = {path: item for path, item in document["paths"].items() if routes.search(path)}
     with TemporaryDirectory() as name:
         folder = Path(name)
         (folder / "openapi.json").write_text(json.dumps(document))
