@@ -248,9 +248,10 @@ class GrammarCompiler:
         self._lock, self._vocabulary_lock = threading.Lock(), threading.Lock()
 
     def prepare(self) -> None:
-        """Build the library's form of the vocabulary, about 20 µs a token, and start the process that compiles first."""
+        """Build the forms of the vocabulary, about 20 µs a token, and start the process that compiles first."""
         with suppress(InvalidRequest):  # each request for structured output gets this error
             _ = self._vocabulary
+            _ = self._token_bytes
         self._quick.start()
 
     def close(self) -> None:
@@ -323,11 +324,20 @@ class GrammarCompiler:
         if source.kind != "json_schema":
             return None
         places, before = SchemaPlaces(json.loads(source.text)), TextBefore.of(source)
-        return partial(JsonRepeats, places, self._token_texts, before)
+        return partial(JsonRepeats, places, self._token_bytes, before)
 
     @cached_property
-    def _token_texts(self) -> TokenBytes:
-        return TokenBytes([self._inner.token_bytes(token_id) for token_id in range(self._vocab_size)])
+    def _texts(self) -> list[bytes]:
+        return [self._inner.token_bytes(token_id) for token_id in range(self._vocab_size)]
+
+    @property
+    def _token_bytes(self) -> TokenBytes:
+        with self._vocabulary_lock:
+            return self._built_token_bytes
+
+    @cached_property
+    def _built_token_bytes(self) -> TokenBytes:
+        return TokenBytes(self._texts)
 
     def tokens_in(self, source: GrammarSource) -> Mapping[int, str]:
         """Return the special tokens, by id, whose texts a grammar has.
@@ -357,7 +367,7 @@ class GrammarCompiler:
         sentence = "Structured output is not possible with this checkpoint's tokenizer"
         try:
             with ConvertRustErrors(InvalidRequest, sentence):
-                words = _Vocabulary(self._inner, self._vocab_size)
+                words = _Vocabulary(self._inner, self._texts)
                 eos = sorted(self._eos_token_ids) or None
                 made = LLTokenizer(TokenizerWrapper(words), n_vocab=self._vocab_size, eos_token=eos, slices=[*_SLICES])
                 words.divide = made.greedy_tokenize
@@ -378,14 +388,14 @@ class _Vocabulary:
     may write it as one token or as several.
     """
 
-    def __init__(self, tokenizer: Tokenizer, vocab_size: int) -> None:
+    def __init__(self, tokenizer: Tokenizer, texts: Sequence[bytes]) -> None:
         self._inner = tokenizer
-        self.special_token_ids = _control_ids(tokenizer, vocab_size)
+        self.special_token_ids = _control_ids(tokenizer, len(texts))
         self._names = {token_id: tokenizer.token_text(token_id) for token_id in self.special_token_ids}
-        self.tokens = [tokenizer.token_bytes(token_id) for token_id in range(vocab_size)]
+        self.tokens = list(texts)
         for token_id in self.special_token_ids:
             self.tokens[token_id] = _CONTROL + self.tokens[token_id]
-        self.eos_token_id = min(tokenizer.eos_token_ids & {*self.special_token_ids}, default=vocab_size - 1)
+        self.eos_token_id = min(tokenizer.eos_token_ids & {*self.special_token_ids}, default=len(texts) - 1)
         self.bos_token_id = None
         self.divide: Callable[[str], list[int]] = lambda text: []
 
