@@ -8,6 +8,7 @@ from __future__ import annotations
 import ast
 import json
 import re
+import warnings
 from collections.abc import Mapping
 from contextlib import suppress
 from functools import lru_cache
@@ -306,7 +307,28 @@ def _may_be_header(character: str, form: ToolFormat) -> bool:
     )
 
 
-class TaggedReader:
+class _ParametersReader:
+    """What readers of single parameters share: they write the JSON of the arguments themselves."""
+
+    def __init__(self, head: str = "") -> None:
+        self.name: str | None = None
+        self.finished, self.unread = False, ""
+        self.text: list[str] = list(head)
+        self._key: list[str] = []
+        self._value: list[str] = []
+        self._count = 0  # of parameters
+        self._new: list[str] = []
+
+    def arguments(self) -> str:
+        """Return the characters of the arguments that are new."""
+        if self.name is None:
+            return ""
+        new = "".join(self._new)
+        self._new = []
+        return new
+
+
+class TaggedReader(_ParametersReader):
     """Reader of a call whose parameters are between tags, such as `<parameter=city>Paris</parameter>`.
 
     Values are texts: `schema`, that of the tool's arguments, says which of them are numbers or objects. The text of a
@@ -314,18 +336,12 @@ class TaggedReader:
     """
 
     def __init__(self, form: ToolFormat, head: str, schemas: Mapping[str, Mapping[str, Any]]) -> None:
-        self.name: str | None = None
-        self.finished, self.unread = False, ""
-        self.text: list[str] = list(head)
+        super().__init__(head)
         self._schemas, self._marks = schemas, _marks(form)
         self._state: Literal["name", "after name", "between", "key", "after key", "value"] = "name"
         self._name: list[str] = []
-        self._key: list[str] = []
         self._word = ""  # of the tags, without white space
-        self._value: list[str] = []
         self._written = 0  # characters of the value that are part of the arguments already
-        self._new: list[str] = []
-        self._count = 0
         self._types: frozenset[str] = frozenset()
         self._is_text: bool | None = None  # the tag says that the value is a text, or that it is none
 
@@ -345,14 +361,6 @@ class TaggedReader:
                 self._begin_value()
         else:
             self._push_between(character)
-
-    def arguments(self) -> str:
-        """Return the characters of the arguments that are new."""
-        if self.name is None:
-            return ""
-        new = "".join(self._new)
-        self._new = []
-        return new
 
     def _push_word(self, character: str) -> None:
         """Read a character of the name or of a key, which end at white space or at the next tag."""
@@ -480,22 +488,16 @@ def _marks(form: ToolFormat) -> _Marks:
     return _Marks(form)
 
 
-class PythonicReader:
+class PythonicReader(_ParametersReader):
     """Reader of a call as Python has it, `name(key=value, …)`. Values are Python's or JSON's."""
 
     def __init__(self) -> None:
-        self.name: str | None = None
-        self.finished, self.unread = False, ""
-        self.text: list[str] = []
+        super().__init__()
         self._name: list[str] = []
-        self._key: list[str] = []
-        self._value: list[str] = []
         self._state: Literal["name", "key", "after key", "value"] = "name"
         self._depth = 0
         self._quote = ""
         self._escaped = False
-        self._new: list[str] = []
-        self._count = 0
 
     def push(self, character: str) -> None:
         """Read a character. Raises `NotACall`."""
@@ -511,14 +513,6 @@ class PythonicReader:
                 raise NotACall
         else:
             self._push_value(character)
-
-    def arguments(self) -> str:
-        """Return the characters of the arguments that are new."""
-        if self.name is None:
-            return ""
-        new = "".join(self._new)
-        self._new = []
-        return new
 
     def _push_name(self, character: str) -> None:
         if character == "(" and self._name:
@@ -582,7 +576,10 @@ def _python_value(text: str) -> str:
         json.loads(text, parse_constant=_no_number)
         return text.strip()
     try:
-        return json.dumps(_plain(ast.parse(text.strip(), mode="eval").body), ensure_ascii=False, allow_nan=False)
+        with warnings.catch_warnings():  # of the compiler, about escapes that Python does not know
+            warnings.simplefilter("ignore")
+            parsed = ast.parse(text.strip(), mode="eval").body
+        return json.dumps(_plain(parsed), ensure_ascii=False, allow_nan=False)
     except (SyntaxError, ValueError, TypeError, RecursionError, MemoryError) as error:
         raise NotACall from error
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import warnings
 from contextlib import suppress
 from typing import Any
 
@@ -342,3 +343,11 @@ def test_the_format_is_what_the_template_writes(template: str, name: str) -> Non
     chat = ChatTemplate(real_template(template), {"bos_token": "<s>", "eos_token": "</s>"})
     chat.close()
     assert chat.tool_format is not None and chat.tool_format.name == name
+
+
+def test_an_escape_that_python_does_not_know_is_read_without_a_warning() -> None:
+    """Python's compiler warns of it, on the terminal of the server since Python 3.12."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        content, ((name, arguments),) = parse(TOOL_FORMATS["pythonic"], [r"[f(text='\d')]"])
+    assert (content, name, json.loads(arguments)) == ("", "f", {"text": r"\d"})
