@@ -120,8 +120,10 @@ def _until_text(process: subprocess.Popen[str], session: Session) -> Session:
 
 
 def _ask(url: str, process: subprocess.Popen[str], found: list[str]) -> None:
-    """Ask until there is text, note its time, and end the server, as Ctrl-C would."""
+    """Ask as soon as the server is ready, note the time of the first text, and end the server, as Ctrl-C would."""
     body = json.dumps(QUESTION).encode()
+    while process.poll() is None and not _is_ready(url):
+        time.sleep(POLL_SECONDS)  # a question now would be a line of the log, which nobody waits for
     while process.poll() is None:
         request = urllib.request.Request(f"{url}/v1/chat/completions", body, {"content-type": "application/json"})
         try:
@@ -130,9 +132,17 @@ def _ask(url: str, process: subprocess.Popen[str], found: list[str]) -> None:
                     found += [str(time.monotonic()), text]
                     break
         except OSError:
-            time.sleep(POLL_SECONDS)  # it listens before it can answer
+            time.sleep(POLL_SECONDS)
     if process.poll() is None:
         os.killpg(process.pid, signal.SIGINT)
+
+
+def _is_ready(url: str) -> bool:
+    try:
+        with urllib.request.urlopen(f"{url}/readyz", timeout=60) as response:
+            return bool(response.status == 200)
+    except OSError:
+        return False
 
 
 def first_text(lines: Any) -> str:

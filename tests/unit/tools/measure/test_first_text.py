@@ -48,9 +48,10 @@ def test_a_long_wait_and_a_long_silence_miss_their_targets(
 
 def test_a_newcomer_has_neither_caches_nor_settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ARMATURE_THREADS", "1")
+    monkeypatch.setenv("PYTHONDONTWRITEBYTECODE", "1")
     found = first_text.environment(tmp_path, tmp_path / "wheels")
     assert [name for name in found if name.startswith("ARMATURE_")] == ["ARMATURE_WHEELS"]
     assert all(
         Path(found[name]).is_relative_to(tmp_path) for name in ("PIP_CACHE_DIR", "UV_CACHE_DIR", "XDG_CACHE_HOME")
     )
-    assert found["PATH"] == os.environ["PATH"]
+    assert found["PATH"] == os.environ["PATH"] and "PYTHONDONTWRITEBYTECODE" not in found
