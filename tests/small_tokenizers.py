@@ -7,6 +7,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from llguidance import LLTokenizer, TokenizerWrapper
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 
 SPECIAL = ["<unk>", "<s>", "</s>", "<|end|>"]
@@ -91,3 +92,18 @@ def meta_space() -> Tokenizer:
 
 
 FORMS = {"byte_level": byte_level, "sentence_piece": sentence_piece, "meta_space": meta_space}
+
+
+class ByteTokens:
+    """A vocabulary of bytes, and an end, as llguidance asks for it."""
+
+    tokens = (*(bytes([byte]) for byte in range(256)), b"")
+    special_token_ids = (256,)
+    eos_token_id = 256
+    bos_token_id = None
+
+    def __call__(self, text: bytes) -> list[int]:
+        return list(text)
+
+
+BYTE_VOCABULARY = LLTokenizer(TokenizerWrapper(ByteTokens()), slices=[])  # type: ignore[arg-type]

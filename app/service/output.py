@@ -28,7 +28,7 @@ class OutputParser:
         if form is None and tools is None:
             return
         new_id = _short_id if model.tool_format.short_ids else _long_id
-        if (form is not None and form.is_harmony) or (tools is not None and model.tool_format.name == "openai"):
+        if (form is not None and form.is_harmony) or (tools is not None and model.tool_format.is_harmony):
             names = None if tools is None else [tool.name for tool in tools.tools]
             parallel = tools is None or tools.parallel
             self._choices += [_HarmonyChoice(HarmonyParser(names, new_id, parallel)) for _ in range(request.params.n)]

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from typing import Any
 
-from app.text.schema_logic import REFUSAL, Schema
+from app.text.schema_logic import REFUSAL, Schema, target_of
 from app.text.schema_narrowing import IN_PLACE, MAPS_OF_SCHEMAS, SCHEMAS
 
 _OBJECT_WORDS = frozenset({"properties", "patternProperties", "required", "minProperties", "maxProperties"})
@@ -102,13 +102,8 @@ class _Closing:
         return self._names[reference]
 
     def _target(self, reference: Any) -> Schema | None:
-        """Return the schema that a reference within this document names."""
-        if not isinstance(reference, str) or not (reference == "#" or reference.startswith("#/")):
-            return None
-        found: Any = self._root
-        for part in reference.split("/")[1:]:
-            key = part.replace("~1", "/").replace("~0", "~")
-            found = found.get(key) if isinstance(found, Mapping) else None
+        """Return the object schema that a reference within this document names."""
+        found = target_of(self._root, reference)
         return found if isinstance(found, Mapping) else None
 
     def _list(self, schema: Any, listed: _Listed, seen: set[str]) -> None:

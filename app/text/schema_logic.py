@@ -52,6 +52,20 @@ def same(one: Any, other: Any) -> bool:
     return bool(one == other)
 
 
+def target_of(root: Any, reference: Any) -> Any:
+    """Return the schema of a document that a reference within it names (RFC 6901); None if it names none."""
+    if not isinstance(reference, str) or not (reference == "#" or reference.startswith("#/")):
+        return None
+    found = root
+    for part in reference.split("/")[1:]:
+        key = part.replace("~1", "/").replace("~0", "~")
+        if isinstance(found, list) and key.isdigit():
+            found = found[int(key)] if int(key) < len(found) else None
+        else:
+            found = found.get(key) if isinstance(found, Mapping) else None
+    return found if isinstance(found, Mapping | bool) else None
+
+
 class SchemaLogic:
     """The schemas of one document. `ignores_siblings`: of a `$ref`, as JSON Schema did before the draft 2019-09."""
 
@@ -61,16 +75,7 @@ class SchemaLogic:
 
     def target(self, reference: Any) -> Any:
         """Return the schema that a reference within this document names; None if it names none."""
-        if not isinstance(reference, str) or not (reference == "#" or reference.startswith("#/")):
-            return None
-        found: Any = self._root
-        for part in reference.split("/")[1:]:
-            key = part.replace("~1", "/").replace("~0", "~")
-            if isinstance(found, list) and key.isdigit():
-                found = found[int(key)] if int(key) < len(found) else None
-            else:
-                found = found.get(key) if isinstance(found, Mapping) else None
-        return found if isinstance(found, Mapping | bool) else None
+        return target_of(self._root, reference)
 
     def is_circular(self, reference: Any) -> bool:
         """Return True if a schema refers to itself, also by others."""
@@ -191,44 +196,35 @@ class SchemaLogic:
 
     def _objects_exclude(self, parts: list[Schema], others: list[Schema], depth: int) -> bool:
         properties, other_properties = _properties(parts), _properties(others)
-        required, other_required = _required(parts), _required(others)
-        for name in properties.keys() & other_properties.keys() & (required | other_required):
+        needed, other_needed = required(parts), required(others)
+        for name in properties.keys() & other_properties.keys() & (needed | other_needed):
             if self.exclude_each_other(
                 {"allOf": properties[name]}, {"allOf": other_properties[name]}, depth + 1
             ):  # fmt: skip
                 return True
         return any(
             name not in _properties([part])
-            for needed, closed in ((required, others), (other_required, parts))
+            for names, closed in ((needed, others), (other_needed, parts))
             for part in closed
             if part.get("additionalProperties") is False and not part.get("patternProperties")
-            for name in needed
+            for name in names
         )
 
     def values(self, schema: Any) -> list[Any] | None:
         """Return the values that a schema lists; None if it lists none."""
         return listed_values(self.parts(schema))
 
-    def _types(self, parts: Iterable[Schema]) -> set[str]:
+    def _types(self, parts: Iterable[Schema], looks_inside: bool = True) -> set[str]:
+        """Return the types that schemas which hold together may accept. `looks_inside`: also at their alternatives."""
         kinds = set(_TYPES)
         for part in parts:
             listed = _listed_types(part)
             if listed is not None:
                 kinds &= {"number" if name == "integer" else name for name in listed}
-            for word in ("anyOf", "oneOf"):
+            for word in ("anyOf", "oneOf") if looks_inside else ():
                 branches = part.get(word)
                 if isinstance(branches, list):
-                    kinds &= {kind for branch in branches for kind in self._types_of_branch(branch)}
-        values = listed_values(parts)
-        return kinds if values is None else kinds & {json_type(value) for value in values}
-
-    def _types_of_branch(self, branch: Any) -> set[str]:
-        parts = self.parts(branch)
-        kinds = set(_TYPES) if branch is not False else set()
-        for part in parts:
-            listed = _listed_types(part)
-            if listed is not None:
-                kinds &= {"number" if name == "integer" else name for name in listed}
+                    kinds &= {kind for branch in branches for kind in self._types(self.parts(branch), False)}
         values = listed_values(parts)
         return kinds if values is None else kinds & {json_type(value) for value in values}
 
@@ -324,5 +320,6 @@ def _properties(parts: Iterable[Schema]) -> dict[str, list[Any]]:
     return found
 
 
-def _required(parts: Iterable[Schema]) -> set[str]:
+def required(parts: Iterable[Schema]) -> set[str]:
+    """Return the names that schemas which hold together require."""
     return {name for part in parts for name in _texts(part.get("required"))}

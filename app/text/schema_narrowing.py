@@ -13,7 +13,7 @@ from contextlib import suppress
 from itertools import combinations
 from typing import Any
 
-from app.text.schema_logic import Schema, SchemaLogic, any_of, same
+from app.text.schema_logic import Schema, SchemaLogic, any_of, required, same
 from app.text.schema_patterns import all_but, patterns_without_look_ahead
 
 MAPS_OF_SCHEMAS = frozenset({"properties", "patternProperties", "$defs", "definitions", "dependentSchemas"})
@@ -222,7 +222,7 @@ class _Narrowing:
             if not isinstance(value, Mapping):
                 continue
             del done[word]
-            needed = _required(schema)
+            needed = required([schema])
             for name, dependency in value.items():
                 then = {"required": dependency} if isinstance(dependency, list) else dependency
                 if isinstance(dependency, list) and set(dependency) <= needed:
@@ -299,7 +299,7 @@ class _Narrowing:
     def numbers_of_properties(self, schema: Schema, done: dict[str, Any]) -> list[Any]:
         """`minProperties` and `maxProperties` of objects with optional properties, which the library does not count."""
         least, most = schema.get("minProperties"), schema.get("maxProperties")
-        listed, needed = schema.get("properties"), _required(schema)
+        listed, needed = schema.get("properties"), required([schema])
         if not isinstance(listed, Mapping) or not listed or set(listed) <= needed:
             return []
         optional = [name for name in listed if name not in needed]
@@ -366,12 +366,7 @@ def _with_required(schema: Any) -> Any:
     listed = schema.get("properties") if isinstance(schema, Mapping) else None
     if not isinstance(listed, Mapping):
         return schema
-    return {"type": "object", **schema, "required": [*dict.fromkeys([*_required(schema), *listed])]}
-
-
-def _required(schema: Schema) -> set[str]:
-    names = schema.get("required")
-    return {name for name in names if isinstance(name, str)} if isinstance(names, list) else set()
+    return {"type": "object", **schema, "required": [*dict.fromkeys([*required([schema]), *listed])]}
 
 
 def _names(logic: SchemaLogic, schema: Any) -> set[str]:

@@ -48,6 +48,11 @@ class ToolFormat:
     short_ids: bool = False
 
     @property
+    def is_harmony(self) -> bool:
+        """True if a text is messages, which `harmony.py` reads."""
+        return self.name == "openai"
+
+    @property
     def head(self) -> str:
         """The text before the name of a call; empty where calls are objects that are read as JSON."""
         return "" if self.reads_objects else _PLACE.split(self.call)[0].rstrip(_NAME_LETTERS)

@@ -9,31 +9,17 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from llguidance import LLMatcher, LLTokenizer, TokenizerWrapper
+from llguidance import LLMatcher
 
 from app.errors import InvalidRequest
 from app.text.gbnf import GbnfError, gbnf_to_lark, is_gbnf
 from app.text.grammar_definition import LIMITS, GrammarSource, define
 from hypothesis_examples import examples
-
-
-class Bytes:
-    """A vocabulary of bytes, and an end."""
-
-    tokens = (*(bytes([byte]) for byte in range(256)), b"")
-    special_token_ids = (256,)
-    eos_token_id = 256
-    bos_token_id = None
-
-    def __call__(self, text: bytes) -> list[int]:
-        return list(text)
-
-
-VOCABULARY = LLTokenizer(TokenizerWrapper(Bytes()), slices=[])  # type: ignore[arg-type]
+from small_tokenizers import BYTE_VOCABULARY
 
 
 def compiled(grammar: str) -> LLMatcher:
-    matcher = LLMatcher(VOCABULARY, define(GrammarSource("grammar", grammar, "f")), log_level=0, limits=LIMITS)
+    matcher = LLMatcher(BYTE_VOCABULARY, define(GrammarSource("grammar", grammar, "f")), log_level=0, limits=LIMITS)
     assert not matcher.is_error(), matcher.get_error()
     return matcher
 

@@ -10,7 +10,7 @@ import jsonschema
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from llguidance import LLMatcher, LLTokenizer, TokenizerWrapper
+from llguidance import LLMatcher
 
 from app.errors import InvalidRequest
 from app.text.grammar_definition import LIMITS, GrammarSource, define
@@ -19,27 +19,14 @@ from app.text.schema_logic import SchemaLogic
 from app.text.schema_narrowing import narrow_schema
 from app.text.schema_patterns import all_but, patterns_without_look_ahead
 from hypothesis_examples import examples
+from small_tokenizers import BYTE_VOCABULARY, ByteTokens
 
-
-class Bytes:
-    """A vocabulary of bytes, and an end."""
-
-    tokens = (*(bytes([byte]) for byte in range(256)), b"")
-    special_token_ids = (256,)
-    eos_token_id = 256
-    bos_token_id = None
-
-    def __call__(self, text: bytes) -> list[int]:
-        return list(text)
-
-
-VOCABULARY = LLTokenizer(TokenizerWrapper(Bytes()), slices=[])  # type: ignore[arg-type]
-TEXTS = TokenBytes(list(Bytes.tokens))
+TEXTS = TokenBytes(list(ByteTokens.tokens))
 
 
 def compiled(schema: Any, is_open: bool = True) -> LLMatcher:
     definition = define(GrammarSource("json_schema", json.dumps(schema), "f", is_open=is_open))
-    return LLMatcher(VOCABULARY, definition, log_level=0, limits=LIMITS)
+    return LLMatcher(BYTE_VOCABULARY, definition, log_level=0, limits=LIMITS)
 
 
 def accepts(schema: Any, value: Any, is_open: bool = True) -> bool:
