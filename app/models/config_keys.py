@@ -1,4 +1,4 @@
-"""What the values of a config.json mean that no reader asked for: nothing, or another computation than the one that is served.
+"""Values of a config.json that no reader asks for: some have no effect, others change what is computed and are refused.
 
 Readers ask for what they follow, so nobody lists that. `tests/unit/models/test_config_keys.py` walks the values of
 transformers' configuration classes of every family, and fails for one that is neither asked for nor here.
@@ -69,8 +69,8 @@ _HEADS = (
 )
 WITHOUT_EFFECT = frozenset(" ".join((_ABOUT, _TRAINING, _IMPLEMENTATION, _TOKENS, _TENSORS, _HEADS)).split())
 
-# Values that change what other implementations compute, by name: those that mean that they do not. They are refused in a
-# family whose reader does not ask for them.
+# Names whose values change what is computed, with the values that do not. Any other value is refused in a family whose
+# reader does not ask for the name.
 REFUSED: Mapping[str, tuple[Any, ...]] = {
     "is_encoder_decoder": (False,),
     "add_cross_attention": (False,),
@@ -134,7 +134,7 @@ class AskedValues(dict[str, Any]):
         return super().__contains__(key)
 
     def not_asked(self, where: str = "") -> dict[str, Any]:
-        """Return the values that nobody asked for, by name, those of sections that somebody asked for after theirs."""
+        """Return the values that no reader asked for, by name. In a section that was read, the name is SECTION.NAME."""
         rest: dict[str, Any] = {}
         for name, value in self.items():
             if name in self.asked and isinstance(value, AskedValues):
@@ -150,10 +150,10 @@ def unknown_keys(
     refused: Mapping[str, tuple[Any, ...]] = REFUSED,
     known: frozenset[str] = WITHOUT_EFFECT | FOLLOWED_WHERE_NEEDED,
 ) -> list[str]:
-    """Return the names of values that nobody asked for and that are not known to have no effect.
+    """Return the names that no reader asked for and that no table has.
 
     Raises:
-        CheckpointInvalid: Such a value is known to change what is computed.
+        CheckpointInvalid: A value changes what is computed, and no reader asked for it.
     """
     unknown = []
     for place, value in values.not_asked().items():

@@ -53,12 +53,12 @@ GrammarKind = Literal["json_schema", "regex", "choice", "grammar", "lark"]
 class GrammarSource:
     """A grammar as a client gives it.
 
-    `text` is a JSON schema, a regular expression, a JSON list of strings, a grammar in Lark or GBNF syntax, or a grammar
-    in llguidance's Lark syntax. `field` is the client's name for it, used in error messages. If `after` is not empty,
-    the grammar begins after the first occurrence of this text, and any text may come before it; if `opening` is not
-    empty either, this holds for a text that begins with it only. `answer` is a text before what follows the grammar.
-    `alternative` is another grammar, in llguidance's Lark syntax, which the text may follow instead. `is_open`: objects of
-    a schema that lists their properties may have others.
+    `text` is a JSON schema, a regular expression, a JSON list of strings, a grammar in Lark or GBNF syntax, or a
+    grammar in llguidance's Lark syntax. `field` is the client's name for it, used in error messages. If `after` is not
+    empty, the grammar begins after the first occurrence of this text, and any text may come before it; if `opening` is
+    not empty either, this holds for a text that begins with it only. `answer` is a fixed text in front of what follows
+    the grammar. `alternative` is another grammar, in llguidance's Lark syntax, which the text may follow instead.
+    `is_open`: objects of a schema that lists their properties may have others.
     """
 
     kind: GrammarKind

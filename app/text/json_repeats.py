@@ -50,7 +50,7 @@ class TokenBytes:
 
 
 class SchemaPlaces:
-    """The schemas that may describe each place of a document; more than do, where alternatives are open."""
+    """The schemas that may describe each place of a document: all alternatives, also those that others exclude."""
 
     def __init__(self, root: Any) -> None:
         self._logic, self._places = SchemaLogic(root, ignores_siblings=False), 0

@@ -1,7 +1,7 @@
-"""What can be said about JSON schemas: what refuses them, and which exclude each other.
+"""Two questions about JSON schemas: which values a schema refuses, and whether two schemas exclude each other.
 
-Both are answers on the safe side: a schema of `refusals` accepts only values that the given one refuses, and
-`exclude_each_other` is true only if no value satisfies both.
+The answers may be incomplete and are never wrong: a schema of `refusals` accepts only values that the given one refuses,
+and `exclude_each_other` is true only if no value satisfies both.
 """
 
 from __future__ import annotations
