@@ -4,12 +4,21 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Annotated, Any, ClassVar, TypeVar
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, GetJsonSchemaHandler, ValidationError, WithJsonSchema
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Discriminator,
+    Field,
+    GetJsonSchemaHandler,
+    ValidationError,
+    WithJsonSchema,
+)
 from pydantic.json_schema import JsonSchemaValue
 from pydantic_core import CoreSchema, from_json
 
@@ -152,6 +161,31 @@ OTHER_SAMPLERS: Mapping[str, Refusal] = refused(
     penalty_alpha=0.0,
     smoothing_factor=0.0,
 )
+
+
+class KnownOrOther(Discriminator):
+    """The choice, by `type`, between the objects of a list that are read (tag Known) and all others (tag Other).
+
+    The types stand in the OpenAPI document, since a `oneOf` allows no value that fits both.
+    """
+
+    types: tuple[str, ...]
+
+    def __init__(self, types: Iterable[str]) -> None:
+        known = tuple(types)
+
+        def tag(value: Any) -> str:
+            kind = value.get("type") if isinstance(value, dict) else getattr(value, "type", None)
+            return "Other" if isinstance(kind, str) and kind not in known else "Known"
+
+        super().__init__(tag)
+        object.__setattr__(self, "types", known)  # the base class is frozen
+
+    def __get_pydantic_json_schema__(self, core_schema: CoreSchema, handler: GetJsonSchemaHandler) -> JsonSchemaValue:
+        """Return the choice between both schemas, each with its types."""
+        types = {"enum": [*self.types, None]}  # null only where the known object allows it
+        pairs = zip(handler(core_schema)["oneOf"], (types, {"not": types}), strict=True)
+        return {"oneOf": [{"allOf": [schema, {"properties": {"type": of}}]} for schema, of in pairs]}
 
 
 def grammars_refused(advice: str) -> dict[str, Refusal]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import Discriminator, Field, Tag
+from pydantic import Field, Tag
 
 from app.api.openai.bodies import MAX_NAME, MAX_TOOLS, RequestTool
 from app.api.schemas import (
@@ -16,6 +16,7 @@ from app.api.schemas import (
     Body,
     CacheSalt,
     Int64,
+    KnownOrOther,
     Refusal,
     grammars_refused,
     refused,
@@ -130,19 +131,8 @@ def _joined(content: str | tuple[PlainBlock | TextBlock | OtherBlock, ...] | Non
     return content if content is None or isinstance(content, str) else "\n".join(block.shown for block in content)
 
 
-def _by_type(types: Iterable[str]) -> Discriminator:
-    """Return the choice between blocks of these types and others."""
-    known = frozenset(types)
-
-    def tag(value: Any) -> str:
-        kind = value.get("type") if isinstance(value, dict) else getattr(value, "type", None)
-        return "Other" if isinstance(kind, str) and kind not in known else "Known"
-
-    return Discriminator(tag)
-
-
 _Other = Annotated[OtherBlock, Tag("Other")]
-AnyTextBlock = Annotated[Annotated[TextBlock, Tag("Known")] | _Other, _by_type(_TEXT_FIELDS)]
+AnyTextBlock = Annotated[Annotated[TextBlock, Tag("Known")] | _Other, KnownOrOther(_TEXT_FIELDS)]
 TextBlocks = Annotated[tuple[AnyTextBlock, ...], Field(fail_fast=True, max_length=MAX_PARTS)]
 
 
@@ -157,7 +147,7 @@ class ContentBlock(TextBlock):
     content: str | TextBlocks | None = None  # type: ignore[assignment]  # results of tools have documents too
 
 
-AnyBlock = Annotated[Annotated[ContentBlock, Tag("Known")] | _Other, _by_type(_BLOCK_FIELDS)]
+AnyBlock = Annotated[Annotated[ContentBlock, Tag("Known")] | _Other, KnownOrOther(_BLOCK_FIELDS)]
 
 
 class AnthropicMessage(Body):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import Discriminator, Field, Tag
+from pydantic import Field, Tag
 
 from app.api.openai.bodies import MAX_NAME, MAX_TOOLS, MessageParts, RequestTool, Strict, refuse_unread
 from app.api.schemas import (
@@ -15,6 +15,7 @@ from app.api.schemas import (
     OTHER_SAMPLERS,
     Body,
     Int64,
+    KnownOrOther,
     Refusal,
     SamplingFields,
     grammars_refused,
@@ -121,12 +122,7 @@ class OtherItem(Body):
         return {name: value for name, value in (self.model_extra or {}).items() if name not in ("id", "status")}
 
 
-def _item_tag(value: Any) -> str:
-    kind = value.get("type") if isinstance(value, dict) else getattr(value, "type", None)
-    return "Other" if isinstance(kind, str) and kind not in _ITEM_FIELDS else "Known"
-
-
-AnyItem = Annotated[Annotated[InputItem, Tag("Known")] | Annotated[OtherItem, Tag("Other")], Discriminator(_item_tag)]
+AnyItem = Annotated[Annotated[InputItem, Tag("Known")] | Annotated[OtherItem, Tag("Other")], KnownOrOther(_ITEM_FIELDS)]
 
 
 class ClientTool(RequestTool):
