@@ -14,7 +14,7 @@ from armature_kernels.linear.experts import ExpertForms, ExpertStack, run_expert
 from armature_kernels.linear.linear import FORMS, QUANTISED_FORMS
 from armature_kernels.native.library import native_library
 from armature_kernels.native.recording import ResultPool, record_operations
-from tests.native_levels import at_level, levels
+from native_levels import at_level, levels
 
 LEVELS = levels()
 pytestmark = pytest.mark.skipif(not LEVELS, reason=native_library().reason)

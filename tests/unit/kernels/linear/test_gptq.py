@@ -21,7 +21,7 @@ from armature_kernels.linear.quantization import (
 )
 from armature_kernels.native.arguments import OpCode
 from armature_kernels.native.operations import has_kernel
-from tests.native_levels import at_level, levels
+from native_levels import at_level, levels
 
 
 def inputs_of(columns: int, rank: int = 20, rows: int = 600) -> torch.Tensor:
