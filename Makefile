@@ -98,7 +98,7 @@ soak: $(VENV)/dev.stamp native ## an hour of mixed traffic; memory, descriptors 
 	$(BIN)/python -W ignore -m tests.attack.soak $(or $(SECONDS_OF_SOAK),3600)
 
 sanitize: $(VENV)/runtime.stamp ## the C kernels' test with the address and undefined behaviour sanitizers
-	@$(CMAKE) -S app/kernels/csrc -B build/sanitize -DARMATURE_SANITIZE=ON >/dev/null && cmake --build build/sanitize --target driver
+	@$(CMAKE) -S armature_kernels/csrc -B build/sanitize -DARMATURE_SANITIZE=ON >/dev/null && cmake --build build/sanitize --target driver
 	build/sanitize/driver $(ARGS)
 
 cross: ## cross-compile the native library for 64-bit Arm: build/aarch64/libarmature.so
@@ -141,5 +141,5 @@ prove: $(VENV)/dev.stamp ## build the images of both architectures, test them, w
 
 clean: ## remove everything that was built, including .venv
 	rm -rf $(VENV) build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
-	rm -f app/kernels/libarmature.*
-	find app tests tools -name __pycache__ -type d -prune -exec rm -rf {} +
+	rm -f armature_kernels/libarmature.*
+	find app armature armature_bench armature_kernels tests tools -name __pycache__ -type d -prune -exec rm -rf {} +
