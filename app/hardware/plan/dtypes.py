@@ -34,11 +34,11 @@ from app.hardware.plan.precision import (
     bf16_products,
     unquantized_precision,
 )
-from app.hardware.plan.torchao_config import is_torchao
 from app.hardware.plan.trials import TrialTimings
 from app.hardware.plan.vector_precision import choose_vector_precision
 from app.hardware.probe.software import TORCH_KERNELS, WIDENING_LEVELS
 from app.settings import Settings
+from armature_kernels.linear.torchao_config import is_torchao
 
 
 @dataclass(frozen=True)

@@ -13,10 +13,10 @@ from dataclasses import dataclass, replace
 from app.hardware.decision import Measurements, TrialTimes
 from app.hardware.facts import Facts, Needs
 from app.hardware.plan.memory_budget import kv_bytes_per_token
-from app.hardware.plan.torchao_config import KLEIDI_INT4
 from app.hardware.plan.trials import FEW_SEQS, TimingSource, TrialTiming, TrialTimings
 from app.hardware.probe.software import TORCH_KERNELS
 from app.hardware.step_times import StepTimeTable
+from armature_kernels.linear.torchao_config import KLEIDI_INT4
 
 # Bytes that a core reads in a second, and all cores of a memory node together. Two cores of a Cascade Lake server read
 # 17 GB/s, of Zen 5 45 to 80; servers of that age have six or eight channels for a node.
