@@ -11,8 +11,8 @@ from app.server.model_source import missing_model
 from app.server.prepare import Prepared, ReportStage, prepare
 from app.settings import Settings
 from app.weights.forms import RECIPES
+from app.weights.hub.cache import HubName
 from app.weights.hub.fetch import fetch_or_use_cached
-from app.weights.hub.names import HubName
 
 
 @dataclass(frozen=True, slots=True)

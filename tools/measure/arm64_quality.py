@@ -23,8 +23,7 @@ from torch import Tensor, nn
 
 from app.backends.base import HostBackend
 from app.backends.selection import select_host_backend
-from app.engine.calibration.perplexity import Window, WindowScorer, read_windows
-from app.engine.calibration.streaming import calibration_for
+from app.engine.calibration.streaming import Window, WindowScorer, calibration_for, read_windows
 from app.engine.decoder.kv_cache import kv_dtype
 from app.hardware.plan.plan import ServingPlan
 from app.hardware.probe.probe import probe

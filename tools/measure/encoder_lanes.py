@@ -21,8 +21,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 from app.engine.encoder.batching import EncodeState, TextSpan
-from app.engine.encoder.cpu_runner import EncoderRunner
-from app.engine.encoder.sharding import LanePlanner
+from app.engine.encoder.cpu_runner import EncoderRunner, LanePlanner
 from app.messages import Encode, Text
 from app.server.prepare import Prepared, prepare
 from app.settings import Settings

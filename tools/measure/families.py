@@ -22,14 +22,13 @@ import torch
 from torch import Tensor
 
 from app.backends.selection import select_host_backend
-from app.engine.calibration.perplexity import window_logits
+from app.engine.calibration.streaming import window_logits
 from app.engine.decoder.cpu_runner import StepAttention
 from app.engine.decoder.kv_cache import KvCache, KvShape, kv_dtype
 from app.errors import CheckpointInvalid
 from app.hardware.plan.plan import make_plan
 from app.hardware.probe.probe import probe
-from app.models.decoders.families import DECODER_FAMILIES
-from app.models.decoders.refusals import refusal
+from app.models.decoders.families import DECODER_FAMILIES, refusal
 from app.settings import Settings
 from app.weights.checkpoint import open_checkpoint
 from app.weights.forms import RECIPES

@@ -20,8 +20,7 @@ import torch
 
 from app.backends.base import HostBackend
 from app.backends.selection import select_backend
-from app.engine.calibration.perplexity import Window, WindowScorer, read_windows
-from app.engine.calibration.streaming import calibration_for
+from app.engine.calibration.streaming import Window, WindowScorer, calibration_for, read_windows
 from app.engine.decoder.kv_cache import kv_dtype
 from app.hardware.probe.probe import probe
 from app.settings import load_settings

@@ -14,9 +14,9 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from app.engine.calibration.decoder_trial import DecoderTrial
 from app.engine.calibration.session import TrialSession
 from app.engine.calibration.stages import TrialShape, TrialStep
+from app.engine.calibration.trials import DecoderTrial
 from app.engine.decoder.cpu_runner import CpuDecoderRunner
 from app.engine.scheduler.batch import Batch, SampledTokens
 from app.hardware.decision import TrialTimes

@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import load_file
 
 from app.backends.cpu import CpuBackend
-from app.engine.calibration.perplexity import WindowScorer
+from app.engine.calibration.streaming import WindowScorer
 from app.weights.checkpoint import open_checkpoint
 from loaded_models import load
 from tiny_checkpoints import write_checkpoint

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 
-from app.engine.encoder.sharding import LanePlanner
+from app.engine.encoder.cpu_runner import LanePlanner
 from tools.measure.encoder_lanes import STEPS, TOGETHER, WAYS, neighbour, steps, told, way
 
 
