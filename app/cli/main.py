@@ -226,7 +226,7 @@ def calibrate_now(settings: Settings) -> PlanExplanation:
         probe(), settings.model_copy(update={"calibrate": "on"}), open_or_fetch_model(settings)
     )
     if prepared.is_final:
-        raise PlanImpossible(f"There is nothing to measure. {prepared.plan.calibrate.reason}")
+        raise PlanImpossible(f"There is nothing to measure. {prepared.plan.decisions['calibrate'].reason}")
     os.environ.update(
         prepared.plan.environment()
     )  # must be set before torch is imported: its thread pools read it then
@@ -247,7 +247,7 @@ def pack(settings: Settings, text: Path | None = None) -> str:
         StartupError: There is nothing to pack, or it cannot be cached.
     """
     prepared = prepare(settings)
-    folder = prepared.plan.pack_folder
+    folder = prepared.plan.decisions["pack_folder"]
     if folder.value is None:
         raise PlanImpossible(f"There is nothing to pack. {folder.reason} Use --precision int4 or int8 on a CPU.")
     os.environ.update(
@@ -258,7 +258,7 @@ def pack(settings: Settings, text: Path | None = None) -> str:
         packed, cost = _pack_weights(prepared, Path(folder.value), console, text)
     if packed is None:
         raise PlanImpossible(
-            f"On this machine {prepared.plan.precision.value} runs on torch's matrix products, which pack the weights at each start."
+            f"On this machine {prepared.plan.weights.precision} runs on torch's matrix products, which pack the weights at each start."
         )
     if packed.size is None:
         raise SettingsInvalid(
@@ -267,7 +267,9 @@ def pack(settings: Settings, text: Path | None = None) -> str:
     done = "already complete" if packed.found else "written"
     quality = "" if cost is None else f"; {describe_cost(prepared.needs.kind, cost)}"
     seconds = time.monotonic() - began
-    return f"{packed.file}: {done}, {packed.size:,} bytes in {prepared.plan.precision.value}{quality}, {seconds:.1f} s"
+    return (
+        f"{packed.file}: {done}, {packed.size:,} bytes in {prepared.plan.weights.precision}{quality}, {seconds:.1f} s"
+    )
 
 
 def _pack_weights(

@@ -21,11 +21,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from app.errors import NoRecipe, PlanImpossible, StepFailed
-from app.hardware.decision import Measurements, TrialTimes, decisions_of
+from app.hardware.decision import Measurements, TrialTimes
 from app.hardware.facts import Facts, Needs, to_json_value
 from app.hardware.plan import precision
 from app.hardware.plan.estimates import EstimateInputs, by_expected_speed, known_timing
-from app.hardware.plan.expected_speed import SpeedEstimate, SpeedInputs, SpeedLimits, estimate_speed
+from app.hardware.plan.expected_speed import SpeedInputs, SpeedLimits, estimate_speed
 from app.hardware.plan.plan import ServingPlan, make_plan
 from app.hardware.plan.threads import CONTENDED_GAIN
 from app.hardware.plan.trials import TrialTiming, TrialTimings
@@ -160,11 +160,11 @@ def calibration_key(facts: Facts, settings: Settings, plan: ServingPlan, shapes:
         "huge pages": str(facts.huge_pages.transparent),
         "shapes": repr(shapes),
         "asked": repr({name: getattr(settings, name) for name in MEASURED_SETTINGS}),
-        "device": f"{plan.device.value} {gpu.name if gpu else ''}".strip(),  # equal for GPUs of the same model
-        "threads": f"{plan.threads.value} {plan.wait_policy.value}",
+        "device": f"{plan.placement.device} {gpu.name if gpu else ''}".strip(),  # equal for GPUs of the same model
+        "threads": f"{plan.cpu.threads} {plan.cpu.wait_policy}",
         "version": VERSION,
         "torch": facts.torch.version if facts.torch else "",
-        "native": f"{software.native_library_hash()} {plan.kernels.value} {os.environ.get('ARMATURE_ISA', '')}",
+        "native": f"{software.native_library_hash()} {plan.weights.kernels} {os.environ.get('ARMATURE_ISA', '')}",
     }
 
 
@@ -251,21 +251,21 @@ class Prepared:
         measured = self.step_time_table
         if measured is not None:
             return measured
-        estimate = known_timing(self._estimate_inputs, self.plan.precision.value, self.plan.threads.value)
+        estimate = known_timing(self._estimate_inputs, self.plan.weights.precision, self.plan.cpu.threads)
         return None if estimate is None else estimate.steps
 
     @property
     def _estimate_inputs(self) -> EstimateInputs:
         plan, measurements = self.plan, None if self.calibration is None else self.calibration.measurements
-        return EstimateInputs(self.facts, self.needs, plan.kernels.value, plan.device.value, measurements)
+        return EstimateInputs(self.facts, self.needs, plan.weights.kernels, plan.placement.device, measurements)
 
     @property
     def estimated_trial(self) -> TrialTimes | None:
         """Estimated or noisy step times of the plan; None if they are measured or unknown."""
-        if self.plan.speed_source.value not in ("estimated", "noisy"):
+        if self.plan.speed.speed_source not in ("estimated", "noisy"):
             return None
-        estimate = known_timing(self._estimate_inputs, self.plan.precision.value, self.plan.threads.value)
-        return None if estimate is None else replace(estimate.trial, int8_copy=self.plan.int8_copy.value)
+        estimate = known_timing(self._estimate_inputs, self.plan.weights.precision, self.plan.cpu.threads)
+        return None if estimate is None else replace(estimate.trial, int8_copy=self.plan.weights.int8_copy)
 
     def with_idle_trial(self, trial: TrialTimes) -> Prepared:
         """Return a copy with the step times that the idle server measured, and keep them for the next start.
@@ -283,23 +283,23 @@ class Prepared:
         calibration = Calibration(measurements, time.time(), from_cache=False)
         self.calibration_file.write(calibration)
         plan, timing = self.plan, TrialTiming(trial, StepTimeTable.from_trial(trial))
-        limits = SpeedLimits(plan.batch_target_tokens.value, plan.max_running_seqs.value, plan.weight_bytes.value)
-        speed = estimate_speed(measurements, SpeedInputs(self.needs, plan.precision.value, limits, timing))
-        return replace(self, plan=replace(plan, **decisions_of(speed, SpeedEstimate)), calibration=calibration)
+        limits = SpeedLimits(plan.memory.batch_target_tokens, plan.memory.max_running_seqs, plan.memory.weight_bytes)
+        speed = estimate_speed(measurements, SpeedInputs(self.needs, plan.weights.precision, limits, timing))
+        return replace(self, plan=replace(plan, speed=speed), calibration=calibration)
 
     def _trial(self) -> TrialTimes | None:
         if self.calibration is None or self.calibration.measurements.fallback:
             return None
-        planned = (self.plan.precision.value, self.plan.threads.value, "")
+        planned = (self.plan.weights.precision, self.plan.cpu.threads, "")
         found = [
             one for one in self.calibration.measurements.trials if (one.precision, one.threads, one.noise) == planned
         ]
-        return next((one for one in found if one.int8_copy == self.plan.int8_copy.value), next(iter(found), None))
+        return next((one for one in found if one.int8_copy == self.plan.weights.int8_copy), next(iter(found), None))
 
     @property
     def calibration_spread(self) -> float | None:
         """Relative spread of the samples behind the plan's step times, noisy or not; None if there are none."""
-        trial = self._trial() or (self.estimated_trial if self.plan.speed_source.value == "noisy" else None)
+        trial = self._trial() or (self.estimated_trial if self.plan.speed.speed_source == "noisy" else None)
         return None if trial is None else trial.spread
 
     def with_calibration(self, calibration: Calibration) -> Prepared:
@@ -312,7 +312,7 @@ class Prepared:
 
         The figure is noted for the next start.
         """
-        costs = {**self.needs.quality_costs, self.plan.precision.value: cost}
+        costs = {**self.needs.quality_costs, self.plan.weights.precision: cost}
         QualityNotes(self.checkpoint, self.settings).write(costs)
         needs = replace(self.needs, quality_costs=costs)
         measurements = None if self.calibration is None else self.calibration.measurements
@@ -345,9 +345,9 @@ def with_kept_calibration(facts: Facts, settings: Settings, checkpoint: OpenedMo
     calibration_file = CalibrationFile(
         settings.cache_directory, calibration_key(facts, settings, plan, _shapes(checkpoint))
     )
-    is_final = not plan.calibrate.value
+    is_final = not plan.steps.calibrate
     prepared = Prepared(settings, facts, checkpoint, needs, plan, calibration_file, None, is_final, adapters, draft)
-    found = calibration_file.read() if plan.calibrate.value and settings.calibrate != "on" else None
+    found = calibration_file.read() if plan.steps.calibrate and settings.calibrate != "on" else None
     return prepared if found is None else prepared.with_calibration(found)
 
 
@@ -403,7 +403,7 @@ def measured_under_load(before: Prepared, after: Prepared) -> bool:
     """
     trials = TrialTimings.from_measurements(after.calibration.measurements if after.calibration else None)
     fewer = trials.find(*_precision_and_threads(after.plan))
-    planned = trials.find(after.plan.precision.value, before.plan.threads.value)
+    planned = trials.find(after.plan.weights.precision, before.plan.cpu.threads)
     return fewer is not None and planned is not None and fewer.speedup_over(planned) > CONTENDED_GAIN
 
 
@@ -423,10 +423,10 @@ def measurement_subject(prepared: Prepared) -> CalibrationSubject:
     from app.engine.calibration.session import CalibrationSubject
 
     facts, settings, checkpoint, plan = prepared.facts, prepared.settings, prepared.checkpoint, prepared.plan
-    names = [plan.precision.value, *_other_precisions(prepared)]
+    names = [plan.weights.precision, *_other_precisions(prepared)]
     if checkpoint.needs().generates:  # other models serve the planned precision, whatever the speed of others
-        inputs = EstimateInputs(facts, prepared.needs, plan.kernels.value, plan.device.value)
-        names = by_expected_speed(inputs, names, plan.threads.value)
+        inputs = EstimateInputs(facts, prepared.needs, plan.weights.kernels, plan.placement.device)
+        names = by_expected_speed(inputs, names, plan.cpu.threads)
     plans = [plan_variant for name in names if (plan_variant := _plan_for_precision(prepared, name)) is not None]
     int4 = next((name for name in precision.INT4_PRECISIONS if name in names), None)
     copies = settings.int8_copy != "off" and int4 is not None and checkpoint.needs().generates
@@ -436,35 +436,37 @@ def measurement_subject(prepared: Prepared) -> CalibrationSubject:
         _thread_counts(settings, plan),
         lambda found: _precision_and_threads(_plan(facts, found, settings, prepared.needs)),
         _plan_for_precision(prepared, int4, int8_copy="on") if copies and int4 is not None else None,
-        min(max((cache.size_bytes for cache in facts.caches), default=0), plan.threads.value * THREAD_CACHE_BYTES),
+        min(max((cache.size_bytes for cache in facts.caches), default=0), plan.cpu.threads * THREAD_CACHE_BYTES),
     )
 
 
 def _precision_and_threads(plan: ServingPlan) -> tuple[str, int]:
-    return plan.precision.value, plan.threads.value
+    return plan.weights.precision, plan.cpu.threads
 
 
 def _other_precisions(prepared: Prepared) -> list[str]:
     """Return the other precisions that the plan may choose once they are measured."""
     needs = prepared.checkpoint.needs()
-    kleidi = precision.kleidi_candidates(prepared.facts, prepared.plan.device.value)
+    kleidi = precision.kleidi_candidates(prepared.facts, prepared.plan.placement.device)
     if prepared.settings.weight_format != "auto":
         return [*kleidi] if prepared.settings.weight_format == "int4" else []
     if (
         not needs.generates
     ):  # int8 may be chosen for vectors; of other results its speedup is reported, if the model is large enough
-        return ["int8"] if needs.weight_bytes >= SMALL_WEIGHT_BYTES and prepared.plan.precision.value != "int8" else []
+        return (
+            ["int8"] if needs.weight_bytes >= SMALL_WEIGHT_BYTES and prepared.plan.weights.precision != "int8" else []
+        )
     if needs.num_parameters < precision.MIN_PARAMETERS:
         return []
-    kind, level = prepared.plan.device.value, prepared.plan.kernels.value
+    kind, level = prepared.plan.placement.device, prepared.plan.weights.kernels
     exact = precision.exact_precision(prepared.facts, kind, needs, level)
     names = (exact, *precision.AUTO_PRECISIONS, *kleidi)
-    return [name for name in names if name != prepared.plan.precision.value]
+    return [name for name in names if name != prepared.plan.weights.precision]
 
 
 def _plan_for_precision(prepared: Prepared, name: str, int8_copy: str = "off") -> ServingPlan | None:
     """Return the plan for a precision, or None if that precision is not possible."""
-    settings = prepared.settings.with_weight_format(name, int8_copy=int8_copy, device=prepared.plan.device.value)
+    settings = prepared.settings.with_weight_format(name, int8_copy=int8_copy, device=prepared.plan.placement.device)
     try:
         return _plan(prepared.facts, None, settings, prepared.needs)
     except (NoRecipe, PlanImpossible):
@@ -472,8 +474,8 @@ def _plan_for_precision(prepared: Prepared, name: str, int8_copy: str = "off") -
 
 
 def _thread_counts(settings: Settings, plan: ServingPlan) -> tuple[int, ...]:
-    planned = plan.threads.value
-    if settings.threads != "auto" or planned == 1 or plan.device.value != "cpu":  # they do not speed up a device
+    planned = plan.cpu.threads
+    if settings.threads != "auto" or planned == 1 or plan.placement.device != "cpu":  # they do not speed up a device
         return (planned,)
     return tuple(range(planned, 0, -1)) if planned <= FEW_THREADS else (planned, planned - 1)
 

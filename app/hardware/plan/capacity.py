@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from app.errors import PlanImpossible
-from app.hardware.decision import ALL_KINDS, Decision, decided, format_bytes, format_count
+from app.hardware.decision import ALL_KINDS, Decided, Decision, PlanPart, format_bytes, format_count
 from app.hardware.facts import Facts
 from app.hardware.plan.memory_budget import (
     KV_PAGE_TOKENS,
@@ -60,20 +60,20 @@ _WAITING_PER_RUNNING = 4  # waiting requests for each running sequence
 
 
 @dataclass(frozen=True)
-class MemoryCapacity:
+class MemoryCapacity(PlanPart):
     """Decisions about memory and step sizes.
 
     `batch_target_tokens` is the number of tokens up to which texts are batched together; only a single longer text
     makes a larger step.
     """
 
-    weight_bytes: Decision[int] = decided(ALL_KINDS, unit="bytes", zero_is_unknown=True)
-    kv_cache_bytes: Decision[int] = decided(("decoder",), unit="bytes")
-    max_model_len: Decision[int] = decided(("decoder", "encoder"), zero_is_unknown=True)
-    max_running_seqs: Decision[int] = decided(ALL_KINDS)
-    max_batch_tokens: Decision[int] = decided(ALL_KINDS)
-    batch_target_tokens: Decision[int] = decided(("encoder", "program"))
-    max_waiting_requests: Decision[int] = decided()
+    weight_bytes: Decided[int] = Decided(ALL_KINDS, unit="bytes", zero_is_unknown=True)
+    kv_cache_bytes: Decided[int] = Decided(("decoder",), unit="bytes")
+    max_model_len: Decided[int] = Decided(("decoder", "encoder"), zero_is_unknown=True)
+    max_running_seqs: Decided[int] = Decided(ALL_KINDS)
+    max_batch_tokens: Decided[int] = Decided(ALL_KINDS)
+    batch_target_tokens: Decided[int] = Decided(("encoder", "program"))
+    max_waiting_requests: Decided[int] = Decided()
 
 
 def decide_capacity(

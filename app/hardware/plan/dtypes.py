@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from app.errors import PlanImpossible
-from app.hardware.decision import ALL_KINDS, Decision, Dtype, Measurements, decided
+from app.hardware.decision import ALL_KINDS, Decided, Decision, Dtype, Measurements, PlanPart
 from app.hardware.facts import Facts
 from app.hardware.plan import int8_copy, precision
 from app.hardware.plan.capacity import decide_step_tokens
@@ -42,7 +42,7 @@ from app.settings import Settings
 
 
 @dataclass(frozen=True)
-class WeightsAndKv:
+class WeightsAndKv(PlanPart):
     """Decisions about precisions and dtypes, about what is kept of the weights, and about kernels.
 
     `most_few_rows` is the number of rows up to which 4-bit weights are used if there is an int8 copy; None: the
@@ -50,15 +50,15 @@ class WeightsAndKv:
     compiled while serving, or no folder is known.
     """
 
-    precision: Decision[str] = decided(ALL_KINDS)
-    dtype: Decision[Dtype] = decided()
-    keep_layers: Decision[tuple[tuple[str, str], ...]] = decided(("decoder",))
-    int8_copy: Decision[bool] = decided(ALL_KINDS)
-    most_few_rows: Decision[int | None] = decided()
-    pack_folder: Decision[str | None] = decided()
-    kernel_folder: Decision[str | None] = decided()
-    kv_precision: Decision[str] = decided(("decoder",))
-    kernels: Decision[str] = decided(ALL_KINDS)
+    precision: Decided[str] = Decided(ALL_KINDS)
+    dtype: Decided[Dtype] = Decided()
+    keep_layers: Decided[tuple[tuple[str, str], ...]] = Decided(("decoder",))
+    int8_copy: Decided[bool] = Decided(ALL_KINDS)
+    most_few_rows: Decided[int | None] = Decided()
+    pack_folder: Decided[str | None] = Decided()
+    kernel_folder: Decided[str | None] = Decided()
+    kv_precision: Decided[str] = Decided(("decoder",))
+    kernels: Decided[str] = Decided(ALL_KINDS)
 
 
 def decide_weights_and_kv(

@@ -10,7 +10,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from app.hardware.decision import Decision, Measurements, TrialTimes, decided, format_bytes, format_count
+from app.hardware.decision import Decided, Decision, Measurements, PlanPart, TrialTimes, format_bytes, format_count
 from app.hardware.facts import Needs
 from app.hardware.plan.trials import TYPICAL_CONTEXT, TrialTiming, format_rate
 from app.hardware.step_times import TABLE_TEXT_TOKENS
@@ -21,7 +21,7 @@ INT8_COPY_ROWS = 128  # steps of more rows use the 8-bit copy, if there is one
 
 
 @dataclass(frozen=True)
-class SpeedEstimate:
+class SpeedEstimate(PlanPart):
     """Expected speed.
 
     Capacity is by phase (`prefill`, `decode`, `encode`) and rows of a step; empty if it is not known. Ratios to the
@@ -29,12 +29,12 @@ class SpeedEstimate:
     measured. `speed_source` is measured, noisy, estimated or unknown: where the capacity comes from.
     """
 
-    speed_source: Decision[str] = decided()
+    speed_source: Decided[str] = Decided()
 
-    decode_tokens_per_second: Decision[float | None] = decided()
-    prefill_tokens_per_second: Decision[float | None] = decided()
-    capacity_tokens_per_second: Decision[Mapping[str, Mapping[int, float]]] = decided()
-    roofline_ratio: Decision[Mapping[str, float]] = decided()
+    decode_tokens_per_second: Decided[float | None] = Decided()
+    prefill_tokens_per_second: Decided[float | None] = Decided()
+    capacity_tokens_per_second: Decided[Mapping[str, Mapping[int, float]]] = Decided()
+    roofline_ratio: Decided[Mapping[str, float]] = Decided()
 
 
 @dataclass(frozen=True, slots=True)

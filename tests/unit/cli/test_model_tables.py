@@ -191,7 +191,7 @@ def test_it_finds_what_an_earlier_start_measured(tmp_path: Path) -> None:
     )
     after = explain_plan(asked, host)
     assert after.origin == "just now, in 1.2 s, with this model's shapes"
-    assert after.plan.capacity_tokens_per_second.value["decode"][1] > 100
+    assert after.plan.speed.capacity_tokens_per_second["decode"][1] > 100
     fields = json.loads(json.dumps(after.to_json()))
     assert fields["measurements"]["trials"][0]["precision"] == "bf16" and fields["plan"]["threads"]["value"] == 2
     off = explain_plan(asked.model_copy(update={"calibrate": "off"}), host)
