@@ -37,7 +37,7 @@ from app.server.adapters import check_device, planned_adapters
 from app.server.draft_model import planned_draft
 from app.server.model_source import open_or_fetch_model
 from app.server.quality_notes import QualityNotes, planned_needs
-from app.settings import MEASURED_SETTINGS, Settings
+from app.settings import Settings, settings_with
 from app.version import VERSION
 from app.weights.cache_file import FileUnusable, atomic_write, differences, log_not_kept, open_trusted
 from app.weights.checkpoint import Checkpoint
@@ -159,7 +159,7 @@ def calibration_key(facts: Facts, settings: Settings, plan: ServingPlan, shapes:
         "cores": repr(sorted(core for core in cores if core[2])),
         "huge pages": str(facts.huge_pages.transparent),
         "shapes": repr(shapes),
-        "asked": repr({name: getattr(settings, name) for name in MEASURED_SETTINGS}),
+        "asked": repr({name: getattr(settings, name) for name in settings_with(is_measured=True)}),
         "device": f"{plan.placement.device} {gpu.name if gpu else ''}".strip(),  # equal for GPUs of the same model
         "threads": f"{plan.cpu.threads} {plan.cpu.wait_policy}",
         "version": VERSION,

@@ -24,7 +24,7 @@ from app.hardware.plan.memory_budget import (
 )
 from app.hardware.plan.trials import TrialTiming, format_rate
 from app.hardware.step_times import TABLE_TEXT_TOKENS
-from app.settings import GENERATION_SETTINGS, Settings
+from app.settings import Settings, settings_with
 
 _TARGET_TOKENS = 512  # products reach their best rate on a CPU at this size
 _TARGET_ROWS = 32  # rows of an exported program, if their cost was not measured
@@ -98,7 +98,7 @@ def refuse_generation_settings(settings: Settings) -> None:
     Raises:
         PlanImpossible: such a setting does not have its default.
     """
-    for name in GENERATION_SETTINGS:
+    for name in settings_with(generates_only=True):
         value, default = getattr(settings, name), Settings.model_fields[name].default
         if value != default:
             remedy = f"leave it at {default}" if default else "leave it out"

@@ -12,7 +12,7 @@ from app.errors import NoRecipe, PlanImpossible
 from app.hardware.decision import Measurements, TrialTimes
 from app.hardware.facts import NativeLibrary, Needs
 from app.hardware.plan.plan import ServingPlan, make_plan
-from app.settings import GENERATION_SETTINGS, Settings
+from app.settings import Settings, settings_with
 from hypothesis_examples import examples
 from planned_machines import GIB, RECIPES, machine
 
@@ -63,7 +63,7 @@ def test_a_plan_can_be_made_of_anything(
     if not has_bf16:
         host = dataclasses.replace(host, isa=frozenset("sse4_2 popcnt avx avx2 fma".split()))
     if kind == "encoder":
-        asked = {name: value for name, value in asked.items() if name not in GENERATION_SETTINGS}
+        asked = {name: value for name, value in asked.items() if name not in settings_with(generates_only=True)}
     provisional: ServingPlan | None
     try:
         provisional = make_plan(host, None, Settings(**asked), needs, RECIPES)
