@@ -309,9 +309,6 @@ class Settings(BaseSettings):
     calibrate: Literal["auto", "on", "off"] = setting(
         "machine", "auto", "Measure the machine with the model's shapes; auto: once; on: at every start."
     )
-    idle_attempts: PositiveInt = setting(
-        "machine", 20, "How often an idle server tries to time its steps, where the start could not."
-    )
     hourly_price: PositiveFloat | None = setting(
         "machine", None, "Price of this machine in dollars per hour, for cost metrics."
     )

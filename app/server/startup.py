@@ -73,6 +73,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+MAX_IDLE_ATTEMPTS = 20  # attempts to time steps while idle; on a busy machine or under load each may fail
 STOP_SECONDS = 3.0  # longest wait of a stop for the worker; a step takes less
 STOP_LOADING_SECONDS = (
     1.0  # longest wait while loading: it checks for a stop at each percent, and may be ended anywhere
@@ -444,7 +445,7 @@ class ServerRuntime:
             subject = IdleSubject(prepared.plan, expected, config.vocab_size, outputs)
         trial = IdleMeasurement(subject, engine, is_wanted).run()
         if trial is None:
-            return self._idle_attempts < prepared.settings.idle_attempts
+            return self._idle_attempts < MAX_IDLE_ATTEMPTS
         self._prepared = prepared.with_idle_trial(trial)
         self._step_time_model.use_table(self._prepared.step_time_table)
         self._watch_drift(self._prepared, self._step_time_model)
