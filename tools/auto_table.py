@@ -15,7 +15,7 @@ from app.hardware.decision import format_bytes, format_count
 from app.hardware.facts import Facts, NativeLibrary, Needs
 from app.hardware.plan.plan import ServingPlan, make_plan
 from app.hardware.plan.precision import UNKNOWN_COST
-from app.hardware.plan.trials import FEW_SEQS, SEVERAL_SEQS, format_rate
+from app.hardware.plan.speed import FEW_SEQS, SEVERAL_SEQS, format_rate
 from app.hardware.probe.probe import probe
 from app.models.decoders.config import ModelConfig
 from app.models.decoders.shapes import tensors_of

@@ -20,7 +20,6 @@ from typing import TYPE_CHECKING
 from app.cli.completion import completion_script
 from app.cli.models import list_models, pull_model, remove_models
 from app.cli.parser import make_parser, parse_arguments
-from app.cli.progress import command_progress
 from app.cli.tables import PlanExplanation
 from app.errors import ArmatureError, PlanImpossible, SettingsInvalid, StartupError, UnknownArgument
 from app.hardware.imports import collection_paused
@@ -29,7 +28,7 @@ from app.hardware.plan.precision import describe_cost
 from app.hardware.probe.probe import probe
 from app.server.model_source import open_or_fetch_model
 from app.server.prepare import CALIBRATE_COMMAND_SECONDS, Prepared, calibrate, prepare, with_kept_calibration
-from app.server.start_console import StartConsole
+from app.server.start_console import StartConsole, command_progress
 from app.server.termination_log import TerminationMessage
 from app.settings import Settings, given_settings, load_settings
 from app.weights.forms import RECIPES

@@ -30,7 +30,7 @@ from app.hardware.facts import (
 from app.hardware.plan.memory_budget import mac_gpu_bytes
 from app.hardware.plan.plan import DECLARED, ServingPlan
 from app.hardware.plan.precision import INT4_PRECISIONS
-from app.hardware.plan.trials import format_rate
+from app.hardware.plan.speed import format_rate
 from app.server.model_source import open_or_fetch_model
 from app.server.prepare import Prepared, with_kept_calibration
 from app.settings import Settings

@@ -1,47 +1,46 @@
 """Decisions made before weights are read: host facts, the checkpoint, measurements and the plan.
 
 Measurements come from this start, or from the calibration file of an earlier one. Without them the plan is
-provisional: it sets the environment that torch reads when it is imported, and decides what to measure. A calibration
-file holds measurements of this machine with one checkpoint's shapes. It is used only while nothing that affects the
-measurements has changed (see `calibration_key`), and several processes may share the folder. If a file cannot be read,
-the machine is measured again; if one cannot be written, that is logged.
+provisional: it sets the environment that torch reads when it is imported, and decides what to measure.
 """
 
 from __future__ import annotations
 
-import hashlib
-import json
 import logging
-import os
 import time
-from collections.abc import Callable, Mapping
-from contextlib import suppress
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+from app.engine.calibration.cache import Calibration, CalibrationFile, calibration_key
 from app.errors import NoRecipe, PlanImpossible, StepFailed
 from app.hardware.decision import Measurements, TrialTimes
-from app.hardware.facts import Facts, Needs, to_json_value
+from app.hardware.facts import Facts, Needs
 from app.hardware.plan import precision
-from app.hardware.plan.estimates import EstimateInputs, by_expected_speed, known_timing
-from app.hardware.plan.expected_speed import SpeedInputs, SpeedLimits, estimate_speed
 from app.hardware.plan.plan import ServingPlan, make_plan
+from app.hardware.plan.speed import (
+    EstimateInputs,
+    SpeedInputs,
+    SpeedLimits,
+    TrialTiming,
+    TrialTimings,
+    by_expected_speed,
+    estimate_speed,
+    known_timing,
+)
 from app.hardware.plan.threads import CONTENDED_GAIN
-from app.hardware.plan.trials import TrialTiming, TrialTimings
-from app.hardware.probe import software
 from app.hardware.probe.probe import probe
 from app.hardware.step_times import StepTimeTable
 from app.metrics.load_progress import LoadProgress
 from app.server.adapters import check_device, planned_adapters
 from app.server.draft_model import planned_draft
-from app.server.model_source import open_or_fetch_model
+from app.server.model_source import missing_model, open_or_fetch_model
 from app.server.quality_notes import QualityNotes, planned_needs
-from app.settings import Settings, settings_with
-from app.version import VERSION
-from app.weights.cache_file import FileUnusable, atomic_write, differences, log_not_kept, open_trusted
+from app.settings import Settings
 from app.weights.checkpoint import Checkpoint
 from app.weights.forms import RECIPES
+from app.weights.hub.fetch import fetch_or_use_cached
+from app.weights.hub.names import HubName
 from app.weights.lora.adapter import ServedAdapters
 from app.weights.open import OpenedModel
 
@@ -51,159 +50,6 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 UNDER_LOAD = "fewer threads were much faster, so other work probably used the cores"
-FORMAT = 4  # version of what is measured and how: raise it when older measurements would mislead
-FOLDER = "calibration"
-MAX_BYTES = 2**20  # limit for one file: a longer one was not written by this program
-
-
-@dataclass(frozen=True, slots=True)
-class Calibration:
-    """Measurements, the time they were taken (seconds since 1970), and `from_cache`: an earlier start took them."""
-
-    measurements: Measurements
-    measured_at: float
-    from_cache: bool
-
-    def to_json(self) -> dict[str, Any]:
-        """Return the fields of `GET /info`: the measurements, their age in seconds, and `from_cache`."""
-        age = max(0.0, time.time() - self.measured_at)
-        fields: dict[str, Any] = to_json_value(self.measurements)
-        return {"from_cache": self.from_cache, "age_seconds": round(age, 1), "measurements": fields}
-
-
-class CalibrationFile:
-    """The calibration file of one key, which may or may not exist."""
-
-    def __init__(self, folder: Path | None, key: Mapping[str, str]) -> None:
-        """Compute the file's path from `key`. With `folder` None, nothing is read or kept."""
-        self.key = dict(key)
-        digest = hashlib.sha256(json.dumps(self.key, sort_keys=True).encode()).hexdigest()
-        self.file = None if folder is None else folder / FOLDER / f"{digest[:32]}.json"
-
-    def read(self) -> Calibration | None:
-        """Return the kept calibration, or None if the machine must be measured."""
-        if self.file is None:
-            return None
-        try:
-            return _parsed(_bytes_of(self.file), self.key)
-        except FileNotFoundError:
-            self._log_other_keys(self.file.parent)
-            return None
-        except (OSError, FileUnusable) as error:
-            log.warning("the calibration in %s cannot be used (%s): measuring again", self.file, error)
-            return None
-
-    def _log_other_keys(self, folder: Path) -> None:
-        """Log that calibrations of these shapes exist for another machine or version.
-
-        They are never used, and they are left for the machine or version that made them.
-        """
-        others = []
-        for file in folder.glob("*.json"):
-            with suppress(OSError, FileUnusable, ValueError, KeyError, TypeError, RecursionError):
-                others.append(json.loads(_bytes_of(file))["key"])
-        same = [key for key in others if isinstance(key, dict) and key.get("shapes") == self.key["shapes"]]
-        differ = differences(self.key, same)
-        if differ:
-            log.info("calibrations of this model in %s differ in %s: they are not used and stay there", folder, differ)
-
-    def write(self, calibration: Calibration) -> None:
-        """Write the calibration for the next start, or log that it cannot be written.
-
-        Noisy ones and those of single steps are kept too: they are a better start than none. Only measurements that the
-        plan could not use (`fallback`) are not.
-        """
-        found = calibration.measurements
-        if self.file is None or found.fallback or not (found.trials or found.single_steps):
-            return
-        fields = {
-            "key": self.key,
-            "measured_at": calibration.measured_at,
-            "measurements": to_json_value(calibration.measurements),
-        }
-        try:
-            with atomic_write(self.file) as stream:
-                stream.write(json.dumps(fields).encode())
-        except OSError as error:
-            log_not_kept(self.file, "the calibration", error)
-
-    def forget(self, calibration: Calibration) -> None:
-        """Remove the file, because the machine no longer performs as measured: the next start measures again.
-
-        A newer calibration, which another process has written since then, is left in place.
-        """
-        if self.file is None:
-            return
-        with suppress(OSError, FileUnusable):  # the file is gone already, or this process may not remove it
-            if _parsed(_bytes_of(self.file), self.key).measured_at == calibration.measured_at:
-                self.file.unlink()
-                log.info(
-                    "the calibration in %s no longer holds and was removed: the next start measures again", self.file
-                )
-
-
-def calibration_key(facts: Facts, settings: Settings, plan: ServingPlan, shapes: object) -> dict[str, str]:
-    """Return everything that decides how long a step takes, as names and values of the calibration's key.
-
-    These are the processor, the part of it that may be used, the model's shapes and the code; never a host name.
-    Cores are counted, not named: another process on other cores of the same kind finds the same calibration.
-    """
-    gpu, allowed = plan.gpu(facts), facts.allowed_cpus
-    cores = [(core.kind, core.numa_node, sum(cpu in allowed for cpu in core.cpu_ids)) for core in facts.cores]
-    return {
-        "format": str(FORMAT),
-        "cpu": repr(to_json_value(facts.cpu)),
-        "isa": " ".join([*sorted(facts.isa), str(facts.sve_bits)]),
-        "caches": repr(to_json_value(facts.caches)),
-        "quota": str(facts.cgroup.quota_cores),
-        "cores": repr(sorted(core for core in cores if core[2])),
-        "huge pages": str(facts.huge_pages.transparent),
-        "shapes": repr(shapes),
-        "asked": repr({name: getattr(settings, name) for name in settings_with(is_measured=True)}),
-        "device": f"{plan.placement.device} {gpu.name if gpu else ''}".strip(),  # equal for GPUs of the same model
-        "threads": f"{plan.cpu.threads} {plan.cpu.wait_policy}",
-        "version": VERSION,
-        "torch": facts.torch.version if facts.torch else "",
-        "native": f"{software.native_library_hash()} {plan.weights.kernels} {os.environ.get('ARMATURE_ISA', '')}",
-    }
-
-
-def _bytes_of(file: Path) -> bytes:
-    descriptor = open_trusted(file)
-    try:
-        return os.read(descriptor, MAX_BYTES)
-    finally:
-        os.close(descriptor)
-
-
-def _parsed(text: bytes, key: Mapping[str, str]) -> Calibration:
-    """Parse a calibration file.
-
-    Raises:
-        FileUnusable: The text is not a calibration, or it has another key.
-    """
-    try:
-        fields = json.loads(text)
-        if fields["key"] != dict(key):
-            raise FileUnusable("it was made for another machine, model or version")
-        return Calibration(_measurements(fields["measurements"]), float(fields["measured_at"]), from_cache=True)
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise FileUnusable("it is damaged") from error
-
-
-def _measurements(fields: Mapping[str, Any]) -> Measurements:
-    trials = tuple(_trial(trial) for trial in fields["trials"])
-    return Measurements(**{**fields, "trials": trials})
-
-
-def _trial(fields: Mapping[str, Any]) -> TrialTimes:
-    tables = {name: {int(size): float(seconds) for size, seconds in fields[name].items()} for name in _TABLES}
-    return TrialTimes(**{**fields, **tables})
-
-
-_TABLES = ("decode_seconds", "prefill_seconds", "encode_seconds")
-
-
 BUDGET_SECONDS = 5.0  # budget for measuring at a start; the first one packs weights too, which takes longer
 CALIBRATE_COMMAND_SECONDS = 10.0  # budget of the command `armature calibrate`
 SMALL_WEIGHT_BYTES = 64 * 2**20  # any choice serves a smaller model well, so it is measured only briefly
@@ -330,6 +176,43 @@ def prepare(settings: Settings) -> Prepared:
     facts = probe()
     checkpoint = open_or_fetch_model(settings)
     return with_kept_calibration(facts, settings, checkpoint)
+
+
+@dataclass(frozen=True, slots=True)
+class UnfetchedModel:
+    """What is known of a start before its model is on this machine. `plan` is the one without a model."""
+
+    settings: Settings
+    facts: Facts
+    plan: ServingPlan
+    name: HubName
+
+    @property
+    def model_name(self) -> str:
+        """Name of the model in requests and responses."""
+        return next(iter(self.settings.served_model_name), self.name.repo_id)
+
+    def fetch(self, report: ReportStage) -> Prepared:
+        """Fetch the model and prepare the start as for any other.
+
+        Raises:
+            StartupError: It cannot be fetched, opened or planned.
+        """
+        fetch_or_use_cached(self.name, report)
+        return prepare(self.settings)
+
+
+def prepare_start(settings: Settings) -> Prepared | UnfetchedModel:
+    """Prepare a start as far as the model's files are on this machine.
+
+    Raises:
+        StartupError: The settings, the model and the machine do not fit together.
+    """
+    name = missing_model(settings)
+    if name is None:
+        return prepare(settings)
+    facts = probe()
+    return UnfetchedModel(settings, facts, make_plan(facts, None, settings, None, RECIPES.keys()), name)
 
 
 def with_kept_calibration(facts: Facts, settings: Settings, checkpoint: OpenedModel) -> Prepared:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import threading
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
@@ -40,10 +41,8 @@ from app.metrics.step_time_model import StepTimeModel
 from app.metrics.thermal_monitor import ThermalMonitor
 from app.models.encoders.config import EncoderConfig
 from app.server.adapters import adapter_store
-from app.server.prepare import Prepared, calibrate
-from app.server.service_threads import bind_service_threads
+from app.server.prepare import Prepared, UnfetchedModel, calibrate
 from app.server.start_console import StartConsole
-from app.server.unfetched_model import UnfetchedModel
 from app.service.served_model import (
     HELD_BYTES_DIVISOR,
     MIN_HELD_BYTES,
@@ -225,6 +224,27 @@ def hash_ahead(prepared: Prepared) -> Sequence[Future[str]]:
     hashing = pool.submit(checkpoint_fingerprint, checkpoint, Path(folder) / PACKS, prepared.plan.cpu.threads)
     pool.shutdown(wait=False)
     return (hashing,)
+
+
+def bind_service_threads(cpu_ids: tuple[int, ...]) -> None:
+    """Restrict all threads of this process that Python started, except the calling one, to these CPUs; empty: none.
+
+    They serve HTTP, tokenize, log and read the power; the compute threads are not Python's. A thread inherits the mask
+    of the one that starts it, so threads that the bound ones start later run there too. Without the mask the server
+    works as well, so a refusal is only logged.
+    """
+    if not cpu_ids:
+        return
+    here = threading.get_native_id()
+    for thread in threading.enumerate():
+        if thread.native_id is not None and thread.native_id != here:
+            try:
+                os.sched_setaffinity(thread.native_id, cpu_ids)
+            except ProcessLookupError:
+                continue  # it has ended meanwhile
+            except (AttributeError, OSError, ValueError) as error:
+                log.warning("threads that do not compute cannot be bound to CPUs %s: %s", list(cpu_ids), error)
+                return
 
 
 def save_prefixes(engine: Engine, is_wanted: Callable[[], bool]) -> None:

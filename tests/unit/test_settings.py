@@ -99,7 +99,7 @@ def test_a_refused_key_is_not_printed(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_two_mistakes_are_reported_at_once() -> None:
-    with pytest.raises(SettingsInvalid, match=r"port .*; device "):
+    with pytest.raises(SettingsInvalid, match=r"device .*; port "):
         load_settings(port="x", device="tpu")
 
 

@@ -14,18 +14,16 @@ from typing import Any
 from app.errors import NoRecipe, PlanImpossible
 from app.hardware.decision import Decided, Decision, Measurements, RecipeKey
 from app.hardware.facts import CudaDevice, Facts, Needs, to_json_value
-from app.hardware.plan import capacity, devices, dtypes, encoder_capacity, expected_speed, memory_budget, step_options
+from app.hardware.plan import capacity, devices, memory_budget, speed, step_options
 from app.hardware.plan import threads as parallel
 from app.hardware.plan.capacity import MemoryCapacity
 from app.hardware.plan.devices import DeviceChoice, DevicePlan
-from app.hardware.plan.dtypes import WeightsAndKv, check_torch_can_run
-from app.hardware.plan.estimates import EstimateInputs, known_timing
-from app.hardware.plan.expected_speed import SpeedEstimate
 from app.hardware.plan.memory_budget import MemoryDemand
 from app.hardware.plan.precision import PrecisionCandidates, available_precisions
+from app.hardware.plan.speed import NO_TRIALS, EstimateInputs, SpeedEstimate, TrialTimings, known_timing
 from app.hardware.plan.step_options import StepOptions
 from app.hardware.plan.threads import ThreadPlan
-from app.hardware.plan.trials import NO_TRIALS, TrialTimings
+from app.hardware.plan.weights import WeightsAndKv, check_torch_can_run, decide_weights_and_kv
 from app.hardware.probe import software
 from app.settings import Settings
 
@@ -162,7 +160,7 @@ def _plan_on(choice: DeviceChoice, inputs: _PlanInputs) -> ServingPlan:
     node, trials = all_threads.numa_node, TrialTimings.from_measurements(measurements)
     built = available_precisions(inputs.recipes, kind, facts.architecture, settings)
     candidates = PrecisionCandidates(facts, settings, needs, node, built, kernels.value, device)
-    weights = dtypes.decide_weights_and_kv(candidates, kernels, measurements, all_threads.threads)
+    weights = decide_weights_and_kv(candidates, kernels, measurements, all_threads.threads)
     cpu = _decide_threads(facts, settings, kind, trials, weights.precision)
     timing = trials.find_served(weights.precision, cpu.threads, int8_copy=weights.int8_copy)
     demand = MemoryDemand(needs, weights.precision, weights.kv_precision, node, weights.int8_copy, device)
@@ -171,8 +169,8 @@ def _plan_on(choice: DeviceChoice, inputs: _PlanInputs) -> ServingPlan:
     if needs is None or needs.generates:
         memory = capacity.decide_capacity(facts, settings, demand, timing)
     else:
-        memory = encoder_capacity.decide_encoder_capacity(facts, settings, demand, timing, expected)
-    limits = expected_speed.SpeedLimits(memory.batch_target_tokens, memory.max_running_seqs, memory.weight_bytes)
+        memory = capacity.decide_encoder_capacity(facts, settings, demand, timing, expected)
+    limits = speed.SpeedLimits(memory.batch_target_tokens, memory.max_running_seqs, memory.weight_bytes)
     served = step_options.StepOptionInputs(needs, kind, kernels.value, weights.precision, weights.int8_copy, timing)
     return ServingPlan(
         choice.plan,
@@ -180,9 +178,7 @@ def _plan_on(choice: DeviceChoice, inputs: _PlanInputs) -> ServingPlan:
         cpu,
         memory,
         step_options.decide_step_options(settings, measurements, served),
-        expected_speed.estimate_speed(
-            measurements, expected_speed.SpeedInputs(needs, weights.precision, limits, expected)
-        ),
+        speed.estimate_speed(measurements, speed.SpeedInputs(needs, weights.precision, limits, expected)),
     )
 
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from app.errors import PlanImpossible
 from app.hardware.decision import ALL_KINDS, Decided, Decision, PlanPart, format_count
 from app.hardware.facts import Core, Facts
-from app.hardware.plan.trials import NO_TRIALS, TrialTimings
+from app.hardware.plan.speed import NO_TRIALS, TrialTimings
 from app.settings import Settings
 
 MIN_THREAD_GAIN = 1.03  # least speedup for which fewer threads are used; a smaller one may not last

@@ -11,10 +11,10 @@ import pytest
 from rich.console import Console
 
 from app.cli.tables import PlanExplanation, explain_plan, render_explanation
+from app.engine.calibration.cache import Calibration, CalibrationFile, calibration_key
 from app.hardware.decision import Measurements, TrialTimes
 from app.hardware.facts import CudaDevice, Facts, Needs
 from app.hardware.plan.plan import make_plan
-from app.server.prepare import Calibration, CalibrationFile, calibration_key
 from app.settings import DEMO_DIRECTORY, Settings
 from app.weights.checkpoint import open_checkpoint
 from app.weights.forms import RECIPES

@@ -14,19 +14,14 @@ from typing import Any
 import pytest
 
 from app.cli.main import main
+from app.engine.calibration.cache import Calibration
 from app.errors import PlanImpossible
 from app.hardware.decision import Measurements, TrialTimes
 from app.hardware.facts import Cache, Facts, NativeLibrary, TorchBuild
 from app.hardware.plan.torchao_config import INT8_REFERENCE, KLEIDI_INT4
 from app.hardware.step_times import StepTimeTable
 from app.server import prepare
-from app.server.prepare import (
-    Calibration,
-    Prepared,
-    measurement_subject,
-    measuring_budget_seconds,
-    with_kept_calibration,
-)
+from app.server.prepare import Prepared, measurement_subject, measuring_budget_seconds, with_kept_calibration
 from app.settings import DEMO_DIRECTORY, Settings
 from app.weights.checkpoint import Checkpoint, open_checkpoint
 from planned_machines import machine

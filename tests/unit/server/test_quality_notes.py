@@ -7,9 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from app.engine.calibration.cache import Calibration
 from app.errors import PrecisionTooCostly
 from app.hardware.decision import Measurements, TrialTimes
-from app.server.prepare import Calibration, Prepared, with_kept_calibration
+from app.server.prepare import Prepared, with_kept_calibration
 from app.server.quality_notes import QualityNotes
 from app.server.startup import ServerRuntime
 from app.settings import DEMO_DIRECTORY, Settings

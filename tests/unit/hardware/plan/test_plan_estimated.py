@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from app.errors import PlanImpossible
 from app.hardware.decision import Measurements, TrialTimes
 from app.hardware.facts import Cgroup, Cpu, Facts, NativeLibrary, Needs
-from app.hardware.plan.estimates import EstimateInputs, by_expected_speed, find_ceilings, known_timing
 from app.hardware.plan.plan import ServingPlan, make_plan
 from app.hardware.plan.precision import SLOW_TOKENS_PER_SECOND
+from app.hardware.plan.speed import EstimateInputs, by_expected_speed, find_ceilings, known_timing
 from app.settings import Settings
 from hypothesis_examples import examples
 from planned_machines import GIB, RECIPES, machine

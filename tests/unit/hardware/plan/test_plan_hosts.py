@@ -10,8 +10,8 @@ import pytest
 from app.errors import PlanImpossible
 from app.hardware.decision import RecipeKey
 from app.hardware.facts import Facts, NativeLibrary, Needs
-from app.hardware.plan.dtypes import check_torch_can_run
 from app.hardware.plan.plan import ServingPlan, make_plan
+from app.hardware.plan.weights import check_torch_can_run
 from app.settings import Settings
 from planned_machines import machine
 
