@@ -87,7 +87,7 @@ class DecoderTrial:
         )
         whole = self.few_layers == self.decode_layers  # then nothing has to be extrapolated
         self.layer_counts = [self.few_layers] if whole else sorted({1, 2, self.few_layers})
-        self.max_len = min(plan.max_model_len.value, plan.max_batch_tokens.value + CONTEXT_TOKENS + CHUNK_TOKENS)
+        self.max_len = min(plan.memory.max_model_len, plan.memory.max_batch_tokens + CONTEXT_TOKENS + CHUNK_TOKENS)
         config = self.config
         self._num_ids = min(config.vocab_size, MAX_TOKEN_IDS)
         rows = max(CONTEXT_ROWS, max(self.decode_rows()))
@@ -104,12 +104,12 @@ class DecoderTrial:
     def decode_rows(self) -> list[int]:
         """Return the numbers of sequences in decode steps: 1, 2, 4, … and as many as may run."""
         return doubling_sizes(
-            1, min(MAX_DECODE_ROWS.get(self.plan.device.value, LARGEST_BUCKET), self.plan.max_running_seqs.value)
+            1, min(MAX_DECODE_ROWS.get(self.plan.placement.device, LARGEST_BUCKET), self.plan.memory.max_running_seqs)
         )
 
     def prefill_tokens(self) -> list[int]:
         """Return the numbers of prompt tokens in prefill steps."""
-        most = min(self.plan.max_batch_tokens.value, self.plan.max_model_len.value)
+        most = min(self.plan.memory.max_batch_tokens, self.plan.memory.max_model_len)
         return doubling_sizes(min(32, most), most)
 
     @property
@@ -118,7 +118,7 @@ class DecoderTrial:
 
         Limited by the KV memory of the plan.
         """
-        fits = self.plan.kv_cache_bytes.value // (CONTEXT_ROWS * self._stage.bytes_per_token)
+        fits = self.plan.memory.kv_cache_bytes // (CONTEXT_ROWS * self._stage.bytes_per_token)
         return max(0, min(CONTEXT_TOKENS, self.max_len - CHUNK_TOKENS - 1, fits))
 
     def step(self, shape: TrialStep) -> Callable[[], object]:
@@ -197,7 +197,7 @@ class DecoderTrial:
         if not decode or not prefill:
             return None
         return TrialTimes(
-            precision=self.plan.precision.value,
+            precision=self.plan.weights.precision,
             threads=threads,
             decode_seconds=decode,
             prefill_seconds=prefill,
@@ -286,7 +286,7 @@ class ProgramTrial:
 
     def step_sizes(self) -> list[int]:
         """Return the numbers of rows of the steps to time."""
-        asked = self.plan.batch_target_tokens.value
+        asked = self.plan.memory.batch_target_tokens
         most = max_step_rows(self.checkpoint, asked if asked < DEFAULT_STEP_ROWS else max(asked, MAX_STEP_ROWS))
         return doubling_sizes(min(self.checkpoint.min_rows, most), most)
 
@@ -318,7 +318,7 @@ class ProgramTrial:
         encode = monotone_table({shape.size: took for shape, took in seconds.items()}, max_adjustment)
         if not encode:
             return None
-        precision = self.plan.precision.value
+        precision = self.plan.weights.precision
         return TrialTimes(
             precision=precision,
             threads=threads,
@@ -364,7 +364,7 @@ def cpu_text_runner(plan: ServingPlan, recorded_tokens: int) -> TextRunnerFactor
 
     `device_text_runner` does this for other devices.
     """
-    off = "" if plan.compile.value else plan.compile.reason
+    off = "" if plan.steps.compile else plan.decisions["compile"].reason
     return lambda model, room: EncoderRunner(model, room, off, recorded_tokens).run
 
 
@@ -397,7 +397,7 @@ class EncoderTrial:
 
     def step_sizes(self) -> list[int]:
         """Return the numbers of tokens of the steps to time."""
-        target = self.plan.batch_target_tokens.value
+        target = self.plan.memory.batch_target_tokens
         most = target if target < DEFAULT_STEP_TOKENS else max(target, MAX_STEP_TOKENS)
         return doubling_sizes(min(MIN_STEP_TOKENS, most), most)
 
@@ -411,7 +411,7 @@ class EncoderTrial:
             for size in sizes
             for layers in (around if size <= MEMORY_BOUND_TOKENS else two)
         ]
-        long = min(LONG_TEXT_TOKENS, self.plan.max_model_len.value)
+        long = min(LONG_TEXT_TOKENS, self.plan.memory.max_model_len)
         if trial_shape.context and long in sizes and long > TABLE_TEXT_TOKENS:
             alone = TrialStep("encode", long, two[-1], context=long)
             shapes.insert(1 + max(at for at, shape in enumerate(shapes) if shape.size == long), alone)
@@ -420,7 +420,7 @@ class EncoderTrial:
     def step(self, shape: TrialStep) -> Callable[[], object]:
         """Return a function that runs that step; it may be called any number of times."""
         run = self._runners[shape.layers]
-        spans = self._spans(shape.size, shape.context or min(TABLE_TEXT_TOKENS, self.plan.max_model_len.value))
+        spans = self._spans(shape.size, shape.context or min(TABLE_TEXT_TOKENS, self.plan.memory.max_model_len))
         return lambda: run(spans)
 
     def _spans(self, tokens: int, each: int) -> list[TextSpan]:
@@ -441,7 +441,7 @@ class EncoderTrial:
         if not encode:
             return None
         return TrialTimes(
-            precision=self.plan.precision.value,
+            precision=self.plan.weights.precision,
             threads=threads,
             decode_seconds={},
             prefill_seconds={},
@@ -474,7 +474,7 @@ class EncoderTrial:
         return build_encoder_model(
             truncated_encoder_config(self.config, layers),
             self._forms.choice.dtype,
-            self.plan.max_model_len.value,
+            self.plan.memory.max_model_len,
             device,
         )
 
