@@ -20,7 +20,7 @@ from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict, Settin
 from app.errors import SettingsInvalid
 
 PREFIX = "ARMATURE_"
-# Read by kernels/native/library.py itself, for tests and for builders of the library; the last by tools/native.py.
+# Read by armature_kernels/native/library.py itself, for tests and for builders of the library; the last by tools/native.py.
 NATIVE_VARIABLES = ("ARMATURE_ISA", "ARMATURE_NATIVE_LIBRARY", "ARMATURE_WHEELS")
 DEMO_DIRECTORY = Path(__file__).resolve().parent / "demo" / "llama"
 # Groups in which help and documentation show the settings, in this order.

@@ -30,7 +30,7 @@ TARGET = Path(__file__).resolve().parent.parent / "docs" / "auto.md"
 LEVELS = {
     "x86_64": ("amx", "avx512bf16", "avx512", "avxvnni", "avx2", "portable"),
     "arm64": ("i8mm", "dotprod", "neon"),
-}  # levels of the released wheels (app/kernels/csrc/levels)
+}  # levels of the released wheels (armature_kernels/csrc/levels)
 
 # Recorded hosts, and the name of each processor.
 SHOWN: Mapping[str, str] = {

@@ -17,9 +17,9 @@ from torch import Tensor
 from app.backends.base import CapturedGraph, DeviceEvent
 from app.errors import PlanImpossible
 from app.hardware.plan.plan import ServingPlan
-from app.kernels.attention.attention import KvRows, QkvHeads
-from app.kernels.attention.context import AttentionSpec
-from app.kernels.attention.paged import (
+from armature_kernels.attention.attention import KvRows, QkvHeads
+from armature_kernels.attention.context import AttentionSpec
+from armature_kernels.attention.paged import (
     AttendBlock,
     PackedTexts,
     PagedStep,

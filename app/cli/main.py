@@ -21,7 +21,14 @@ from app.cli.completion import completion_script
 from app.cli.models import list_models, pull_model, remove_models
 from app.cli.parser import make_parser, parse_arguments
 from app.cli.tables import PlanExplanation
-from app.errors import ArmatureError, PlanImpossible, SettingsInvalid, StartupError, UnknownArgument
+from app.errors import (
+    ArmatureError,
+    PlanImpossible,
+    SettingsInvalid,
+    StartupError,
+    UnknownArgument,
+    raise_kernel_errors_as,
+)
 from app.hardware.imports import collection_paused
 from app.hardware.plan.plan import make_plan
 from app.hardware.plan.precision import describe_cost
@@ -44,7 +51,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     An error prints one sentence; the status is 2 if the operator can correct it, else 1.
     """
     try:
-        return _run(sys.argv[1:] if argv is None else argv)
+        with raise_kernel_errors_as(PlanImpossible):
+            return _run(sys.argv[1:] if argv is None else argv)
     except UnknownArgument as error:  # its message already names the command
         print(error.message, file=sys.stderr)
         return error.exit_code

@@ -12,17 +12,6 @@ import torch
 from torch import Tensor
 
 from app.hardware.plan.plan import ServingPlan
-from app.hardware.plan.torchao_config import is_torchao
-from app.kernels.linear.bf16_panels import HybridFactory, HybridLinear
-from app.kernels.linear.bf16_product import WideRows
-from app.kernels.linear.device import DeviceFactory
-from app.kernels.linear.int_panels import IntPanelFactory, IntPanelLinear
-from app.kernels.linear.layout import LAYOUTS
-from app.kernels.linear.linear import DEVICE_FORMS, FORMS, QUANTISED_FORMS, FormFactory, Linear, host_architecture
-from app.kernels.linear.row_split import RowSplitFactory, RowSplitLinear
-from app.kernels.linear.torchao_linear import TorchaoFactory, check_runs
-from app.kernels.native.arguments import OpCode
-from app.kernels.native.operations import has_kernel
 from app.models.decoders.config import ModelConfig
 from app.models.decoders.layers.vectors import Norm
 from app.models.decoders.shapes import is_expert, is_router
@@ -39,6 +28,17 @@ from app.weights.forms import (
     stored_forms,
 )
 from app.weights.safetensors import TensorEntry
+from armature_kernels.linear.bf16_panels import HybridFactory, HybridLinear
+from armature_kernels.linear.bf16_product import WideRows
+from armature_kernels.linear.device import DeviceFactory
+from armature_kernels.linear.int_panels import IntPanelFactory, IntPanelLinear
+from armature_kernels.linear.layout import LAYOUTS
+from armature_kernels.linear.linear import DEVICE_FORMS, FORMS, QUANTISED_FORMS, FormFactory, Linear, host_architecture
+from armature_kernels.linear.row_split import RowSplitFactory, RowSplitLinear
+from armature_kernels.linear.torchao_config import is_torchao
+from armature_kernels.linear.torchao_linear import TorchaoFactory, check_runs
+from armature_kernels.native.arguments import OpCode
+from armature_kernels.native.operations import has_kernel
 
 # Routers are not quantized: a small error can select other experts. One summation order for any number of rows.
 ROUTER_FORMS = ("panels/widened", "panels/fp32", "plain")

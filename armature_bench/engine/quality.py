@@ -26,7 +26,6 @@ from app.errors import NoRecipe, PlanImpossible
 from app.hardware.facts import Facts
 from app.hardware.plan.plan import ServingPlan, make_plan
 from app.hardware.plan.precision import QUANTIZED_PRECISIONS
-from app.kernels.linear.linear import Linear
 from app.settings import Settings
 from app.text.tokenizer import Tokenizer
 from app.weights.checkpoint import Checkpoint
@@ -35,6 +34,7 @@ from app.weights.load import Packing, load_model
 from app.weights.packs import PackFolder
 from armature_bench.console import AdvanceProgress, BenchOutcome, Figure, progress
 from armature_bench.engine.llama_cpp import FORMATS, LlamaCppPeer, PeerEvent
+from armature_kernels.linear.linear import Linear
 
 
 def host_precisions() -> list[str]:

@@ -30,7 +30,7 @@ MADE_HERE = (
     ".venv/bin/python",
     "build/native/x.o",
     "dist/x.whl",
-    "app/kernels/libarmature.so",
+    "armature_kernels/libarmature.so",
     "app/__pycache__/cli.pyc",
 )
 

@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from app.backends.cuda import CudaBackend
-from app.kernels.attention.attention import QkvHeads
-from app.kernels.attention.context import AttentionSpec
-from app.kernels.attention.paged import PackedTexts, attend_texts_padded_torch, paged_attention_torch
+from armature_kernels.attention.attention import QkvHeads
+from armature_kernels.attention.context import AttentionSpec
+from armature_kernels.attention.paged import PackedTexts, attend_texts_padded_torch, paged_attention_torch
 from paged_steps import Shape, made_step
 from planned_machines import bare_plan
 

@@ -1,7 +1,7 @@
 """Times steps of a decoder that is not loaded: a few layers of its shapes with synthetic weights, run as in serving.
 
 Nothing is read from the checkpoint (see `synthetic_weights.py`). The time of a step of all layers is extrapolated from
-steps with different numbers of layers (kernels/timing.py).
+steps with different numbers of layers (armature_kernels/timing.py).
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ from app.engine.decoder.kv_cache import KvShape
 from app.engine.scheduler.batch import Batch, ScheduledSpan, make_sequence
 from app.hardware.decision import TrialTimes
 from app.hardware.plan.plan import ServingPlan
-from app.kernels.linear.bf16_panels import Bf16PanelLinear, HybridLinear
-from app.kernels.linear.device import DeviceLinear
-from app.kernels.linear.int_panels import IntPanelLinear
-from app.kernels.linear.linear import Linear
-from app.kernels.timing import MAX_ADJUSTMENT, extrapolate_by_size, monotone_table
 from app.messages import Generate, SamplingParams
 from app.models.decoders.config import ModelConfig
 from app.models.decoders.decoder import Embedding
 from app.models.decoders.shapes import active_weights
 from app.models.registry import build_decoder_model
 from app.weights.form_choice import form_choice
+from armature_kernels.linear.bf16_panels import Bf16PanelLinear, HybridLinear
+from armature_kernels.linear.device import DeviceLinear
+from armature_kernels.linear.int_panels import IntPanelLinear
+from armature_kernels.linear.linear import Linear
+from armature_kernels.timing import MAX_ADJUSTMENT, extrapolate_by_size, monotone_table
 
 CONTEXT_TOKENS = 1024  # context tokens of some sequences, to measure the cost of context
 CONTEXT_ROWS = 8

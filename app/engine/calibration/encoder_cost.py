@@ -18,12 +18,12 @@ from app.engine.encoder.cpu_runner import EncoderRunner
 from app.errors import ArmatureError
 from app.hardware.plan.plan import ServingPlan
 from app.hardware.plan.precision import QUANTIZED_PRECISIONS
-from app.kernels.linear.activations import Activations
-from app.kernels.linear.linear import ExactLinear, Linear
 from app.messages import Encode, Text
 from app.models.encoders.encoder import Encoder
 from app.text.tokenizer import Tokenizer
 from app.weights.checkpoint import Checkpoint
+from armature_kernels.linear.activations import Activations
+from armature_kernels.linear.linear import ExactLinear, Linear
 
 WORDS = (1, 2, 4, 8, 16, 32, 64) * 2  # of the texts
 

@@ -24,8 +24,6 @@ from app.engine.encoder.cpu_runner import EncoderRunner
 from app.hardware.decision import TrialTimes
 from app.hardware.plan.plan import ServingPlan
 from app.hardware.step_times import TABLE_TEXT_TOKENS
-from app.kernels.linear.linear import Linear
-from app.kernels.timing import MAX_ADJUSTMENT, extrapolate_by_size, monotone_table
 from app.messages import Encode, Text
 from app.models.decoders.decoder import Embedding
 from app.models.encoders.config import EncoderConfig, encoder_products_of
@@ -33,6 +31,8 @@ from app.models.encoders.encoder import DistanceBias, Encoder
 from app.models.encoders.heads import DenseLayer, LayerNorm
 from app.models.registry import build_encoder_model
 from app.weights.form_choice import form_choice
+from armature_kernels.linear.linear import Linear
+from armature_kernels.timing import MAX_ADJUSTMENT, extrapolate_by_size, monotone_table
 
 MIN_STEP_TOKENS = 16  # tokens of one short text
 MAX_STEP_TOKENS = 2048  # tokens of a step; products have reached their best rate long before

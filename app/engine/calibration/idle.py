@@ -16,10 +16,10 @@ from app.engine.program import max_step_rows, synthetic_inputs, to_array
 from app.engine.worker import Engine
 from app.hardware.decision import TrialTimes
 from app.hardware.plan.plan import ServingPlan
-from app.kernels.timing import MAX_SPREAD, MIN_SAMPLES, monotone_table, relative_spread
 from app.messages import Abort, Encode, Generate, Infer, SamplingParams, Text
 from app.metrics.stats import StepStats
 from app.weights.program import ProgramCheckpoint
+from armature_kernels.timing import MAX_SPREAD, MIN_SAMPLES, monotone_table, relative_spread
 
 ROWS = (1, 8)  # sequences that decode together
 PROMPT_TOKENS = (32, 128, 512)

@@ -24,7 +24,7 @@ from app.engine.calibration.stages import COARSE_LAYERS, COARSE_TRIAL, FULL_TRIA
 from app.hardware.decision import Measurements, TrialTimes
 from app.hardware.plan.precision import INT4_PRECISIONS
 from app.hardware.step_times import throttle_corrected_clock
-from app.kernels.ceilings import (
+from armature_kernels.ceilings import (
     COPY_BYTES,
     FREE_MEMORY_FRACTION,
     CopyBandwidthProbe,
@@ -34,7 +34,7 @@ from app.kernels.ceilings import (
     cache_bytes,
     is_faster_in_four_bits,
 )
-from app.kernels.timing import Clock, crossover_rows, monotone_table
+from armature_kernels.timing import Clock, crossover_rows, monotone_table
 
 # Size of the buffer for the read rate: four times a large cache, filled in some hundredths of a second.
 READ_BYTES = 2**27

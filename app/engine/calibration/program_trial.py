@@ -17,12 +17,12 @@ from app.engine.program import INPUT_ERRORS, cannot_run, max_step_rows, served_p
 from app.errors import StepFailed
 from app.hardware.decision import TrialTimes
 from app.hardware.plan.plan import ServingPlan
-from app.kernels.linear.linear import FormFactory, Linear, LinearForm
-from app.kernels.native.memory import allocate_weights
-from app.kernels.timing import MAX_ADJUSTMENT, monotone_table
 from app.weights.load_program import ProgramValues, load_program, read_flat
 from app.weights.program import ProgramCheckpoint, operations_per_row, read_bytes
 from app.weights.program_archive import Archive, StoredTensor
+from armature_kernels.linear.linear import FormFactory, Linear, LinearForm
+from armature_kernels.native.memory import allocate_weights
+from armature_kernels.timing import MAX_ADJUSTMENT, monotone_table
 
 DEFAULT_STEP_ROWS = 32  # a plan has smaller steps only if the user asked for them
 MAX_STEP_ROWS = 256  # rows of a step

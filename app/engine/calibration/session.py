@@ -37,14 +37,14 @@ from app.engine.scheduler.batch import ScheduledSpan, make_sequence
 from app.engine.scheduler.queues import EngineLimits
 from app.hardware.decision import Measurements, TrialTimes
 from app.hardware.plan.plan import ServingPlan
-from app.kernels.attention.paged import PAGE_TOKENS
-from app.kernels.timing import NO_TIME, Clock, TimedBlock, TimedPoint, TimingRounds, extrapolate_by_size
 from app.messages import Encode, Generate, SamplingParams, Text
 from app.models.decoders.config import ModelConfig
 from app.models.decoders.decoder import Decoder
 from app.models.encoders.config import EncoderConfig
 from app.models.encoders.encoder import Encoder
 from app.weights.program import ProgramCheckpoint
+from armature_kernels.attention.paged import PAGE_TOKENS
+from armature_kernels.timing import NO_TIME, Clock, TimedBlock, TimedPoint, TimingRounds, extrapolate_by_size
 
 _FULL_LENGTH_SLOTS = (
     9  # slots that hold a context or a long prompt, each at full length; the other slots hold one token

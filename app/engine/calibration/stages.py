@@ -19,9 +19,9 @@ from app.engine.sampling.sampler import Sampler
 from app.engine.scheduler.batch import Batch
 from app.hardware.decision import TrialTimes
 from app.hardware.plan.plan import ServingPlan
-from app.kernels.timing import MAX_ADJUSTMENT
 from app.models.decoders.config import ModelConfig
 from app.models.decoders.decoder import Decoder
+from armature_kernels.timing import MAX_ADJUSTMENT
 
 COARSE_LAYERS, FULL_LAYERS = 8, 4  # one layer in this many is built
 COARSE_OUTPUTS = 2048

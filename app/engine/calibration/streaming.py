@@ -30,18 +30,18 @@ from app.engine.decoder.kv_cache import KvCache, KvShape, kv_dtype
 from app.errors import ArmatureError, SettingsInvalid
 from app.hardware.plan.plan import ServingPlan
 from app.hardware.plan.precision import INT4_PRECISIONS, QUANTIZED_PRECISIONS
-from app.kernels.elementwise.activations import TopLogits
-from app.kernels.linear.activations import Activations, quantise_torch, unquantised
-from app.kernels.linear.bf16_panels import HybridLinear
-from app.kernels.linear.int_panels import IntPanelLinear
-from app.kernels.linear.linear import ExactLinear, Linear, LinearForm
-from app.kernels.linear.quantization import MAX_CORRELATED, InputStatistics
-from app.kernels.linear.row_split import RowSplitLinear
 from app.models.decoders.decoder import Decoder
 from app.models.decoders.shapes import is_expert, is_router
 from app.text.tokenizer import Tokenizer
 from app.weights.checkpoint import Checkpoint
 from app.weights.forms import is_value
+from armature_kernels.elementwise.activations import TopLogits
+from armature_kernels.linear.activations import Activations, quantise_torch, unquantised
+from armature_kernels.linear.bf16_panels import HybridLinear
+from armature_kernels.linear.int_panels import IntPanelLinear
+from armature_kernels.linear.linear import ExactLinear, Linear, LinearForm
+from armature_kernels.linear.quantization import MAX_CORRELATED, InputStatistics
+from armature_kernels.linear.row_split import RowSplitLinear
 
 CALIBRATION_TEXT = Path(__file__).with_name("calibration_text.txt")
 # Tokens that attend to each other in a large model, of which few are read. The first token of a window is an outlier, so

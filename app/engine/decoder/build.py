@@ -29,14 +29,14 @@ from app.errors import PlanImpossible, StepFailed
 from app.hardware.plan.memory_budget import DRAFT_SEQS, draft_kv_tokens, draft_precision
 from app.hardware.plan.plan import ServingPlan
 from app.hardware.step_times import ThrottleCorrection
-from app.kernels.attention.attention import max_decode_queries, supports_heads, token_bytes
-from app.kernels.attention.paged import PAGE_TOKENS
 from app.messages import Generate, SamplingParams
 from app.metrics.step_time_model import StepTimeModel
 from app.models.decoders.config import ModelConfig
 from app.models.decoders.decoder import Decoder
 from app.weights.checkpoint import Checkpoint
 from app.weights.finite import explaining_values_not_finite
+from armature_kernels.attention.attention import max_decode_queries, supports_heads, token_bytes
+from armature_kernels.attention.paged import PAGE_TOKENS
 
 if TYPE_CHECKING:
     from app.engine.decoder.device_runner import DeviceDecoderRunner

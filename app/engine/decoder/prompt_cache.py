@@ -20,12 +20,12 @@ from app.engine.decoder.kv_cache import KvCache
 from app.engine.decoder.prefix_files import PrefixFiles, PrefixNames
 from app.engine.scheduler.batch import KvCopy, Sequence
 from app.engine.scheduler.kv_allocator import KvSlot
-from app.kernels.native.library import native_library
 from app.metrics.step_time_model import StepTimeModel
 from app.version import VERSION
 from app.weights.cache_file import PACKS, checkpoint_fingerprint
 from app.weights.checkpoint import Checkpoint
 from app.weights.form_choice import form_choice
+from armature_kernels.native.library import native_library
 
 BLOCK_TOKENS = 128  # of a file: 3 MB for a model of 135M parameters, 15 MB for one of 1.7B
 MOST_PROMPTS = 64  # whose names are held

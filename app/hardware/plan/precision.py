@@ -10,7 +10,7 @@ import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
-from app.errors import NoRecipe, PlanImpossible
+from app.errors import NoRecipe, PlanImpossible, raise_kernel_errors_as
 from app.hardware.decision import Decision, Measurements, RecipeKey, format_bytes
 from app.hardware.facts import Facts, Needs
 from app.hardware.plan.memory_budget import (
@@ -32,9 +32,9 @@ from app.hardware.plan.speed import (
     format_rate,
     known_timing,
 )
-from app.hardware.plan.torchao_config import KLEIDI_INT4, is_torchao, parse_config
 from app.hardware.probe.software import TORCH_KERNELS
 from app.settings import Settings, parse_kept_layers
+from armature_kernels.linear.torchao_config import KLEIDI_INT4, is_torchao, parse_config
 
 # Instruction sets with BF16 products that accumulate in FP32.
 _BF16_PRODUCTS = {"x86_64": ("amx_bf16", "avx512_bf16"), "arm64": ("bf16",)}
@@ -244,7 +244,8 @@ def available_precisions(
     """
     built = frozenset(name for device, built_for, name in recipes if (device, built_for) == (kind, architecture))
     if settings.quantization:
-        parse_config(settings.quantization)
+        with raise_kernel_errors_as(PlanImpossible):
+            parse_config(settings.quantization)
         if settings.precision != "auto":
             raise PlanImpossible(
                 f"quantization is {settings.quantization}, which decides the format of the weights, and precision is "

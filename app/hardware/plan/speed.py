@@ -16,9 +16,9 @@ from typing import Literal
 from app.hardware.decision import Decided, Decision, Measurements, PlanPart, TrialTimes, format_bytes, format_count
 from app.hardware.facts import Facts, Needs
 from app.hardware.plan.memory_budget import kv_bytes_per_token
-from app.hardware.plan.torchao_config import KLEIDI_INT4
 from app.hardware.probe.software import TORCH_KERNELS
 from app.hardware.step_times import TABLE_TEXT_TOKENS, StepTimeTable
+from armature_kernels.linear.torchao_config import KLEIDI_INT4
 
 FEW_SEQS, SEVERAL_SEQS = 1, 8  # sequences that decode together, typical for services on a CPU
 TYPICAL_CONTEXT = 512  # tokens of context of a sequence, for stated speeds

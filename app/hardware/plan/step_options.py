@@ -10,10 +10,10 @@ from app.hardware.facts import Needs
 from app.hardware.plan.devices import DEVICE_KERNELS
 from app.hardware.plan.precision import QUANTIZED_PRECISIONS, is_batch_invariant
 from app.hardware.plan.speed import SEVERAL_SEQS, TYPICAL_CONTEXT, TrialTiming
-from app.hardware.plan.torchao_config import is_torchao
 from app.hardware.probe.software import TORCH_KERNELS, WIDENING_LEVELS
 from app.hardware.step_times import MIN_TARGET_SECONDS, MIXED_TO_DECODE_RATIO
 from app.settings import Settings
+from armature_kernels.linear.torchao_config import is_torchao
 
 
 @dataclass(frozen=True)

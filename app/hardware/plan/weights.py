@@ -35,9 +35,9 @@ from app.hardware.plan.precision import (
     unquantized_precision,
 )
 from app.hardware.plan.speed import TrialTiming, TrialTimings, format_rate
-from app.hardware.plan.torchao_config import is_torchao
 from app.hardware.probe.software import TORCH_KERNELS, WIDENING_LEVELS
 from app.settings import Settings
+from armature_kernels.linear.torchao_config import is_torchao
 
 MIN_COPY_GAIN = 1.1  # least ratio of prompt rates that justifies one more byte for each weight
 MEMORY_DIVISOR = 4  # a copy may take at most 1/4 of the available memory

@@ -10,9 +10,9 @@ import torch
 from app.backends import mps
 from app.backends.mps import MpsBackend, attention_function, sdpa_attention
 from app.errors import PlanImpossible
-from app.kernels.attention.attention import QkvHeads
-from app.kernels.attention.context import AttentionSpec
-from app.kernels.attention.paged import PackedTexts, attend_block, attend_texts_padded_torch, paged_attention_torch
+from armature_kernels.attention.attention import QkvHeads
+from armature_kernels.attention.context import AttentionSpec
+from armature_kernels.attention.paged import PackedTexts, attend_block, attend_texts_padded_torch, paged_attention_torch
 from paged_steps import Shape, made_step
 from planned_machines import bare_plan
 

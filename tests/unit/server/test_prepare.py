@@ -18,12 +18,12 @@ from app.engine.calibration.cache import Calibration
 from app.errors import PlanImpossible
 from app.hardware.decision import Measurements, TrialTimes
 from app.hardware.facts import Cache, Facts, NativeLibrary, TorchBuild
-from app.hardware.plan.torchao_config import INT8_REFERENCE, KLEIDI_INT4
 from app.hardware.step_times import StepTimeTable
 from app.server import prepare
 from app.server.prepare import Prepared, measurement_subject, measuring_budget_seconds, with_kept_calibration
 from app.settings import DEMO_DIRECTORY, Settings
 from app.weights.checkpoint import Checkpoint, open_checkpoint
+from armature_kernels.linear.torchao_config import INT8_REFERENCE, KLEIDI_INT4
 from planned_machines import machine
 
 TRIAL = TrialTimes("bf16", 8, {1: 0.02, 8: 0.03}, {64: 0.1, 512: 0.7}, 1e-7, 10**9, 2e9, pair_seconds=1e-8)

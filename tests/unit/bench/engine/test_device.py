@@ -14,13 +14,13 @@ from app.backends import selection
 from app.hardware.facts import CudaDevice, Facts, TorchBuild
 from app.hardware.plan.plan import ServingPlan, make_plan
 from app.hardware.probe.probe import probe
-from app.kernels import ceilings as device_ceilings
 from app.settings import Settings
 from app.weights.checkpoint import Checkpoint, open_checkpoint
 from app.weights.forms import RECIPES
 from armature_bench.console import BenchOutcome
 from armature_bench.engine import ceilings, decoder, encoder
 from armature_bench.engine.decoder import EngineBenchOptions
+from armature_kernels import ceilings as device_ceilings
 from simulated_device import SimulatedDeviceBackend
 from tiny_checkpoints import write_checkpoint
 from tiny_encoders import write_encoder

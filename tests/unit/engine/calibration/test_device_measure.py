@@ -21,11 +21,11 @@ from app.engine.calibration.stages import FULL_TRIAL, TrialScope, TrialStep
 from app.hardware.facts import CudaDevice, TorchBuild
 from app.hardware.plan.plan import ServingPlan, make_plan
 from app.hardware.probe.probe import probe
-from app.kernels import ceilings
-from app.kernels.ceilings import CopyBandwidthProbe, DeviceMatmulThroughputProbe, cache_bytes
 from app.settings import Settings
 from app.weights.checkpoint import Checkpoint, open_checkpoint
 from app.weights.forms import RECIPES
+from armature_kernels import ceilings
+from armature_kernels.ceilings import CopyBandwidthProbe, DeviceMatmulThroughputProbe, cache_bytes
 from simulated_device import RepeatedWork, SimulatedDeviceBackend
 from tiny_checkpoints import write_checkpoint
 from tiny_encoders import write_encoder

@@ -22,14 +22,14 @@ from app.engine.calibration.stages import CpuTrialStage, TrialScope, TrialStep
 from app.hardware.decision import Measurements, TrialTimes
 from app.hardware.plan.plan import ServingPlan, make_plan
 from app.hardware.probe.probe import probe
-from app.kernels import ceilings
-from app.kernels.native.arguments import OpCode
-from app.kernels.native.operations import has_kernel
-from app.kernels.timing import MAX_SPREAD
 from app.settings import Settings
 from app.weights.checkpoint import Checkpoint, open_checkpoint
 from app.weights.forms import RECIPES
 from app.weights.load import load_model
+from armature_kernels import ceilings
+from armature_kernels.native.arguments import OpCode
+from armature_kernels.native.operations import has_kernel
+from armature_kernels.timing import MAX_SPREAD
 from tiny_checkpoints import write_checkpoint
 
 INTEGERS = pytest.mark.skipif(not has_kernel(OpCode.LINEAR_INT), reason="integer forms need the native library")

@@ -17,8 +17,6 @@ from app.engine.encoder.build import build_encoder_engine
 from app.errors import PlanImpossible
 from app.hardware.plan.plan import ServingPlan, make_plan
 from app.hardware.probe.probe import probe
-from app.kernels.native.arguments import OpCode
-from app.kernels.native.operations import has_kernel
 from app.messages import Generate, SamplingParams
 from app.metrics.instruments import Metrics
 from app.metrics.load_progress import LoadProgress
@@ -27,6 +25,8 @@ from app.models.decoders.decoder import Decoder
 from app.settings import Settings, load_settings
 from app.weights.checkpoint import Checkpoint, open_checkpoint
 from app.weights.forms import RECIPES
+from armature_kernels.native.arguments import OpCode
+from armature_kernels.native.operations import has_kernel
 from tiny_checkpoints import write_checkpoint
 from tiny_encoders import write_encoder
 

@@ -11,8 +11,8 @@ from app.errors import PlanImpossible
 from app.hardware.decision import Measurements, TrialTimes
 from app.hardware.facts import Cgroup, Facts, NativeLibrary, Needs, TorchBuild
 from app.hardware.plan.plan import ServingPlan, make_plan
-from app.hardware.plan.torchao_config import KLEIDI_INT4
 from app.settings import Settings
+from armature_kernels.linear.torchao_config import KLEIDI_INT4
 from planned_machines import GIB, RECIPES, machine
 
 SIZES = (16, 32, 64, 128, 256, 512)

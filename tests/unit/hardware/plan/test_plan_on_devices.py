@@ -193,7 +193,7 @@ def test_no_device_is_ever_overrun(free: int, host: int, precision: str) -> None
 def test_contexts_and_sequences_in_whole_pages(llama_1b: Needs) -> None:
     """A page is 64 tokens of keys and values, and one is nobody's: what is promised must fit into the others."""
     from app.hardware.plan.memory_budget import KV_PAGE_TOKENS
-    from app.kernels.attention.paged import PAGE_TOKENS
+    from armature_kernels.attention.paged import PAGE_TOKENS
 
     assert KV_PAGE_TOKENS == PAGE_TOKENS, "the plan does not import torch, so it says the number again"
     page = 64 * 2 * llama_1b.kv_elements_per_token
