@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import count
 from typing import Any, NoReturn
@@ -63,9 +62,8 @@ class Adapters:
         """Return the adapter of this name, if it is served."""
         return self._by_name.get(name)
 
-    @contextmanager
-    def use(self, name: str) -> Iterator[LoadedAdapter]:
-        """Keep the adapter loaded while the block runs.
+    def acquire(self, name: str) -> Adapter:
+        """Return the adapter of this name, which stays loaded until `release`.
 
         Raises:
             ModelNotFound: It is not served, or no longer.
@@ -74,11 +72,12 @@ class Adapters:
         if adapter is None:
             _not_loaded(name)
         adapter.num_open += 1
-        try:
-            yield adapter.loaded
-        finally:
-            adapter.num_open -= 1
-            self._drop_if_unused(adapter)
+        return adapter
+
+    def release(self, adapter: Adapter) -> None:
+        """Give back what `acquire` returned: a request that used the adapter has ended."""
+        adapter.num_open -= 1
+        self._drop_if_unused(adapter)
 
     async def load(self, name: str, path: str, reserved: Sequence[str]) -> None:
         """Load an adapter and serve it under its name.
