@@ -15,14 +15,14 @@ from itertools import count
 from typing import Any, Protocol, TypeVar
 
 from app.errors import NotReady, RequestError, RequestTimeout, ServiceStopping, StepFailed
-from app.messages import Command, Event, Grammar, RequestFailed
+from app.messages import Command, Event, GrammarSource, RequestFailed
 from app.metrics.instruments import Metrics
 from app.metrics.load_progress import LoadProgress
 from app.metrics.stats import EngineSnapshot
 from app.service.admission import Admission
 from app.service.served_model import ServedDecoder, ServingLimits
 from app.text.cancellation import CANCELLED
-from app.text.grammar_definition import GrammarSource
+from app.text.grammar import CompiledGrammar
 
 T = TypeVar("T")
 # An event of the worker with its arrival time; None when the request has timed out.
@@ -109,7 +109,7 @@ class EngineClient:
         """
         return await self._run(self.texts, num_bytes, function, *arguments)
 
-    async def compile(self, model: ServedDecoder, source: GrammarSource | None) -> Grammar | None:
+    async def compile(self, model: ServedDecoder, source: GrammarSource | None) -> CompiledGrammar | None:
         """Compile a grammar; None stays None.
 
         It has a thread of its own, and one for grammars that take longer than most, so prompts and ordinary grammars

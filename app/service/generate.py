@@ -92,6 +92,7 @@ class Generation(OpenRequest):
         self.request = request
         self.choices: list[Choice] = []
         self._prompt_text, self._prompt_tokens = "", list[PromptToken]()
+        self._grammar: object = None  # the compiled grammar, which the engine finds while it is held here
         self._num_shown_tokens = 0  # tokens of the prompt that a response shows with their scores
 
     async def start(self, model: ServedDecoder, adapter: LoadedAdapter | None) -> list[StreamEvent]:
@@ -100,14 +101,14 @@ class Generation(OpenRequest):
         client, request, size = self.client, self.request, prompt_size(self.request)
         prompt = await client.read(size, read_prompt, model, request)
         self.reserve(prompt.most_tokens(model.limits.max_model_len))
-        grammar = await client.compile(model, prompt.grammar_source)
+        self._grammar = await client.compile(model, prompt.grammar)
         if prompt.num_scores or size > COUNTED_CHARACTERS:
             self.hold(prompt.num_scores * SCORE_BYTES + size)
         self.begin(model, prompt)
         if self.http.trace is not None:
             self.http.trace.note_sampling(prompt.params)
         request_id = client.unique_id(request.request_id)
-        command = prompt.command(request_id, self.arrived_at, adapter, grammar, request.cache_salt)
+        command = prompt.command(request_id, self.arrived_at, adapter, request.cache_salt)
         self.send(command, len(prompt.token_ids))
         return [Accepted(prompt.token_ids), *self._prompt_deltas()]
 

@@ -11,12 +11,12 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from app.errors import ContextLengthExceeded, InvalidRequest, TemplateStopped, UnsupportedParameter
-from app.messages import ALL_LOGPROBS, MAX_LOGPROBS, Generate, Grammar, LoadedAdapter, SamplingParams
+from app.messages import ALL_LOGPROBS, MAX_LOGPROBS, Generate, GrammarSource, LoadedAdapter, SamplingParams
 from app.service.requests import GenerationRequest, Infill, Tool
 from app.service.served_model import ServedDecoder, ServedEncoder, ServingLimits
 from app.text.bounds import CHUNK_CHARACTERS, EncodingLimits
 from app.text.chat import ChatOptions
-from app.text.grammar_definition import GrammarSource, check_source
+from app.text.grammar_definition import check_source
 from app.text.infill import InfillFormat, InfillPrompt, find_infill_format, shorten_infill
 from app.text.reasoning import ReasoningFormat, closes_reasoning, opens_reasoning
 from app.text.tool_grammars import forced_calls_grammar
@@ -36,14 +36,14 @@ class Prompt:
     `params` are the request's, with what the model decides: numbers of log-probabilities and further end tokens.
     `num_scores` is how many log-probabilities the response may have; 0 if there are few at each token. `literals` are
     the special tokens that are part of the text, by id. `opens_reasoning`: the text begins inside of reasoning.
-    `grammar_source` is compiled next, in threads of its own.
+    `grammar` is compiled next, in threads of its own.
     """
 
     token_ids: tuple[int, ...]
     params: SamplingParams
     num_scores: int = 0
     bad_word_ids: tuple[tuple[int, ...], ...] = ()
-    grammar_source: GrammarSource | None = None
+    grammar: GrammarSource | None = None
     literals: Mapping[int, str] = field(default_factory=dict)
     opens_reasoning: bool = False
 
@@ -58,12 +58,11 @@ class Prompt:
         request_id: str,
         arrived_at: float,
         adapter: LoadedAdapter | None = None,
-        grammar: Grammar | None = None,
         cache_salt: str | None = None,
     ) -> Generate:
-        """Return the request for the worker. `grammar` is the compiled one of `grammar_source`."""
+        """Return the request for the worker."""
         tokens = self.token_ids, self.params, arrived_at, self.bad_word_ids
-        return Generate(request_id, *tokens, grammar, adapter, cache_salt)
+        return Generate(request_id, *tokens, self.grammar, adapter, cache_salt)
 
 
 def read_prompt(model: ServedDecoder, request: GenerationRequest) -> Prompt:

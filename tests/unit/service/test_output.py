@@ -8,13 +8,12 @@ from typing import Any
 import pytest
 
 from app.errors import InvalidRequest
-from app.messages import SamplingParams
+from app.messages import GrammarSource, SamplingParams
 from app.service.prompt import read_prompt
 from app.service.requests import GenerationRequest, TextDelta, Tool, ToolUse
 from app.service.served_model import ServedDecoder
 from app.text.chat import ChatOptions, ChatTemplate
 from app.text.grammar import GrammarCompiler
-from app.text.grammar_definition import GrammarSource
 from app.text.reasoning import REASONING_FORMATS
 from fake_worker import LIMITS, events_of, tokenizer
 
@@ -76,7 +75,7 @@ def test_forced_calls_and_answers_of_either_kind_are_grammars() -> None:
         (chat(tools=ToolUse((TOOL,)), grammar=source), '<tool_call>\n{"name": "f"'),
         (chat(tools=ToolUse((TOOL,)), grammar=source), '{"a"'),
     ):
-        given = read_prompt(served, request).grammar_source
+        given = read_prompt(served, request).grammar
         assert given is not None and served.grammars is not None
         grammar = served.grammars.compile(given)
         ids = served.tokenizer.encode(text, add_special_tokens=False)
@@ -91,9 +90,9 @@ def test_a_grammar_begins_after_the_reasoning_that_there_may_be(prompt: str, ope
     served = model(reasoning_format=REASONING_FORMATS["qwen3"])
     source = GrammarSource("json_schema", '{"type": "object"}', "response_format")
     for request in (chat(prompt, grammar=source), chat(prompt, tools=ToolUse((TOOL,), (TOOL,)))):
-        given = read_prompt(served, replace(request, separates_reasoning=True)).grammar_source
+        given = read_prompt(served, replace(request, separates_reasoning=True)).grammar
         assert given is not None and (given.opening, given.after) == (opening, after)
-        shown = read_prompt(served, request).grammar_source
+        shown = read_prompt(served, request).grammar
         assert shown is not None and shown.after == "", "reasoning that is not separated would be part of the JSON"
 
 

@@ -14,13 +14,12 @@ from typing import Any
 import numpy
 import pytest
 
-from app.messages import SamplingParams
+from app.messages import GrammarSource, SamplingParams
 from app.service.prompt import read_prompt
 from app.service.requests import ChoiceFinished, GenerationRequest, TextDelta, Tool, ToolUse
 from app.service.served_model import ServedDecoder, ServingLimits
 from app.text.chat import ChatOptions, ChatTemplate
 from app.text.grammar import GrammarCompiler
-from app.text.grammar_definition import GrammarSource
 from app.text.reasoning import choose_reasoning_format
 from app.text.tokenizer import Tokenizer
 from app.text.tool_formats import write_calls
@@ -125,9 +124,9 @@ def answer(served: ServedDecoder, request: GenerationRequest, text: str) -> Answ
     """Return what the service makes of a text; its tokens follow the request's grammar."""
     prompt = read_prompt(served, request)
     ids = served.tokenizer.encode(text, add_special_tokens=False)
-    if prompt.grammar_source is not None:
+    if prompt.grammar is not None:
         assert served.grammars is not None
-        state = served.grammars.compile(prompt.grammar_source).start()
+        state = served.grammars.compile(prompt.grammar).start()
         words = numpy.zeros(-(-served.limits.vocab_size // 32), numpy.uint32)
         for place, token_id in enumerate(ids):
             state.fill_masks(words.ctypes.data, words.nbytes, ())

@@ -12,6 +12,7 @@ import numpy
 import pytest
 
 from app.errors import InvalidRequest, ServiceStopping
+from app.messages import GrammarSource
 from app.text import template_process
 from app.text.cancellation import CANCELLED, WorkCancelled
 from app.text.grammar import MAX_KEPT_GRAMMARS, GrammarCompiler, MatcherState
@@ -20,7 +21,6 @@ from app.text.grammar_definition import (
     MAX_PROPERTIES,
     MAX_REFERENCES,
     MAX_RULES,
-    GrammarSource,
     check_source,
     json_style,
 )
@@ -448,4 +448,17 @@ def test_what_is_forced_is_the_text_itself(form: str, tmp_path: Path) -> None:
     forced = state.forced_tokens()
     assert b"".join(map(words.token_bytes, forced)) == b"x the fox<|end|>"
     assert state.count_valid(forced) == len(forced) - 1, "the text is complete after the last one"
+    compiler.close()
+
+
+def test_a_grammar_that_a_request_holds_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(grammar_module, "MAX_KEPT_GRAMMARS", 1)
+    compiler = GrammarCompiler(tokenizer(), 340)
+    first, second = (GrammarSource("regex", text, "f") for text in ("[a-c]+", "[d-f]+"))
+    held = compiler.compile(first)
+    compiler.compile(second)
+    assert compiler.find(first) is held is compiler.compile_quickly(first)
+    del held
+    compiler.compile(GrammarSource("regex", "[g-i]+", "f"))
+    assert compiler.find(first) is None
     compiler.close()
