@@ -14,7 +14,7 @@ from app.kernels.linear.experts import ExpertForms, ExpertStack, run_experts_tor
 from app.kernels.linear.linear import FORMS, QUANTISED_FORMS
 from app.kernels.native.library import native_library
 from app.kernels.native.recording import ResultPool, record_operations
-from tests.native_levels import at_level, levels
+from native_levels import at_level, levels
 
 LEVELS = levels()
 pytestmark = pytest.mark.skipif(not LEVELS, reason=native_library().reason)

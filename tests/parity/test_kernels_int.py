@@ -17,7 +17,7 @@ from app.kernels.linear.bf16_product import WideRows
 from app.kernels.linear.int_panels import IntPanelFactory, IntPanelLinear
 from app.kernels.native.library import native_library
 from hypothesis_examples import examples
-from tests.native_levels import at_level, levels
+from native_levels import at_level, levels
 
 LEVELS = levels()
 pytestmark = pytest.mark.skipif(not LEVELS, reason=native_library().reason)

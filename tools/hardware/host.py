@@ -30,7 +30,7 @@ from app.weights.forms import RECIPES
 from armature_bench.engine.decoder import gc_disabled
 from armature_bench.engine.driver import DecoderDriver
 from armature_bench.http.workload import TokenPrompts
-from tests.simulated_device import SimulatedDeviceBackend
+from tests.support.simulated_device import SimulatedDeviceBackend
 from tools.hardware.shapes import SMALL_LLAMA, write
 
 STEPS = 300

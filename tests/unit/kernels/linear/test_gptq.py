@@ -21,7 +21,7 @@ from app.kernels.linear.quantization import (
 )
 from app.kernels.native.arguments import OpCode
 from app.kernels.native.operations import has_kernel
-from tests.native_levels import at_level, levels
+from native_levels import at_level, levels
 
 
 def inputs_of(columns: int, rank: int = 20, rows: int = 600) -> torch.Tensor:

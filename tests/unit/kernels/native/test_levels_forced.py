@@ -11,7 +11,7 @@ import sys
 import pytest
 
 from app.kernels.native.library import native_library
-from tests.native_levels import levels
+from native_levels import levels
 
 LEVELS = levels()
 FOREIGN = "i8mm" if platform.machine() in ("x86_64", "AMD64") else "avx2"

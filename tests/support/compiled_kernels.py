@@ -1,6 +1,6 @@
 """Compiles the Triton kernels to machine code of NVIDIA GPUs with Triton's own tools, on a machine without a GPU.
 
-`compile_all("launches_elementwise", 90)` runs every function of tests/launches_elementwise.py whose name begins with
+`compile_all("launches_elementwise", 90)` runs every function of tests/support/launches_elementwise.py whose name begins with
 `launch_` in a separate interpreter, in which a launch compiles and starts nothing. Tensors are in host memory, and
 only their types, strides and alignment count.
 """
@@ -19,7 +19,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-TESTS = Path(__file__).resolve().parent
+SUPPORT = Path(__file__).resolve().parent
+ROOT = SUPPORT.parents[1]
 # The most shared memory of one block, by compute capability (CUDA C++ programming guide, technical specifications per compute capability).
 MOST_SHARED = {80: 166_912, 86: 101_376, 89: 101_376, 90: 232_448, 100: 232_448, 120: 101_376}
 
@@ -37,12 +38,12 @@ class Compiled:
 
 
 def compile_all(module: str, capability: int, ptx: bool = False) -> list[Compiled]:
-    """What launches of tests/`module`.py compile to; fails with the compiler's words where one does not, or wants too much memory."""
+    """Compile the launches of tests/support/`module`.py; fail if one does not compile or needs too much memory."""
     with tempfile.TemporaryDirectory(prefix="compiled-kernels-") as cache:
         environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-        environment |= {"TRITON_CACHE_DIR": cache, "PYTHONPATH": f"{TESTS.parent}{os.pathsep}{TESTS}"}
+        environment |= {"TRITON_CACHE_DIR": cache, "PYTHONPATH": f"{ROOT}{os.pathsep}{SUPPORT}"}
         command = [sys.executable, __file__, module, str(capability), str(int(ptx))]
-        result = subprocess.run(command, env=environment, cwd=TESTS.parent, capture_output=True, text=True, check=False)
+        result = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, check=False)
     assert result.returncode == 0, result.stdout[-2000:] + result.stderr[-4000:]
     found = [Compiled(**line) for line in json.loads(result.stdout.splitlines()[-1])]
     assert found, f"{module} launches nothing"

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import yaml
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 CHECKERS = ROOT / "build" / "checkers"
 PLACES = os.pathsep.join([str(CHECKERS / "venv" / "bin"), os.environ.get("PATH", ""), "/usr/sbin", "/sbin"])
 

@@ -1,4 +1,4 @@
-"""Launches of the kernel that draws, as serving makes them: what tests/compiled_kernels.py compiles for GPUs that are not here."""
+"""Launches of the kernel that draws, as serving makes them: what tests/support/compiled_kernels.py compiles for GPUs that are not here."""
 
 from __future__ import annotations
 

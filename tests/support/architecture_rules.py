@@ -121,7 +121,7 @@ def imports_point_down(tree: Tree) -> Iterator[str]:
     """Folders import only their own layer and lower ones."""
     for module in tree.code():
         if module.layer() is None and not module.is_in(CLIENT):
-            yield f"{module.path}: {module.folder} has no layer; add it to tests/architecture_tables.py and docs/design.md"
+            yield f"{module.path}: {module.folder} has no layer; add it to tests/support/architecture_tables.py and docs/design.md"
             continue
         for line, target in tree.internal_imports(module):
             if not _may_import(module, target):

@@ -1,4 +1,4 @@
-"""Launches of the kernels that attend, as serving makes them: what tests/compiled_kernels.py compiles for GPUs that are not here."""
+"""Launches of the attention kernels, which tests/support/compiled_kernels.py compiles for absent GPUs."""
 
 from __future__ import annotations
 
