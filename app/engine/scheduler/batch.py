@@ -35,7 +35,7 @@ class GrammarState(Protocol):
     def field(self) -> str:
         """The client's name for the grammar, used in error messages."""
 
-    def fill_masks(self, address: int, row_bytes: int, draft_ids: Sequence[int]) -> None:
+    def fill_masks(self, address: int, row_bytes: int, draft_ids: Items[int]) -> None:
         """Write one row of `row_bytes` bytes for the next token, and one for the token after each draft token.
 
         Bit t % 32 of the little-endian 32-bit word t // 32 says whether token t is allowed. The draft tokens must be
@@ -45,10 +45,10 @@ class GrammarState(Protocol):
     def advance(self, token_id: int) -> None:
         """Take a sampled token. After an invalid one `error` is set."""
 
-    def count_valid(self, token_ids: Sequence[int]) -> int:
+    def count_valid(self, token_ids: Items[int]) -> int:
         """Return how many of these tokens may follow in order and leave the text unfinished."""
 
-    def forced_tokens(self) -> Sequence[int]:
+    def forced_tokens(self) -> Items[int]:
         """Return the tokens of the text that must follow; empty if several texts are possible."""
 
 
@@ -62,7 +62,7 @@ class Grammar(Protocol):
 class Grammars(Protocol):
     """The compiled grammars."""
 
-    def find(self, source: GrammarSource) -> Grammar | None:
+    def find(self, source: GrammarSource, /) -> Grammar | None:
         """Return the grammar of a request that is open."""
 
 
