@@ -18,9 +18,15 @@ from app.api.encoders.rerank import RerankBody, RerankResponse, rerank
 from app.api.encoders.routes import embeddings
 from app.api.encoders.schemas import EmbeddingsBody, EmbeddingsResponse
 from app.api.encoders.vllm import ScoreBody, ScoreResponse, score
-from app.api.openai.bodies import ChatBody, CompletionBody
 from app.api.openai.routes import GENERATION_ERRORS, chat_completions, completions
-from app.api.openai.schemas import OPENAI_ERRORS, ChatCompletion, ChatCompletionChunk, TextCompletion
+from app.api.openai.schemas import (
+    OPENAI_ERRORS,
+    ChatBody,
+    ChatCompletion,
+    ChatCompletionChunk,
+    CompletionBody,
+    TextCompletion,
+)
 from app.api.routing import DialectRouter, RequestBody, UnreadBody
 from app.api.schemas import Body
 from app.errors import InvalidRequest

@@ -15,7 +15,7 @@ from starlette.responses import JSONResponse, Response
 from typing_extensions import TypedDict
 
 from app.api.encoders.vectors import join_with_pauses
-from app.api.openai.bodies import MAX_TOOLS, Message, ToolDefinition
+from app.api.openai.schemas import MAX_TOOLS, Message, ToolDefinition
 from app.api.openai.translate import template_message
 from app.api.routing import (
     BODY_ERRORS,

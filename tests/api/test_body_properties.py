@@ -11,15 +11,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from app.api.anthropic import translate as anthropic
-from app.api.anthropic.bodies import MessagesBody
-from app.api.llama_cpp.bodies import LlamaCppBody
+from app.api.anthropic.schemas import MessagesBody
+from app.api.llama_cpp.schemas import LlamaCppBody
 from app.api.native import GenerateBody
 from app.api.ollama import translate as ollama
-from app.api.ollama.bodies import NameBody, OllamaChatBody, OllamaEmbedBody, OllamaGenerateBody
-from app.api.openai.bodies import ChatBody, CompletionBody, MessagePart
+from app.api.ollama.schemas import NameBody, OllamaChatBody, OllamaEmbedBody, OllamaGenerateBody
+from app.api.openai.schemas import ChatBody, CompletionBody, MessagePart
 from app.api.openai.translate import chat_request
 from app.api.openai_responses import translate as responses
-from app.api.openai_responses.bodies import ResponsesBody
+from app.api.openai_responses.schemas import ResponsesBody
 from app.api.schemas import Body, SamplingFields, parse_body
 from app.api.tokenizer import DetokenizeBody, TokenizeBody
 from app.errors import InvalidRequest

@@ -19,7 +19,7 @@ import pytest
 import transformers
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from app.api.openai.bodies import ChatBody
+from app.api.openai.schemas import ChatBody
 from app.api.openai.translate import chat_request
 from app.api.schemas import parse_body
 from app.errors import InvalidRequest, UnsupportedParameter

@@ -7,9 +7,15 @@ from dataclasses import replace
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from app.api.anthropic.bodies import CountTokensBody, MessagesBody
 from app.api.anthropic.output import MessageFormat
-from app.api.anthropic.schemas import ANTHROPIC_ERRORS, AnthropicEvent, AnthropicResponse, AnthropicTokenCount
+from app.api.anthropic.schemas import (
+    ANTHROPIC_ERRORS,
+    AnthropicEvent,
+    AnthropicResponse,
+    AnthropicTokenCount,
+    CountTokensBody,
+    MessagesBody,
+)
 from app.api.anthropic.translate import chat_body
 from app.api.openai.routes import num_chat_tokens
 from app.api.openai.translate import chat_request

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from app.api.anthropic.bodies import (
+from app.api.anthropic.schemas import (
     AnthropicMessage,
     ContentBlock,
     ConversationBody,
@@ -13,7 +13,7 @@ from app.api.anthropic.bodies import (
     OtherBlock,
     TextBlock,
 )
-from app.api.openai.bodies import (
+from app.api.openai.schemas import (
     ChatBody,
     FunctionCallText,
     FunctionDefinition,

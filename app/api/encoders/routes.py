@@ -21,7 +21,7 @@ from app.api.encoders.schemas import (
 )
 from app.api.encoders.scoring import ClassifyQuery, classify_texts, labels_by_score, text_inputs
 from app.api.encoders.vectors import VECTOR_WRITERS, join_with_pauses, json_response, to_json_list
-from app.api.llama_cpp.prompts import joined_ids
+from app.api.llama_cpp.schemas import joined_ids
 from app.api.openai.schemas import OPENAI_ERRORS
 from app.api.routing import (
     BODY_ERRORS,

@@ -8,7 +8,7 @@ from typing import Annotated, ClassVar, Literal
 from pydantic import Field
 from typing_extensions import TypedDict
 
-from app.api.llama_cpp.prompts import LlamaCppInputs
+from app.api.llama_cpp.schemas import LlamaCppInputs
 from app.api.schemas import LEAVE_OUT, Body, CacheSalt, Int64, Refusal, Texts, refused
 from app.metrics.instruments import Api
 from app.service.requests import Truncation

@@ -10,10 +10,9 @@ from starlette.requests import Request
 from starlette.responses import Response
 from typing_extensions import TypedDict
 
-from app.api.llama_cpp.bodies import LLAMA_CPP_ERRORS, InfillBody, LlamaCppBody
 from app.api.llama_cpp.probabilities import model_probabilities, num_scored_tokens, sampled_probabilities
-from app.api.llama_cpp.prompts import PromptParts, joined_ids
-from app.api.openai.bodies import CompletionBody
+from app.api.llama_cpp.schemas import LLAMA_CPP_ERRORS, InfillBody, LlamaCppBody, PromptParts, joined_ids
+from app.api.openai.schemas import CompletionBody
 from app.api.openai.translate import MAX_TOTAL_CHOICES, completion_requests
 from app.api.routing import (
     BODY_ERRORS,

@@ -8,9 +8,9 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from typing_extensions import TypedDict
 
-from app.api.llama_cpp.bodies import LLAMA_CPP_ERRORS
 from app.api.llama_cpp.completion import sampling_settings
-from app.api.openai.bodies import ChatBody
+from app.api.llama_cpp.schemas import LLAMA_CPP_ERRORS
+from app.api.openai.schemas import ChatBody
 from app.api.openai.translate import chat_request
 from app.api.routing import (
     BODY_ERRORS,

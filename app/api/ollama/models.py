@@ -9,9 +9,8 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from app.api.ollama.bodies import NameBody
 from app.api.ollama.output import timestamp
-from app.api.ollama.schemas import OLLAMA_ERRORS, OllamaModels, OllamaShow, OllamaStatus, OllamaVersion
+from app.api.ollama.schemas import OLLAMA_ERRORS, NameBody, OllamaModels, OllamaShow, OllamaStatus, OllamaVersion
 from app.api.routing import (
     BODY_ERRORS,
     NDJSON,

@@ -12,22 +12,20 @@ from starlette.responses import JSONResponse, Response
 
 from app.api.encoders.vectors import join_with_pauses, json_response, to_json_list
 from app.api.ollama import models
-from app.api.ollama.bodies import (
-    OllamaChatBody,
-    OllamaEmbedBody,
-    OllamaEmbeddingsBody,
-    OllamaGenerateBody,
-    OllamaGenerationBody,
-    Options,
-)
 from app.api.ollama.models import check_name
 from app.api.ollama.output import OllamaFormat
 from app.api.ollama.schemas import (
     OLLAMA_ERRORS,
+    OllamaChatBody,
     OllamaChatResponse,
+    OllamaEmbedBody,
+    OllamaEmbeddingsBody,
     OllamaEmbeddingsResponse,
     OllamaEmbedResponse,
+    OllamaGenerateBody,
     OllamaGenerateResponse,
+    OllamaGenerationBody,
+    Options,
 )
 from app.api.ollama.translate import chat_generation, prompt_generation
 from app.api.routing import (

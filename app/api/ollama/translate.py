@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from app.api.ollama.bodies import OllamaChatBody, OllamaGenerateBody, OllamaGenerationBody, OllamaMessage, Options
-from app.api.openai.bodies import (
+from app.api.ollama.schemas import OllamaChatBody, OllamaGenerateBody, OllamaGenerationBody, OllamaMessage, Options
+from app.api.openai.schemas import (
     ChatBody,
     CompletionBody,
     FunctionCallText,

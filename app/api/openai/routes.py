@@ -10,7 +10,6 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from app.api.openai.bodies import ChatBody, CompletionBody, GenerationBody
 from app.api.openai.responses import (
     ChatFormat,
     CompletionFormat,
@@ -22,8 +21,11 @@ from app.api.openai.responses import (
 )
 from app.api.openai.schemas import (
     OPENAI_ERRORS,
+    ChatBody,
     ChatCompletion,
     ChatCompletionChunk,
+    CompletionBody,
+    GenerationBody,
     InputTokenCount,
     ModelList,
     ModelObject,

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from typing import Any
 
-from app.api.openai.bodies import (
+from app.api.openai.schemas import (
     ChatBody,
     CompletionBody,
     FunctionDefinition,

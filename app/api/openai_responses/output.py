@@ -10,7 +10,7 @@ from typing import Any
 
 from app.api.openai.content_blocks import Block, BlockDelta, BlockEnded, BlockStarted, collected_blocks, divide
 from app.api.openai.responses import chat_logprobs
-from app.api.openai_responses.bodies import ClientTool, ResponsesBody, ResponsesTool
+from app.api.openai_responses.schemas import ClientTool, ResponsesBody, ResponsesTool
 from app.api.openai_responses.translate import OfferedTool, offered_tools
 from app.api.routing import new_response_id
 from app.api.streaming import CollectedCompletion, GenerationStream

@@ -11,9 +11,8 @@ from starlette.responses import JSONResponse, Response
 from app.api.openai.routes import num_chat_tokens
 from app.api.openai.schemas import OPENAI_ERRORS, InputTokenCount
 from app.api.openai.translate import chat_request
-from app.api.openai_responses.bodies import ResponsesBody
 from app.api.openai_responses.output import ResponseObjectFormat
-from app.api.openai_responses.schemas import STREAM_ERRORS, ResponseEvent, ResponseObject
+from app.api.openai_responses.schemas import STREAM_ERRORS, ResponseEvent, ResponseObject, ResponsesBody
 from app.api.openai_responses.translate import chat_body
 from app.api.routing import (
     BODY_ERRORS,

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from app.api.openai.bodies import (
+from app.api.openai.schemas import (
     MAX_NAME,
     ChatBody,
     FunctionCallText,
@@ -22,7 +22,7 @@ from app.api.openai.bodies import (
     ToolCallRecord,
     ToolDefinition,
 )
-from app.api.openai_responses.bodies import AllowedTool, ClientTool, InputItem, OtherItem, ResponsesBody, TextFormat
+from app.api.openai_responses.schemas import AllowedTool, ClientTool, InputItem, OtherItem, ResponsesBody, TextFormat
 from app.api.schemas import SamplingFields, make_body
 from app.errors import InvalidRequest
 
