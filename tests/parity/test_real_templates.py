@@ -214,9 +214,7 @@ def theirs(tokenizer: Any, shape: Mapping[str, Any], variables: Mapping[str, Any
 
 def ours(template: ChatTemplate, shape: Mapping[str, Any]) -> str | None:
     arguments = FIXED | shape.get("chat_template_kwargs", {})
-    request = chat_request(
-        parse_body(ChatBody, json.dumps(shape | {"chat_template_kwargs": arguments}).encode()), "id", {}
-    )
+    request = chat_request(parse_body(ChatBody, json.dumps(shape | {"chat_template_kwargs": arguments}).encode()), {})
     try:
         return template.render(request.messages or (), request.template_arguments, request.chat_options)
     except InvalidRequest:

@@ -379,7 +379,14 @@ class AnthropicBlock(TypedDict):
 StopReason = Literal["end_turn", "max_tokens", "stop_sequence", "tool_use"]
 
 
-class AnthropicResponse(TypedDict):
+class AnthropicStop(TypedDict):
+    """Why a message ends; null at its beginning."""
+
+    stop_reason: StopReason | None
+    stop_sequence: str | None
+
+
+class AnthropicResponse(AnthropicStop):
     """Response of `POST /v1/messages`."""
 
     id: str
@@ -387,8 +394,6 @@ class AnthropicResponse(TypedDict):
     role: Literal["assistant"]
     model: str
     content: list[AnthropicBlock]
-    stop_reason: StopReason | None
-    stop_sequence: str | None
     usage: AnthropicUsage
 
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, ClassVar, Literal
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar, Literal, NotRequired
 
 from pydantic import AfterValidator, Field, WithJsonSchema
 from typing_extensions import TypedDict
@@ -24,7 +24,6 @@ from app.api.schemas import (
 )
 from app.messages import MAX_LOGIT_BIASES
 from app.metrics.instruments import Api
-from app.service.service import Service
 
 # A prompt is a text, token ids, or texts and ids in one sequence.
 PromptParts = str | tuple[str | int, ...]
@@ -86,16 +85,6 @@ _ONE = [{"type": "string"}, {"type": "object"}, _PARTS]
 _SCHEMA = WithJsonSchema({"anyOf": [*_ONE, {"type": "array", "items": {"anyOf": _ONE}}]})
 LlamaCppPrompts = Annotated[Any, AfterValidator(_validate_prompts), _SCHEMA]
 LlamaCppInputs = Annotated[Any, AfterValidator(_validate_inputs), _SCHEMA]
-
-
-async def joined_ids(service: Service, parts: Sequence[str | int]) -> tuple[int, ...]:
-    """Return the token ids of texts and ids in one sequence. Special tokens are added at its beginning only."""
-    if str not in set(map(type, parts)):
-        return tuple(part for part in parts if isinstance(part, int))
-    ids: list[int] = []
-    for place, part in enumerate(parts):
-        ids += [part] if isinstance(part, int) else await service.tokenize(part, place == 0)
-    return tuple(ids)
 
 
 def _validate_biases(value: Any) -> tuple[tuple[int | str, float | Literal[False]], ...]:
@@ -165,6 +154,134 @@ class InfillBody(LlamaCppBody):
     input_extra: Annotated[tuple[InfillFile, ...], Field(fail_fast=True, max_length=MAX_PARTS)] | None = None
 
 
+class TopToken(TypedDict):
+    """A likely token, with its probability after sampling, or its log-probability."""
+
+    id: int
+    token: str
+    bytes: list[int]
+    prob: NotRequired[float]
+    logprob: NotRequired[float]
+
+
+class LlamaCppToken(TopToken):
+    """A token and the most likely ones at its position, with either kind of probability."""
+
+    top_probs: NotRequired[list[TopToken]]
+    top_logprobs: NotRequired[list[TopToken]]
+
+
+class SettingsBias(TypedDict):
+    """The bias of a token; null is minus infinity."""
+
+    token: int
+    bias: float | None
+
+
+class SamplingSettings(TypedDict):
+    """Sampling parameters as they are used."""
+
+    n_predict: int
+    max_tokens: int
+    seed: int
+    temperature: float
+    top_k: int
+    top_p: float
+    min_p: float
+    repeat_penalty: float
+    presence_penalty: float
+    frequency_penalty: float
+    stop: list[str]
+    logit_bias: list[SettingsBias]
+    ignore_eos: bool
+    n_probs: int
+
+
+class LlamaCppTimings(TypedDict):
+    """Tokens and times of the prompt and of the completion, in milliseconds."""
+
+    cache_n: int
+    prompt_n: int
+    prompt_ms: float
+    prompt_per_token_ms: float
+    prompt_per_second: float
+    predicted_n: int
+    predicted_ms: float
+    predicted_per_token_ms: float
+    predicted_per_second: float
+
+
+class LlamaCppCompletion(TypedDict):
+    """Response of `POST /completion`, and event of a streamed one. The last event of a prompt has `stop`."""
+
+    index: int
+    content: str
+    tokens: list[int]
+    id_slot: int
+    stop: bool
+    tokens_predicted: int
+    tokens_evaluated: int
+    completion_probabilities: NotRequired[list[LlamaCppToken]]
+    model: NotRequired[str]
+    generation_settings: NotRequired[SamplingSettings]
+    prompt: NotRequired[str]
+    has_new_line: NotRequired[bool]
+    truncated: NotRequired[bool]
+    stop_type: NotRequired[str]
+    stopping_word: NotRequired[str]
+    tokens_cached: NotRequired[int]
+    timings: NotRequired[LlamaCppTimings]
+
+
+class HealthStatus(TypedDict):
+    """Response of `/health` and `/ping` when the server is ready."""
+
+    status: str
+
+
+class ServerVersion(TypedDict):
+    """Response of `/version`."""
+
+    version: str
+
+
+class DefaultSettings(TypedDict):
+    """Sampling parameters of a request that gives none, and the context of one request."""
+
+    params: SamplingSettings
+    n_ctx: int
+
+
+class ServerProperties(TypedDict):
+    """Response of `/props`."""
+
+    default_generation_settings: DefaultSettings
+    total_slots: int
+    model_path: str
+    model_alias: str
+    chat_template: str
+    modalities: dict[str, bool]
+    bos_token: str
+    eos_token: str
+    build_info: str
+
+
+class Slot(TypedDict):
+    """A place for a running request."""
+
+    id: int
+    id_task: int
+    n_ctx: int
+    speculative: bool
+    is_processing: bool
+
+
+class RenderedPrompt(TypedDict):
+    """Response of `/apply-template`."""
+
+    prompt: str
+
+
 # ---- errors --------------------------------------------------------------------------------------------------------
 
 
@@ -189,12 +306,11 @@ _ERROR_TYPES: Mapping[int, str] = {
 }
 
 
-def error_body(error: HttpError) -> dict[str, Any]:
-    """Return the error body."""
+def _error_body(error: HttpError) -> dict[str, Any]:
     kind = _ERROR_TYPES.get(error.status, "server_error" if error.status >= 500 else "invalid_request_error")
     if error.code == "context_length_exceeded":
         kind = "exceed_context_size_error"
     return {"error": {"code": error.status, "message": error.message, "type": kind}}
 
 
-LLAMA_CPP_ERRORS = ErrorFormat(error_body, LlamaCppError)
+LLAMA_CPP_ERRORS = ErrorFormat(_error_body, LlamaCppError)

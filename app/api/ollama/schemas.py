@@ -9,7 +9,7 @@ from pydantic import Field
 from typing_extensions import TypedDict
 
 from app.api.errors import ErrorFormat, HttpError
-from app.api.openai.schemas import MAX_NAME, MAX_TOOLS
+from app.api.openai.schemas import MAX_NAME, MAX_TOOLS, ScoredChatToken
 from app.api.schemas import (
     LEAVE_OUT,
     MAX_MESSAGES,
@@ -229,15 +229,6 @@ class OllamaStatus(TypedDict):
     status: str
 
 
-class OllamaTokenLogprob(TypedDict):
-    """A token with its log-probability, and the most likely ones at its position."""
-
-    token: str
-    logprob: float
-    bytes: list[int]
-    top_logprobs: NotRequired[list[dict[str, Any]]]
-
-
 class OllamaLine(TypedDict):
     """Fields of a response and of each line of a stream. The last line has `done` and the counts."""
 
@@ -245,7 +236,7 @@ class OllamaLine(TypedDict):
     created_at: str
     done: bool
     done_reason: NotRequired[str]
-    logprobs: NotRequired[list[OllamaTokenLogprob]]
+    logprobs: NotRequired[list[ScoredChatToken]]
     total_duration: NotRequired[int]
     load_duration: NotRequired[int]
     prompt_eval_count: NotRequired[int]
@@ -254,13 +245,28 @@ class OllamaLine(TypedDict):
     eval_duration: NotRequired[int]
 
 
+class OllamaCalled(TypedDict):
+    """A function to call. Its arguments are an object."""
+
+    index: int
+    name: str
+    arguments: dict[str, Any]
+
+
+class OllamaCall(TypedDict):
+    """A call of a tool."""
+
+    id: str
+    function: OllamaCalled
+
+
 class OllamaAnswer(TypedDict):
     """A message of the assistant. The arguments of its calls are objects."""
 
     role: Literal["assistant"]
     content: str
     thinking: NotRequired[str]
-    tool_calls: NotRequired[list[dict[str, Any]]]
+    tool_calls: NotRequired[list[OllamaCall]]
 
 
 class OllamaChatResponse(OllamaLine):

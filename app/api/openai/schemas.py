@@ -480,6 +480,19 @@ class CompletionBody(GenerationBody):
     best_of: Int64 | None = None
 
 
+class LoadAdapterBody(Body):
+    """Body of `POST /v1/load_lora_adapter`. `lora_path` is a directory below the server's lora_root."""
+
+    lora_name: str
+    lora_path: str
+
+
+class UnloadAdapterBody(Body):
+    """Body of `POST /v1/unload_lora_adapter`."""
+
+    lora_name: str
+
+
 # ---- errors --------------------------------------------------------------------------------------------------------
 
 
@@ -706,6 +719,7 @@ class ModelObject(TypedDict):
     owned_by: str
     root: str
     max_model_len: int
+    parent: NotRequired[str]
 
 
 class ModelList(TypedDict):

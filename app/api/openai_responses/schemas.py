@@ -9,7 +9,15 @@ from pydantic import Field, Tag
 from typing_extensions import TypedDict
 
 from app.api.errors import ErrorFormat, HttpError
-from app.api.openai.schemas import MAX_NAME, MAX_TOOLS, MessageParts, RequestTool, Strict, refuse_unread
+from app.api.openai.schemas import (
+    MAX_NAME,
+    MAX_TOOLS,
+    MessageParts,
+    RequestTool,
+    ScoredChatToken,
+    Strict,
+    refuse_unread,
+)
 from app.api.schemas import (
     LEAVE_OUT,
     MAX_MESSAGES,
@@ -256,12 +264,15 @@ class ResponsesUsage(TypedDict):
     total_tokens: int
 
 
+Status = Literal["in_progress", "completed", "incomplete"]
+
+
 class OutputItem(TypedDict):
     """An item of the output: `message`, `function_call`, `custom_tool_call` or `reasoning`."""
 
     type: Literal["message", "function_call", "custom_tool_call", "reasoning"]
     id: str
-    status: Literal["in_progress", "completed", "incomplete"]
+    status: Status
     role: NotRequired[Literal["assistant"]]
     content: NotRequired[list[dict[str, Any]]]
     summary: NotRequired[list[dict[str, Any]]]
@@ -272,17 +283,9 @@ class OutputItem(TypedDict):
     input: NotRequired[str]
 
 
-class ResponseObject(TypedDict):
-    """Response of `POST /v1/responses`; it repeats the request's fields."""
+class RepeatedFields(TypedDict):
+    """Fields of a response that repeat the request."""
 
-    id: str
-    object: Literal["response"]
-    created_at: int
-    status: Literal["in_progress", "completed", "incomplete"]
-    error: None
-    incomplete_details: dict[str, str] | None
-    output: list[OutputItem]
-    usage: ResponsesUsage | None
     background: bool
     instructions: str | None
     max_output_tokens: int | None
@@ -301,6 +304,19 @@ class ResponseObject(TypedDict):
     truncation: str
 
 
+class ResponseObject(RepeatedFields):
+    """Response of `POST /v1/responses`."""
+
+    id: str
+    object: Literal["response"]
+    created_at: int
+    status: Status
+    error: None
+    incomplete_details: dict[str, str] | None
+    output: list[OutputItem]
+    usage: ResponsesUsage | None
+
+
 class ResponseEvent(TypedDict):
     """Event of a streamed response. `type` says which of the other fields there are."""
 
@@ -317,7 +333,7 @@ class ResponseEvent(TypedDict):
     name: NotRequired[str]
     arguments: NotRequired[str]
     input: NotRequired[str]
-    logprobs: NotRequired[list[dict[str, Any]]]
+    logprobs: NotRequired[list[ScoredChatToken]]
     code: NotRequired[str]
     message: NotRequired[str]
     param: NotRequired[str | None]
