@@ -12,7 +12,7 @@ from app.api.encoders.routes import model_information
 from app.api.errors import LOADING_RETRY_SECONDS
 from app.api.routing import ApiCall, Dialect, Reply
 from app.api.server.pages import PAGE, web_file_response
-from app.api.server.schemas import InfoResponse, LivenessStatus, ReadinessStatus, StepsResponse, UptimeResponse
+from app.api.server.schemas import InfoResponse, LivenessStatus, ReadinessStatus, StepsResponse
 from app.errors import InvalidRequest, NotReady
 from app.service.service import Service
 from app.version import VERSION
@@ -83,12 +83,6 @@ def _client_info(service: Service) -> InfoResponse:
         return {"stage": service.stage}
     model = {"name": served.name, "kind": served.kind, "max_model_len": served.limits.max_model_len}
     return {"stage": service.stage, "model": model}
-
-
-@SERVER.get("/uptime", "Seconds since the process started")
-async def uptime(call: ApiCall) -> UptimeResponse:
-    """Return the age of the process."""
-    return {"seconds": time.time() - call.runtime.created}
 
 
 @SERVER.get(

@@ -13,12 +13,6 @@ class LivenessStatus(TypedDict):
     status: str
 
 
-class UptimeResponse(TypedDict):
-    """Response of `/uptime`: seconds since the process started."""
-
-    seconds: float
-
-
 class LoadProgressStatus(TypedDict):
     """A phase of loading: its name, linear layers done and in total, percent of the bytes, estimated seconds left."""
 
