@@ -10,57 +10,28 @@ import json
 from collections.abc import Mapping
 from datetime import UTC, datetime
 
-from starlette.requests import Request
-from starlette.responses import JSONResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
-from typing_extensions import TypedDict
 
 from app.api.access import header
 from app.api.openai.schemas import OPENAI_ERRORS
-from app.api.routing import ApiRuntime, DialectRouter, runtime_of
+from app.api.routing import ApiCall, ApiRuntime, Dialect
+from app.api.server.schemas import LoadsResponse, RankLoad
 from app.metrics.stats import EngineSnapshot
 from app.version import VERSION
 
 ASKED, REPORTED = b"endpoint-load-metrics-format", b"endpoint-load-metrics"
 Capacity = Mapping[str, Mapping[int, float]]  # tokens per second by phase and rows of a step
 
-router = DialectRouter("SGLang", OPENAI_ERRORS)
+SGLANG = Dialect("SGLang", OPENAI_ERRORS)
 
 
-class RankLoad(TypedDict):
-    """Load of the engine, with SGLang's names. `gen_throughput` is what the server can do in tokens per second."""
-
-    dp_rank: int
-    num_running_reqs: int
-    num_waiting_reqs: int
-    num_waiting_uncached_tokens: int
-    num_total_reqs: int
-    num_used_tokens: int
-    max_total_num_tokens: int
-    token_usage: float
-    gen_throughput: float
-    utilization: float
-    max_running_requests: int
-
-
-class LoadsResponse(TypedDict):
-    """Response of `/v1/loads`; `loads` has one element."""
-
-    timestamp: str
-    version: str
-    dp_rank_count: int
-    loads: list[RankLoad]
-
-
-@router.get("/v1/loads", summary="SGLang: load and capacity of the server", response_model=LoadsResponse)
-async def loads(request: Request) -> Response:
-    """Serve `GET /v1/loads`. `gen_throughput` is 0 while the capacity is unknown."""
-    runtime = runtime_of(request)
-    service = runtime.service
+@SGLANG.get("/v1/loads", "SGLang: load and capacity of the server")
+async def loads(call: ApiCall) -> LoadsResponse:
+    """`gen_throughput` is 0 while the capacity is unknown."""
+    service = call.service
     places = service.model.limits.max_running_seqs if service.ready else 0
-    load = _rank_load(service.snapshot, best_rate(runtime.capacity(), "decode", "encode"), places)
-    body = {"timestamp": datetime.now(UTC).isoformat(), "version": VERSION, "dp_rank_count": 1, "loads": [load]}
-    return JSONResponse(body)
+    load = _rank_load(service.snapshot, best_rate(call.runtime.capacity(), "decode", "encode"), places)
+    return {"timestamp": datetime.now(UTC).isoformat(), "version": VERSION, "dp_rank_count": 1, "loads": [load]}
 
 
 def _rank_load(now: EngineSnapshot, tokens_per_second: float, places: int) -> RankLoad:

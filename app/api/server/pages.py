@@ -1,20 +1,106 @@
-"""The page `/docs`: all operations of the OpenAPI document as plain HTML.
+"""Pages for browsers: the web page at `/` with its scripts and styles, and `/docs`, the list of operations as plain HTML.
 
-It loads nothing: no script, style, font or icon from this or any other host. So it works without internet, and no other
-host's code runs in a page of this server.
+They load nothing from another host: no script, style, font or icon.
 """
 
 from __future__ import annotations
 
+import gzip
+import hashlib
 import json
 import re
 from base64 import b64encode
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import cache
 from hashlib import sha256
 from html import escape
+from pathlib import Path
 from typing import Any
 
-from starlette.responses import HTMLResponse
+from starlette.requests import Request
+from starlette.responses import HTMLResponse, Response
+
+WEB_DIRECTORY = Path(__file__).resolve().parent.parent.parent / "web"
+PAGE = "index.html"
+CONTENT_TYPES = {
+    ".html": "text/html; charset=utf-8",
+    ".css": "text/css; charset=utf-8",
+    ".js": "text/javascript; charset=utf-8",
+    ".svg": "image/svg+xml",
+}
+# What a model writes is shown in this page, so nothing that is not one of its own files may run or be loaded.
+POLICY = "; ".join(
+    (
+        "default-src 'none'",
+        "script-src 'self'",
+        "style-src 'self'",
+        "connect-src 'self'",
+        "img-src 'self' data:",
+        "base-uri 'none'",
+        "form-action 'none'",
+        "frame-ancestors 'none'",
+        "require-trusted-types-for 'script'",
+        "trusted-types 'none'",
+    )
+)
+_HEADERS = {
+    "content-security-policy": POLICY,
+    "x-content-type-options": "nosniff",
+    "referrer-policy": "no-referrer",
+    "cross-origin-opener-policy": "same-origin",
+    "cross-origin-resource-policy": "same-origin",
+    # A browser asks each time whether the file has changed, so a page never mixes files of two versions.
+    "cache-control": "no-cache",
+    "vary": "accept-encoding",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class WebFile:
+    """One file of the page: its bytes, the same compressed with gzip, its type and its entity tag."""
+
+    content: bytes
+    compressed: bytes
+    content_type: str
+    tag: str
+
+
+@cache
+def read_web_file(name: str) -> WebFile:
+    """Read and compress a file of the page, once."""
+    content = (WEB_DIRECTORY / name).read_bytes()
+    tag = f'W/"{hashlib.sha256(content).hexdigest()[:24]}"'
+    return WebFile(content, gzip.compress(content, 9, mtime=0), CONTENT_TYPES[Path(name).suffix], tag)
+
+
+@cache
+def web_paths() -> dict[str, str]:
+    """Return the file of each path at which a part of the page is served. No other path leads to a file."""
+    files = (path.relative_to(WEB_DIRECTORY).as_posix() for path in WEB_DIRECTORY.rglob("*"))
+    return {f"/web/{name}": name for name in sorted(files) if Path(name).suffix in CONTENT_TYPES and name != PAGE}
+
+
+def web_file_response(request: Request, name: str) -> Response:
+    """Return a file of the page; 304 if the browser has it, and compressed if it takes gzip."""
+    file = read_web_file(name)
+    headers = {**_HEADERS, "etag": file.tag}
+    if file.tag in (known.strip() for known in request.headers.get("if-none-match", "").split(",")):
+        return Response(status_code=304, headers=headers)
+    if _takes_gzip(request.headers.get("accept-encoding", "")):
+        return Response(
+            file.compressed, headers={**headers, "content-encoding": "gzip", "content-type": file.content_type}
+        )
+    return Response(file.content, headers={**headers, "content-type": file.content_type})
+
+
+def _takes_gzip(accepted: str) -> bool:
+    for coding in accepted.lower().split(","):
+        name, _, quality = coding.replace(" ", "").partition(";q=")
+        if name in ("gzip", "*"):
+            return quality.strip("0.") != "" or quality == ""
+    return False
+
 
 _STYLE = """
 body { font: 16px/1.5 system-ui, sans-serif; max-width: 60rem; margin: 2rem auto; padding: 0 1rem; color-scheme: light dark }
@@ -23,7 +109,7 @@ details { border-bottom: 1px solid #8886; padding: .3rem 0 } summary { cursor: p
 td, th { text-align: left; padding-right: 1rem; vertical-align: top }
 """
 _STYLE_HASH = b64encode(sha256(_STYLE.encode()).digest()).decode()
-_HEADERS = {
+_DOCUMENTATION_HEADERS = {
     "content-security-policy": f"default-src 'none'; style-src 'sha256-{_STYLE_HASH}'; img-src data:;"
     " form-action 'none'; frame-ancestors 'none'; base-uri 'none'",
     "x-content-type-options": "nosniff",
@@ -47,7 +133,7 @@ def documentation_response(document: Mapping[str, Any]) -> HTMLResponse:
         '<p>The same as a document for programs: <a href="openapi.json">openapi.json</a>.</p>'
         f"{sections}<h2>Schemas</h2>{schemas}</main></body></html>"
     )
-    return HTMLResponse(page, headers=_HEADERS)
+    return HTMLResponse(page, headers=_DOCUMENTATION_HEADERS)
 
 
 def _operation(method: str, path: str, operation: Mapping[str, Any]) -> Iterator[str]:
