@@ -263,8 +263,6 @@ class Metrics:
             code: Code of the error that was sent, also within a stream; empty if there was none.
         """
         self._http_requests.labels(method, route, str(status), code).inc()
-        if status >= 500:
-            self._server_errors.inc()
 
     def fields_ignored(self, api: Api, number: int) -> None:
         """Count fields of a request that were ignored."""
@@ -348,7 +346,6 @@ class Metrics:
         )
         for api in get_args(Api):
             self._ignored_fields.labels(api)
-        self._server_errors = self.counter("server_errors", "Responses with a status of 500 or more.")
         self._http_requests = self.counter(
             "http_requests", "HTTP requests by their route, status and error code.", "method", "route", "status", "code"
         )
