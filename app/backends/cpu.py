@@ -36,10 +36,10 @@ class CpuBackend:
         The order matters: libgomp creates its pool at the first parallel region, and new threads inherit the
         affinity of the thread that creates them. Only the mask of the calling thread is narrowed.
         """
-        _pin(plan.cpu_ids.value)
-        torch.set_num_threads(plan.threads.value)
-        if torch.get_num_interop_threads() != plan.interop_threads.value:  # torch allows only one call
-            torch.set_num_interop_threads(plan.interop_threads.value)
+        _pin(plan.cpu.cpu_ids)
+        torch.set_num_threads(plan.cpu.threads)
+        if torch.get_num_interop_threads() != plan.cpu.interop_threads:  # torch allows only one call
+            torch.set_num_interop_threads(plan.cpu.interop_threads)
 
     def free_bytes(self) -> int:
         """Return the bytes that this process could allocate without swapping, within the limit of its control group.

@@ -74,7 +74,7 @@ class CudaBackend:
             raise PlanImpossible(
                 f"{name} has compute capability {found}, but at least {least} is required. Set device to cpu."
             )
-        torch.set_num_threads(plan.threads.value)
+        torch.set_num_threads(plan.cpu.threads)
         torch.set_float32_matmul_precision("highest")
         torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False
         self._recording = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]

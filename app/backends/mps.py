@@ -61,7 +61,7 @@ class MpsBackend:
                 else "finds no usable Metal device (macOS 14 or newer?)"
             )
             raise PlanImpossible(f"device is mps, but torch {torch.__version__} {built}: set device to cpu.")
-        torch.set_num_threads(plan.threads.value)
+        torch.set_num_threads(plan.cpu.threads)
         torch.mps.set_per_process_memory_fraction(1.0)
 
     def free_bytes(self) -> int:

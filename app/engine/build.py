@@ -64,7 +64,7 @@ class BuildRequest(Generic[CheckpointT]):
     @property
     def eager_reason(self) -> str:
         """Reason why the plan records no steps; empty if it does."""
-        return "" if self.plan.compile.value else self.plan.compile.reason
+        return "" if self.plan.steps.compile else self.plan.decisions["compile"].reason
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +89,7 @@ _BUILDERS: Mapping[tuple[str, bool], tuple[str, str]] = {
 
 def build(request: BuildRequest[Any]) -> Engine:
     """Build the engine on the thread that will run its steps. Raises a `StartupError` if the plan cannot be served."""
-    on_host = request.plan.device.value in HOST_BACKENDS
+    on_host = request.plan.placement.device in HOST_BACKENDS
     module, function = _BUILDERS[request.checkpoint.needs().kind, on_host]
     with raise_kernel_errors_as(PlanImpossible):
         built: BuiltEngine[Engine, Any, Any] = getattr(import_module(module), function)(request)
@@ -100,7 +100,7 @@ def load_on_device(request: BuildRequest[Checkpoint], select: SelectDevice[Devic
     """Configure the device and load the model. Raises a `StartupError` if the plan cannot be served."""
     plan, report = request.plan, request.report
     backend = prepare_device(request, select)
-    folder = plan.pack_folder.value
+    folder = plan.weights.pack_folder
     packs = None if folder is None else PackFolder(Path(folder), percent_reporter(report, "keeping packed weights"))
     progress = LoadReporter(report)
 

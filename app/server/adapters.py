@@ -84,9 +84,9 @@ def check_device(adapters: ServedAdapters | None, plan: ServingPlan) -> None:
     Raises:
         PlanImpossible: It does not.
     """
-    if adapters is not None and plan.device.value != "cpu":
+    if adapters is not None and plan.placement.device != "cpu":
         raise PlanImpossible(
-            f"LoRA adapters are served on processors only, and the device is {plan.device.value}: set device=cpu, or merge the"
+            f"LoRA adapters are served on processors only, and the device is {plan.placement.device}: set device=cpu, or merge the"
             " adapter into the model with peft's merge_and_unload."
         )
 

@@ -196,7 +196,7 @@ def _wide_rows(plan: ServingPlan, config: object) -> WideRows:
     """Return when rows are multiplied in bf16: vectors must not depend on other texts, and texts have many rows."""
     if not isinstance(config, ModelConfig):
         return WideRows.ALWAYS
-    return WideRows.NEVER if plan.deterministic.value else WideRows.MANY
+    return WideRows.NEVER if plan.steps.deterministic else WideRows.MANY
 
 
 def form_choice(
@@ -216,24 +216,24 @@ def form_choice(
     Raises:
         PlanImpossible: The precision is a config of torchao that cannot run here.
     """
-    precision, kind = plan.precision.value, plan.device.value
+    precision, kind = plan.weights.precision, plan.placement.device
     recipe = (
         DETERMINISTIC_RECIPES[precision]
-        if plan.deterministic.value
+        if plan.steps.deterministic
         else find_recipe(kind, host_architecture(), precision)
     )
     own = None if kind == "cpu" else device
     if is_torchao(precision):
-        check_runs(precision, own, DTYPES[plan.dtype.value])
+        check_runs(precision, own, DTYPES[plan.weights.dtype])
     upgraded: frozenset[str] = frozenset()
     if recipe.upgrade is not None and isinstance(config, ModelConfig):
         upgraded = choose_upgrades(config, recipe)
     return FormChoice(
         recipe,
-        DTYPES[plan.dtype.value],
-        plan.int8_copy.value,
-        plan.keep_layers.value,
-        plan.most_few_rows.value,
+        DTYPES[plan.weights.dtype],
+        plan.weights.int8_copy,
+        plan.weights.keep_layers,
+        plan.weights.most_few_rows,
         own,
         _wide_rows(plan, config),
         upgraded,

@@ -174,8 +174,8 @@ class _ModelLoader:
     ) -> None:
         self.checkpoint, self.progress, self.packing = checkpoint, progress, packing
         self.choice = form_choice(plan, checkpoint.model_config, backend.device, checkpoint.tensors)
-        self.model = _build(checkpoint, self.choice.dtype, plan.max_model_len.value, backend.device)
-        self.precision = plan.precision.value
+        self.model = _build(checkpoint, self.choice.dtype, plan.memory.max_model_len, backend.device)
+        self.precision = plan.weights.precision
         self.is_quantized = self.precision in QUANTIZED and self.choice.device is None
         # Codes of the checkpoint that are kept are not rounded again.
         self.is_calibrated = self.is_quantized and isinstance(self.model, Decoder) and not self.choice.stored

@@ -54,7 +54,7 @@ def load_program(
         states = _states(checkpoint, archive, progress, making)
     finally:
         archive.close()
-    choice, precision = form_choice(plan, None), plan.precision.value
+    choice, precision = form_choice(plan, None), plan.weights.precision
     narrow = precision == "bf16"
     products = {
         weight: PackedProduct(

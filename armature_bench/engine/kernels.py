@@ -65,11 +65,11 @@ ATTENTION: Mapping[KernelCase, torch.dtype] = {
 
 def measure_kernels(plan: ServingPlan, facts: Facts, rounds: int) -> BenchOutcome:
     """Measure all kernels on this thread, whose thread pool the products use."""
-    torch.set_num_threads(plan.threads.value)
+    torch.set_num_threads(plan.cpu.threads)
     if not has_kernel(OpCode.LINEAR_INT):
         return BenchOutcome("kernels", native_library().reason, (), {"machine": facts.to_json()})
     timed: dict[KernelCase, WorkSamples] = {}
-    machine = CpuCeilingSampler(plan.threads.value, torch.int8, (torch.int8,))
+    machine = CpuCeilingSampler(plan.cpu.threads, torch.int8, (torch.int8,))
     with (
         progress(
             rounds * (len(FORMS) * len(SHAPES) + len(ATTENTION) * DecodeAttention.available()) + 2, "packing"
@@ -88,11 +88,9 @@ def measure_kernels(plan: ServingPlan, facts: Facts, rounds: int) -> BenchOutcom
         "machine": facts.to_json(),
         "level": native_library().level,
         "torch": torch.__version__,
-        "threads": plan.threads.value,
+        "threads": plan.cpu.threads,
     }
-    return BenchOutcome(
-        "kernels", f"{native_library().level}, {plan.threads.value} threads", figures, details, complete
-    )
+    return BenchOutcome("kernels", f"{native_library().level}, {plan.cpu.threads} threads", figures, details, complete)
 
 
 def _copies(packing: IntPanelFactory, shape: tuple[int, int]) -> list[IntPanelLinear]:

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from packaging.utils import canonicalize_name
 
-from app.cli.setting_rows import setting_rows
+from app.cli.parser import setting_rows
 from external_tools import ROOT, run, tool
 from tests.live.live_server import LiveServer, live
 from tiny_checkpoints import write_checkpoint

@@ -49,7 +49,7 @@ class SimulatedDeviceBackend:
 
     def configure(self, plan: ServingPlan) -> None:
         """Set the number of compute threads."""
-        torch.set_num_threads(plan.threads.value)
+        torch.set_num_threads(plan.cpu.threads)
         self.is_configured = True
 
     def free_bytes(self) -> int:

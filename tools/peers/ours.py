@@ -67,7 +67,7 @@ def load(model: Path, threads: int, options: dict[str, str]) -> Peer:
     words = [
         f"armature {VERSION}",
         f"torch {torch.__version__}",
-        prepared.plan.precision.value,
+        prepared.plan.weights.precision,
         share,
         native_library().reason,
     ]

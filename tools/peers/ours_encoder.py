@@ -59,7 +59,7 @@ def load(model: Path, threads: int, options: dict[str, str]) -> Peer:
     words = [
         f"armature {VERSION}",
         f"torch {torch.__version__}",
-        prepared.plan.precision.value,
+        prepared.plan.weights.precision,
         native_library().reason,
     ]
     return Peer(", ".join(words), held, generate)

@@ -73,7 +73,7 @@ class DecoderTrial:
         )
         whole = self.few_layers == self.decode_layers  # then nothing has to be extrapolated
         self.layer_counts = [self.few_layers] if whole else sorted({1, 2, self.few_layers})
-        self.max_len = min(plan.max_model_len.value, plan.max_batch_tokens.value + CONTEXT_TOKENS + CHUNK_TOKENS)
+        self.max_len = min(plan.memory.max_model_len, plan.memory.max_batch_tokens + CONTEXT_TOKENS + CHUNK_TOKENS)
         config = self.config
         self._num_ids = min(config.vocab_size, MAX_TOKEN_IDS)
         rows = max(CONTEXT_ROWS, max(self.decode_rows()))
@@ -90,12 +90,12 @@ class DecoderTrial:
     def decode_rows(self) -> list[int]:
         """Return the numbers of sequences in decode steps: 1, 2, 4, … and as many as may run."""
         return doubling_sizes(
-            1, min(MAX_DECODE_ROWS.get(self.plan.device.value, LARGEST_BUCKET), self.plan.max_running_seqs.value)
+            1, min(MAX_DECODE_ROWS.get(self.plan.placement.device, LARGEST_BUCKET), self.plan.memory.max_running_seqs)
         )
 
     def prefill_tokens(self) -> list[int]:
         """Return the numbers of prompt tokens in prefill steps."""
-        most = min(self.plan.max_batch_tokens.value, self.plan.max_model_len.value)
+        most = min(self.plan.memory.max_batch_tokens, self.plan.memory.max_model_len)
         return doubling_sizes(min(32, most), most)
 
     @property
@@ -104,7 +104,7 @@ class DecoderTrial:
 
         Limited by the KV memory of the plan.
         """
-        fits = self.plan.kv_cache_bytes.value // (CONTEXT_ROWS * self._stage.bytes_per_token)
+        fits = self.plan.memory.kv_cache_bytes // (CONTEXT_ROWS * self._stage.bytes_per_token)
         return max(0, min(CONTEXT_TOKENS, self.max_len - CHUNK_TOKENS - 1, fits))
 
     def step(self, shape: TrialStep) -> Callable[[], object]:
@@ -183,7 +183,7 @@ class DecoderTrial:
         if not decode or not prefill:
             return None
         return TrialTimes(
-            precision=self.plan.precision.value,
+            precision=self.plan.weights.precision,
             threads=threads,
             decode_seconds=decode,
             prefill_seconds=prefill,

@@ -43,7 +43,7 @@ class ProgramTrial:
 
     def step_sizes(self) -> list[int]:
         """Return the numbers of rows of the steps to time."""
-        asked = self.plan.batch_target_tokens.value
+        asked = self.plan.memory.batch_target_tokens
         most = max_step_rows(self.checkpoint, asked if asked < DEFAULT_STEP_ROWS else max(asked, MAX_STEP_ROWS))
         return doubling_sizes(min(self.checkpoint.min_rows, most), most)
 
@@ -75,7 +75,7 @@ class ProgramTrial:
         encode = monotone_table({shape.size: took for shape, took in seconds.items()}, max_adjustment)
         if not encode:
             return None
-        precision = self.plan.precision.value
+        precision = self.plan.weights.precision
         return TrialTimes(
             precision=precision,
             threads=threads,

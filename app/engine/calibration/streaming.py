@@ -188,9 +188,9 @@ class StreamedCalibration:
         Raises:
             SettingsInvalid: The text cannot be read.
         """
-        config, self._correlate = checkpoint.decoder, plan.precision.value in INT4_PRECISIONS
+        config, self._correlate = checkpoint.decoder, plan.weights.precision in INT4_PRECISIONS
         size = checkpoint.needs().num_parameters
-        is_small, limit = size < SMALL_MODEL, min(config.max_model_len, plan.max_model_len.value)
+        is_small, limit = size < SMALL_MODEL, min(config.max_model_len, plan.memory.max_model_len)
         num_tokens = SMALL_MODEL_TOKENS if is_small else max(MIN_TOKENS, int(TOKEN_WEIGHTS / size))
         window_tokens = min(WINDOW_TOKENS if is_small else SHORT_WINDOW, limit)
         num_tokens = num_tokens if self._correlate else max(MIN_TOKENS // 2, num_tokens // SCALES_SHARE)
@@ -395,7 +395,11 @@ def calibration_for(
     Raises:
         SettingsInvalid: `text` cannot be read.
     """
-    if plan.precision.value not in QUANTIZED_PRECISIONS or checkpoint.kind != "decoder" or plan.device.value != "cpu":
+    if (
+        plan.weights.precision not in QUANTIZED_PRECISIONS
+        or checkpoint.kind != "decoder"
+        or plan.placement.device != "cpu"
+    ):
         return None
     try:
         return StreamedCalibration(checkpoint, plan, backend, text)

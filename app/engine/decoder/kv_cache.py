@@ -35,7 +35,7 @@ KV_DTYPES: Mapping[str, torch.dtype] = {name: getattr(torch, dtype) for name, (d
 
 def kv_dtype(plan: ServingPlan) -> torch.dtype:
     """Return the dtype of keys and values in memory."""
-    return KV_DTYPES[plan.kv_precision.value]
+    return KV_DTYPES[plan.weights.kv_precision]
 
 
 @dataclass(frozen=True, slots=True)

@@ -125,19 +125,19 @@ def open_prompt_cache(
         SettingsInvalid: The folder cannot be used.
     """
     plan, checkpoint = request.plan, request.checkpoint
-    if plan.prompt_cache.value is None:
+    if plan.steps.prompt_cache is None:
         return None
     request.report("opening the prompt cache")
-    folder = Path(plan.prompt_cache.value)
-    notes = folder if plan.pack_folder.value is None else Path(plan.pack_folder.value) / PACKS
+    folder = Path(plan.steps.prompt_cache)
+    notes = folder if plan.weights.pack_folder is None else Path(plan.weights.pack_folder) / PACKS
     identity = {
         "checkpoint": checkpoint_fingerprint(checkpoint, notes, torch.get_num_threads()),
         "weights": repr(form_choice(plan, checkpoint.decoder, None, checkpoint.tensors)),
-        "kernels": f"{plan.kernels.value} {native_library().block}",
+        "kernels": f"{plan.weights.kernels} {native_library().block}",
         "attention": str(max_queries_together),
         "kv": f"{kv_cache.dtype} {kv_cache.shape.num_layers} {kv_cache.token_bytes}",
         "block": str(BLOCK_TOKENS),
         "version": VERSION,
     }
-    files = PrefixFiles(folder, identity, plan.prompt_cache_bytes.value)
+    files = PrefixFiles(folder, identity, plan.steps.prompt_cache_bytes)
     return PromptCache(files, kv_cache, request.step_time_model)

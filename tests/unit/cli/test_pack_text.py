@@ -49,7 +49,7 @@ def served(settings: Settings) -> torch.Tensor:
     """The bytes of the first layer's gate and up, from the pack."""
     checkpoint = open_checkpoint(settings.checkpoint_directory)
     plan = make_plan(probe(), None, settings, checkpoint.needs(), RECIPES.keys())
-    packs = PackFolder(Path(plan.pack_folder.value or ""), lambda done, total: pytest.fail("it was kept before"))
+    packs = PackFolder(Path(plan.weights.pack_folder or ""), lambda done, total: pytest.fail("it was kept before"))
     model = load_model(checkpoint, plan, CpuBackend(torch.bfloat16), packing=Packing(packs))
     panels: torch.Tensor = model.get_submodule("layers.0.mlp.gate_up").form.panels
     return panels

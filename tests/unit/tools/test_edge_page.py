@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from app.errors import PlanImpossible
-from app.hardware.plan.dtypes import check_torch_can_run
+from app.hardware.plan.weights import check_torch_can_run
 from tools import auto_table
 from tools.recorded_hosts import HOSTS
 

@@ -122,7 +122,7 @@ def test_a_beam_searchs_steps_have_their_own_limit(prepared: Prepared) -> None:
 
 
 def test_a_segment_of_a_beam_search_decodes_all_beams_at_every_step(built: Any, prepared: Prepared) -> None:
-    driver = DecoderDriver(built.engine, TokenPrompts(range(2, 60)), prepared.plan.max_model_len.value)
+    driver = DecoderDriver(built.engine, TokenPrompts(range(2, 60)), prepared.plan.memory.max_model_len)
     seen: list[tuple[int, int]] = []
     step = driver._step
 

@@ -55,7 +55,7 @@ def plan_of(checkpoint: Checkpoint, **settings: Any) -> ServingPlan:
     facts = dataclasses.replace(probe(), cuda=(GPU,), torch=TorchBuild("2.13.0", cuda="13.0"))
     asked = {"threads": 1, "precision": "fp32", "max_batch_tokens": 128, "max_running_seqs": 12, **settings}
     plan = make_plan(facts, None, Settings(**asked), checkpoint.needs(), RECIPES.keys())
-    assert plan.device.value == "cuda"
+    assert plan.placement.device == "cuda"
     return plan
 
 

@@ -53,7 +53,7 @@ def measure(
     exact: Callable[[Linear], ExactLinear],
 ) -> float | None:
     forms = [linear.form for linear in model.modules() if isinstance(linear, Linear)]
-    cost = costs[plan.precision.value] = measure_encoder_cost(checkpoint, plan, model, exact)
+    cost = costs[plan.weights.precision] = measure_encoder_cost(checkpoint, plan, model, exact)
     assert forms == [linear.form for linear in model.modules() if isinstance(linear, Linear)], "they are put back"
     return cost
 

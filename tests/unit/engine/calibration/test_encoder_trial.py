@@ -114,7 +114,7 @@ class Machine:
     def _run(self, rehearsal: EncoderTrial, shape: TrialStep) -> None:
         more = shape.size * (shape.context - 128) if shape.context else 0
         seconds = FIXED + shape.layers * (LAYER + shape.size * ROW + more * PAIR)
-        self.now += seconds * (0.5 if rehearsal.plan.precision.value == "bf16" else 1.0)
+        self.now += seconds * (0.5 if rehearsal.plan.weights.precision == "bf16" else 1.0)
 
 
 def test_the_whole_models_seconds(checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,11 +13,11 @@ from typing import Any
 
 import pytest
 
+from app.engine.calibration import cache
+from app.engine.calibration.cache import Calibration, CalibrationFile, calibration_key
 from app.hardware.decision import Measurements, TrialTimes
 from app.hardware.facts import Cgroup, Core, Cpu, CudaDevice, Facts, NativeLibrary, TorchBuild
 from app.hardware.probe import software
-from app.server import prepare
-from app.server.prepare import Calibration, CalibrationFile, calibration_key
 from app.settings import DEMO_DIRECTORY, Settings
 from app.weights.checkpoint import Checkpoint, open_checkpoint
 from planned_machines import ON_GPUS, machine
@@ -77,7 +77,7 @@ def test_it_is_not_found_for_other_shapes_settings_or_code(
     monkeypatch.setattr(software, "native_library_hash", lambda: "another library")
     other = key(machine(), checkpoint)
     assert other != known
-    monkeypatch.setattr(prepare, "VERSION", "9.9.9")
+    monkeypatch.setattr(cache, "VERSION", "9.9.9")
     assert key(machine(), checkpoint) != other
 
 

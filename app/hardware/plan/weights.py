@@ -10,12 +10,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from app.errors import PlanImpossible
-from app.hardware.decision import ALL_KINDS, Decision, Dtype, Measurements, decided
+from app.hardware.decision import ALL_KINDS, Decided, Decision, Dtype, Measurements, PlanPart, format_bytes
 from app.hardware.facts import Facts
-from app.hardware.plan import int8_copy, precision
+from app.hardware.plan import precision
 from app.hardware.plan.capacity import decide_step_tokens
 from app.hardware.plan.devices import decide_kernel_folder
-from app.hardware.plan.int8_copy import Int8CopyGain
 from app.hardware.plan.memory_budget import (
     KV_PRECISIONS,
     MIN_BATCH_TOKENS,
@@ -32,17 +31,20 @@ from app.hardware.plan.precision import (
     QUANTIZED_PRECISIONS,
     PrecisionCandidates,
     bf16_products,
+    needs_batch_invariance,
     unquantized_precision,
 )
-from app.hardware.plan.trials import TrialTimings
-from app.hardware.plan.vector_precision import choose_vector_precision
+from app.hardware.plan.speed import TrialTiming, TrialTimings, format_rate
 from app.hardware.probe.software import TORCH_KERNELS, WIDENING_LEVELS
 from app.settings import Settings
 from armature_kernels.linear.torchao_config import is_torchao
 
+MIN_COPY_GAIN = 1.1  # least ratio of prompt rates that justifies one more byte for each weight
+MEMORY_DIVISOR = 4  # a copy may take at most 1/4 of the available memory
+
 
 @dataclass(frozen=True)
-class WeightsAndKv:
+class WeightsAndKv(PlanPart):
     """Decisions about precisions and dtypes, about what is kept of the weights, and about kernels.
 
     `most_few_rows` is the number of rows up to which 4-bit weights are used if there is an int8 copy; None: the
@@ -50,15 +52,15 @@ class WeightsAndKv:
     compiled while serving, or no folder is known.
     """
 
-    precision: Decision[str] = decided(ALL_KINDS)
-    dtype: Decision[Dtype] = decided()
-    keep_layers: Decision[tuple[tuple[str, str], ...]] = decided(("decoder",))
-    int8_copy: Decision[bool] = decided(ALL_KINDS)
-    most_few_rows: Decision[int | None] = decided()
-    pack_folder: Decision[str | None] = decided()
-    kernel_folder: Decision[str | None] = decided()
-    kv_precision: Decision[str] = decided(("decoder",))
-    kernels: Decision[str] = decided(ALL_KINDS)
+    precision: Decided[str] = Decided(ALL_KINDS)
+    dtype: Decided[Dtype] = Decided()
+    keep_layers: Decided[tuple[tuple[str, str], ...]] = Decided(("decoder",))
+    int8_copy: Decided[bool] = Decided(ALL_KINDS)
+    most_few_rows: Decided[int | None] = Decided()
+    pack_folder: Decided[str | None] = Decided()
+    kernel_folder: Decided[str | None] = Decided()
+    kv_precision: Decided[str] = Decided(("decoder",))
+    kernels: Decided[str] = Decided(ALL_KINDS)
 
 
 def decide_weights_and_kv(
@@ -77,7 +79,7 @@ def decide_weights_and_kv(
     elif not auto:
         chosen = precision.forced_precision(candidates)
     else:
-        choose = precision.choose_precision if generates else choose_vector_precision
+        choose = precision.choose_precision if generates else precision.choose_vector_precision
         chosen = choose(candidates, measurements, threads)
     chosen = precision.choose_int4_kernels(candidates, chosen, trials, threads)
     chosen = _with_stored_type(candidates, chosen)
@@ -90,16 +92,16 @@ def decide_weights_and_kv(
     if not generates:
         kv_precision = Decision(kv_precision.value, "This model keeps no keys and values.")
     if device is not None:
-        copy = int8_copy.refuse_on_device(settings, kind)
+        copy = refuse_on_device(settings, kind)
     else:
         final_demand = MemoryDemand(candidates.needs, chosen.value, kv_precision.value, node)
-        copy = int8_copy.decide_int8_copy(settings, chosen.value, _copy_gain(candidates, final_demand, trials, threads))
+        copy = decide_int8_copy(settings, chosen.value, _copy_gain(candidates, final_demand, trials, threads))
     return WeightsAndKv(
         precision=chosen,
         dtype=dtype,
         keep_layers=precision.decide_kept_layers(settings, chosen.value, kind),
         int8_copy=copy,
-        most_few_rows=int8_copy.decide_most_few_rows(measurements, copy.value),
+        most_few_rows=decide_most_few_rows(measurements, copy.value),
         pack_folder=decide_pack_folder(settings, chosen.value, kind),
         kernel_folder=decide_kernel_folder(settings, kind),
         kv_precision=kv_precision,
@@ -158,7 +160,7 @@ def _copy_gain(
     left = memory_budget(facts, demand_with_copy, tokens, MIN_BATCH_TOKENS)
     fits = (
         left.size >= useful_kv_cache_bytes(settings, demand_with_copy)
-        and needs.int8_copy_bytes * int8_copy.MEMORY_DIVISOR <= left.available
+        and needs.int8_copy_bytes * MEMORY_DIVISOR <= left.available
     )
     with_copy = trials.find(name, threads, int8_copy=True) or trials.find("int8", threads)
     return Int8CopyGain(needs.int8_copy_bytes, fits, tokens, timing, with_copy)
@@ -292,3 +294,83 @@ def decide_pack_folder(settings: Settings, chosen: str, kind: str = "cpu") -> De
         str(folder),
         f"Quantizing to {chosen} takes most of a start: it is done once, and the next start reads the packed weights from this folder.",
     )
+
+
+@dataclass(frozen=True, slots=True)
+class Int8CopyGain:
+    """Cost and gain of a copy for prompts in steps of `tokens`.
+
+    `without_copy` are the step times without the copy and `with_copy` those with it; None: not measured.
+    """
+
+    nbytes: int
+    has_room: bool
+    tokens: int
+    without_copy: TrialTiming | None = None
+    with_copy: TrialTiming | None = None
+
+
+def refuse_on_device(settings: Settings, kind: str) -> Decision[bool]:
+    """Decide against a copy on a GPU, which dequantizes 4-bit weights for products with many rows.
+
+    Raises:
+        PlanImpossible: int8_copy is on.
+    """
+    if settings.int8_copy == "on":
+        raise PlanImpossible(f"int8_copy is on, but on {kind} 4-bit weights have no 8-bit copy: leave it at auto.")
+    return Decision(False, "Only processors use an int8 copy.")
+
+
+def decide_int8_copy(settings: Settings, chosen: str, candidate: Int8CopyGain) -> Decision[bool]:
+    """Decide if layers also have an 8-bit copy.
+
+    Raises:
+        PlanImpossible: int8_copy is on, but the precision is not int4.
+    """
+    if chosen not in INT4_PRECISIONS:
+        if settings.int8_copy == "on":
+            raise PlanImpossible(
+                f"int8_copy is on, but precision is {chosen}, and only int4 weights have a copy: set precision to int4."
+            )
+        return Decision(False, "Only int4 weights have an int8 copy.")
+    more = f"{format_bytes(candidate.nbytes)} more" if candidate.nbytes else "one more byte for each weight"
+    if settings.int8_copy == "on":
+        return Decision(True, f"Asked for: prompts and large batches use 8-bit weights, for {more} of memory.")
+    if settings.int8_copy == "off":
+        return Decision(False, "Asked for.")
+    if needs_batch_invariance(settings):
+        return Decision(
+            False, "Deterministic is on, and the weights used for a row would depend on what else is in the batch."
+        )
+    return _measured_decision(candidate, more)
+
+
+def _measured_decision(candidate: Int8CopyGain, more: str) -> Decision[bool]:
+    intro = "The 4-bit weights serve every number of rows."
+    if candidate.without_copy is None or candidate.with_copy is None:
+        return Decision(
+            False, f"{intro} An 8-bit copy would take {more}; whether it makes prompts faster was not measured."
+        )
+    tokens = candidate.with_copy.compared_tokens(candidate.without_copy, candidate.tokens)
+    rate_without, rate_with = candidate.without_copy.prefill_rate(tokens), candidate.with_copy.prefill_rate(tokens)
+    gain = (
+        f"prompts measured {format_rate(rate_with)} tokens/s with 8 bits, {format_rate(rate_without)} "
+        f"with 4 bits ({rate_with / rate_without:.2f} times as fast)"
+    )
+    if rate_with < MIN_COPY_GAIN * rate_without:
+        return Decision(False, f"{intro} A copy would gain too little: {gain}.")
+    if not candidate.has_room:
+        return Decision(
+            False,
+            f"{intro} A copy would take {more}: over a quarter of the available memory, or memory that keys and values need. But {gain}.",
+        )
+    return Decision(True, f"For {more} of memory {gain}.")
+
+
+def decide_most_few_rows(measurements: Measurements | None, copy: bool) -> Decision[int | None]:
+    """Decide up to how many rows the 4-bit weights are used if there is an 8-bit copy."""
+    if not copy:
+        return Decision(None, "There is no 8-bit copy.")
+    if measurements is None or measurements.most_few_rows is None:
+        return Decision(None, "Not measured: the value of the recipe is used.")
+    return Decision(measurements.most_few_rows, "Measured: with more rows, products with 8-bit weights are faster.")
