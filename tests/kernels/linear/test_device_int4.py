@@ -11,10 +11,10 @@ from torch import Tensor
 
 from armature_kernels.linear import device_int4
 from armature_kernels.linear.device_int4 import (
-    DequantiseScratch,
+    DequantizeScratch,
     DeviceInt4Factory,
     find_code_order,
-    quantise_device_int4,
+    quantize_device_int4,
 )
 from armature_kernels.linear.layout import device_int4_bytes
 from tiled_codes import TiledCodes, tiled
@@ -25,7 +25,7 @@ BF16 = DeviceInt4Factory(CPU, torch.bfloat16)
 
 
 def meaning(weight: Tensor, dtype: torch.dtype = torch.bfloat16) -> Tensor:
-    codes, scales = quantise_device_int4(weight, dtype)
+    codes, scales = quantize_device_int4(weight, dtype)
     scale, zero = scales.float().transpose(0, 1).unbind(-1)
     return ((codes.view(*scale.shape, 64).float() - 8) * scale[..., None] + zero[..., None]).flatten(1)
 
@@ -62,7 +62,7 @@ def test_the_references_are_the_same_product_in_every_dtype(dtype: torch.dtype) 
     expected = F.linear(x.float(), meaning(weight, dtype))
     close = {"atol": 1e-4, "rtol": 1e-4} if dtype == torch.float32 else {"atol": 0.2, "rtol": 2**-6}
     torch.testing.assert_close(form.multiply(x).float(), expected, **close)
-    torch.testing.assert_close(F.linear(x, form.dequantised()).float(), expected, **close)
+    torch.testing.assert_close(F.linear(x, form.dequantized()).float(), expected, **close)
 
 
 @torch.inference_mode()
@@ -74,7 +74,7 @@ def test_one_scratch_serves_weights_of_many_sizes_in_turn(tiled: TiledCodes, mon
     for _ in range(2):
         for form, weight in zip(forms, weights, strict=True):
             # The sum of two numbers of BF16 is rounded after the product was: two units in the last place.
-            torch.testing.assert_close(form.dequantised().float(), meaning(weight), rtol=2**-7, atol=2**-8)
+            torch.testing.assert_close(form.dequantized().float(), meaning(weight), rtol=2**-7, atol=2**-8)
     assert len({id(form.scratch) for form in forms}) == 1 and forms[1].scratch.view(1, 1).data_ptr() == place
 
 
@@ -90,7 +90,7 @@ def test_codes_are_the_nearest_and_a_group_about_any_middle_is_held_well(
 ) -> None:
     generator = torch.Generator().manual_seed(seed)
     weight = middle + width * torch.randn(outputs, 128, generator=generator)
-    codes, scales = quantise_device_int4(weight, torch.bfloat16)
+    codes, scales = quantize_device_int4(weight, torch.bfloat16)
     values = meaning(weight)
     scale = scales.float()[..., 0].T.repeat_interleave(64, 1)
     inside = (codes > 0) & (codes < 15)
@@ -104,7 +104,7 @@ def test_codes_are_the_nearest_and_a_group_about_any_middle_is_held_well(
 @torch.inference_mode()
 def test_sixteen_equal_steps_are_held_exactly() -> None:
     weight = 0.25 * (torch.arange(128) * 7 % 16).repeat(8, 1) - torch.tensor([1.0, 2.0]).repeat(4)[:, None]
-    codes, _ = quantise_device_int4(weight, torch.bfloat16)
+    codes, _ = quantize_device_int4(weight, torch.bfloat16)
     assert torch.equal(meaning(weight), weight) and torch.equal(codes[0], (torch.arange(128) * 7 % 16).to(torch.uint8))
 
 
@@ -112,7 +112,7 @@ def test_sixteen_equal_steps_are_held_exactly() -> None:
 def test_equal_weights_are_held_as_they_are_and_zeros_as_zeros() -> None:
     weight = torch.full((8, 128), 0.40625)
     weight[3] = 0.0
-    codes, _ = quantise_device_int4(weight, torch.bfloat16)
+    codes, _ = quantize_device_int4(weight, torch.bfloat16)
     assert torch.equal(meaning(weight), weight) and (codes == 8).all()  # not what a NaN happens to become
 
 
@@ -128,7 +128,7 @@ def test_the_order_is_learnt_whatever_it_is(tiled: TiledCodes, monkeypatch: pyte
 
 
 def test_the_scratch_keeps_its_place_when_smaller_weights_come() -> None:
-    scratch = DequantiseScratch(CPU, torch.bfloat16)
+    scratch = DequantizeScratch(CPU, torch.bfloat16)
     scratch.reserve(16, 256)
     place = scratch.view(16, 256).data_ptr()
     scratch.reserve(32, 64)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import subprocess
 import sys
-from pathlib import Path
 from unittest import mock
 
 import pytest
@@ -15,21 +14,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from armature_kernels.errors import KernelError
-from armature_kernels.linear import int_panels
-from armature_kernels.linear.linear import Linear, PlainLinear
 from armature_kernels.linear.torchao_config import EXAMPLE, INT4_REFERENCE, INT8_REFERENCE
-from armature_kernels.linear.torchao_linear import (
-    TorchaoFactory,
-    TorchaoLinear,
-    build_config,
-    check_runs,
-    torchao_module,
-)
+from armature_kernels.linear.torchao_linear import TorchaoFactory, build_config, check_runs, torchao_module
 from external_tools import ROOT
 from hypothesis_examples import examples
-from loaded_models import load
-from reference_attention import PlainAttend, context_of
-from tiny_checkpoints import write_checkpoint
 
 FORMATS = {
     INT8_REFERENCE: 1.1,
@@ -191,22 +179,3 @@ def test_the_first_use_prints_nothing_and_nothing_imports_it_before() -> None:
         check=False,
     )
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
-
-
-@pytest.mark.parametrize("precision", ["int8", "int4"])
-@torch.inference_mode()
-def test_without_our_library_torchao_serves_a_model(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, precision: str
-) -> None:
-    directory = write_checkpoint(tmp_path, "Qwen2ForCausalLM", hidden_size=64, intermediate_size=120, head_dim=16)
-    exact = load(directory)(context_of(list(range(9)), PlainAttend()))
-    monkeypatch.setattr(int_panels, "has_kernel", lambda code: False)
-    model = load(directory, precision)
-    served = model(context_of(list(range(9)), PlainAttend())).float()
-    forms = [module.form for module in model.modules() if isinstance(module, Linear)]
-    kinds = {type(form.module.weight).__name__ if isinstance(form, TorchaoLinear) else type(form) for form in forms}
-    # KleidiAI's packing is preferred on 64-bit Arm, if torch was built with it.
-    four = "IntxOpaqueTensor" if torch.backends.kleidiai.is_available() else "Int4OpaqueTensor"  # type: ignore[no-untyped-call]
-    # With int4 the output layer has eight bits; 120 inputs are no whole groups of 32, so that weight stays as it was.
-    assert kinds == ({"Int8Tensor"} if precision == "int8" else {"Int8Tensor", PlainLinear, four})
-    assert (served - exact).norm() < (0.06 if precision == "int8" else 0.5) * exact.norm()

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from armature_kernels.linear.activations import QuantisedActivations, RowGroups, quantise, unpack_tiles
+from armature_kernels.linear.activations import QuantizedActivations, RowGroups, quantize, unpack_tiles
 from armature_kernels.linear.int_panels import IntPanelFactory
 from armature_kernels.native.arguments import OpCode
 from armature_kernels.native.operations import has_kernel
@@ -36,7 +36,7 @@ def test_a_recording_equals_the_body_for_other_inputs() -> None:
     body, _ = _two_layers()
     own = _some_rows()
     recorded = record_operations(ResultPool(), lambda: body(own))
-    assert len(recorded) == 4  # two products, each with its rows quantised first
+    assert len(recorded) == 4  # two products, each with its rows quantized first
     for _ in range(3):
         own.copy_(_some_rows())
         assert torch.equal(recorded.run(), body(own))
@@ -110,11 +110,11 @@ def test_a_view_that_copies_ends_it_too() -> None:
         record_operations(ResultPool(), lambda: x.T.reshape(6))
 
 
-def test_quantised_results_come_back_too() -> None:
+def test_quantized_results_come_back_too() -> None:
     own = torch.zeros(5, 96).bfloat16()
-    recorded = record_operations(ResultPool(), lambda: quantise(own, RowGroups(32)))
+    recorded = record_operations(ResultPool(), lambda: quantize(own, RowGroups(32)))
     own.copy_(torch.randn(5, 96))
     result = recorded.run()
-    assert isinstance(result, QuantisedActivations)
-    for mine, theirs in zip(unpack_tiles(result), unpack_tiles(quantise(own, RowGroups(32))), strict=True):
+    assert isinstance(result, QuantizedActivations)
+    for mine, theirs in zip(unpack_tiles(result), unpack_tiles(quantize(own, RowGroups(32))), strict=True):
         assert torch.equal(mine, theirs)

@@ -6,7 +6,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from armature_kernels.linear.quantization import quantise_int4
+from armature_kernels.linear.quantization import quantize_int4
 from armature_kernels.linear.smoothing import column_maxima, smooth_scales
 from hypothesis_examples import examples
 
@@ -40,7 +40,7 @@ def test_what_is_rounded_does_not_depend_on_how_channels_were_scaled(seed, other
     norm, weight = layer(seed)
     large, small = planted(norm, weight, other)
     codes = [
-        quantise_int4(some * smooth_scales(scale, column_maxima((some,), 64)), 32, zero_points=False)
+        quantize_int4(some * smooth_scales(scale, column_maxima((some,), 64)), 32, zero_points=False)
         for scale, some in ((norm, weight), (large, small))
     ]
     assert torch.equal(codes[0].codes, codes[1].codes)
@@ -54,7 +54,7 @@ def test_outlier_channels_no_longer_hurt():
     wanted = (x * norm) @ weight.T
 
     def loss(scale: torch.Tensor, some: torch.Tensor) -> float:
-        product = (x * scale) @ quantise_int4(some, 64, zero_points=False).dequantise().T
+        product = (x * scale) @ quantize_int4(some, 64, zero_points=False).dequantize().T
         return float((product - wanted).norm() / wanted.norm())
 
     t = smooth_scales(large, column_maxima((small,), 256))

@@ -1,11 +1,11 @@
-/* bf16 rows to quantised rows, for a product whose input does not come from another kernel. */
-#ifndef ARMATURE_QUANTISE_H
-#define ARMATURE_QUANTISE_H
+/* bf16 rows to quantized rows, for a product whose input does not come from another kernel. */
+#ifndef ARMATURE_QUANTIZE_H
+#define ARMATURE_QUANTIZE_H
 
 #include "sink.h"
 
-static void quantise(const void *arguments) {
-    const quantise_arguments *a = arguments;
+static void quantize(const void *arguments) {
+    const quantize_arguments *a = arguments;
     float values[MOST_GROUP] __attribute__((aligned(64)));
 #pragma omp for schedule(static)
     for (int64_t index = 0; index < a->rows * parts_of(&a->out, a->size); index++) {

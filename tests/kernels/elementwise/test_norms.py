@@ -1,4 +1,4 @@
-"""Norm, gate and gather against their torch references at every level: bf16 and quantised, odd sizes, bad values."""
+"""Norm, gate and gather against their torch references at every level: bf16 and quantized, odd sizes, bad values."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from armature_kernels.elementwise.activations import ACTIVATIONS
 from armature_kernels.linear.activations import (
     ROW_DTYPES,
     RowGroups,
-    quantise,
-    quantise_torch,
+    quantize,
+    quantize_torch,
     unpack_tiles,
-    unquantised,
+    unquantized,
 )
 from armature_kernels.native.arguments import OpCode
 from armature_kernels.native.operations import has_kernel
@@ -55,16 +55,16 @@ dtypes = st.sampled_from(ROW_DTYPES)
     spread=spreads,
     bad=bad_values,
 )
-def test_quantising_equals_its_reference_to_the_bit(
+def test_quantizing_equals_its_reference_to_the_bit(
     level: str, rows: int, size: int, groups: RowGroups, spread: float, bad: float | None
 ) -> None:
     x, group = rows_of(rows, size, spread, bad).bfloat16(), group_of(groups, size) or groups
     with at_level(level):
-        assume(has_kernel(OpCode.QUANTISE))
-        found = quantise(x, group)
+        assume(has_kernel(OpCode.QUANTIZE))
+        found = quantize(x, group)
         codes, scales = unpack_tiles(found)
         assert torch.equal(sums_of(found), -codes.sum(-1, dtype=torch.int32))
-    expected_codes, expected_scales = quantise_torch(x, group)
+    expected_codes, expected_scales = quantize_torch(x, group)
     assert torch.equal(codes, expected_codes)
     torch.testing.assert_close(scales, expected_scales, rtol=0, atol=0, equal_nan=True)
 
@@ -199,7 +199,7 @@ def test_a_gate_is_exact_for_every_bf16(level: str, activation: str) -> None:
     with at_level(level):
         if not has_kernel(OpCode.GATE):
             pytest.skip("this level has no such kernel")
-        found = unquantised(norms.gate(torch.cat((x, torch.ones_like(x)))[None], activation))[0].double()
+        found = unquantized(norms.gate(torch.cat((x, torch.ones_like(x)))[None], activation))[0].double()
     # Half a bf16 and what fp32 lost on the way; below that, e^x ends at -87.
     torch.testing.assert_close(found, expected, rtol=2**-8 * 1.01, atol=1e-12)
 

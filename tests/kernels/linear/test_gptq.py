@@ -14,7 +14,7 @@ from armature_kernels.linear.quantization import (
     fitted_scales,
     gptq_int4,
     gptq_int4_torch,
-    quantise_int4,
+    quantize_int4,
     symmetric_codes,
     symmetric_scales,
     symmetric_scales_torch,
@@ -39,7 +39,7 @@ def weight_of(outputs: int, columns: int) -> torch.Tensor:
 
 
 def loss(x: torch.Tensor, weight: torch.Tensor, rounded: Int4Weight) -> float:
-    return float((x @ (rounded.dequantise() - weight).T).square().sum())
+    return float((x @ (rounded.dequantize() - weight).T).square().sum())
 
 
 @pytest.mark.parametrize("zero_points", (False, True))
@@ -47,9 +47,9 @@ def loss(x: torch.Tensor, weight: torch.Tensor, rounded: Int4Weight) -> float:
 def test_products_come_closer(columns, zero_points):
     x, weight = inputs_of(columns), weight_of(40, columns)
     rounded = gptq_int4(weight, 64, zero_points, [compute_gptq_factors(x.T @ x)])
-    assert loss(x, weight, rounded) < 0.5 * loss(x, weight, quantise_int4(weight, 64, zero_points))
+    assert loss(x, weight, rounded) < 0.5 * loss(x, weight, quantize_int4(weight, 64, zero_points))
     fresh = inputs_of(columns, rows=1200)[600:]
-    assert loss(fresh, weight, rounded) < 0.6 * loss(fresh, weight, quantise_int4(weight, 64, zero_points))
+    assert loss(fresh, weight, rounded) < 0.6 * loss(fresh, weight, quantize_int4(weight, 64, zero_points))
 
 
 @pytest.mark.parametrize("zero_points", (False, True))
@@ -61,12 +61,12 @@ def test_without_correlation_it_is_plain_rounding(zero_points):
     ):
         rounded = gptq_int4(weight, 32, zero_points, [gptq_factors])
         if gptq_factors.importance is None or zero_points:
-            nearest = quantise_int4(weight, 32, zero_points)
+            nearest = quantize_int4(weight, 32, zero_points)
         else:
             scales = fitted_scales(in_groups(weight), in_groups(gptq_factors.importance[None]))
             codes = symmetric_codes(in_groups(weight), scales).flatten(1) + 8
             nearest = Int4Weight(codes.to(torch.uint8), scales.squeeze(-1).bfloat16(), None, 32, 200)
-        torch.testing.assert_close(rounded.dequantise(), nearest.dequantise(), rtol=0, atol=1e-6)
+        torch.testing.assert_close(rounded.dequantize(), nearest.dequantize(), rtol=0, atol=1e-6)
         assert torch.equal(rounded.codes[:, 200:], nearest.codes[:, 200:])
 
 

@@ -17,14 +17,14 @@ from pathlib import Path
 
 if __name__ == "__main__":
     os.environ["OMP_NUM_THREADS"] = "1"
-    sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+    sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
 
 import pytest
 import torch
 from torch import Tensor
 
 from armature_kernels.elementwise.embedding import EmbeddingTable, TableLayout
-from armature_kernels.linear.activations import RowGroups, quantise, unpack_tiles
+from armature_kernels.linear.activations import RowGroups, quantize, unpack_tiles
 from armature_kernels.linear.layout import PanelLayout
 from armature_kernels.native.arguments import LinearIntArguments, OpCode, PackIntArguments, ProductOutput
 from armature_kernels.native.library import native_library
@@ -115,7 +115,7 @@ class Packed:
 
     def times(self, x: Tensor) -> Tensor:
         """fp32 [rows, outputs]."""
-        codes = quantise(x, RowGroups(self.case.layout.group_of(self.case.inputs)))
+        codes = quantize(x, RowGroups(self.case.layout.group_of(self.case.inputs)))
         y = torch.full((len(x), self.case.outputs), torch.nan)
         run_operation(
             LinearIntArguments(
@@ -123,7 +123,6 @@ class Packed:
                 y.stride(0), len(x), self.padded, self.case.outputs, codes.group, codes.height, self.case.bits,
                 self.case.layout.header, ProductOutput.FP32, shared=codes.shared,
             ),
-            OpCode.LINEAR_INT,
         )  # fmt: skip
         return y
 
@@ -138,7 +137,7 @@ class Packed:
 
 
 def activations(case: Case, exact: bool) -> Tensor:
-    """bf16 [ROWS, inputs]. Exact: each group's largest is 127 times a power of two, so that quantising loses nothing."""
+    """bf16 [ROWS, inputs]. Exact: each group's largest is 127 times a power of two, so that quantizing loses nothing."""
     codes = mixed(5, ROWS, case.inputs) % 255 - 127
     if not exact:
         return (codes * (mixed(6, ROWS, case.inputs) % 97 + 1) / 512.0).bfloat16()
@@ -157,10 +156,10 @@ def sample(y: Tensor) -> Tensor:
 def results(case: Case) -> dict[str, object]:
     """What is stored: digests of all that is exact, and some of the sums whose last bit may depend on their order."""
     x = activations(case, exact=False)
-    codes, scales = unpack_tiles(quantise(x, RowGroups(case.layout.group_of(case.inputs))))
+    codes, scales = unpack_tiles(quantize(x, RowGroups(case.layout.group_of(case.inputs))))
     exact, near = Packed.of(case, exact=True), Packed.of(case, exact=False)
     return {
-        "quantised": digest(codes, scales),
+        "quantized": digest(codes, scales),
         "widened": digest(exact.widened()),
         "exact": digest(exact.times(activations(case, exact=True))),
         "near": [float(value).hex() for value in sample(near.times(x))],
@@ -198,7 +197,7 @@ def test_each_level_computes_what_was_stored(level: str, threads: int) -> None:
     assert set(expected) == {str(case) for case in CASES}
     for case in CASES:
         found, stored = results(case), expected[str(case)]
-        for name in ("quantised", "widened", "exact"):
+        for name in ("quantized", "widened", "exact"):
             assert found[name] == stored[name], f"{case}: {name}"
         near, was = ([float.fromhex(value) for value in result["near"]] for result in (found, stored))
         assert near == pytest.approx(was, rel=1e-6, abs=2e-6 * max(map(abs, was))), case

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from armature_kernels.linear.activations import RowGroups, quantise
+from armature_kernels.linear.activations import RowGroups, quantize
 from armature_kernels.linear.int_panels import IntPanelFactory
 from armature_kernels.linear.row_split import RowSplitFactory
 from armature_kernels.native.arguments import OpCode
@@ -35,7 +35,7 @@ def test_each_range_is_multiplied_by_its_own_form(rows: int, with_bias: bool) ->
     alone = [own.pack(part, one if with_bias else None) for part, one, own in parts]
     # Four bits alone would have scales of 128 inputs.
     assert form.activation_group(rows) == alone[1].row_groups == RowGroups(32) != alone[0].row_groups
-    codes = quantise(x, RowGroups(32))
+    codes = quantize(x, RowGroups(32))
     expected = torch.cat([one.multiply(codes) for one in alone], 1)
     assert torch.equal(form.multiply(x), expected)
     relu = torch.cat([one.multiply_activated(codes, "relu") for one in alone], 1)
@@ -43,7 +43,7 @@ def test_each_range_is_multiplied_by_its_own_form(rows: int, with_bias: bool) ->
     hidden = torch.ones(rows, sum(SIZES))
     form.add_to(hidden, x)
     torch.testing.assert_close(hidden - 1, expected.float(), atol=0.05, rtol=2**-7)
-    assert torch.equal(form.dequantised(), torch.cat([one.dequantised() for one in alone]))
+    assert torch.equal(form.dequantized(), torch.cat([one.dequantized() for one in alone]))
     assert form.nbytes == sum(one.nbytes for one in alone)
 
 

@@ -17,7 +17,7 @@ from armature_kernels.elementwise.activations import (
     xielu_torch,
 )
 from armature_kernels.elementwise.norms import layer_norm, layer_norm_in_place, layer_norm_torch
-from armature_kernels.linear.activations import ROW_DTYPES, Activations, RowGroups, quantise, unquantised
+from armature_kernels.linear.activations import ROW_DTYPES, Activations, RowGroups, quantize, unquantized
 from armature_kernels.linear.int_panels import IntPanelFactory
 from armature_kernels.linear.linear import FORMS, ActivatingForm, Linear
 from armature_kernels.native.arguments import OpCode
@@ -152,7 +152,7 @@ def test_a_row_says_the_same_whatever_else_is_in_the_batch(
 
 
 class TakesGroups:
-    """A form that reads quantised rows, and does nothing else."""
+    """A form that reads quantized rows, and does nothing else."""
 
     def activation_group(self, rows: int) -> RowGroups:
         return RowGroups(64)
@@ -175,16 +175,16 @@ def test_a_product_is_activated_on_its_way_out(name: str, activation: str, dtype
     form = packing.pack(rows_of(515, 160, 0.2).to(dtype), rows_of(1, 515, seed=3)[0].to(dtype))
     x, feeds = rows_of(23, 160, seed=4).to(dtype), layer(FORMS["plain"].pack(torch.ones(1, 515), None), 1, 515)
     meant = activate_torch(form.multiply(x).double(), activation)
-    found = unquantised(layer(form, 515, 160).multiply_activated(x, activation, feeds))
+    found = unquantized(layer(form, 515, 160).multiply_activated(x, activation, feeds))
     assert found.dtype == dtype and isinstance(form, ActivatingForm) == (name != "plain")
     torch.testing.assert_close(
         found.double(),
         meant,
         **({"atol": 1e-5, "rtol": 1e-4} if dtype == torch.float32 else {"atol": 0.02, "rtol": 2**-6}),
     )
-    if dtype == torch.bfloat16 and has_kernel(OpCode.QUANTISE):
+    if dtype == torch.bfloat16 and has_kernel(OpCode.QUANTIZE):
         codes: Activations = layer(form, 515, 160).multiply_activated(x, activation, layer(TakesGroups(), 1, 515))
         if name != "plain":
             assert all(
-                torch.equal(a, b) for a, b in zip(bits(codes), bits(quantise(found, RowGroups(64))), strict=True)
+                torch.equal(a, b) for a, b in zip(bits(codes), bits(quantize(found, RowGroups(64))), strict=True)
             )

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from armature_kernels.linear.activations import RowGroups, quantise, quantise_torch, unpack_tiles
+from armature_kernels.linear.activations import RowGroups, quantize, quantize_torch, unpack_tiles
 from armature_kernels.linear.bf16_product import WideRows
 from armature_kernels.linear.int_panels import IntPanelFactory, IntPanelLinear
 from armature_kernels.native.library import native_library
@@ -44,13 +44,13 @@ class Product:
 
     x: Tensor
     form: IntPanelLinear
-    groups: RowGroups  # in which x is quantised
+    groups: RowGroups  # in which x is quantized
 
     def expected_seconds(self) -> tuple[Tensor, Tensor]:
         """Float64 [rows, outputs], and the sum of all magnitudes in it."""
-        codes, scales = quantise_torch(self.x, self.groups)
+        codes, scales = quantize_torch(self.x, self.groups)
         rounded = (codes.double() * scales.double()[..., None]).flatten(1)[:, : self.form.inputs]
-        weight = self.form.dequantised().double()
+        weight = self.form.dequantized().double()
         bias = torch.zeros(self.form.outputs) if self.form.bias is None else self.form.bias
         return rounded @ weight.T + bias, rounded.abs() @ weight.abs().T + bias.abs()
 
@@ -87,7 +87,7 @@ def test_activations_are_rounded_as_the_reference_rounds_them(level: str, x: st.
         groups = RowGroups(x.draw(st.sampled_from([32, 64, 128, 256])), 1)
         if groups.size == 32:
             groups = replace(groups, shared=x.draw(st.sampled_from([1, 2, 4, 8])))
-        expected, found = quantise_torch(product.x, groups), unpack_tiles(quantise(product.x, groups))
+        expected, found = quantize_torch(product.x, groups), unpack_tiles(quantize(product.x, groups))
         assert torch.equal(found[0], expected[0])
         assert torch.equal(found[1], expected[1])
 
@@ -99,7 +99,7 @@ def test_a_product_is_that_of_what_the_codes_mean(level: str, data: st.DataObjec
     with at_level(level):
         product = data.draw(products())
         expected, size = product.expected_seconds()
-        error = (product.form.multiply(quantise(product.x, product.groups)).double() - expected).abs()
+        error = (product.form.multiply(quantize(product.x, product.groups)).double() - expected).abs()
         assert (error <= 2e-5 * size + expected.abs() / 256).all(), f"off by {float(error.max()):g}"
         expected, size = replace(product, groups=product.form.row_groups).expected_seconds()
         twin = product.form.multiply_torch(product.x).double()
@@ -151,7 +151,7 @@ def test_many_rows_may_be_multiplied_in_bf16(level: str, data: st.DataObject, mo
         form = IntPanelLinear(packing, *shape, few.form.bias, few.form.panels)
         assert form.activation_group(len(x)) is None
         assert form.activation_group(native.wide_rows - 1) == form.row_groups
-        rows, weight = x.double(), rounded(form.dequantised()).double()
+        rows, weight = x.double(), rounded(form.dequantized()).double()
         bias = torch.zeros(form.outputs) if form.bias is None else form.bias
         expected, size = rows @ weight.T + bias, rows.abs() @ weight.abs().T + bias.abs()
         # With scales of more than bf16's bits, a group's zero is off by up to 1/512 of its step.
@@ -159,7 +159,7 @@ def test_many_rows_may_be_multiplied_in_bf16(level: str, data: st.DataObject, mo
         found = multiplied(form, x)
         assert ((found.double() - expected).abs() <= off + 1e-5 * size).all()
         assert ((form.multiply(x) - found).abs() <= found.abs() / 200 + 1e-5 * size).all()
-        exact = rows @ form.dequantised().double().T + bias
+        exact = rows @ form.dequantized().double().T + bias
         assert ((form.multiply_torch(x) - exact).abs() <= size / 256).all()
         assert all(torch.equal(found[row], found[row % len(few.x)]) for row in range(len(x)))
 
@@ -217,7 +217,7 @@ def test_what_was_packed_comes_out_again(level: str, data: st.DataObject) -> Non
     with at_level(level):
         weight = data.draw(weights())
         form = packed(weight.packing, weight.codes, weight.scales, weight.others)
-        assert torch.equal(form.dequantised().double(), weight.values)
+        assert torch.equal(form.dequantized().double(), weight.values)
 
 
 @at_every_level

@@ -11,7 +11,7 @@ from torch import Tensor
 from armature_kernels.elementwise.routing import route, route_torch
 from armature_kernels.elementwise.routing_rule import GroupRating, Routing, Scoring
 from armature_kernels.linear.experts import ExpertForms, ExpertStack, run_experts_torch
-from armature_kernels.linear.linear import FORMS, QUANTISED_FORMS
+from armature_kernels.linear.linear import FORMS, QUANTIZED_FORMS
 from armature_kernels.native.library import native_library
 from armature_kernels.native.recording import ResultPool, record_operations
 from native_levels import at_level, levels
@@ -76,7 +76,7 @@ def test_equal_scores_select_the_lower_ids_and_nan_makes_nan() -> None:
 
 
 def _experts(name: str, hidden: int, inner: int, count: int, *, bias: bool) -> list[ExpertForms]:
-    form = {**FORMS, **QUANTISED_FORMS}[name]
+    form = {**FORMS, **QUANTIZED_FORMS}[name]
 
     def packed(outputs: int, inputs: int) -> object:
         return form.pack(torch.randn(outputs, inputs) / inputs**0.5, torch.randn(outputs) if bias else None)
@@ -94,7 +94,7 @@ def test_experts_equal_the_reference(level: str, name: str) -> None:
     torch.manual_seed(0)
     dtype = FORM_DTYPES[name]
     with at_level(level):
-        if not {**FORMS, **QUANTISED_FORMS}[name].supports(64, 64, dtype):
+        if not {**FORMS, **QUANTIZED_FORMS}[name].supports(64, 64, dtype):
             pytest.skip(f"{level} has no {name}")
         for hidden, inner, count, k in ((192, 96, 16, 4), (64, 96, 6, 3), (100, 44, 5, 3)):
             activation = "silu" if hidden == 192 else "swiglu_oai"

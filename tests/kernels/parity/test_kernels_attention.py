@@ -11,16 +11,16 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from app.backends.cpu import reference_attention
 from armature_kernels.attention.attention import (
     AttentionSequence,
     AttentionStep,
     KvSegment,
-    quantise_heads,
+    quantize_heads,
     token_bytes,
     view_kv_rows,
 )
 from armature_kernels.attention.context import AttentionSpec
+from armature_kernels.attention.flash import reference_attention
 from armature_kernels.attention.ragged import attend as native_attend
 from armature_kernels.native.arguments import OpCode
 from armature_kernels.native.operations import has_kernel, observe_operations, run_operation
@@ -191,10 +191,10 @@ def test_prompts_read_codes_as_the_bf16_that_they_mean(spec: AttentionSpec, kv_h
 
 def test_int8_heads_are_within_half_a_step() -> None:
     x = torch.randn(50, 3, 64) * torch.logspace(-3, 3, 50)[:, None, None]
-    codes, scales = quantise_heads(x)
+    codes, scales = quantize_heads(x)
     assert bool(((codes * scales[..., None] - x).abs() <= 0.5001 * scales[..., None]).all())
     assert codes.abs().amax() == 127
-    assert quantise_heads(torch.full((1, 1, 8), torch.inf))[1].isnan().all()
+    assert quantize_heads(torch.full((1, 1, 8), torch.inf))[1].isnan().all()
 
 
 @pytest.mark.parametrize(("kv_heads", "head_dim", "expected"), [(8, 64, 1088), (1, 8, 64), (5, 72, 768), (2, 128, 576)])
@@ -235,6 +235,6 @@ def test_an_operation_run_again_finds_the_next_step_at_the_same_address() -> Non
     address = step.address
     step.fill(long.rows)
     assert step.address == address
-    ((code, arguments),) = heard
-    run_operation(arguments, code)
+    ((_, arguments),) = heard
+    run_operation(arguments)
     assert torch.equal(out, attend(long, AttentionSpec(0.125)))

@@ -11,10 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from app.backends.cpu import AttentionRow, Segment, reference_attention
 from armature_kernels.attention import paged
 from armature_kernels.attention.attention import KvRows, QkvHeads
 from armature_kernels.attention.context import AttentionSpec
+from armature_kernels.attention.flash import AttentionRow, Segment, reference_attention
 from armature_kernels.attention.paged import (
     PAGE_TOKENS,
     PackedTexts,

@@ -18,7 +18,7 @@ from armature_kernels.elementwise.altup import (
     predict_streams,
     predict_streams_torch,
 )
-from armature_kernels.linear.activations import RowGroups, unquantised
+from armature_kernels.linear.activations import RowGroups, unquantized
 from armature_kernels.native.arguments import OpCode
 from armature_kernels.native.operations import has_kernel
 from native_levels import at_level
@@ -108,12 +108,12 @@ def test_a_row_of_streams_is_the_same_alone_and_keeps_bad_values_to_itself(level
     together[3, 600] = torch.nan
     alone = together.clone()
     with at_level(level):
-        all_first = unquantised(correct_streams(together, mix, correction, torch.float32))
+        all_first = unquantized(correct_streams(together, mix, correction, torch.float32))
         for row in range(5):
             one = slice(row, row + 1)
             own = replace(correction, activated=correction.activated[one])
             first = correct_streams(alone[one], replace(mix, logits=mix.logits[one]), own, torch.float32)
-            torch.testing.assert_close(unquantised(first)[0], all_first[row], rtol=0, atol=0, equal_nan=True)
+            torch.testing.assert_close(unquantized(first)[0], all_first[row], rtol=0, atol=0, equal_nan=True)
     torch.testing.assert_close(alone, together, rtol=0, atol=0, equal_nan=True)
     assert int(together.isnan().sum()) == 1
 

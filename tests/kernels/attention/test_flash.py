@@ -11,10 +11,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from app.backends import cpu
-from app.backends.cpu import AttentionRow, Segment, reference_attention, torch_attention
+from armature_kernels.attention import flash
 from armature_kernels.attention.attention import AttentionSequence, KvSegment, token_bytes, view_kv_rows
 from armature_kernels.attention.context import AttentionSpec
+from armature_kernels.attention.flash import AttentionRow, Segment, reference_attention, torch_attention
 from ragged_batches import Batch, Share, attend, make_batch
 
 # Standard normal inputs, results below 5. In bfloat16 a part's result and its softmax weights are rounded to 8 bits.
@@ -168,13 +168,13 @@ def test_a_cache_in_another_precision_is_read_as_it_is() -> None:
 
 def test_keys_and_values_are_not_copied_on_the_quick_paths(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[int] = []
-    flash = cpu._flash
+    original = flash._flash
 
     def spy(queries: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *rest: object, **options: object) -> object:
         seen.extend((key.data_ptr(), value.data_ptr()))
-        return flash(queries, key, value, *rest, **options)
+        return original(queries, key, value, *rest, **options)
 
-    monkeypatch.setattr(cpu, "_flash", spy)
+    monkeypatch.setattr(flash, "_flash", spy)
     batch = make_batch([Share(9, 4, 1), Share(0, 5, 6)], 4, 2, 16, torch.bfloat16)
     torchs(batch, AttentionSpec(0.25))
     memory = {

@@ -19,7 +19,7 @@ import pytest
 
 from armature_kernels.native.library import LIBRARY_PATH
 
-ROOT = Path(__file__).resolve().parents[4]
+ROOT = Path(__file__).resolve().parents[3]
 KERNELS = (ROOT / "docs" / "kernels.md").read_text(encoding="utf-8")
 ROW = re.compile(r"^\| `(?P<level>\w+)` \| (?P<text>[^|]+) \| [^|]+ \|$", re.MULTILINE)
 # Names of multiplying instructions as the pages write them.

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from armature_kernels.linear.linear import QUANTISED_FORMS
-from armature_kernels.linear.quantization import Int4Weight, quantise_int4, quantise_int8
+from armature_kernels.linear.linear import QUANTIZED_FORMS
+from armature_kernels.linear.quantization import Int4Weight, quantize_int4, quantize_int8
 from armature_kernels.linear.torchao_config import INT4_REFERENCE, INT8_REFERENCE
 from armature_kernels.linear.torchao_linear import TorchaoFactory, torchao_module
 from armature_kernels.native.arguments import OpCode
@@ -33,10 +33,10 @@ def _torchao_tensor(weight: Tensor, group: int, bits: int, scales: Tensor) -> Te
 @pytest.mark.parametrize("group", [32, 64, 128])
 def test_int4_codes_are_those_of_torchao_for_the_same_scales(group: int) -> None:
     weight = _weight()
-    ours = quantise_int4(weight, group, zero_points=False)
+    ours = quantize_int4(weight, group, zero_points=False)
     theirs = _torchao_tensor(weight, group, 4, ours.scales.float())
     assert torch.equal(ours.codes.to(torch.int8) - 8, theirs.qdata)  # type: ignore[attr-defined]
-    assert torch.equal(ours.dequantise(), theirs.dequantize())
+    assert torch.equal(ours.dequantize(), theirs.dequantize())
 
 
 @pytest.mark.parametrize("group", [32, INPUTS])
@@ -46,7 +46,7 @@ def test_int8_codes_and_scales_are_those_of_torchao(group: int) -> None:
     groups = weight.view(-1, group)
     extremes = groups.abs().argmax(1, keepdim=True)
     groups.scatter_(1, extremes, groups.gather(1, extremes).abs())
-    ours = quantise_int8(groups)
+    ours = quantize_int8(groups)
     quantization = torchao_module("torchao.quantization")
     theirs = quantization.IntxUnpackedToInt8Tensor.from_hp(
         weight, (1, group), torch.int8, mapping_type=quantization.MappingType.SYMMETRIC_NO_CLIPPING_ERR
@@ -76,7 +76,7 @@ def test_a_native_product_is_that_of_torchao(native: str, torchao: str, apart: f
     weight, x = _weight(1), torch.randn(ROWS, INPUTS, generator=torch.Generator().manual_seed(2)).bfloat16()
     bias = torch.linspace(-1, 1, OUTPUTS)
     exact = x.float() @ weight.T + bias
-    ours = QUANTISED_FORMS[native].pack(weight, bias).multiply(x).float()
+    ours = QUANTIZED_FORMS[native].pack(weight, bias).multiply(x).float()
     theirs = TorchaoFactory(torchao).pack(weight, bias).multiply(x).float()
     assert (ours - exact).norm() <= apart * exact.norm()
     assert (theirs - exact).norm() <= apart * exact.norm()
@@ -87,7 +87,7 @@ def test_a_native_product_is_that_of_torchao(native: str, torchao: str, apart: f
 @torch.inference_mode()
 def test_a_native_product_of_the_same_codes_differs_by_the_rounding_of_activations_alone() -> None:
     weight, x = _weight(3), torch.randn(ROWS, INPUTS, generator=torch.Generator().manual_seed(4)).bfloat16()
-    rounded: Int4Weight = quantise_int4(weight, 32, zero_points=False)
+    rounded: Int4Weight = quantize_int4(weight, 32, zero_points=False)
     theirs = x.float() @ _torchao_tensor(weight, 32, 4, rounded.scales.float()).dequantize().T
-    ours = QUANTISED_FORMS["int4/32"].pack(weight, None).multiply(x).float()
+    ours = QUANTIZED_FORMS["int4/32"].pack(weight, None).multiply(x).float()
     assert (ours - theirs).norm() <= 0.01 * theirs.norm()

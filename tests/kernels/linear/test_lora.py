@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from armature_kernels.linear.activations import RowGroups, quantise
+from armature_kernels.linear.activations import RowGroups, quantize
 from armature_kernels.linear.layout import lora_elements
 from armature_kernels.linear.lora import LoraProduct, LoraRows, LoraSlots, LoraWeights, RowRun
 from native_levels import at_level, levels
@@ -37,7 +37,7 @@ def added(
     product: LoraProduct, x: Tensor, num_outputs: int, dtype: torch.dtype, group: RowGroups | None = None
 ) -> Tensor:
     y = torch.ones(len(x), num_outputs, dtype=dtype)
-    product.add(y, x if group is None else quantise(x, group))
+    product.add(y, x if group is None else quantize(x, group))
     return y
 
 
@@ -62,13 +62,13 @@ def test_adding_equals_the_reference(level: str, dtype: torch.dtype, inputs: int
 
 @pytest.mark.parametrize("level", levels())
 @pytest.mark.parametrize("group", [RowGroups(32), RowGroups(32, 4), RowGroups(64), RowGroups(576)])
-def test_quantised_rows_are_dequantised(level: str, group: RowGroups) -> None:
+def test_quantized_rows_are_dequantized(level: str, group: RowGroups) -> None:
     with at_level(level):
         product, rows = make_product(576, (40, 33), (8, 16, 3), torch.bfloat16)
         rows.fill(RUNS, RUNS, 19)
         x = torch.randn(19, 576).bfloat16()
         expected = torch.ones(19, 73)
-        product.add_torch(expected, quantise(x, group))
+        product.add_torch(expected, quantize(x, group))
         torch.testing.assert_close(added(product, x, 73, torch.float32, group), expected, rtol=1e-4, atol=1e-4)
 
 

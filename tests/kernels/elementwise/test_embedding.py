@@ -64,7 +64,7 @@ def test_packed_rows_take_a_factor_an_input(level: str, bits: int, group: int | 
         form = IntPanelFactory(bits, group).pack(table_of(70, 200, torch.float32), None)
         assert torch.equal(form.rows(ids, factors), form.rows(ids) * factors)
         assert torch.equal(form.rows(ids, 3.5), form.rows(ids) * 3.5)
-        assert torch.equal(form.rows(ids), form.dequantised()[ids])
+        assert torch.equal(form.rows(ids), form.dequantized()[ids])
 
 
 @needs_levels
