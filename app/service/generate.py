@@ -1,4 +1,4 @@
-"""OpenGeneration with a decoder: an open request whose choices grow by the worker's events."""
+"""Generation with a decoder: an open request whose choices grow by the worker's events."""
 
 from __future__ import annotations
 
