@@ -88,7 +88,8 @@ _NAME_LETTERS = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ."
 
 def words(text: str) -> tuple[str, ...]:
     """Return the parts of a text without white space, each marker in angle or square brackets on its own."""
-    return tuple(one for part in text.split() for one in _MARKERS.split(part) if one.strip("[],;"))
+    parts = (one for part in text.split() for one in _MARKERS.split(part))
+    return tuple(filter(None, (one if _MARKERS.fullmatch(one) else one.strip("[],;") for one in parts)))
 
 
 _MARKERS = re.compile(r"(<[^<>]+>|\[[A-Z_]+\])")
@@ -126,6 +127,7 @@ TOOL_FORMATS: Mapping[str, ToolFormat] = {
         ToolFormat(
             "phi4_mini_json", forced=_in_list("<|tool_call|>", "<|/tool_call|>"), starts=("functools",), reads_objects=True
         ),
+        ToolFormat("firefunction", forced=_in_list("functools", ""), starts=("functools",), reads_objects=True),
         ToolFormat("granite", forced=_in_list("<|tool_call|>", ""), starts=("<tool_call>",), reads_objects=True),
         ToolFormat("apriel", forced=_in_list("<tool_calls>", "</tool_calls>"), reads_objects=True),
         ToolFormat("minimax", forced=("<tool_calls>\n", "\n", "\n</tool_calls>"), reads_objects=True),
@@ -162,6 +164,11 @@ TOOL_FORMATS: Mapping[str, ToolFormat] = {
         ToolFormat(
             *("glm45", "<tool_call>{name}\n{parameters}</tool_call>", ("", "\n", "")),
             "<arg_key>{key}</arg_key>\n<arg_value>{value}</arg_value>\n",
+        ),
+        ToolFormat(
+            "hunyuan", "<tool_call:opensource>{name}<tool_sep:opensource>\n{parameters}</tool_call:opensource>",
+            ("<tool_calls:opensource>\n", "\n", "\n</tool_calls:opensource>"),
+            "<arg_key:opensource>{key}</arg_key:opensource>\n<arg_value:opensource>{value}</arg_value:opensource>\n",
         ),
         ToolFormat(
             *("minimax_m2", '<invoke name="{name}">\n{parameters}</invoke>'),
@@ -265,12 +272,12 @@ TRIAL_CALL: Sequence[Message] = (
 )
 
 
-def find_tool_format(text: str | None) -> ToolFormat | None:
+def find_tool_format(text: str) -> ToolFormat | None:
     """Return the format in which a template wrote `TRIAL_CALL`; None if it wrote none, or in a way that is not known.
 
     It is the format that writes the same text; of several, the one whose text is longest.
     """
-    compact = _compact(text or "")
+    compact = _compact(text)
     found = [
         (len(own), form)
         for form in TOOL_FORMATS.values()
