@@ -133,5 +133,5 @@ def main(cases: int) -> int:
 
 if __name__ == "__main__":
     root = Path(__file__).resolve().parents[2]
-    sys.path[:0] = [str(root), str(root / "tests")]
+    sys.path[:0] = [str(root), str(root / "tests" / "support")]
     sys.exit(main(int(sys.argv[1]) if len(sys.argv) > 1 else 10_000))

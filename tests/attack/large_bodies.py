@@ -112,5 +112,5 @@ def main() -> int:
 
 if __name__ == "__main__":
     root = Path(__file__).resolve().parents[2]
-    sys.path[:0] = [str(root), str(root / "tests")]
+    sys.path[:0] = [str(root), str(root / "tests" / "support")]
     sys.exit(main())

@@ -66,11 +66,11 @@ def main() -> None:
 
     from app.engine.build import BuildRequest
     from app.engine.decoder.build import build_decoder_engine
-    from app.kernels.linear.lora import LoraWeights
     from app.weights.lora.adapter import ServedAdapters, adapted_layers
     from app.weights.open import require_checkpoint
     from armature_bench.engine.driver import DecoderDriver
     from armature_bench.http.workload import TokenPrompts
+    from armature_kernels.linear.lora import LoraWeights
 
     checkpoint = require_checkpoint(prepared.checkpoint)
     layers = adapted_layers(checkpoint.decoder)

@@ -28,11 +28,6 @@ from app.engine.calibration.streaming import calibration_for
 from app.engine.decoder.kv_cache import kv_dtype
 from app.hardware.plan.plan import ServingPlan
 from app.hardware.probe.probe import probe
-from app.kernels.linear.int_panels import IntPanelLinear
-from app.kernels.linear.layout import PANEL_OUTPUTS
-from app.kernels.linear.linear import Linear
-from app.kernels.linear.row_split import RowSplitLinear
-from app.kernels.native.library import native_library
 from app.settings import Settings
 from app.text.tokenizer import Tokenizer
 from app.weights.checkpoint import Checkpoint, open_checkpoint
@@ -40,6 +35,11 @@ from app.weights.form_choice import FormChoice, LayerPacking
 from app.weights.load import Model, Packing, load_model
 from app.weights.packs import PackFile, PackFolder, read_key
 from armature_bench.engine.quality import REFERENCE, PrecisionScore, QualityJob
+from armature_kernels.linear.int_panels import IntPanelLinear
+from armature_kernels.linear.layout import PANEL_OUTPUTS
+from armature_kernels.linear.linear import Linear
+from armature_kernels.linear.row_split import RowSplitLinear
+from armature_kernels.native.library import native_library
 
 ROOT = Path(__file__).resolve().parents[2]
 PRECISIONS = ("int8", "int4")

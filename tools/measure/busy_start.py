@@ -92,8 +92,8 @@ def _choose(asked: argparse.Namespace) -> None:
     prepared = prepare(Settings(model=asked.model, calibrate="on"))
     os.environ.update(prepared.plan.environment())
     plan = calibrate(prepared, lambda stage: None).plan
-    reasons = [plan.precision.reason, plan.threads.reason]
-    print(json.dumps({"precision": plan.precision.value, "threads": plan.threads.value, "reasons": reasons}))
+    reasons = [plan.decisions["precision"].reason, plan.decisions["threads"].reason]
+    print(json.dumps({"precision": plan.weights.precision, "threads": plan.cpu.threads, "reasons": reasons}))
 
 
 if __name__ == "__main__":

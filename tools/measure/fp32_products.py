@@ -19,10 +19,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from app.kernels.ceilings import ReadBandwidthProbe
-from app.kernels.linear.fp32_panels import Fp32PanelFactory
-from app.kernels.linear.linear import OneDnnLinear
-from app.kernels.native.library import native_library
+from armature_kernels.ceilings import ReadBandwidthProbe
+from armature_kernels.linear.fp32_panels import Fp32PanelFactory
+from armature_kernels.linear.linear import OneDnnLinear
+from armature_kernels.native.library import native_library
 
 
 def main() -> None:

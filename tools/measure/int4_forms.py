@@ -24,14 +24,14 @@ from app.engine.calibration.perplexity import Window, WindowScorer, read_windows
 from app.engine.calibration.streaming import calibration_for
 from app.engine.decoder.kv_cache import kv_dtype
 from app.hardware.probe.probe import probe
-from app.kernels.linear.layout import LAYOUTS
-from app.kernels.linear.linear import host_architecture
 from app.settings import load_settings
 from app.text.tokenizer import Tokenizer
 from app.weights.checkpoint import open_checkpoint
 from app.weights.forms import RECIPES
 from app.weights.load import Packing, load_model
 from armature_bench.engine.quality import QualityJob, loaded_weight_bytes
+from armature_kernels.linear.layout import LAYOUTS
+from armature_kernels.linear.linear import host_architecture
 
 WAYS = ("as they are", "equalized", "calibrated")
 

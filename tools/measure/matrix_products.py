@@ -18,11 +18,11 @@ import torch
 
 modules.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from app.kernels.elementwise.activations import activate
-from app.kernels.linear.activations import quantise
-from app.kernels.linear.int_panels import IntPanelFactory, IntPanelLinear
-from app.kernels.linear.linear import FORMS, ActivatingForm
-from app.kernels.native.library import native_library
+from armature_kernels.elementwise.activations import activate
+from armature_kernels.linear.activations import quantise
+from armature_kernels.linear.int_panels import IntPanelFactory, IntPanelLinear
+from armature_kernels.linear.linear import FORMS, ActivatingForm
+from armature_kernels.native.library import native_library
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 Product = Callable[[], object]

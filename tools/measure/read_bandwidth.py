@@ -17,7 +17,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from app.kernels.ceilings import ReadBandwidthProbe
+from armature_kernels.ceilings import ReadBandwidthProbe
 
 ROUNDS = 15
 STREAMS = (1, 2, 4)

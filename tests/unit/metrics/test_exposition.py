@@ -29,7 +29,7 @@ from app.metrics.step_monitor import StepMonitor
 from app.metrics.vllm_names import vllm_metrics
 from app.service.served_model import ServedDecoder
 from app.service.service import Service
-from tests.fake_worker import LIMITS, FakeWorker, tokenizer
+from fake_worker import LIMITS, FakeWorker, tokenizer
 
 ABOUT = ServerInfo("1.2", "demo", "cpu", "avx512", "bf16", "2.13.0")
 

@@ -31,7 +31,7 @@ PROBE = """
 import json, sys, torch
 from pathlib import Path
 from loaded_models import load, load_on
-from app.kernels.linear.linear import FORMS, QUANTISED_FORMS, Linear
+from armature_kernels.linear.linear import FORMS, QUANTISED_FORMS, Linear
 from app.weights import form_choice
 from app.weights.forms import Recipe
 def high_water():
@@ -85,9 +85,8 @@ def test_the_host_holds_a_few_megabytes_of_what_lies_on_a_device(large_checkpoin
 
 def loaded(directory: Path, dtype: str, *forms: str) -> dict[str, int]:
     """What a process of its own measured; without forms, it loads into the memory of a device."""
-    here = Path(__file__).parents[2]
     environment = {
-        "PYTHONPATH": os.pathsep.join(map(str, (here, here.parent, *sys.path))),
+        "PYTHONPATH": os.pathsep.join(map(str, sys.path)),
         "OMP_NUM_THREADS": "1",
         "PATH": "/usr/bin:/bin",
         "HOME": str(Path.home()),

@@ -10,10 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from app.kernels.linear.int_panels import IntPanelFactory, IntPanelLinear
-from app.kernels.linear.layout import LAYOUTS, PANEL_OUTPUTS
-from app.kernels.native.arguments import OpCode
-from app.kernels.native.operations import has_kernel
+from armature_kernels.linear.int_panels import IntPanelFactory, IntPanelLinear
+from armature_kernels.linear.layout import LAYOUTS, PANEL_OUTPUTS
+from armature_kernels.native.arguments import OpCode
+from armature_kernels.native.operations import has_kernel
 from hypothesis_examples import examples
 from native_levels import at_level, levels
 from tools.measure.arm64_quality import convert, table

@@ -1,0 +1,81 @@
+"""Launches of the attention kernels, which tests/support/compiled_kernels.py compiles for absent GPUs."""
+
+from __future__ import annotations
+
+import torch
+
+from armature_kernels.attention.context import AttentionSpec
+from armature_kernels.attention.paged import PackedTexts
+from armature_kernels.triton.attention import attend_decodes
+from armature_kernels.triton.prompts import attend_packed, attend_prompts, gather_fresh_kv
+from paged_steps import Shape, made_step
+
+_HERE = torch.device("cpu")
+_GEMMA = AttentionSpec(0.1, window=512, softcap=50.0)
+
+
+def _decode(shape: Shape, sequences: int, spec: AttentionSpec) -> None:
+    query, kv, step = made_step(shape, [(1, 3)] * sequences, sequences, _HERE)
+    attend_decodes(query, kv, step, spec, torch.empty(query.shape, dtype=query.dtype))
+
+
+def _prompt(shape: Shape, spec: AttentionSpec) -> None:
+    query, kv, step = made_step(shape, [(1, 3), (5, 9)], 1, _HERE)
+    attend_prompts(query, kv, step, spec, torch.empty(query.shape, dtype=query.dtype))
+
+
+def _texts(shape: Shape, spec: AttentionSpec) -> None:
+    product = torch.zeros((8, shape.heads + 2 * shape.kv_heads, shape.head_dim), dtype=shape.dtype)
+    query, key, value = product.split((shape.heads, shape.kv_heads, shape.kv_heads), 1)
+    attend_packed(query, key, value, PackedTexts(torch.tensor([0, 8], dtype=torch.int32), 8), spec)
+
+
+def launch_decode_64() -> None:
+    _decode(Shape(32, 8, 64, torch.bfloat16), 1, AttentionSpec(0.1))
+
+
+def launch_decode_128() -> None:
+    _decode(Shape(32, 8, 128, torch.bfloat16), 64, AttentionSpec(0.1))
+
+
+def launch_decode_256() -> None:
+    _decode(Shape(4, 1, 256, torch.bfloat16), 1, _GEMMA)
+
+
+def launch_decode_8() -> None:
+    """The heads of the tests' tiny models."""
+    _decode(Shape(4, 2, 8), 3, AttentionSpec(0.1))
+
+
+def launch_prompt_8() -> None:
+    _prompt(Shape(4, 2, 8), AttentionSpec(0.1))
+
+
+def launch_decode_fp32() -> None:
+    _decode(Shape(32, 8, 128), 4, AttentionSpec(0.1))
+
+
+def launch_prompt_fp32() -> None:
+    _prompt(Shape(32, 8, 64), AttentionSpec(0.1))
+
+
+def launch_prompt_64() -> None:
+    _prompt(Shape(32, 8, 64, torch.bfloat16), AttentionSpec(0.1))
+
+
+def launch_prompt_128() -> None:
+    _prompt(Shape(32, 8, 128, torch.bfloat16), AttentionSpec(0.1))
+
+
+def launch_prompt_256() -> None:
+    _prompt(Shape(4, 1, 256, torch.bfloat16), _GEMMA)
+
+
+def launch_fresh_rows() -> None:
+    _, kv, step = made_step(Shape(32, 8, 64, torch.bfloat16), [(9, 9)], 0, _HERE)
+    gather_fresh_kv(kv, step, 9)
+
+
+def launch_texts_with_distances() -> None:
+    bias = torch.zeros((12, 257))
+    _texts(Shape(12, 12, 64, torch.bfloat16), AttentionSpec(0.1, bidirectional=True, distance_bias=bias))
