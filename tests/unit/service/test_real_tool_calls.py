@@ -44,7 +44,7 @@ CALLS: list[tuple[str, Any]] = [("get_weather", {"city": 'Zürich <b> "x"', "day
 NAMED = {"bos_token": "<s>", "eos_token": "</s>"}
 SMALL = [
     "Apertus-8B-Instruct", "Apriel-1.6-15b-Thinker-fixed", "ByteDance-Seed-OSS", "Cohere2MoE",
-    "CohereForAI-c4ai-command-r7b-12-2024-tool_use", "GLM-4.6", "GLM-4.7-Flash", "GigaChat3.1-10B-A1.8B",
+    "CohereForAI-c4ai-command-r7b-12-2024-tool_use", "GLM-4.6", "GLM-4.7-Flash", "GigaChat3.1-10B-A1.8B", "google-gemma-4-31B-it",
     "LFM2.5-8B-A1B", "fireworks-ai-llama-3-firefunction-v2", "tencent-Hy3",
     "MiniMax-M1", "MiniMax-M2", "Mistral-Small-3.2-24B-Instruct-2506",
     "mistralai-Mistral-Nemo-Instruct-2407", "NVIDIA-Nemotron-3-Nano-30B-A3B-BF16", "NVIDIA-Nemotron-Nano-v2",

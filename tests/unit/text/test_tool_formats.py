@@ -329,6 +329,7 @@ NATIVE = {
     "deepseek-ai-DeepSeek-V4": "deepseek_v4",
     "ibm-granite-granite-4.0": "hermes",
     "fireworks-ai-llama-3-firefunction-v2": "firefunction",
+    "google-gemma-4-31B-it": "gemma4",
     "meetkai-functionary-medium-v3.1": "llama_function",
     "meta-llama-Llama-3.1-8B-Instruct": "llama3_json",
     "meta-llama-Llama-3.2-3B-Instruct": "llama3_json",
