@@ -9,10 +9,15 @@ import pytest
 
 COSTS = [
     # What was added, the pattern of its places, the files it may be in, and folders that only report on it.
-    ("the setting speculation", r"(settings|plan)\.speculation\b|^    speculation: ", 3, ("bench",)),
-    ("the setting itl_target_ms", r"settings\.itl_target_ms|plan\.itl_target_seconds|^    itl_target_\w+: ", 3, ()),
-    ("the setting deterministic", r"(settings|plan)\.deterministic\b|^    deterministic: ", 5, ()),
-    ("the setting kv_precision", r"(settings|plan)\.kv_precision\b|^    kv_precision: ", 5, ("bench", "cli")),
+    ("the setting speculation", r"(settings|plan\.steps)\.speculation\b|^    speculation: ", 3, ("bench",)),
+    (
+        "the setting itl_target_ms",
+        r"settings\.itl_target_ms|plan\.steps\.itl_target_seconds|^    itl_target_\w+: ",
+        3,
+        (),
+    ),
+    ("the setting deterministic", r"(settings|plan\.steps)\.deterministic\b|^    deterministic: ", 5, ()),
+    ("the setting kv_precision", r"(settings|plan\.weights)\.kv_precision\b|^    kv_precision: ", 5, ("bench", "cli")),
     ("a metric of steps", r"step_stalls", 1, ()),
     ("a metric of requests", r"_tpot_seconds|last_token\(", 2, ()),
     ("a gauge", r"armature_step_age_seconds", 1, ()),
