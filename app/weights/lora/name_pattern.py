@@ -1,7 +1,8 @@
 """Regular expressions over the names of a model's modules, as peft's configuration has them.
 
 They come with an untrusted adapter, and Python's `re` can take exponential time for one. Here a name is matched by sets of
-positions, in a bounded number of steps. The syntax is that of `re` without groups that are referred to, look-behind and
+positions, in a bounded number of steps. RE2 (google-re2) is bounded too, but has no look-ahead, with which LLaMA-Factory
+writes its patterns (`^(?!.*visual).*proj`). The syntax is that of `re` without groups that are referred to, look-behind and
 flags: whether a name matches does not depend on the order in which `re` tries alternatives.
 """
 
