@@ -76,10 +76,10 @@ types: $(VENV)/dev.stamp ## mypy --strict on app/
 	$(BIN)/mypy
 
 unit: $(VENV)/dev.stamp native ## the quick tests
-	$(PYTEST) tests/unit tests/api -m "not full" $(ARGS)
+	$(PYTEST) tests/unit tests/kernels tests/api -m "not full" $(ARGS)
 
 parity: $(VENV)/dev.stamp native ## the tests that compare our models and kernels with their references
-	$(PYTEST) tests/parity $(ARGS)
+	$(PYTEST) tests/parity tests/kernels/parity $(ARGS)
 
 live: $(VENV)/dev.stamp native ## the tests with a real server: streaming, disconnects, drain, overload, the README's commands
 	$(PYTEST) tests/live tests/test_readme.py $(ARGS)

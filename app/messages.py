@@ -196,11 +196,12 @@ class GrammarSource:
 
     def literal_text(self) -> str:
         """Return a text that has all fixed texts of the grammar, without the escapes of its syntax."""
-        texts = [self.text]
+        texts: list[str] = []
         if self.kind in ("json_schema", "choice"):
             with suppress(ValueError, RecursionError):  # the library says what is wrong with text that is no JSON
                 texts.append(json.dumps(json.loads(self.text), ensure_ascii=False))
-        return "\n".join((*texts, self.text.replace("\\", ""), self.alternative, self.after, self.opening, self.answer))
+        grammars = (one for text in (self.text, self.alternative) for one in (text, text.replace("\\", "")))
+        return "\n".join((*texts, *grammars, self.after, self.opening, self.answer))
 
 
 @dataclass(frozen=True, slots=True)

@@ -276,7 +276,8 @@ class Settings(BaseSettings):
     chat_template: Path | None = setting("model", None, "File with the chat template, in place of the checkpoint's.")
     tool_call_parser: Literal[
         "auto", "apertus", "apriel", "command_a", "deepseek_v3", "deepseek_v31", "deepseek_v32", "deepseek_v4",
-        "gigachat", "glm45", "granite", "hermes", "json", "kimi_k2", "lfm2", "llama3_json", "llama_function",
+        "firefunction", "gemma4", "gigachat", "glm45", "granite", "hermes", "hunyuan", "json", "kimi_k2", "lfm2", "llama3_json",
+        "llama_function",
         "minicpm5", "minimax", "minimax_m2", "mistral", "mistral_v11", "nemotron", "openai", "phi4_mini_json",
         "pythonic", "qwen3_coder", "seed_oss", "solar",
     ] = setting("model", "auto", "Format of the model's tool calls; auto: as its chat template writes them.")  # fmt: skip

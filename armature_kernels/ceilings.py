@@ -17,7 +17,7 @@ from concurrent.futures import ThreadPoolExecutor
 import torch
 import torch.nn.functional as F
 
-from armature_kernels.linear.activations import quantise
+from armature_kernels.linear.activations import quantize
 from armature_kernels.linear.int_panels import IntPanelFactory, IntPanelLinear
 from armature_kernels.linear.linear import FORMS, host_architecture
 from armature_kernels.native.library import native_library
@@ -159,9 +159,9 @@ def _integer_products(rows: int, outputs: int, inputs: int) -> Iterable[tuple[Mu
 
 
 def _rounded_before(form: IntPanelLinear, rows: int) -> tuple[Multiply, torch.Tensor]:
-    """Return the product of rows that are quantised before it, as those of a model are by the operation before."""
+    """Return the product of rows that are quantized before it, as those of a model are by the operation before."""
     x = torch.randn(rows, form.inputs).bfloat16()
-    codes = quantise(x, form.row_groups)
+    codes = quantize(x, form.row_groups)
     return lambda _: form.multiply(codes), x
 
 

@@ -15,9 +15,9 @@ TORCH=torch==2.10.0 # the last CPU build for 64-bit Arm Linux on PyPI, see tools
 SUITE=bookworm      # its Python is 3.11, the oldest that this project takes
 PYTHON=3.11
 QEMU_NEEDED=8.1     # the first emulator that knows Neoverse V1
-DEFAULT_TESTS=(tests/parity tests/unit/kernels)
+DEFAULT_TESTS=(tests/parity tests/kernels)
 # These start other processes, which user-mode emulation does not follow.
-for name in build driver levels_forced; do DEFAULT_TESTS+=("--ignore=tests/unit/kernels/native/test_$name.py"); done
+for name in build levels_forced; do DEFAULT_TESTS+=("--ignore=tests/kernels/native/test_$name.py"); done
 
 say() { printf 'arm64: %s\n' "$*" >&2; }
 die() { say "$*"; exit 1; }

@@ -32,7 +32,7 @@ def main() -> int:
     with tempfile.TemporaryDirectory(dir=arguments.file.parent) as folder:
         whole = Path(folder) / "whole.gguf"
         convert(arguments.checkpoint, whole)
-        quantise(whole, arguments.file, arguments.type, pure=arguments.pure, threads=arguments.threads)
+        quantize(whole, arguments.file, arguments.type, pure=arguments.pure, threads=arguments.threads)
     return 0
 
 
@@ -100,7 +100,7 @@ def byte_level(tokenizer: dict[str, Any], vocab_size: int) -> tuple[list[str], l
     return tokens, kinds, [merge if isinstance(merge, str) else " ".join(merge) for merge in model["merges"]]
 
 
-def quantise(whole: Path, file: Path, kind: str, *, pure: bool, threads: int) -> None:
+def quantize(whole: Path, file: Path, kind: str, *, pure: bool, threads: int) -> None:
     """Quantize with llama.cpp.
 
     Without `pure` it uses more precise types for some matrices, as its own command does.

@@ -73,7 +73,7 @@ def page(folder: Path) -> str:
     rows = []
     for path in sorted(folder.glob("*.jinja"), key=lambda one: one.stem.lower()):
         template = ChatTemplate(path.read_text(encoding="utf-8"), TOKENS)
-        rows.append(row(path.stem, template.form, (template.tool_format, choose_reasoning_format(template.source))))
+        rows.append(row(path.stem, template.form, (template.tool_format, choose_reasoning_format(template.evidence))))
         template.close()
     return HEAD + "".join(rows)
 

@@ -17,13 +17,13 @@ from starlette.types import Message, Receive, Scope
 
 from app.api.access import header
 from app.api.connection_limits import client_network
-from app.api.json_size import SCAN_BYTES
 from app.errors import BodyTooLarge, InvalidRequest, Overloaded, RequestError
 
 MAX_BODY_BYTES = 16 * 2**20  # several times a context of a million tokens as text
 MAX_TENSOR_BODY_BYTES = 4 * MAX_BODY_BYTES  # 100 images of 224 × 224 in FP32; binary tensors are not parsed
 TENSOR_HEADER = b"inference-header-content-length"
 SMALL_BODY_BYTES = 64 * 1024  # of a body that takes no share of the memory
+SCAN_BYTES = 64 * 1024  # of a body that is not checked while it arrives
 MAX_HELD_BODIES = 8  # bodies of full size in memory at the same time; once parsed, a body takes several times its size
 MAX_WAITING_BODIES = 128  # large bodies that wait for memory; each has some hundred kilobytes in its connection
 WAIT_SECONDS = 10.0  # in which a large body gets memory, or is refused
@@ -209,7 +209,7 @@ def _no_memory() -> Overloaded:
 
 
 class ArrivingBody:
-    """The body of one request, until it is parsed. Call `release` in the end.
+    """The body of one request, until it is parsed. ApiCall `release` in the end.
 
     Args:
         scope: The request.

@@ -1,8 +1,11 @@
-"""Routers of the API dialects: path operations with their request bodies, responses and errors, as OpenAPI describes them.
+"""Routes of the API dialects: each is declared once, with its path, body, responses, errors, labels and function.
 
-FastAPI reads the operations for the OpenAPI document and routes requests to them. It does not solve dependencies at run
-time: an operation takes the request, and at most one body, which it parses itself. That is strict and has this server's
-own error sentences. `RouteTable` finds operations without FastAPI's router. `Runtime` is what operations share.
+A dialect's functions are translations. The handler of a kind of route (`generates`, `encodes`, `get`, `post`) does what
+all of them share: it parses the body, checks the model, counts refusals, asks the service, and writes the response. What
+else depends on routes is derived from the declarations: the table by which requests find them, error formats, public
+paths, labels of metrics and traces, prompts that are weighed while they arrive, and the OpenAPI document (`openapi.py`).
+
+There is one router, `RouteTable`. FastAPI's layers and its router take a fifth of the event loop's time for a short text.
 """
 
 from __future__ import annotations
@@ -12,30 +15,28 @@ import logging
 import re
 import threading
 import uuid
-from collections.abc import Awaitable, Callable, Collection, Coroutine, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
-from typing import Annotated, Any, Generic, Protocol, TypeVar, get_args, get_origin, get_type_hints
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from types import UnionType
+from typing import Any, Generic, Protocol, TypeVar, Union, get_args, get_origin, get_type_hints
 
-from fastapi import APIRouter
-from fastapi import Body as BodyField
-from fastapi.params import Depends
-from fastapi.routing import APIRoute
-from pydantic import GetCoreSchemaHandler
-from pydantic_core import CoreSchema
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
-from starlette.responses import Response
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.responses import JSONResponse, Response
+from starlette.routing import compile_path
+from starlette.types import Receive, Scope, Send
 
 from app.api.access import NO_RULES, AccessRules, ApiKeys
 from app.api.bodies import ArrivingBody
 from app.api.errors import NATIVE_ERRORS, ErrorFormat
-from app.api.json_size import LOOP_BYTES
-from app.api.schemas import BodyT, parse_body
+from app.api.schemas import LOOP_BYTES, Body, parse_body
+from app.api.streaming import EventEncoding, Generation, GenerationStream, merge_streams, respond, server_timing
 from app.errors import InvalidRequest, ModelNotFound, RequestError
 from app.metrics.instruments import Api, Metrics, refusal_of
 from app.service.request_log import CLIENT_REQUEST
+from app.service.requests import Encoded, EncodingRequest
 from app.service.served_model import ServedDecoder
 from app.service.service import Service
 from app.tracing.request_trace import Tracer
@@ -49,6 +50,7 @@ _MAX_LOGGED_CHARACTERS = 100
 ARRIVED_BODY = "arrived_body"
 _MAX_NAMES = 4  # served names in one message
 _SPACE_BYTES = 64  # looked at first: stripping a whole body takes milliseconds
+OTHER = "other"  # method and route of a request that no route answers
 
 
 class Lifespan(Protocol):
@@ -125,18 +127,6 @@ class ApiRuntime:
             log.info("requests of the API %s have %r, which has no effect here: it is ignored", api, name)
 
 
-def runtime_of(request: Request) -> ApiRuntime:
-    """Return the runtime of the application that received the request."""
-    runtime: ApiRuntime = request.app.state.runtime
-    return runtime
-
-
-def request_id(request: Request) -> str:
-    """Return the request id that the gate has assigned (`x-request-id`)."""
-    identity: str = request.state.request_id
-    return identity
-
-
 def new_response_id(prefix: str) -> str:
     """Return a new id for a response body, and note it in the request's trace."""
     identity = f"{prefix}{uuid.uuid4().hex}"
@@ -210,43 +200,60 @@ def sampling_defaults(runtime: ApiRuntime) -> Mapping[str, float]:
     return model.sampling_defaults if isinstance(model, ServedDecoder) else {}
 
 
-Responses = dict[int | str, dict[str, Any]]
-Endpoint = Callable[[Request], Coroutine[Any, Any, Response]]
-SSE = "text/event-stream"
-NDJSON = "application/x-ndjson"
-SCHEMA_REF = "#/components/schemas/{model}"
-# Statuses that every operation with a body may return, besides those of all operations.
-BODY_ERRORS = (400, 408, 413, 429, 503)
-_RETRY_AFTER = {"Retry-After": {"description": "Seconds to wait before a retry.", "schema": {"type": "integer"}}}
-_ERRORS: dict[int | str, dict[str, Any]] = {
-    400: {"description": "The request is invalid, or the served model is of another kind."},
-    401: {"description": "The server has API keys, and the request has none of them."},
-    404: {"description": "The model is not served here."},
-    408: {"description": "The body did not arrive in time."},
-    413: {"description": "The body is too large."},
-    429: {"description": "The server is overloaded.", "headers": _RETRY_AFTER},
-    500: {"description": "The server failed to answer the request."},
-    503: {"description": "The model is loading, or the server is stopping.", "headers": _RETRY_AFTER},
-    504: {"description": "The request was not answered in time."},
-    "default": {"description": "Any other error."},
-}
+# ---- a request and its response --------------------------------------------------------------------------------------
 
 
-def answer_errors_as(request: Request, errors: ErrorFormat) -> None:
-    """Let the errors of this request have another format than its path: its body is of another dialect."""
-    request.state.errors = errors
+@dataclass(frozen=True, slots=True)
+class Reply(Generic[T]):
+    """A JSON response with another status than 200, or with headers."""
+
+    body: T
+    status: int = 200
+    headers: Mapping[str, str] = field(default_factory=dict)
 
 
-class UnreadBody(Generic[BodyT]):
-    """The body of one request. The operation parses it, after the checks that do not need it."""
+@dataclass(frozen=True, slots=True)
+class Encoding(Generic[T]):
+    """What a body was translated to: a request of the service, and a function that writes the result as JSON, a `T`."""
 
-    def __init__(self, request: Request, model: type[BodyT]) -> None:
-        self._request, self._model = request, model
+    request: EncodingRequest
+    write: Callable[[Encoded], Awaitable[bytes]]
+    headers: Callable[[Encoded], Mapping[str, str]] = lambda encoded: {}
+
+
+class ApiCall:
+    """One request to a route, and what its function needs. The body is parsed after the checks that do not need it."""
+
+    __slots__ = ("request", "route")
+
+    def __init__(self, route: Route, request: Request) -> None:
+        self.route, self.request = route, request
+
+    @property
+    def runtime(self) -> ApiRuntime:
+        """The runtime of the application."""
+        runtime: ApiRuntime = self.request.app.state.runtime
+        return runtime
+
+    @property
+    def service(self) -> Service:
+        """The service."""
+        return self.runtime.service
+
+    @property
+    def id(self) -> str:
+        """The request id that the gate has assigned (`x-request-id`)."""
+        identity: str = self.request.state.request_id
+        return identity
+
+    async def forward(self, route: Route) -> Response:
+        """Return the response of another route to this request."""
+        return await route.respond(ApiCall(route, self.request))
 
     async def read(self) -> bytes:
         """Return the body's bytes; none once a large body was parsed."""
-        arrived: ArrivingBody | None = self._request.scope["state"].get(ARRIVED_BODY)
-        return await self._request.body() if arrived is None else arrived.content
+        arrived: ArrivingBody | None = self.request.scope["state"].get(ARRIVED_BODY)
+        return await self.request.body() if arrived is None else arrived.content
 
     async def has_field(self, name: str) -> bool:
         """Return True if an object in the body has the field, before the body is parsed.
@@ -255,17 +262,24 @@ class UnreadBody(Generic[BodyT]):
         """
         return re.search(rb'"%b"\s*:' % name.encode(), await self.read()) is not None
 
-    async def parse(self, needs_type: bool = True) -> BodyT:
+    async def choose_errors(self) -> None:
+        """Let errors have the route's other format, if the body says so."""
+        route = self.route
+        if route.other_errors and (not route.other_field or await self.has_field(route.other_field)):
+            self.request.state.errors = route.other_errors
+
+    async def parse(self) -> Any:
         """Parse the body as JSON.
 
         The content type must be JSON: a browser lets any web page post other types to this server without a CORS
-        preflight. With `needs_type` False, only a browser's request must say so, which has an `Origin`.
+        preflight. Where the dialect's clients send none, only a browser's request must say so, which has an `Origin`.
 
         Raises:
             InvalidRequest: The content type is not JSON, the body is empty or does not match.
         """
-        kind = self._request.headers.get("content-type", "").partition(";")[0].strip().lower()
-        is_checked = needs_type or "origin" in self._request.headers
+        headers = self.request.headers
+        kind = headers.get("content-type", "").partition(";")[0].strip().lower()
+        is_checked = self.route.dialect.needs_type or "origin" in headers
         if is_checked and kind != "application/json" and not kind.endswith("+json"):
             raise InvalidRequest("Send the body as JSON with the header `content-type: application/json`.")
         return await self.translate(self._parse)
@@ -279,192 +293,273 @@ class UnreadBody(Generic[BodyT]):
         if len(body) <= LOOP_BYTES:
             return function(body)
         result = await run_beside_loop(len(body), function, body)
-        if (arrived := self._request.scope["state"].get(ARRIVED_BODY)) is not None:
+        if (arrived := self.request.scope["state"].get(ARRIVED_BODY)) is not None:
             arrived.release()
         return result
 
-    def _parse(self, body: bytes) -> BodyT:
+    def _parse(self, body: bytes) -> Body:
         if not body[:_SPACE_BYTES].strip() and not body.strip():
             raise InvalidRequest("The body is empty: send a JSON object.")
-        return parse_body(self._model, body, self.report_ignored)
+        assert self.route.body is not None, "the route has a body"
+        return parse_body(self.route.body, body, self.report_ignored)
 
     def report_ignored(self, api: Api, names: Collection[str]) -> None:
         """Count and log the ignored fields of this body."""
-        runtime_of(self._request).report_ignored(api, names)
-
-    @classmethod
-    def __get_pydantic_core_schema__(cls, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
-        """Return the schema of the body's model, for the OpenAPI document."""
-        return handler.generate_schema(get_args(source)[0])
+        self.runtime.report_ignored(api, names)
 
 
-# Annotation of an operation's body.
-RequestBody = Annotated[UnreadBody[BodyT], BodyField()]
+# ---- declarations ----------------------------------------------------------------------------------------------------
+
+MESSAGES = ("messages[].content", "messages[].content[].text")  # where a chat has its prompts
 
 
-def request_handler(operation: Callable[..., Awaitable[Response]]) -> Endpoint:
-    """Return the operation as a function of the request alone. Its second parameter, if any, is a `RequestBody`."""
-    hints = get_type_hints(operation).values()
-    model = next((get_args(hint)[0] for hint in hints if get_origin(hint) is UnreadBody), None)
+@dataclass(frozen=True, eq=False)
+class Route:
+    """Declaration of one operation at one path.
 
-    async def handle(request: Request) -> Response:
-        return await (operation(request) if model is None else operation(request, UnreadBody(request, model)))
-
-    return handle
-
-
-class DialectRoute(APIRoute):
-    """Route of one operation, which it calls directly.
-
-    FastAPI's own route would build a validator for each body and response at start. So only `documented` has them.
+    Attributes:
+        serve: The dialect's function; `respond` is the handler that calls it.
+        body: Type of the body; None without one.
+        response: Type of the JSON response, and `event` of the events of a stream, in `encoding`.
+        statuses: Errors besides those that the kind of route has.
+        other_errors: Format of the errors of bodies with the field `other_field`; of all bodies if that is empty.
+        api: Label of metrics.
+        operation: `gen_ai.operation.name` of traces: where OpenTelemetry has no name, ours; empty where the body
+            decides. None: requests are not traced.
+        prompts: Where the body has prompts; the first field is named in errors.
+        field_names: The dialect's names of fields that errors name, by ours.
+        parse: Read the body; another function where a body is not JSON alone, or is checked first.
+        find_model: Return the name that answers have for the name in a body, or in the path.
+        openapi: Further options of FastAPI's path operation, for the OpenAPI document.
     """
 
-    def __init__(self, path: str, endpoint: Callable[..., Any], **options: Any) -> None:
-        self.operation, self.options, self.handler = endpoint, options, request_handler(endpoint)
-        super().__init__(path, self.handler, methods=options["methods"], name=endpoint.__name__)
+    method: str
+    path: str
+    summary: str
+    dialect: Dialect
+    serve: Callable[..., Awaitable[Any]]
+    respond: Callable[[ApiCall], Awaitable[Response]]
+    body: type[Body] | None = None
+    response: Any = None
+    event: Any = None
+    encoding: EventEncoding | None = None
+    statuses: tuple[int, ...] = ()
+    other_errors: ErrorFormat | None = None
+    other_field: str = ""
+    api: Api = "native"
+    operation: str | None = None
+    prompts: tuple[str, ...] = ()
+    field_names: Mapping[str, str] = field(default_factory=dict)
+    parse: Callable[[ApiCall], Awaitable[Any]] = ApiCall.parse
+    find_model: Callable[[ApiCall, Any], str] = lambda call, body: check_model(call.runtime, body.model)
+    openapi: Mapping[str, Any] = field(default_factory=dict)
+
+    @cached_property
+    def path_format(self) -> str:
+        """The path without its parameters' types, `/v1/models/{name}`."""
+        return compile_path(self.path)[1]
 
     @property
-    def method(self) -> str:
-        """HTTP method of the operation."""
-        return next(iter(self.methods or ()))
+    def methods(self) -> tuple[str, ...]:
+        """Methods that the route answers: HEAD wherever GET is, and uvicorn leaves the body out."""
+        return ("GET", "HEAD") if self.method == "GET" else (self.method,)
 
-    def get_route_handler(self) -> Endpoint:
-        """Return the operation, without FastAPI's parsing and dependencies."""
-        return self.handler
 
-    def documented(self, dependencies: Sequence[Depends] = ()) -> APIRoute:
-        """Return FastAPI's route of the operation, which describes its parameters, body, responses and security."""
-        extra = dict(self.options.get("openapi_extra") or {})
-        parameters = [
-            {"name": name, "in": "path", "required": True, "schema": {"type": "string"}}
-            for name in self.param_convertors
+# Statuses that every operation with a body may return, besides those of all operations.
+BODY_ERRORS = (400, 408, 413, 429, 503)
+Function = Callable[..., Awaitable[Any]]
+Paths = str | tuple[str, ...]
+
+
+class Dialect:
+    """An API dialect: the routes of one tag, whose errors have one format.
+
+    Args:
+        tag: Its name in the OpenAPI document.
+        errors: Format of its error bodies.
+        public: Its routes need no API key. Probes, scrapers and a browser's address bar have none.
+        needs_type: Bodies must have the content type of JSON.
+    """
+
+    def __init__(
+        self, tag: str, errors: ErrorFormat = NATIVE_ERRORS, public: bool = False, needs_type: bool = True
+    ) -> None:
+        self.tag, self.errors, self.public, self.needs_type = tag, errors, public, needs_type
+        self.routes: list[Route] = []
+
+    def get(self, paths: Paths, summary: str, **options: Any) -> Callable[[Function], Route]:
+        """Declare a route that only reads. Its function gets the call."""
+        return self._declare("GET", paths, summary, _answer, options)
+
+    def post(self, paths: Paths, summary: str, **options: Any) -> Callable[[Function], Route]:
+        """Declare a route with a body. Its function gets the call, and the parsed body if it has a parameter for it."""
+        return self._declare("POST", paths, summary, _answer, options)
+
+    def generates(self, paths: Paths, summary: str, **options: Any) -> Callable[[Function], Route]:
+        """Declare a route that generates text. Its function translates call, body and model's name to a `Generation`."""
+        return self._declare("POST", paths, summary, _generate, options)
+
+    def encodes(self, paths: Paths, summary: str, **options: Any) -> Callable[[Function], Route]:
+        """Declare a route of encoders. Its function translates call, body and served model to an `Encoding`."""
+        return self._declare("POST", paths, summary, _encode, options)
+
+    def _declare(
+        self, method: str, paths: Paths, summary: str, respond: Callable[[ApiCall], Awaitable[Response]], given: Any
+    ) -> Callable[[Function], Route]:
+        def declare(serve: Function) -> Route:
+            hints = get_type_hints(serve)
+            answer, body = hints["return"], hints.get("body")
+            options: dict[str, Any] = {"body": body, **_response_types(answer), **given}
+            if respond is _answer and body is not None:
+                options.setdefault("respond", _answer_body)
+            if (model := options["body"]) is not None:
+                options.setdefault("api", model.API)
+            options.setdefault("statuses", _statuses(method, paths, options["body"], respond))
+            routes = [
+                Route(method, path, summary, self, serve, **{"respond": respond, **options})
+                for path in ((paths,) if isinstance(paths, str) else paths)
+            ]
+            self.routes += routes
+            return routes[0]
+
+        return declare
+
+
+def _response_types(answer: Any) -> dict[str, Any]:
+    """Return the types of response and event that a function's annotation names."""
+    if get_origin(answer) in (Union, UnionType):  # a generation or an encoding, or a reply without one
+        kinds = [each for each in get_args(answer) if get_origin(each) in (Generation, Encoding, Reply)]
+        answer = kinds[0] if kinds else answer
+    kind, arguments = get_origin(answer), get_args(answer)
+    if kind is Generation:
+        return {"response": arguments[0], "event": arguments[1]}
+    if kind in (Encoding, Reply):
+        return {"response": arguments[0]}
+    return {} if isinstance(answer, type) and issubclass(answer, Response) else {"response": answer}
+
+
+def _statuses(method: str, paths: Paths, body: type[Body] | None, respond: Any) -> tuple[int, ...]:
+    names_model = "{name" in str(paths) or (body is not None and "model" in body.model_fields)
+    statuses: tuple[int, ...] = BODY_ERRORS if method == "POST" else (503,) if names_model else ()
+    statuses += (404,) if names_model else ()
+    return statuses + ((504,) if respond in (_generate, _encode) else ())
+
+
+# ---- handlers --------------------------------------------------------------------------------------------------------
+
+
+async def _answer(call: ApiCall) -> Response:
+    return _rendered(await call.route.serve(call))
+
+
+async def _answer_body(call: ApiCall) -> Response:
+    await call.choose_errors()
+    with renamed_fields(call.route.field_names):
+        body = await call.parse()
+        if "model" in type(body).model_fields:
+            call.route.find_model(call, body)
+        return _rendered(await call.route.serve(call, body))
+
+
+def _rendered(answer: Any) -> Response:
+    if isinstance(answer, Response):
+        return answer
+    if isinstance(answer, Reply):
+        return JSONResponse(answer.body, answer.status, answer.headers)
+    return JSONResponse(answer)
+
+
+async def _generate(call: ApiCall) -> Response:
+    """Translate a body to requests of the service, and return their response."""
+    route, runtime = call.route, call.runtime
+    assert route.encoding is not None, "a generating route has an encoding of its events"
+    with renamed_fields(route.field_names):
+        with count_refusals(runtime.metrics, route.api):
+            body = await route.parse(call)
+            name = route.find_model(call, body)
+            runtime.service.decoder  # noqa: B018  # another kind of model is refused whatever the body's values are
+            generation = await route.serve(call, body, name)
+        if not isinstance(generation, Generation):
+            return _rendered(generation)
+        streams: list[GenerationStream] = [
+            runtime.service.generate(replace(each, api=route.api, model=name, request_id=call.id))
+            for each in generation.requests
         ]
-        if parameters:
-            extra["parameters"] = parameters + extra.get("parameters", [])
-        options = {**self.options, "openapi_extra": extra, "dependencies": list(dependencies)}
-        return APIRoute(self.path, self.operation, **options)
+        each = generation.requests[0].params.n
+        stream = streams[0] if len(streams) == 1 else merge_streams(streams, each)
+        return await respond(stream, generation, route.encoding)
 
 
-class DialectRouter(APIRouter):
-    """Router of one API dialect. All its operations share a tag and the format of error bodies.
-
-    The operations of a public router need no API key.
-    """
-
-    def __init__(self, tag: str, errors: ErrorFormat = NATIVE_ERRORS, public: bool = False) -> None:
-        self.errors, self.public = errors, public
-        self.event_models: list[type] = []
-        super().__init__(
-            tags=[tag],
-            route_class=DialectRoute,
-            redirect_slashes=False,
-            responses=self.failures(*(() if public else (401,)), 500, "default"),
-            generate_unique_id_function=_operation_id,
-        )
-
-    @property
-    def operations(self) -> list[DialectRoute]:
-        """The router's routes."""
-        return [route for route in self.routes if isinstance(route, DialectRoute)]
-
-    def failures(self, *statuses: int | str, also: ErrorFormat | None = None) -> Responses:
-        """Return the description of error responses in the dialect's format. Some bodies get the format `also`."""
-        schema: dict[str, Any] = _reference(self.errors.model)
-        if also is not None:
-            schema = {"anyOf": [schema, _reference(also.model)]}
-        content = {"application/json": {"schema": schema}}
-        return {status: {**_ERRORS[status], "content": content} for status in statuses}
-
-    def event_stream(self, event: type, *, last: str | None = None, named: bool = False) -> Responses:
-        """Return the description of a successful response that is a stream of server-sent events.
-
-        Their data is an `event` as JSON, or an error that ends the stream, or `last`. With `named`, events have names.
-        """
-        self.event_models.append(event)
-        shapes = [_reference(event), _reference(self.errors.model)]
-        data: dict[str, Any] = {
-            "type": "string",
-            "contentMediaType": "application/json",
-            "contentSchema": {"anyOf": shapes},
-        }
-        if last is not None:
-            data = {"anyOf": [{"const": last}, data]}
-        name = {"type": "string"} if named else {"const": "message"}  # the name of an event that has none
-        fields = {"event": name, "data": data}
-        schema = {"type": "object", "required": ["data"], "properties": fields, "additionalProperties": False}
-        return {200: {"content": {SSE: {"schema": schema}}}}
-
-    def line_stream(self, line: type) -> Responses:
-        """Return the description of a successful response that is lines of JSON."""
-        self.event_models.append(line)
-        return {200: {"content": {NDJSON: {"schema": _reference(line)}}}}
-
-    def copy(self, aliases: Mapping[str, str]) -> DialectRouter:
-        """Return a router with the operations of some paths at other paths.
-
-        Args:
-            aliases: Other path of each path. Operations of other paths are left out.
-        """
-        router = DialectRouter(str(self.tags[0]), self.errors, self.public)
-        router.event_models = self.event_models
-        for route in self.operations:
-            if route.path in aliases:
-                router.routes.append(DialectRoute(aliases[route.path], route.operation, **route.options))
-        return router
+async def _encode(call: ApiCall) -> Response:
+    """Translate a body to a request of the service, and return what the encoder makes of it."""
+    route, runtime = call.route, call.runtime
+    await call.choose_errors()
+    with renamed_fields(route.field_names):
+        with count_refusals(runtime.metrics, route.api):
+            served = runtime.service.encoder  # another kind of model is refused whatever the body is
+            body = await call.parse()
+            if "model" in type(body).model_fields:
+                route.find_model(call, body)
+            encoding = await route.serve(call, body, served)
+        if not isinstance(encoding, Encoding):
+            return _rendered(encoding)
+        encoded = await runtime.service.encode(encoding.request)
+        written = await encoding.write(encoded)
+    timing = server_timing([encoded.timings], "queue", "encode")
+    return Response(written, media_type="application/json", headers={**timing, **encoding.headers(encoded)})
 
 
-def _reference(model: type) -> dict[str, str]:
-    return {"$ref": SCHEMA_REF.format(model=model.__name__)}
-
-
-def _operation_id(route: APIRoute) -> str:
-    method = next(iter(route.methods or ()))
-    return method.lower() + re.sub(r"\W+", "_", route.path_format.replace("}", ""))
-
-
-def route_methods(route: DialectRoute) -> tuple[str, ...]:
-    """Return the methods that a route answers: HEAD wherever GET is, and uvicorn leaves the body out."""
-    return ("GET", "HEAD") if route.method == "GET" else (route.method,)
+# ---- the table -------------------------------------------------------------------------------------------------------
 
 
 class RouteTable:
-    """ASGI application that calls the operations of `routes`, and passes all other requests to `app`.
+    """ASGI application that calls the route of a request's method and path; the first one counts.
 
-    Without it, FastAPI's layers and its router take a fifth of the event loop's time for a short text, and an embedding
-    server answers a tenth fewer requests (`tools/measure/route_table.py`). The first route with the path counts, as in
-    the router, which still has all routes: it answers the documentation, unknown paths and other methods. Exceptions are
-    left to the enclosing `RequestGate`.
+    Exceptions, which are also raised for unknown paths and methods, are left to the enclosing `RequestGate`.
     """
 
-    def __init__(self, app: ASGIApp, routes: Sequence[DialectRoute]) -> None:
+    def __init__(self, app: Any, routes: Iterable[Route]) -> None:
         self._app = app
-        methods = [(method, each) for each in routes for method in route_methods(each)]
-        self._exact = {(method, each.path): each.handler for method, each in methods if not each.param_convertors}
-        self._patterns = [(method, each.path_regex, each.handler) for method, each in methods if each.param_convertors]
-        # The router would name the methods of a path's first route only.
-        allowed: dict[str, list[str]] = {}
-        for each in routes:
-            allowed.setdefault(each.path, []).append(each.method)
-        self._allowed = {path: ", ".join(names) for path, names in allowed.items() if len(names) > 1}
+        self._exact: dict[tuple[str, str], Route] = {}
+        self._patterns: list[tuple[str, re.Pattern[str], Route]] = []
+        self._allowed: dict[str, list[str]] = {}
+        for route in routes:
+            pattern, _, parameters = compile_path(route.path)
+            for method in route.methods:
+                if parameters:
+                    self._patterns.append((method, pattern, route))
+                else:
+                    self._exact.setdefault((method, route.path), route)
+            self._allowed.setdefault(route.path, []).append(route.method)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Call the operation of the path, or the wrapped application."""
-        endpoint = self._find(scope) if scope["type"] == "http" else None
-        if endpoint is None:
-            if scope["type"] == "http" and (allowed := self._allowed.get(scope["path"])) is not None:
-                raise HTTPException(405, headers={"Allow": allowed})
+        """Call the operation of the path."""
+        if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        response = await endpoint(Request(scope, receive))
+        method, path = scope["method"], scope["path"]
+        if (route := self._exact.get((method, path))) is None:
+            route = self._match(scope)
+        response = await route.respond(ApiCall(route, Request(scope, receive)))
         await response(scope, receive, send)
 
-    def _find(self, scope: Scope) -> Endpoint | None:
-        """Return the endpoint of the path, and put the path's parameters into the scope."""
-        endpoint = self._exact.get((scope["method"], scope["path"]))
-        if endpoint is not None:
-            return endpoint
-        for method, pattern, candidate in self._patterns:
-            if method == scope["method"] and (found := pattern.match(scope["path"])):
+    def find(self, method: str, path: str) -> Route | None:
+        """Return the route of a request, if there is one."""
+        found = self._exact.get((method, path))
+        return found or next(
+            (one for known, regex, one in self._patterns if known == method and regex.match(path)), None
+        )
+
+    def _match(self, scope: Scope) -> Route:
+        """Return the route whose pattern matches the path, and put the path's parameters into the scope."""
+        allowed = list(self._allowed.get(scope["path"], ()))
+        for method, pattern, route in self._patterns:
+            if (found := pattern.match(scope["path"])) is None:
+                continue
+            if method == scope["method"]:
                 scope["path_params"] = found.groupdict()
-                return candidate
-        return None
+                return route
+            allowed.append(route.method)
+        if allowed:
+            raise HTTPException(405, headers={"Allow": ", ".join(dict.fromkeys(allowed))})
+        raise HTTPException(404)

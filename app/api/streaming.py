@@ -1,7 +1,8 @@
-"""Server-sent events: the first token, the event stream, errors after its start, and collected or merged streams.
+"""Streams of events: the first token, encoded events, errors after the start, and collected, merged or divided streams.
 
 The format of an event is left to the dialects. A complete response is collected from the same events as a stream. With
-several prompts, each is a request to the service, and their events are merged.
+several prompts, each is a request to the service, and their events are merged. For dialects that stream blocks
+(reasoning, text, tool calls), `divide` makes them of one answer.
 """
 
 from __future__ import annotations
@@ -9,21 +10,31 @@ from __future__ import annotations
 import asyncio
 import json
 import math
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from types import MappingProxyType
-from typing import Any, Protocol
+from typing import Any, Generic, Literal, Protocol, TypeVar
 
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.types import Send
 
 from app.api.errors import ErrorFormat, to_http_error
-from app.api.routing import SSE
 from app.errors import RequestError
 from app.messages import FinishReason, Timings
 from app.service.request_log import note_error
-from app.service.requests import Accepted, ChoiceFinished, PromptToken, ScoredToken, StreamEvent, TextDelta, Usage
+from app.service.requests import (
+    Accepted,
+    ChoiceFinished,
+    GenerationRequest,
+    PromptToken,
+    ScoredToken,
+    StreamEvent,
+    TextDelta,
+    Usage,
+)
+from app.text.tool_calls import ToolCallDelta
 
+SSE = "text/event-stream"
+NDJSON = "application/x-ndjson"
 DONE = b"data: [DONE]\n\n"
 # Created once: `json.dumps` with non-default arguments creates an encoder per call, which takes as long as encoding.
 _JSON = json.JSONEncoder(ensure_ascii=False, allow_nan=False, separators=(",", ":"))
@@ -37,17 +48,17 @@ class GenerationStream(Protocol):
         """End the stream; an unfinished request is aborted."""
 
 
-def format_sse(event: dict[str, Any]) -> bytes:
+def format_sse(event: Mapping[str, Any]) -> bytes:
     """Return one server-sent event. JSON escapes line breaks, so a single `data:` line is enough."""
     return b"data: " + _JSON.encode(event).encode() + b"\n\n"
 
 
-def format_named_sse(event: dict[str, Any]) -> bytes:
+def format_named_sse(event: Mapping[str, Any]) -> bytes:
     """Return one server-sent event whose name is the `type` of its data, as Anthropic's and OpenAI's newer APIs send."""
     return b"event: " + str(event["type"]).encode() + b"\n" + format_sse(event)
 
 
-def format_line(event: dict[str, Any]) -> bytes:
+def format_line(event: Mapping[str, Any]) -> bytes:
     """Return one line of newline-delimited JSON."""
     return _JSON.encode(event).encode() + b"\n"
 
@@ -112,7 +123,7 @@ class EventStreamResponse(StreamingResponse):
             await self._source.aclose()
 
 
-async def encode_events(events: AsyncIterator[dict[str, Any]], encoding: EventEncoding) -> AsyncIterator[bytes]:
+async def encode_events(events: AsyncIterator[Any], encoding: EventEncoding) -> AsyncIterator[bytes]:
     """Yield the events as bytes. An error after the first event is sent as the last event."""
     try:
         async for event in events:
@@ -231,14 +242,31 @@ async def collect(stream: GenerationStream) -> CollectedCompletion:
     return completion
 
 
-class GenerationFormat(Protocol):
+WholeT_co = TypeVar("WholeT_co", covariant=True)
+EventT_co = TypeVar("EventT_co", covariant=True)
+
+
+class GenerationFormat(Protocol[WholeT_co, EventT_co]):
     """The form in which a dialect writes a generation."""
 
-    def whole(self, completion: CollectedCompletion) -> Any:
+    def whole(self, completion: CollectedCompletion) -> WholeT_co:
         """Return the body of a complete response."""
 
-    def events(self, stream: GenerationStream) -> AsyncIterator[dict[str, Any]]:
+    def events(self, stream: GenerationStream) -> AsyncIterator[EventT_co]:
         """Yield the events of a streamed response."""
+
+
+@dataclass(frozen=True, slots=True)
+class Generation(Generic[WholeT_co, EventT_co]):
+    """What a body was translated to: a request of the service for each prompt, and the form of the response.
+
+    With `streams`, the client gets events. The types are of the complete response and of an event.
+    """
+
+    requests: Sequence[GenerationRequest]
+    form: GenerationFormat[WholeT_co, EventT_co]
+    streams: bool | None
+    headers: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -246,28 +274,22 @@ class EventEncoding:
     """How a dialect writes events as bytes, with `last` after them, and an error that ends them."""
 
     errors: ErrorFormat
-    encode: Callable[[dict[str, Any]], bytes] = format_sse
+    encode: Callable[[Mapping[str, Any]], bytes] = format_sse
     last: bytes = b""
     media_type: str = SSE
 
 
-async def respond(
-    stream: GenerationStream,
-    format_: GenerationFormat,
-    encoding: EventEncoding,
-    *,
-    streams: bool | None,
-    headers: Mapping[str, str] = MappingProxyType({}),
-) -> Response:
+async def respond(stream: GenerationStream, generation: Generation[Any, Any], encoding: EventEncoding) -> Response:
     """Return the response to a generation: its events if the client wants a stream, else one JSON body.
 
     Errors before the first token are raised, so that the status can tell of them.
     """
-    if not streams:
+    headers = generation.headers
+    if not generation.streams:
         completion = await collect(stream)
-        return JSONResponse(format_.whole(completion), headers={**completion.headers(), **headers})
+        return JSONResponse(generation.form.whole(completion), headers={**completion.headers(), **headers})
     started = await wait_for_first_token(stream)
-    events = encode_events(format_.events(started), encoding)
+    events = encode_events(generation.form.events(started), encoding)
     timing = server_timing(started.timings(), "queue", "prefill")
     return EventStreamResponse(events, started, {**timing, **headers}, encoding.media_type)
 
@@ -285,22 +307,27 @@ def server_timing(timings: Iterable[Timings], *phases: str) -> dict[str, str]:
     return {"server-timing": ", ".join(f"{phase};dur={longest * 1000:.1f}" for phase, longest in seconds.items())}
 
 
-QueueItem = tuple[int, StreamEvent | asyncio.Task[None]]
-
-
 async def merge_streams(streams: Sequence[GenerationStream], choices_each: int) -> AsyncGenerator[StreamEvent, None]:
     """Yield the events of all streams as those of one request.
 
     Choice c of stream s becomes choice s · choices_each + c, and usage is summed. The streams are admitted one
     after the other, so a refusal of any of them is raised before the first token.
     """
-    queue: asyncio.Queue[QueueItem] = asyncio.Queue()
+    queue: asyncio.Queue[tuple[int, StreamEvent | asyncio.Task[None]]] = asyncio.Queue()
     tasks: list[asyncio.Task[None]] = []
     usages: dict[int, Usage] = {}
+
+    async def pump(number: int, stream: GenerationStream) -> None:
+        async for event in stream:
+            queue.put_nowait((number, event))
+
     try:
         for stream in streams:
             yield await anext(aiter(stream))
-        tasks += [_start(number, stream, queue) for number, stream in enumerate(streams)]
+        for number, stream in enumerate(streams):
+            task = asyncio.create_task(pump(number, stream))
+            task.add_done_callback(lambda ended, number=number: queue.put_nowait((number, ended)))  # type: ignore[misc]
+            tasks.append(task)
         num_running = len(tasks)
         while num_running:
             number, item = await queue.get()
@@ -317,17 +344,6 @@ async def merge_streams(streams: Sequence[GenerationStream], choices_each: int) 
             await stream.aclose()
 
 
-def _start(number: int, stream: GenerationStream, queue: asyncio.Queue[QueueItem]) -> asyncio.Task[None]:
-    task = asyncio.create_task(_pump(number, stream, queue))
-    task.add_done_callback(lambda ended: queue.put_nowait((number, ended)))
-    return task
-
-
-async def _pump(number: int, stream: GenerationStream, queue: asyncio.Queue[QueueItem]) -> None:
-    async for event in stream:
-        queue.put_nowait((number, event))
-
-
 def _renumber(event: StreamEvent, number: int, choices_each: int, usages: dict[int, Usage]) -> StreamEvent:
     if isinstance(event, Accepted):
         return event
@@ -335,13 +351,150 @@ def _renumber(event: StreamEvent, number: int, choices_each: int, usages: dict[i
     if not isinstance(event, ChoiceFinished):
         return replace(event, choice=choice)
     usages[number] = event.usage
-    return replace(event, choice=choice, usage=_total_usage(usages.values()))
-
-
-def _total_usage(usages: Iterable[Usage]) -> Usage:
-    each = list(usages)
-    return Usage(
-        prompt_tokens=sum(usage.prompt_tokens for usage in each),
-        cached_tokens=sum(usage.cached_tokens for usage in each),
-        completion_tokens=sum(usage.completion_tokens for usage in each),
+    total = Usage(
+        prompt_tokens=sum(usage.prompt_tokens for usage in usages.values()),
+        cached_tokens=sum(usage.cached_tokens for usage in usages.values()),
+        completion_tokens=sum(usage.completion_tokens for usage in usages.values()),
     )
+    return replace(event, choice=choice, usage=total)
+
+
+# ---- blocks ----------------------------------------------------------------------------------------------------------
+# White space alone is no text: models write it between reasoning and calls. It is shown where the answer has nothing else.
+
+BlockKind = Literal["reasoning", "text", "call"]
+
+
+@dataclass(slots=True)
+class Block:
+    """A block as generated so far. `text` is a call's arguments; `index` is the block's place in the answer."""
+
+    kind: BlockKind
+    index: int
+    text: str = ""
+    call_id: str = ""
+    name: str = ""
+    logprobs: list[ScoredToken] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True)
+class BlockStarted:
+    """A new block begins. It is the only open one."""
+
+    block: Block
+
+
+@dataclass(frozen=True, slots=True)
+class BlockDelta:
+    """More text of the open block; `block` has it already."""
+
+    block: Block
+    text: str
+    logprobs: tuple[ScoredToken, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class BlockEnded:
+    """The open block is complete."""
+
+    block: Block
+
+
+BlockEvent = BlockStarted | BlockDelta | BlockEnded
+
+
+async def divide(
+    stream: GenerationStream, shows_reasoning: bool = True
+) -> AsyncIterator[Accepted | TextDelta | BlockEvent | ChoiceFinished]:
+    """Yield the blocks of a stream with one choice.
+
+    `Accepted`, one first `TextDelta` and `ChoiceFinished` pass too: their counts and times begin and end an answer.
+    Every block has ended before `ChoiceFinished`.
+    """
+    divider = _Divider(shows_reasoning)
+    is_first = True
+    async for event in stream:
+        if isinstance(event, TextDelta):
+            if is_first:
+                is_first = False
+                yield event
+            for part in divider.push(event):
+                yield part
+            continue
+        if isinstance(event, ChoiceFinished):
+            if is_first:
+                yield TextDelta(event.choice, "", timings=event.timings)
+            for part in divider.finish():
+                yield part
+        yield event
+
+
+def collected_blocks(choice: CollectedChoice, shows_reasoning: bool = True) -> list[Block]:
+    """Return the blocks of a complete answer."""
+    divider = _Divider(shows_reasoning)
+    calls = tuple(
+        ToolCallDelta(index, call.arguments, call.id, call.name) for index, call in enumerate(choice.tool_calls)
+    )
+    whole = TextDelta(
+        choice.index, choice.text, logprobs=tuple(choice.logprobs), reasoning=choice.reasoning, tool_calls=calls
+    )
+    events = [*divider.push(whole), *divider.finish()]
+    return [event.block for event in events if isinstance(event, BlockStarted)]
+
+
+class _Divider:
+    def __init__(self, shows_reasoning: bool) -> None:
+        self._shows_reasoning = shows_reasoning
+        self._open: Block | None = None
+        self._num_blocks = 0
+        self._held = ""  # white space that may be followed by text
+        self._held_logprobs: list[ScoredToken] = []
+
+    def push(self, delta: TextDelta) -> Iterator[BlockEvent]:
+        """Yield what follows from a delta. In it, reasoning precedes text, and text precedes calls."""
+        if delta.reasoning and self._shows_reasoning:
+            yield from self._append("reasoning", delta.reasoning)
+        if delta.text:
+            yield from self._push_text(delta)
+        for call in delta.tool_calls:
+            if call.id is not None:
+                yield from self._start(Block("call", self._num_blocks, call_id=call.id, name=call.name or ""))
+            if call.arguments:
+                yield from self._append("call", call.arguments)
+
+    def finish(self) -> Iterator[BlockEvent]:
+        """End the open block. An answer without blocks has one of text."""
+        if not self._num_blocks:
+            yield from self._append("text", self._held, tuple(self._held_logprobs))
+        yield from self._end()
+
+    def _push_text(self, delta: TextDelta) -> Iterator[BlockEvent]:
+        is_open = self._open is not None and self._open.kind == "text"
+        if not is_open and not delta.text.strip():
+            self._held += delta.text
+            self._held_logprobs += delta.logprobs
+            return
+        text, logprobs = self._held + delta.text, (*self._held_logprobs, *delta.logprobs)
+        self._held, self._held_logprobs = "", []
+        yield from self._append("text", text, logprobs)
+
+    def _append(self, kind: BlockKind, text: str, logprobs: tuple[ScoredToken, ...] = ()) -> Iterator[BlockEvent]:
+        if self._open is None or self._open.kind != kind:
+            yield from self._start(Block(kind, self._num_blocks))
+        assert self._open is not None, "a block was started"
+        if text:
+            self._open.text += text
+            self._open.logprobs += logprobs
+            yield BlockDelta(self._open, text, logprobs)
+
+    def _start(self, block: Block) -> Iterator[BlockEvent]:
+        yield from self._end()
+        self._held, self._held_logprobs = "", []
+        self._open = block
+        self._num_blocks += 1
+        yield BlockStarted(block)
+
+    def _end(self) -> Iterator[BlockEvent]:
+        if self._open is not None:
+            yield BlockEnded(self._open)
+            self._open = None

@@ -22,7 +22,7 @@ from fastapi import FastAPI
 from app.api.access import ApiKeys
 from app.api.connection_limits import RESERVED_CONNECTIONS, ConnectionLimits
 from app.api.http_protocol import BoundedProtocol, ProtocolFactory, protocol_factory
-from app.api.routers import OTHER
+from app.api.routing import OTHER
 from app.errors import ServingFailed, SettingsInvalid, StartupError
 from app.server.app import create_app
 from app.server.listeners import BACKLOG, Listeners, TlsListener, listen

@@ -58,7 +58,7 @@ def make_served_decoder(
     settings: Settings,
 ) -> ServedDecoder:
     """Return the description of a decoder for the service."""
-    template = None if chat is None else chat.source
+    template = None if chat is None else chat.evidence
     tools = settings.tool_call_parser
     defaults = sampling_defaults(_generation_config(checkpoint)) if settings.generation_config == "auto" else {}
     return ServedDecoder(

@@ -81,7 +81,7 @@ class Choice:
     logprobs: list[ScoredToken] = field(default_factory=list)
 
 
-class Generation(OpenRequest):
+class OpenGeneration(OpenRequest):
     """An open request for text: call `start` once, then `take` for each of the worker's events until `is_over`.
 
     `take` returns the stream events that follow. Each choice finishes exactly once.

@@ -19,7 +19,7 @@ from app.metrics.vllm_names import vllm_metrics
 from app.service import encode
 from app.service.adapters import Adapters, AdapterStore
 from app.service.engine_client import EngineClient, WorkerInterface
-from app.service.generate import Generation
+from app.service.generate import OpenGeneration
 from app.service.open_request import OpenRequest
 from app.service.prompt import chat_token_ids, check_ids, messages_size, render_chat
 from app.service.request_log import CLIENT_REQUEST, ClientRequest
@@ -166,7 +166,7 @@ class Service:
         Raises:
             RequestError: the request failed, usually before the first event.
         """
-        with Generation(self._client, request, self._http(request.model)) as generation:
+        with OpenGeneration(self._client, request, self._http(request.model)) as generation:
             self._check_ready()
             name, adapter = request.model, None
             if name is not None and name != self.model.name:

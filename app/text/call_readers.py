@@ -15,7 +15,7 @@ from functools import lru_cache
 from typing import Any, Literal, Protocol
 
 from app.text.parameter_values import parameter_types, read_value
-from app.text.tool_formats import ToolFormat, split_pattern
+from app.text.tool_formats import ToolFormat, split_pattern, words
 
 SPACES = " \t\r\n"
 _NAME_KEYS = frozenset({"name", "tool_name"})
@@ -611,6 +611,87 @@ def _key(node: ast.expr | None) -> str:
     return value
 
 
+class QuotedReader(_ParametersReader):
+    """Reader of a call `name{key:value,…}` with bare keys and another text than `"` around strings (Gemma 4)."""
+
+    def __init__(self, form: ToolFormat, head: str) -> None:
+        super().__init__(head)
+        self._quote = form.quote
+        self._end = words(form.call)[-1]  # of the call
+        self._name: list[str] = []
+        self._state: Literal["name", "key", "value", "end"] = "name"
+        self._depth = 0
+        self._in_string = False
+        self._word = ""
+
+    def push(self, character: str) -> None:
+        """Read a character. Raises `NotACall`."""
+        self.text.append(character)
+        if self._state == "name":
+            self._push_name(character)
+        elif self._state == "key":
+            self._push_key(character)
+        elif self._state == "value":
+            self._push_value(character)
+        elif self._word or character not in SPACES:
+            self._word += character
+            self.finished = self._word == self._end
+            if not self._end.startswith(self._word):
+                self.finished, self.unread = True, self._word
+
+    def _push_name(self, character: str) -> None:
+        if character == "{" and self._name:
+            self.name, self._state = "".join(self._name), "key"
+            self._new.append("{")
+        elif (character.isalnum() or character in "_-.") and len(self._name) < _MAX_HEADER_CHARACTERS:
+            self._name.append(character)
+        else:
+            raise NotACall
+
+    def _push_key(self, character: str) -> None:
+        if character == ":" and self._key:
+            key = "".join(self._key).replace(self._quote, "").strip(SPACES)
+            self._new.append((", " if self._count else "") + json.dumps(key, ensure_ascii=False) + ": ")
+            self._count += 1
+            self._key, self._value, self._state = [], [], "value"
+        elif character == "}" and not self._key:
+            self._new.append("}")
+            self._state = "end"
+        elif (self._key or character not in SPACES) and len(self._key) < _MAX_HEADER_CHARACTERS:
+            self._key.append(character)
+        elif character not in SPACES:
+            raise NotACall
+
+    def _push_value(self, character: str) -> None:
+        self._value.append(character)
+        if character == self._quote[-1] and "".join(self._value[-len(self._quote) :]) == self._quote:
+            self._in_string = not self._in_string
+        elif self._in_string:
+            pass
+        elif character in "{[":
+            self._depth += 1
+        elif self._depth and character in "}]":
+            self._depth -= 1
+        elif not self._depth and character in ",}":
+            self._new.append(_unquoted("".join(self._value[:-1]), self._quote))
+            self._state = "key"
+            if character == "}":
+                self._push_key(character)
+
+
+def _unquoted(text: str, quote: str) -> str:
+    """Return the JSON of a value with bare keys and other quotes. Raises `NotACall`."""
+    parts = text.split(quote)
+    written = (
+        json.dumps(part, ensure_ascii=False) if place % 2 else _BARE_KEY.sub(r'\1"\2":', part)
+        for place, part in enumerate(parts)
+    )
+    return json.dumps(_decoded("".join(written)), ensure_ascii=False)
+
+
+_BARE_KEY = re.compile(r'([{,]\s*+)([^\s{}\[\],:"]++)\s*+:')
+
+
 def _no_number(name: str) -> Any:
     raise ValueError(f"{name} is no JSON")
 
@@ -619,4 +700,6 @@ def new_reader(form: ToolFormat, head: str, schemas: Mapping[str, Mapping[str, A
     """Return the reader of a call that is no JSON object, after its beginning, which was read."""
     if form.is_pythonic:
         return PythonicReader()
+    if form.quote:
+        return QuotedReader(form, head)
     return TaggedReader(form, head, schemas) if form.parameter else NamedReader(form, head)

@@ -95,6 +95,8 @@ class ChatTemplate:
             raise CheckpointInvalid(f"the checkpoint's chat template{where} cannot be used: {message.rstrip('.')}.")
         # The format in which the template writes calls: None if it writes none, or in an unknown one.
         self.tool_format: ToolFormat | None = None
+        # Where marks of formats are looked for: the source, and what it writes for a call, since it may compose them.
+        self.evidence = source
         self.form = self._find_form(limits)
         self._whole: set[bytes] = set()  # shapes of conversations that were found to be written whole
 
@@ -120,7 +122,9 @@ class ChatTemplate:
             if form.calls:
                 messages = form.fit(TRIAL_CALL, [TRIAL_TOOL], TOOL_FORMATS["hermes"])
                 fixed = {"messages": messages, "add_generation_prompt": True, "documents": None}
-                self.tool_format = find_tool_format(rendered(fixed | form.tool_variables([TRIAL_TOOL])))
+                written = rendered(fixed | form.tool_variables([TRIAL_TOOL])) or ""
+                self.tool_format = find_tool_format(written)
+                self.evidence += written
             return form
         except _TrialStopped:
             return TemplateForm()

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from app.text.system_messages import SystemRules, fold_system_messages, joined
@@ -40,8 +40,9 @@ class TemplateForm:
     - `one_call`: a message may have one call.
     - `short_ids`: ids must have 9 letters and digits.
     - `apart`: pairs of roles that may not follow each other.
-    - `tools`: the variable in which it wants tools; `functions`: in `tools`, without OpenAI's wrapper. Empty: it knows none.
-    - `no_tools_as_list`: no tools are an empty list, else null.
+    - `tools`: how it wants tools: as a list in the variable `tools` or `xml_tools`; `bare`: in `tools`, without OpenAI's
+      wrapper; `functions`: the same as a JSON text in the variable `functions` (FireFunction). Empty: it knows none.
+    - `no_tools`: its variables if there are no tools.
     - `thinking`: its variables about thinking.
     """
 
@@ -57,18 +58,21 @@ class TemplateForm:
     one_call: bool = False
     short_ids: bool = False
     apart: frozenset[tuple[str, str]] = frozenset()
-    tools: Literal["tools", "functions", "xml_tools", ""] = "tools"
-    no_tools_as_list: bool = False
+    tools: Literal["tools", "bare", "xml_tools", "functions", ""] = "tools"
+    no_tools: Mapping[str, Any] = field(default_factory=lambda: {"tools": None})
     thinking: ThinkingVariables = _NO_VARIABLES
 
     def tool_variables(self, tools: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         """Return the template's variables for tools."""
-        value: list[Any] | None = [] if self.no_tools_as_list else None
-        if tools and self.tools == "functions":
-            value = [tool.get("function", tool) for tool in tools]
-        elif tools and self.tools == "tools":
-            value = list(tools)
-        return {"tools": value} | ({"xml_tools": list(tools)} if tools and self.tools == "xml_tools" else {})
+        if not tools or not self.tools:
+            return dict(self.no_tools)
+        bare = [tool.get("function", tool) for tool in tools]
+        # FireFunction's model card indents the text by four spaces.
+        ways: Mapping[str, dict[str, Any]] = {
+            "bare": {"tools": bare},
+            "functions": {"functions": json.dumps(bare, indent=4, ensure_ascii=False)},
+        }
+        return {**self.no_tools, **ways.get(self.tools, {self.tools: list(tools)})}
 
     def fit(
         self,

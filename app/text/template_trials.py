@@ -33,6 +33,8 @@ _TOOL: Mapping[str, Any] = {
 }
 _USER: Message = {"role": "user", "content": _QUESTION}
 _ASSISTANT: Message = {"role": "assistant", "content": _ANSWER}
+# Variables of a conversation without tools, of which a template gets the first that it accepts.
+_NO_TOOLS: tuple[Mapping[str, Any], ...] = ({"tools": None}, {"tools": []}, {"tools": None, "functions": ""})
 _EMPTY: tuple[Empty, ...] = ("absent", "null", "")
 
 
@@ -44,16 +46,16 @@ def find_template_form(render: Render) -> TemplateForm:
 class _Trials:
     def __init__(self, render: Render) -> None:
         self._render = render
-        self._no_tools: list[Any] | None = None
+        self._no_tools: Mapping[str, Any] = _NO_TOOLS[0]
 
     def form(self) -> TemplateForm:
         """Try everything, and return what was found."""
-        no_tools_as_list = self._text([_USER]) is None and self._text([_USER], tools=[]) is not None
-        self._no_tools = [] if no_tools_as_list else None
+        accepted = (variables for variables in _NO_TOOLS if self._text([_USER], **variables) is not None)
+        self._no_tools = next(accepted, _NO_TOOLS[0])
         rules = find_system_rules(self._text)
         form = TemplateForm(
             system=rules,
-            no_tools_as_list=no_tools_as_list,
+            no_tools=self._no_tools,
             tools=self._tools(),
             thinking=find_thinking(self._text),
             apart=self._apart((("user", "user"), ("assistant", "assistant")), [_USER]),
@@ -70,8 +72,8 @@ class _Trials:
         )
 
     def _text(self, messages: Sequence[Message], **variables: Any) -> str | None:
-        fixed = {"messages": messages, "add_generation_prompt": True, "tools": self._no_tools, "documents": None}
-        return self._render(fixed | variables)
+        fixed = {"messages": messages, "add_generation_prompt": True, "documents": None}
+        return self._render({**fixed, **self._no_tools, **variables})
 
     def _writes(self, messages: Sequence[Message], *more: str, **variables: Any) -> bool:
         """Return True if the text of messages has all of their texts, calls and results, as they are."""
@@ -80,13 +82,19 @@ class _Trials:
             text is not None and all(word in text for word in (*_words(messages), *more)) and f'\\"{_KEY}' not in text
         )
 
-    def _tools(self) -> Literal["tools", "functions", "xml_tools", ""]:
+    def _tools(self) -> Literal["tools", "bare", "xml_tools", "functions", ""]:
         words = (_FUNCTION, _DESCRIPTION, _PARAMETER)
-        if self._writes([_USER], *words, tools=[_TOOL]):
-            return "tools"
-        if self._writes([_USER], *words, tools=[_TOOL["function"]]):
-            return "functions"
-        return "xml_tools" if self._writes([_USER], *words, xml_tools=[_TOOL]) else ""
+        ways: tuple[Literal["tools", "bare", "xml_tools", "functions"], ...] = (
+            "tools",
+            "bare",
+            "xml_tools",
+            "functions",
+        )
+        for way in ways:
+            variables = TemplateForm(tools=way, no_tools=self._no_tools).tool_variables([_TOOL])
+            if self._writes([_USER], *words, **variables):
+                return way
+        return ""
 
     def _apart(self, pairs: Sequence[tuple[str, str]], start: Sequence[Message]) -> frozenset[tuple[str, str]]:
         """Return the pairs of roles that do not follow each other, although the conversation before them is written."""

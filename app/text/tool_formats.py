@@ -31,6 +31,7 @@ class ToolFormat:
     - `is_bare`: a text that begins with `{` or `[` is calls, if the first names a tool.
     - `reads_objects`: calls may be JSON objects that have their names.
     - `is_pythonic`: parameters are `key=value`, separated by commas.
+    - `quote`: parameters are `key:value`, separated by commas, with bare keys and this text around strings.
     - `is_single`: a text has one call at most.
     - `short_ids`: ids have 9 letters and digits, as Mistral's templates demand.
     """
@@ -44,6 +45,7 @@ class ToolFormat:
     is_bare: bool = False
     reads_objects: bool = False
     is_pythonic: bool = False
+    quote: str = ""
     is_single: bool = False
     short_ids: bool = False
 
@@ -78,7 +80,7 @@ class ToolFormat:
     @property
     def markers(self) -> tuple[str, ...]:
         """All texts that may be special tokens."""
-        texts = (self.call, *self.also, self.parameter, *self.forced, *self.starts)
+        texts = (self.call, *self.also, self.parameter, *self.forced, *self.starts, self.quote)
         parts = (part for text in texts for part in words(_PLACE.sub(" ", text)))
         return tuple(dict.fromkeys((*self.opening, self.end, *parts)))
 
@@ -88,7 +90,8 @@ _NAME_LETTERS = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ."
 
 def words(text: str) -> tuple[str, ...]:
     """Return the parts of a text without white space, each marker in angle or square brackets on its own."""
-    return tuple(one for part in text.split() for one in _MARKERS.split(part) if one.strip("[],;"))
+    parts = (one for part in text.split() for one in _MARKERS.split(part))
+    return tuple(filter(None, (one if _MARKERS.fullmatch(one) else one.strip("[],;") for one in parts)))
 
 
 _MARKERS = re.compile(r"(<[^<>]+>|\[[A-Z_]+\])")
@@ -126,6 +129,7 @@ TOOL_FORMATS: Mapping[str, ToolFormat] = {
         ToolFormat(
             "phi4_mini_json", forced=_in_list("<|tool_call|>", "<|/tool_call|>"), starts=("functools",), reads_objects=True
         ),
+        ToolFormat("firefunction", forced=_in_list("functools", ""), starts=("functools",), reads_objects=True),
         ToolFormat("granite", forced=_in_list("<|tool_call|>", ""), starts=("<tool_call>",), reads_objects=True),
         ToolFormat("apriel", forced=_in_list("<tool_calls>", "</tool_calls>"), reads_objects=True),
         ToolFormat("minimax", forced=("<tool_calls>\n", "\n", "\n</tool_calls>"), reads_objects=True),
@@ -164,6 +168,11 @@ TOOL_FORMATS: Mapping[str, ToolFormat] = {
             "<arg_key>{key}</arg_key>\n<arg_value>{value}</arg_value>\n",
         ),
         ToolFormat(
+            "hunyuan", "<tool_call:opensource>{name}<tool_sep:opensource>\n{parameters}</tool_call:opensource>",
+            ("<tool_calls:opensource>\n", "\n", "\n</tool_calls:opensource>"),
+            "<arg_key:opensource>{key}</arg_key:opensource>\n<arg_value:opensource>{value}</arg_value:opensource>\n",
+        ),
+        ToolFormat(
             *("minimax_m2", '<invoke name="{name}">\n{parameters}</invoke>'),
             ("<minimax:tool_call>\n", "\n", "\n</minimax:tool_call>"), '<parameter name="{key}">{value}</parameter>\n',
         ),
@@ -186,6 +195,7 @@ TOOL_FORMATS: Mapping[str, ToolFormat] = {
         ToolFormat(
             *("lfm2", "{name}({parameters})", _in_list("<|tool_call_start|>", "<|tool_call_end|>")), is_pythonic=True
         ),
+        ToolFormat("gemma4", "<|tool_call>call:{name}{{parameters}}<tool_call|>", quote='<|"|>'),
         # Harmony (github.com/openai/harmony), which `harmony.py` reads.
         ToolFormat(
             "openai", "<|channel|>commentary to=functions.{name} <|constrain|>json<|message|>{arguments}",
@@ -206,6 +216,8 @@ def _written(form: ToolFormat, pattern: str, index: int, name: str, arguments: A
     """Return a call. Arguments that are no object, since a model wrote them so, are written as they are."""
     if not isinstance(arguments, Mapping):
         parameters = str(arguments)
+    elif form.quote:
+        parameters = write_value(arguments, form.quote)[1:-1]
     elif form.is_pythonic:
         parameters = ", ".join(f"{key}={_json(value)}" for key, value in arguments.items())
     else:
@@ -217,6 +229,17 @@ def _written(form: ToolFormat, pattern: str, index: int, name: str, arguments: A
     whole = arguments if isinstance(arguments, str) else _json(arguments)
     values = {"name": name, "arguments": whole, "index": str(index), "id": f"call{index:05}"}
     return fill(pattern, **values, parameters=parameters)
+
+
+def write_value(value: Any, quote: str) -> str:
+    """Return a value with bare keys and another text than `"` around strings."""
+    if isinstance(value, str):
+        return quote + value + quote
+    if isinstance(value, Mapping):
+        return "{" + ",".join(f"{key}:{write_value(one, quote)}" for key, one in value.items()) + "}"
+    if isinstance(value, list | tuple):
+        return "[" + ",".join(write_value(one, quote) for one in value) + "]"
+    return _json(value)
 
 
 def fill(pattern: str, **values: str) -> str:
@@ -236,7 +259,8 @@ def _json(value: object) -> str:
 # ---- the format of a template --------------------------------------------------------------------------------------
 
 _TRIAL_NAME, _TRIAL_ID = "trial_tool", "call00000"
-_TRIAL_ARGUMENTS: Mapping[str, Any] = {"trial_text": "trial value", "trial_number": 3}
+# In alphabetical order, in which some templates write them.
+_TRIAL_ARGUMENTS: Mapping[str, Any] = {"trial_number": 3, "trial_text": "trial value"}
 TRIAL_TOOL: Mapping[str, Any] = {
     "type": "function",
     "function": {
@@ -265,12 +289,12 @@ TRIAL_CALL: Sequence[Message] = (
 )
 
 
-def find_tool_format(text: str | None) -> ToolFormat | None:
+def find_tool_format(text: str) -> ToolFormat | None:
     """Return the format in which a template wrote `TRIAL_CALL`; None if it wrote none, or in a way that is not known.
 
     It is the format that writes the same text; of several, the one whose text is longest.
     """
-    compact = _compact(text or "")
+    compact = _compact(text)
     found = [
         (len(own), form)
         for form in TOOL_FORMATS.values()

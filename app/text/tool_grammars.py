@@ -14,7 +14,7 @@ from typing import Any
 from app.errors import InvalidRequest
 from app.text.grammar_definition import json_style, literal
 from app.text.parameter_values import resolve
-from app.text.tool_formats import ToolFormat, split_pattern
+from app.text.tool_formats import ToolFormat, split_pattern, write_value
 
 # Keywords of an object's schema that say which keys it has in another way than by listing them.
 _OTHER_KEYS = (
@@ -92,6 +92,9 @@ class _Rules:
 
     def __init__(self, form: ToolFormat) -> None:
         self._form = form
+        self._is_listed = form.is_pythonic or bool(form.quote)  # parameters are separated by commas
+        self._comma = "" if not self._is_listed else '", "' if form.is_pythonic else '","'
+        self._colon = "=" if form.is_pythonic else ":"
         if form.parameter:
             first, rest = form.parameter.split("{key}")
             between, self._end = rest.split("{value}")
@@ -99,7 +102,7 @@ class _Rules:
 
     def arguments(self, tool: str, schema: Mapping[str, Any], place: int) -> Iterator[str]:
         """Yield the rules of a tool's arguments."""
-        if not self._form.parameter and not self._form.is_pythonic:
+        if not self._form.parameter and not self._is_listed:
             yield f"arguments{place}: %json {json.dumps(json_style(schema))}"
             return
         for keyword in _OTHER_KEYS:
@@ -128,7 +131,7 @@ class _Rules:
         Rule s is what may follow if nothing is written yet, t the same after a parameter, with a comma where calls have
         any.
         """
-        comma = '", " ' if self._form.is_pythonic else ""
+        comma = self._comma + " "
         yield f"arguments{place}: s{place}_0"
         for number, (_, is_required) in enumerate(keys):
             here, after = f"{place}_{number}", f"{place}_{number + 1}"
@@ -141,8 +144,12 @@ class _Rules:
 
     def _parameter(self, key: str | None, schema: Any, root: Mapping[str, Any], value: str) -> str:
         """Return the expression of one parameter; `key` None: any key that a schema does not list."""
-        if self._form.is_pythonic:
-            return f'/[A-Za-z_][0-9A-Za-z_]*/ "=" {value}' if key is None else f"{literal(key + '=')} {value}"
+        if self._is_listed:
+            return (
+                f'/[A-Za-z_][0-9A-Za-z_]*/ "{self._colon}" {value}'
+                if key is None
+                else f"{literal(key + self._colon)} {value}"
+            )
         between = self._between
         if "{string}" in between:
             between = between.replace("{string}", "true" if _may_be_text(schema, root, _MAX_REFERENCES) else "false")
@@ -152,6 +159,9 @@ class _Rules:
 
     def _value(self, rule: str, schema: Any, root: Mapping[str, Any]) -> Iterator[str]:
         """Yield the rules of a value with the text that ends it."""
+        if self._form.quote:
+            yield from self._quoted(rule, schema, root, _MAX_REFERENCES)
+            return
         document = _document(schema, root)
         if self._form.is_pythonic:
             is_flag = isinstance(schema, Mapping) and schema.get("type") == "boolean" and "enum" not in schema
@@ -170,6 +180,46 @@ class _Rules:
                 yield f"{rule}_{number}[suffix={literal(self._end)}]: /{pattern}/"
             else:
                 yield f"{rule}_{number}: /{_escaped(pattern)}/ {literal(self._end)}"
+
+    def _quoted(self, rule: str, schema: Any, root: Mapping[str, Any], depth: int) -> Iterator[str]:
+        """Yield the rules of a value with bare keys and the format's quotes.
+
+        Lists follow their items' schema; objects inside of values may have any keys.
+        """
+        quote = literal(self._form.quote)
+        given = schema if isinstance(schema, Mapping) and depth else {}
+        if isinstance(reference := given.get("$ref"), str):
+            yield from self._quoted(rule, resolve(reference, root), root, depth - 1)
+            return
+        options = next((given[name] for name in ("anyOf", "oneOf") if isinstance(given.get(name), list)), None)
+        kinds = given.get("type")
+        if options is None and isinstance(kinds, list):
+            options = [{**given, "type": kind} for kind in kinds]
+        values = given.get("enum", [given["const"]] if "const" in given else None)
+        if options:
+            yield f"{rule}: " + " | ".join(f"{rule}_{number}" for number in range(len(options)))
+            for number, option in enumerate(options):
+                yield from self._quoted(f"{rule}_{number}", option, root, depth - 1)
+        elif isinstance(values, list):
+            yield f"{rule}: " + " | ".join(literal(write_value(value, self._form.quote)) for value in values)
+        elif kinds == "string" and (texts := list(_patterns(given))) and texts[0][0] != _FREE_TEXT:
+            yield f"{rule}: {quote} /{_escaped(texts[0][0])}/ {quote}"
+        elif kinds in ("integer", "number", "boolean", "null"):
+            yield f"{rule}: %json {json.dumps(_document(given, root))}"
+        elif kinds == "array":
+            yield f'{rule}: "[" ({rule}_item ("," {rule}_item)*)? "]"'
+            yield from self._quoted(f"{rule}_item", given.get("items"), root, depth - 1)
+        else:
+            yield f"{rule}: " + {"string": f"{rule}_text", "object": f"{rule}_object"}.get(str(kinds), f"{rule}_any")
+            plain = json.dumps(_document({"type": ["number", "boolean", "null"]}, root))
+            yield f"{rule}_any: {rule}_text | {rule}_object | {rule}_list | {rule}_plain"
+            yield f"{rule}_plain: %json {plain}"
+            yield f'{rule}_list: "[" ({rule}_any ("," {rule}_any)*)? "]"'
+            member = f'{rule}_key ":" {rule}_any'
+            yield f'{rule}_object: "{{" ({member} ("," {member})*)? "}}"'
+            yield f"{rule}_key: /[0-9A-Za-z_.-]+/"
+            yield f"{rule}_text: {quote} {rule}_rest"
+            yield f"{rule}_rest[suffix={quote}]: /{_FREE_TEXT}/"
 
 
 def _is_open(schema: Mapping[str, Any], listed: Mapping[str, Any]) -> bool:

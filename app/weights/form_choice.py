@@ -33,7 +33,7 @@ from armature_kernels.linear.bf16_product import WideRows
 from armature_kernels.linear.device import DeviceFactory
 from armature_kernels.linear.int_panels import IntPanelFactory, IntPanelLinear
 from armature_kernels.linear.layout import LAYOUTS
-from armature_kernels.linear.linear import DEVICE_FORMS, FORMS, QUANTISED_FORMS, FormFactory, Linear, host_architecture
+from armature_kernels.linear.linear import DEVICE_FORMS, FORMS, QUANTIZED_FORMS, FormFactory, Linear, host_architecture
 from armature_kernels.linear.row_split import RowSplitFactory, RowSplitLinear
 from armature_kernels.linear.torchao_config import is_torchao
 from armature_kernels.linear.torchao_linear import TorchaoFactory, check_runs
@@ -83,7 +83,7 @@ class FormChoice:
         by_source = [self._form_names(source) for source in linear.sources]
         names = EXACT.linear if EXACT.linear in by_source else by_source[0]
         if names != EXACT.linear and len(set(by_source)) > 1:
-            split = self._row_split(linear, [self._quantised(each[0]) for each in by_source])
+            split = self._row_split(linear, [self._quantized(each[0]) for each in by_source])
             if split.supports(linear.out_features, linear.in_features, self.dtype):
                 return self._with_copy(split, split.ranges[0][1].group)
             names = self.recipe.linear
@@ -131,15 +131,15 @@ class FormChoice:
             return DEVICE_FORMS[name](self.device, self.dtype)
         if is_torchao(name):
             return TorchaoFactory(name, self.device, self.dtype)
-        packing = self._quantised(name)
+        packing = self._quantized(name)
         if is_output and isinstance(packing, IntPanelFactory):
             return replace(packing, wide=WideRows.NEVER)  # whole logits must have the bits of the top ones
         if not isinstance(packing, IntPanelFactory) or packing.bits == 8 or not has_copy:
             return packing
         return self._with_copy(packing, packing.group)
 
-    def _quantised(self, name: str) -> FormFactory:
-        packing = QUANTISED_FORMS[name]
+    def _quantized(self, name: str) -> FormFactory:
+        packing = QUANTIZED_FORMS[name]
         return replace(packing, wide=self.wide) if isinstance(packing, IntPanelFactory) else packing
 
     def _with_copy(self, packing: IntPanelFactory | RowSplitFactory, group: int | None) -> FormFactory:

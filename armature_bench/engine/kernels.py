@@ -22,7 +22,7 @@ from armature_bench.engine.ceilings import CpuCeilingSampler, WorkSamples, mean_
 from armature_kernels.attention.attention import AttentionSequence, AttentionStep, KvSegment
 from armature_kernels.attention.context import AttentionSpec
 from armature_kernels.attention.ragged import attend
-from armature_kernels.linear.activations import quantise
+from armature_kernels.linear.activations import quantize
 from armature_kernels.linear.int_panels import IntPanelFactory, IntPanelLinear
 from armature_kernels.linear.torchao_config import INT4_REFERENCE, INT8_REFERENCE
 from armature_kernels.linear.torchao_linear import TorchaoFactory, TorchaoLinear
@@ -145,11 +145,11 @@ def _product_samples(form: IntPanelLinear, rows: int) -> WorkSamples:
 def _time_product(copies: list[IntPanelLinear], rows: int) -> list[float]:
     """Return the seconds of one product for each pass.
 
-    Activations are quantised beforehand. A pass multiplies one weight after the other in one native call, as a step
+    Activations are quantized beforehand. A pass multiplies one weight after the other in one native call, as a step
     does.
     """
     form = copies[0]
-    x = quantise(torch.randn(rows, form.inputs).bfloat16(), form.row_groups)
+    x = quantize(torch.randn(rows, form.inputs).bfloat16(), form.row_groups)
     y = torch.empty(rows, form.outputs, dtype=torch.bfloat16)
     used = copies if rows < MANY_ROWS else copies[:4]
     steps = [

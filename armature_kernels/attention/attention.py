@@ -4,7 +4,7 @@
 - `KvRows` are the keys and values of one layer as rows, one per token, in bf16, fp32 or int8. `csrc/ops.h`, "Keys and
   values", describes the rows. The KV cache decides which row belongs to which sequence.
 - `AttentionStep` describes the sequences, whose contexts have one or two segments, for the native kernels (`ragged.py`).
-  `backends/cpu.py` has the reference implementation, and torch's attention where these kernels do not apply.
+  `flash.py` has the reference implementation, and torch's attention where these kernels do not apply.
 """
 
 from __future__ import annotations
@@ -46,12 +46,12 @@ class KvRows:
             if scales is None:
                 target.index_copy_(0, rows, given.to(target.dtype))
             else:
-                codes, own = quantise_heads(given)
+                codes, own = quantize_heads(given)
                 target.index_copy_(0, rows, codes)
                 scales.index_copy_(0, rows, own)
 
     def read(self, first: int, num_tokens: int) -> tuple[Tensor, Tensor]:
-        """Return keys and values of rows `[first, first + num_tokens)`: views, or dequantised int8 in bfloat16."""
+        """Return keys and values of rows `[first, first + num_tokens)`: views, or dequantized int8 in bfloat16."""
         key, value = self.keys.narrow(0, first, num_tokens), self.values.narrow(0, first, num_tokens)
         if self.key_scales is None or self.value_scales is None:
             return key, value
@@ -94,8 +94,8 @@ def view_kv_rows(memory: Tensor, kv_heads: int, head_dim: int, dtype: torch.dtyp
     return KvRows(key, value, size, scales[:, :kv_heads], scales[:, kv_heads:])
 
 
-def quantise_heads(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Quantise x [tokens, heads, head_dim] to codes int8 and scales fp32 [tokens, heads].
+def quantize_heads(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Quantize x [tokens, heads, head_dim] to codes int8 and scales fp32 [tokens, heads].
 
     The scale of a head that is not finite is NaN.
     """

@@ -33,7 +33,7 @@ def convolved_rows(x: Tensor) -> Tensor:
     rows, size = len(x), x.shape[1] // 3
     out = empty((rows, 2 * size), x.dtype)
     arguments = ConvolvedRowsArguments(x.data_ptr(), out.data_ptr(), x.stride(0), rows, size, x.dtype == torch.float32)
-    run_operation(arguments, OpCode.CONVOLVED_ROWS, out.numel())
+    run_operation(arguments, out.numel())
     return out
 
 
@@ -59,7 +59,7 @@ def convolve(query: Tensor, kv: KvRows, step: AttentionStep, filters: Tensor) ->
     out = empty((tokens, blocks, head_dim), query.dtype)
     sizes = (query.stride(0), blocks * head_dim, blocks // 2, head_dim, len(filters), query.dtype == torch.float32)
     addresses = (query.data_ptr(), out.data_ptr(), step.address, kv.addresses(), filters.data_ptr())
-    run_operation(ConvolveArguments(*addresses, *sizes), OpCode.CONVOLVE)
+    run_operation(ConvolveArguments(*addresses, *sizes))
     return out
 
 

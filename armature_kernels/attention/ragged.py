@@ -7,7 +7,7 @@ from torch import Tensor
 
 from armature_kernels.attention.attention import AttentionStep, KvRows, head_addresses
 from armature_kernels.attention.context import AttentionSpec
-from armature_kernels.native.arguments import AttentionArguments, OpCode
+from armature_kernels.native.arguments import AttentionArguments
 from armature_kernels.native.memory import empty
 from armature_kernels.native.operations import run_operation
 
@@ -26,5 +26,5 @@ def attend(query: Tensor, kv: KvRows, step: AttentionStep, spec: AttentionSpec) 
     addresses = (query.data_ptr(), out.data_ptr(), step.address, kv.addresses())
     sizes = (query.stride(0), heads * head_dim, heads, kv_heads, head_dim, spec.window or 0, wide)
     vectors = head_addresses(heads, spec.sinks, spec.slopes)
-    run_operation(AttentionArguments(*addresses, *sizes, spec.scale, spec.softcap or 0.0, *vectors), OpCode.ATTENTION)
+    run_operation(AttentionArguments(*addresses, *sizes, spec.scale, spec.softcap or 0.0, *vectors))
     return out

@@ -84,7 +84,6 @@ def attend_texts(heads: QkvHeads, texts: TextStarts, spec: AttentionSpec) -> Ten
     vectors = head_addresses(heads.num_heads, spec.sinks, spec.slopes)
     run_operation(
         TextAttentionArguments(*addresses, *sizes, wide, spec.scale, spec.softcap or 0.0, *vectors),
-        OpCode.TEXT_ATTENTION,
     )
     return out
 

@@ -83,25 +83,13 @@ EXPORT int64_t armature_tiles(int64_t what) {
     return !l ? 0 : what == 0 ? l->tile_rows : what == 1 ? l->block : what == 2 ? l->align : l->wide_rows;
 }
 
+#define SIZE_OF_ARGUMENTS(NAME, name) [OP_##NAME] = sizeof(name##_arguments),
+
 /* Return the bytes of an operation's arguments as this library reads them, or of lanes for OP_COUNT. A caller with
  * other sizes belongs to another version. */
 EXPORT int64_t armature_size(int64_t code) {
     if (code == OP_COUNT) return sizeof(lanes_arguments) + sizeof(text_steps) + sizeof(row_place);
-    static const int64_t sizes[OP_COUNT] = {
-        [OP_QUANTISE] = sizeof(quantise_arguments),     [OP_NORM] = sizeof(norm_arguments),     [OP_GATE] = sizeof(gate_arguments),
-        [OP_TURN] = sizeof(turn_arguments),             [OP_PICK] = sizeof(pick_arguments),     [OP_LINEAR_INT] = sizeof(linear_int_arguments),
-        [OP_ATTENTION] = sizeof(attention_arguments),   [OP_ROWS] = sizeof(rows_arguments),     [OP_GATHER] = sizeof(gather_arguments),
-        [OP_LINEAR_BF16] = sizeof(linear_bf16_arguments), [OP_ANGLES] = sizeof(angles_arguments),
-        [OP_LAYER_NORM] = sizeof(layer_norm_arguments), [OP_ACTIVATE] = sizeof(activate_arguments),
-        [OP_TEXTS] = sizeof(texts_arguments),           [OP_INT4_SCALES] = sizeof(int4_scales_arguments),
-        [OP_INT4_GPTQ] = sizeof(int4_gptq_arguments),   [OP_LINEAR_FP32] = sizeof(linear_fp32_arguments),
-        [OP_TOP] = sizeof(top_arguments),               [OP_POOL] = sizeof(pool_arguments),
-        [OP_LORA] = sizeof(lora_arguments),
-        [OP_TOP] = sizeof(top_arguments),               [OP_ROUTE] = sizeof(route_arguments),
-        [OP_EXPERTS] = sizeof(experts_arguments),       [OP_LATENT] = sizeof(latent_arguments),
-        [OP_CONVOLVE] = sizeof(convolve_arguments),     [OP_CONVOLVED_ROWS] = sizeof(convolved_rows_arguments),
-        [OP_ALTUP] = sizeof(altup_arguments),           [OP_MATCH] = sizeof(match_arguments),
-    };
+    static const int64_t sizes[OP_COUNT] = {EACH_OPERATION(SIZE_OF_ARGUMENTS)};
     return code >= 0 && code < OP_COUNT ? sizes[code] : 0;
 }
 

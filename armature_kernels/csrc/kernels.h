@@ -59,7 +59,7 @@ DEFINE(linear_bf16)
 #include "latent.h"
 #include "layer_norm.h"
 #include "pool.h"
-#include "quantise.h"
+#include "quantize.h"
 #include "round_int4.h"
 #include "route.h"
 #include "rowwise.h"
@@ -90,7 +90,7 @@ const level LEVEL = {
     .attention_panels = ATTENTION_PANELS,
     .kernels =
         {
-            [OP_QUANTISE] = quantise,
+            [OP_QUANTIZE] = quantize,
             [OP_NORM] = norm,
             [OP_GATE] = gate,
             [OP_LINEAR_INT] = KERNEL(linear_int),

@@ -1,4 +1,4 @@
-/* y = x W^T (+ bias) from quantised rows and packed int4 or int8 panels. The level multiplies a tile with a panel
+/* y = x W^T (+ bias) from quantized rows and packed int4 or int8 panels. The level multiplies a tile with a panel
  * (tile_*.h). This file has the order of tiles and panels, and the epilogue. */
 #ifndef ARMATURE_LINEAR_INT_H
 #define ARMATURE_LINEAR_INT_H

@@ -17,7 +17,7 @@
 INLINE int64_t least_of(int64_t a, int64_t b) { return a < b ? a : b; }
 INLINE vf lora_load(int wide, const void *p, ptrdiff_t i) { return wide ? vf_load((const float *)p + i) : bf16_load((const uint16_t *)p + i); }
 
-/* Inputs [from, from + count) of a row of quantised tiles (ops.h); both are multiples of 32. */
+/* Inputs [from, from + count) of a row of quantized tiles (ops.h); both are multiples of 32. */
 static void lora_codes(const lora_arguments *a, int64_t row, int64_t from, int64_t count, float *out) {
     const int64_t first = row / a->height * a->height, left = least_of(a->rows - first, a->height), groups = a->padded / a->group;
     const int64_t height = (left + TILE_ALIGN - 1) / TILE_ALIGN * TILE_ALIGN;

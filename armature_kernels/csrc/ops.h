@@ -1,11 +1,11 @@
 /* The interface between Python and the library: the operations and the arguments of each. Every field has eight
- * bytes, so that a caller needs only addresses and 64-bit numbers; `armature_kernels/native/operations.py` mirrors this
+ * bytes, so that a caller needs only addresses and 64-bit numbers; `armature_kernels/native/arguments.py` mirrors this
  * file.
  *
  * An operation is a *team function*: `armature_run` opens one parallel region in which every thread walks the same
  * list. Each kernel divides its work among the threads, and none returns before all have done their part.
  *
- * Quantised activations
+ * Quantized activations
  *   A row of `size` inputs is padded with zeros to a multiple of `group`, itself a multiple of 32. Each group of a row has a scale:
  *   value = scale * code, code int8 in [-127, 127]. A group with NaN or infinity in it has the scale NaN. Each `shared` groups of
  *   a row have the same scale, which counts the largest value of all of them; a product may then add them before it multiplies
@@ -39,38 +39,40 @@ typedef struct {
     const void *arguments;
 } operation;
 
-enum {
-    OP_QUANTISE,   /* bf16 rows to quantised rows */
-    OP_NORM,       /* RMSNorm, then bf16 or quantised, or added to the residual stream */
-    OP_GATE,       /* act(gate) * up, then bf16 or quantised */
-    OP_TURN,       /* norms of query and key heads, RoPE, keys and values to the cache */
-    OP_LINEAR_INT, /* quantised rows times int4 or int8 panels */
-    OP_PICK,       /* the same, but only each row's top outputs are written */
-    OP_ATTENTION,  /* queries over cached keys and values */
-    OP_ROWS,       /* rows of weights, widened: an embedding */
-    OP_GATHER,     /* some rows of an fp32 matrix */
-    OP_LINEAR_BF16,
-    OP_ANGLES,     /* RoPE angles of positions */
-    OP_LAYER_NORM, /* LayerNorm, then bf16 or quantised, and in place */
-    OP_ACTIVATE,   /* act(x), then bf16 or quantised */
-    OP_TEXTS,      /* attention of whole texts, without a cache */
-    OP_INT4_SCALES, /* the scale of each group of weights, while weights are packed */
-    OP_INT4_GPTQ,   /* codes of some inputs of a weight by GPTQ */
-    OP_LINEAR_FP32, /* rows times fp32 panels, or bf16 panels that are widened while they are read */
-    OP_TOP,         /* each row's top elements of an fp32 matrix */
-    OP_POOL,        /* rows of each text to one, or rows to unit length */
-    OP_LORA,        /* the products of LoRA adapters, added to a product's rows */
-    OP_ROUTE,       /* each row's experts and their weights, from the router's logits */
-    OP_EXPERTS,     /* each row's experts, added to the residual stream */
-    OP_LATENT,      /* queries, keys and values of multi-head latent attention as rows of heads */
-    OP_CONVOLVE,    /* a short convolution over cached rows, times gates */
-    OP_CONVOLVED_ROWS, /* what a short convolution multiplies and caches */
-    OP_ALTUP,       /* the streams of a row before a layer, or after it */
-    OP_MATCH,       /* rows times a factor that gives them the rms of other rows */
-    OP_COUNT
-};
+/* Every operation: its code is its place in this list, OP_<NAME>, and its arguments are <name>_arguments. */
+#define EACH_OPERATION(row) \
+    row(QUANTIZE, quantize)                   /* bf16 rows to quantized rows */ \
+    row(NORM, norm)                           /* RMSNorm, then bf16 or quantized, or added to the residual stream */ \
+    row(GATE, gate)                           /* act(gate) * up, then bf16 or quantized */ \
+    row(TURN, turn)                           /* norms of query and key heads, RoPE, keys and values to the cache */ \
+    row(LINEAR_INT, linear_int)               /* quantized rows times int4 or int8 panels */ \
+    row(PICK, pick)                           /* the same, but only each row's top outputs are written */ \
+    row(ATTENTION, attention)                 /* queries over cached keys and values */ \
+    row(ROWS, rows)                           /* rows of weights, widened: an embedding */ \
+    row(GATHER, gather)                       /* some rows of an fp32 matrix */ \
+    row(LINEAR_BF16, linear_bf16) \
+    row(ANGLES, angles)                       /* RoPE angles of positions */ \
+    row(LAYER_NORM, layer_norm)               /* LayerNorm, then bf16 or quantized, and in place */ \
+    row(ACTIVATE, activate)                   /* act(x), then bf16 or quantized */ \
+    row(TEXTS, texts)                         /* attention of whole texts, without a cache */ \
+    row(INT4_SCALES, int4_scales)             /* the scale of each group of weights, while weights are packed */ \
+    row(INT4_GPTQ, int4_gptq)                 /* codes of some inputs of a weight by GPTQ */ \
+    row(LINEAR_FP32, linear_fp32)             /* rows times fp32 panels, or bf16 panels that are widened while they are read */ \
+    row(TOP, top)                             /* each row's top elements of an fp32 matrix */ \
+    row(POOL, pool)                           /* rows of each text to one, or rows to unit length */ \
+    row(LORA, lora)                           /* the products of LoRA adapters, added to a product's rows */ \
+    row(ROUTE, route)                         /* each row's experts and their weights, from the router's logits */ \
+    row(EXPERTS, experts)                     /* each row's experts, added to the residual stream */ \
+    row(LATENT, latent)                       /* queries, keys and values of multi-head latent attention as rows of heads */ \
+    row(CONVOLVE, convolve)                   /* a short convolution over cached rows, times gates */ \
+    row(CONVOLVED_ROWS, convolved_rows)       /* what a short convolution multiplies and caches */ \
+    row(ALTUP, altup)                         /* the streams of a row before a layer, or after it */ \
+    row(MATCH, match)                         /* rows times a factor that gives them the rms of other rows */
 
-/* Destination of rows of activations: quantised if `tiles` is given, else `rows` bf16 or `wide` fp32, [rows, size]. A scale
+#define OPERATION_CODE(NAME, name) OP_##NAME,
+enum { EACH_OPERATION(OPERATION_CODE) OP_COUNT };
+
+/* Destination of rows of activations: quantized if `tiles` is given, else `rows` bf16 or `wide` fp32, [rows, size]. A scale
  * is that of `shared` groups: 1, or 2, 4 or 8 groups of 32. */
 typedef struct {
     uint16_t *rows;
@@ -87,7 +89,7 @@ typedef struct {
     const uint16_t *x;
     int64_t stride, rows, size;
     sink out;
-} quantise_arguments;
+} quantize_arguments;
 
 /* out = hidden / rms(hidden) * weight, hidden [rows, size] fp32 (row stride in elements), weight [size] fp32. If
  * `branch` [rows, size] is given, bf16 or, if `wide`, fp32, its norm is added to hidden instead, and `out` is not used:
@@ -165,7 +167,7 @@ enum { SCALES, SCALES_AND_MINIMUMS, DOUBLE_QUANTIZED };
 
 enum { OUTPUT_BF16, OUTPUT_FP32, OUTPUT_ADD_FP32 };
 
-/* y [rows, outputs] (row stride in elements; ADD: += into fp32) = act(quantised rows times panels, plus bias
+/* y [rows, outputs] (row stride in elements; ADD: += into fp32) = act(quantized rows times panels, plus bias
  * [outputs] fp32 if given). */
 typedef struct {
     const uint8_t *panels;
@@ -299,7 +301,7 @@ typedef struct {
 } lora_step;
 
 /* y [rows, first_outputs[part] + i] += b (a x) for i < outputs[part] and each row in `step`; row strides in elements. x is
- * bf16, fp32 if `wide_x`, or quantised if `tiles` is given; y is bf16, or fp32 if `wide_y`. parts [slots, num_parts].
+ * bf16, fp32 if `wide_x`, or quantized if `tiles` is given; y is bf16, or fp32 if `wide_y`. parts [slots, num_parts].
  * shrunk [rows, num_parts, max_rank] is a buffer; max_rank is a multiple of 4 and at least every rank. */
 typedef struct {
     const void *x;

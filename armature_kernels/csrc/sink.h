@@ -1,4 +1,4 @@
-/* Rows of activations as output of a kernel: bf16, fp32, or quantised into tiles. A kernel passes finished floats, a part
+/* Rows of activations as output of a kernel: bf16, fp32, or quantized into tiles. A kernel passes finished floats, a part
  * of a row at a time. A part is whole groups, with all that share a scale, so that any thread can write it, and small enough
  * to stay in L1 if groups are small. */
 #ifndef ARMATURE_SINK_H
@@ -82,8 +82,8 @@ INLINE void strip_store(int8_t *target, int64_t step, strip codes) {
         for (int i = 0; i < STRIP; i += BLOCK) memcpy(target + i / BLOCK * step, (const char *)&codes + i, BLOCK);
 }
 
-/* Quantise one group of a row, with the scale of the magnitude `most` (as bits); x may be overwritten. */
-INLINE void quantise_group(int32_t most, float *x, int64_t group, int8_t *target, int64_t step, float *scale, int32_t *sum) {
+/* Quantize one group of a row, with the scale of the magnitude `most` (as bits); x may be overwritten. */
+INLINE void quantize_group(int32_t most, float *x, int64_t group, int8_t *target, int64_t step, float *scale, int32_t *sum) {
     union { int32_t bits; float number; } largest = {most};
     const int finite = largest.bits < 0x7f800000, any = finite && largest.number > 1e-35f;
     const float inverse = any ? 127.0f / largest.number : 0.0f;
@@ -106,8 +106,8 @@ INLINE void emit_groups(const sink *out, int64_t rows, int64_t size, part p, flo
         if ((i & (out->shared - 1)) == 0) most = largest_bits(x + i * group, (last - i < out->shared ? last - i : out->shared) * group);
         const int64_t at = first * groups + g * count + within;
         int8_t *target = out->tiles + first * groups * group + g * group * count + within * BLOCK;
-        if (count == 1) quantise_group(most, x + i * group, group, target, BLOCK, out->scales + at, out->sums + at); /* codes are adjacent */
-        else quantise_group(most, x + i * group, group, target, count * BLOCK, out->scales + at, out->sums + at);
+        if (count == 1) quantize_group(most, x + i * group, group, target, BLOCK, out->scales + at, out->sums + at); /* codes are adjacent */
+        else quantize_group(most, x + i * group, group, target, count * BLOCK, out->scales + at, out->sums + at);
     }
 }
 

@@ -71,7 +71,7 @@ INLINE void store_plain_head(int64_t wide, void *target, const float *x, ptrdiff
     for (ptrdiff_t i = 0; i < size; i += LANES) row_store_part(wide, target, i, vf_load(x + i), size - i);
 }
 
-/* As sink.h quantises a group: a head with NaN or infinity in it has the scale NaN, one that is nearly zero the scale
+/* As sink.h quantizes a group: a head with NaN or infinity in it has the scale NaN, one that is nearly zero the scale
  * 0. */
 INLINE void store_int8_head(uint8_t *target, uint8_t *scale, const float *x, ptrdiff_t size) {
     vi largest = vi_all(0);

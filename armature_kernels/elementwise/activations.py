@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from armature_kernels.linear.activations import ROW_DTYPES, Activations, RowGroups, allocate_output, quantise
+from armature_kernels.linear.activations import ROW_DTYPES, Activations, RowGroups, allocate_output, quantize
 from armature_kernels.native.arguments import ACTIVATION_CODES, ActivateArguments, OpCode, TopElementsArguments
 from armature_kernels.native.memory import empty
 from armature_kernels.native.operations import has_kernel, run_operation
@@ -33,29 +33,29 @@ ACTIVATIONS: Mapping[str, Callable[[Tensor], Tensor]] = {
 
 
 def activate(x: Tensor, activation: str, group: RowGroups | None = None) -> Activations:
-    """Return act(x) in the dtype of x [tokens, size], quantised if `group` is given.
+    """Return act(x) in the dtype of x [tokens, size], quantized if `group` is given.
 
     `group` is the number of inputs that share one scale. x may be overwritten.
     """
     if x.dtype not in ROW_DTYPES or x.stride(1) != 1 or x.device.type != "cpu" or not has_kernel(OpCode.ACTIVATE):
         result = _activate_elsewhere(x, activation)
-        return result if group is None else quantise(result, group)
+        return result if group is None else quantize(result, group)
     rows, size = x.shape
     out, sink = allocate_output(rows, size, group, x.dtype)
     sizes = (x.stride(0), rows, size, ACTIVATION_CODES[activation], x.dtype == torch.float32)
-    run_operation(ActivateArguments(x.data_ptr(), *sizes, 0.0, 0.0, sink), OpCode.ACTIVATE, rows * size)
+    run_operation(ActivateArguments(x.data_ptr(), *sizes, 0.0, 0.0, sink), rows * size)
     return out
 
 
 def xielu(x: Tensor, positive: float, negative: float, group: RowGroups | None = None) -> Activations:
-    """Return xIELU(x) (arXiv 2411.13010) in the dtype of x [tokens, size], quantised if `group` is given."""
+    """Return xIELU(x) (arXiv 2411.13010) in the dtype of x [tokens, size], quantized if `group` is given."""
     if x.dtype not in ROW_DTYPES or x.stride(1) != 1 or x.device.type != "cpu" or not has_kernel(OpCode.ACTIVATE):
         result = xielu_torch(x, positive, negative)
-        return result if group is None else quantise(result, group)
+        return result if group is None else quantize(result, group)
     rows, size = x.shape
     out, sink = allocate_output(rows, size, group, x.dtype)
     sizes = (x.stride(0), rows, size, ACTIVATION_CODES["xielu"], x.dtype == torch.float32)
-    run_operation(ActivateArguments(x.data_ptr(), *sizes, positive, negative, sink), OpCode.ACTIVATE, rows * size)
+    run_operation(ActivateArguments(x.data_ptr(), *sizes, positive, negative, sink), rows * size)
     return out
 
 
@@ -67,7 +67,7 @@ def xielu_torch(x: Tensor, positive: float, negative: float) -> Tensor:
 
 
 def convert_rows(hidden: Tensor, dtype: torch.dtype, group: RowGroups | None = None) -> Activations:
-    """Return hidden [tokens, size] fp32 as the input of a product: in `dtype`, or quantised if `group` is given.
+    """Return hidden [tokens, size] fp32 as the input of a product: in `dtype`, or quantized if `group` is given.
 
     The result may be `hidden` itself.
     """
@@ -76,11 +76,11 @@ def convert_rows(hidden: Tensor, dtype: torch.dtype, group: RowGroups | None = N
     native = dtype in ROW_DTYPES and hidden.stride(1) == 1 and hidden.device.type == "cpu"
     if not native or not has_kernel(OpCode.ACTIVATE):
         result = hidden.to(dtype)
-        return result if group is None else quantise(result, group)
+        return result if group is None else quantize(result, group)
     rows, size = hidden.shape
     out, sink = allocate_output(rows, size, group, dtype)
     sizes = (hidden.stride(0), rows, size, ACTIVATION_CODES["identity"], True)
-    run_operation(ActivateArguments(hidden.data_ptr(), *sizes, 0.0, 0.0, sink), OpCode.ACTIVATE, rows * size)
+    run_operation(ActivateArguments(hidden.data_ptr(), *sizes, 0.0, 0.0, sink), rows * size)
     return out
 
 
@@ -192,7 +192,6 @@ def top_logits_of(
     addresses = (logits.data_ptr(), best.values.data_ptr(), best.ids.data_ptr(), logsumexp, scratch.data_ptr(), mask)
     run_operation(
         TopElementsArguments(*addresses, logits.stride(0), rows, outputs, request.k, mask_stride, softcap or 0.0),
-        OpCode.TOP_ELEMENTS,
         rows * outputs,
     )
     return best

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from armature_kernels.linear.activations import ROW_DTYPES, Activations, RowGroups, allocate_output, quantise
+from armature_kernels.linear.activations import ROW_DTYPES, Activations, RowGroups, allocate_output, quantize
 from armature_kernels.native.arguments import AltUpArguments, MatchArguments, OpCode, RowSink
 from armature_kernels.native.operations import has_kernel, run_operation
 
@@ -78,11 +78,11 @@ def correct_streams(
 ) -> Activations:
     """Add to each stream its share of what the layer changed.
 
-    Returns the first stream times the correction's factors [tokens, size], in `dtype` or quantised.
+    Returns the first stream times the correction's factors [tokens, size], in `dtype` or quantized.
     """
     if dtype not in ROW_DTYPES or not _supports(states, mix) or not correction.activated.is_contiguous():
         first = correct_streams_torch(states, mix, correction).to(dtype)
-        return first if group is None else quantise(first, group)
+        return first if group is None else quantize(first, group)
     out, sink = allocate_output(len(states), mix.size, group, dtype)
     _run(states, mix, correction, sink)
     return out
@@ -107,7 +107,7 @@ def _run(states: Tensor, mix: StreamMix, correction: Correction | None, sink: Ro
     sizes = (states.stride(0), len(states), mix.size, mix.num_streams)
     scale = 0.0 if correction is None else correction.scale
     arguments = AltUpArguments(*(tensor.data_ptr() for tensor in tensors), *given, *sizes, scale, sink)
-    run_operation(arguments, OpCode.ALTUP, len(states) * mix.num_streams * mix.size)
+    run_operation(arguments, len(states) * mix.num_streams * mix.size)
 
 
 def match_rows(out: Tensor, x: Tensor, like: Tensor, floor: float, add: bool = False) -> None:
@@ -123,7 +123,7 @@ def match_rows(out: Tensor, x: Tensor, like: Tensor, floor: float, add: bool = F
         return
     sizes = (*(one.stride(0) for one in tensors), *x.shape, x.dtype == torch.float32, add)
     arguments = MatchArguments(*(one.data_ptr() for one in tensors), *sizes, floor)
-    run_operation(arguments, OpCode.MATCH, x.numel())
+    run_operation(arguments, x.numel())
 
 
 def match_rows_torch(x: Tensor, like: Tensor, floor: float) -> Tensor:

@@ -72,7 +72,7 @@ class EmbeddingTable:
         sizes = (len(ids), self.outputs, self.inputs, self.padded, self.group, self.form, self.header, add)
         addresses = (self.weight.data_ptr(), ids.data_ptr(), factors, out.data_ptr())
         arguments = EmbeddingArguments(*addresses, *sizes, times, absent_first)
-        run_operation(arguments, OpCode.EMBEDDING, len(ids) * self.inputs)
+        run_operation(arguments, len(ids) * self.inputs)
 
 
 def embedding_rows(weight: Tensor, ids: Tensor, factor: RowFactor = 1.0, absent_first: bool = False) -> Tensor:

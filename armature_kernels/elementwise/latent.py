@@ -41,7 +41,6 @@ def latent_heads(queries: Tensor, others: Tensor, rotated_keys: Tensor, sizes: L
         LatentArguments(
             *(x.data_ptr() for x in (*given, out)), *(x.stride(0) for x in given), *numbers, out.dtype == torch.float32
         ),
-        OpCode.LATENT,
         out.numel(),
     )
     return out

@@ -2,7 +2,7 @@
 
 The public functions select a native kernel on a CPU, a Triton kernel on an NVIDIA GPU (armature_kernels/triton/), or the
 reference implementation, whose name ends in `_torch`. Results are equal within the rounding of one bf16. With a
-`group`, results are quantised rows for the next product; only forms of the native library request that.
+`group`, results are quantized rows for the next product; only forms of the native library request that.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from armature_kernels.elementwise.activations import ACTIVATIONS
-from armature_kernels.linear.activations import ROW_DTYPES, Activations, RowGroups, allocate_output, quantise
+from armature_kernels.linear.activations import ROW_DTYPES, Activations, RowGroups, allocate_output, quantize
 from armature_kernels.native.arguments import (
     ACTIVATION_CODES,
     SWIGLU_ALPHA,
@@ -34,16 +34,15 @@ from armature_kernels.triton.support import triton_usable
 def rms_norm(
     hidden: Tensor, weight: Tensor, eps: float, dtype: torch.dtype, group: RowGroups | None = None
 ) -> Activations:
-    """Compute hidden / rms(hidden) * weight in `dtype`, or quantised; hidden [tokens, size], weight [size] fp32."""
+    """Compute hidden / rms(hidden) * weight in `dtype`, or quantized; hidden [tokens, size], weight [size] fp32."""
     if dtype not in ROW_DTYPES or not _supports_norm(hidden, ROW_DTYPES):
-        return _quantise_if(_rms_norm_elsewhere(hidden, weight, eps, dtype), group)
+        return _quantize_if(_rms_norm_elsewhere(hidden, weight, eps, dtype), group)
     rows, size = hidden.shape
     out, sink = allocate_output(rows, size, group, dtype)
     wide, narrow = (hidden, None) if hidden.dtype == torch.float32 else (None, hidden)
     addresses = (None if one is None else one.data_ptr() for one in (wide, narrow, weight))
     run_operation(
         NormArguments(*addresses, hidden.stride(0), rows, size, False, eps, sink),
-        OpCode.NORM,
         rows * size,
     )
     return out
@@ -72,7 +71,6 @@ def add_rms_norm(hidden: Tensor, branch: Tensor, weight: Tensor, eps: float) -> 
     sizes = (hidden.stride(0), rows, size, branch.dtype == torch.float32)
     run_operation(
         NormArguments(hidden.data_ptr(), branch.data_ptr(), weight.data_ptr(), *sizes, eps, RowSink()),
-        OpCode.NORM,
         rows * size,
     )
 
@@ -100,31 +98,31 @@ def _supports_norm(hidden: Tensor, dtypes: Collection[torch.dtype] = (torch.floa
 def gate(
     gate_up: Tensor, activation: str, group: RowGroups | None = None, deviations: float | None = None
 ) -> Activations:
-    """Compute act(gate) * up [tokens, size] from gate_up [tokens, 2 * size], in its dtype or quantised.
+    """Compute act(gate) * up [tokens, size] from gate_up [tokens, 2 * size], in its dtype or quantized.
 
     With `deviations`, most gates become 0 first: each is lowered by the mean of the row's gates plus so many of their
     standard deviations, and is at least 0.
     """
     if not _supports_gate(gate_up):
-        return _quantise_if(_gate_elsewhere(gate_up, activation, deviations), group)
+        return _quantize_if(_gate_elsewhere(gate_up, activation, deviations), group)
     rows, size = gate_up.shape[0], gate_up.shape[1] // 2
     cutoffs = None if deviations is None else empty((rows,), torch.float32)
     lowered = (None if cutoffs is None else cutoffs.data_ptr(), 0, deviations or 0.0)
     out, sink = allocate_output(rows, size, group, gate_up.dtype)
     sizes = (rows, size, ACTIVATION_CODES[activation], gate_up.dtype == torch.float32)
-    run_operation(GateArguments(gate_up.data_ptr(), *sizes, sink, None, *lowered), OpCode.GATE, rows * size)
+    run_operation(GateArguments(gate_up.data_ptr(), *sizes, sink, None, *lowered), rows * size)
     return out
 
 
 def gate_with(gates: Tensor, up: Tensor, activation: str, group: RowGroups | None = None) -> Activations:
-    """Compute act(gates) * up [tokens, size] in the dtype of the gates or quantised; up [tokens, size] fp32."""
+    """Compute act(gates) * up [tokens, size] in the dtype of the gates or quantized; up [tokens, size] fp32."""
     if not (_supports_gate(gates) and up.dtype == torch.float32 and up.stride(1) == 1):
-        return _quantise_if((ACTIVATIONS[activation](gates.float()) * up).to(gates.dtype), group)
+        return _quantize_if((ACTIVATIONS[activation](gates.float()) * up).to(gates.dtype), group)
     rows, size = gates.shape
     out, sink = allocate_output(rows, size, group, gates.dtype)
     sizes = (rows, size, ACTIVATION_CODES[activation], gates.dtype == torch.float32)
     factors = (up.data_ptr(), None, up.stride(0), 0.0)
-    run_operation(GateArguments(gates.data_ptr(), *sizes, sink, *factors), OpCode.GATE, rows * size)
+    run_operation(GateArguments(gates.data_ptr(), *sizes, sink, *factors), rows * size)
     return out
 
 
@@ -192,12 +190,12 @@ def _gathered(x: Tensor, rows: Tensor | None, out: Tensor | None = None) -> Tens
     # The kernel copies four bytes at a time as fp32, for any dtype.
     words = [elements * x.itemsize // 4 for elements in (x.stride(0), x.shape[1], out.stride(0))]
     sizes = (words[0], len(out), *words[1:])
-    run_operation(GatherArguments(x.data_ptr(), ids, out.data_ptr(), *sizes), OpCode.GATHER, out.numel())
+    run_operation(GatherArguments(x.data_ptr(), ids, out.data_ptr(), *sizes), out.numel())
     return out
 
 
-def _quantise_if(rows: Tensor, group: RowGroups | None) -> Activations:
-    return rows if group is None else quantise(rows, group)
+def _quantize_if(rows: Tensor, group: RowGroups | None) -> Activations:
+    return rows if group is None else quantize(rows, group)
 
 
 LayerNormWeights = tuple[Tensor, Tensor | None, float]  # weight and bias [size] fp32, eps
@@ -212,12 +210,12 @@ def layer_norm(
 ) -> Activations:
     """Compute (hidden - mean) / deviation * weight + bias of hidden [tokens, size] fp32.
 
-    The result is in `dtype`, or quantised if `group` is given. If `in_place` is True, hidden is overwritten by its
+    The result is in `dtype`, or quantized if `group` is given. If `in_place` is True, hidden is overwritten by its
     norm as well.
     """
     if dtype not in ROW_DTYPES or not _supports(hidden):
         normed = _layer_norm_elsewhere(hidden, norm, dtype, in_place)
-        return normed if group is None else quantise(normed, group)
+        return normed if group is None else quantize(normed, group)
     rows, size = hidden.shape
     out, sink = allocate_output(rows, size, group, dtype)
     _run(hidden, norm, in_place, sink)
@@ -272,7 +270,6 @@ def _run(hidden: Tensor, norm: LayerNormWeights, in_place: bool, sink: RowSink) 
     addresses = (hidden.data_ptr(), weight.data_ptr(), None if bias is None else bias.data_ptr())
     run_operation(
         LayerNormArguments(*addresses, hidden.stride(0), rows, size, in_place, eps, sink),
-        OpCode.LAYER_NORM,
         rows * size,
     )
 

@@ -65,4 +65,4 @@ def _run(x: Tensor, out: Tensor, starts: Tensor | None, skipped: Tensor | None, 
     """Run the native operation; without `starts` each row is a text of its own."""
     addresses = (0 if borders is None else borders.data_ptr() for borders in (starts, skipped))
     sizes = (out.shape[0], x.stride(0), x.shape[1])
-    run_operation(PoolArguments(x.data_ptr(), *addresses, out.data_ptr(), *sizes, mean, unit), OpCode.POOL, x.numel())
+    run_operation(PoolArguments(x.data_ptr(), *addresses, out.data_ptr(), *sizes, mean, unit), x.numel())

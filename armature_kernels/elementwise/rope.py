@@ -33,7 +33,7 @@ def rope_angles(positions: Tensor, frequencies: Tensor, scale: float = 1.0) -> R
     tokens, half = len(positions), len(frequencies)
     cos, sin = (empty((tokens, 1, 2 * half), torch.float32) for _ in range(2))
     addresses = (positions.data_ptr(), frequencies.data_ptr(), cos.data_ptr(), sin.data_ptr())
-    run_operation(RopeAnglesArguments(*addresses, tokens, half, scale), OpCode.ROPE_ANGLES, tokens * half)
+    run_operation(RopeAnglesArguments(*addresses, tokens, half, scale), tokens * half)
     return cos, sin
 
 
@@ -74,7 +74,7 @@ def apply_rope_and_write_kv(heads: QkvHeads, kv: KvRows, written: Tensor) -> Ten
     own = heads.query_norm is not None and heads.query_norm.numel() > heads.head_dim
     norm = (None if scales is None else scales.data_ptr(), own, heads.subtracts_mean, heads.norm_after_rope)
     values = None if heads.value_norm is None else heads.value_norm.data_ptr()
-    run_operation(RopeArguments(*addresses, kv.addresses(), *sizes, heads.eps, *norm, values), OpCode.ROPE)
+    run_operation(RopeArguments(*addresses, kv.addresses(), *sizes, heads.eps, *norm, values))
     return product[:, : heads.num_heads * heads.head_dim].view(tokens, heads.num_heads, heads.head_dim)
 
 

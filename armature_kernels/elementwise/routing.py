@@ -38,7 +38,6 @@ def route(logits: Tensor, routing: Routing, bias: Tensor | None = None) -> tuple
     sizes = (logits.stride(0), rows, routing.num_experts, k, _SCORING[routing.scoring], routing.renormalize, *groups)
     run_operation(
         RouteArguments(*addresses, *sizes, routing.scale, routing.epsilon, routing.jitter),
-        OpCode.ROUTE,
         64 * rows * routing.num_experts,
     )
     return ids, weights

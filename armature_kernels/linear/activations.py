@@ -1,7 +1,7 @@
-"""Quantised activations, the input of integer products: int8 codes in tiles, with scales and sums.
+"""Quantized activations, the input of integer products: int8 codes in tiles, with scales and sums.
 
 Each group of a row has a scale and a sum, and several groups may have the same scale. The layout is described in
-csrc/ops.h. The kernels for norms, gated activations and quantisation write it. `unpack_tiles` reads it back for the
+csrc/ops.h. The kernels for norms, gated activations and quantization write it. `unpack_tiles` reads it back for the
 reference implementations and the tests.
 """
 
@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from armature_kernels.native.arguments import OpCode, QuantiseArguments, RowSink
+from armature_kernels.native.arguments import QuantizeArguments, RowSink
 from armature_kernels.native.library import native_library
 from armature_kernels.native.memory import empty
 from armature_kernels.native.operations import run_operation
@@ -22,7 +22,7 @@ _MAX_GROUP = 65536  # csrc/sink.h
 
 @dataclass(frozen=True, slots=True)
 class RowGroups:
-    """Groups of the inputs of a row that is quantised.
+    """Groups of the inputs of a row that is quantized.
 
     `size` inputs have a sum of their own, as they have a scale of a weight. Each `shared` groups have the same scale: 1,
     or 2, 4 or 8 groups of 32 inputs.
@@ -33,7 +33,7 @@ class RowGroups:
 
 
 @dataclass(frozen=True, slots=True)
-class QuantisedActivations:
+class QuantizedActivations:
     """Int8 codes, scales and sums of `rows` rows with `size` inputs each, padded to `padded`, a multiple of `group`.
 
     Each `shared` groups of a row have the same scale. A tile has `height` rows. The last tile may have fewer.
@@ -68,30 +68,30 @@ class QuantisedActivations:
 
 
 Activations = (
-    Tensor | QuantisedActivations
-)  # input of a product: rows in the model's dtype, or quantised if the form requires it
+    Tensor | QuantizedActivations
+)  # input of a product: rows in the model's dtype, or quantized if the form requires it
 
 
 def rows_of(x: Activations) -> int:
     """Return the number of rows of x."""
-    return x.rows if isinstance(x, QuantisedActivations) else x.shape[0]
+    return x.rows if isinstance(x, QuantizedActivations) else x.shape[0]
 
 
-def unquantised(x: Activations) -> Tensor:
-    """Return x as a tensor, for forms that never read quantised rows."""
-    assert isinstance(x, Tensor), "rows are quantised only for a form whose `takes` names a group"
+def unquantized(x: Activations) -> Tensor:
+    """Return x as a tensor, for forms that never read quantized rows."""
+    assert isinstance(x, Tensor), "rows are quantized only for a form whose `takes` names a group"
     return x
 
 
-def empty_quantised(rows: int, size: int, groups: RowGroups) -> QuantisedActivations:
-    """Allocate quantised rows without initialising them."""
+def empty_quantized(rows: int, size: int, groups: RowGroups) -> QuantizedActivations:
+    """Allocate quantized rows without initialising them."""
     group = groups.size
     assert group % 32 == 0 and 0 < group <= _MAX_GROUP, (
         "kernels read 32 inputs at a time, and keep at most 65536 on their stack"
     )
     align = native_library().align
     count, most = -(-size // group), -(-rows // align) * align
-    return QuantisedActivations(
+    return QuantizedActivations(
         empty((most * count * group,), torch.int8), empty((most * count,), torch.float32), empty((most * count,), torch.int32),
         rows, size, group, tile_height(rows), groups.shared,
     )  # fmt: skip
@@ -105,14 +105,14 @@ def allocate_output(
 ) -> tuple[Activations, RowSink]:
     """Allocate the output of a kernel and return it with the C structure that describes it.
 
-    It is quantised if `groups` are given, else of `dtype`, one of `ROW_DTYPES`.
+    It is quantized if `groups` are given, else of `dtype`, one of `ROW_DTYPES`.
     """
     if groups is None:
         out = empty((rows, size), dtype)
         narrow, wide = (out.data_ptr() if dtype == one else None for one in ROW_DTYPES)
         return out, RowSink(narrow, None, None, None, 0, 0, wide, 1)
-    quantised = empty_quantised(rows, size, groups)
-    return quantised, quantised.as_sink()
+    quantized = empty_quantized(rows, size, groups)
+    return quantized, quantized.as_sink()
 
 
 def tile_height(rows: int) -> int:
@@ -123,24 +123,23 @@ def tile_height(rows: int) -> int:
     return -(-height // chosen.align) * chosen.align
 
 
-def quantise(x: Tensor, groups: RowGroups) -> QuantisedActivations:
-    """Quantise x [rows, size] to int8 codes with a scale for each group of a row, or for several.
+def quantize(x: Tensor, groups: RowGroups) -> QuantizedActivations:
+    """Quantize x [rows, size] to int8 codes with a scale for each group of a row, or for several.
 
     Rows of another dtype than bf16 are converted to bf16 first.
     """
     if x.stride(-1) != 1 or x.dtype != torch.bfloat16:
         x = x.to(torch.bfloat16).contiguous()
-    result = empty_quantised(x.shape[0], x.shape[1], groups)
+    result = empty_quantized(x.shape[0], x.shape[1], groups)
     run_operation(
-        QuantiseArguments(x.data_ptr(), x.stride(0), x.shape[0], x.shape[1], result.as_sink()),
-        OpCode.QUANTISE,
+        QuantizeArguments(x.data_ptr(), x.stride(0), x.shape[0], x.shape[1], result.as_sink()),
         x.numel(),
     )
     return result
 
 
-def quantise_torch(x: Tensor, groups: RowGroups) -> tuple[Tensor, Tensor]:
-    """Quantise x [rows, size] in plain torch; this is the reference implementation of `quantise`.
+def quantize_torch(x: Tensor, groups: RowGroups) -> tuple[Tensor, Tensor]:
+    """Quantize x [rows, size] in plain torch; this is the reference implementation of `quantize`.
 
     Codes are rounded to nearest, ties to even. Groups of one scale are zero if their largest magnitude is below 1e-35. If
     they contain a value that is not finite, their scale is NaN and their codes are 0.
@@ -165,8 +164,8 @@ def quantise_torch(x: Tensor, groups: RowGroups) -> tuple[Tensor, Tensor]:
     return codes, scales
 
 
-def unpack_tiles(x: QuantisedActivations) -> tuple[Tensor, Tensor]:
-    """Read quantised rows out of their tiles: codes int8 [rows, groups, group] and scales fp32 [rows, groups]."""
+def unpack_tiles(x: QuantizedActivations) -> tuple[Tensor, Tensor]:
+    """Read quantized rows out of their tiles: codes int8 [rows, groups, group] and scales fp32 [rows, groups]."""
     block, align = native_library().block, native_library().align
     groups = x.padded // x.group
     codes, scales = torch.empty(x.rows, x.padded, dtype=torch.int8), torch.empty(x.rows, groups)

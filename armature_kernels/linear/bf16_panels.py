@@ -1,7 +1,7 @@
-"""Native linear forms: bf16 weights in panels, and a weight in two quantised forms, selected by the number of rows.
+"""Native linear forms: bf16 weights in panels, and a weight in two quantized forms, selected by the number of rows.
 
 Panels are read in the same order for any number of rows; `csrc/tile_bf16.h` describes layout and product, and torch's
-`F.linear` is the reference implementation. Of the two quantised forms, four bits serve few rows, where memory
+`F.linear` is the reference implementation. Of the two quantized forms, four bits serve few rows, where memory
 bandwidth is the bottleneck, and eight bits serve many rows, where arithmetic is.
 """
 
@@ -16,7 +16,7 @@ from torch import Tensor
 
 from armature_kernels.elementwise.activations import TopLogits, TopLogitsRequest
 from armature_kernels.elementwise.embedding import RowFactor
-from armature_kernels.linear.activations import QuantisedActivations, RowGroups, rows_of
+from armature_kernels.linear.activations import QuantizedActivations, RowGroups, rows_of
 from armature_kernels.linear.bf16_product import PackedWeight, run_bf16_product
 from armature_kernels.linear.fp32_panels import FloatPanelLinear
 from armature_kernels.linear.int_panels import IntPanelFactory, IntPanelLinear
@@ -154,7 +154,7 @@ class HybridLinear:
         gptq_factors: Sequence[GptqFactors] = (),
         stored: Int4Weight | Int8Weight | None = None,
     ) -> None:
-        """Quantise rows [n, in] as outputs `[first, first + n)` of both forms; `few` takes the codes that are given."""
+        """Quantize rows [n, in] as outputs `[first, first + n)` of both forms; `few` takes the codes that are given."""
         self.few.fill(first, rows, gptq_factors, stored)
         self.many.fill(first, rows, gptq_factors)
 
@@ -162,23 +162,23 @@ class HybridLinear:
         return self.few if rows <= self.max_few_rows else self.many
 
     def activation_group(self, rows: int) -> RowGroups | None:
-        """Return the quantisation group of the activations for this many rows; None for a plain tensor."""
+        """Return the quantization group of the activations for this many rows; None for a plain tensor."""
         return self._form(rows).activation_group(rows)
 
-    def multiply(self, x: Tensor | QuantisedActivations) -> Tensor:
+    def multiply(self, x: Tensor | QuantizedActivations) -> Tensor:
         """Multiply x [tokens, in] to [tokens, out] bf16."""
         return self._form(rows_of(x)).multiply(x)
 
-    def multiply_activated(self, x: Tensor | QuantisedActivations, activation: str) -> Tensor:
+    def multiply_activated(self, x: Tensor | QuantizedActivations, activation: str) -> Tensor:
         """Return act(x times the weight) [tokens, out] bf16."""
         return self._form(rows_of(x)).multiply_activated(x, activation)
 
-    def add_to(self, hidden: Tensor, x: Tensor | QuantisedActivations) -> None:
+    def add_to(self, hidden: Tensor, x: Tensor | QuantizedActivations) -> None:
         """Add the product to hidden [tokens, out] fp32 in place."""
         self._form(rows_of(x)).add_to(hidden, x)
 
     def top_logits(
-        self, x: Tensor | QuantisedActivations, request: TopLogitsRequest, softcap: float | None = None
+        self, x: Tensor | QuantizedActivations, request: TopLogitsRequest, softcap: float | None = None
     ) -> TopLogits:
         """Return the top outputs of each row of the product."""
         form = self._form(rows_of(x))
@@ -186,6 +186,6 @@ class HybridLinear:
         return form.top_logits(x, request, softcap)
 
     def rows(self, ids: Tensor, factor: RowFactor = 1.0) -> Tensor:
-        """Return rows of the dequantised weight, fp32 [n, in], for ids [n] int64, times a factor."""
+        """Return rows of the dequantized weight, fp32 [n, in], for ids [n] int64, times a factor."""
         assert isinstance(self.few, IntPanelLinear), "an output layer is not split"
         return self.few.rows(ids, factor)

@@ -11,7 +11,7 @@ from enum import Enum, auto
 import torch
 from torch import Tensor
 
-from armature_kernels.native.arguments import LinearBf16Arguments, OpCode, ProductOutput
+from armature_kernels.native.arguments import LinearBf16Arguments, ProductOutput
 from armature_kernels.native.library import native_library
 from armature_kernels.native.memory import empty
 from armature_kernels.native.operations import run_operation
@@ -77,5 +77,4 @@ def run_bf16_product(
             x.stride(0), y.stride(0), rows, weight.inputs, weight.outputs, output, weight.fixed, activation,
             weight.bits, weight.group, weight.header,
         ),
-        OpCode.LINEAR_BF16,
     )  # fmt: skip

@@ -1,4 +1,4 @@
-"""An unquantised weight in the memory of a device, copied there some rows at a time and multiplied by torch.
+"""An unquantized weight in the memory of a device, copied there some rows at a time and multiplied by torch.
 
 Nothing here depends on the kind of device; tests run the same code on the CPU. `fused_addmm` adds a half-precision
 product to an fp32 stream in one kernel (CUDA's `addmm` with a wider `out_dtype`), which saves one kernel launch and
@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from armature_kernels.elementwise.embedding import RowFactor, embedding_rows
-from armature_kernels.linear.activations import Activations, unquantised
+from armature_kernels.linear.activations import Activations, unquantized
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,16 +69,16 @@ class DeviceLinear:
         self.weight[first : first + len(rows)].copy_(rows)
 
     def activation_group(self, rows: int) -> None:
-        """Return None: activations are not quantised."""
+        """Return None: activations are not quantized."""
 
     def multiply(self, x: Activations) -> Tensor:
         """Multiply x [tokens, in] to [tokens, out] in the weight's dtype."""
-        return F.linear(unquantised(x), self.weight, self.bias)
+        return F.linear(unquantized(x), self.weight, self.bias)
 
     def add_to(self, hidden: Tensor, x: Activations) -> None:
         """Add the product to hidden [tokens, out] fp32 in place."""
         if self.fuses_add:
-            fused_addmm(hidden, unquantised(x), self.weight)
+            fused_addmm(hidden, unquantized(x), self.weight)
         else:
             hidden += self.multiply(x)
 

@@ -1,7 +1,7 @@
 """Four-bit weights in groups of 64 on a device with separate memory, multiplied by torch's int4 product.
 
 That product is tinygemm on CUDA and a Metal kernel on Apple devices. Few rows are multiplied by the codes
-directly. For many rows the weight is dequantised to the activations' dtype first. Torch's packed layout is not
+directly. For many rows the weight is dequantized to the activations' dtype first. Torch's packed layout is not
 documented and differs by device, so the order of codes is found by packing known numbers once. On a CPU the
 reference implementations are used.
 """
@@ -17,14 +17,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from armature_kernels.linear.activations import Activations, unquantised
+from armature_kernels.linear.activations import Activations, unquantized
 from armature_kernels.linear.device import copy_bias_to_device
 from armature_kernels.linear.layout import DEVICE_GROUP, device_int4_bytes, supports_device_int4
-from armature_kernels.linear.quantization import quantise_int4
+from armature_kernels.linear.quantization import quantize_int4
 from armature_kernels.triton.support import triton_usable
 
 # Most rows that are multiplied by the codes. Tinygemm reads them once per 16 rows: 2.25 bytes per weight at 64,
-# against 4.6 if they are dequantised to BF16 and read again. Metal's product repeats that of a single row: 0.56
+# against 4.6 if they are dequantized to BF16 and read again. Metal's product repeats that of a single row: 0.56
 # bytes per weight and row.
 MAX_CODE_ROWS: Mapping[str, int] = {"cuda": 64, "mps": 8}
 _DEFAULT_MAX_CODE_ROWS = 64
@@ -32,7 +32,7 @@ _DEFAULT_MAX_CODE_ROWS = 64
 _DTYPES: Mapping[str, tuple[torch.dtype, ...]] = {"cuda": (torch.bfloat16,)}
 _DEFAULT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 _TILE = 8  # outputs whose codes are contiguous, on every device
-# Elements that the reference implementation dequantises at a time; it needs a few copies of them.
+# Elements that the reference implementation dequantizes at a time; it needs a few copies of them.
 _CHUNK_ELEMENTS = 2**22
 
 
@@ -91,9 +91,9 @@ class DeviceInt4Linear:
         return self.packed.nbytes + self.scales.nbytes + (0 if self.bias is None else self.bias.nbytes)
 
     def fill(self, first: int, rows: Tensor) -> None:
-        """Quantise rows [n, in] as outputs `[first, first + n)` on the device, a hundred times as fast as on a CPU."""
+        """Quantize rows [n, in] as outputs `[first, first + n)` on the device, a hundred times as fast as on a CPU."""
         own = slice(first, first + len(rows))
-        codes, self.scales[:, own] = quantise_device_int4(rows.to(self.scales.device), self.scales.dtype)
+        codes, self.scales[:, own] = quantize_device_int4(rows.to(self.scales.device), self.scales.dtype)
         self._code_pairs[own] = _pair_codes(codes)
         self._left -= len(rows)
         if self._left == 0:
@@ -101,13 +101,13 @@ class DeviceInt4Linear:
             self._code_pairs = self._code_pairs.new_empty(0)
 
     def activation_group(self, rows: int) -> None:
-        """Return None: activations are not quantised."""
+        """Return None: activations are not quantized."""
 
     def multiply(self, x: Activations) -> Tensor:
-        """Multiply x [tokens, in] to [tokens, out] in its dtype, by the codes or by the dequantised weight."""
-        rows = unquantised(x)
+        """Multiply x [tokens, in] to [tokens, out] in its dtype, by the codes or by the dequantized weight."""
+        rows = unquantized(x)
         if len(rows) > self.max_code_rows:
-            return F.linear(rows, self.dequantised(), self.bias)
+            return F.linear(rows, self.dequantized(), self.bias)
         if len(rows) == 0:  # a grid without blocks cannot be launched
             return rows.new_empty(0, self.shape[0])
         product = multiply_packed(rows.contiguous(), self.packed, self.scales)
@@ -117,23 +117,23 @@ class DeviceInt4Linear:
         """Add the product to hidden [tokens, out] fp32 in place."""
         hidden += self.multiply(x)
 
-    def dequantised(self) -> Tensor:
-        """Return the dequantised weight [out, in] in the scratch memory, valid until the next form uses it."""
+    def dequantized(self) -> Tensor:
+        """Return the dequantized weight [out, in] in the scratch memory, valid until the next form uses it."""
         out, order = self.scratch.view(*self.shape), self.scratch.order(self.shape[1])
         if triton_usable(out):
-            from armature_kernels.triton.elementwise import dequantise
+            from armature_kernels.triton.elementwise import dequantize
 
-            dequantise(self.packed, order, self.scales, out)
+            dequantize(self.packed, order, self.scales, out)
         else:
-            dequantise_torch(self.packed, order, self.scales, out)
+            dequantize_torch(self.packed, order, self.scales, out)
         return out
 
 
-# ---- dequantised weight in the activations' dtype ------------------------------------------------------------------
+# ---- dequantized weight in the activations' dtype ------------------------------------------------------------------
 
 
-class DequantiseScratch:
-    """Memory for the largest dequantised weight, refilled for each product of many rows.
+class DequantizeScratch:
+    """Memory for the largest dequantized weight, refilled for each product of many rows.
 
     All products run in order on one stream. The address does not change once all forms are made, so recorded steps
     (CUDA graphs) remain valid.
@@ -166,9 +166,9 @@ class DequantiseScratch:
 
 
 @cache
-def shared_scratch(device: torch.device, dtype: torch.dtype) -> DequantiseScratch:
+def shared_scratch(device: torch.device, dtype: torch.dtype) -> DequantizeScratch:
     """Return the one scratch memory that all forms of this device and dtype share."""
-    return DequantiseScratch(device, dtype)
+    return DequantizeScratch(device, dtype)
 
 
 def find_code_order(inputs: int, device: torch.device) -> Tensor:
@@ -188,8 +188,8 @@ def find_code_order(inputs: int, device: torch.device) -> Tensor:
     return order.int()
 
 
-def dequantise_torch(packed: Tensor, order: Tensor, scales: Tensor, out: Tensor) -> None:
-    """Dequantise packed codes into out [outputs, inputs] of the scales' dtype (reference implementation)."""
+def dequantize_torch(packed: Tensor, order: Tensor, scales: Tensor, out: Tensor) -> None:
+    """Dequantize packed codes into out [outputs, inputs] of the scales' dtype (reference implementation)."""
     outputs, inputs = out.shape
     step = max(_TILE, _CHUNK_ELEMENTS // inputs // _TILE * _TILE)
     for first in range(0, outputs, step):
@@ -203,12 +203,12 @@ def dequantise_torch(packed: Tensor, order: Tensor, scales: Tensor, out: Tensor)
 # ---- codes ---------------------------------------------------------------------------------------------------------
 
 
-def quantise_device_int4(rows: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Quantise rows [n, in] to codes uint8 [n, in], with scales and zeros [groups, n, 2] in `dtype`.
+def quantize_device_int4(rows: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Quantize rows [n, in] to codes uint8 [n, in], with scales and zeros [groups, n, 2] in `dtype`.
 
     Codes are the nearest for the scales and zeros after these are rounded to `dtype`.
     """
-    near = quantise_int4(rows, DEVICE_GROUP, zero_points=True)
+    near = quantize_int4(rows, DEVICE_GROUP, zero_points=True)
     assert near.minimums is not None, "zero points were requested"
     scale = near.scales.to(dtype).float()
     zero = (near.minimums.float() + 8 * scale).to(dtype).float()

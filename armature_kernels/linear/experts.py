@@ -117,7 +117,7 @@ class ExpertStack:
         assert library is not None, "a stack requires the native library"
         scratch = empty((int(library.armature_experts_scratch(ctypes.byref(arguments))),), torch.uint8)
         arguments.scratch = scratch.data_ptr()
-        run_operation(arguments, OpCode.EXPERTS)
+        run_operation(arguments)
 
 
 def run_experts_torch(

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from armature_kernels.elementwise.activations import TopLogits, TopLogitsRequest, empty_top_logits, top_logits_of
 from armature_kernels.elementwise.embedding import EmbeddingTable, RowFactor, TableLayout
-from armature_kernels.linear.activations import Activations, RowGroups, unquantised
+from armature_kernels.linear.activations import Activations, RowGroups, unquantized
 from armature_kernels.linear.layout import PANEL_OUTPUTS
 from armature_kernels.native.arguments import ACTIVATION_CODES, LinearFp32Arguments, OpCode, ProductOutput
 from armature_kernels.native.library import native_library
@@ -94,7 +94,7 @@ class FloatPanelLinear:
         return self.panels.nbytes + (self.bias.nbytes if self.bias is not None else 0)
 
     def activation_group(self, rows: int) -> RowGroups | None:
-        """Return None: activations are not quantised."""
+        """Return None: activations are not quantized."""
         return None
 
     def multiply(self, x: Activations) -> Tensor:
@@ -103,7 +103,7 @@ class FloatPanelLinear:
 
     def multiply_activated(self, x: Activations, activation: str) -> Tensor:
         """Return act(x times the weight) [tokens, out]; the activation is applied before rounding."""
-        rows = unquantised(x)
+        rows = unquantized(x)
         y = empty((rows.shape[0], self.outputs), self.dtype)
         output = ProductOutput.BF16 if self.is_narrow else ProductOutput.FP32
         self._run(rows, y, output, ACTIVATION_CODES[activation])
@@ -111,11 +111,11 @@ class FloatPanelLinear:
 
     def add_to(self, hidden: Tensor, x: Activations) -> None:
         """Add the product to hidden [tokens, out] fp32 in place."""
-        self._run(unquantised(x), hidden, ProductOutput.ADD_FP32)
+        self._run(unquantized(x), hidden, ProductOutput.ADD_FP32)
 
     def top_logits(self, x: Activations, request: TopLogitsRequest, softcap: float | None = None) -> TopLogits:
         """Return each row's top outputs; the logits of some rows at a time are in memory."""
-        return _top_logits_by_parts(self._logits, unquantised(x), request, softcap)
+        return _top_logits_by_parts(self._logits, unquantized(x), request, softcap)
 
     def _logits(self, x: Tensor) -> Tensor:
         y = empty((x.shape[0], self.outputs), torch.float32)
@@ -150,9 +150,7 @@ class Fp32PanelLinear(FloatPanelLinear):
         tiles = empty((rows * -(-self.inputs // 2) * 2,), torch.float32)
         addresses = (x.data_ptr(), self.panels.data_ptr(), bias, tiles.data_ptr(), y.data_ptr())
         sizes = (x.stride(0), y.stride(0), rows, self.inputs, self.outputs, output, activation)
-        run_operation(
-            LinearFp32Arguments(*addresses, *sizes, x.dtype == torch.bfloat16, self.is_narrow), OpCode.LINEAR_FP32
-        )
+        run_operation(LinearFp32Arguments(*addresses, *sizes, x.dtype == torch.bfloat16, self.is_narrow))
 
 
 def _top_logits_by_parts(

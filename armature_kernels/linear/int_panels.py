@@ -2,7 +2,7 @@
 
 Layout and arithmetic are described in `csrc/ops.h`. `armature_kernels/linear/quantization.py` computes the codes. One packed
 form serves any number of rows, and a row's result does not depend on the number of other rows. The reference
-implementation multiplies by the dequantised weight.
+implementation multiplies by the dequantized weight.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from armature_kernels.elementwise.activations import (
     top_logits_scratch,
 )
 from armature_kernels.elementwise.embedding import EmbeddingTable, RowFactor, TableLayout
-from armature_kernels.linear.activations import QuantisedActivations, RowGroups, quantise, quantise_torch, rows_of
+from armature_kernels.linear.activations import QuantizedActivations, RowGroups, quantize, quantize_torch, rows_of
 from armature_kernels.linear.bf16_product import PackedWeight, WideRows, run_bf16_product
 from armature_kernels.linear.layout import PanelLayout
 from armature_kernels.linear.quantization import (
@@ -31,8 +31,8 @@ from armature_kernels.linear.quantization import (
     Int4Weight,
     Int8Weight,
     gptq_int4,
-    quantise_int4,
-    quantise_int8,
+    quantize_int4,
+    quantize_int8,
 )
 from armature_kernels.native.arguments import (
     ACTIVATION_CODES,
@@ -46,7 +46,7 @@ from armature_kernels.native.library import native_library
 from armature_kernels.native.memory import allocate_packed, empty
 from armature_kernels.native.operations import has_kernel, run_operation
 
-_STREAM_ROWS = 2048  # outputs quantised at a time
+_STREAM_ROWS = 2048  # outputs quantized at a time
 
 # Groups of 32 inputs of a row that have the same scale if the weight was rounded to four bits here. Its inputs were
 # equalised, so on SmolLM2-135M that costs 0.2% at most (docs/quality.md), and products of 32 rows and more take a tenth
@@ -100,7 +100,7 @@ class IntPanelFactory:
 
 
 class IntPanelLinear:
-    """A quantised weight [out, in] in panels."""
+    """A quantized weight [out, in] in panels."""
 
     __slots__ = ("bias", "group", "inputs", "outputs", "packing", "padded", "panels")
 
@@ -139,7 +139,7 @@ class IntPanelLinear:
         gptq_factors: Sequence[GptqFactors] = (),
         stored: Int4Weight | Int8Weight | None = None,
     ) -> None:
-        """Quantise rows [n, in] of any float dtype as outputs `[first, first + n)`, each given once.
+        """Quantize rows [n, in] of any float dtype as outputs `[first, first + n)`, each given once.
 
         `rows` may be reused afterwards. Four-bit weights are rounded by GPTQ if `gptq_factors` are given. They are not
         rounded if `stored` has the codes of the rows in this form.
@@ -153,7 +153,7 @@ class IntPanelLinear:
                 assert (stored.minimums is not None, stored.group) == (zero_points, self.group), "codes of another form"
                 assert not double_quantized, "codes have plain scales"
             elif not gptq_factors:
-                four = quantise_int4(rows, self.group, zero_points, double_quantized=double_quantized)
+                four = quantize_int4(rows, self.group, zero_points, double_quantized=double_quantized)
             else:
                 four = gptq_int4(rows, self.group, zero_points, gptq_factors, double_quantized=double_quantized)
             codes, scales, others = four.codes, four.scales, four.minimums
@@ -184,41 +184,41 @@ class IntPanelLinear:
         library.armature_pack_int(ctypes.byref(arguments))
 
     def _eight_bits(self, rows: Tensor) -> tuple[Tensor, Tensor]:
-        """Quantise rows to codes int8 [n, padded] and scales [n, groups]; padding is 0."""
+        """Quantize rows to codes int8 [n, padded] and scales [n, groups]; padding is 0."""
         if self.padded != self.inputs:
             rows = torch.nn.functional.pad(rows, (0, self.padded - self.inputs))
-        eight = quantise_int8(rows.reshape(-1, self.group))
+        eight = quantize_int8(rows.reshape(-1, self.group))
         return eight.codes.view(len(rows), self.padded), eight.scales.view(len(rows), -1)
 
     @property
     def row_groups(self) -> RowGroups:
-        """How rows are quantised. Those of other forms may have scales of fewer groups."""
+        """How rows are quantized. Those of other forms may have scales of fewer groups."""
         shares = self.packing.double_quantized and self.group == 32
         return RowGroups(self.group, _SHARED_GROUPS if shares else 1)
 
     def activation_group(self, rows: int) -> RowGroups | None:
-        """Return the groups of inputs in which activations must be quantised.
+        """Return the groups of inputs in which activations must be quantized.
 
         None: this many rows are multiplied in bf16, and the weight is widened.
         """
         return None if self.packing.wide.applies(rows) else self.row_groups
 
-    def multiply(self, x: Tensor | QuantisedActivations) -> Tensor:
+    def multiply(self, x: Tensor | QuantizedActivations) -> Tensor:
         """Multiply x [tokens, in] to [tokens, out] bf16, summed in fp32."""
         return self.multiply_activated(x, "identity")
 
-    def multiply_activated(self, x: Tensor | QuantisedActivations, activation: str) -> Tensor:
+    def multiply_activated(self, x: Tensor | QuantizedActivations, activation: str) -> Tensor:
         """Return act(x times the weight) [tokens, out] bf16; the activation is applied before rounding."""
         y = empty((rows_of(x), self.outputs), torch.bfloat16)
         self.multiply_into(y, 0, x, ProductOutput.BF16, ACTIVATION_CODES[activation])
         return y
 
-    def add_to(self, hidden: Tensor, x: Tensor | QuantisedActivations) -> None:
+    def add_to(self, hidden: Tensor, x: Tensor | QuantizedActivations) -> None:
         """Add the product to hidden [tokens, out] fp32 in place."""
         self.multiply_into(hidden, 0, x, ProductOutput.ADD_FP32)
 
     def top_logits(
-        self, x: Tensor | QuantisedActivations, request: TopLogitsRequest, softcap: float | None = None
+        self, x: Tensor | QuantizedActivations, request: TopLogitsRequest, softcap: float | None = None
     ) -> TopLogits:
         """Return each row's top outputs without writing the others; sums and comparisons are in fp32.
 
@@ -226,7 +226,7 @@ class IntPanelLinear:
         """
         k = request.k
         assert 1 <= k <= min(MAX_TOP_LOGITS, self.outputs), "k must be between 1 and what the kernel keeps"
-        x = x if isinstance(x, QuantisedActivations) else quantise(x, self.row_groups)
+        x = x if isinstance(x, QuantizedActivations) else quantize(x, self.row_groups)
         best, scratch = empty_top_logits(x.rows, request), top_logits_scratch(x.rows, request)
         logsumexp = None if best.logsumexp is None else best.logsumexp.data_ptr()
         product = self.product_arguments(x, None, 0, ProductOutput.FP32)
@@ -237,23 +237,22 @@ class IntPanelLinear:
                 *(best.values.data_ptr(), best.ids.data_ptr(), logsumexp, scratch.data_ptr(), mask),
                 *(k, mask_stride, softcap or 0.0),
             ),
-            OpCode.TOP_LOGITS,
         )
         return best
 
     def multiply_into(
-        self, y: Tensor, first: int, x: Tensor | QuantisedActivations, output: ProductOutput, activation: int = 0
+        self, y: Tensor, first: int, x: Tensor | QuantizedActivations, output: ProductOutput, activation: int = 0
     ) -> None:
         """Write the product to columns `[first, first + out)` of y, whose dtype is that of `output`."""
-        if not isinstance(x, QuantisedActivations):
+        if not isinstance(x, QuantizedActivations):
             if self.activation_group(len(x)) is None:
                 run_bf16_product(self._packed, x, y, first, output, activation)
                 return
-            x = quantise(x, self.row_groups)
+            x = quantize(x, self.row_groups)
         address = y.data_ptr() + first * y.element_size()
         product = self.product_arguments(x, address, y.stride(0), output)
         product.activation = activation
-        run_operation(product, OpCode.LINEAR_INT)
+        run_operation(product)
 
     @property
     def _packed(self) -> PackedWeight:
@@ -261,7 +260,7 @@ class IntPanelLinear:
         return PackedWeight(self.panels, self.bias, self.outputs, self.inputs, bits, self.group, header)
 
     def product_arguments(
-        self, x: QuantisedActivations, y: int | None, stride: int, output: ProductOutput
+        self, x: QuantizedActivations, y: int | None, stride: int, output: ProductOutput
     ) -> LinearIntArguments:
         """Return the arguments of the native product of x; `y` is the output's address and `stride` its row stride."""
         assert (x.size, x.group) == (self.inputs, self.group), "activations must have the weight's inputs and group"
@@ -273,7 +272,7 @@ class IntPanelLinear:
         )  # fmt: skip
 
     def rows(self, ids: Tensor, factor: RowFactor = 1.0) -> Tensor:
-        """Return rows of the dequantised weight, fp32 [n, in], for ids [n] int64, times a factor.
+        """Return rows of the dequantized weight, fp32 [n, in], for ids [n] int64, times a factor.
 
         A tied embedding therefore needs no second copy.
         """
@@ -281,19 +280,19 @@ class IntPanelLinear:
         table = EmbeddingTable(self.panels, form, self.outputs, self.inputs, self.padded, self.group, header)
         return table.rows(ids, factor)
 
-    def dequantised(self) -> Tensor:
-        """Return the dequantised weight, fp32 [out, in]."""
+    def dequantized(self) -> Tensor:
+        """Return the dequantized weight, fp32 [out, in]."""
         return self.rows(torch.arange(self.outputs))
 
     def multiply_torch(self, x: Tensor) -> Tensor:
-        """Multiply in fp32 by torch, with quantised activations and the dequantised weight.
+        """Multiply in fp32 by torch, with quantized activations and the dequantized weight.
 
         Many rows may be multiplied in bf16 instead, by the weight rounded to it. This is the reference implementation
         of `multiply`.
         """
         if self.activation_group(len(x)) is None:
-            return torch.nn.functional.linear(x.float(), self.dequantised().bfloat16().float(), self.bias)
-        codes, scales = quantise_torch(x, self.row_groups)
+            return torch.nn.functional.linear(x.float(), self.dequantized().bfloat16().float(), self.bias)
+        codes, scales = quantize_torch(x, self.row_groups)
         rounded = (codes.float() * scales[..., None]).flatten(1)[:, : self.inputs]
-        product = rounded @ self.dequantised().T
+        product = rounded @ self.dequantized().T
         return product if self.bias is None else product + self.bias

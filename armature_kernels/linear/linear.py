@@ -1,7 +1,7 @@
 """A linear layer and the forms its weight can have.
 
-A form packs a weight once, multiplies by it and reports its bytes. The recipes (weights/recipes) decide which
-forms a machine is offered. A new form changes only this folder and the recipes.
+A form packs a weight once, multiplies by it and reports its bytes. The caller decides which forms a
+machine is offered.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from armature_kernels.elementwise.activations import TopLogits, TopLogitsForm, TopLogitsRequest, activate
 from armature_kernels.elementwise.embedding import RowFactor
-from armature_kernels.linear.activations import Activations, RowGroups, quantise, unquantised
+from armature_kernels.linear.activations import Activations, RowGroups, quantize, unquantized
 from armature_kernels.linear.bf16_panels import Bf16PanelLinear, FixedOrderFactory
 from armature_kernels.linear.device import DeviceFactory
 from armature_kernels.linear.device_int4 import DeviceInt4Factory
@@ -36,7 +36,7 @@ class LinearForm(Protocol):
         ...
 
     def activation_group(self, rows: int) -> RowGroups | None:
-        """Return the quantisation group of the activations at this many rows.
+        """Return the quantization group of the activations at this many rows.
 
         None means a tensor in the model's dtype.
         """
@@ -136,12 +136,12 @@ class PlainLinear:
         return self.weight.nbytes + (self.bias.nbytes if self.bias is not None else 0)
 
     def activation_group(self, rows: int) -> RowGroups | None:
-        """Return None: activations are not quantised."""
+        """Return None: activations are not quantized."""
         return None
 
     def multiply(self, x: Activations) -> Tensor:
         """Multiply x [tokens, in] to [tokens, out] in the weight's dtype."""
-        return F.linear(unquantised(x), self.weight, self.bias)
+        return F.linear(unquantized(x), self.weight, self.bias)
 
     def add_to(self, hidden: Tensor, x: Activations) -> None:
         """Add the product to hidden [tokens, out] fp32 in place."""
@@ -181,18 +181,18 @@ class ExactLinear:
         self._weight = self._panels = None
 
     def activation_group(self, rows: int) -> None:
-        """Return None: activations are not quantised."""
+        """Return None: activations are not quantized."""
 
     def multiply(self, x: Activations) -> Tensor:
         """Multiply x [tokens, in] to [tokens, out] in its dtype."""
-        return self._multiplied(x).to(unquantised(x).dtype)
+        return self._multiplied(x).to(unquantized(x).dtype)
 
     def add_to(self, hidden: Tensor, x: Activations) -> None:
         """Add the product to hidden [tokens, out] fp32 in place."""
         hidden += self._multiplied(x)
 
     def _multiplied(self, x: Activations) -> Tensor:
-        rows = unquantised(x).float()
+        rows = unquantized(x).float()
         rows = rows if self.scales is None else rows * self.scales
         if self._panels is None and self._weight is None and sum(map(Tensor.numel, self.weights)) <= _MOST_COPIED:
             self._copy(rows.shape[1])
@@ -274,7 +274,7 @@ class OneDnnLinear:
         return self.packed.nbytes + (self.bias.nbytes if self.bias is not None else 0)
 
     def activation_group(self, rows: int) -> RowGroups | None:
-        """Return None: activations are not quantised."""
+        """Return None: activations are not quantized."""
         return None
 
     def multiply(self, x: Activations) -> Tensor:
@@ -288,7 +288,7 @@ class OneDnnLinear:
 
     def _multiplied(self, x: Activations, pointwise: str, algorithm: str) -> Tensor:
         product: Tensor = torch.ops.mkldnn._linear_pointwise(
-            unquantised(x), self.packed, self.bias, pointwise, [], algorithm
+            unquantized(x), self.packed, self.bias, pointwise, [], algorithm
         )
         return product
 
@@ -331,9 +331,9 @@ FORMS: Mapping[str, FormFactory] = {
     "panels/widened": Fp32PanelFactory(torch.bfloat16),
     "panels/fp32": Fp32PanelFactory(torch.float32),
 }
-# Quantised forms: they multiply by an approximation of the checkpoint's weight. Further ones are the configs of torchao,
+# Quantized forms: they multiply by an approximation of the checkpoint's weight. Further ones are the configs of torchao,
 # by their names (torchao_linear.py).
-QUANTISED_FORMS: Mapping[str, FormFactory] = {
+QUANTIZED_FORMS: Mapping[str, FormFactory] = {
     **{
         name: IntPanelFactory(layout.bits, layout.group, layout.zero_points, layout.double_quantized)
         for name, layout in LAYOUTS.items()
@@ -386,7 +386,7 @@ class Linear(nn.Module):
         return product if product.dtype == torch.float32 else product.float()
 
     def activation_group(self, rows: int) -> RowGroups | None:
-        """Return the quantisation group of the activations at this many rows; None for a plain tensor."""
+        """Return the quantization group of the activations at this many rows; None for a plain tensor."""
         return self.form.activation_group(rows)
 
     def add_to(self, hidden: Tensor, x: Activations) -> None:
@@ -402,7 +402,7 @@ class Linear(nn.Module):
             return activate(product, activation, feeds.activation_group(len(product)))
         rows = self.form.multiply_activated(x, activation)
         group = feeds.activation_group(len(rows))
-        return rows if group is None else quantise(rows, group)
+        return rows if group is None else quantize(rows, group)
 
     @property
     def has_top_logits(self) -> bool:

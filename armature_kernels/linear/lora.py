@@ -15,7 +15,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from armature_kernels.linear.activations import Activations, QuantisedActivations, rows_of, unpack_tiles
+from armature_kernels.linear.activations import Activations, QuantizedActivations, rows_of, unpack_tiles
 from armature_kernels.linear.layout import LORA_INPUT_STEP, LORA_RANK_STEP, MAX_LORA_RANK, PANEL_OUTPUTS
 from armature_kernels.native.arguments import MAX_LORA_PARTS, LoraArguments, OpCode
 from armature_kernels.native.memory import Int64Buffer, aligned_bytes, empty
@@ -170,14 +170,14 @@ class LoraProduct:
             max_rank=self._max_rank, wide_y=y.dtype == torch.float32, wide_weights=self._slots.dtype == torch.float32,
             first_outputs=words(*firsts), outputs=words(*self._outputs),
         )  # fmt: skip
-        if isinstance(x, QuantisedActivations):
+        if isinstance(x, QuantizedActivations):
             arguments = place(
                 tiles=x.codes.data_ptr(), scales=x.scales.data_ptr(), padded=x.padded, group=x.group, height=x.height
             )
         else:
             x = x if x.stride(-1) == 1 else x.contiguous()
             arguments = place(x=x.data_ptr(), x_stride=x.stride(0), wide_x=x.dtype == torch.float32)
-        run_operation(arguments, OpCode.LORA)
+        run_operation(arguments)
 
     def add_torch(self, y: Tensor, x: Activations) -> None:
         """Add the products by torch in FP32, row by row. This is the reference implementation of `add`."""
@@ -187,7 +187,7 @@ class LoraProduct:
         for block in range(values[0]):
             slot, count, *rows = values[1 + block * _BLOCK_WORDS : 1 + (block + 1) * _BLOCK_WORDS]
             rows_of_slot.setdefault(slot, []).extend(rows[:count])
-        wide = _dequantised(x) if isinstance(x, QuantisedActivations) else x
+        wide = _dequantized(x) if isinstance(x, QuantizedActivations) else x
         for slot, rows in rows_of_slot.items():
             first = 0
             for source, count in enumerate(self._outputs):
@@ -198,6 +198,6 @@ class LoraProduct:
                 first += count
 
 
-def _dequantised(x: QuantisedActivations) -> Tensor:
+def _dequantized(x: QuantizedActivations) -> Tensor:
     codes, scales = unpack_tiles(x)
     return (codes.float() * scales[..., None]).flatten(1)[:, : x.size]

@@ -1,11 +1,11 @@
-"""Quantisation of weights: four bits with one scale per group of inputs, or eight bits with one scale per output.
+"""Quantization of weights: four bits with one scale per group of inputs, or eight bits with one scale per output.
 
 Double quantization rounds the scales of four-bit groups to eight bits: scale = own scale of the output * c * |c|. It
 saves a quarter bit per weight (Dettmers et al., "QLoRA: Efficient Finetuning of Quantized LLMs", 2023, use 8-bit
 floats). A square is precise for scales far below an output's largest; SmolLM2-135M loses 0.4% of perplexity by it.
 
-Rows are independent, so a loader can stream them; `csrc/ops.h` describes the packing of codes. `quantise_int4` and
-`quantise_int8` round codes to nearest; four-bit scales are found by a search. `gptq_int4` lets weights that are not
+Rows are independent, so a loader can stream them; `csrc/ops.h` describes the packing of codes. `quantize_int4` and
+`quantize_int8` round codes to nearest; four-bit scales are found by a search. `gptq_int4` lets weights that are not
 yet rounded compensate for the rounding error of those that are (Frantar et al., "GPTQ: Accurate Post-Training
 Quantization for Generative Pre-trained Transformers", 2022); it needs the correlation of a product's inputs, collected
 from text.
@@ -26,7 +26,7 @@ from armature_kernels.native.operations import has_kernel, run_operation
 
 # A group whose largest magnitude is below this is zero, because the inverse of its scale would not be finite.
 MIN_MAGNITUDE = 1e-35
-_CHUNK_ELEMENTS = 2**17  # elements quantised at a time: half a megabyte in FP32, which fits the cache of a core
+_CHUNK_ELEMENTS = 2**17  # elements quantized at a time: half a megabyte in FP32, which fits the cache of a core
 # Device value: large enough that a hundred kernel launches cost little. Some of these operations need 32 MiB.
 _DEVICE_CHUNK_ELEMENTS = 2**23
 # Number of steps from zero to the largest weight; negative: the largest weight gets a negative code.
@@ -53,7 +53,7 @@ class Int4Weight:
     inputs: int
     double_scales: DoubleScales | None = None
 
-    def dequantise(self) -> Tensor:
+    def dequantize(self) -> Tensor:
         """Return the values, fp32 [out, inputs]."""
         codes = self.codes.view(*self.scales.shape, self.group).float()
         scales = self.scales.float()[..., None]
@@ -89,15 +89,15 @@ class Int8Weight:
     codes: Tensor  # int8 [out, in], -127 to 127; -128 too if a checkpoint has it
     scales: Tensor  # bf16 [out, 1]; [out, groups] of a checkpoint's codes
 
-    def dequantise(self) -> Tensor:
+    def dequantize(self) -> Tensor:
         """Return the values, fp32 [out, in]."""
         return self.scales.float() * self.codes.float()
 
 
-def quantise_int4(
+def quantize_int4(
     weight: Tensor, group: int, zero_points: bool, importance: Tensor | None = None, *, double_quantized: bool = False
 ) -> Int4Weight:
-    """Quantise weight [out, in] of any float dtype to four bits; all values must be finite.
+    """Quantize weight [out, in] of any float dtype to four bits; all values must be finite.
 
     Args:
         weight: [out, in].
@@ -135,8 +135,8 @@ def _empty_double_scales(scales: Tensor) -> DoubleScales:
     return DoubleScales(torch.empty_like(scales, dtype=torch.int8), torch.empty_like(scales[:, :1]))
 
 
-def quantise_int8(weight: Tensor) -> Int8Weight:
-    """Quantise weight [out, in] of any float dtype, finite, to nearest; the largest of a row has code ±127."""
+def quantize_int8(weight: Tensor) -> Int8Weight:
+    """Quantize weight [out, in] of any float dtype, finite, to nearest; the largest of a row has code ±127."""
     codes = torch.empty(weight.shape, dtype=torch.int8, device=weight.device)
     scales = torch.empty(weight.shape[0], 1, dtype=torch.bfloat16, device=weight.device)
     for rows in _chunks(weight.shape[0], weight.shape[1], weight.device):
@@ -167,7 +167,6 @@ def _native_scales(values: Tensor) -> Tensor:
         Int4ScalesArguments(
             values.data_ptr(), divisors.data_ptr(), scales.data_ptr(), scales.numel(), group, len(divisors)
         ),
-        OpCode.INT4_SCALES,
     )
     return scales
 
@@ -358,10 +357,10 @@ def _inverse_of_lower(matrix: Tensor) -> Tensor:
 def gptq_int4(
     weight: Tensor, group: int, zero_points: bool, blocks: Sequence[GptqFactors], *, double_quantized: bool = False
 ) -> Int4Weight:
-    """Quantise weight [out, in] of any float dtype to four bits, with codes chosen by GPTQ.
+    """Quantize weight [out, in] of any float dtype to four bits, with codes chosen by GPTQ.
 
     `blocks` are the factors of consecutive blocks of inputs, which are rounded independently. Minimums and their scales
-    are those of `quantise_int4`; other scales are fitted to the importance of the inputs, if known. All values must be finite.
+    are those of `quantize_int4`; other scales are fitted to the importance of the inputs, if known. All values must be finite.
     """
     longest = max(len(block.rounding_order) for block in blocks)
     if zero_points or longest > MAX_CORRELATED or not has_kernel(OpCode.INT4_GPTQ):
@@ -379,7 +378,7 @@ def gptq_int4_torch(
 ) -> Int4Weight:
     """Return the result of `gptq_int4` by torch's operations; it is the reference of the native kernel."""
     if zero_points:
-        rounded, first = quantise_int4(weight, group, zero_points), 0
+        rounded, first = quantize_int4(weight, group, zero_points), 0
     else:
         rounded, first = _before_gptq(weight.float(), group, blocks, double_quantized), 0
     for block in blocks:
@@ -430,7 +429,6 @@ def _gptq_block(weight: Tensor, rounded: Int4Weight, first: int, gptq_factors: G
             rounded.codes[:, first:].data_ptr(),
             len(order), len(weight), scales.shape[1], group, weight.stride(0), root.stride(0), rounded.codes.stride(0),
         ),
-        OpCode.INT4_GPTQ,
     )  # fmt: skip
 
 

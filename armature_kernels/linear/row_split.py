@@ -1,7 +1,7 @@
 """A linear form whose outputs are held in several integer forms: ranges of rows with different precisions.
 
 Queries, keys and values are one product. Values need more bits than queries and keys, so their rows are packed to
-eight bits and the others to four. All forms read the same quantised activations.
+eight bits and the others to four. All forms read the same quantized activations.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from armature_kernels.linear.activations import QuantisedActivations, RowGroups, quantise, rows_of
+from armature_kernels.linear.activations import QuantizedActivations, RowGroups, quantize, rows_of
 from armature_kernels.linear.int_panels import IntPanelFactory, IntPanelLinear
 from armature_kernels.linear.quantization import GptqFactors, Int4Weight, Int8Weight
 from armature_kernels.native.arguments import ACTIVATION_CODES, ProductOutput
@@ -94,7 +94,7 @@ class RowSplitLinear:
         gptq_factors: Sequence[GptqFactors] = (),
         stored: Int4Weight | Int8Weight | None = None,
     ) -> None:
-        """Quantise rows [n, in] as outputs `[first, first + n)`, which may lie in several forms, or take their codes."""
+        """Quantize rows [n, in] as outputs `[first, first + n)`, which may lie in several forms, or take their codes."""
         begin = 0
         for form in self.forms:
             start, end = max(first, begin), min(first + len(rows), begin + form.outputs)
@@ -108,28 +108,28 @@ class RowSplitLinear:
         groups = [form.activation_group(rows) for form in self.forms]
         return None if None in groups else min((one for one in groups if one), key=lambda one: one.shared)
 
-    def multiply(self, x: Tensor | QuantisedActivations) -> Tensor:
+    def multiply(self, x: Tensor | QuantizedActivations) -> Tensor:
         """Multiply x [tokens, in] to [tokens, out] bf16."""
         return self.multiply_activated(x, "identity")
 
-    def multiply_activated(self, x: Tensor | QuantisedActivations, activation: str) -> Tensor:
+    def multiply_activated(self, x: Tensor | QuantizedActivations, activation: str) -> Tensor:
         """Return act(x times the weight) [tokens, out] bf16."""
         y = empty((rows_of(x), self.outputs), torch.bfloat16)
         self._run(x, y, ProductOutput.BF16, ACTIVATION_CODES[activation])
         return y
 
-    def add_to(self, hidden: Tensor, x: Tensor | QuantisedActivations) -> None:
+    def add_to(self, hidden: Tensor, x: Tensor | QuantizedActivations) -> None:
         """Add the product to hidden [tokens, out] fp32 in place."""
         self._run(x, hidden, ProductOutput.ADD_FP32)
 
-    def dequantised(self) -> Tensor:
-        """Return the dequantised weight, fp32 [out, in]."""
-        return torch.cat([form.dequantised() for form in self.forms])
+    def dequantized(self) -> Tensor:
+        """Return the dequantized weight, fp32 [out, in]."""
+        return torch.cat([form.dequantized() for form in self.forms])
 
-    def _run(self, x: Tensor | QuantisedActivations, y: Tensor, output: ProductOutput, activation: int = 0) -> None:
+    def _run(self, x: Tensor | QuantizedActivations, y: Tensor, output: ProductOutput, activation: int = 0) -> None:
         group, first = self.activation_group(rows_of(x)), 0
-        if not isinstance(x, QuantisedActivations) and group is not None:
-            x = quantise(x, group)
+        if not isinstance(x, QuantizedActivations) and group is not None:
+            x = quantize(x, group)
         for form in self.forms:
             form.multiply_into(y, first, x, output, activation)
             first += form.outputs

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from armature_kernels.errors import KernelError
-from armature_kernels.linear.activations import Activations, unquantised
+from armature_kernels.linear.activations import Activations, unquantized
 from armature_kernels.linear.torchao_config import CONFIGS, ConfigCall, ConfigValue, parse_config
 
 # What torchao logs at import where its CUDA extensions cannot be loaded, and what torch logs about torchao's
@@ -126,12 +126,12 @@ class TorchaoLinear:
 
     def multiply(self, x: Activations) -> Tensor:
         """Multiply x [tokens, in] to [tokens, out] in its dtype."""
-        rows = unquantised(x)
+        rows = unquantized(x)
         return self._multiplied(rows).to(rows.dtype)
 
     def add_to(self, hidden: Tensor, x: Activations) -> None:
         """Add the product to hidden [tokens, out] fp32 in place."""
-        hidden += self._multiplied(unquantised(x))
+        hidden += self._multiplied(unquantized(x))
 
     def _multiplied(self, rows: Tensor) -> Tensor:
         if len(rows) == 0:  # some of torchao's products reduce over the rows, or return the input

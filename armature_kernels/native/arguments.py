@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 from enum import IntEnum
+from typing import ClassVar
 
 _ADDRESS, _INT, _FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_double
 
@@ -15,7 +16,7 @@ _ADDRESS, _INT, _FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_double
 class OpCode(IntEnum):
     """Operation codes, equal to the `enum` in csrc/ops.h."""
 
-    QUANTISE = 0
+    QUANTIZE = 0
     NORM = 1
     GATE = 2
     ROPE = 3
@@ -53,7 +54,7 @@ class ProductOutput(IntEnum):
 
 
 class RowSink(ctypes.Structure):
-    """The output of a kernel that writes rows: bf16 or fp32 rows, or quantised tiles with scales and sums."""
+    """The output of a kernel that writes rows: bf16 or fp32 rows, or quantized tiles with scales and sums."""
 
     _fields_ = (
         *((name, _ADDRESS) for name in ("rows", "tiles", "scales", "sums")),
@@ -63,14 +64,20 @@ class RowSink(ctypes.Structure):
     )
 
 
-class QuantiseArguments(ctypes.Structure):
-    """Arguments of the quantisation of bf16 rows to int8 tiles."""
+class Arguments(ctypes.Structure):
+    """Arguments of the operation `code`. Each operation has one subclass."""
 
-    code = OpCode.QUANTISE
+    code: ClassVar[OpCode]
+
+
+class QuantizeArguments(Arguments):
+    """Arguments of the quantization of bf16 rows to int8 tiles."""
+
+    code = OpCode.QUANTIZE
     _fields_ = (("x", _ADDRESS), *((name, _INT) for name in ("stride", "rows", "size")), ("out", RowSink))
 
 
-class NormArguments(ctypes.Structure):
+class NormArguments(Arguments):
     """Arguments of RMSNorm, or of adding the RMSNorm of `branch` to `hidden`."""
 
     code = OpCode.NORM
@@ -82,7 +89,7 @@ class NormArguments(ctypes.Structure):
     )
 
 
-class LayerNormArguments(ctypes.Structure):
+class LayerNormArguments(Arguments):
     """Arguments of LayerNorm."""
 
     code = OpCode.LAYER_NORM
@@ -102,7 +109,7 @@ ACTIVATION_CODES = {
 SWIGLU_ALPHA, SWIGLU_LIMIT = 1.702, 7.0  # of `swiglu_oai`, as in csrc/activate.h
 
 
-class ActivateArguments(ctypes.Structure):
+class ActivateArguments(Arguments):
     """Arguments of an elementwise activation."""
 
     code = OpCode.ACTIVATE
@@ -114,7 +121,7 @@ class ActivateArguments(ctypes.Structure):
     )
 
 
-class GateArguments(ctypes.Structure):
+class GateArguments(Arguments):
     """Arguments of a gated activation, act(gate) * up."""
 
     code = OpCode.GATE
@@ -128,7 +135,7 @@ class GateArguments(ctypes.Structure):
     )
 
 
-class LinearIntArguments(ctypes.Structure):
+class LinearIntArguments(Arguments):
     """Arguments of the integer product with a weight in int4 or int8 panels."""
 
     code = OpCode.LINEAR_INT
@@ -153,7 +160,7 @@ class LinearIntArguments(ctypes.Structure):
     )
 
 
-class TopLogitsArguments(ctypes.Structure):
+class TopLogitsArguments(Arguments):
     """Arguments of the integer product that returns only the top outputs of each row."""
 
     code = OpCode.TOP_LOGITS
@@ -166,7 +173,7 @@ class TopLogitsArguments(ctypes.Structure):
     )
 
 
-class EmbeddingArguments(ctypes.Structure):
+class EmbeddingArguments(Arguments):
     """Arguments of reading rows of a table or packed weight as fp32."""
 
     code = OpCode.EMBEDDING
@@ -178,7 +185,7 @@ class EmbeddingArguments(ctypes.Structure):
     )
 
 
-class GatherArguments(ctypes.Structure):
+class GatherArguments(Arguments):
     """Arguments of copying rows by index."""
 
     code = OpCode.GATHER
@@ -188,7 +195,7 @@ class GatherArguments(ctypes.Structure):
     )
 
 
-class PoolArguments(ctypes.Structure):
+class PoolArguments(Arguments):
     """Arguments of pooling the rows of each text, and of dividing rows by their lengths."""
 
     code = OpCode.POOL
@@ -198,7 +205,7 @@ class PoolArguments(ctypes.Structure):
     )
 
 
-class LinearBf16Arguments(ctypes.Structure):
+class LinearBf16Arguments(Arguments):
     """Arguments of the product of bf16 rows with a packed weight; `bits`, `group` and `header` are those of integers."""
 
     code = OpCode.LINEAR_BF16
@@ -214,7 +221,7 @@ class LinearBf16Arguments(ctypes.Structure):
     )
 
 
-class RopeAnglesArguments(ctypes.Structure):
+class RopeAnglesArguments(Arguments):
     """Arguments of the computation of RoPE angles."""
 
     code = OpCode.ROPE_ANGLES
@@ -231,7 +238,7 @@ class KvAddresses(ctypes.Structure):
     _fields_ = (*((name, _ADDRESS) for name in ("keys", "values", "key_scales", "value_scales")), ("token_bytes", _INT))
 
 
-class AttentionArguments(ctypes.Structure):
+class AttentionArguments(Arguments):
     """Arguments of causal attention over a KV cache."""
 
     code = OpCode.ATTENTION
@@ -244,7 +251,7 @@ class AttentionArguments(ctypes.Structure):
     )
 
 
-class TextAttentionArguments(ctypes.Structure):
+class TextAttentionArguments(Arguments):
     """Arguments of attention within packed texts, without a KV cache."""
 
     code = OpCode.TEXT_ATTENTION
@@ -259,7 +266,7 @@ class TextAttentionArguments(ctypes.Structure):
     )
 
 
-class RopeArguments(ctypes.Structure):
+class RopeArguments(Arguments):
     """Arguments of per-head norms, RoPE and the KV cache write."""
 
     code = OpCode.ROPE
@@ -283,7 +290,7 @@ class PackIntArguments(ctypes.Structure):
     )
 
 
-class Int4ScalesArguments(ctypes.Structure):
+class Int4ScalesArguments(Arguments):
     """Arguments of the search for the scales of four-bit weights."""
 
     code = OpCode.INT4_SCALES
@@ -293,7 +300,7 @@ class Int4ScalesArguments(ctypes.Structure):
     )
 
 
-class Int4GptqArguments(ctypes.Structure):
+class Int4GptqArguments(Arguments):
     """Arguments of rounding a block of inputs of a four-bit weight by GPTQ."""
 
     code = OpCode.INT4_GPTQ
@@ -303,7 +310,7 @@ class Int4GptqArguments(ctypes.Structure):
     )
 
 
-class LinearFp32Arguments(ctypes.Structure):
+class LinearFp32Arguments(Arguments):
     """Arguments of the product with a weight in fp32 panels, or in bf16 panels that are widened."""
 
     code = OpCode.LINEAR_FP32
@@ -314,7 +321,7 @@ class LinearFp32Arguments(ctypes.Structure):
     )
 
 
-class TopElementsArguments(ctypes.Structure):
+class TopElementsArguments(Arguments):
     """Arguments of the selection of each row's top elements."""
 
     code = OpCode.TOP_ELEMENTS
@@ -328,7 +335,7 @@ class TopElementsArguments(ctypes.Structure):
 MAX_LORA_PARTS = 3
 
 
-class LoraArguments(ctypes.Structure):
+class LoraArguments(Arguments):
     """Arguments of the products of LoRA adapters, which are added to the rows of a product."""
 
     code = OpCode.LORA
@@ -340,7 +347,7 @@ class LoraArguments(ctypes.Structure):
     )
 
 
-class RouteArguments(ctypes.Structure):
+class RouteArguments(Arguments):
     """Arguments of the selection of each row's experts."""
 
     code = OpCode.ROUTE
@@ -362,7 +369,7 @@ class ExpertWeights(ctypes.Structure):
     )
 
 
-class ExpertsArguments(ctypes.Structure):
+class ExpertsArguments(Arguments):
     """Arguments of adding the experts of each row to the residual stream."""
 
     code = OpCode.EXPERTS
@@ -373,7 +380,7 @@ class ExpertsArguments(ctypes.Structure):
     )
 
 
-class LatentArguments(ctypes.Structure):
+class LatentArguments(Arguments):
     """Arguments of arranging queries, keys and values of multi-head latent attention as rows of heads."""
 
     code = OpCode.LATENT
@@ -384,7 +391,7 @@ class LatentArguments(ctypes.Structure):
     )
 
 
-class ConvolveArguments(ctypes.Structure):
+class ConvolveArguments(Arguments):
     """Arguments of a short convolution over a KV cache."""
 
     code = OpCode.CONVOLVE
@@ -396,14 +403,14 @@ class ConvolveArguments(ctypes.Structure):
     )
 
 
-class ConvolvedRowsArguments(ctypes.Structure):
+class ConvolvedRowsArguments(Arguments):
     """Arguments of computing the rows that a short convolution caches."""
 
     code = OpCode.CONVOLVED_ROWS
     _fields_ = (("x", _ADDRESS), ("out", _ADDRESS), *((name, _INT) for name in ("stride", "rows", "size", "wide")))
 
 
-class AltUpArguments(ctypes.Structure):
+class AltUpArguments(Arguments):
     """Arguments of mixing the streams of each row, before a layer or with its result."""
 
     code = OpCode.ALTUP
@@ -415,7 +422,7 @@ class AltUpArguments(ctypes.Structure):
     )
 
 
-class MatchArguments(ctypes.Structure):
+class MatchArguments(Arguments):
     """Arguments of scaling rows to the magnitude of other rows."""
 
     code = OpCode.MATCH

@@ -44,7 +44,7 @@ class NativeKernels:
     """The loaded library, or the reason why there is none.
 
     `level` is the selected instruction set level. `operations.has_kernel` reports which operations it supports. A tile
-    of quantised rows has at most `tile_rows` rows, in groups of `align` rows, and `block` inputs are contiguous
+    of quantized rows has at most `tile_rows` rows, in groups of `align` rows, and `block` inputs are contiguous
     (csrc/ops.h). From `wide_rows` rows on, integer weights are multiplied with rows of bf16 (0: never).
     """
 

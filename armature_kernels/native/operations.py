@@ -14,39 +14,7 @@ from typing import Any
 import torch
 
 from armature_kernels.errors import KernelError
-from armature_kernels.native.arguments import (
-    ActivateArguments,
-    AltUpArguments,
-    AttentionArguments,
-    ConvolveArguments,
-    ConvolvedRowsArguments,
-    EmbeddingArguments,
-    ExpertsArguments,
-    GateArguments,
-    GatherArguments,
-    Int4GptqArguments,
-    Int4ScalesArguments,
-    LaneOperations,
-    LanesArguments,
-    LatentArguments,
-    LayerNormArguments,
-    LinearBf16Arguments,
-    LinearFp32Arguments,
-    LinearIntArguments,
-    LoraArguments,
-    MatchArguments,
-    NormArguments,
-    OpCode,
-    PoolArguments,
-    QuantiseArguments,
-    RopeAnglesArguments,
-    RopeArguments,
-    RouteArguments,
-    RowCountAddress,
-    TextAttentionArguments,
-    TopElementsArguments,
-    TopLogitsArguments,
-)
+from armature_kernels.native.arguments import Arguments, LaneOperations, LanesArguments, OpCode, RowCountAddress
 from armature_kernels.native.library import native_library
 
 
@@ -65,11 +33,12 @@ _observers: list[
 _dry_run_observers: list[OperationObserver] = []  # observers of a dry run, of which the last one is active
 
 
-def run_operation(arguments: ctypes.Structure, code: OpCode, values: int | None = None) -> None:
+def run_operation(arguments: Arguments, values: int | None = None) -> None:
     """Run one operation on this thread's pool, or on this thread alone if it produces few `values`.
 
     The GIL is released meanwhile. Inside `dry_run_operations`, the operation is reported and not run.
     """
+    code = arguments.code
     if _dry_run_observers:
         _dry_run_observers[-1](code, arguments)
         return
@@ -126,36 +95,9 @@ def has_kernel(code: OpCode) -> bool:
 def _version_matches() -> bool:
     library = native_library().library
     assert library is not None, "callers check that the library is loaded"
-    structures = (
-        QuantiseArguments,
-        NormArguments,
-        GateArguments,
-        RopeArguments,
-        LinearIntArguments,
-        TopLogitsArguments,
-        AttentionArguments,
-        EmbeddingArguments,
-        GatherArguments,
-        LinearBf16Arguments,
-        RopeAnglesArguments,
-        LayerNormArguments,
-        ActivateArguments,
-        TextAttentionArguments,
-        Int4ScalesArguments,
-        Int4GptqArguments,
-        LinearFp32Arguments,
-        TopElementsArguments,
-        PoolArguments,
-        LoraArguments,
-        RouteArguments,
-        ExpertsArguments,
-        LatentArguments,
-        ConvolveArguments,
-        ConvolvedRowsArguments,
-        AltUpArguments,
-        MatchArguments,
-    )
-    expected = {arguments.__name__: (int(arguments.code), ctypes.sizeof(arguments)) for arguments in structures}
+    expected = {
+        arguments.__name__: (int(arguments.code), ctypes.sizeof(arguments)) for arguments in Arguments.__subclasses__()
+    }
     expected["Lanes"] = (len(OpCode), sum(map(ctypes.sizeof, (LanesArguments, LaneOperations, RowCountAddress))))
     for name, (code, here) in expected.items():
         size = int(library.armature_size(code)) if hasattr(library, "armature_size") else 0

@@ -1,4 +1,4 @@
-"""Elementwise kernels on a GPU: norms of the residual stream, activations, embedding rows and int4 dequantisation.
+"""Elementwise kernels on a GPU: norms of the residual stream, activations, embedding rows and int4 dequantization.
 
 Norms run one program per row, which is held in registers, with sums in fp32 for any dtype; LayerNorm can also run in
 place. Activations, elementwise or gated (act(gate) * up), are computed in fp32 and rounded once. Embedding rows are
@@ -244,8 +244,8 @@ _INPUTS = 256  # inputs per program
 _TILES = 8  # tiles per program, which reads the code order once
 
 
-def dequantise(packed: torch.Tensor, order: torch.Tensor, scales: torch.Tensor, out: torch.Tensor) -> None:
-    """Dequantise packed codes into out [outputs, inputs]; equals the reference implementation `dequantise_torch`.
+def dequantize(packed: torch.Tensor, order: torch.Tensor, scales: torch.Tensor, out: torch.Tensor) -> None:
+    """Dequantize packed codes into out [outputs, inputs]; equals the reference implementation `dequantize_torch`.
 
     Args:
         packed: int32, as torch packs it.
@@ -259,13 +259,13 @@ def dequantise(packed: torch.Tensor, order: torch.Tensor, scales: torch.Tensor, 
     )
     assert outputs % _TILE == 0 and inputs % DEVICE_GROUP == 0, "outputs must be a multiple of 8 and inputs of 64"
     grid = (triton.cdiv(outputs // _TILE, _TILES), triton.cdiv(inputs, _INPUTS))
-    _dequantise[grid](
+    _dequantize[grid](
         packed, order, scales, out, outputs, inputs, GROUP=DEVICE_GROUP, TILE=_TILE, TILES=_TILES, INPUTS=_INPUTS
     )
 
 
 @triton.jit
-def _dequantise(
+def _dequantize(
     packed,
     order,
     scales,
@@ -277,7 +277,7 @@ def _dequantise(
     TILES: tl.constexpr,
     INPUTS: tl.constexpr,
 ):
-    """Dequantise some tiles; the code at place p of its tile is in bits 4 * (p % 8) of int32 number p // 8.
+    """Dequantize some tiles; the code at place p of its tile is in bits 4 * (p % 8) of int32 number p // 8.
 
     A tile has as many int32 numbers as inputs.
     """

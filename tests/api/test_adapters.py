@@ -33,10 +33,9 @@ def commands(service: ScriptedService) -> list[Command]:
     """What the worker is told. The service has the adapter `law`, and a place for another."""
     put: list[Command] = []
 
-    def read(path: str) -> Mapping[str, Any]:
+    def read(path: str, slot: int) -> None:
         if path != "poems":
             raise InvalidRequest("It is elsewhere.", field="lora_path")
-        return {}
 
     service.adapters = Adapters(AdapterStore([("law", "/law")], 2, read), put.append)
     return put

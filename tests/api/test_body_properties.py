@@ -10,18 +10,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from app.api.anthropic import translate as anthropic
-from app.api.anthropic.bodies import MessagesBody
-from app.api.llama_cpp.bodies import LlamaCppBody
-from app.api.native import GenerateBody
-from app.api.ollama import translate as ollama
-from app.api.ollama.bodies import NameBody, OllamaChatBody, OllamaEmbedBody, OllamaGenerateBody
-from app.api.openai.bodies import ChatBody, CompletionBody, MessagePart
+from app.api.anthropic import routes as anthropic
+from app.api.anthropic.schemas import MessagesBody
+from app.api.llama_cpp.schemas import LlamaCppBody
+from app.api.native.schemas import DetokenizeBody, GenerateBody, TokenizeBody
+from app.api.ollama import routes as ollama
+from app.api.ollama.schemas import NameBody, OllamaChatBody, OllamaEmbedBody, OllamaGenerateBody
+from app.api.openai.schemas import ChatBody, CompletionBody, MessagePart
 from app.api.openai.translate import chat_request
-from app.api.openai_responses import translate as responses
-from app.api.openai_responses.bodies import ResponsesBody
+from app.api.openai_responses import routes as responses
+from app.api.openai_responses.schemas import ResponsesBody
 from app.api.schemas import Body, SamplingFields, parse_body
-from app.api.tokenizer import DetokenizeBody, TokenizeBody
 from app.errors import InvalidRequest
 from tests.api.scripted_service import ScriptedService
 
@@ -43,13 +42,13 @@ def understood(model: type[Body], content: bytes) -> None:
         parsed = parse_body(model, content)
         match parsed:
             case MessagesBody():
-                chat_request(anthropic.chat_body(parsed), "id", {})
+                chat_request(anthropic.chat_body(parsed), {})
             case ResponsesBody():
-                chat_request(responses.chat_body(parsed), "id", {})
+                chat_request(responses.chat_body(parsed), {})
             case OllamaChatBody() if parsed.messages:
-                ollama.chat_generation(RUNTIME, parsed, "id")
+                ollama.chat_generation(RUNTIME, parsed)
             case OllamaGenerateBody():
-                ollama.prompt_generation(RUNTIME, parsed, "id")
+                ollama.prompt_generation(RUNTIME, parsed)
             case SamplingFields() if not isinstance(parsed, LlamaCppBody):
                 parsed.params()
     except InvalidRequest as error:

@@ -10,13 +10,23 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from app.api.encoders.cohere import CohereEmbedBody, CohereEmbedV2Body
-from app.api.encoders.rerank import RerankBody
-from app.api.encoders.schemas import ClassifyBody, EmbedBody, EmbeddingsBody
-from app.api.encoders.vllm import PoolingBody, ScoreBody
+from app.api.encoders.schemas import (
+    ClassifyBody,
+    CohereEmbedBody,
+    CohereEmbedV2Body,
+    DecodeBody,
+    EmbedAllBody,
+    EmbedBody,
+    EmbeddingsBody,
+    PoolingBody,
+    PredictBody,
+    RerankBody,
+    ScoreBody,
+    SimilarityBody,
+    TeiEmbedBody,
+)
+from app.api.native.schemas import TokenizeBody
 from app.api.schemas import Body
-from app.api.tei import DecodeBody, EmbedAllBody, PredictBody, SimilarityBody, TeiEmbedBody
-from app.api.tokenizer import TokenizeBody
 from app.models.encoders.config import EncoderConfig
 from fake_encoder import CLASSIFIER, CONFIG, CROSS_ENCODER
 from tests.api.encoder_client import asking

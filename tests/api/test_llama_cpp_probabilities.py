@@ -10,7 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from app.api.llama_cpp.probabilities import num_scored_tokens, sampled_probabilities
+from app.api.llama_cpp.routes import num_scored_tokens, sampled_probabilities
 from app.engine.sampling.rows import filtered_probabilities
 from app.messages import SamplingParams, Timings
 from app.service.requests import ChoiceFinished, ScoredToken, TextDelta, Usage
@@ -41,7 +41,7 @@ def test_they_are_those_of_the_sampler(seed: int, temperature: float, top_k: int
         expected /= expected.sum()
     token_id = int(logits.argmax())
     token = scored(logits, token_id, num_scored_tokens(params, 5, has_grammar=False))
-    (shown,) = sampled_probabilities([token], params, 5)["completion_probabilities"]
+    (shown,) = sampled_probabilities([token], params, 5)
     found = {one["id"]: one["prob"] for one in shown["top_probs"]}
     if expected is None:
         assert found == {token_id: 1.0} and shown["prob"] == 1.0
@@ -53,9 +53,7 @@ def test_they_are_those_of_the_sampler(seed: int, temperature: float, top_k: int
 
 def test_without_filters_they_are_the_models() -> None:
     logits = torch.randn(VOCABULARY, generator=torch.Generator().manual_seed(1))
-    (shown,) = sampled_probabilities([scored(logits, 7, 3)], SamplingParams(temperature=1.0), 3)[
-        "completion_probabilities"
-    ]
+    (shown,) = sampled_probabilities([scored(logits, 7, 3)], SamplingParams(temperature=1.0), 3)
     probabilities = logits.softmax(-1)
     assert shown["prob"] == pytest.approx(float(probabilities[7]), abs=1e-6)
     assert [one["prob"] for one in shown["top_probs"]] == pytest.approx(probabilities.topk(3).values.tolist(), abs=1e-6)

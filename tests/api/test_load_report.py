@@ -10,7 +10,7 @@ from typing import Any
 import httpx
 import pytest
 
-from app.api.load_report import best_rate, utilization
+from app.api.server.load_report import best_rate, utilization
 from app.metrics.instruments import Metrics
 from app.metrics.stats import EngineSnapshot
 from tests.api.scripted_service import ScriptedService, events

@@ -12,7 +12,7 @@ from openapi_schema_validator import OAS31Validator
 from openapi_spec_validator import OpenAPIV31SpecValidator
 from referencing.exceptions import Unresolvable
 
-from app.api.routers import ROUTERS, ROUTES, error_format
+from app.api.routers import DIALECTS, ROUTES, error_format
 from tests.api.scripted_service import CountingMetrics, ScriptedService
 
 Json = dict[str, Any]
@@ -191,10 +191,10 @@ def test_keys_are_described_where_they_are_needed(build: Callable[..., Any]) -> 
 
 def test_every_path_has_the_error_format_of_its_dialect() -> None:
     """A path with a name in it is known by its first part, so all of these have the format of the first router."""
-    for router in ROUTERS:
-        for route in router.operations:
+    for dialect in DIALECTS:
+        for route in dialect.routes:
             path = route.path_format.format(name="other", version="1")
-            assert error_format(path) is router.errors, path
+            assert error_format(path) is dialect.errors, path
 
 
 def test_unknown_paths_have_the_error_format_of_their_first_part() -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import numpy
 import pytest
 
-from app.api import tei
+from app.api.encoders import routes as encoders
 from app.models.encoders.config import EncoderConfig
 from app.service.served_model import apply_score_function, to_numpy
 from fake_encoder import CLASSIFIER, CONFIG, CROSS_ENCODER, PROMPTED, SIZE, array, ids_of, logits, vector
@@ -163,7 +163,7 @@ async def test_vectors_of_all_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
     inputs = ["hello", "the fox", "fox " * 14]
     async with asking() as (client, _):
         for piece in (16, 5, 1):
-            monkeypatch.setattr(tei, "CHUNK_TOKENS", piece)
+            monkeypatch.setattr(encoders, "CHUNK_TOKENS", piece)
             found = (await client.post("/embed_all", json={"inputs": inputs})).json()
             assert found == [[[float(token)] * SIZE for token in text.token_ids] for text in ids_of(*inputs)]
 

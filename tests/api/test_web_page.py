@@ -11,8 +11,8 @@ from typing import Any
 import httpx
 import pytest
 
-from app.api.pages.web_page import POLICY, WEB_DIRECTORY, read_web_file, web_paths
 from app.api.routing import ApiRuntime
+from app.api.server.pages import POLICY, WEB_DIRECTORY, read_web_file, web_paths
 from app.cli.parser import parse_arguments
 from app.errors import UnknownArgument
 from app.server.app import create_app

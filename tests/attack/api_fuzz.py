@@ -17,7 +17,7 @@ from typing import Any
 
 import httpx
 
-from app.api.routers import ROUTERS
+from app.api.routers import ROUTES as ALL_ROUTES
 
 COMMAND = "import sys; from schemathesis.cli import schemathesis; sys.exit(schemathesis())"
 # A schema says nothing about the kind of the served model, the length of its context, its labels and fields that exclude
@@ -47,11 +47,10 @@ class FuzzResult:
 def without_aliases(document: dict[str, Any]) -> dict[str, Any]:
     """The document with each operation at the first of its paths only."""
     seen: set[Any] = set()
-    for router in ROUTERS:
-        for route in router.operations:
-            if route.operation in seen:
-                document["paths"].get(route.path, {}).pop(route.method.lower(), None)
-            seen.add(route.operation)
+    for route in ALL_ROUTES:
+        if route.serve in seen:
+            document["paths"].get(route.path, {}).pop(route.method.lower(), None)
+        seen.add(route.serve)
     document["paths"] = {path: methods for path, methods in document["paths"].items() if methods}
     return document
 

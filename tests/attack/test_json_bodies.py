@@ -12,9 +12,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from app.api import json_size
+from app.api import schemas
 from app.api.bodies import MAX_BODY_BYTES, BodyDecoder
-from app.api.json_size import LOOP_BYTES, MAX_STRINGS_AND_LISTS, MAX_VALUES, check_num_values
+from app.api.schemas import LOOP_BYTES, MAX_STRINGS_AND_LISTS, MAX_VALUES, check_num_values
 from app.errors import InvalidRequest
 from tests.attack.attack_server import JSON, AttackServer, attacked, post
 
@@ -134,22 +134,22 @@ def test_the_count_is_exact(value: Any, step: int, ascii_only: bool) -> None:
     commas, objects = count(value)
     text = json.dumps(value, ensure_ascii=ascii_only).encode()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(json_size, "_STEP_BYTES", step)
-        patch.setattr(json_size, "MAX_VALUES", commas)
-        patch.setattr(json_size, "MAX_STRINGS_AND_LISTS", objects)
+        patch.setattr(schemas, "_STEP_BYTES", step)
+        patch.setattr(schemas, "MAX_VALUES", commas)
+        patch.setattr(schemas, "MAX_STRINGS_AND_LISTS", objects)
         check_num_values(text)
         for name, number in (("MAX_VALUES", commas), ("MAX_STRINGS_AND_LISTS", objects)):
             if number:
-                patch.setattr(json_size, name, number - 1)
+                patch.setattr(schemas, name, number - 1)
                 with pytest.raises(InvalidRequest):
                     check_num_values(text)
-                patch.setattr(json_size, name, number)
+                patch.setattr(schemas, name, number)
 
 
 @given(st.binary(max_size=200), st.integers(1, 20))
 def test_any_bytes_are_counted(data: bytes, step: int) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(json_size, "_STEP_BYTES", step)
+        patch.setattr(schemas, "_STEP_BYTES", step)
         check_num_values(data + b'"\\')
 
 

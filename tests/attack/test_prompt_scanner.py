@@ -13,8 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from app.api import bodies, middleware, routers
-from app.api.json_size import PromptScanner
 from app.api.middleware import RequestGate
+from app.api.prompt_scanner import PromptScanner
 from app.service.prompt import tokenize_prompt
 from app.service.served_model import ServedDecoder, ServingLimits
 from app.settings import DEMO_DIRECTORY

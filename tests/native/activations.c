@@ -1,4 +1,4 @@
-/* Activations: generated, quantised by plain loops and by the library, and read back from its tiles (layout in
+/* Activations: generated, quantized by plain loops and by the library, and read back from its tiles (layout in
  * csrc/ops.h). */
 #include "activations.h"
 
@@ -29,7 +29,7 @@ activations one_row(const activations *a, int64_t row) {
     one.rows = 1, one.stride = a->size;
     one.x = room(a->size * 2);
     memcpy(one.x, a->x + row * a->stride, (size_t)a->size * 2);
-    quantise_activations(&one);
+    quantize_activations(&one);
     return one;
 }
 
@@ -40,14 +40,14 @@ void free_activations(activations *a) {
 
 static int64_t up(int64_t value, int64_t step) { return (value + step - 1) / step * step; }
 
-void quantise_activations(activations *a) {
+void quantize_activations(activations *a) {
     const int64_t align = armature_tiles(2), tiles = (a->rows + armature_tiles(0) - 1) / armature_tiles(0), most = up(a->rows, align);
     a->height = up((a->rows + tiles - 1) / tiles, align);
     a->tiles = room(most * a->padded);
     a->scales = room(most * a->groups * 4);
     a->sums = room(most * a->groups * 4);
-    const quantise_arguments arguments = {a->x, a->stride, a->rows, a->size, {NULL, a->tiles, a->scales, a->sums, a->group, a->height, NULL, a->shared}};
-    run(OP_QUANTISE, &arguments);
+    const quantize_arguments arguments = {a->x, a->stride, a->rows, a->size, {NULL, a->tiles, a->scales, a->sums, a->group, a->height, NULL, a->shared}};
+    run(OP_QUANTIZE, &arguments);
 }
 
 /* Inputs [from, to) have the scale of group g. */
@@ -60,7 +60,7 @@ static part scaled_together(const activations *a, int64_t g) {
     return (part){from, from + size < a->size ? from + size : a->size};
 }
 
-plain_group plainly_quantised(const activations *a, int64_t row, int64_t g) {
+plain_group plainly_quantized(const activations *a, int64_t row, int64_t g) {
     plain_group result = {{0}, 0, 0};
     const uint16_t *x = a->x + row * a->stride + g * a->group;
     const int64_t count = a->size - g * a->group < a->group ? a->size - g * a->group : a->group;

@@ -1,4 +1,4 @@
-/* Rows of activations in the driver: as bf16, and quantised into tiles by the library. */
+/* Rows of activations in the driver: as bf16, and quantized into tiles by the library. */
 #ifndef ARMATURE_ACTIVATIONS_H
 #define ARMATURE_ACTIVATIONS_H
 
@@ -29,9 +29,9 @@ activations new_activations(int64_t rows, int64_t size, int64_t group, int kind)
 /* Row `row` of `a` alone. */
 activations one_row(const activations *a, int64_t row);
 void free_activations(activations *a);
-/* Quantise with the library into new tiles. */
-void quantise_activations(activations *a);
-plain_group plainly_quantised(const activations *a, int64_t row, int64_t g);
+/* Quantize with the library into new tiles. */
+void quantize_activations(activations *a);
+plain_group plainly_quantized(const activations *a, int64_t row, int64_t g);
 /* Read the same values from the library's tiles. */
 plain_group from_tiles(const activations *a, int64_t row, int64_t g);
 

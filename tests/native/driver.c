@@ -16,7 +16,7 @@ static const struct {
     check *runs;
     int64_t needs; /* an operation that the level must have, -1 for none */
 } CHECKS[] = {
-    {"quantised rows, bit for bit", quantised_rows, OP_QUANTISE},
+    {"quantized rows, bit for bit", quantized_rows, OP_QUANTIZE},
     {"products in powers of two, bit for bit", exact_products, OP_LINEAR_INT},
     {"products in any scale, with bias, all outputs", near_products, OP_LINEAR_INT},
     {"NaN and infinity stay in their rows", bad_activations, OP_LINEAR_INT},

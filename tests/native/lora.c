@@ -65,7 +65,7 @@ static void one_adapter_step(int64_t i) {
         if (last && last->slot == slots[row] && last->count < LORA_ROWS) last->rows[last->count++] = row;
         else step->blocks[step->num_blocks++] = (lora_block){slots[row], 1, {row}};
     }
-    activations quantised = new_activations(rows, inputs, between(1, 3) * 32, ANY);
+    activations quantized = new_activations(rows, inputs, between(1, 3) * 32, ANY);
     void *x = room(((rows - 1) * stride + inputs) * (wide_x ? 4 : 2)), *y = room(rows * a.y_stride * (wide_y ? 4 : 2));
     float *plain = room(rows * inputs * 4), *shrunk = room(rows * num_parts * a.max_rank * 4);
     for (int64_t row = 0; row < rows; row++)
@@ -74,20 +74,20 @@ static void one_adapter_step(int64_t i) {
             plain[row * inputs + k] = get_element(x, wide_x, row * stride + k);
         }
     if (i % 4 == 1) {
-        quantise_activations(&quantised);
+        quantize_activations(&quantized);
         for (int64_t row = 0; row < rows; row++)
             for (int64_t k = 0; k < inputs; k++) {
-                const plain_group g = from_tiles(&quantised, row, k / quantised.group);
-                plain[row * inputs + k] = g.codes[k % quantised.group] * g.scale;
+                const plain_group g = from_tiles(&quantized, row, k / quantized.group);
+                plain[row * inputs + k] = g.codes[k % quantized.group] * g.scale;
             }
-        a.tiles = quantised.tiles, a.scales = quantised.scales, a.padded = quantised.padded, a.group = quantised.group, a.height = quantised.height;
+        a.tiles = quantized.tiles, a.scales = quantized.scales, a.padded = quantized.padded, a.group = quantized.group, a.height = quantized.height;
     }
     for (int64_t at = 0; at < rows * a.y_stride; at++) set_element(y, wide_y, at, 1);
     a.x = x, a.y = y, a.parts = parts, a.step = step, a.shrunk = shrunk;
     run(OP_LORA, &a);
     check_rows(&a, plain, plain_a, plain_b, slots);
     for (int64_t at = 0; at < SLOTS * num_parts; at++) free(plain_a[at]), free(plain_b[at]), free((void *)parts[at].a), free((void *)parts[at].b);
-    free_activations(&quantised);
+    free_activations(&quantized);
     free(step), free(x), free(y), free(plain), free(shrunk);
 }
 

@@ -23,7 +23,7 @@ static picked new_picked(int64_t i) {
     for (int64_t o = 0; p.bias && o < outputs; o++) p.bias[o] = number();
     if (i % 6 == 2) memset(p.a.x, 0, (size_t)inputs * 2); /* its outputs are all equal, except for the bias */
     if (i % 4 == 1) p.a.x[below(p.a.rows) * p.a.stride + below(inputs)] = bf16_of_float(NAN);
-    quantise_activations(&p.a);
+    quantize_activations(&p.a);
     p.logits = room(p.a.rows * outputs * 4);
     const linear_int_arguments product = product_of(&p);
     run(OP_LINEAR_INT, &product);

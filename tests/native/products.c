@@ -1,4 +1,4 @@
-/* Tests of quantised rows and of their products with int4 and int8 panels. */
+/* Tests of quantized rows and of their products with int4 and int8 panels. */
 #include "weights.h"
 
 static const int64_t INPUTS[] = {576, 896, 1024, 32, 8, 100, 129, 513}, GROUPS[] = {32, 64, 128};
@@ -10,16 +10,16 @@ static const struct {
 
 #define PICK_ONE(LIST) LIST[below((int64_t)(sizeof LIST / sizeof *LIST))]
 
-int64_t quantised_rows(void) {
+int64_t quantized_rows(void) {
     for (int i = 0; i < 40; i++) {
         activations a = new_activations(between(1, 40), PICK_ONE(INPUTS), PICK_ONE(GROUPS), (int)below(3));
         if (i % 4 == 0) a.x[below(a.rows) * a.stride + below(a.size)] = bf16_of_float(i % 8 ? NAN : -INFINITY);
         if (i == 1) memset(a.x, 0, (size_t)a.size * 2);
         if (i == 2) a.x[0] = bf16_of_float(3e38f), a.x[a.size - 1] = bf16_of_float(1e-38f);
-        quantise_activations(&a);
+        quantize_activations(&a);
         for (int64_t row = 0; row < a.rows; row++)
             for (int64_t g = 0; g < a.groups; g++) {
-                const plain_group expected = plainly_quantised(&a, row, g), found = from_tiles(&a, row, g);
+                const plain_group expected = plainly_quantized(&a, row, g), found = from_tiles(&a, row, g);
                 if (!same(expected.scale, found.scale) || expected.negated != found.negated || memcmp(expected.codes, found.codes, (size_t)a.group) != 0)
                     failed("row %d of %d, group %d of %d inputs", (int)row, (int)a.rows, (int)g, (int)a.size);
             }
@@ -49,7 +49,7 @@ static number_of_size *expected_of(const activations *a, const weights *w) {
     number_of_size *result = memset(room(a->rows * w->outputs * 16), 0, (size_t)(a->rows * w->outputs * 16));
     for (int64_t row = 0; row < a->rows; row++)
         for (int64_t g = 0; g < a->groups; g++) {
-            const plain_group x = plainly_quantised(a, row, g);
+            const plain_group x = plainly_quantized(a, row, g);
             for (int64_t output = 0; output < w->outputs; output++) add_group(result + row * w->outputs + output, &x, w, output, g);
         }
     return result;
@@ -76,7 +76,7 @@ static product new_product(int64_t i, int kind, int64_t most_rows) {
     if (kind == POWERS && FORMS[i % KINDS_OF_WEIGHTS].bits == 8) /* larger products: one power for all */
         free_activations(&p.a), p.a = new_activations(between(1, most_rows), inputs, group, EXTREME);
     p.w = new_weights(between(1, 100), inputs, group, FORMS[i % KINDS_OF_WEIGHTS].bits, FORMS[i % KINDS_OF_WEIGHTS].header, kind);
-    quantise_activations(&p.a);
+    quantize_activations(&p.a);
     return p;
 }
 
@@ -140,7 +140,7 @@ int64_t bad_activations(void) {
         const int64_t bad = below(p.a.rows);
         p.a.x[bad * p.a.stride + below(p.a.size)] = bf16_of_float(i % 3 == 0 ? NAN : i % 3 == 1 ? INFINITY : -INFINITY);
         free(p.a.tiles), free(p.a.scales), free(p.a.sums);
-        quantise_activations(&p.a);
+        quantize_activations(&p.a);
         float *y = multiplied(&p.a, &p.w);
         for (int64_t at = 0; at < p.a.rows * p.w.outputs; at++)
             if (!same(y[at], at / p.w.outputs == bad ? NAN : good[at])) failed("row %d, where row %d is bad: %g", (int)(at / p.w.outputs), (int)bad, y[at]);
@@ -241,8 +241,8 @@ int64_t odd_calls(void) {
         if (armature_run(wrong + i, 1, threads) != -1) failed("an operation that does not exist was run");
     const int64_t chosen = threads;
     product p = new_product(0, ANY, 20);
-    const quantise_arguments again = {p.a.x, p.a.stride, p.a.rows, p.a.size, {NULL, p.a.tiles, p.a.scales, p.a.sums, p.a.group, p.a.height}};
-    const operation both[] = {{OP_QUANTISE, &again}, {OP_COUNT, NULL}};
+    const quantize_arguments again = {p.a.x, p.a.stride, p.a.rows, p.a.size, {NULL, p.a.tiles, p.a.scales, p.a.sums, p.a.group, p.a.height}};
+    const operation both[] = {{OP_QUANTIZE, &again}, {OP_COUNT, NULL}};
     p.a.scales[0] = 77;
     if (armature_run(both, 2, threads) != -2 || p.a.scales[0] != 77) failed("a list whose second operation has no kernel was run");
     if (armature_run(both, 1, threads) != 0 || p.a.scales[0] == 77) failed("its first alone was not");

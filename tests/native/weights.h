@@ -1,4 +1,4 @@
-/* Quantised weights: codes, scales and minimums, and the panels that the library packs from them. */
+/* Quantized weights: codes, scales and minimums, and the panels that the library packs from them. */
 #ifndef ARMATURE_WEIGHTS_H
 #define ARMATURE_WEIGHTS_H
 

@@ -131,4 +131,4 @@ def test_codes_of_a_gguf_file_are_kept(written: tuple[Path, Path], file: Path) -
         assert found is not None and expected is not None
         assert torch.equal(found.codes, expected.codes) and torch.equal(found.scales, expected.scales)
         if product == "down_proj":
-            assert torch.equal(experts[2].down.form.dequantised(), MappedFiles().tensor(ours.tensors[name]))
+            assert torch.equal(experts[2].down.form.dequantized(), MappedFiles().tensor(ours.tensors[name]))

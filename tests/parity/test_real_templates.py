@@ -19,7 +19,7 @@ import pytest
 import transformers
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from app.api.openai.bodies import ChatBody
+from app.api.openai.schemas import ChatBody
 from app.api.openai.translate import chat_request
 from app.api.schemas import parse_body
 from app.errors import InvalidRequest, UnsupportedParameter
@@ -214,9 +214,7 @@ def theirs(tokenizer: Any, shape: Mapping[str, Any], variables: Mapping[str, Any
 
 def ours(template: ChatTemplate, shape: Mapping[str, Any]) -> str | None:
     arguments = FIXED | shape.get("chat_template_kwargs", {})
-    request = chat_request(
-        parse_body(ChatBody, json.dumps(shape | {"chat_template_kwargs": arguments}).encode()), "id", {}
-    )
+    request = chat_request(parse_body(ChatBody, json.dumps(shape | {"chat_template_kwargs": arguments}).encode()), {})
     try:
         return template.render(request.messages or (), request.template_arguments, request.chat_options)
     except InvalidRequest:

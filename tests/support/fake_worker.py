@@ -26,7 +26,7 @@ from app.messages import (
 from app.metrics.instruments import Metrics
 from app.metrics.stats import EngineSnapshot
 from app.service.engine_client import EngineClient
-from app.service.generate import Generation
+from app.service.generate import OpenGeneration
 from app.service.prompt import read_prompt
 from app.service.request_log import ClientRequest
 from app.service.requests import GenerationRequest, StreamEvent
@@ -127,7 +127,7 @@ def events_of(
     wanted: GenerationRequest, model: ServedDecoder, pieces: Iterable[Sequence[int]], reason: FinishReason = "stop"
 ) -> list[StreamEvent]:
     """The events of one choice whose tokens come in these pieces."""
-    generation = Generation(_client(), wanted, ClientRequest())
+    generation = OpenGeneration(_client(), wanted, ClientRequest())
     generation.begin(model, read_prompt(model, wanted))
     found: list[StreamEvent] = []
     for piece in pieces:

@@ -15,4 +15,4 @@ def launch_write_out() -> None:
     )
     for dtype in (torch.bfloat16, torch.float16):
         scales = torch.zeros(inputs // 64, outputs, 2, dtype=dtype)
-        elementwise.dequantise(packed, order, scales, torch.empty(outputs, inputs, dtype=dtype))
+        elementwise.dequantize(packed, order, scales, torch.empty(outputs, inputs, dtype=dtype))

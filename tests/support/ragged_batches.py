@@ -6,16 +6,18 @@ from dataclasses import dataclass
 
 import torch
 
-from app.backends.cpu import AttentionRow, CpuBackend, attention_row
+from armature_kernels.attention import ragged
 from armature_kernels.attention.attention import (
     AttentionSequence,
     AttentionStep,
     KvRows,
     KvSegment,
+    supports_attention,
     token_bytes,
     view_kv_rows,
 )
 from armature_kernels.attention.context import AttentionSpec
+from armature_kernels.attention.flash import AttentionRow, attention_row, torch_attention
 
 
 @dataclass(frozen=True)
@@ -67,4 +69,6 @@ def make_batch(shares: list[Share], heads: int, kv_heads: int, head_dim: int, dt
 
 
 def attend(batch: Batch, spec: AttentionSpec, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
-    return CpuBackend(dtype).attention(batch.query, batch.kv, batch.step(), spec)
+    if supports_attention(batch.query, batch.kv):
+        return ragged.attend(batch.query, batch.kv, batch.step(), spec)
+    return torch_attention(batch.query, batch.segments, spec)

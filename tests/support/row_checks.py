@@ -9,11 +9,11 @@ from torch import Tensor
 
 from armature_kernels.linear.activations import (
     Activations,
-    QuantisedActivations,
+    QuantizedActivations,
     RowGroups,
-    quantise_torch,
+    quantize_torch,
     unpack_tiles,
-    unquantised,
+    unquantized,
 )
 from native_levels import levels
 
@@ -42,16 +42,16 @@ def group_of(group: RowGroups | None, size: int) -> RowGroups | None:
 
 def check(found: Activations, meant: Tensor, group: RowGroups | None, atol: float = 1e-10, slack: float = 0.0) -> None:
     """meant: fp32. Codes may be one off, as the values may differ in their last bit, and by `slack` before they are codes."""
-    if group is None and unquantised(found).dtype == torch.float32:
-        torch.testing.assert_close(unquantised(found), meant, rtol=1e-4, atol=atol, equal_nan=True)
+    if group is None and unquantized(found).dtype == torch.float32:
+        torch.testing.assert_close(unquantized(found), meant, rtol=1e-4, atol=atol, equal_nan=True)
         return
     if group is None:
         # GELU in fp64 loses 2^-53 of 1 + erf, times a gate and an up of some ten thousand.
-        torch.testing.assert_close(unquantised(found), meant.bfloat16(), rtol=2**-7, atol=atol, equal_nan=True)
+        torch.testing.assert_close(unquantized(found), meant.bfloat16(), rtol=2**-7, atol=atol, equal_nan=True)
         return
-    assert isinstance(found, QuantisedActivations)
+    assert isinstance(found, QuantizedActivations)
     codes, scales = unpack_tiles(found)
-    expected_codes, expected_scales = quantise_torch(meant, group)
+    expected_codes, expected_scales = quantize_torch(meant, group)
     torch.testing.assert_close(scales, expected_scales, rtol=2e-5, atol=max(1e-37, slack / 127), equal_nan=True)
     off, step = (codes.int() - expected_codes.int()).abs(), expected_scales[..., None]
     assert ((off <= 1) | (off * step <= step + slack)).all()
@@ -59,15 +59,15 @@ def check(found: Activations, meant: Tensor, group: RowGroups | None, atol: floa
     assert not codes.flatten(1)[:, found.size :].any()
 
 
-def sums_of(x: QuantisedActivations) -> Tensor:
+def sums_of(x: QuantizedActivations) -> Tensor:
     """Int32 [rows, groups], out of their tiles, where they lie as scales do."""
-    swapped = QuantisedActivations(x.codes, x.sums.view(torch.float32), x.sums, x.rows, x.size, x.group, x.height)
+    swapped = QuantizedActivations(x.codes, x.sums.view(torch.float32), x.sums, x.rows, x.size, x.group, x.height)
     return unpack_tiles(swapped)[1].view(torch.int32)
 
 
 def bits(x: Activations) -> list[Tensor]:
     """Everything that a row says, [rows, ...]."""
-    if not isinstance(x, QuantisedActivations):
+    if not isinstance(x, QuantizedActivations):
         return [x.view(torch.int16 if x.dtype == torch.bfloat16 else torch.int32)]
     codes, scales = unpack_tiles(x)
     return [codes, scales.view(torch.int32), sums_of(x)]

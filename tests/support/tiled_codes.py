@@ -59,12 +59,12 @@ def tiled(monkeypatch: pytest.MonkeyPatch) -> TiledCodes:
     return codes
 
 
-def fresh_scratch() -> Callable[[torch.device, torch.dtype], device_int4.DequantiseScratch]:
+def fresh_scratch() -> Callable[[torch.device, torch.dtype], device_int4.DequantizeScratch]:
     """In place of `shared_scratch`: shared within one test."""
-    make = device_int4.DequantiseScratch
-    made: dict[object, device_int4.DequantiseScratch] = {}
+    make = device_int4.DequantizeScratch
+    made: dict[object, device_int4.DequantizeScratch] = {}
 
-    def shared(device: torch.device, dtype: torch.dtype) -> device_int4.DequantiseScratch:
+    def shared(device: torch.device, dtype: torch.dtype) -> device_int4.DequantizeScratch:
         return made.setdefault((device, dtype), make(device, dtype))
 
     return shared

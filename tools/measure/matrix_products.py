@@ -19,7 +19,7 @@ import torch
 modules.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from armature_kernels.elementwise.activations import activate
-from armature_kernels.linear.activations import quantise
+from armature_kernels.linear.activations import quantize
 from armature_kernels.linear.int_panels import IntPanelFactory, IntPanelLinear
 from armature_kernels.linear.linear import FORMS, ActivatingForm
 from armature_kernels.native.library import native_library
@@ -39,7 +39,7 @@ def products(outputs: int, inputs: int, rows: int) -> dict[str, tuple[Product, P
     packing = IntPanelFactory(8, None)
     if packing.supports(outputs, inputs, torch.bfloat16):
         form: IntPanelLinear = packing.pack(torch.randn(outputs, inputs), None)
-        found["int8"] = pair(form, quantise(torch.randn(rows, inputs).bfloat16(), form.row_groups))
+        found["int8"] = pair(form, quantize(torch.randn(rows, inputs).bfloat16(), form.row_groups))
     return found
 
 

@@ -16,7 +16,7 @@ from app.server.prepare import prepare
 from app.settings import load_settings
 from app.weights.open import require_checkpoint
 from armature_kernels.linear.linear import Linear
-from armature_kernels.linear.quantization import quantise_int4
+from armature_kernels.linear.quantization import quantize_int4
 from armature_kernels.linear.torchao_config import KLEIDI_INT4
 from armature_kernels.linear.torchao_linear import TorchaoFactory, TorchaoLinear
 
@@ -51,7 +51,7 @@ def one_product() -> dict[str, object]:
     exact = rows @ plain_weight.module.weight.dequantize().float().T
     error = (form.multiply(rows) - exact).abs().max() / exact.abs().max()
     # KleidiAI does not support FP32 scales per group; torch then uses its own loop.
-    codes = quantise_int4(weight, 64, zero_points=False)
+    codes = quantize_int4(weight, 64, zero_points=False)
     pairs = codes.codes[:, 1::2] << 4 | codes.codes[:, ::2]
     plain = torch.ops.aten._dyn_quant_pack_4bit_weight(pairs, codes.scales.float(), None, 64, 192, 256)
     return {

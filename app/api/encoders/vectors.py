@@ -13,10 +13,7 @@ from collections.abc import Callable, Iterable, Mapping
 import numpy
 from numpy.typing import NDArray
 from pydantic_core import to_json
-from starlette.responses import Response
 
-from app.api.streaming import server_timing
-from app.service.requests import Encoded
 from app.service.served_model import FloatArray
 
 CHUNK_BYTES = 64 * 1024  # written in about half a millisecond
@@ -67,14 +64,3 @@ def _nine_digits(vector: FloatArray) -> NDArray[numpy.float64]:
 
 
 VECTOR_WRITERS: Mapping[str, Callable[[FloatArray], bytes]] = {"float": to_json_list, "base64": to_base64_json}
-
-
-def json_response(body: bytes, encoded: Encoded, headers: Mapping[str, str] | None = None) -> Response:
-    """Return a JSON response with the request's timings in the `Server-Timing` header."""
-    timing_header = server_timing([encoded.timings], "queue", "encode")
-    return Response(body, media_type="application/json", headers={**timing_header, **(headers or {})})
-
-
-def token_header(encoded: Encoded) -> dict[str, str]:
-    """Return the header with the number of tokens read, for text-embeddings-inference's bodies, which have no field for it."""
-    return {"x-compute-tokens": str(encoded.usage.prompt_tokens)}

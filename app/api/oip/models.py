@@ -8,11 +8,11 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy
 from numpy.typing import NDArray
 
+from app.api.oip.schemas import ConfigTensor, ModelConfiguration, ModelMetadata, TensorMetadata
 from app.api.oip.tensors import (
     VALUE_BYTES,
     VERSION,
@@ -27,8 +27,6 @@ from app.messages import Array, Signature, TensorSpec, Text
 from app.service.encode import MAX_TEXTS
 from app.service.requests import Encoded, EncodingRequest, TextInput, Truncation
 from app.service.served_model import ServedEncoder, ServedModel, ServedProgram
-
-Json = dict[str, Any]
 
 TEXT_INPUT = TensorSpec("text", "BYTES", (-1,))
 # Optional inputs: `text_pair` is the second text of each pair; the others are an alternative to `text`.
@@ -65,7 +63,7 @@ def _outputs(model: ServedEncoder) -> tuple[TensorSpec, ...]:
     )
 
 
-def metadata(model: ServedModel) -> Json:
+def metadata(model: ServedModel) -> ModelMetadata:
     """Return the model metadata of the protocol."""
     signature = signature_of(model)
     return {
@@ -77,7 +75,7 @@ def metadata(model: ServedModel) -> Json:
     }
 
 
-def config(model: ServedModel) -> Json:
+def config(model: ServedModel) -> ModelConfiguration:
     """Return the model configuration of the extension, which also says which inputs are optional."""
     signature = signature_of(model)
     return {
@@ -86,9 +84,7 @@ def config(model: ServedModel) -> Json:
         "backend": "armature",
         "version_policy": {"latest": {"num_versions": 1}},
         "max_batch_size": 0,  # 0: `dims` include the batch dimension
-        "input": [
-            _config_tensor(spec) | ({"optional": True} if spec in OPTIONAL_INPUTS else {}) for spec in signature.inputs
-        ],
+        "input": [_config_tensor(spec) for spec in signature.inputs],
         "output": [_config_tensor(spec) for spec in signature.outputs],
     }
 
@@ -97,16 +93,19 @@ def _platform(model: ServedModel) -> str:
     return "pytorch_export" if isinstance(model, ServedProgram) else "pytorch_safetensors"
 
 
-def _tensor_metadata(spec: TensorSpec) -> Json:
+def _tensor_metadata(spec: TensorSpec) -> TensorMetadata:
     return {"name": spec.name, "datatype": spec.datatype, "shape": list(spec.shape)}
 
 
-def _config_tensor(spec: TensorSpec) -> Json:
-    return {
+def _config_tensor(spec: TensorSpec) -> ConfigTensor:
+    tensor: ConfigTensor = {
         "name": spec.name,
         "data_type": _CONFIG_TYPES.get(spec.datatype, f"TYPE_{spec.datatype}"),
         "dims": list(spec.shape),
     }
+    if spec in OPTIONAL_INPUTS:
+        tensor["optional"] = True
+    return tensor
 
 
 # ---- validation of requests ----------------------------------------------------------------------------------------

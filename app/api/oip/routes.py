@@ -1,12 +1,16 @@
-"""Open Inference Protocol (KServe V2 over REST): health, metadata, and `infer` for encoders and programs."""
+"""Open Inference Protocol (KServe V2 over REST): health, metadata, `infer`, and Triton's extensions.
+
+The extensions are `generate` for decoders, the model configuration, the repository's index, and statistics.
+"""
 
 from __future__ import annotations
 
 import asyncio
-from typing import Any
+from collections.abc import AsyncIterator, Mapping
+from typing import Any, TypeVar
 
 from starlette.requests import Request
-from starlette.responses import JSONResponse, Response
+from starlette.responses import Response
 
 from app.api.errors import LOADING_RETRY_SECONDS
 from app.api.oip import models
@@ -21,16 +25,27 @@ from app.api.oip.models import (
 )
 from app.api.oip.schemas import (
     OIP_ERRORS,
+    DurationStatistic,
+    GenerateParameters,
+    IndexedModel,
     InferBody,
     InferParameters,
     InferResponse,
     ModelConfiguration,
+    ModelControlBody,
     ModelMetadata,
     ModelReadiness,
+    ModelStatistics,
     OipError,
+    OipGenerateBody,
+    OipGenerateEvent,
+    OipGenerateResponse,
+    OipToken,
+    RepositoryIndexBody,
     ServerLiveness,
     ServerMetadata,
     ServerReadiness,
+    StatisticsResponse,
 )
 from app.api.oip.tensors import (
     HEADER,
@@ -43,19 +58,20 @@ from app.api.oip.tensors import (
 )
 from app.api.routing import (
     BODY_ERRORS,
-    ApiRuntime,
-    DialectRouter,
-    RequestBody,
-    Responses,
+    ApiCall,
+    Dialect,
+    Reply,
     check_model,
     count_refusals,
-    request_id,
     run_beside_loop,
-    runtime_of,
+    sampling_defaults,
 )
-from app.api.schemas import ReportIgnored
-from app.errors import InvalidRequest, ModelNotFound, RequestTimeout, WrongModelKind
-from app.service.requests import InferenceRequest
+from app.api.schemas import ReportIgnored, parse_body
+from app.api.streaming import CollectedCompletion, EventEncoding, EventStreamResponse, Generation, GenerationStream
+from app.errors import InvalidRequest, ModelNotFound, NotReady, RequestTimeout, UnsupportedParameter, WrongModelKind
+from app.messages import SamplingParams
+from app.metrics.instruments import DurationTotal, Metrics
+from app.service.requests import Accepted, ChoiceFinished, GenerationRequest, InferenceRequest, ScoredToken
 from app.service.served_model import ServedDecoder, ServedEncoder, ServedModel, ServedProgram
 from app.version import VERSION as SERVER_VERSION
 
@@ -69,19 +85,20 @@ EXTENSIONS = (
 )
 MODEL_ROUTES = ("ready", "config", "stats", "infer", "generate", "generate_stream")
 
-probes = DialectRouter("Open Inference Protocol", OIP_ERRORS, public=True)
-router = DialectRouter("Open Inference Protocol", OIP_ERRORS)
-# A model's name may have slashes and the first match counts: so versions precede models, and metadata is last. Decorators
-# apply from the bottom up.
-MODEL_PATH = "/v2/models/{name:path}"
-VERSION_PATH = MODEL_PATH + "/versions/{version}"
-MODEL_ERRORS = router.failures(404, 503)
+PROBES = Dialect("Open Inference Protocol", OIP_ERRORS, public=True)
+OIP = Dialect("Open Inference Protocol", OIP_ERRORS)
+
+
+def _paths(operation: str) -> tuple[str, str]:
+    """Return the paths of an operation. A model's name may have slashes and the first match counts: versions are first."""
+    return f"/v2/models/{{name:path}}/versions/{{version}}{operation}", f"/v2/models/{{name:path}}{operation}"
+
+
 NOT_READY: dict[str, Any] = {
     "description": "The model is loading, or the server is stopping.",
     "model": ModelReadiness | OipError,
 }
 BINARY_TENSORS: dict[str, Any] = {"application/octet-stream": {"schema": {"type": "string", "format": "binary"}}}
-BINARY_RESPONSE: Responses = {200: {"content": BINARY_TENSORS}}
 BINARY_REQUEST = {
     "parameters": [
         {
@@ -95,141 +112,107 @@ BINARY_REQUEST = {
 }
 
 
-@router.get("/v2", summary="Open Inference Protocol: server metadata", response_model=ServerMetadata)
-@router.get("/v2/", summary="Open Inference Protocol: server metadata", response_model=ServerMetadata)
-async def server(request: Request) -> Response:
-    """Serve `GET /v2`: name, version and extensions of the server."""
-    return JSONResponse({"name": "armature", "version": SERVER_VERSION, "extensions": EXTENSIONS})
+# ---- the server and the model ----------------------------------------------------------------------------------------
 
 
-@probes.get(
+@OIP.get(("/v2", "/v2/"), "Open Inference Protocol: server metadata")
+async def server(call: ApiCall) -> ServerMetadata:
+    """Return name, version and extensions of the server."""
+    return {"name": "armature", "version": SERVER_VERSION, "extensions": list(EXTENSIONS)}
+
+
+@PROBES.get(
     "/v2/health/live",
-    summary="Open Inference Protocol: liveness, as /healthz",
-    response_model=ServerLiveness,
-    responses={500: {"description": "The worker thread has died.", "model": ServerLiveness}},
+    "Open Inference Protocol: liveness, as /healthz",
+    openapi={"responses": {500: {"description": "The worker thread has died.", "model": ServerLiveness}}},
 )
-async def live(request: Request) -> Response:
-    """Serve `GET /v2/health/live`; 500 after the worker thread has died."""
-    alive = runtime_of(request).service.alive
-    return JSONResponse({"live": alive}, 200 if alive else 500)
+async def live(call: ApiCall) -> Reply[ServerLiveness]:
+    """Report liveness; 500 after the worker thread has died."""
+    alive = call.service.alive
+    return Reply({"live": alive}, 200 if alive else 500)
 
 
-@probes.get(
+_LOADING = {"retry-after": str(LOADING_RETRY_SECONDS)}
+
+
+@PROBES.get(
     "/v2/health/ready",
-    summary="Open Inference Protocol: readiness, as /readyz",
-    response_model=ServerReadiness,
-    responses={503: {"description": "The server is loading or stopping.", "model": ServerReadiness}},
+    "Open Inference Protocol: readiness, as /readyz",
+    openapi={"responses": {503: {"description": "The server is loading or stopping.", "model": ServerReadiness}}},
 )
-async def ready(request: Request) -> Response:
-    """Serve `GET /v2/health/ready`; 503 while the model is loading.
+async def ready(call: ApiCall) -> Reply[ServerReadiness]:
+    """Report readiness; 503 while the model is loading.
 
     The specification's object has `live` here and KServe's own servers send `ready`, so the body has both.
     """
-    service = runtime_of(request).service
-    body = {"live": service.alive, "ready": service.ready}
-    return JSONResponse(body) if service.ready else JSONResponse(body, 503, {"retry-after": str(LOADING_RETRY_SECONDS)})
+    body: ServerReadiness = {"live": call.service.alive, "ready": call.service.ready}
+    return Reply(body) if body["ready"] else Reply(body, 503, _LOADING)
 
 
-@router.get(
-    MODEL_PATH + "/ready",
-    summary="Open Inference Protocol: readiness of a model",
-    response_model=ModelReadiness,
-    responses=MODEL_ERRORS | {503: NOT_READY},
-)
-@router.get(
-    VERSION_PATH + "/ready",
-    summary="Open Inference Protocol: readiness of a model version",
-    response_model=ModelReadiness,
-    responses=MODEL_ERRORS | {503: NOT_READY},
-)
-async def model_ready(request: Request) -> Response:
-    """Serve the readiness of the model in the path; 503 while it is loading."""
-    service, model = runtime_of(request).service, requested_model(request)
-    body = {"name": model.name, "ready": service.ready}
-    return JSONResponse(body) if service.ready else JSONResponse(body, 503, {"retry-after": str(LOADING_RETRY_SECONDS)})
+@OIP.get(_paths("/ready"), "Open Inference Protocol: readiness of a model", openapi={"responses": {503: NOT_READY}})
+async def model_ready(call: ApiCall) -> Reply[ModelReadiness]:
+    """Report the readiness of the model in the path; 503 while it is loading."""
+    body: ModelReadiness = {"name": requested_model(call).name, "ready": call.service.ready}
+    return Reply(body) if body["ready"] else Reply(body, 503, _LOADING)
 
 
-@router.get(
-    MODEL_PATH + "/config",
-    summary="Open Inference Protocol: Triton configuration of a model",
-    response_model=ModelConfiguration,
-    responses=MODEL_ERRORS,
-)
-@router.get(
-    VERSION_PATH + "/config",
-    summary="Open Inference Protocol: Triton configuration of a model version",
-    response_model=ModelConfiguration,
-    responses=MODEL_ERRORS,
-)
-async def model_config(request: Request) -> Response:
-    """Serve the model configuration extension for the model in the path."""
-    return JSONResponse(config(requested_model(request)))
+@OIP.get(_paths("/config"), "Open Inference Protocol: Triton configuration of a model")
+async def model_config(call: ApiCall) -> ModelConfiguration:
+    """Return the configuration of the model in the path."""
+    return config(requested_model(call))
 
 
-@router.post(
-    MODEL_PATH + "/infer",
-    summary="Open Inference Protocol: inference, tensors in and out",
-    response_model=InferResponse,
-    responses=router.failures(*BODY_ERRORS, 404, 504) | BINARY_RESPONSE,
-    openapi_extra=BINARY_REQUEST,
-)
-@router.post(
-    VERSION_PATH + "/infer",
-    summary="Open Inference Protocol: inference with a model version",
-    response_model=InferResponse,
-    responses=router.failures(*BODY_ERRORS, 404, 504) | BINARY_RESPONSE,
-    openapi_extra=BINARY_REQUEST,
-)
-async def infer(request: Request, unread: RequestBody[InferBody]) -> Response:
-    """Serve `POST /v2/models/{name}/infer`, within the request's own timeout if it has one."""
-    runtime = runtime_of(request)
-    with count_refusals(runtime.metrics, "oip"):
-        check_origin(request)
-        model = requested_model(request)
-        inference = await unread.translate(
-            lambda body: _parse_inference(model, *split_body(request, body), unread.report_ignored)
-        )
-        _check_parameters(model, inference)
-    microseconds = inference.parameters.timeout
-    try:
-        async with asyncio.timeout(microseconds / 1e6 if microseconds else None):
-            result = await _run_inference(runtime, model, inference, request_id(request))
-    except TimeoutError as error:
-        raise RequestTimeout(
-            f"The request was not answered within its own timeout of {microseconds} microseconds."
-        ) from error
-    return await render_response(model.name, inference, result)
+@OIP.get("/v2/models/stats", "Open Inference Protocol: Triton's statistics of all models", statuses=(503,))
+async def all_statistics(call: ApiCall) -> StatisticsResponse:
+    """Return the statistics of the served model."""
+    return {"model_stats": [_model_statistics(call.service.model.name, call.runtime.metrics)]}
 
 
-@router.get(
-    MODEL_PATH,
-    summary="Open Inference Protocol: metadata of a model and its tensors",
-    response_model=ModelMetadata,
-    responses=MODEL_ERRORS,
-)
-@router.get(
-    VERSION_PATH,
-    summary="Open Inference Protocol: metadata of a model version",
-    response_model=ModelMetadata,
-    responses=MODEL_ERRORS,
-)
-async def model_metadata(request: Request) -> Response:
-    """Serve the name, platform and tensors of the model in the path."""
-    return JSONResponse(metadata(requested_model(request)))
+@OIP.get(_paths("/stats"), "Open Inference Protocol: Triton's statistics of a model")
+async def statistics(call: ApiCall) -> StatisticsResponse:
+    """Return the statistics of the model in the path."""
+    return {"model_stats": [_model_statistics(requested_model(call).name, call.runtime.metrics)]}
 
 
-def requested_model(request: Request) -> ServedModel:
+def _model_statistics(name: str, metrics: Metrics) -> ModelStatistics:
+    nothing = _statistic(DurationTotal())
+    return {
+        "name": name,
+        "version": VERSION,
+        "last_inference": round(metrics.succeeded.ended_at * 1000),
+        "inference_count": metrics.succeeded.count,
+        "execution_count": metrics.num_steps,
+        "inference_stats": {
+            "success": _statistic(metrics.succeeded),
+            "fail": _statistic(metrics.failed),
+            "queue": _statistic(metrics.queued),
+            "compute_input": nothing,
+            "compute_infer": {"count": metrics.num_steps, "ns": round(metrics.busy_seconds * 1e9)},
+            "compute_output": nothing,
+            "cache_hit": nothing,
+            "cache_miss": nothing,
+        },
+        "batch_stats": [],
+        "memory_usage": [],
+        "response_stats": {},
+    }
+
+
+def _statistic(total: DurationTotal) -> DurationStatistic:
+    return {"count": total.count, "ns": round(total.seconds * 1e9)}
+
+
+def requested_model(call: ApiCall) -> ServedModel:
     """Return the served model. Raises `ModelNotFound` if the path names another model or version."""
-    runtime = runtime_of(request)
-    model = runtime.service.model
-    name, version = request.path_params["name"], request.path_params.get("version", VERSION)
+    model, path = call.service.model, call.request.path_params
+    name, version = path["name"], path.get("version", VERSION)
     if name.startswith(f"{model.name}/"):
         raise ModelNotFound(
             f"The model {model.name!r} is served here, and it has no {name.removeprefix(model.name + '/')[:100]!r}: it has "
             f"{', '.join(MODEL_ROUTES)}.",
             field="name",
         )
-    check_model(runtime, name, in_path=True)
+    check_model(call.runtime, name, in_path=True)
     if version != VERSION:
         raise ModelNotFound(f"The model {name!r} has no version {version[:40]!r}; it has {VERSION!r}.", field="version")
     return model
@@ -246,6 +229,38 @@ def check_origin(request: Request) -> None:
         raise InvalidRequest(f"The body is a bare tensor, as {HEADER} says: send it as application/octet-stream.")
     if "origin" in request.headers and kind != "application/json" and HEADER not in request.headers:
         raise InvalidRequest("Send the body as JSON with the header `content-type: application/json`.")
+
+
+# ---- inference -------------------------------------------------------------------------------------------------------
+
+
+@OIP.post(
+    _paths("/infer"),
+    "Open Inference Protocol: inference, tensors in and out",
+    body=InferBody,
+    response=InferResponse,
+    statuses=(*BODY_ERRORS, 404, 504),
+    operation="infer",
+    openapi={"openapi_extra": BINARY_REQUEST, "responses": {200: {"content": BINARY_TENSORS}}},
+)
+async def infer(call: ApiCall) -> Response:
+    """Run the model on tensors, within the request's own timeout if it has one."""
+    with count_refusals(call.runtime.metrics, "oip"):
+        check_origin(call.request)
+        model = requested_model(call)
+        inference = await call.translate(
+            lambda body: _parse_inference(model, *split_body(call.request, body), call.report_ignored)
+        )
+        _check_parameters(model, inference)
+    microseconds = inference.parameters.timeout
+    try:
+        async with asyncio.timeout(microseconds / 1e6 if microseconds else None):
+            result = await _run_inference(call, model, inference)
+    except TimeoutError as error:
+        raise RequestTimeout(
+            f"The request was not answered within its own timeout of {microseconds} microseconds."
+        ) from error
+    return await render_response(model.name, inference, result)
 
 
 def _parse_inference(model: ServedModel, head: bytes, tail: bytes | None, report: ReportIgnored) -> InferRequest:
@@ -269,18 +284,12 @@ def _check_parameters(model: ServedModel, inference: InferRequest) -> None:
                 )
 
 
-def _num_bytes(inference: InferRequest) -> int:
-    return sum(len(tensor.data) for tensor in inference.inputs.values())
-
-
-async def _run_inference(
-    runtime: ApiRuntime, model: ServedModel, inference: InferRequest, identity: str
-) -> InferResult:
+async def _run_inference(call: ApiCall, model: ServedModel, inference: InferRequest) -> InferResult:
+    runtime = call.runtime
     if isinstance(model, ServedEncoder):
         with count_refusals(runtime.metrics, "oip"):
-            text_inference = await run_beside_loop(
-                _num_bytes(inference), models.parse_text_inputs, model, inference, identity
-            )
+            num_bytes = sum(len(tensor.data) for tensor in inference.inputs.values())
+            text_inference = await run_beside_loop(num_bytes, models.parse_text_inputs, model, inference, call.id)
         encoded = await runtime.service.encode(text_inference.request)
         usage = {"prompt_tokens": encoded.usage.prompt_tokens}
         return InferResult(models.output_tensors(model, text_inference, encoded), encoded.timings, usage)
@@ -289,5 +298,225 @@ async def _run_inference(
         check_inputs(signature.inputs, inference.inputs)
         check_complete(signature.inputs, inference.inputs)
         outputs = requested_outputs(signature, inference)
-    inferred = await runtime.service.infer(InferenceRequest(inference.inputs, outputs, "oip", identity))
+    inferred = await runtime.service.infer(InferenceRequest(inference.inputs, outputs, "oip", call.id))
     return InferResult({name: inferred.arrays[name] for name in outputs}, inferred.timings)
+
+
+@OIP.get(_paths(""), "Open Inference Protocol: metadata of a model and its tensors")
+async def model_metadata(call: ApiCall) -> ModelMetadata:
+    """Return name, platform and tensors of the model in the path."""
+    return metadata(requested_model(call))
+
+
+# ---- generation ------------------------------------------------------------------------------------------------------
+
+DEFAULT_MAX_TOKENS = 20  # the extension's default
+
+
+async def _parse_generation(call: ApiCall) -> OipGenerateBody:
+    """Parse the body, after the checks of the origin, the model in the path and its kind."""
+    check_origin(call.request)
+    requested_model(call)
+    call.service.decoder  # noqa: B018  # another kind of model is refused whatever the body is
+    return await call.translate(lambda body: _parse_body(body, call.report_ignored))
+
+
+def _parse_body(body: bytes, report: ReportIgnored) -> OipGenerateBody:
+    if not body.strip():
+        raise InvalidRequest("The body is empty: send a JSON object with text_input.")
+    return parse_body(OipGenerateBody, body, report)
+
+
+def _generation(
+    call: ApiCall, body: OipGenerateBody, name: str, streams: bool
+) -> Generation[OipGenerateResponse, OipGenerateEvent]:
+    given = _parameters(body)
+    if given.get("stream", streams) != streams:
+        other = "generate_stream" if given["stream"] else "generate"
+        raise InvalidRequest(f"stream does not go with this route: use {other}.", field="stream")
+    params = _sampling_params(given, sampling_defaults(call.runtime))
+    request = GenerationRequest(
+        params=params,
+        api=call.route.api,
+        request_id=call.id,
+        prompt=body.text_input,
+        cache_salt=given.get("cache_salt"),
+    )
+    form = _GenerateFormat(call.service.decoder, name, body.id, params, bool(given.get("details")))
+    return Generation([request], form, streams)
+
+
+def _parameters(body: OipGenerateBody) -> dict[str, Any]:
+    """Return the parameters of a body, which may be in `parameters` or at the top level."""
+    given: dict[str, Any] = {}
+    for source in (body, body.parameters or GenerateParameters()):
+        for name in GenerateParameters.model_fields:
+            if (value := getattr(source, name)) is None:
+                continue
+            if name in given:
+                raise InvalidRequest(
+                    f"{name} is given both in parameters and at the top level: send it once.", field=name
+                )
+            given[name] = value
+    return given
+
+
+def _sampling_params(given: dict[str, Any], defaults: Mapping[str, float]) -> SamplingParams:
+    if given.get("n", 1) != 1:
+        raise InvalidRequest("This route returns one text: n must be 1.", field="n")
+    sampling = {name: value for name, value in given.items() if name not in ("details", "stream", "max_tokens")}
+    logprobs = 0 if given.get("details") else None
+    return GenerateParameters(**sampling).params(
+        defaults, max_tokens=given.get("max_tokens", DEFAULT_MAX_TOKENS), logprobs=logprobs
+    )
+
+
+GeneratedT = TypeVar("GeneratedT", OipGenerateResponse, OipGenerateEvent)
+
+
+class _GenerateFormat:
+    """Formatter of complete responses and stream events."""
+
+    def __init__(
+        self, model: ServedDecoder, name: str, identity: str | None, params: SamplingParams, details: bool
+    ) -> None:
+        self._model, self._params, self._details = model, params, details
+        self._name, self._id = name, identity
+
+    def _with_id(self, body: GeneratedT) -> GeneratedT:
+        if self._id is not None:
+            body["id"] = self._id
+        return body
+
+    def whole(self, completion: CollectedCompletion) -> OipGenerateResponse:
+        """Return the complete response."""
+        choice = completion.choices[0]
+        finished = choice.finished
+        assert finished is not None, "a complete response has finished"
+        body: OipGenerateResponse = {
+            "model_name": self._name,
+            "model_version": VERSION,
+            "text_output": choice.text,
+        }
+        if self._details:
+            body["details"] = {
+                "finish_reason": self._finish_reason(finished),
+                "logprobs": [self._token_body(token) for token in choice.logprobs],
+                "prompt_tokens": finished.usage.prompt_tokens,
+                "completion_tokens": finished.usage.completion_tokens,
+            }
+        return self._with_id(body)
+
+    async def events(self, stream: GenerationStream) -> AsyncIterator[OipGenerateEvent]:
+        """Yield the stream's events, whose texts join to the complete text.
+
+        With details there is one event per token, and a last one with the finish reason.
+        """
+        sent = False
+        async for event in stream:
+            if isinstance(event, Accepted):
+                continue
+            if isinstance(event, ChoiceFinished):
+                if self._details or not sent:
+                    yield self._event_body("", None, self._finish_reason(event))
+                continue
+            for token in event.logprobs[:-1]:
+                yield self._event_body("", token, None)
+            yield self._event_body(event.text, event.logprobs[-1] if event.logprobs else None, None)
+            sent = True
+
+    def _event_body(self, text: str, token: ScoredToken | None, reason: str | None) -> OipGenerateEvent:
+        body: OipGenerateEvent = {"model_name": self._name, "model_version": VERSION, "text_output": text}
+        if self._details:
+            body["details"] = {
+                "finish_reason": reason,
+                "token": None if token is None else self._token_body(token),
+            }
+        return self._with_id(body)
+
+    def _finish_reason(self, finished: ChoiceFinished) -> str:
+        """Return the finish reason as one of the extension's three.
+
+        A timeout is reported as `length`, since it too is a limit that cut the text short.
+        """
+        if finished.reason != "stop":
+            return "length"
+        matched = finished.matched_stop
+        return "stop_sequence" if isinstance(matched, str) or matched in self._params.stop_token_ids else "eos_token"
+
+    def _token_body(self, token: ScoredToken) -> OipToken:
+        special = not self._model.tokenizer.has_text(token.token_id)
+        return {"id": token.token_id, "text": token.text, "logprob": token.logprob, "special": special}
+
+
+def _find_decoder_name(call: ApiCall, body: OipGenerateBody) -> str:
+    return check_model(call.runtime, call.request.path_params["name"], in_path=True)
+
+
+_GENERATION: dict[str, Any] = {
+    "operation": "text_completion",
+    "encoding": EventEncoding(OIP_ERRORS),
+    "find_model": _find_decoder_name,
+    "parse": _parse_generation,
+}
+
+
+@OIP.generates(_paths("/generate"), "Open Inference Protocol: generate", event=None, **_GENERATION)
+async def generate(
+    call: ApiCall, body: OipGenerateBody, name: str
+) -> Generation[OipGenerateResponse, OipGenerateEvent]:
+    """Generate from a text."""
+    return _generation(call, body, name, streams=False)
+
+
+@OIP.generates(
+    _paths("/generate_stream"),
+    "Open Inference Protocol: generate, streamed",
+    response=None,
+    openapi={"status_code": 200, "response_class": EventStreamResponse},
+    **_GENERATION,
+)
+async def generate_stream(
+    call: ApiCall, body: OipGenerateBody, name: str
+) -> Generation[OipGenerateResponse, OipGenerateEvent]:
+    """Generate from a text, as a stream."""
+    return _generation(call, body, name, streams=True)
+
+
+# ---- Triton's repository ---------------------------------------------------------------------------------------------
+
+
+@OIP.post(
+    "/v2/repository/index",
+    "Open Inference Protocol: Triton's index of the models",
+    body=RepositoryIndexBody,
+    openapi={"openapi_extra": {"requestBody": {"required": False}}},
+)
+async def index(call: ApiCall) -> list[IndexedModel]:
+    """List the served model; nothing until its name is known."""
+    check_origin(call.request)
+    given = await call.read()
+    body = parse_body(RepositoryIndexBody, given, call.report_ignored) if given.strip() else RepositoryIndexBody()
+    service = call.service
+    try:
+        name = service.model.name
+    except NotReady:
+        return []
+    if body.ready and not service.ready:
+        return []
+    state, reason = ("READY", "") if service.ready else ("UNAVAILABLE", service.stage)
+    return [{"name": name, "version": VERSION, "state": state, "reason": reason}]
+
+
+@OIP.post(
+    ("/v2/repository/models/{name:path}/load", "/v2/repository/models/{name:path}/unload"),
+    "Open Inference Protocol: refused, since one process serves one model",
+    body=ModelControlBody,
+    openapi={"status_code": 400},
+)
+async def control(call: ApiCall) -> OipError:
+    """Refuse to load or unload a model."""
+    raise UnsupportedParameter(
+        f"Models are not loaded or unloaded: this process serves {call.service.model.name!r} until it ends. Start another "
+        "process with `armature serve --model DIR` for another model."
+    )

@@ -133,6 +133,20 @@ class OipGenerateBody(GenerateParameters):
     parameters: GenerateParameters | None = None
 
 
+class RepositoryIndexBody(Body):
+    """Body of `POST /v2/repository/index`, which may be empty. With `ready`, only models that are ready are listed."""
+
+    API: ClassVar[Api] = "oip"
+
+    ready: bool | None = None
+
+
+class ModelControlBody(Body):
+    """Body of `load` and `unload`, which are refused."""
+
+    parameters: dict[str, Any] | None = None
+
+
 # ---- errors and responses ------------------------------------------------------------------------------------------
 
 
@@ -285,3 +299,60 @@ class OipGenerateEvent(OipGenerated):
     """Event of `generate_stream`."""
 
     details: NotRequired[TokenDetails]
+
+
+class IndexedModel(TypedDict):
+    """A model of the repository. `reason` says why it is not ready."""
+
+    name: str
+    version: str
+    state: str
+    reason: str
+
+
+class DurationStatistic(TypedDict):
+    """Number and total nanoseconds."""
+
+    count: int
+    ns: int
+
+
+class InferenceStatistics(TypedDict):
+    """Statistics of requests since the start.
+
+    `success` and `fail` are requests by their time from arrival to end, `queue` their time until the first step.
+    `compute_infer` are the engine's steps, each of which may serve many requests. There is no cache of responses, and
+    the conversion of inputs and outputs is not measured apart.
+    """
+
+    success: DurationStatistic
+    fail: DurationStatistic
+    queue: DurationStatistic
+    compute_input: DurationStatistic
+    compute_infer: DurationStatistic
+    compute_output: DurationStatistic
+    cache_hit: DurationStatistic
+    cache_miss: DurationStatistic
+
+
+class ModelStatistics(TypedDict):
+    """Statistics of the model. `last_inference` is the end of the last successful request in Unix milliseconds, or 0.
+
+    `inference_count` are successful requests, `execution_count` the engine's steps.
+    """
+
+    name: str
+    version: str
+    last_inference: int
+    inference_count: int
+    execution_count: int
+    inference_stats: InferenceStatistics
+    batch_stats: list[dict[str, Any]]
+    memory_usage: list[dict[str, Any]]
+    response_stats: dict[str, Any]
+
+
+class StatisticsResponse(TypedDict):
+    """Response of the statistics extension."""
+
+    model_stats: list[ModelStatistics]

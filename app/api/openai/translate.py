@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from typing import Any
 
-from app.api.openai.bodies import (
+from app.api.openai.schemas import (
     ChatBody,
     CompletionBody,
     FunctionDefinition,
@@ -32,8 +32,8 @@ _NO_PARAMETERS: Mapping[str, Any] = {"type": "object", "properties": {}, "additi
 Defaults = Mapping[str, float]
 
 
-def chat_request(body: ChatBody, request_id: str, defaults: Defaults) -> GenerationRequest:
-    """Return the service's request for a chat. `defaults` are the checkpoint's sampling parameters."""
+def chat_request(body: ChatBody, defaults: Defaults) -> GenerationRequest:
+    """Return the service's request for a chat, without its id. `defaults` are the checkpoint's sampling parameters."""
     _check_stream_options(body)
     functions, use = _tool_use(body)
     options = ChatOptions(
@@ -49,7 +49,7 @@ def chat_request(body: ChatBody, request_id: str, defaults: Defaults) -> Generat
     return GenerationRequest(
         params=_chat_params(body, defaults),
         api="chat",
-        request_id=request_id,
+        request_id="",
         messages=tuple(template_message(message) for message in body.messages),
         template_arguments=body.template_arguments,
         chat_options=options,
@@ -63,8 +63,8 @@ def chat_request(body: ChatBody, request_id: str, defaults: Defaults) -> Generat
     )
 
 
-def completion_requests(body: CompletionBody, request_id: str, defaults: Defaults) -> list[GenerationRequest]:
-    """Return one request for each prompt of a completion."""
+def completion_requests(body: CompletionBody, defaults: Defaults) -> list[GenerationRequest]:
+    """Return one request for each prompt of a completion, without their id."""
     _check_stream_options(body)
     params, grammar = _completion_params(body, defaults), _grammar(body)
     if len(body.prompt) * params.n > MAX_TOTAL_CHOICES:
@@ -73,7 +73,7 @@ def completion_requests(body: CompletionBody, request_id: str, defaults: Default
         GenerationRequest(
             params=params,
             api="completions",
-            request_id=request_id,
+            request_id="",
             prompt=prompt if isinstance(prompt, str) else None,
             token_ids=None if isinstance(prompt, str) else prompt,
             add_special_tokens=body.add_special_tokens is not False,

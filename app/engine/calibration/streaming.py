@@ -39,7 +39,7 @@ from app.weights.checkpoint import Checkpoint
 from app.weights.forms import is_value
 from armature_kernels.attention.context import StepContext
 from armature_kernels.elementwise.activations import TopLogits
-from armature_kernels.linear.activations import Activations, quantise_torch, unquantised
+from armature_kernels.linear.activations import Activations, quantize_torch, unquantized
 from armature_kernels.linear.bf16_panels import HybridLinear
 from armature_kernels.linear.int_panels import IntPanelLinear
 from armature_kernels.linear.linear import ExactLinear, Linear, LinearForm
@@ -181,7 +181,7 @@ class WatchedForm:
         return self.form.nbytes
 
     def activation_group(self, rows: int) -> None:
-        """Return None: activations are not quantised."""
+        """Return None: activations are not quantized."""
 
     def multiply(self, x: Activations) -> Tensor:
         """Multiply x [tokens, in] to [tokens, out]."""
@@ -240,7 +240,7 @@ class InputMeter(WatchedForm):
         """Multiply x and collect its statistics."""
         if self.product is not None:
             return self.product.clone()
-        self.observe(unquantised(x))
+        self.observe(unquantized(x))
         return self.form.multiply(x)
 
     def observe(self, x: Tensor) -> None:
@@ -265,11 +265,11 @@ class _RoundedForm(WatchedForm):
     product: Tensor
 
     def multiply(self, x: Activations) -> Tensor:
-        rows = unquantised(x)
+        rows = unquantized(x)
         group, change = self.packed.activation_group(len(rows)), torch.zeros(len(rows), self.packed.outputs)
         rounded = rows.bfloat16().float()
         if group is not None:
-            codes, scales = quantise_torch(rows, group)
+            codes, scales = quantize_torch(rows, group)
             rounded = (codes.float() * scales[..., None]).flatten(1)[:, : rows.shape[1]]
         self.packed.add_to(change, rows)
         return self.product + change.sub_(self.form.multiply(rounded)).to(self.product.dtype)
@@ -342,7 +342,7 @@ class StreamedCalibration:
         output = InputMeter.of(exact(model.output), model.output.in_features, self._correlate)
         model.output.form = output  # the norm then returns plain rows
         for number, rows in enumerate(hidden):
-            last = unquantised(model.norm(rows))
+            last = unquantized(model.norm(rows))
             if self._is_shown(number):
                 output.observe(last)
             else:

@@ -140,7 +140,7 @@ class RandomLogits:
         return self._logits.nbytes
 
     def activation_group(self, rows: int) -> None:
-        """Return None: activations are not quantised."""
+        """Return None: activations are not quantized."""
 
     def multiply(self, x: Activations) -> Tensor:
         """Return logits [tokens, out] fp32 for x [tokens, in]."""

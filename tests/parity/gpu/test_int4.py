@@ -1,4 +1,4 @@
-"""Dequantisation by Triton against its reference, and on a GPU torch's int4 product against the dequantised weight."""
+"""Dequantization by Triton against its reference, and on a GPU torch's int4 product against the dequantized weight."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ import torch.nn.functional as F
 
 pytest.importorskip("triton", reason="Triton is not installed")
 from armature_kernels.linear import device_int4
-from armature_kernels.linear.device_int4 import DeviceInt4Factory, dequantise_torch
-from armature_kernels.triton.elementwise import dequantise
+from armature_kernels.linear.device_int4 import DeviceInt4Factory, dequantize_torch
+from armature_kernels.triton.elementwise import dequantize
 from compiled_kernels import compile_all
 from tiled_codes import TiledCodes, fresh_scratch
 
@@ -28,8 +28,8 @@ def test_what_is_written_out_is_what_the_codes_mean(
         form.scratch.order(inputs),
         *(torch.full((outputs, inputs), torch.nan, dtype=dtype, device=gpu) for _ in "ab"),
     )
-    dequantise(form.packed, order, form.scales, out)
-    dequantise_torch(form.packed, order, form.scales, twin)
+    dequantize(form.packed, order, form.scales, out)
+    dequantize_torch(form.packed, order, form.scales, twin)
     torch.testing.assert_close(
         out, twin, rtol=2**-7 if dtype == torch.bfloat16 else 1e-6, atol=2**-8 if dtype == torch.bfloat16 else 1e-6
     )
@@ -38,7 +38,7 @@ def test_what_is_written_out_is_what_the_codes_mean(
 @pytest.mark.full
 def test_it_compiles_and_keeps_within_registers() -> None:
     found = compile_all("launches_int4", 90)
-    assert {one.kernel for one in found} == {"_dequantise"} and not any(one.stack for one in found)
+    assert {one.kernel for one in found} == {"_dequantize"} and not any(one.stack for one in found)
 
 
 @pytest.mark.cuda
@@ -49,10 +49,10 @@ def test_torchs_product_and_what_is_written_out_agree_on_a_gpu(gpu: torch.device
     weight, x = torch.randn(outputs, inputs, device=gpu), torch.randn(64, inputs, device=gpu).bfloat16()
     bias = torch.randn(outputs).bfloat16()
     form = DeviceInt4Factory(gpu, torch.bfloat16).pack(weight, bias)
-    exact = F.linear(x.float(), form.dequantised().float(), bias.to(gpu).float())
+    exact = F.linear(x.float(), form.dequantized().float(), bias.to(gpu).float())
     allowed = {"rtol": 2**-6, "atol": 0.02 * inputs**0.5}
     for rows in (1, 7, 16, 17, 64):
         torch.testing.assert_close(form.multiply(x[:rows]).float(), exact[:rows], **allowed)
     form.max_code_rows = 0
     torch.testing.assert_close(form.multiply(x).float(), exact, **allowed)
-    assert (form.dequantised().float() - weight).norm() < 0.12 * weight.norm()
+    assert (form.dequantized().float() - weight).norm() < 0.12 * weight.norm()

@@ -41,8 +41,9 @@ CALLS: list[tuple[str, Any]] = [("get_weather", {"city": 'Zürich <b> "x"', "day
 NAMED = {"bos_token": "<s>", "eos_token": "</s>"}
 SMALL = [
     "Apertus-8B-Instruct", "Apriel-1.6-15b-Thinker-fixed", "ByteDance-Seed-OSS", "Cohere2MoE",
-    "CohereForAI-c4ai-command-r7b-12-2024-tool_use", "GLM-4.6", "GLM-4.7-Flash", "GigaChat3.1-10B-A1.8B",
-    "LFM2.5-8B-A1B", "MiniMax-M1", "MiniMax-M2", "Mistral-Small-3.2-24B-Instruct-2506",
+    "CohereForAI-c4ai-command-r7b-12-2024-tool_use", "GLM-4.6", "GLM-4.7-Flash", "GigaChat3.1-10B-A1.8B", "google-gemma-4-31B-it",
+    "LFM2.5-8B-A1B", "fireworks-ai-llama-3-firefunction-v2", "tencent-Hy3",
+    "MiniMax-M1", "MiniMax-M2", "Mistral-Small-3.2-24B-Instruct-2506",
     "mistralai-Mistral-Nemo-Instruct-2407", "NVIDIA-Nemotron-3-Nano-30B-A3B-BF16", "NVIDIA-Nemotron-Nano-v2",
     "Qwen-Qwen2.5-7B-Instruct", "Qwen-Qwen3-0.6B", "Qwen3-Coder", "Qwen3.5-4B", "deepseek-ai-DeepSeek-V3.1",
     "deepseek-ai-DeepSeek-V3.2", "deepseek-ai-DeepSeek-R1-Distill-Qwen-32B", "ibm-granite-granite-4.0",
@@ -78,7 +79,7 @@ def decoder(template: str, tokenizer: Tokenizer) -> ServedDecoder:
         *("demo", limits, tokenizer, chat),
         grammars=grammars,
         tool_format=chat.tool_format,
-        reasoning_format=choose_reasoning_format(template),
+        reasoning_format=choose_reasoning_format(chat.evidence),
     )
 
 
@@ -87,7 +88,7 @@ def small(folder: Path, template: str, special: bool) -> ServedDecoder:
     chat = ChatTemplate(template, NAMED)
     chat.close()
     assert chat.tool_format is not None
-    reasoning = choose_reasoning_format(template)
+    reasoning = choose_reasoning_format(chat.evidence)
     marks = [*chat.tool_format.markers, *(reasoning.markers if reasoning is not None else ())]
     inner = byte_level()
     tokens = [mark for mark in dict.fromkeys(marks) if mark[:1] + mark[-1:] in ("<>", "[]", "◁▷")]

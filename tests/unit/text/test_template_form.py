@@ -46,6 +46,7 @@ BARE_TOOLS = (
     "{% for t in tools or [] %}{{ t.name }}: {{ t.description }} {{ t.parameters | tojson }}{% endfor %}" + PLAIN
 )
 NEEDS_A_LIST = "{% for t in tools %}{{ t | tojson }}{% endfor %}" + PLAIN
+FUNCTIONS_TEXT = "{{ '' + functions }}" + PLAIN
 ITEMS = (
     "{% for c in m.tool_calls or [] %}{{ c.function.name }}{% for k, v in c.function.arguments.items() %}{{ k }}{{ v }}"
     "{% endfor %}{% endfor %}{{ m.content }}"
@@ -146,7 +147,7 @@ def test_a_template_that_wants_parts_gets_them_for_a_text() -> None:
     assert render(ONLY_PARTS, [USER]) == "[user]question[assistant]"
 
 
-@pytest.mark.parametrize("source", [BARE_TOOLS, NEEDS_A_LIST, PLAIN])
+@pytest.mark.parametrize("source", [BARE_TOOLS, NEEDS_A_LIST, FUNCTIONS_TEXT, PLAIN])
 def test_tools_are_in_the_prompt_and_a_template_works_without_any(source: str) -> None:
     assert render(source, [USER]) == "[user]question[assistant]"
     text = render(source, [USER], TOOL)

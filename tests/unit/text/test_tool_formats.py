@@ -328,12 +328,15 @@ NATIVE = {
     "deepseek-ai-DeepSeek-V3.2": "deepseek_v32",
     "deepseek-ai-DeepSeek-V4": "deepseek_v4",
     "ibm-granite-granite-4.0": "hermes",
+    "fireworks-ai-llama-3-firefunction-v2": "firefunction",
+    "google-gemma-4-31B-it": "gemma4",
     "meetkai-functionary-medium-v3.1": "llama_function",
     "meta-llama-Llama-3.1-8B-Instruct": "llama3_json",
     "meta-llama-Llama-3.2-3B-Instruct": "llama3_json",
     "moonshotai-Kimi-K2": "kimi_k2",
     "openai-gpt-oss-120b": "openai",
     "openbmb-MiniCPM5-1B": "minicpm5",
+    "tencent-Hy3": "hunyuan",
     "upstage-Solar-Open-100B": "solar",
 }
 

@@ -170,7 +170,7 @@ REFUSALS: dict[str, tuple[Callable[[Path], object], str]] = {
         edit_json("config.json", architectures=["Foo"]),
         "Foo is not supported; supported are Llama",
     ),
-    "quantised": (edit_json("config.json", quantization_config={"quant_method": "hqq"}), "already quantized"),
+    "quantized": (edit_json("config.json", quantization_config={"quant_method": "hqq"}), "already quantized"),
     "no weights": (replace_weights(), "has no weights"),
     "pickle": (replace_weights("pytorch_model.bin"), "(pytorch_model.bin), which can run code"),
     "two files, no index": (replace_weights("a.safetensors", "b.safetensors"), f"2 *.safetensors files and no {INDEX}"),

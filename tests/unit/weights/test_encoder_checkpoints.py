@@ -191,7 +191,7 @@ def test_each_kind_says_what_it_is(tmp_path: Path) -> None:
         _ = decoder.encoder
 
 
-def test_a_quantised_one_is_refused(tmp_path: Path) -> None:
+def test_a_quantized_one_is_refused(tmp_path: Path) -> None:
     file = write_encoder(tmp_path) / "config.json"
     file.write_text(json.dumps({**json.loads(file.read_text()), "quantization_config": {"bits": 4}}))
     with pytest.raises(CheckpointInvalid, match="already quantized"):

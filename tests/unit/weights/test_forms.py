@@ -17,7 +17,7 @@ from app.weights.checkpoint import open_checkpoint
 from app.weights.forms import RECIPES, Recipe, choose_upgrades, find_recipe
 from armature_kernels.linear.int_panels import IntPanelLinear
 from armature_kernels.linear.layout import LAYOUTS
-from armature_kernels.linear.linear import DEVICE_FORMS, FORMS, QUANTISED_FORMS, Linear
+from armature_kernels.linear.linear import DEVICE_FORMS, FORMS, QUANTIZED_FORMS, Linear
 from armature_kernels.linear.torchao_config import EXAMPLE, is_torchao
 from armature_kernels.native.arguments import OpCode
 from armature_kernels.native.operations import has_kernel
@@ -37,7 +37,7 @@ def test_every_recipe_names_forms_that_exist(is_output: bool) -> None:
             assert not recipe.equalise and recipe.int8_copy_from is None
         else:
             assert (
-                all(name in QUANTISED_FORMS or is_torchao(name) for name in forms[:-1])
+                all(name in QUANTIZED_FORMS or is_torchao(name) for name in forms[:-1])
                 and forms[0] in LAYOUTS
                 and forms[-1] == "plain"
                 and recipe.equalise

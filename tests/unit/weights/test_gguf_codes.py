@@ -41,7 +41,7 @@ def held(file: Path, sources: tuple[str, ...]) -> torch.Tensor:
         entry = reader.tensors[f"{source}.weight"]
         codes = reader.four_bit_codes(entry, range(entry.shape[0]))
         if codes is not None:
-            parts.append(codes.dequantise())
+            parts.append(codes.dequantize())
             continue
         values = MappedFiles().tensor(entry).view(entry.shape[0], -1, 32)
         scales = values.abs().amax(-1, keepdim=True) / 127
@@ -57,7 +57,7 @@ def test_codes_are_held_bit_for_bit(tmp_path: Path, kind: str) -> None:
         assert isinstance(linear.form, IntPanelLinear)
         # The output layer has eight bits, so that an embedding tied to it can be read.
         if sources != ("lm_head",) or kind == "Q8_0":
-            assert torch.equal(linear.form.dequantised(), held(file, sources))
+            assert torch.equal(linear.form.dequantized(), held(file, sources))
 
 
 def test_only_scales_are_rounded(tmp_path: Path) -> None:
@@ -66,11 +66,11 @@ def test_only_scales_are_rounded(tmp_path: Path) -> None:
     exact = MappedFiles().tensor(open_checkpoint(file).tensors[f"{sources[0]}.weight"])
     form = linears(load(file, "int4"))[sources].form
     assert isinstance(form, IntPanelLinear)
-    error = (form.dequantised() - exact).norm() / exact.norm()
+    error = (form.dequantized() - exact).norm() / exact.norm()
     assert 0 < error < 0.006  # BF16 rounds to 1 in 512; rounding to four bits again costs ten times as much
     again = linears(load(tmp_path / "exact", "int4"))[sources].form
     assert isinstance(again, IntPanelLinear)
-    assert (again.dequantised() - exact).norm() / exact.norm() > 0.05
+    assert (again.dequantized() - exact).norm() / exact.norm() > 0.05
 
 
 def test_types_of_one_product_share_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -87,14 +87,14 @@ def test_types_of_one_product_share_it(tmp_path: Path, monkeypatch: pytest.Monke
     )
     assert isinstance(form, RowSplitLinear) and [one.packing.bits for one in form.forms] == [4, 8]
     names = tuple(f"model.layers.0.self_attn.{name}_proj" for name in "qkv")
-    assert torch.equal(form.dequantised(), held(tmp_path / "tiny.gguf", names))
+    assert torch.equal(form.dequantized(), held(tmp_path / "tiny.gguf", names))
 
 
 def test_a_copy_in_eight_bits_and_layers_that_the_operator_keeps(tmp_path: Path) -> None:
     file = written(tmp_path, "Q4_1")
     copied = load(file, "int4", int8_copy=True)
     sources = ("model.layers.0.mlp.down_proj",)
-    assert torch.equal(linears(copied)[sources].form.few.dequantised(), held(file, sources))
+    assert torch.equal(linears(copied)[sources].form.few.dequantized(), held(file, sources))
     kept = linears(load(file, "int4", keep_layers=(("*.down_proj", "bf16"),)))
     assert not isinstance(kept[sources].form, IntPanelLinear)
 

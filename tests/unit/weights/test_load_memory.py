@@ -31,7 +31,7 @@ PROBE = """
 import json, sys, torch
 from pathlib import Path
 from loaded_models import load, load_on
-from armature_kernels.linear.linear import FORMS, QUANTISED_FORMS, Linear
+from armature_kernels.linear.linear import FORMS, QUANTIZED_FORMS, Linear
 from app.weights import form_choice
 from app.weights.forms import Recipe
 def high_water():
@@ -39,7 +39,7 @@ def high_water():
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM"))
 directory, dtype, *forms = sys.argv[1:]
 for name in forms:  # what the first packing brings in is not the weights'
-    packing = (FORMS | QUANTISED_FORMS)[name]
+    packing = (FORMS | QUANTIZED_FORMS)[name]
     if packing.supports(512, 512, getattr(torch, dtype)):
         packing.pack(torch.ones(512, 512, dtype=getattr(torch, dtype)), None).multiply(torch.ones(1, 512, dtype=getattr(torch, dtype)))
 if not forms:  # nor what torch brings in for its "meta" device

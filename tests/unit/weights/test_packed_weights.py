@@ -44,7 +44,7 @@ def test_codes_are_kept(tmp_path: Path, name: str) -> None:
         if isinstance(module, Linear) and module.sources != ("lm_head",):
             expected = torch.cat([values[f"{source}.weight"] for source in module.sources])
             assert isinstance(module.form, IntPanelLinear)
-            error = (module.form.dequantised() - expected).abs().max() / expected.abs().max()
+            error = (module.form.dequantized() - expected).abs().max() / expected.abs().max()
             assert error < FORMATS[name].apart
 
 

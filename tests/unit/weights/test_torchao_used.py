@@ -103,3 +103,22 @@ def test_a_device_holds_them_in_its_memory_and_its_dtype(checkpoint: Path) -> No
     forms = [linear.form for linear in _layers(model)]
     assert all(isinstance(form, TorchaoLinear) and form.module.weight.dtype == torch.bfloat16 for form in forms)
     assert isinstance(model.output.form, DeviceLinear)
+
+
+@pytest.mark.parametrize("precision", ["int8", "int4"])
+@torch.inference_mode()
+def test_without_our_library_torchao_serves_a_model(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, precision: str
+) -> None:
+    directory = write_checkpoint(tmp_path, "Qwen2ForCausalLM", hidden_size=64, intermediate_size=120, head_dim=16)
+    exact = load(directory)(context_of(list(range(9)), PlainAttend()))
+    monkeypatch.setattr(int_panels, "has_kernel", lambda code: False)
+    model = load(directory, precision)
+    served = model(context_of(list(range(9)), PlainAttend())).float()
+    forms = [module.form for module in model.modules() if isinstance(module, Linear)]
+    kinds = {type(form.module.weight).__name__ if isinstance(form, TorchaoLinear) else type(form) for form in forms}
+    # KleidiAI's packing is preferred on 64-bit Arm, if torch was built with it.
+    four = "IntxOpaqueTensor" if torch.backends.kleidiai.is_available() else "Int4OpaqueTensor"  # type: ignore[no-untyped-call]
+    # With int4 the output layer has eight bits; 120 inputs are no whole groups of 32, so that weight stays as it was.
+    assert kinds == ({"Int8Tensor"} if precision == "int8" else {"Int8Tensor", PlainLinear, four})
+    assert (served - exact).norm() < (0.06 if precision == "int8" else 0.5) * exact.norm()

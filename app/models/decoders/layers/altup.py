@@ -21,7 +21,7 @@ from armature_kernels.attention.context import Attend
 from armature_kernels.elementwise.activations import convert_rows
 from armature_kernels.elementwise.altup import Correction, StreamMix, correct_streams, match_rows, predict_streams
 from armature_kernels.elementwise.norms import contiguous, copy_rows, empty_rows, gate_with, gather
-from armature_kernels.linear.activations import Activations, quantise
+from armature_kernels.linear.activations import Activations, quantize
 from armature_kernels.linear.linear import Linear
 
 _MAGNITUDE_FLOOR = 1e-5  # the least mean square of a row that gets the magnitude of another
@@ -92,7 +92,7 @@ class LowRankBranch(nn.Module):
         """Add the branch of stream [tokens, size] to it."""
         left = self.left(self.norm(stream))
         group = self.right.activation_group(len(left))
-        right = self.right(left if group is None else quantise(left, group))
+        right = self.right(left if group is None else quantize(left, group))
         self.plain_norm.add_to(stream, stream)
         self.last_norm.add_to(stream, right)
 

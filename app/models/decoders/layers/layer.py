@@ -20,7 +20,7 @@ from armature_kernels.elementwise.latent import latent_heads
 from armature_kernels.elementwise.norms import contiguous, gate, gather
 from armature_kernels.elementwise.routing import route
 from armature_kernels.elementwise.routing_rule import Routing
-from armature_kernels.linear.activations import Activations, unquantised
+from armature_kernels.linear.activations import Activations, unquantized
 from armature_kernels.linear.experts import ExpertForms, ExpertStack, run_experts_torch
 from armature_kernels.linear.linear import Linear, LinearForm
 
@@ -219,13 +219,13 @@ class MixtureOfExperts(nn.Module):
 
     def forward(self, x: Activations) -> Tensor:
         """Map x [tokens, hidden] to [tokens, hidden] FP32."""
-        result = torch.zeros(len(unquantised(x)), self.router.in_features)
+        result = torch.zeros(len(unquantized(x)), self.router.in_features)
         self.add_to(result, x)
         return result
 
     def add_to(self, hidden: Tensor, x: Activations) -> None:
         """Add the experts of x to hidden [tokens, hidden]."""
-        rows, number = unquantised(x), self.routing.num_experts
+        rows, number = unquantized(x), self.routing.num_experts
         logits = self.router.multiply_wide(rows)
         ids, weights = route(logits, self.routing, None if self.bias is None else self.bias.weight)
         self._run("experts", self.experts, hidden, rows, ids, weights)

@@ -169,5 +169,5 @@ class Xielu(nn.Module):
         self.positive = self.negative = weight
 
     def forward(self, x: Tensor, group: RowGroups | None) -> Activations:
-        """Return xIELU(x) [tokens, size], quantised if `group` is given."""
+        """Return xIELU(x) [tokens, size], quantized if `group` is given."""
         return xielu(x, self.positive, self.negative, group)

@@ -290,7 +290,7 @@ def test_the_ceiling_of_integers_has_every_form(monkeypatch: pytest.MonkeyPatch,
     assert rows == ([(32, 64)] if level == "avx2" else [])
     assert MatmulThroughputProbe(torch.int8, shapes=((16, 32, 64),), bits=8).sample() > 0.0
     assert rows == ([(32, 64)] if level == "avx2" else []), "eight bits are not compared with four"
-    assert packed(32, 64).dequantised().abs().max() > 0
+    assert packed(32, 64).dequantized().abs().max() > 0
 
 
 def test_a_machine_keeps_its_samples() -> None:

@@ -234,12 +234,12 @@ def test_a_loss_is_that_of_four_bits_alone(tmp_path: Path, text: Path, int8_copy
     packed: Any = load_model(checkpoint, plan, backend).layers[0].mlp.gate_up.form
     few = packed.few if int8_copy == "on" else packed
     noise = torch.randn(few.outputs, few.inputs, generator=torch.Generator().manual_seed(1))
-    weight = few.dequantised() * (1 + 0.02 * noise)
+    weight = few.dequantized() * (1 + 0.02 * noise)
     exact = ExactLinear([weight], None)
     for rows in (8, 200):
         x = torch.randn(rows, few.inputs, generator=torch.Generator().manual_seed(2)) ** 3
         form = streaming._rounded_form(packed, exact, exact.multiply(x))
-        change, expected = form.multiply(x) - x @ weight.T, x @ (few.dequantised() - weight).T
+        change, expected = form.multiply(x) - x @ weight.T, x @ (few.dequantized() - weight).T
         assert (
             float((change - expected).norm() / expected.norm()) < 0.35
         )  # W r - Q r for inputs r with scales of 128 inputs, which these tails make coarse

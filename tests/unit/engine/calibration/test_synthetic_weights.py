@@ -35,7 +35,7 @@ def test_a_devices_forms_are_filled_with_noise(monkeypatch: pytest.MonkeyPatch) 
     a, b, output = (forms.form(linear) for linear in linears())
     assert isinstance(a, DeviceInt4Linear) and isinstance(b, DeviceLinear) and isinstance(output, DeviceLinear)
     assert a.bias is not None and a.packed.numel() == 64 * 128 // 8 and a.packed.unique().numel() > 500
-    for weight in (b.weight, output.weight, a.dequantised()):
+    for weight in (b.weight, output.weight, a.dequantized()):
         assert weight.isfinite().all() and 0.3 < weight.float().std() / synthetic_weights.FILL_WEIGHT < 3
     assert torch.equal(
         cast(DeviceLinear, SyntheticForms(forms.choice).form(linears()[1])).weight, b.weight

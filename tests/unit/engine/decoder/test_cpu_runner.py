@@ -7,13 +7,14 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-from app.backends.cpu import AttentionRow, CpuBackend, Segment, context_segments, reference_attention
+from app.backends.cpu import CpuBackend
 from app.engine.decoder.cpu_runner import CpuDecoderRunner
 from app.engine.decoder.kv_cache import KvCache, KvShape
 from app.engine.scheduler.batch import Batch, KvCopy, LogitRow, SampledTokens, ScheduledSpan, Sequence
 from app.messages import SamplingParams
 from armature_kernels.attention.attention import QkvHeads
 from armature_kernels.attention.context import AttentionSpec, StepContext
+from armature_kernels.attention.flash import AttentionRow, Segment, context_segments, reference_attention
 
 SHAPE = KvShape(num_layers=2, num_slots=4, max_len=64, num_kv_heads=2, head_dim=4)
 SPEC = AttentionSpec(0.5)

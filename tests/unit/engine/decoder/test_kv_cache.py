@@ -11,13 +11,13 @@ from typing import cast
 import pytest
 import torch
 
-from app.backends.cpu import context_segments
 from app.engine.decoder.kv_cache import KV_DTYPES, KvCache, KvShape
 from app.engine.scheduler.batch import KvCopy, ScheduledSpan, Sequence
 from app.errors import PlanImpossible
 from app.hardware.facts import Needs
 from app.hardware.plan.memory_budget import kv_bytes_per_token
 from app.messages import SamplingParams
+from armature_kernels.attention.flash import context_segments
 
 PAGE = mmap.PAGESIZE
 MIB = 2**20

@@ -1,4 +1,4 @@
-"""Inputs that layers give to their products: plain rows, or quantised ones in the form's groups."""
+"""Inputs that layers give to their products: plain rows, or quantized ones in the form's groups."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from app.models.decoders.layers.layer import DecoderLayer
 from app.models.decoders.layers.vectors import HeadNorm, Norm
 from armature_kernels.attention.attention import QkvHeads
 from armature_kernels.attention.context import AttentionSpec
-from armature_kernels.linear.activations import Activations, QuantisedActivations
+from armature_kernels.linear.activations import Activations, QuantizedActivations
 from armature_kernels.linear.int_panels import IntPanelFactory
 from armature_kernels.linear.linear import Linear, PlainLinear
 from armature_kernels.native.arguments import OpCode
@@ -23,7 +23,7 @@ from armature_kernels.native.operations import has_kernel
 from tiny_checkpoints import config_values
 
 needs_integers = pytest.mark.skipif(
-    not (has_kernel(OpCode.LINEAR_INT) and has_kernel(OpCode.QUANTISE)), reason="no kernels of integer products"
+    not (has_kernel(OpCode.LINEAR_INT) and has_kernel(OpCode.QUANTIZE)), reason="no kernels of integer products"
 )
 
 
@@ -80,7 +80,7 @@ def test_who_feeds_a_product_writes_what_it_reads(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(Linear, "add_to", lambda self, hidden, x: seen.append(x))
     layer(torch.randn(3, layer.attention.qkv.in_features), None, attend, None)
     qkv, out, gate_up, down = seen
-    assert all(isinstance(x, QuantisedActivations) and (x.rows, x.group) == (3, 32) for x in (qkv, gate_up, down))
+    assert all(isinstance(x, QuantizedActivations) and (x.rows, x.group) == (3, 32) for x in (qkv, gate_up, down))
     assert isinstance(out, Tensor)
     seen.clear()
     layer_of("pre", PlainLinear)(torch.randn(3, layer.attention.qkv.in_features), None, attend, None)

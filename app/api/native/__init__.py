@@ -1,0 +1,1 @@
+"""Native API: generation from text or token ids, and the tokenizer."""

@@ -1,0 +1,110 @@
+"""Load reports for routers: SGLang's `GET /v1/loads`, and ORCA's header in the responses of requests that ask for it.
+
+Both contain the capacity, so that a router divides the work of unequal servers by what each can do. The header is
+Open Request Cost Aggregation's (github.com/cncf/xds, `OrcaLoadReport`); a request asks for it as vLLM's clients do.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from datetime import UTC, datetime
+
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from app.api.access import header
+from app.api.openai.schemas import OPENAI_ERRORS
+from app.api.routing import ApiCall, ApiRuntime, Dialect
+from app.api.server.schemas import LoadsResponse, RankLoad
+from app.metrics.stats import EngineSnapshot
+from app.version import VERSION
+
+ASKED, REPORTED = b"endpoint-load-metrics-format", b"endpoint-load-metrics"
+Capacity = Mapping[str, Mapping[int, float]]  # tokens per second by phase and rows of a step
+
+SGLANG = Dialect("SGLang", OPENAI_ERRORS)
+
+
+@SGLANG.get("/v1/loads", "SGLang: load and capacity of the server")
+async def loads(call: ApiCall) -> LoadsResponse:
+    """`gen_throughput` is 0 while the capacity is unknown."""
+    service = call.service
+    places = service.model.limits.max_running_seqs if service.ready else 0
+    load = _rank_load(service.snapshot, best_rate(call.runtime.capacity(), "decode", "encode"), places)
+    return {"timestamp": datetime.now(UTC).isoformat(), "version": VERSION, "dp_rank_count": 1, "loads": [load]}
+
+
+def _rank_load(now: EngineSnapshot, tokens_per_second: float, places: int) -> RankLoad:
+    return {
+        "dp_rank": 0,
+        "num_running_reqs": now.num_running,
+        "num_waiting_reqs": now.num_waiting,
+        "num_waiting_uncached_tokens": sum(now.queue),
+        "num_total_reqs": now.num_running + now.num_waiting,
+        "num_used_tokens": now.kv_used_tokens,
+        "max_total_num_tokens": now.kv_capacity_tokens,
+        "token_usage": now.kv_usage_ratio,
+        "gen_throughput": tokens_per_second,
+        "utilization": min(now.num_running / places, 1.0) if places else 0.0,
+        "max_running_requests": places,
+    }
+
+
+def best_rate(capacity: Capacity, *phases: str) -> float:
+    """Return the rate of the most rows in the first of these phases that the server has; 0 if it has none."""
+    for phase in phases:
+        if by_rows := capacity.get(phase):
+            return by_rows[max(by_rows)]
+    return 0.0
+
+
+def utilization(capacity: Capacity, tokens_per_second: Mapping[str, float]) -> float:
+    """Return the part of its capacity that the server uses: for each kind of token, its rate over the most possible.
+
+    `tokens_per_second` has `prompt_tokens` and `completion_tokens`. The result is 0 if nothing was computed or no
+    capacity is known. Requests per second over this are what the server can do of such requests.
+    """
+    reading, writing = best_rate(capacity, "prefill", "encode"), best_rate(capacity, "decode")
+    pairs = ((tokens_per_second["prompt_tokens"], reading), (tokens_per_second["completion_tokens"], writing))
+    return sum(rate / most for rate, most in pairs if most > 0)
+
+
+def orca_report(runtime: ApiRuntime, form: str) -> str:
+    """Return the value of the header in the form `text` or `json`; empty for any other form."""
+    now = runtime.service.snapshot
+    rates = {kind: rate.per_second() for kind, rate in runtime.metrics.rates.items()}
+    report = {
+        "application_utilization": round(utilization(runtime.capacity(), rates), 6),
+        "rps_fractional": round(rates["requests"], 6),
+    }
+    named = {
+        "kv_cache_usage_perc": round(now.kv_usage_ratio, 6),
+        "num_requests_waiting": now.num_waiting,
+        "num_requests_running": now.num_running,
+    }
+    match form:
+        case "text":
+            pairs = report | {f"named_metrics.{name}": value for name, value in named.items()}
+            return "TEXT " + ", ".join(f"{name}={value}" for name, value in pairs.items())
+        case "json":
+            return "JSON " + json.dumps({**report, "named_metrics": named})
+        case _:
+            return ""
+
+
+class LoadReportHeader:
+    """ASGI middleware that adds ORCA's header to the responses of requests that ask for it."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serve a request; the report is that of the moment when its response starts."""
+        form = header(scope, ASKED).decode("latin-1").lower() if scope["type"] == "http" else ""
+
+        async def reporting(message: Message) -> None:
+            if message["type"] == "http.response.start" and (report := orca_report(scope["app"].state.runtime, form)):
+                message["headers"] = [*message.get("headers", ()), (REPORTED, report.encode())]
+            await send(message)
+
+        await self._app(scope, receive, reporting if form else send)
