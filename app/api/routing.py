@@ -431,7 +431,7 @@ class RouteTable:
     """ASGI application that calls the operations of `routes`, and passes all other requests to `app`.
 
     Without it, FastAPI's layers and its router take a fifth of the event loop's time for a short text, and an embedding
-    server answers a tenth fewer requests (`tools/measure/route_table.py`). The first route with the path counts, as in
+    server answers a tenth fewer requests. The first route with the path counts, as in
     the router, which still has all routes: it answers the documentation, unknown paths and other methods. Exceptions are
     left to the enclosing `RequestGate`.
     """
