@@ -10,17 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from app.backends.selection import select_host_backend
-from app.engine.calibration.perplexity import window_logits
-from app.engine.decoder.cpu_runner import StepAttention
-from app.engine.decoder.kv_cache import KvCache, KvShape, kv_dtype
-from app.hardware.plan.plan import make_plan
-from app.hardware.probe.probe import probe
 from app.models.decoders.families import DECODER_FAMILIES
-from app.settings import Settings
-from app.weights.checkpoint import open_checkpoint
-from app.weights.forms import RECIPES
-from app.weights.load import load_model
 
 TINY: dict[str, Any] = {
     "vocab_size": 320,
@@ -405,6 +395,3 @@ def expected_logits(directory: Path, architecture: str, prompt: list[int]) -> Te
     ).eval()
     logits: Tensor = model(torch.tensor([prompt]), use_cache=False).logits[0]
     return logits
-
-
-@torch.inference_mode()
