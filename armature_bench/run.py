@@ -324,5 +324,5 @@ def _with_memory(job: ServerBenchJob, settings: Settings) -> ServerBenchJob:
     """Add the expected memory to the job: size of the served weights, and KV bytes per token."""
     prepared = prepare(settings)
     plan = prepared.plan
-    kv_bytes = kv_bytes_per_token(prepared.checkpoint.needs(), plan.kv_precision.value)
-    return replace(job, weight_bytes=plan.weight_bytes.value, kv_bytes_per_token=kv_bytes)
+    kv_bytes = kv_bytes_per_token(prepared.checkpoint.needs(), plan.weights.kv_precision)
+    return replace(job, weight_bytes=plan.memory.weight_bytes, kv_bytes_per_token=kv_bytes)

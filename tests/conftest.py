@@ -44,7 +44,7 @@ ROOT = Path(__file__).resolve().parent.parent
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
-# Examples are found by search, never by the clock, and a failing run can be repeated. With CI=true there are four times as many.
+# Examples are found by search, never by the clock, and a failing run can be repeated. `make fuzz` tries four times as many.
 settings.register_profile("armature", deadline=None, derandomize=True, max_examples=examples(100), database=None)
 settings.load_profile("armature")
 

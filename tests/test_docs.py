@@ -18,7 +18,7 @@ PAGES = sorted(
 # Written by a command: recorded output may be wider.
 GENERATED = {"docs/auto.md", "docs/families.md", "docs/proofs.md", "docs/settings.md"}
 # Where a path in the documentation may start.
-BASES = ("", "app", "armature_bench", "app/kernels", "app/backends", "app/engine/decoder", "docs", "k8s")
+BASES = ("", "app", "armature_bench", "armature_kernels", "app/backends", "app/engine/decoder", "docs", "k8s")
 
 
 def name(path: Path) -> str:
@@ -126,7 +126,7 @@ def section(title: str) -> str:
 
 
 def test_the_layers_are_those_that_are_checked() -> None:
-    rows = re.findall(r"^\| (\d+) \| (.+) \|$", section("Layers"), re.MULTILINE)
+    rows = re.findall(r"^\| (-?\d+) \| (.+) \|$", section("Layers"), re.MULTILINE)
     written = {(folder, int(number)) for number, cell in rows for folder in re.findall(r"`(\w+)`", cell)}
     assert written == set(LAYERS)
 

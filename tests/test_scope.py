@@ -14,11 +14,11 @@ import pytest
 from app.api.routing import ApiRuntime
 from app.cli.parser import parse_arguments
 from app.errors import SettingsInvalid, UnknownArgument
-from app.hardware.plan.torchao_config import KLEIDI_INT4
 from app.server.app import create_app
 from app.settings import given_settings, load_settings
 from armature_bench.flags import BENCHES, cost_flags
 from armature_bench.tco.command import CostArguments, run_tco
+from armature_kernels.linear.torchao_config import KLEIDI_INT4
 from tests.api.scripted_service import Lifetime
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -28,7 +28,7 @@ ROWS = [match.groupdict() for part in PAGE.split("\n## ")[1:] for match in ROW.f
 SPANS = sorted({span for row in ROWS for span in re.findall(r"`([^`]+)`", row["answer"])})
 NOT_OFFERED = sorted({span for row in ROWS if row["state"] == "no" for span in re.findall(r"`([^`]+)`", row["name"])})
 OTHER_PROGRAMS = {"docker buildx bake": "docker-bake.hcl", "kubectl kustomize": "k8s", "file build/": "Makefile"}
-BASES = ("", "app/kernels/csrc", ".github/workflows")  # where a named file may be
+BASES = ("", "armature_kernels/csrc", ".github/workflows")  # where a named file may be
 REPORTED = "`armature tco --published`"
 
 
@@ -103,7 +103,7 @@ def exists(span: str) -> bool:
         return any((ROOT / base / span).exists() for base in BASES)
     if span.startswith("armature_"):
         return f'"{span}"' in source() or f'"{span.removeprefix("armature_")}"' in source()
-    level = ROOT / "app/kernels/csrc/levels" / f"{span}.c"
+    level = ROOT / "armature_kernels/csrc/levels" / f"{span}.c"
     return level.exists() or span in " ".join(KLEIDI_INT4.values()) or span.split("=")[0] in source()
 
 

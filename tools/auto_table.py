@@ -15,7 +15,7 @@ from app.hardware.decision import format_bytes, format_count
 from app.hardware.facts import Facts, NativeLibrary, Needs
 from app.hardware.plan.plan import ServingPlan, make_plan
 from app.hardware.plan.precision import UNKNOWN_COST
-from app.hardware.plan.trials import FEW_SEQS, SEVERAL_SEQS, format_rate
+from app.hardware.plan.speed import FEW_SEQS, SEVERAL_SEQS, format_rate
 from app.hardware.probe.probe import probe
 from app.models.decoders.config import ModelConfig
 from app.models.decoders.shapes import tensors_of
@@ -30,7 +30,7 @@ TARGET = Path(__file__).resolve().parent.parent / "docs" / "auto.md"
 LEVELS = {
     "x86_64": ("amx", "avx512bf16", "avx512", "avxvnni", "avx2", "portable"),
     "arm64": ("i8mm", "dotprod", "neon"),
-}  # levels of the released wheels (app/kernels/csrc/levels)
+}  # levels of the released wheels (armature_kernels/csrc/levels)
 
 # Recorded hosts, and the name of each processor.
 SHOWN: Mapping[str, str] = {
@@ -129,9 +129,9 @@ def _host_row(host: str, facts: Facts) -> str:
     plan = make_plan(facts, None, Settings(), None, RECIPES.keys())
     source = (HOSTS / host / "SOURCE.md").read_text(encoding="utf-8")
     origin = "public documentation" if "\nComposed from" in source else "recorded"
-    cores = format_count(plan.threads.value, "core")
+    cores = format_count(plan.cpu.threads, "core")
     memory = format_bytes(facts.memory_bytes)
-    return f"| {SHOWN[host]} | {cores} | {memory} | {plan.kernels.value} | {origin}, `{host}` |\n"
+    return f"| {SHOWN[host]} | {cores} | {memory} | {plan.weights.kernels} | {origin}, `{host}` |\n"
 
 
 def _row(processor: str, facts: Facts, needs: Needs) -> str:
@@ -139,9 +139,9 @@ def _row(processor: str, facts: Facts, needs: Needs) -> str:
         plan = make_plan(facts, None, Settings(), needs, RECIPES.keys())
     except ArmatureError as refusal:
         return f"| {processor} | refused | | | {refusal.message} |\n"
-    rates = plan.capacity_tokens_per_second.value.get("decode", {})
+    rates = plan.speed.capacity_tokens_per_second.get("decode", {})
     shown = (format_rate(rate) for rate in _rates(rates))
-    return f"| {processor} | {plan.precision.value} | {' | '.join(shown)} | {_why(plan)} |\n"
+    return f"| {processor} | {plan.weights.precision} | {' | '.join(shown)} | {_why(plan)} |\n"
 
 
 def _rates(rates: Mapping[int, float]) -> Iterator[float]:
@@ -151,7 +151,7 @@ def _rates(rates: Mapping[int, float]) -> Iterator[float]:
 
 def _why(plan: ServingPlan) -> str:
     """Return the reason without the notes that hold for every row."""
-    text = plan.precision.reason.replace(f"; {UNKNOWN_COST}", "")
+    text = plan.decisions["precision"].reason.replace(f"; {UNKNOWN_COST}", "")
     return re.sub(r" [^.]* not timed but estimated from bytes and operations\.", "", text).replace("|", "/")
 
 

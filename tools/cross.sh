@@ -13,5 +13,5 @@ if [ ${#missing[@]} -gt 0 ]; then
   exit 1
 fi
 command -v ninja >/dev/null && export CMAKE_GENERATOR=Ninja
-cmake -S app/kernels/csrc -B build/aarch64 -DCMAKE_TOOLCHAIN_FILE="$PWD/cmake/aarch64-linux-gnu.cmake" "$@" | grep -- '^-- Armature'
+cmake -S armature_kernels/csrc -B build/aarch64 -DCMAKE_TOOLCHAIN_FILE="$PWD/cmake/aarch64-linux-gnu.cmake" "$@" | grep -- '^-- Armature'
 cmake --build build/aarch64

@@ -34,7 +34,7 @@ TORCH_CPU = f"{TORCH}+cpu"  # a build of torch's CPU index
 # On PyPI, torch for 64-bit Arm Linux is a CPU build up to this version, and a CUDA build of several GB after it.
 TORCH_ARM_LINUX = "torch==2.10.0"
 TORCH_HASHES = ROOT / "requirements" / "torch-hashes.txt"
-CMAKE = (3, 22)  # the minimum version in app/kernels/csrc/CMakeLists.txt
+CMAKE = (3, 22)  # the minimum version in armature_kernels/csrc/CMakeLists.txt
 CPU_INDEX = "https://download.pytorch.org/whl/cpu"
 INDEX_SECONDS = 3.0
 KINDS = ("runtime", "bench", "dev")  # each includes the ones before it

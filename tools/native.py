@@ -1,7 +1,7 @@
 """Make the native library of this checkout: `python -m tools.native [here | all | LEVEL ...]`.
 
 `here`, the default, compiles the best level of this processor alone; `all` compiles every level that the compiler
-knows. Nothing happens if app/kernels has a library of these sources that serves the purpose: a library says what it was
+knows. Nothing happens if armature_kernels has a library of these sources that serves the purpose: a library says what it was
 made of, and for which processors (csrc/dispatch.c). `ARMATURE_WHEELS=DIR` names a folder with wheels of a release: if
 one has the library of these sources for this machine, it is used, and nothing is compiled.
 Only the standard library is needed, because the installation runs this beside pip.
@@ -23,7 +23,7 @@ from pathlib import Path
 from tools.progress import Failed, Phase, Progress
 
 ROOT = Path(__file__).resolve().parent.parent
-KERNELS = ROOT / "app" / "kernels"
+KERNELS = ROOT / "armature_kernels"
 BUILD = ROOT / "build" / "native"
 WHEELS_VARIABLE = "ARMATURE_WHEELS"
 _DIGESTED = ("*.c", "*.h", "*.txt", "*/*.c")  # as in CMakeLists.txt
@@ -49,7 +49,7 @@ def main(arguments: list[str]) -> int:
 
 
 def make(wanted: str, progress: Progress, programs: Path) -> None:
-    """Put the library into app/kernels as one phase. `programs`: a folder that may have cmake and ninja.
+    """Put the library into armature_kernels as one phase. `programs`: a folder that may have cmake and ninja.
 
     Raises:
         Failed: The compiler failed. Its absence is no failure.
@@ -140,7 +140,7 @@ def _refusal(wheel: Path) -> str:
 def _content(wheel: Path) -> bytes:
     try:
         with zipfile.ZipFile(wheel) as archive:
-            return archive.read(f"app/kernels/{library_path().name}")
+            return archive.read(f"armature_kernels/{library_path().name}")
     except (KeyError, OSError, zipfile.BadZipFile):
         return b""
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from app.cli.setting_rows import SettingRow, setting_rows
-from app.settings import SETTING_GROUPS
+from app.cli.parser import setting_rows
+from app.settings import SETTING_GROUPS, Group
 from tools.generated_page import write_or_check
 
 TARGET = Path(__file__).resolve().parent.parent / "docs" / "settings.md"
@@ -26,14 +26,13 @@ TABLE = """
 
 def page() -> str:
     """Return the whole page."""
-    rows = setting_rows()
-    return HEAD + "".join(_table(group, [row for row in rows if row.group == group]) for group in SETTING_GROUPS)
+    return HEAD + "".join(map(_table, SETTING_GROUPS))
 
 
-def _table(group: str, rows: list[SettingRow]) -> str:
+def _table(group: Group) -> str:
     return TABLE.format(heading=group.capitalize()) + "".join(
         f"| `{row.flag}` | `{row.variable}` | {row.values.replace('|', ' or ')} | {row.default or '–'} | {row.description} |\n"
-        for row in rows
+        for row in setting_rows([group])
     )
 
 

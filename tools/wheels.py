@@ -23,7 +23,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 DIST = ROOT / "dist"
 TOOLCHAIN = ROOT / "cmake" / "aarch64-linux-gnu.cmake"
-LIBRARY = "app/kernels/libarmature.so"
+LIBRARY = "armature_kernels/libarmature.so"
 SDIST = "--sdist"
 # Libraries that every Linux has or that torch has loaded before. A wheel would have to contain any other library.
 MAY_NEED = {"libc.so.6", "libm.so.6", "libgomp.so.1", "ld-linux-x86-64.so.2", "ld-linux-aarch64.so.1"}

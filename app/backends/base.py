@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from app.hardware.plan.plan import ServingPlan
-from app.kernels.attention.attention import AttentionStep, KvRows, QkvHeads
-from app.kernels.attention.context import AttentionSpec
-from app.kernels.attention.paged import PackedTexts, PagedStep
+from armature_kernels.attention.attention import AttentionStep, KvRows, QkvHeads
+from armature_kernels.attention.context import AttentionSpec
+from armature_kernels.attention.paged import PackedTexts, PagedStep
 
 
 class BaseBackend(Protocol):

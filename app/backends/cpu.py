@@ -1,7 +1,7 @@
 """Backend of x86 and Arm processors: compute threads, pinning, ragged attention, and a reference attention.
 
 Both architectures share this file, because only data differs. Attention runs on the package's native kernels if they
-support the tensors (kernels/attention/attention.py), else on PyTorch's flash kernel. That kernel supports neither a
+support the tensors (armature_kernels/attention/attention.py), else on PyTorch's flash kernel. That kernel supports neither a
 window nor a soft cap, and it is causal only if queries and keys start at the same position. So the context is cut into
 parts that it can compute, and the parts are merged by their log-sum-exp.
 """
@@ -20,11 +20,11 @@ from torch import Tensor
 
 from app.hardware.plan.plan import ServingPlan
 from app.hardware.probe.probe import probe
-from app.kernels.attention import attention as native_attention
-from app.kernels.attention.attention import AttentionSequence, AttentionStep, KvRows, KvSegment
-from app.kernels.attention.context import AttentionSpec
-from app.kernels.attention.ragged import attend
-from app.kernels.attention.weights import attention_weights
+from armature_kernels.attention import attention as native_attention
+from armature_kernels.attention.attention import AttentionSequence, AttentionStep, KvRows, KvSegment
+from armature_kernels.attention.context import AttentionSpec
+from armature_kernels.attention.ragged import attend
+from armature_kernels.attention.weights import attention_weights
 
 log = logging.getLogger(__name__)
 
@@ -92,10 +92,10 @@ class CpuBackend:
         The order matters: libgomp creates its pool at the first parallel region, and new threads inherit the
         affinity of the thread that creates them. Only the mask of the calling thread is narrowed.
         """
-        _pin(plan.cpu_ids.value)
-        torch.set_num_threads(plan.threads.value)
-        if torch.get_num_interop_threads() != plan.interop_threads.value:  # torch allows only one call
-            torch.set_num_interop_threads(plan.interop_threads.value)
+        _pin(plan.cpu.cpu_ids)
+        torch.set_num_threads(plan.cpu.threads)
+        if torch.get_num_interop_threads() != plan.cpu.interop_threads:  # torch allows only one call
+            torch.set_num_interop_threads(plan.cpu.interop_threads)
 
     def free_bytes(self) -> int:
         """Return the bytes that this process could allocate without swapping, within the limit of its control group.

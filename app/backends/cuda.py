@@ -17,12 +17,12 @@ from torch import Tensor
 from app.backends.base import CapturedGraph, DeviceEvent
 from app.errors import PlanImpossible
 from app.hardware.plan.plan import ServingPlan
-from app.kernels.attention import texts as text_attention
-from app.kernels.attention.attention import KvRows, QkvHeads
-from app.kernels.attention.context import AttentionSpec
-from app.kernels.attention.paged import PackedTexts, PagedStep, attend_texts_padded_torch, paged_attention_torch
-from app.kernels.elementwise.rope import apply_rope_to_qkv
-from app.kernels.triton.support import triton_usable
+from armature_kernels.attention import texts as text_attention
+from armature_kernels.attention.attention import KvRows, QkvHeads
+from armature_kernels.attention.context import AttentionSpec
+from armature_kernels.attention.paged import PackedTexts, PagedStep, attend_texts_padded_torch, paged_attention_torch
+from armature_kernels.elementwise.rope import apply_rope_to_qkv
+from armature_kernels.triton.support import triton_usable
 
 _MIN_CAPABILITY = (
     8,
@@ -74,7 +74,7 @@ class CudaBackend:
             raise PlanImpossible(
                 f"{name} has compute capability {found}, but at least {least} is required. Set device to cpu."
             )
-        torch.set_num_threads(plan.threads.value)
+        torch.set_num_threads(plan.cpu.threads)
         torch.set_float32_matmul_precision("highest")
         torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False
         self._recording = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
@@ -98,8 +98,8 @@ class CudaBackend:
         """
         if not triton_usable(query) or spec.slopes is not None or spec.sinks is not None:
             return paged_attention_torch(query, kv, step, spec)
-        from app.kernels.triton.attention import attend_decodes
-        from app.kernels.triton.prompts import attend_prompts, gather_fresh_kv
+        from armature_kernels.triton.attention import attend_decodes
+        from armature_kernels.triton.prompts import attend_prompts, gather_fresh_kv
 
         prompts = len(step.slots) > step.num_decodes
         by_flash = (
@@ -132,7 +132,7 @@ class CudaBackend:
             ).flatten(1)
         if not triton_usable(heads.product) or spec.slopes is not None or spec.sinks is not None:
             return attend_texts_padded_torch(heads, texts, spec)
-        from app.kernels.triton.prompts import attend_packed
+        from armature_kernels.triton.prompts import attend_packed
 
         return attend_packed(*apply_rope_to_qkv(heads), texts, spec).flatten(1)
 

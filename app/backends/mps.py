@@ -17,9 +17,9 @@ from torch import Tensor
 from app.backends.base import CapturedGraph, DeviceEvent
 from app.errors import PlanImpossible
 from app.hardware.plan.plan import ServingPlan
-from app.kernels.attention.attention import KvRows, QkvHeads
-from app.kernels.attention.context import AttentionSpec
-from app.kernels.attention.paged import (
+from armature_kernels.attention.attention import KvRows, QkvHeads
+from armature_kernels.attention.context import AttentionSpec
+from armature_kernels.attention.paged import (
     AttendBlock,
     PackedTexts,
     PagedStep,
@@ -61,7 +61,7 @@ class MpsBackend:
                 else "finds no usable Metal device (macOS 14 or newer?)"
             )
             raise PlanImpossible(f"device is mps, but torch {torch.__version__} {built}: set device to cpu.")
-        torch.set_num_threads(plan.threads.value)
+        torch.set_num_threads(plan.cpu.threads)
         torch.mps.set_per_process_memory_fraction(1.0)
 
     def free_bytes(self) -> int:

@@ -46,23 +46,23 @@ def select_backend(plan: ServingPlan) -> BaseBackend:
         PlanImpossible: this version has no backend for the device.
     """
     kinds: Mapping[str, Callable[[torch.dtype], BaseBackend]] = {**HOST_BACKENDS, **DEVICE_BACKENDS}
-    return _backend_factory(kinds, plan)(DTYPE_BY_NAME[plan.dtype.value])
+    return _backend_factory(kinds, plan)(DTYPE_BY_NAME[plan.weights.dtype])
 
 
 def select_host_backend(plan: ServingPlan) -> HostBackend:
     """Return the backend for a plan that serves on a processor."""
-    return _backend_factory(HOST_BACKENDS, plan)(DTYPE_BY_NAME[plan.dtype.value])
+    return _backend_factory(HOST_BACKENDS, plan)(DTYPE_BY_NAME[plan.weights.dtype])
 
 
 def select_device_backend(plan: ServingPlan) -> DeviceBackend:
     """Return the backend for a plan that serves on a device with separate memory and a queue."""
-    return _backend_factory(DEVICE_BACKENDS, plan)(DTYPE_BY_NAME[plan.dtype.value])
+    return _backend_factory(DEVICE_BACKENDS, plan)(DTYPE_BY_NAME[plan.weights.dtype])
 
 
 def _backend_factory(
     rows: Mapping[str, Callable[[torch.dtype], BackendT]], plan: ServingPlan
 ) -> Callable[[torch.dtype], BackendT]:
-    device = plan.device.value
+    device = plan.placement.device
     if device not in rows:
         raise PlanImpossible(f"There is no backend for device {device!r} here; available: {', '.join(sorted(rows))}.")
     return rows[device]

@@ -20,16 +20,22 @@ from typing import TYPE_CHECKING
 from app.cli.completion import completion_script
 from app.cli.models import list_models, pull_model, remove_models
 from app.cli.parser import make_parser, parse_arguments
-from app.cli.progress import command_progress
 from app.cli.tables import PlanExplanation
-from app.errors import ArmatureError, PlanImpossible, SettingsInvalid, StartupError, UnknownArgument
+from app.errors import (
+    ArmatureError,
+    PlanImpossible,
+    SettingsInvalid,
+    StartupError,
+    UnknownArgument,
+    raise_kernel_errors_as,
+)
 from app.hardware.imports import collection_paused
 from app.hardware.plan.plan import make_plan
 from app.hardware.plan.precision import describe_cost
 from app.hardware.probe.probe import probe
 from app.server.model_source import open_or_fetch_model
 from app.server.prepare import CALIBRATE_COMMAND_SECONDS, Prepared, calibrate, prepare, with_kept_calibration
-from app.server.start_console import StartConsole
+from app.server.start_console import StartConsole, command_progress
 from app.server.termination_log import TerminationMessage
 from app.settings import Settings, given_settings, load_settings
 from app.weights.forms import RECIPES
@@ -45,7 +51,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     An error prints one sentence; the status is 2 if the operator can correct it, else 1.
     """
     try:
-        return _run(sys.argv[1:] if argv is None else argv)
+        with raise_kernel_errors_as(PlanImpossible):
+            return _run(sys.argv[1:] if argv is None else argv)
     except UnknownArgument as error:  # its message already names the command
         print(error.message, file=sys.stderr)
         return error.exit_code
@@ -226,7 +233,7 @@ def calibrate_now(settings: Settings) -> PlanExplanation:
         probe(), settings.model_copy(update={"calibrate": "on"}), open_or_fetch_model(settings)
     )
     if prepared.is_final:
-        raise PlanImpossible(f"There is nothing to measure. {prepared.plan.calibrate.reason}")
+        raise PlanImpossible(f"There is nothing to measure. {prepared.plan.decisions['calibrate'].reason}")
     os.environ.update(
         prepared.plan.environment()
     )  # must be set before torch is imported: its thread pools read it then
@@ -247,7 +254,7 @@ def pack(settings: Settings, text: Path | None = None) -> str:
         StartupError: There is nothing to pack, or it cannot be cached.
     """
     prepared = prepare(settings)
-    folder = prepared.plan.pack_folder
+    folder = prepared.plan.decisions["pack_folder"]
     if folder.value is None:
         raise PlanImpossible(f"There is nothing to pack. {folder.reason} Use --precision int4 or int8 on a CPU.")
     os.environ.update(
@@ -258,7 +265,7 @@ def pack(settings: Settings, text: Path | None = None) -> str:
         packed, cost = _pack_weights(prepared, Path(folder.value), console, text)
     if packed is None:
         raise PlanImpossible(
-            f"On this machine {prepared.plan.precision.value} runs on torch's matrix products, which pack the weights at each start."
+            f"On this machine {prepared.plan.weights.precision} runs on torch's matrix products, which pack the weights at each start."
         )
     if packed.size is None:
         raise SettingsInvalid(
@@ -267,7 +274,9 @@ def pack(settings: Settings, text: Path | None = None) -> str:
     done = "already complete" if packed.found else "written"
     quality = "" if cost is None else f"; {describe_cost(prepared.needs.kind, cost)}"
     seconds = time.monotonic() - began
-    return f"{packed.file}: {done}, {packed.size:,} bytes in {prepared.plan.precision.value}{quality}, {seconds:.1f} s"
+    return (
+        f"{packed.file}: {done}, {packed.size:,} bytes in {prepared.plan.weights.precision}{quality}, {seconds:.1f} s"
+    )
 
 
 def _pack_weights(

@@ -10,14 +10,17 @@ import argparse
 import difflib
 import sys
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from types import UnionType
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
-from app.cli.clients_parser import chat_flags, top_flags
+from pydantic.fields import FieldInfo
+from pydantic_settings import NoDecode
+
 from app.cli.completion import SHELLS
-from app.cli.setting_rows import SettingRow, setting_rows
 from app.errors import UnknownArgument
-from app.settings import SETTING_GROUPS
+from app.settings import SETTING_GROUPS, Group, Settings, flag_of, settings_with, variable_of
 from app.version import VERSION
 
 MEASURING_COMMANDS = ("bench", "tco")  # of the package armature_bench
@@ -34,6 +37,70 @@ armature serves small language models on ordinary processors. Type one of these 
   armature chat                           talk to the server in a terminal; without one, to the demo model
   armature probe ORG/NAME                 show what would be chosen for it on this machine, and why
   armature --help                         list all commands"""
+
+LEAST_INTERVAL = 0.2
+
+
+@dataclass(frozen=True, slots=True)
+class SettingRow:
+    """One setting as text. `values` is the accepted form; `default` is empty if there is none.
+
+    `is_list`: the flag takes several values, and the environment variable has them separated by commas.
+    """
+
+    name: str
+    flag: str
+    variable: str
+    values: str
+    default: str
+    description: str
+    is_list: bool = False
+
+    @property
+    def off_flag(self) -> str:
+        """Flag without a value that turns off what is on by default; empty for other settings."""
+        return f"--no-{self.flag.removeprefix('--')}" if self.values == "on|off" and self.default == "on" else ""
+
+
+def setting_rows(groups: Sequence[Group] = SETTING_GROUPS) -> list[SettingRow]:
+    """Return the settings of these groups. Flags, help texts and `docs/settings.md` are generated from these rows."""
+    names = [name for group in groups for name in settings_with(group=group)]
+    return [_setting_row(name, Settings.model_fields[name]) for name in names]
+
+
+def _setting_row(name: str, field: FieldInfo) -> SettingRow:
+    return SettingRow(
+        name=name,
+        flag=flag_of(name),
+        variable=variable_of(name),
+        values="LIST" if NoDecode in field.metadata else "|".join(dict.fromkeys(_accepted_forms(field.annotation))),
+        default=_shown_default(field.default),
+        description=field.description or "",
+        is_list=NoDecode in field.metadata,
+    )
+
+
+def _shown_default(default: Any) -> str:
+    if default in (None, ()):
+        return ""
+    return ",".join(default) if isinstance(default, tuple) else str(default)
+
+
+_TYPE_NAMES: dict[Any, str] = {int: "INTEGER", float: "NUMBER", str: "TEXT", Path: "PATH"}
+
+
+def _accepted_forms(annotation: Any) -> list[str]:
+    """Return the accepted forms of a type, such as `auto` and `INTEGER`."""
+    if get_origin(annotation) is Annotated:
+        return _accepted_forms(get_args(annotation)[0])
+    if get_origin(annotation) is Literal:
+        return [str(value) for value in get_args(annotation)]
+    if get_origin(annotation) in (Union, UnionType):
+        parts = [part for part in get_args(annotation) if part is not type(None)]
+        return sorted((word for part in parts for word in _accepted_forms(part)), key=str.isupper)
+    if get_origin(annotation) is tuple:
+        return ["LIST"]
+    return [_TYPE_NAMES[annotation]]
 
 
 def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -228,14 +295,12 @@ class _CommaJoined(argparse.Action):
         setattr(namespace, self.dest, ",".join(values if before is None else [before, *values]))
 
 
-def _add_settings(parser: argparse.ArgumentParser, groups: Sequence[str] = tuple(SETTING_GROUPS)) -> None:
+def _add_settings(parser: argparse.ArgumentParser, groups: Sequence[Group] = SETTING_GROUPS) -> None:
     """Add the flags of these groups of settings, each group under its own heading."""
-    rows = setting_rows()
     for name in groups:
         group = parser.add_argument_group(f"{name} settings", ABOUT_SETTINGS if name == groups[0] else None)
-        for row in rows:
-            if row.group == name:
-                _add_setting(group, row)
+        for row in setting_rows([name]):
+            _add_setting(group, row)
 
 
 def _add_setting(group: Any, row: SettingRow) -> None:
@@ -271,3 +336,49 @@ def _describe_unknown(unknown: list[str], takes_files: bool) -> str:
         flag, [one for one in known if one.startswith("--") and one != flag], n=1
     )  # exclude the flag itself: it may belong to another command
     return f"there is no flag {flag}." + (f" Did you mean {near[0]}?" if near else "")
+
+
+def server_flags() -> dict[str, dict[str, Any]]:
+    """Return the flags that name a running server."""
+    return {
+        "--url": {"help": "address of a running server, such as http://127.0.0.1:8000 or unix:/run/armature.sock"},
+        "--api-key": {"metavar": "KEY", "help": "sent as a bearer token; default: the first of ARMATURE_API_KEYS"},
+    }
+
+
+def chat_flags() -> dict[str, dict[str, Any]]:
+    """Return the flags of `armature chat`."""
+    return {
+        "prompt": {
+            "nargs": "*",
+            "metavar": "PROMPT",
+            "help": "send this, and the text of a pipe after it, print the answer and end; without both, a conversation",
+        },
+        **server_flags(),
+        "--system": {"metavar": "TEXT", "help": "system message"},
+        "--temperature": {"metavar": "T", "help": "0: always the most likely token; default: the server's"},
+        "--max-tokens": {"metavar": "N", "help": "most tokens of an answer; default: the server's"},
+        "--seed": {"metavar": "N", "help": "seed of the random numbers; default: another one for each answer"},
+        "--stats": {"action": "store_true", "help": "show tokens per second after each answer"},
+    }
+
+
+def top_flags() -> dict[str, dict[str, Any]]:
+    """Return the flags of `armature top`."""
+    return {
+        **server_flags(),
+        "--interval": {
+            "type": _interval,
+            "default": 2.0,
+            "metavar": "S",
+            "help": "seconds between two readings (default 2)",
+        },
+        "--once": {"action": "store_true", "help": "print one picture and end, as without a terminal"},
+    }
+
+
+def _interval(text: str) -> float:
+    seconds = float(text)
+    if seconds < LEAST_INTERVAL:
+        raise argparse.ArgumentTypeError(f"must be at least {LEAST_INTERVAL}, not {seconds:g}")
+    return seconds

@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any
 
 from rich.console import Group, RenderableType
@@ -28,9 +28,9 @@ from app.hardware.facts import (
     to_json_value,
 )
 from app.hardware.plan.memory_budget import mac_gpu_bytes
-from app.hardware.plan.plan import ServingPlan
+from app.hardware.plan.plan import DECLARED, ServingPlan
 from app.hardware.plan.precision import INT4_PRECISIONS
-from app.hardware.plan.trials import format_rate
+from app.hardware.plan.speed import format_rate
 from app.server.model_source import open_or_fetch_model
 from app.server.prepare import Prepared, with_kept_calibration
 from app.settings import Settings
@@ -58,7 +58,7 @@ def render_plan(plan: ServingPlan) -> Table:
     table.add_column("decision", style="bold", no_wrap=True)
     table.add_column("value", overflow="fold", max_width=28)
     table.add_column("reason", ratio=1)
-    for name, decision in plan.decisions():
+    for name, decision in plan.decisions.items():
         table.add_row(name, format_decision(name, decision.value), decision.reason)
     return table
 
@@ -198,15 +198,12 @@ def _torch(build: TorchBuild | None) -> str:
     )
 
 
-_DECLARED = {item.name: item.metadata for item in fields(ServingPlan)}
-
-
 def format_decision(name: str, value: Any) -> str:
     """Format a decision's value for people."""
-    declared = _DECLARED[name]
-    if value is None or (value == 0 and declared["zero_is_unknown"]):
+    declared = DECLARED[name]
+    if value is None or (value == 0 and declared.zero_is_unknown):
         return "–"
-    if declared["unit"] == "bytes":
+    if declared.unit == "bytes":
         return format_bytes(value)
     if name in ("cpu_ids", "service_cpu_ids"):
         return format_cpu_ranges(list(value)) or "–"
@@ -307,7 +304,7 @@ def _origin(found: Prepared) -> str:
         age, seconds = time.time() - found.calibration.measured_at, found.calibration.measurements.seconds
         return f"{_age(age)}, in {seconds:.1f} s, with this model's shapes"
     if found.is_final:
-        return f"no. {found.plan.calibrate.reason}"
+        return f"no. {found.plan.decisions['calibrate'].reason}"
     return f"not yet: a start measures in a few seconds; to measure now: armature calibrate --model {found.checkpoint.location}"
 
 
@@ -345,15 +342,15 @@ def _head(explained: PlanExplanation) -> Table:
         table.add_row("device", device)
     fallback = explained.measurements.fallback if explained.measurements else ""
     table.add_row("measured", f"{explained.origin}; not used, since {fallback}" if fallback else explained.origin)
-    if explained.plan.speed_source.value == "noisy":
-        table.add_row("noisy", explained.plan.speed_source.reason)
+    if explained.plan.speed.speed_source == "noisy":
+        table.add_row("noisy", explained.plan.decisions["speed_source"].reason)
     return table
 
 
 def _device(explained: PlanExplanation) -> str:
     """Describe the accelerator that serves, or return an empty string for the CPU."""
     facts, plan = explained.facts, explained.plan
-    if plan.device.value == "mps":
+    if plan.placement.device == "mps":
         return describe_apple_gpu(facts)
     chosen = plan.gpu(facts)
     return "" if chosen is None else describe_gpu(chosen)
@@ -401,7 +398,7 @@ def _speed(table: Mapping[int, float], size: int) -> str:
 
 
 def _is_chosen(trial: TrialTimes, plan: ServingPlan) -> bool:
-    wanted = (plan.precision.value, plan.threads.value, plan.int8_copy.value)
+    wanted = (plan.weights.precision, plan.cpu.threads, plan.weights.int8_copy)
     return (trial.precision, trial.threads, trial.int8_copy) == wanted
 
 
@@ -416,11 +413,12 @@ def _decision_table(explained: PlanExplanation) -> Table:
     table.add_column(style="bold", no_wrap=True)
     table.add_column(no_wrap=True)
     table.add_column(ratio=1)
-    for name, decision in plan.shown_for(needs.kind):
-        shown = name != "device" or bool(explained.facts.cuda) or explained.facts.mps
+    for name, decision in plan.decisions.items():
+        shown = needs.kind in DECLARED[name].show_for
+        shown = shown and (name != "device" or bool(explained.facts.cuda) or explained.facts.mps)
         shown = shown and (name != "cuda_device" or decision.value is not None)
         shown = shown and (name != "keep_layers" or bool(decision.value))
-        if shown and (name != "int8_copy" or plan.precision.value in INT4_PRECISIONS):
+        if shown and (name != "int8_copy" or plan.weights.precision in INT4_PRECISIONS):
             table.add_row(
                 name, "auto" if decision.value is None else format_decision(name, decision.value), decision.reason
             )
@@ -429,11 +427,11 @@ def _decision_table(explained: PlanExplanation) -> Table:
 
 def _performance_table(plan: ServingPlan) -> Iterator[RenderableType]:
     """Yield the table of expected capacity, if it was measured."""
-    if not plan.capacity_tokens_per_second.value:
+    if not plan.speed.capacity_tokens_per_second:
         return
     table = _plain("Expected performance")
-    table.add_row("capacity", plan.capacity_tokens_per_second.reason)
-    table.add_row("ceilings", plan.roofline_ratio.reason)
+    table.add_row("capacity", plan.decisions["capacity_tokens_per_second"].reason)
+    table.add_row("ceilings", plan.decisions["roofline_ratio"].reason)
     yield ""
     yield table
 

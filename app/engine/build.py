@@ -16,8 +16,8 @@ from typing import Any, Generic, TypeVar, cast
 from app.backends.base import BaseBackend, HostBackend
 from app.backends.selection import HOST_BACKENDS
 from app.engine.worker import Engine
+from app.errors import PlanImpossible, raise_kernel_errors_as
 from app.hardware.plan.plan import ServingPlan
-from app.kernels.linear.linear import ExactLinear, Linear
 from app.metrics.load_progress import LoadProgress
 from app.metrics.step_time_model import StepTimeModel
 from app.models.encoders.encoder import Encoder
@@ -27,6 +27,7 @@ from app.weights.load import Model, PackCalibrator, Packing, ReportCost, load_mo
 from app.weights.lora.adapter import ServedAdapters
 from app.weights.packs import PackFolder
 from app.weights.program import ProgramCheckpoint
+from armature_kernels.linear.linear import ExactLinear, Linear
 
 ReportStage = Callable[[str | LoadProgress], None]  # called with the stage of loading: a name, or how far it is
 CheckpointT = TypeVar("CheckpointT", bound=Checkpoint | ProgramCheckpoint)
@@ -63,7 +64,7 @@ class BuildRequest(Generic[CheckpointT]):
     @property
     def eager_reason(self) -> str:
         """Reason why the plan records no steps; empty if it does."""
-        return "" if self.plan.compile.value else self.plan.compile.reason
+        return "" if self.plan.steps.compile else self.plan.decisions["compile"].reason
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,9 +89,10 @@ _BUILDERS: Mapping[tuple[str, bool], tuple[str, str]] = {
 
 def build(request: BuildRequest[Any]) -> Engine:
     """Build the engine on the thread that will run its steps. Raises a `StartupError` if the plan cannot be served."""
-    on_host = request.plan.device.value in HOST_BACKENDS
+    on_host = request.plan.placement.device in HOST_BACKENDS
     module, function = _BUILDERS[request.checkpoint.needs().kind, on_host]
-    built: BuiltEngine[Engine, Any, Any] = getattr(import_module(module), function)(request)
+    with raise_kernel_errors_as(PlanImpossible):
+        built: BuiltEngine[Engine, Any, Any] = getattr(import_module(module), function)(request)
     return built.engine
 
 
@@ -98,7 +100,7 @@ def load_on_device(request: BuildRequest[Checkpoint], select: SelectDevice[Devic
     """Configure the device and load the model. Raises a `StartupError` if the plan cannot be served."""
     plan, report = request.plan, request.report
     backend = prepare_device(request, select)
-    folder = plan.pack_folder.value
+    folder = plan.weights.pack_folder
     packs = None if folder is None else PackFolder(Path(folder), percent_reporter(report, "keeping packed weights"))
     progress = LoadReporter(report)
 

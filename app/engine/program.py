@@ -313,11 +313,11 @@ def build_program_engine(
     served = served_program(checkpoint, program)
     request.report("warming up")
     check_row_independence(served)
-    max_rows = max_step_rows(checkpoint, plan.batch_target_tokens.value)
+    max_rows = max_step_rows(checkpoint, plan.memory.batch_target_tokens)
     engine = ProgramEngine(
         served,
         BatchingDelay(max_rows, request.step_time_model, oldest_first=True),
-        throttle_correction=ThrottleCorrection(plan.throttling_quota.value),
+        throttle_correction=ThrottleCorrection(plan.cpu.throttling_quota),
     )
     return BuiltEngine(engine, served, program, backend)
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
-from typing import Any, Generic, Literal, TypeVar
+from dataclasses import dataclass, field, replace
+from typing import Any, Generic, Literal, Self, TypeVar
 
 T = TypeVar("T")
 RecipeKey = tuple[str, str, str]  # device kind, CPU architecture, precision: the key of weights/forms.py
@@ -22,20 +22,47 @@ class Decision(Generic[T]):
 ALL_KINDS = ("decoder", "encoder", "program")  # kinds of models
 
 
-def decided(show_for: tuple[str, ...] = (), unit: Literal["", "bytes"] = "", zero_is_unknown: bool = False) -> Any:
-    """Declare a decision of the plan: a field of type `Decision` in one of the plan's parts.
+class Decided(Generic[T]):
+    """Field of a part of the plan: it is set to a `Decision`, and read as the value.
 
     Args:
         show_for: Kinds of models whose explanation (`armature probe --model`) shows the decision.
         unit: Unit of the value.
         zero_is_unknown: The value 0 means that it is not known without a model.
     """
-    return field(metadata={"show_for": show_for, "unit": unit, "zero_is_unknown": zero_is_unknown})
+
+    def __init__(
+        self, show_for: tuple[str, ...] = (), unit: Literal["", "bytes"] = "", zero_is_unknown: bool = False
+    ) -> None:
+        self.show_for, self.unit, self.zero_is_unknown = show_for, unit, zero_is_unknown
+        self._name = ""
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self._name = name
+
+    def __get__(self, part: object, owner: type) -> T:
+        if part is None:  # dataclasses look for a default value
+            raise AttributeError(self._name)
+        value: T = vars(part)[self._name].value
+        return value
+
+    def __set__(self, part: object, decision: Decision[T]) -> None:
+        vars(part)[self._name] = decision
 
 
-def decisions_of(part: object, kind: type[Any]) -> dict[str, Any]:
-    """Return the fields of `kind`, a part of the plan, that `part` holds: arguments of the plan's constructor."""
-    return {item.name: getattr(part, item.name) for item in fields(kind)}
+@dataclass(frozen=True)
+class PlanPart:
+    """Decisions that belong together: a dataclass whose fields are all `Decided`."""
+
+    @property
+    def decisions(self) -> Mapping[str, Decision[Any]]:
+        """The decisions with their reasons, by name."""
+        return vars(self)
+
+    def changed(self, **values: Any) -> Self:
+        """Return a copy with other values, for the same reasons."""
+        others = {name: replace(self.decisions[name], value=value) for name, value in values.items()}
+        return type(self)(**{**self.decisions, **others})
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from app.errors import CheckpointInvalid
-from app.kernels.linear.linear import LinearForm
 from app.models.program_graph import LINEAR_TARGET, Graph, Node, Ref, TorchConstant, refs
+from armature_kernels.linear.linear import LinearForm
 
 Values = dict[str, Any]
 

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 
 from app.errors import CheckpointInvalid, InvalidRequest, PlanImpossible, SettingsInvalid
 from app.hardware.plan.plan import ServingPlan
-from app.kernels.linear.layout import MAX_LORA_RANK
 from app.models.decoders.config import ModelConfig
 from app.service.adapters import AdapterStore
 from app.settings import Settings, parse_adapters
@@ -17,6 +16,7 @@ from app.weights.checkpoint import Checkpoint
 from app.weights.files import readable_or_invalid
 from app.weights.lora.adapter import CONFIG, WEIGHTS, ServedAdapters, adapted_layers, is_adapter, open_adapter
 from app.weights.open import OpenedModel
+from armature_kernels.linear.layout import MAX_LORA_RANK
 
 if TYPE_CHECKING:
     from app.engine.decoder.adapters import AdapterSlots
@@ -84,9 +84,9 @@ def check_device(adapters: ServedAdapters | None, plan: ServingPlan) -> None:
     Raises:
         PlanImpossible: It does not.
     """
-    if adapters is not None and plan.device.value != "cpu":
+    if adapters is not None and plan.placement.device != "cpu":
         raise PlanImpossible(
-            f"LoRA adapters are served on processors only, and the device is {plan.device.value}: set device=cpu, or merge the"
+            f"LoRA adapters are served on processors only, and the device is {plan.placement.device}: set device=cpu, or merge the"
             " adapter into the model with peft's merge_and_unload."
         )
 

@@ -1,47 +1,46 @@
 """Decisions made before weights are read: host facts, the checkpoint, measurements and the plan.
 
 Measurements come from this start, or from the calibration file of an earlier one. Without them the plan is
-provisional: it sets the environment that torch reads when it is imported, and decides what to measure. A calibration
-file holds measurements of this machine with one checkpoint's shapes. It is used only while nothing that affects the
-measurements has changed (see `calibration_key`), and several processes may share the folder. If a file cannot be read,
-the machine is measured again; if one cannot be written, that is logged.
+provisional: it sets the environment that torch reads when it is imported, and decides what to measure.
 """
 
 from __future__ import annotations
 
-import hashlib
-import json
 import logging
-import os
 import time
-from collections.abc import Callable, Mapping
-from contextlib import suppress
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+from app.engine.calibration.cache import Calibration, CalibrationFile, calibration_key
 from app.errors import NoRecipe, PlanImpossible, StepFailed
-from app.hardware.decision import Measurements, TrialTimes, decisions_of
-from app.hardware.facts import Facts, Needs, to_json_value
+from app.hardware.decision import Measurements, TrialTimes
+from app.hardware.facts import Facts, Needs
 from app.hardware.plan import precision
-from app.hardware.plan.estimates import EstimateInputs, by_expected_speed, known_timing
-from app.hardware.plan.expected_speed import SpeedEstimate, SpeedInputs, SpeedLimits, estimate_speed
 from app.hardware.plan.plan import ServingPlan, make_plan
+from app.hardware.plan.speed import (
+    EstimateInputs,
+    SpeedInputs,
+    SpeedLimits,
+    TrialTiming,
+    TrialTimings,
+    by_expected_speed,
+    estimate_speed,
+    known_timing,
+)
 from app.hardware.plan.threads import CONTENDED_GAIN
-from app.hardware.plan.trials import TrialTiming, TrialTimings
-from app.hardware.probe import software
 from app.hardware.probe.probe import probe
 from app.hardware.step_times import StepTimeTable
 from app.metrics.load_progress import LoadProgress
 from app.server.adapters import check_device, planned_adapters
 from app.server.draft_model import planned_draft
-from app.server.model_source import open_or_fetch_model
+from app.server.model_source import missing_model, open_or_fetch_model
 from app.server.quality_notes import QualityNotes, planned_needs
-from app.settings import MEASURED_SETTINGS, Settings
-from app.version import VERSION
-from app.weights.cache_file import FileUnusable, atomic_write, differences, log_not_kept, open_trusted
+from app.settings import Settings
 from app.weights.checkpoint import Checkpoint
 from app.weights.forms import RECIPES
+from app.weights.hub.fetch import fetch_or_use_cached
+from app.weights.hub.names import HubName
 from app.weights.lora.adapter import ServedAdapters
 from app.weights.open import OpenedModel
 
@@ -51,159 +50,6 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 UNDER_LOAD = "fewer threads were much faster, so other work probably used the cores"
-FORMAT = 4  # version of what is measured and how: raise it when older measurements would mislead
-FOLDER = "calibration"
-MAX_BYTES = 2**20  # limit for one file: a longer one was not written by this program
-
-
-@dataclass(frozen=True, slots=True)
-class Calibration:
-    """Measurements, the time they were taken (seconds since 1970), and `from_cache`: an earlier start took them."""
-
-    measurements: Measurements
-    measured_at: float
-    from_cache: bool
-
-    def to_json(self) -> dict[str, Any]:
-        """Return the fields of `GET /info`: the measurements, their age in seconds, and `from_cache`."""
-        age = max(0.0, time.time() - self.measured_at)
-        fields: dict[str, Any] = to_json_value(self.measurements)
-        return {"from_cache": self.from_cache, "age_seconds": round(age, 1), "measurements": fields}
-
-
-class CalibrationFile:
-    """The calibration file of one key, which may or may not exist."""
-
-    def __init__(self, folder: Path | None, key: Mapping[str, str]) -> None:
-        """Compute the file's path from `key`. With `folder` None, nothing is read or kept."""
-        self.key = dict(key)
-        digest = hashlib.sha256(json.dumps(self.key, sort_keys=True).encode()).hexdigest()
-        self.file = None if folder is None else folder / FOLDER / f"{digest[:32]}.json"
-
-    def read(self) -> Calibration | None:
-        """Return the kept calibration, or None if the machine must be measured."""
-        if self.file is None:
-            return None
-        try:
-            return _parsed(_bytes_of(self.file), self.key)
-        except FileNotFoundError:
-            self._log_other_keys(self.file.parent)
-            return None
-        except (OSError, FileUnusable) as error:
-            log.warning("the calibration in %s cannot be used (%s): measuring again", self.file, error)
-            return None
-
-    def _log_other_keys(self, folder: Path) -> None:
-        """Log that calibrations of these shapes exist for another machine or version.
-
-        They are never used, and they are left for the machine or version that made them.
-        """
-        others = []
-        for file in folder.glob("*.json"):
-            with suppress(OSError, FileUnusable, ValueError, KeyError, TypeError, RecursionError):
-                others.append(json.loads(_bytes_of(file))["key"])
-        same = [key for key in others if isinstance(key, dict) and key.get("shapes") == self.key["shapes"]]
-        differ = differences(self.key, same)
-        if differ:
-            log.info("calibrations of this model in %s differ in %s: they are not used and stay there", folder, differ)
-
-    def write(self, calibration: Calibration) -> None:
-        """Write the calibration for the next start, or log that it cannot be written.
-
-        Noisy ones and those of single steps are kept too: they are a better start than none. Only measurements that the
-        plan could not use (`fallback`) are not.
-        """
-        found = calibration.measurements
-        if self.file is None or found.fallback or not (found.trials or found.single_steps):
-            return
-        fields = {
-            "key": self.key,
-            "measured_at": calibration.measured_at,
-            "measurements": to_json_value(calibration.measurements),
-        }
-        try:
-            with atomic_write(self.file) as stream:
-                stream.write(json.dumps(fields).encode())
-        except OSError as error:
-            log_not_kept(self.file, "the calibration", error)
-
-    def forget(self, calibration: Calibration) -> None:
-        """Remove the file, because the machine no longer performs as measured: the next start measures again.
-
-        A newer calibration, which another process has written since then, is left in place.
-        """
-        if self.file is None:
-            return
-        with suppress(OSError, FileUnusable):  # the file is gone already, or this process may not remove it
-            if _parsed(_bytes_of(self.file), self.key).measured_at == calibration.measured_at:
-                self.file.unlink()
-                log.info(
-                    "the calibration in %s no longer holds and was removed: the next start measures again", self.file
-                )
-
-
-def calibration_key(facts: Facts, settings: Settings, plan: ServingPlan, shapes: object) -> dict[str, str]:
-    """Return everything that decides how long a step takes, as names and values of the calibration's key.
-
-    These are the processor, the part of it that may be used, the model's shapes and the code; never a host name.
-    Cores are counted, not named: another process on other cores of the same kind finds the same calibration.
-    """
-    gpu, allowed = plan.gpu(facts), facts.allowed_cpus
-    cores = [(core.kind, core.numa_node, sum(cpu in allowed for cpu in core.cpu_ids)) for core in facts.cores]
-    return {
-        "format": str(FORMAT),
-        "cpu": repr(to_json_value(facts.cpu)),
-        "isa": " ".join([*sorted(facts.isa), str(facts.sve_bits)]),
-        "caches": repr(to_json_value(facts.caches)),
-        "quota": str(facts.cgroup.quota_cores),
-        "cores": repr(sorted(core for core in cores if core[2])),
-        "huge pages": str(facts.huge_pages.transparent),
-        "shapes": repr(shapes),
-        "asked": repr({name: getattr(settings, name) for name in MEASURED_SETTINGS}),
-        "device": f"{plan.device.value} {gpu.name if gpu else ''}".strip(),  # equal for GPUs of the same model
-        "threads": f"{plan.threads.value} {plan.wait_policy.value}",
-        "version": VERSION,
-        "torch": facts.torch.version if facts.torch else "",
-        "native": f"{software.native_library_hash()} {plan.kernels.value} {os.environ.get('ARMATURE_ISA', '')}",
-    }
-
-
-def _bytes_of(file: Path) -> bytes:
-    descriptor = open_trusted(file)
-    try:
-        return os.read(descriptor, MAX_BYTES)
-    finally:
-        os.close(descriptor)
-
-
-def _parsed(text: bytes, key: Mapping[str, str]) -> Calibration:
-    """Parse a calibration file.
-
-    Raises:
-        FileUnusable: The text is not a calibration, or it has another key.
-    """
-    try:
-        fields = json.loads(text)
-        if fields["key"] != dict(key):
-            raise FileUnusable("it was made for another machine, model or version")
-        return Calibration(_measurements(fields["measurements"]), float(fields["measured_at"]), from_cache=True)
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise FileUnusable("it is damaged") from error
-
-
-def _measurements(fields: Mapping[str, Any]) -> Measurements:
-    trials = tuple(_trial(trial) for trial in fields["trials"])
-    return Measurements(**{**fields, "trials": trials})
-
-
-def _trial(fields: Mapping[str, Any]) -> TrialTimes:
-    tables = {name: {int(size): float(seconds) for size, seconds in fields[name].items()} for name in _TABLES}
-    return TrialTimes(**{**fields, **tables})
-
-
-_TABLES = ("decode_seconds", "prefill_seconds", "encode_seconds")
-
-
 BUDGET_SECONDS = 5.0  # budget for measuring at a start; the first one packs weights too, which takes longer
 CALIBRATE_COMMAND_SECONDS = 10.0  # budget of the command `armature calibrate`
 SMALL_WEIGHT_BYTES = 64 * 2**20  # any choice serves a smaller model well, so it is measured only briefly
@@ -251,21 +97,21 @@ class Prepared:
         measured = self.step_time_table
         if measured is not None:
             return measured
-        estimate = known_timing(self._estimate_inputs, self.plan.precision.value, self.plan.threads.value)
+        estimate = known_timing(self._estimate_inputs, self.plan.weights.precision, self.plan.cpu.threads)
         return None if estimate is None else estimate.steps
 
     @property
     def _estimate_inputs(self) -> EstimateInputs:
         plan, measurements = self.plan, None if self.calibration is None else self.calibration.measurements
-        return EstimateInputs(self.facts, self.needs, plan.kernels.value, plan.device.value, measurements)
+        return EstimateInputs(self.facts, self.needs, plan.weights.kernels, plan.placement.device, measurements)
 
     @property
     def estimated_trial(self) -> TrialTimes | None:
         """Estimated or noisy step times of the plan; None if they are measured or unknown."""
-        if self.plan.speed_source.value not in ("estimated", "noisy"):
+        if self.plan.speed.speed_source not in ("estimated", "noisy"):
             return None
-        estimate = known_timing(self._estimate_inputs, self.plan.precision.value, self.plan.threads.value)
-        return None if estimate is None else replace(estimate.trial, int8_copy=self.plan.int8_copy.value)
+        estimate = known_timing(self._estimate_inputs, self.plan.weights.precision, self.plan.cpu.threads)
+        return None if estimate is None else replace(estimate.trial, int8_copy=self.plan.weights.int8_copy)
 
     def with_idle_trial(self, trial: TrialTimes) -> Prepared:
         """Return a copy with the step times that the idle server measured, and keep them for the next start.
@@ -283,23 +129,23 @@ class Prepared:
         calibration = Calibration(measurements, time.time(), from_cache=False)
         self.calibration_file.write(calibration)
         plan, timing = self.plan, TrialTiming(trial, StepTimeTable.from_trial(trial))
-        limits = SpeedLimits(plan.batch_target_tokens.value, plan.max_running_seqs.value, plan.weight_bytes.value)
-        speed = estimate_speed(measurements, SpeedInputs(self.needs, plan.precision.value, limits, timing))
-        return replace(self, plan=replace(plan, **decisions_of(speed, SpeedEstimate)), calibration=calibration)
+        limits = SpeedLimits(plan.memory.batch_target_tokens, plan.memory.max_running_seqs, plan.memory.weight_bytes)
+        speed = estimate_speed(measurements, SpeedInputs(self.needs, plan.weights.precision, limits, timing))
+        return replace(self, plan=replace(plan, speed=speed), calibration=calibration)
 
     def _trial(self) -> TrialTimes | None:
         if self.calibration is None or self.calibration.measurements.fallback:
             return None
-        planned = (self.plan.precision.value, self.plan.threads.value, "")
+        planned = (self.plan.weights.precision, self.plan.cpu.threads, "")
         found = [
             one for one in self.calibration.measurements.trials if (one.precision, one.threads, one.noise) == planned
         ]
-        return next((one for one in found if one.int8_copy == self.plan.int8_copy.value), next(iter(found), None))
+        return next((one for one in found if one.int8_copy == self.plan.weights.int8_copy), next(iter(found), None))
 
     @property
     def calibration_spread(self) -> float | None:
         """Relative spread of the samples behind the plan's step times, noisy or not; None if there are none."""
-        trial = self._trial() or (self.estimated_trial if self.plan.speed_source.value == "noisy" else None)
+        trial = self._trial() or (self.estimated_trial if self.plan.speed.speed_source == "noisy" else None)
         return None if trial is None else trial.spread
 
     def with_calibration(self, calibration: Calibration) -> Prepared:
@@ -312,7 +158,7 @@ class Prepared:
 
         The figure is noted for the next start.
         """
-        costs = {**self.needs.quality_costs, self.plan.precision.value: cost}
+        costs = {**self.needs.quality_costs, self.plan.weights.precision: cost}
         QualityNotes(self.checkpoint, self.settings).write(costs)
         needs = replace(self.needs, quality_costs=costs)
         measurements = None if self.calibration is None else self.calibration.measurements
@@ -332,6 +178,43 @@ def prepare(settings: Settings) -> Prepared:
     return with_kept_calibration(facts, settings, checkpoint)
 
 
+@dataclass(frozen=True, slots=True)
+class UnfetchedModel:
+    """What is known of a start before its model is on this machine. `plan` is the one without a model."""
+
+    settings: Settings
+    facts: Facts
+    plan: ServingPlan
+    name: HubName
+
+    @property
+    def model_name(self) -> str:
+        """Name of the model in requests and responses."""
+        return next(iter(self.settings.served_model_name), self.name.repo_id)
+
+    def fetch(self, report: ReportStage) -> Prepared:
+        """Fetch the model and prepare the start as for any other.
+
+        Raises:
+            StartupError: It cannot be fetched, opened or planned.
+        """
+        fetch_or_use_cached(self.name, report)
+        return prepare(self.settings)
+
+
+def prepare_start(settings: Settings) -> Prepared | UnfetchedModel:
+    """Prepare a start as far as the model's files are on this machine.
+
+    Raises:
+        StartupError: The settings, the model and the machine do not fit together.
+    """
+    name = missing_model(settings)
+    if name is None:
+        return prepare(settings)
+    facts = probe()
+    return UnfetchedModel(settings, facts, make_plan(facts, None, settings, None, RECIPES.keys()), name)
+
+
 def with_kept_calibration(facts: Facts, settings: Settings, checkpoint: OpenedModel) -> Prepared:
     """Make the plan with the calibration of an earlier start, if one exists and may be used."""
     adapters = planned_adapters(settings, checkpoint)
@@ -345,9 +228,9 @@ def with_kept_calibration(facts: Facts, settings: Settings, checkpoint: OpenedMo
     calibration_file = CalibrationFile(
         settings.cache_directory, calibration_key(facts, settings, plan, _shapes(checkpoint))
     )
-    is_final = not plan.calibrate.value
+    is_final = not plan.steps.calibrate
     prepared = Prepared(settings, facts, checkpoint, needs, plan, calibration_file, None, is_final, adapters, draft)
-    found = calibration_file.read() if plan.calibrate.value and settings.calibrate != "on" else None
+    found = calibration_file.read() if plan.steps.calibrate and settings.calibrate != "on" else None
     return prepared if found is None else prepared.with_calibration(found)
 
 
@@ -403,7 +286,7 @@ def measured_under_load(before: Prepared, after: Prepared) -> bool:
     """
     trials = TrialTimings.from_measurements(after.calibration.measurements if after.calibration else None)
     fewer = trials.find(*_precision_and_threads(after.plan))
-    planned = trials.find(after.plan.precision.value, before.plan.threads.value)
+    planned = trials.find(after.plan.weights.precision, before.plan.cpu.threads)
     return fewer is not None and planned is not None and fewer.speedup_over(planned) > CONTENDED_GAIN
 
 
@@ -423,10 +306,10 @@ def measurement_subject(prepared: Prepared) -> CalibrationSubject:
     from app.engine.calibration.session import CalibrationSubject
 
     facts, settings, checkpoint, plan = prepared.facts, prepared.settings, prepared.checkpoint, prepared.plan
-    names = [plan.precision.value, *_other_precisions(prepared)]
+    names = [plan.weights.precision, *_other_precisions(prepared)]
     if checkpoint.needs().generates:  # other models serve the planned precision, whatever the speed of others
-        inputs = EstimateInputs(facts, prepared.needs, plan.kernels.value, plan.device.value)
-        names = by_expected_speed(inputs, names, plan.threads.value)
+        inputs = EstimateInputs(facts, prepared.needs, plan.weights.kernels, plan.placement.device)
+        names = by_expected_speed(inputs, names, plan.cpu.threads)
     plans = [plan_variant for name in names if (plan_variant := _plan_for_precision(prepared, name)) is not None]
     int4 = next((name for name in precision.INT4_PRECISIONS if name in names), None)
     copies = settings.int8_copy != "off" and int4 is not None and checkpoint.needs().generates
@@ -436,35 +319,37 @@ def measurement_subject(prepared: Prepared) -> CalibrationSubject:
         _thread_counts(settings, plan),
         lambda found: _precision_and_threads(_plan(facts, found, settings, prepared.needs)),
         _plan_for_precision(prepared, int4, int8_copy="on") if copies and int4 is not None else None,
-        min(max((cache.size_bytes for cache in facts.caches), default=0), plan.threads.value * THREAD_CACHE_BYTES),
+        min(max((cache.size_bytes for cache in facts.caches), default=0), plan.cpu.threads * THREAD_CACHE_BYTES),
     )
 
 
 def _precision_and_threads(plan: ServingPlan) -> tuple[str, int]:
-    return plan.precision.value, plan.threads.value
+    return plan.weights.precision, plan.cpu.threads
 
 
 def _other_precisions(prepared: Prepared) -> list[str]:
     """Return the other precisions that the plan may choose once they are measured."""
     needs = prepared.checkpoint.needs()
-    kleidi = precision.kleidi_candidates(prepared.facts, prepared.plan.device.value)
+    kleidi = precision.kleidi_candidates(prepared.facts, prepared.plan.placement.device)
     if prepared.settings.weight_format != "auto":
         return [*kleidi] if prepared.settings.weight_format == "int4" else []
     if (
         not needs.generates
     ):  # int8 may be chosen for vectors; of other results its speedup is reported, if the model is large enough
-        return ["int8"] if needs.weight_bytes >= SMALL_WEIGHT_BYTES and prepared.plan.precision.value != "int8" else []
+        return (
+            ["int8"] if needs.weight_bytes >= SMALL_WEIGHT_BYTES and prepared.plan.weights.precision != "int8" else []
+        )
     if needs.num_parameters < precision.MIN_PARAMETERS:
         return []
-    kind, level = prepared.plan.device.value, prepared.plan.kernels.value
+    kind, level = prepared.plan.placement.device, prepared.plan.weights.kernels
     exact = precision.exact_precision(prepared.facts, kind, needs, level)
     names = (exact, *precision.AUTO_PRECISIONS, *kleidi)
-    return [name for name in names if name != prepared.plan.precision.value]
+    return [name for name in names if name != prepared.plan.weights.precision]
 
 
 def _plan_for_precision(prepared: Prepared, name: str, int8_copy: str = "off") -> ServingPlan | None:
     """Return the plan for a precision, or None if that precision is not possible."""
-    settings = prepared.settings.with_weight_format(name, int8_copy=int8_copy, device=prepared.plan.device.value)
+    settings = prepared.settings.with_weight_format(name, int8_copy=int8_copy, device=prepared.plan.placement.device)
     try:
         return _plan(prepared.facts, None, settings, prepared.needs)
     except (NoRecipe, PlanImpossible):
@@ -472,8 +357,8 @@ def _plan_for_precision(prepared: Prepared, name: str, int8_copy: str = "off") -
 
 
 def _thread_counts(settings: Settings, plan: ServingPlan) -> tuple[int, ...]:
-    planned = plan.threads.value
-    if settings.threads != "auto" or planned == 1 or plan.device.value != "cpu":  # they do not speed up a device
+    planned = plan.cpu.threads
+    if settings.threads != "auto" or planned == 1 or plan.placement.device != "cpu":  # they do not speed up a device
         return (planned,)
     return tuple(range(planned, 0, -1)) if planned <= FEW_THREADS else (planned, planned - 1)
 

@@ -27,11 +27,10 @@ from app.errors import ServingFailed, SettingsInvalid, StartupError
 from app.server.app import create_app
 from app.server.listeners import BACKLOG, Listeners, TlsListener, listen
 from app.server.log_output import log_to_stderr
-from app.server.prepare import Prepared
+from app.server.prepare import Prepared, prepare_start
 from app.server.start_summary import start_summary
 from app.server.startup import ServerRuntime
 from app.server.termination_log import describe_exception
-from app.server.unfetched_model import prepare_start
 from app.settings import Settings
 from app.tracing.start import start_tracer
 from app.weights.files import open_regular

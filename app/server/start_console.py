@@ -5,7 +5,8 @@ from __future__ import annotations
 import logging
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager
 from threading import Event, Thread
 from typing import Any
 
@@ -177,3 +178,20 @@ class StageLines:
 
 def _name(stage: str | LoadProgress) -> str:
     return stage.phase if isinstance(stage, LoadProgress) else stage.partition(":")[0].partition(",")[0]
+
+
+@contextmanager
+def command_progress(command: str) -> Iterator[StartConsole]:
+    """Yield the progress of a command: a bar on a terminal, else lines that begin with the command's name."""
+    lines = logging.getLogger(StartConsole.__module__)
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(logging.Formatter(f"armature {command}: %(message)s"))
+    lines.addHandler(handler)
+    before = lines.level
+    lines.setLevel(logging.INFO)
+    try:
+        with closing(StartConsole()) as console:
+            yield console
+    finally:
+        lines.setLevel(before)
+        lines.removeHandler(handler)

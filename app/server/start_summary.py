@@ -33,10 +33,10 @@ def start_summary(prepared: Prepared, url: str, seconds: float, has_chat: bool) 
         f"{f' of {stored}' if stored else ''}, from {prepared.checkpoint.location}",
     )
     yield "machine", _machine(prepared)
-    yield "precision", f"{plan.precision.value}. {plan.precision.reason}"
+    yield "precision", f"{plan.weights.precision}. {plan.decisions['precision'].reason}"
     yield "memory", _memory(prepared)
-    capacity = plan.capacity_tokens_per_second
-    yield "speed", capacity.reason if capacity.value else plan.speed_source.reason
+    capacity = plan.decisions["capacity_tokens_per_second"]
+    yield "speed", capacity.reason if capacity.value else plan.decisions["speed_source"].reason
     page = "/ is a page to try the model, " if prepared.settings.page == "on" else ""
     yield "ready", f"in {seconds:.1f} s at {url} ({page}/docs lists the API)"
     yield "try", try_command(prepared, url, has_chat)
@@ -45,24 +45,24 @@ def start_summary(prepared: Prepared, url: str, seconds: float, has_chat: bool) 
 def _machine(prepared: Prepared) -> str:
     facts, plan = prepared.facts, prepared.plan
     gpu = plan.gpu(facts)
-    threads = format_count(plan.threads.value, "thread")
+    threads = format_count(plan.cpu.threads, "thread")
     processor = facts.cpu.name or facts.architecture
-    where = f"{processor}, {threads}, {plan.kernels.value} kernels"
+    where = f"{processor}, {threads}, {plan.weights.kernels} kernels"
     if gpu is not None:
         where = gpu.name
-    elif plan.device.value != "cpu":
-        where = f"{plan.device.value} of {processor}"
+    elif plan.placement.device != "cpu":
+        where = f"{plan.placement.device} of {processor}"
     return f"{where}, {format_bytes(facts.usable_bytes)} of memory available"
 
 
 def _memory(prepared: Prepared) -> str:
     plan, needs = prepared.plan, prepared.needs
-    weights = f"{format_bytes(plan.weight_bytes.value)} of weights"
+    weights = f"{format_bytes(plan.memory.weight_bytes)} of weights"
     if not needs.generates:
         return weights
     return (
-        f"{weights}, {format_bytes(plan.kv_cache_bytes.value)} of KV cache for "
-        f"{format_count(plan.max_running_seqs.value, 'sequence')} at a time, of up to {plan.max_model_len.value:,} tokens"
+        f"{weights}, {format_bytes(plan.memory.kv_cache_bytes)} of KV cache for "
+        f"{format_count(plan.memory.max_running_seqs, 'sequence')} at a time, of up to {plan.memory.max_model_len:,} tokens"
     )
 
 

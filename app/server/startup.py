@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import threading
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
@@ -40,10 +41,8 @@ from app.metrics.step_time_model import StepTimeModel
 from app.metrics.thermal_monitor import ThermalMonitor
 from app.models.encoders.config import EncoderConfig
 from app.server.adapters import adapter_store
-from app.server.prepare import Prepared, calibrate
-from app.server.service_threads import bind_service_threads
+from app.server.prepare import Prepared, UnfetchedModel, calibrate
 from app.server.start_console import StartConsole
-from app.server.unfetched_model import UnfetchedModel
 from app.service.served_model import (
     HELD_BYTES_DIVISOR,
     MIN_HELD_BYTES,
@@ -138,8 +137,8 @@ def isa_label(facts: Facts, plan: ServingPlan) -> str:
     gpu = plan.gpu(facts)
     if gpu is not None and gpu.capability is not None:
         return "sm_{}{}".format(*gpu.capability)
-    if plan.device.value == "mps":
-        return plan.kernels.value
+    if plan.placement.device == "mps":
+        return plan.weights.kernels
     return next((name for name in ISA_RANKS if name in facts.isa), "")
 
 
@@ -193,12 +192,12 @@ def make_served_model(prepared: Prepared, tokenizer: Tokenizer | None, chat: Cha
     """Return the torch-free part of the model, with the limits of the final plan."""
     checkpoint, plan, name = prepared.checkpoint, prepared.plan, prepared.model_name
     limits = ServingLimits(
-        max_model_len=plan.max_model_len.value,
-        max_running_seqs=plan.max_running_seqs.value,
-        max_waiting_requests=plan.max_waiting_requests.value,
+        max_model_len=plan.memory.max_model_len,
+        max_running_seqs=plan.memory.max_running_seqs,
+        max_waiting_requests=plan.memory.max_waiting_requests,
         request_timeout_seconds=prepared.settings.request_timeout_seconds,
         vocab_size=checkpoint.needs().vocab_size,
-        tokenizer_threads=plan.tokenizer_threads.value,
+        tokenizer_threads=plan.cpu.tokenizer_threads,
         max_held_bytes=max(MIN_HELD_BYTES, prepared.facts.memory_limit_bytes // HELD_BYTES_DIVISOR),
         max_logprobs=prepared.settings.max_logprobs,
         has_priorities=prepared.settings.scheduling_policy == "priority",
@@ -218,13 +217,34 @@ def hash_ahead(prepared: Prepared) -> Sequence[Future[str]]:
 
     The result is noted where `PackFolder.open` finds it; an error is raised there again. Return what to wait for.
     """
-    folder, checkpoint = prepared.plan.pack_folder.value, prepared.checkpoint
+    folder, checkpoint = prepared.plan.weights.pack_folder, prepared.checkpoint
     if folder is None or not isinstance(checkpoint, Checkpoint):
         return ()
     pool = ThreadPoolExecutor(1, thread_name_prefix="armature-hash")
-    hashing = pool.submit(checkpoint_fingerprint, checkpoint, Path(folder) / PACKS, prepared.plan.threads.value)
+    hashing = pool.submit(checkpoint_fingerprint, checkpoint, Path(folder) / PACKS, prepared.plan.cpu.threads)
     pool.shutdown(wait=False)
     return (hashing,)
+
+
+def bind_service_threads(cpu_ids: tuple[int, ...]) -> None:
+    """Restrict all threads of this process that Python started, except the calling one, to these CPUs; empty: none.
+
+    They serve HTTP, tokenize, log and read the power; the compute threads are not Python's. A thread inherits the mask
+    of the one that starts it, so threads that the bound ones start later run there too. Without the mask the server
+    works as well, so a refusal is only logged.
+    """
+    if not cpu_ids:
+        return
+    here = threading.get_native_id()
+    for thread in threading.enumerate():
+        if thread.native_id is not None and thread.native_id != here:
+            try:
+                os.sched_setaffinity(thread.native_id, cpu_ids)
+            except ProcessLookupError:
+                continue  # it has ended meanwhile
+            except (AttributeError, OSError, ValueError) as error:
+                log.warning("threads that do not compute cannot be bound to CPUs %s: %s", list(cpu_ids), error)
+                return
 
 
 def save_prefixes(engine: Engine, is_wanted: Callable[[], bool]) -> None:
@@ -283,7 +303,7 @@ class ServerRuntime:
 
     async def start(self) -> None:
         """Start the thread pool, the service, the power meter and the worker."""
-        pool = ThreadPoolExecutor(self._start.plan.http_threads.value, thread_name_prefix="armature-http")
+        pool = ThreadPoolExecutor(self._start.plan.cpu.http_threads, thread_name_prefix="armature-http")
         asyncio.get_running_loop().set_default_executor(pool)
         await self.service.start()
         self._power_monitor.start()
@@ -333,9 +353,9 @@ class ServerRuntime:
 
         with closing(self._console):
             engine, has_chat = self._build_calibrated(report_stage)
-        for name, decision in self._prepared.plan.decisions():
+        for name, decision in self._prepared.plan.decisions.items():
             log.debug("plan: %s = %s (%s)", name, decision.value, decision.reason)
-        bind_service_threads(self._prepared.plan.service_cpu_ids.value)
+        bind_service_threads(self._prepared.plan.cpu.service_cpu_ids)
         self._on_ready(self._prepared, time.monotonic() - self._began, has_chat)
         return engine
 
@@ -369,7 +389,7 @@ class ServerRuntime:
             try:
                 return self._build_planned(tokenizer, chat, report_stage), chat is not None
             except PrecisionTooCostly as found:
-                log.warning("%s: loading the weights in %s", found.message, self._prepared.plan.precision.value)
+                log.warning("%s: loading the weights in %s", found.message, self._prepared.plan.weights.precision)
 
     def _build_planned(
         self, tokenizer: Tokenizer | None, chat: ChatTemplate | None, report_stage: Callable[[str | LoadProgress], None]
@@ -384,7 +404,7 @@ class ServerRuntime:
 
         prepared = self._prepared
         step_time_model = StepTimeModel(
-            prepared.expected_step_times, is_measured=prepared.plan.speed_source.value == "measured"
+            prepared.expected_step_times, is_measured=prepared.plan.speed.speed_source == "measured"
         )
         self._watch_drift(prepared, step_time_model)
         model = make_served_model(prepared, tokenizer, chat)
@@ -420,9 +440,9 @@ class ServerRuntime:
         Raises:
             PrecisionTooCostly: The plan chooses another precision now.
         """
-        before = self._prepared.plan.precision
+        before = self._prepared.plan.decisions["precision"]
         self._prepared = self._prepared.with_quality_cost(cost)
-        now = self._prepared.plan.precision
+        now = self._prepared.plan.decisions["precision"]
         if now.value != before.value:
             kind = self._prepared.needs.kind
             raise PrecisionTooCostly(f"Weights in {before.value}: {describe_cost(kind, cost)}. {now.reason}")
@@ -431,7 +451,7 @@ class ServerRuntime:
     def _use_idle_time(self, engine: Engine, is_wanted: Callable[[], bool]) -> bool:
         """Time steps of the engine if the start could not, or not well; return True to be called again."""
         prepared = self._prepared
-        expected = prepared.estimated_trial if prepared.plan.calibrate.value else None
+        expected = prepared.estimated_trial if prepared.plan.steps.calibrate else None
         if expected is None:
             return False
         from app.engine.calibration.idle import IdleMeasurement, IdleSubject
@@ -449,13 +469,13 @@ class ServerRuntime:
         self._prepared = prepared.with_idle_trial(trial)
         self._step_time_model.use_table(self._prepared.step_time_table)
         self._watch_drift(self._prepared, self._step_time_model)
-        log.info("measured while idle: %s", self._prepared.plan.capacity_tokens_per_second.reason)
+        log.info("measured while idle: %s", self._prepared.plan.decisions["capacity_tokens_per_second"].reason)
         return False
 
     @contextmanager
     def _suggest_cpu_on_failure(self) -> Iterator[None]:
         """Log that `device=cpu` remains possible if loading on a GPU fails; the failure itself is raised as usual."""
-        device, done = self._prepared.plan.device.value, False
+        device, done = self._prepared.plan.placement.device, False
         try:
             yield
             done = True
@@ -476,14 +496,14 @@ class ServerRuntime:
         labels = ServerInfo(
             version=VERSION,
             model=prepared.model_name,
-            device=plan.device.value,
+            device=plan.placement.device,
             isa=isa_label(facts, plan),
-            precision=plan.precision.value,
+            precision=plan.weights.precision,
             torch=facts.torch.version if facts.torch else "",
         )
         return DeploymentInfo(
             server=labels,
-            threads=plan.threads.value,
+            threads=plan.cpu.threads,
             cpu_quota_cores=facts.cgroup.quota_cores,
             cpu_stat=self._cpu_stat,
             hourly_price=prepared.settings.hourly_price,
@@ -495,8 +515,8 @@ class ServerRuntime:
         if model.table is None:
             return
         expected = ExpectedSpeed(
-            plan.capacity_tokens_per_second.value,
-            plan.roofline_ratio.value,
+            plan.speed.capacity_tokens_per_second,
+            plan.speed.roofline_ratio,
             not model.is_measured,
             prepared.calibration_spread,
         )

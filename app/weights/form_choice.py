@@ -12,17 +12,6 @@ import torch
 from torch import Tensor
 
 from app.hardware.plan.plan import ServingPlan
-from app.hardware.plan.torchao_config import is_torchao
-from app.kernels.linear.bf16_panels import HybridFactory, HybridLinear
-from app.kernels.linear.bf16_product import WideRows
-from app.kernels.linear.device import DeviceFactory
-from app.kernels.linear.int_panels import IntPanelFactory, IntPanelLinear
-from app.kernels.linear.layout import LAYOUTS
-from app.kernels.linear.linear import DEVICE_FORMS, FORMS, QUANTISED_FORMS, FormFactory, Linear, host_architecture
-from app.kernels.linear.row_split import RowSplitFactory, RowSplitLinear
-from app.kernels.linear.torchao_linear import TorchaoFactory, check_runs
-from app.kernels.native.arguments import OpCode
-from app.kernels.native.operations import has_kernel
 from app.models.decoders.config import ModelConfig
 from app.models.decoders.layers.vectors import Norm
 from app.models.decoders.shapes import is_expert, is_router
@@ -39,6 +28,17 @@ from app.weights.forms import (
     stored_forms,
 )
 from app.weights.safetensors import TensorEntry
+from armature_kernels.linear.bf16_panels import HybridFactory, HybridLinear
+from armature_kernels.linear.bf16_product import WideRows
+from armature_kernels.linear.device import DeviceFactory
+from armature_kernels.linear.int_panels import IntPanelFactory, IntPanelLinear
+from armature_kernels.linear.layout import LAYOUTS
+from armature_kernels.linear.linear import DEVICE_FORMS, FORMS, QUANTISED_FORMS, FormFactory, Linear, host_architecture
+from armature_kernels.linear.row_split import RowSplitFactory, RowSplitLinear
+from armature_kernels.linear.torchao_config import is_torchao
+from armature_kernels.linear.torchao_linear import TorchaoFactory, check_runs
+from armature_kernels.native.arguments import OpCode
+from armature_kernels.native.operations import has_kernel
 
 # Routers are not quantized: a small error can select other experts. One summation order for any number of rows.
 ROUTER_FORMS = ("panels/widened", "panels/fp32", "plain")
@@ -196,7 +196,7 @@ def _wide_rows(plan: ServingPlan, config: object) -> WideRows:
     """Return when rows are multiplied in bf16: vectors must not depend on other texts, and texts have many rows."""
     if not isinstance(config, ModelConfig):
         return WideRows.ALWAYS
-    return WideRows.NEVER if plan.deterministic.value else WideRows.MANY
+    return WideRows.NEVER if plan.steps.deterministic else WideRows.MANY
 
 
 def form_choice(
@@ -216,24 +216,24 @@ def form_choice(
     Raises:
         PlanImpossible: The precision is a config of torchao that cannot run here.
     """
-    precision, kind = plan.precision.value, plan.device.value
+    precision, kind = plan.weights.precision, plan.placement.device
     recipe = (
         DETERMINISTIC_RECIPES[precision]
-        if plan.deterministic.value
+        if plan.steps.deterministic
         else find_recipe(kind, host_architecture(), precision)
     )
     own = None if kind == "cpu" else device
     if is_torchao(precision):
-        check_runs(precision, own, DTYPES[plan.dtype.value])
+        check_runs(precision, own, DTYPES[plan.weights.dtype])
     upgraded: frozenset[str] = frozenset()
     if recipe.upgrade is not None and isinstance(config, ModelConfig):
         upgraded = choose_upgrades(config, recipe)
     return FormChoice(
         recipe,
-        DTYPES[plan.dtype.value],
-        plan.int8_copy.value,
-        plan.keep_layers.value,
-        plan.most_few_rows.value,
+        DTYPES[plan.weights.dtype],
+        plan.weights.int8_copy,
+        plan.weights.keep_layers,
+        plan.weights.most_few_rows,
         own,
         _wide_rows(plan, config),
         upgraded,

@@ -1,6 +1,6 @@
 """The table of recipes (which forms hold the linear layers, by device, architecture and precision), and memory sizes.
 
-A combination without a row is refused. The names of forms are those of the tables in `kernels/linear/linear.py`. The
+A combination without a row is refused. The names of forms are those of the tables in `armature_kernels/linear/linear.py`. The
 bytes that a checkpoint's weights take when they are served are computed from the configuration and the headers alone.
 Torch is not needed.
 """
@@ -14,8 +14,6 @@ from fnmatch import fnmatchcase
 
 from app.errors import NoRecipe, SettingsInvalid
 from app.hardware.decision import RecipeKey
-from app.hardware.plan.torchao_config import INT4_REFERENCE, INT8_REFERENCE, KLEIDI_INT4, is_torchao
-from app.kernels.linear.layout import LAYOUTS, PANEL_OUTPUTS, device_int4_bytes, supports_device_int4
 from app.models.decoders.config import ModelConfig
 from app.models.decoders.shapes import (
     Shape,
@@ -35,6 +33,8 @@ from app.models.encoders.config import EncoderConfig, encoder_norm_elements, enc
 from app.weights.gguf.tensors import BlockEntry
 from app.weights.quantized.entries import PackedEntry
 from app.weights.safetensors import TensorEntry
+from armature_kernels.linear.layout import LAYOUTS, PANEL_OUTPUTS, device_int4_bytes, supports_device_int4
+from armature_kernels.linear.torchao_config import INT4_REFERENCE, INT8_REFERENCE, KLEIDI_INT4, is_torchao
 
 OUTPUT_SOURCES = (("lm_head",), ("model.embed_tokens",))
 
@@ -46,7 +46,7 @@ class Recipe:
     `linear` is for the linear layers, `output` for the output layer and an embedding tied to it (None: as `linear`). With
     `upgrade`, the output layer has its own forms only if it is upgraded.
     The forms "plain" and "device" suit any weight. `equalise`: channels are equalized before quantization
-    (kernels/linear/smoothing.py). `int8_copy_from`: if an int8 copy is held in addition to int4 weights, the copy
+    (armature_kernels/linear/smoothing.py). `int8_copy_from`: if an int8 copy is held in addition to int4 weights, the copy
     multiplies from this number of rows on. `upgrade`: form of the layers that lose most in the first form, see
     `choose_upgrades`. `layer_bits`: mean bits of the layers' weights, upgraded ones included, of small models and of
     others.
@@ -104,7 +104,7 @@ def _device(kind: str, architecture: str, *exact: str) -> dict[RecipeKey, Recipe
     return {**{(kind, architecture, name): DEVICE_EXACT for name in exact}, (kind, architecture, "int4"): DEVICE_INT4}
 
 
-# Device kind, CPU architecture, precision. kernels/linear/linear.py lists the gains of packing on x86; torch has the
+# Device kind, CPU architecture, precision. armature_kernels/linear/linear.py lists the gains of packing on x86; torch has the
 # same operators on Arm.
 RECIPES: Mapping[RecipeKey, Recipe] = {
     ("cpu", "x86_64", "fp32"): EXACT,

@@ -19,23 +19,6 @@ from torch import Tensor
 from app.backends.base import BaseBackend
 from app.errors import PlanImpossible
 from app.hardware.plan.plan import ServingPlan
-from app.hardware.plan.torchao_config import is_torchao
-from app.kernels.compute_threads import ComputeThreads
-from app.kernels.linear.bf16_panels import Bf16PanelLinear, HybridLinear
-from app.kernels.linear.device import DeviceLinear
-from app.kernels.linear.int_panels import IntPanelLinear
-from app.kernels.linear.layout import PANEL_OUTPUTS
-from app.kernels.linear.linear import EmptyForm, ExactLinear, FormFactory, Linear, LinearForm
-from app.kernels.linear.quantization import GptqFactors, InputStatistics
-from app.kernels.linear.row_split import RowSplitLinear
-from app.kernels.linear.smoothing import (
-    activation_aware_scales,
-    column_maxima,
-    column_squares,
-    mean_of_squares,
-    smooth_scales,
-)
-from app.kernels.linear.torchao_linear import TorchaoFactory
 from app.models.decoders.decoder import Decoder, Embedding
 from app.models.decoders.layers.vectors import Filters, HeadNorm, Norm, StoredVector, Xielu
 from app.models.decoders.shapes import narrow_products
@@ -48,6 +31,23 @@ from app.weights.forms import QUANTIZED, choose_upgrades, is_output, is_value
 from app.weights.packs import PackedWeights, PackFile, PackFolder, PackNotes, Progress
 from app.weights.safetensors import TensorEntry
 from app.weights.tensor_reader import TensorReader, check_values, row_ranges
+from armature_kernels.compute_threads import ComputeThreads
+from armature_kernels.linear.bf16_panels import Bf16PanelLinear, HybridLinear
+from armature_kernels.linear.device import DeviceLinear
+from armature_kernels.linear.int_panels import IntPanelLinear
+from armature_kernels.linear.layout import PANEL_OUTPUTS
+from armature_kernels.linear.linear import EmptyForm, ExactLinear, FormFactory, Linear, LinearForm
+from armature_kernels.linear.quantization import GptqFactors, InputStatistics
+from armature_kernels.linear.row_split import RowSplitLinear
+from armature_kernels.linear.smoothing import (
+    activation_aware_scales,
+    column_maxima,
+    column_squares,
+    mean_of_squares,
+    smooth_scales,
+)
+from armature_kernels.linear.torchao_config import is_torchao
+from armature_kernels.linear.torchao_linear import TorchaoFactory
 
 Model = Decoder | Encoder
 ReportCost = Callable[[float], None]  # takes the cost of quantization in quality, see `Packing`
@@ -174,8 +174,8 @@ class _ModelLoader:
     ) -> None:
         self.checkpoint, self.progress, self.packing = checkpoint, progress, packing
         self.choice = form_choice(plan, checkpoint.model_config, backend.device, checkpoint.tensors)
-        self.model = _build(checkpoint, self.choice.dtype, plan.max_model_len.value, backend.device)
-        self.precision = plan.precision.value
+        self.model = _build(checkpoint, self.choice.dtype, plan.memory.max_model_len, backend.device)
+        self.precision = plan.weights.precision
         self.is_quantized = self.precision in QUANTIZED and self.choice.device is None
         # Codes of the checkpoint that are kept are not rounded again.
         self.is_calibrated = self.is_quantized and isinstance(self.model, Decoder) and not self.choice.stored

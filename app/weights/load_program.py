@@ -10,12 +10,12 @@ from torch import Tensor
 
 from app.errors import CheckpointInvalid
 from app.hardware.plan.plan import ServingPlan
-from app.kernels.linear.linear import FormFactory, Linear, LinearForm
 from app.models.program import PackedProduct, Program
 from app.models.program_graph import Ref
 from app.weights.form_choice import FormChoice, form_choice
 from app.weights.program import CONVOLUTIONS, ProgramCheckpoint
 from app.weights.program_archive import Archive, StoredTensor
+from armature_kernels.linear.linear import FormFactory, Linear, LinearForm
 
 Progress = Callable[[int, int], None]
 
@@ -54,7 +54,7 @@ def load_program(
         states = _states(checkpoint, archive, progress, making)
     finally:
         archive.close()
-    choice, precision = form_choice(plan, None), plan.precision.value
+    choice, precision = form_choice(plan, None), plan.weights.precision
     narrow = precision == "bf16"
     products = {
         weight: PackedProduct(

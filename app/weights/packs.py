@@ -29,10 +29,6 @@ import torch
 from torch import Tensor
 
 from app.hardware.kernel_advice import advise
-from app.kernels.linear import int_panels, layout, quantization
-from app.kernels.linear.linear import host_architecture
-from app.kernels.native.library import native_library
-from app.kernels.native.memory import allocate_packed
 from app.version import VERSION
 from app.weights.cache_file import (
     PACKS,
@@ -46,6 +42,10 @@ from app.weights.cache_file import (
 from app.weights.checkpoint import Checkpoint
 from app.weights.form_choice import FormChoice, LayerPacking
 from app.weights.safetensors import MAX_HEADER_BYTES
+from armature_kernels.linear import int_panels, layout, quantization
+from armature_kernels.linear.linear import host_architecture
+from armature_kernels.native.library import native_library
+from armature_kernels.native.memory import allocate_packed
 
 MAGIC = b"armature pack 1\n"
 ALIGNMENT = 64

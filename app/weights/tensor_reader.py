@@ -22,11 +22,8 @@ from typing import BinaryIO
 import torch
 from torch import Tensor
 
-from app.errors import CheckpointInvalid, PlanImpossible
+from app.errors import CheckpointInvalid, PlanImpossible, raise_kernel_errors_as
 from app.hardware.kernel_advice import advise
-from app.kernels.linear.layout import PANEL_OUTPUTS
-from app.kernels.linear.quantization import Int4Weight, Int8Weight
-from app.kernels.linear.torchao_linear import dequantize_rows
 from app.weights.files import open_regular
 from app.weights.gguf.blocks import EIGHT_BIT_CODES, FOUR_BIT_CODES, dequantize_blocks
 from app.weights.gguf.tensor_types import TYPES
@@ -34,6 +31,9 @@ from app.weights.gguf.tensors import BlockEntry
 from app.weights.quantized.entries import PackedEntry
 from app.weights.quantized.values import decode_rows, held_codes
 from app.weights.safetensors import EncodedEntry, QuantizedEntry, RearrangedEntry, TensorEntry
+from armature_kernels.linear.layout import PANEL_OUTPUTS
+from armature_kernels.linear.quantization import Int4Weight, Int8Weight
+from armature_kernels.linear.torchao_linear import dequantize_rows
 
 TORCH_DTYPES: Mapping[str, torch.dtype] = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 _PART_DTYPES: Mapping[str, torch.dtype] = {
@@ -71,7 +71,8 @@ class MappedFiles:
         """Return the values of rows `[row, end)`, in the dtype of the entry."""
         if isinstance(entry, QuantizedEntry):
             parts = {name: self.tensor(part) for name, part in entry.parts}
-            return dequantize_rows(entry.attributes, parts, slice(row, end))
+            with raise_kernel_errors_as(CheckpointInvalid):
+                return dequantize_rows(entry.attributes, parts, slice(row, end))
         if isinstance(entry, RearrangedEntry):
             return self._rearranged(entry, row, end)
         if isinstance(entry, PackedEntry):

@@ -1,6 +1,6 @@
 """Samples of the machine's two ceilings, read bandwidth and product rate, taken between rounds of measured work.
 
-`kernels/ceilings.py` measures the ceilings themselves.
+`armature_kernels/ceilings.py` measures the ceilings themselves.
 """
 
 from __future__ import annotations
@@ -13,7 +13,8 @@ from typing import Protocol
 import torch
 
 from app.backends.base import BaseBackend
-from app.kernels.ceilings import (
+from armature_bench.console import PRODUCT_RATE, Figure, percentile
+from armature_kernels.ceilings import (
     COPY_BYTES,
     FREE_MEMORY_FRACTION,
     CopyBandwidthProbe,
@@ -21,7 +22,6 @@ from app.kernels.ceilings import (
     MatmulThroughputProbe,
     ReadBandwidthProbe,
 )
-from armature_bench.console import PRODUCT_RATE, Figure, percentile
 
 DTYPES = (torch.float32, torch.bfloat16, torch.int8)  # int8 is int8 × int8 with int32 sums
 

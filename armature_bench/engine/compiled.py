@@ -20,12 +20,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from app.engine.program import synthetic_inputs
-from app.kernels.elementwise.activations import ACTIVATIONS
 from app.models.decoders.config import ModelConfig
 from app.models.encoders.config import EncoderConfig
 from app.weights.open import OpenedModel
 from app.weights.program import ProgramCheckpoint
 from armature_bench.console import Figure, percentile
+from armature_kernels.elementwise.activations import ACTIVATIONS
 
 EAGER, COMPILED = "torch eager", "torch.compile"
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}

@@ -10,7 +10,7 @@ import math
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import closing, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -19,7 +19,6 @@ from app.backends.base import BaseBackend
 from app.engine.build import BuildRequest, BuiltEngine
 from app.engine.decoder.build import build_decoder_engine, build_device_decoder_engine
 from app.engine.decoder.engine import DecoderEngine
-from app.hardware.decision import Decision
 from app.hardware.facts import Facts
 from app.hardware.plan.plan import ServingPlan
 from app.models.decoders.decoder import Decoder
@@ -77,9 +76,9 @@ class EngineBenchOptions:
                 *(DecoderLoad(tokens, 1, prompt=True) for tokens in self.prompts),
                 *(DecoderLoad(width, width, beams=True) for width in filter(None, [self.beam_width])),
             ]
-        on_device = plan.device.value != "cpu"
-        rows = [rows for rows in (DEVICE_ROWS if on_device else DECODE_ROWS) if rows <= plan.max_running_seqs.value]
-        prompts = [tokens for tokens in PROMPTS if tokens < plan.max_model_len.value]
+        on_device = plan.placement.device != "cpu"
+        rows = [rows for rows in (DEVICE_ROWS if on_device else DECODE_ROWS) if rows <= plan.memory.max_running_seqs]
+        prompts = [tokens for tokens in PROMPTS if tokens < plan.memory.max_model_len]
         together = [DecoderLoad(prompts[-1], DEVICE_PROMPTS, prompt=True)] if on_device and prompts else []
         return [*EngineBenchOptions(self.rounds, rows, prompts).loads(plan), *together]
 
@@ -119,7 +118,7 @@ def measure_decoder_engine(
     checkpoint: Checkpoint, plan: ServingPlan, facts: Facts, options: EngineBenchOptions
 ) -> BenchOutcome:
     """Build the engine as for serving, but without speculation, and measure it on this thread."""
-    plan = replace(plan, speculation=Decision(False, "The bench times steps with one token per sequence."))
+    plan = plan.changed(speculation=False)  # steps with one token of each sequence are timed
     loads = options.loads(plan)
     with progress(options.rounds * len(loads) + 1, "loading") as advance:
         started = time.perf_counter()
@@ -128,7 +127,7 @@ def measure_decoder_engine(
         advance("ceilings")
         machine = ceiling_sampler(plan, built.backend)
         driver = DecoderDriver(
-            built.engine, TokenPrompts(range(2, checkpoint.model_config.vocab_size)), plan.max_model_len.value
+            built.engine, TokenPrompts(range(2, checkpoint.model_config.vocab_size)), plan.memory.max_model_len
         )
         weights = product_costs(
             built.model, checkpoint.model_config.vocab_size, largest_cache_bytes(facts, built.backend.device)
@@ -150,7 +149,7 @@ def measure_decoder_engine(
         "load_seconds": load_seconds,
     }
     steps = {load.name: [round(seconds, 7) for seconds in samples.seconds] for load, samples in taken.items()}
-    subject = f"{checkpoint.name}, {plan.precision.value}, {device_label(plan)}"
+    subject = f"{checkpoint.name}, {plan.weights.precision}, {device_label(plan)}"
     figures = (
         *machine.figures(),
         *(figure for load in taken for figure in _load_figures(load, taken[load], kv_bytes)),
@@ -162,7 +161,7 @@ def measure_decoder_engine(
 def build_planned_decoder(checkpoint: Checkpoint, plan: ServingPlan) -> BuiltEngine[DecoderEngine, Any, Decoder]:
     """Build the engine as for serving, on the plan's device."""
     request = BuildRequest(checkpoint, plan)
-    return build_decoder_engine(request) if plan.device.value == "cpu" else build_device_decoder_engine(request)
+    return build_decoder_engine(request) if plan.placement.device == "cpu" else build_device_decoder_engine(request)
 
 
 def ceiling_sampler(plan: ServingPlan, backend: BaseBackend, others: Iterable[torch.dtype] = DTYPES) -> CeilingSampler:
@@ -171,15 +170,15 @@ def ceiling_sampler(plan: ServingPlan, backend: BaseBackend, others: Iterable[to
     On the processor, product rates of the `others` dtypes are sampled in addition to the dtype that the engine
     multiplies in.
     """
-    if plan.device.value != "cpu":
+    if plan.placement.device != "cpu":
         return DeviceCeilingSampler(backend)
-    own = torch.int8 if plan.precision.value in INTEGER_PRECISIONS else backend.dtype
-    return CpuCeilingSampler(plan.threads.value, own, {own, *others})
+    own = torch.int8 if plan.weights.precision in INTEGER_PRECISIONS else backend.dtype
+    return CpuCeilingSampler(plan.cpu.threads, own, {own, *others})
 
 
 def device_label(plan: ServingPlan) -> str:
     """Return the plan's number of threads, or its device, for titles."""
-    return f"{plan.threads.value} threads" if plan.device.value == "cpu" else plan.device.value
+    return f"{plan.cpu.threads} threads" if plan.placement.device == "cpu" else plan.placement.device
 
 
 @contextmanager

@@ -16,13 +16,13 @@ import torch
 from app.engine.decoder.engine import DecoderEngine
 from app.hardware.facts import Facts
 from app.hardware.step_times import MIN_PREFILL_TOKENS
-from app.kernels.ceilings import cache_bytes
-from app.kernels.linear.bf16_panels import HybridLinear
-from app.kernels.linear.linear import Linear, LinearForm
 from app.messages import Abort, Generate, LoadedAdapter, RequestFailed, SamplingParams
 from app.models.decoders.layers.layer import MixtureOfExperts
 from armature_bench.console import MeasurementFailed
 from armature_bench.http.workload import TokenPrompts
+from armature_kernels.ceilings import cache_bytes
+from armature_kernels.linear.bf16_panels import HybridLinear
+from armature_kernels.linear.linear import Linear, LinearForm
 
 PROMPT_TOKENS = 128
 SEGMENT_STEPS = 100  # more steps would measure the growing context instead of the step

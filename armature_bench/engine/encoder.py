@@ -115,8 +115,8 @@ def measure_encoder_engine(
     checkpoint: Checkpoint, plan: ServingPlan, facts: Facts, steps: StepTimeTable | None, options: EngineBenchOptions
 ) -> BenchOutcome:
     """Build the engine as for serving and measure it on this thread."""
-    on_device, config = plan.device.value != "cpu", checkpoint.encoder
-    loads = encoder_loads(options, plan.max_model_len.value, on_device)
+    on_device, config = plan.placement.device != "cpu", checkpoint.encoder
+    loads = encoder_loads(options, plan.memory.max_model_len, on_device)
     with progress(options.rounds * len(loads) + 1, "loading") as advance:
         started = time.perf_counter()
         built = _build_planned_encoder(BuildRequest(checkpoint, plan, step_time_model=StepTimeModel(steps)), on_device)
@@ -138,7 +138,7 @@ def measure_encoder_engine(
         "load_seconds": load_seconds,
     }
     seconds = {load.name: [round(one, 7) for one in each.samples.seconds] for load, each in taken.items()}
-    subject = f"{checkpoint.name}, {plan.precision.value}, {device_label(plan)}"
+    subject = f"{checkpoint.name}, {plan.weights.precision}, {device_label(plan)}"
     figures = (*machine.figures(), *(_figure(load, taken[load], machine) for load in taken))
     return BenchOutcome("engine", subject, figures, details | {"batch_seconds": seconds}, complete, _notes(built))
 
@@ -233,7 +233,7 @@ def _repeated(driver: LoadDriver[N], load: N, times: int | None) -> list[tuple[f
 
 def _weight_bytes_read(weights: ProductCosts, plan: ServingPlan, load: EncoderLoad) -> float:
     """Return the weight bytes that a load reads: all weights once per step."""
-    together = max(1, plan.batch_target_tokens.value // load.length)
+    together = max(1, plan.memory.batch_target_tokens // load.length)
     return weights.read_bytes(load.length) * math.ceil(load.texts / together)
 
 

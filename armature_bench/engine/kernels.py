@@ -17,19 +17,19 @@ import torch
 from app.engine.decoder.kv_cache import KvCache, KvShape
 from app.hardware.facts import Facts
 from app.hardware.plan.plan import ServingPlan
-from app.hardware.plan.torchao_config import INT4_REFERENCE, INT8_REFERENCE
-from app.kernels.attention.attention import AttentionSequence, AttentionStep, KvSegment
-from app.kernels.attention.context import AttentionSpec
-from app.kernels.attention.ragged import attend
-from app.kernels.linear.activations import quantise
-from app.kernels.linear.int_panels import IntPanelFactory, IntPanelLinear
-from app.kernels.linear.torchao_linear import TorchaoFactory, TorchaoLinear
-from app.kernels.native.arguments import OpCode, ProductOutput
-from app.kernels.native.library import native_library
-from app.kernels.native.memory import allocate_packed
-from app.kernels.native.operations import has_kernel, observe_operations, operation_array
 from armature_bench.console import AdvanceProgress, BenchOutcome, Figure, progress
 from armature_bench.engine.ceilings import CpuCeilingSampler, WorkSamples, mean_ceilings
+from armature_kernels.attention.attention import AttentionSequence, AttentionStep, KvSegment
+from armature_kernels.attention.context import AttentionSpec
+from armature_kernels.attention.ragged import attend
+from armature_kernels.linear.activations import quantise
+from armature_kernels.linear.int_panels import IntPanelFactory, IntPanelLinear
+from armature_kernels.linear.torchao_config import INT4_REFERENCE, INT8_REFERENCE
+from armature_kernels.linear.torchao_linear import TorchaoFactory, TorchaoLinear
+from armature_kernels.native.arguments import OpCode, ProductOutput
+from armature_kernels.native.library import native_library
+from armature_kernels.native.memory import allocate_packed
+from armature_kernels.native.operations import has_kernel, observe_operations, operation_array
 
 SEQUENCES, KV_TOKENS = 8, 4000
 
@@ -65,11 +65,11 @@ ATTENTION: Mapping[KernelCase, torch.dtype] = {
 
 def measure_kernels(plan: ServingPlan, facts: Facts, rounds: int) -> BenchOutcome:
     """Measure all kernels on this thread, whose thread pool the products use."""
-    torch.set_num_threads(plan.threads.value)
+    torch.set_num_threads(plan.cpu.threads)
     if not has_kernel(OpCode.LINEAR_INT):
         return BenchOutcome("kernels", native_library().reason, (), {"machine": facts.to_json()})
     timed: dict[KernelCase, WorkSamples] = {}
-    machine = CpuCeilingSampler(plan.threads.value, torch.int8, (torch.int8,))
+    machine = CpuCeilingSampler(plan.cpu.threads, torch.int8, (torch.int8,))
     with (
         progress(
             rounds * (len(FORMS) * len(SHAPES) + len(ATTENTION) * DecodeAttention.available()) + 2, "packing"
@@ -88,11 +88,9 @@ def measure_kernels(plan: ServingPlan, facts: Facts, rounds: int) -> BenchOutcom
         "machine": facts.to_json(),
         "level": native_library().level,
         "torch": torch.__version__,
-        "threads": plan.threads.value,
+        "threads": plan.cpu.threads,
     }
-    return BenchOutcome(
-        "kernels", f"{native_library().level}, {plan.threads.value} threads", figures, details, complete
-    )
+    return BenchOutcome("kernels", f"{native_library().level}, {plan.cpu.threads} threads", figures, details, complete)
 
 
 def _copies(packing: IntPanelFactory, shape: tuple[int, int]) -> list[IntPanelLinear]:

@@ -65,8 +65,8 @@ def measure_program_engine(
         engine = build_program_engine(BuildRequest(checkpoint, plan, step_time_model=StepTimeModel(steps))).engine
         load_seconds = time.perf_counter() - started
         advance("ceilings")
-        own = torch.int8 if plan.precision.value in INTEGER_PRECISIONS else _KINDS[plan.precision.value]
-        machine = CpuCeilingSampler(plan.threads.value, own, {own})
+        own = torch.int8 if plan.weights.precision in INTEGER_PRECISIONS else _KINDS[plan.weights.precision]
+        machine = CpuCeilingSampler(plan.cpu.threads, own, {own})
         measured = {load: BatchTimes(_minimum_work(checkpoint, plan, facts, load)) for load in loads}
         with closing(machine), torch.inference_mode(), gc_disabled():
             complete = run_batch_rounds(
@@ -80,7 +80,7 @@ def measure_program_engine(
         "load_seconds": load_seconds,
     }
     seconds = {load.name: [round(one, 7) for one in each.samples.seconds] for load, each in taken.items()}
-    subject = f"{checkpoint.name}, {plan.precision.value}, {plan.threads.value} threads"
+    subject = f"{checkpoint.name}, {plan.weights.precision}, {plan.cpu.threads} threads"
     figures = (*machine.figures(), *(_figure(load, each) for load, each in taken.items()))
     return BenchOutcome(
         "engine", subject, figures, details | {"batch_seconds": seconds}, complete, _notes(checkpoint, plan)
@@ -112,12 +112,12 @@ def _minimum_work(checkpoint: ProgramCheckpoint, plan: ServingPlan, facts: Facts
     """Return empty samples with the bytes and operations that the load needs at least."""
     cache = max((cache.size_bytes for cache in facts.caches), default=0)
     operations = operations_per_row(checkpoint, SAMPLE_SIZE)
-    weights = ProductCosts(read_bytes(checkpoint, plan.precision.value), operations, 0.0, cache)
+    weights = ProductCosts(read_bytes(checkpoint, plan.weights.precision), operations, 0.0, cache)
     return WorkSamples(weights.read_bytes(load.rows) * _num_steps(plan, load), weights.operations(load.rows, 0))
 
 
 def _num_steps(plan: ServingPlan, load: ProgramLoad) -> int:
-    return math.ceil(load.rows / plan.batch_target_tokens.value)
+    return math.ceil(load.rows / plan.memory.batch_target_tokens)
 
 
 def _figure(load: ProgramLoad, taken: BatchTimes) -> Figure:
@@ -145,7 +145,7 @@ def _figure(load: ProgramLoad, taken: BatchTimes) -> Figure:
 
 def _notes(checkpoint: ProgramCheckpoint, plan: ServingPlan) -> tuple[str, ...]:
     steps = (
-        f"Steps have up to {plan.batch_target_tokens.value} rows; rows are synthetic, and integers in them are 0 or 1."
+        f"Steps have up to {plan.memory.batch_target_tokens} rows; rows are synthetic, and integers in them are 0 or 1."
     )
     millions = operations_per_row(checkpoint, SAMPLE_SIZE) / 1e6
     counted = f"Counted are linear layers and convolutions: {millions:,.3g} million operations a row."

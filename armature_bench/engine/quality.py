@@ -26,7 +26,6 @@ from app.errors import NoRecipe, PlanImpossible
 from app.hardware.facts import Facts
 from app.hardware.plan.plan import ServingPlan, make_plan
 from app.hardware.plan.precision import QUANTIZED_PRECISIONS
-from app.kernels.linear.linear import Linear
 from app.settings import Settings
 from app.text.tokenizer import Tokenizer
 from app.weights.checkpoint import Checkpoint
@@ -35,6 +34,7 @@ from app.weights.load import Packing, load_model
 from app.weights.packs import PackFolder
 from armature_bench.console import AdvanceProgress, BenchOutcome, Figure, progress
 from armature_bench.engine.llama_cpp import FORMATS, LlamaCppPeer, PeerEvent
+from armature_kernels.linear.linear import Linear
 
 
 def host_precisions() -> list[str]:
@@ -136,7 +136,7 @@ def measure_quality(
     with progress(len(scores) * len(windows), "loading") as advance, torch.inference_mode():
         complete = _read_all(checkpoint, windows, plans, scores, advance)
         if complete and peer is not None and plans:
-            threads = next(iter(plans.values())).threads.value
+            threads = next(iter(plans.values())).cpu.threads
             complete = _read_peer(peer.read(checkpoint, windows, threads), scores, advance)
     num_tokens = sum(len(window) - 1 for window in windows)
     details = {"machine": facts.to_json(), "torch": torch.__version__, "tokens": num_tokens, "windows": len(windows)}
@@ -182,8 +182,8 @@ def _read_all(
             if not configured:  # thread pools are sized once and are the same for all plans
                 backend.configure(plan)
                 configured = True
-            if model is None or loaded != plan.precision.value:
-                model, loaded = _load(checkpoint, plan, backend), plan.precision.value
+            if model is None or loaded != plan.weights.precision:
+                model, loaded = _load(checkpoint, plan, backend), plan.weights.precision
             scores[name].weight_bytes = loaded_weight_bytes(model)
             reader = WindowScorer(model, checkpoint.decoder, kv_dtype(plan), backend)
             for window in windows:
@@ -214,7 +214,7 @@ def _read_peer(
 
 
 def _load(checkpoint: Checkpoint, plan: ServingPlan, backend: HostBackend) -> nn.Module:
-    folder = plan.pack_folder.value
+    folder = plan.weights.pack_folder
     packs = None if folder is None else PackFolder(Path(folder), lambda done, total: None)
     return load_model(
         checkpoint, plan, backend, packing=Packing(packs, partial(calibration_for, checkpoint, plan, backend))

@@ -86,7 +86,7 @@ def measure_replay(
         figures, complete = _measure_engines(checkpoint, plan, facts, settings, options)
     reason = missing_compiler()
     with torch.inference_mode():
-        torch.set_num_threads(plan.threads.value)
+        torch.set_num_threads(plan.cpu.threads)
         try:
             steps = torch_steps(checkpoint, options.rows, options.dtypes) if complete else iter(())
             for figure in measure_torch_steps(steps, options.rounds, can_compile=reason is None):
@@ -94,7 +94,7 @@ def measure_replay(
         except KeyboardInterrupt:
             complete = False
     details = {"machine": facts.to_json(), "plan": plan.to_json(), "torch": torch.__version__}
-    subject, notes = f"{checkpoint.name}, {plan.threads.value} threads", () if reason is None else (reason,)
+    subject, notes = f"{checkpoint.name}, {plan.cpu.threads} threads", () if reason is None else (reason,)
     return BenchOutcome("eager", subject, tuple(figures), details, complete, notes)
 
 
@@ -102,7 +102,7 @@ def _measure_engines(
     checkpoint: Checkpoint, plan: ServingPlan, facts: Facts, settings: Settings, options: ReplayOptions
 ) -> tuple[list[Figure], bool]:
     """Return the figures of the plan's precision and of FP32, and whether the measurement is complete."""
-    plans = {plan.precision.value: plan, **_in_fp32(checkpoint, facts, settings)}
+    plans = {plan.weights.precision: plan, **_in_fp32(checkpoint, facts, settings)}
     complete, modes = True, list[ReplayMode]()
     with progress(options.rounds * len(options.rows), "loading") as advance, torch.inference_mode():
         for precision, own in plans.items():
@@ -129,7 +129,7 @@ def _replay_modes(precision: str, checkpoint: Checkpoint, plan: ServingPlan) -> 
     replay = built.runner.model
     assert isinstance(replay, DecoderReplay), "decoders are built with one"
     driver = DecoderDriver(
-        built.engine, TokenPrompts(range(2, checkpoint.decoder.vocab_size)), plan.max_model_len.value
+        built.engine, TokenPrompts(range(2, checkpoint.decoder.vocab_size)), plan.memory.max_model_len
     )
     kinds = (EAGER,) if replay.reason else (EAGER, RECORDED)
     return [ReplayMode(precision, how, driver, replay) for how in kinds]

@@ -214,8 +214,8 @@ def measure_speculation(
         built = build_decoder_engine(request)
         speculation = built.engine.scheduler.speculation
         if speculation is None:
-            raise MeasurementFailed(f"this plan does not use speculation: {plan.speculation.reason}")
-        driver = AnswerDriver(built.engine, min(TOKENS_PER_ANSWER, plan.max_model_len.value - PROMPT_TOKENS))
+            raise MeasurementFailed(f"this plan does not use speculation: {plan.decisions['speculation'].reason}")
+        driver = AnswerDriver(built.engine, min(TOKENS_PER_ANSWER, plan.memory.max_model_len - PROMPT_TOKENS))
         prompts = TokenPrompts(range(2, checkpoint.decoder.vocab_size))
         methods = {"": SpeculationRound(driver, prompts, PlantedLookup(speculation), SPEEDUP_TARGETS)}
         if speculation.drafting is not None and isinstance(speculation.drafting.model, DraftModel):
@@ -229,7 +229,7 @@ def measure_speculation(
                 complete = complete and _rounds(rounds, one, taken, advance)
                 figures += _figures(taken, one.targets, name)
     details = {"machine": facts.to_json(), "plan": plan.to_json(), "torch": torch.__version__}
-    subject = f"{checkpoint.name}, {plan.precision.value}, {plan.threads.value} threads, greedy ×1"
+    subject = f"{checkpoint.name}, {plan.weights.precision}, {plan.cpu.threads} threads, greedy ×1"
     subject += "" if draft is None else f", draft model {draft.name}"
     return BenchOutcome("speculation", subject, tuple(figures), details, complete, _notes(driver.forced_runner))
 

@@ -6,7 +6,6 @@ The corpus is the files of the embedded models, templates of `hostile_templates.
 
 from __future__ import annotations
 
-import os
 import shutil
 from pathlib import Path
 from typing import Any
@@ -22,7 +21,7 @@ from app.text.tokenizer import Tokenizer
 from app.weights.checkpoint import open_checkpoint
 from app.weights.open import open_model
 from exported_programs import write_program
-from hypothesis_examples import examples
+from hypothesis_examples import FUZZ_EXAMPLES, examples
 
 # A mutation replaces the bytes at a place (a share of the length) by others; several are made one after the other.
 MUTATIONS = st.lists(
@@ -37,7 +36,7 @@ CORPUS: list[list[tuple[float, int, bytes]]] = [
     [(1.0, 0, b"\x00")],
     [(0.0, 64, b"")],
 ]
-COUNT = int(os.environ.get("FUZZ_EXAMPLES", "0")) or examples(100)
+COUNT = FUZZ_EXAMPLES or examples(100)
 CHECKED = settings(
     max_examples=COUNT, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
 )

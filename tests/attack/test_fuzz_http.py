@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import os
 import socket
 from urllib.parse import urlsplit
 
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-from hypothesis_examples import examples
+from hypothesis_examples import FUZZ_EXAMPLES, examples
 from tests.live.live_server import PATIENCE, LiveServer
 
-COUNT = int(os.environ.get("FUZZ_EXAMPLES", "0")) or examples(200)
+COUNT = FUZZ_EXAMPLES or examples(200)
 TOKENS = st.sampled_from(
     [b"GET", b"POST", b"HEAD", b" ", b"/", b"/healthz", b"/generate", b"HTTP/1.1", b"HTTP/1.0", b"HTTP/9.9", b"\r\n", b"\n", b"\r", b":",
      b"Host: localhost", b"Content-Length: 5", b"Content-Length: -1", b"Content-Length: 99999999999999999999",

@@ -15,12 +15,12 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from app.errors import CheckpointInvalid
-from app.kernels.native.arguments import OpCode
-from app.kernels.native.operations import has_kernel
 from app.weights.checkpoint import open_checkpoint
 from app.weights.quantized.entries import PackedEntry
 from app.weights.safetensors import TensorEntry
 from app.weights.tensor_reader import MappedFiles
+from armature_kernels.native.arguments import OpCode
+from armature_kernels.native.operations import has_kernel
 from hypothesis_examples import examples
 from loaded_models import load
 from mxfp4_files import write_mxfp4

@@ -31,7 +31,7 @@ LAUNCH = (sys.executable, "-P", str(ROOT / "tools" / "peers" / "launch.py"))
 SERVE = """
 import sys
 from app.cli.main import main
-from app.kernels import timing
+from armature_kernels import timing
 from app.server import prepare
 assert hasattr(prepare, "SMALL_BUDGET_SECONDS") and hasattr(timing, "MAX_SPREAD") and hasattr(timing, "MAX_ADJUSTMENT")
 prepare.SMALL_BUDGET_SECONDS, timing.MAX_SPREAD, timing.MAX_ADJUSTMENT = 10.0, 1e9, 1e9

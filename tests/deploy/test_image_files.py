@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from packaging.utils import canonicalize_name
 
-from app.cli.setting_rows import setting_rows
+from app.cli.parser import setting_rows
 from external_tools import ROOT, run, tool
 from tests.live.live_server import LiveServer, live
 from tiny_checkpoints import write_checkpoint
@@ -30,7 +30,7 @@ MADE_HERE = (
     ".venv/bin/python",
     "build/native/x.o",
     "dist/x.whl",
-    "app/kernels/libarmature.so",
+    "armature_kernels/libarmature.so",
     "app/__pycache__/cli.pyc",
 )
 

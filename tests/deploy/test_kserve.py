@@ -8,7 +8,7 @@ import pytest
 import yaml
 
 from app.api.routers import ROUTES
-from app.cli.setting_rows import setting_rows
+from app.cli.parser import setting_rows
 from app.version import VERSION
 from external_tools import Manifest, built, of_kind, run, tool
 from tests.deploy.clusters import server, servers

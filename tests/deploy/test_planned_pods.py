@@ -58,24 +58,24 @@ def planned(
     ],
 )
 def test_cores_of_a_pod_are_threads(folder: str, name: str, on: Facts, threads: int) -> None:
-    assert planned(folder, name, on, numa_node=1 if "numa" in name else None).threads.value == threads
+    assert planned(folder, name, on, numa_node=1 if "numa" in name else None).cpu.threads == threads
 
 
 def test_exclusive_cores_are_threads_without_a_setting() -> None:
     """The static CPU policy: six logical CPUs of an x86 node are three cores, and nothing needs to be set."""
     made = planned("overlays/mixed", "armature-amd64", C7I_2XLARGE, cpuset=tuple(range(2, 8)))
-    assert made.threads.value == 3
+    assert made.cpu.threads == 3
 
 
 def test_a_kubelet_that_pins_knows_the_memory_node_better() -> None:
     """With the topology policy single-numa-node a pod has CPUs of one node, whichever: a node that is asked for may be the other."""
     of_node_1 = tuple(range(96, 188))
     made = planned("overlays/numa", "armature-numa-1", TWO_NODES, cpuset=of_node_1)
-    assert (made.numa_node.value, made.threads.value) == (None, 46)
+    assert (made.cpu.numa_node, made.cpu.threads) == (None, 46)
     with pytest.raises(PlanImpossible, match="numa_node is 0"):
         planned("overlays/numa", "armature-numa-0", TWO_NODES, cpuset=of_node_1, numa_node=0)
 
 
 def test_memory_is_enough_for_what_the_comment_says() -> None:
-    tokens = planned("base", "armature", ROOMY).kv_cache_bytes.value / KV_BYTES_PER_TOKEN
+    tokens = planned("base", "armature", ROOMY).memory.kv_cache_bytes / KV_BYTES_PER_TOKEN
     assert tokens == pytest.approx(92_000, rel=0.01)

@@ -7,7 +7,7 @@ import re
 
 import pytest
 
-from app.cli.setting_rows import setting_rows
+from app.cli.parser import setting_rows
 from app.server.startup import STOP_SECONDS
 from app.settings import PREFIX, Settings, load_settings
 from external_tools import ROOT, Manifest, built, of_kind

@@ -4,18 +4,15 @@ tests/parity/gpu compares small shapes.
 
 from __future__ import annotations
 
-import dataclasses
-
 import pytest
 import torch
 
 from app.backends.cuda import CudaBackend
-from app.hardware.decision import Decision
-from app.hardware.plan.plan import ServingPlan
-from app.kernels.attention.attention import QkvHeads
-from app.kernels.attention.context import AttentionSpec
-from app.kernels.attention.paged import PackedTexts, attend_texts_padded_torch, paged_attention_torch
+from armature_kernels.attention.attention import QkvHeads
+from armature_kernels.attention.context import AttentionSpec
+from armature_kernels.attention.paged import PackedTexts, attend_texts_padded_torch, paged_attention_torch
 from paged_steps import Shape, made_step
+from planned_machines import bare_plan
 
 pytestmark = pytest.mark.cuda
 BF16 = torch.bfloat16
@@ -32,10 +29,8 @@ SHAPES = {
 
 @pytest.fixture(scope="module")
 def backend() -> CudaBackend:
-    named = {"device": "cuda", "dtype": "bfloat16", "threads": 4}
-    plan = ServingPlan(**{one.name: Decision(named.get(one.name), "a test") for one in dataclasses.fields(ServingPlan)})
     backend = CudaBackend(BF16)
-    backend.configure(plan)
+    backend.configure(bare_plan(device="cuda", dtype="bfloat16", threads=4))
     return backend
 
 

@@ -7,10 +7,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from app.kernels.attention.attention import QkvHeads, token_bytes, view_kv_rows
-from app.kernels.elementwise import norms, rope
-from app.kernels.linear import device
-from app.kernels.triton import support
+from armature_kernels.attention.attention import QkvHeads, token_bytes, view_kv_rows
+from armature_kernels.elementwise import norms, rope
+from armature_kernels.linear import device
+from armature_kernels.triton import support
 
 pytestmark = pytest.mark.cuda
 BF16 = torch.bfloat16

@@ -6,7 +6,6 @@ without a GPU.
 
 from __future__ import annotations
 
-import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +15,10 @@ import torch
 from app.backends.base import DeviceBackend
 from app.engine.encoder.batching import EncodeState
 from app.engine.encoder.device_runner import DeviceEncoderRunner
-from app.hardware.decision import Decision
-from app.hardware.plan.plan import ServingPlan
 from app.messages import Encode, Generate, Text, TokensReady
 from device_engine import DeviceServed, prompt_of, request_of
 from loaded_models import load_on
+from planned_machines import bare_plan
 from run_encoder import random_texts
 from simulated_device import SimulatedDeviceBackend
 from tiny_checkpoints import ARCHITECTURES, write_checkpoint
@@ -54,11 +52,8 @@ def backend_on(place: str, dtype: torch.dtype) -> DeviceBackend:
         return SimulatedDeviceBackend(dtype)
     from app.backends.cuda import CudaBackend
 
-    named = {"device": "cuda", "dtype": str(dtype).removeprefix("torch."), "threads": 4}
     backend = CudaBackend(dtype)
-    backend.configure(
-        ServingPlan(**{one.name: Decision(named.get(one.name), "a test") for one in dataclasses.fields(ServingPlan)})
-    )
+    backend.configure(bare_plan(device="cuda", dtype=str(dtype).removeprefix("torch."), threads=4))
     return backend
 
 

@@ -23,8 +23,8 @@ def told(server: LiveServer) -> Any:
 
 @pytest.mark.full
 def test_the_second_start_reads_what_the_first_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("app.kernels.timing.MAX_SPREAD", 1e9)  # tests run on machines that do other things too
-    monkeypatch.setattr("app.kernels.timing.MAX_ADJUSTMENT", 1e9)
+    monkeypatch.setattr("armature_kernels.timing.MAX_SPREAD", 1e9)  # tests run on machines that do other things too
+    monkeypatch.setattr("armature_kernels.timing.MAX_ADJUSTMENT", 1e9)
     monkeypatch.setattr("app.server.prepare.SMALL_BUDGET_SECONDS", 60.0)  # it takes one, where nobody else computes
     flags = {"calibrate": "auto", "cache_dir": tmp_path}
     with live(DEMO_DIRECTORY, **flags) as server:
@@ -39,8 +39,8 @@ def test_the_second_start_reads_what_the_first_measured(tmp_path: Path, monkeypa
 
 
 def test_an_encoder_is_measured_and_reports_what_to_expect(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("app.kernels.timing.MAX_SPREAD", 1e9)
-    monkeypatch.setattr("app.kernels.timing.MAX_ADJUSTMENT", 1e9)
+    monkeypatch.setattr("armature_kernels.timing.MAX_SPREAD", 1e9)
+    monkeypatch.setattr("armature_kernels.timing.MAX_ADJUSTMENT", 1e9)
     monkeypatch.setattr("app.server.prepare.SMALL_BUDGET_SECONDS", 60.0)
     checkpoint = write_encoder(tmp_path / "tiny", modules=Modules())
     with live(checkpoint, calibrate="auto", cache_dir=tmp_path / "cache", max_batch_tokens=64) as server:
@@ -59,8 +59,8 @@ def test_an_encoder_is_measured_and_reports_what_to_expect(tmp_path: Path, monke
 
 @pytest.mark.full
 def test_a_program_is_measured_and_reports_what_to_expect(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("app.kernels.timing.MAX_SPREAD", 1e9)
-    monkeypatch.setattr("app.kernels.timing.MAX_ADJUSTMENT", 1e9)
+    monkeypatch.setattr("armature_kernels.timing.MAX_SPREAD", 1e9)
+    monkeypatch.setattr("armature_kernels.timing.MAX_ADJUSTMENT", 1e9)
     monkeypatch.setattr("app.server.prepare.SMALL_BUDGET_SECONDS", 60.0)
     program = write_program(tmp_path, "recommender")
     tensors = [
@@ -97,8 +97,8 @@ def test_off_measures_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
 
 def test_readiness_says_that_it_is_measured_and_a_stop_ends_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("app.server.prepare.SMALL_BUDGET_SECONDS", 600.0)
-    monkeypatch.setattr("app.kernels.timing.MAX_SAMPLES", 10**9)
-    monkeypatch.setattr("app.kernels.timing.SAMPLING_SECONDS", 1e9)
+    monkeypatch.setattr("armature_kernels.timing.MAX_SAMPLES", 10**9)
+    monkeypatch.setattr("armature_kernels.timing.SAMPLING_SECONDS", 1e9)
     with starting(DEMO_DIRECTORY, calibrate="auto", cache_dir=tmp_path) as server:
         until(lambda: server.client.get("/readyz").json().get("stage", "").startswith("calibrating"))
         assert server.client.get("/readyz").status_code == 503

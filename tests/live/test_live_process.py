@@ -11,7 +11,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from app.kernels.native.library import native_library
+from armature_kernels.native.library import native_library
 from tests.live.live_server import ServerProcess, server_process, until
 from tiny_checkpoints import write_checkpoint
 

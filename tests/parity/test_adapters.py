@@ -22,14 +22,14 @@ from app.engine.scheduler.kv_allocator import KvSlots
 from app.engine.scheduler.policy import PrefillBudget
 from app.engine.scheduler.queues import EngineLimits
 from app.engine.scheduler.scheduler import Scheduler
-from app.kernels.linear.lora import LoraSlots
-from app.kernels.native.arguments import OpCode
-from app.kernels.native.operations import has_kernel
 from app.messages import Generate, LoadedAdapter, RequestFailed, SamplingParams, SetAdapter, TokensReady
 from app.models.decoders.decoder import Decoder
 from app.models.decoders.stored import is_transposed, our_name
 from app.weights.checkpoint import open_checkpoint
 from app.weights.lora.adapter import adapted_layers, open_adapter
+from armature_kernels.linear.lora import LoraSlots
+from armature_kernels.native.arguments import OpCode
+from armature_kernels.native.operations import has_kernel
 from loaded_models import load
 from reference_attention import PlainAttend, context_of
 from reference_models import reference_logits

@@ -17,10 +17,10 @@ from app.engine.encoder.batching import BatchingDelay, EncodeState
 from app.engine.encoder.cpu_runner import EncoderRunner
 from app.engine.encoder.engine import EncoderEngine, EncoderLimits
 from app.engine.encoder.sharding import LanePlanner
-from app.kernels.native.arguments import OpCode
-from app.kernels.native.operations import has_kernel
 from app.messages import Array, ArraysReady, Encode, Text
 from app.models.encoders.encoder import Encoder
+from armature_kernels.native.arguments import OpCode
+from armature_kernels.native.operations import has_kernel
 from loaded_models import load
 from native_levels import at_level, levels
 from run_encoder import encoded, random_texts

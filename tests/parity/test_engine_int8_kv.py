@@ -15,10 +15,10 @@ from app.backends.cpu import CpuBackend
 from app.engine.decoder.cpu_runner import CpuDecoderRunner
 from app.engine.decoder.kv_cache import KvCache, KvShape
 from app.engine.scheduler.batch import Batch, LogitRow, SampledTokens, ScheduledSpan, Sequence
-from app.kernels.attention.attention import max_decode_queries
-from app.kernels.native.arguments import OpCode
-from app.kernels.native.operations import has_kernel
 from app.messages import SamplingParams
+from armature_kernels.attention.attention import max_decode_queries
+from armature_kernels.native.arguments import OpCode
+from armature_kernels.native.operations import has_kernel
 from loaded_models import load
 from native_levels import at_level, levels
 from tiny_checkpoints import write_checkpoint

@@ -17,10 +17,10 @@ from app.engine.scheduler.kv_allocator import KvSlots
 from app.engine.scheduler.policy import PrefillBudget
 from app.engine.scheduler.queues import EngineLimits
 from app.engine.scheduler.scheduler import Scheduler
-from app.kernels.native.arguments import OpCode
-from app.kernels.native.operations import has_kernel
 from app.messages import Abort, Generate, RequestFailed, SamplingParams, SequenceFinished, TokensReady
 from app.models.decoders.decoder import Decoder
+from armature_kernels.native.arguments import OpCode
+from armature_kernels.native.operations import has_kernel
 from loaded_models import load
 from native_levels import at_level, levels
 from tiny_checkpoints import OTHERS, write_checkpoint

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from app.kernels.native.arguments import OpCode
-from app.kernels.native.operations import has_kernel
+from armature_kernels.native.arguments import OpCode
+from armature_kernels.native.operations import has_kernel
 from loaded_models import load
 from reference_attention import PlainAttend, context_of
 from served_families import SERVED, VARIANTS, prompt_of, write_family

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from app.backends.cpu import reference_attention
-from app.kernels.attention.attention import (
+from armature_kernels.attention.attention import (
     AttentionSequence,
     AttentionStep,
     KvSegment,
@@ -20,10 +20,10 @@ from app.kernels.attention.attention import (
     token_bytes,
     view_kv_rows,
 )
-from app.kernels.attention.context import AttentionSpec
-from app.kernels.attention.ragged import attend as native_attend
-from app.kernels.native.arguments import OpCode
-from app.kernels.native.operations import has_kernel, observe_operations, run_operation
+from armature_kernels.attention.context import AttentionSpec
+from armature_kernels.attention.ragged import attend as native_attend
+from armature_kernels.native.arguments import OpCode
+from armature_kernels.native.operations import has_kernel, observe_operations, run_operation
 from hypothesis_examples import examples
 from native_levels import at_level, levels
 from ragged_batches import Share, attend, make_batch

@@ -8,12 +8,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from app.kernels.elementwise.routing import route, route_torch
-from app.kernels.elementwise.routing_rule import GroupRating, Routing, Scoring
-from app.kernels.linear.experts import ExpertForms, ExpertStack, run_experts_torch
-from app.kernels.linear.linear import FORMS, QUANTISED_FORMS
-from app.kernels.native.library import native_library
-from app.kernels.native.recording import ResultPool, record_operations
+from armature_kernels.elementwise.routing import route, route_torch
+from armature_kernels.elementwise.routing_rule import GroupRating, Routing, Scoring
+from armature_kernels.linear.experts import ExpertForms, ExpertStack, run_experts_torch
+from armature_kernels.linear.linear import FORMS, QUANTISED_FORMS
+from armature_kernels.native.library import native_library
+from armature_kernels.native.recording import ResultPool, record_operations
 from native_levels import at_level, levels
 
 LEVELS = levels()

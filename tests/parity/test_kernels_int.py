@@ -12,10 +12,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from app.kernels.linear.activations import RowGroups, quantise, quantise_torch, unpack_tiles
-from app.kernels.linear.bf16_product import WideRows
-from app.kernels.linear.int_panels import IntPanelFactory, IntPanelLinear
-from app.kernels.native.library import native_library
+from armature_kernels.linear.activations import RowGroups, quantise, quantise_torch, unpack_tiles
+from armature_kernels.linear.bf16_product import WideRows
+from armature_kernels.linear.int_panels import IntPanelFactory, IntPanelLinear
+from armature_kernels.native.library import native_library
 from hypothesis_examples import examples
 from native_levels import at_level, levels
 

@@ -9,10 +9,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from app.kernels.attention.attention import KvRows, QkvHeads, token_bytes, view_kv_rows
-from app.kernels.elementwise.rope import apply_rope_and_write_kv, apply_rope_to_qkv_torch
-from app.kernels.native.arguments import OpCode
-from app.kernels.native.operations import has_kernel
+from armature_kernels.attention.attention import KvRows, QkvHeads, token_bytes, view_kv_rows
+from armature_kernels.elementwise.rope import apply_rope_and_write_kv, apply_rope_to_qkv_torch
+from armature_kernels.native.arguments import OpCode
+from armature_kernels.native.operations import has_kernel
 from hypothesis_examples import examples
 from native_levels import at_level, levels
 

@@ -11,12 +11,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from app.kernels.elementwise.activations import TopLogits, TopLogitsRequest
-from app.kernels.linear.bf16_product import WideRows
-from app.kernels.linear.fp32_panels import Fp32PanelFactory
-from app.kernels.linear.int_panels import IntPanelFactory, IntPanelLinear
-from app.kernels.native.arguments import OpCode
-from app.kernels.native.operations import has_kernel
+from armature_kernels.elementwise.activations import TopLogits, TopLogitsRequest
+from armature_kernels.linear.bf16_product import WideRows
+from armature_kernels.linear.fp32_panels import Fp32PanelFactory
+from armature_kernels.linear.int_panels import IntPanelFactory, IntPanelLinear
+from armature_kernels.native.arguments import OpCode
+from armature_kernels.native.operations import has_kernel
 from hypothesis_examples import examples
 
 pytestmark = pytest.mark.skipif(not has_kernel(OpCode.TOP_LOGITS), reason="no native kernels here")

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from app.hardware.plan.torchao_config import KLEIDI_INT4
-from app.kernels.linear.torchao_linear import TorchaoFactory
+from armature_kernels.linear.torchao_config import KLEIDI_INT4
+from armature_kernels.linear.torchao_linear import TorchaoFactory
 
 GROUPS = [32, None]
 

@@ -16,8 +16,6 @@ import torch
 import torch.nn.functional as F
 
 from app.hardware.probe.probe import probe
-from app.kernels.native.arguments import OpCode
-from app.kernels.native.operations import has_kernel
 from app.models.encoders.encoder import Encoder
 from app.settings import load_settings
 from app.text.tokenizer import Tokenizer
@@ -25,6 +23,8 @@ from app.weights.checkpoint import Checkpoint
 from app.weights.open import PACKAGED_MODELS, open_model, package_directory, require_checkpoint
 from armature_bench.engine.encoder_quality import measure_encoder_quality
 from armature_bench.engine.quality import QualityJob
+from armature_kernels.native.arguments import OpCode
+from armature_kernels.native.operations import has_kernel
 from loaded_models import load
 from run_encoder import encoded
 

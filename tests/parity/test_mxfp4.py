@@ -12,12 +12,12 @@ import torch
 from safetensors.torch import load_file
 
 from app.errors import CheckpointInvalid
-from app.kernels.native.arguments import OpCode
-from app.kernels.native.operations import has_kernel
 from app.weights.checkpoint import open_checkpoint
 from app.weights.gguf.reader import read_gguf
 from app.weights.quantized.entries import PackedEntry
 from app.weights.tensor_reader import MappedFiles, TensorReader
+from armature_kernels.native.arguments import OpCode
+from armature_kernels.native.operations import has_kernel
 from loaded_models import load
 from mxfp4_files import GPT_OSS, drawn_mxfp4, gguf_blocks, mxfp4_values, write_mxfp4, write_mxfp4_gguf
 from reference_attention import PlainAttend, context_of

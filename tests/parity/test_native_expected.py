@@ -23,13 +23,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from app.kernels.elementwise.embedding import EmbeddingTable, TableLayout
-from app.kernels.linear.activations import RowGroups, quantise, unpack_tiles
-from app.kernels.linear.layout import PanelLayout
-from app.kernels.native.arguments import LinearIntArguments, OpCode, PackIntArguments, ProductOutput
-from app.kernels.native.library import native_library
-from app.kernels.native.memory import aligned_bytes
-from app.kernels.native.operations import has_kernel, run_operation
+from armature_kernels.elementwise.embedding import EmbeddingTable, TableLayout
+from armature_kernels.linear.activations import RowGroups, quantise, unpack_tiles
+from armature_kernels.linear.layout import PanelLayout
+from armature_kernels.native.arguments import LinearIntArguments, OpCode, PackIntArguments, ProductOutput
+from armature_kernels.native.library import native_library
+from armature_kernels.native.memory import aligned_bytes
+from armature_kernels.native.operations import has_kernel, run_operation
 
 EXPECTED = Path(__file__).parent / "native_expected.json"
 LEVELS = ("amx", "avx512bf16", "avx512", "avxvnni", "avx2", "i8mm", "dotprod", "neon", "portable")

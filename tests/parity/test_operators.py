@@ -16,9 +16,9 @@ from app.engine.decoder.kv_cache import KvShape
 from app.engine.decoder.paged_kv_cache import PagedKvCache
 from app.engine.encoder.device_inputs import TextBatchShape
 from app.engine.encoder.device_runner import DeviceEncoderRunner
-from app.kernels.attention.attention import KvRows, QkvHeads
-from app.kernels.attention.context import AttentionSpec
-from app.kernels.attention.paged import PackedTexts, PagedStep, attend_texts_padded_torch, paged_attention_torch
+from armature_kernels.attention.attention import KvRows, QkvHeads
+from armature_kernels.attention.context import AttentionSpec
+from armature_kernels.attention.paged import PackedTexts, PagedStep, attend_texts_padded_torch, paged_attention_torch
 from fake_device import CUDA, fake_cuda
 from loaded_models import load
 from operator_table import Listening, has_kernel

@@ -25,7 +25,6 @@ from app.engine.scheduler.policy import PrefillBudget
 from app.engine.scheduler.queues import EngineLimits
 from app.engine.scheduler.scheduler import Scheduler
 from app.engine.scheduler.speculation import NgramDrafter, Speculation
-from app.kernels.attention.attention import max_decode_queries
 from app.messages import (
     Event,
     Generate,
@@ -37,6 +36,7 @@ from app.messages import (
     TokensReady,
 )
 from app.models.decoders.decoder import Decoder
+from armature_kernels.attention.attention import max_decode_queries
 from device_engine import DelayedSimulatedDevice, DeviceServed, prompt_of, request_of
 from engine_simulation import FreeRows
 from loaded_models import load

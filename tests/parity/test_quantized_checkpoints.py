@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from app.kernels.native.arguments import OpCode
-from app.kernels.native.operations import has_kernel
+from armature_kernels.native.arguments import OpCode
+from armature_kernels.native.operations import has_kernel
 from loaded_models import load
 from quantized_files import FORMATS, quantized, write_values
 from reference_attention import PlainAttend, context_of

@@ -9,12 +9,12 @@ import pytest
 import torch
 
 from app.hardware.probe.probe import probe
-from app.kernels.native.arguments import OpCode
-from app.kernels.native.operations import has_kernel
 from app.settings import load_settings
 from app.weights.checkpoint import open_checkpoint
 from armature_bench.console import Figure
 from armature_bench.engine.quality import QualityJob, measure_quality
+from armature_kernels.native.arguments import OpCode
+from armature_kernels.native.operations import has_kernel
 from quantized_files import write_as_gptq
 from real_model import real_model
 

@@ -26,12 +26,12 @@ from app.engine.scheduler.policy import PrefillBudget
 from app.engine.scheduler.queues import EngineLimits
 from app.engine.scheduler.scheduler import Scheduler
 from app.engine.scheduler.speculation import NgramDrafter, Speculation
-from app.kernels.attention.attention import max_decode_queries
-from app.kernels.native.arguments import OpCode
-from app.kernels.native.operations import has_kernel
 from app.messages import Generate, RequestFailed, SamplingParams, SequenceFinished, TokenLogprob, TokensReady
 from app.metrics.stats import StepStats
 from app.models.decoders.decoder import Decoder
+from armature_kernels.attention.attention import max_decode_queries
+from armature_kernels.native.arguments import OpCode
+from armature_kernels.native.operations import has_kernel
 from engine_simulation import FreeRows
 from loaded_models import load
 from tiny_checkpoints import write_checkpoint

@@ -14,13 +14,13 @@ import pytest
 import torch
 
 from app.engine.scheduler.speculation import NgramDrafter, Speculation
-from app.kernels.linear.activations import rows_of
-from app.kernels.native.arguments import OpCode, ProductOutput
-from app.kernels.native.operations import has_kernel
 from app.messages import Generate, Grammar, SamplingParams
 from app.text.grammar import GrammarCompiler
 from app.text.grammar_definition import GrammarSource
 from app.text.tokenizer import Tokenizer
+from armature_kernels.linear.activations import rows_of
+from armature_kernels.native.arguments import OpCode, ProductOutput
+from armature_kernels.native.operations import has_kernel
 from engine_simulation import FreeRows
 from loaded_models import load
 from tests.parity.test_speculation_exact import Engine, MakeSpeculation, planted, prompt_of, request_of, tokens_of

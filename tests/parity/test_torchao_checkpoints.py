@@ -14,11 +14,11 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 
 from app.errors import CheckpointInvalid
-from app.kernels.linear.torchao_linear import build_config, torchao_module
-from app.kernels.native.arguments import OpCode
-from app.kernels.native.operations import has_kernel
 from app.weights.checkpoint import open_checkpoint
 from app.weights.safetensors import QuantizedEntry
+from armature_kernels.linear.torchao_linear import build_config, torchao_module
+from armature_kernels.native.arguments import OpCode
+from armature_kernels.native.operations import has_kernel
 from loaded_models import load
 from reference_attention import PlainAttend, context_of
 from reference_models import reference_logits, transformers

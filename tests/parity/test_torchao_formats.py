@@ -6,12 +6,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from app.hardware.plan.torchao_config import INT4_REFERENCE, INT8_REFERENCE
-from app.kernels.linear.linear import QUANTISED_FORMS
-from app.kernels.linear.quantization import Int4Weight, quantise_int4, quantise_int8
-from app.kernels.linear.torchao_linear import TorchaoFactory, torchao_module
-from app.kernels.native.arguments import OpCode
-from app.kernels.native.operations import has_kernel
+from armature_kernels.linear.linear import QUANTISED_FORMS
+from armature_kernels.linear.quantization import Int4Weight, quantise_int4, quantise_int8
+from armature_kernels.linear.torchao_config import INT4_REFERENCE, INT8_REFERENCE
+from armature_kernels.linear.torchao_linear import TorchaoFactory, torchao_module
+from armature_kernels.native.arguments import OpCode
+from armature_kernels.native.operations import has_kernel
 
 OUTPUTS, INPUTS, ROWS = 96, 256, 9
 

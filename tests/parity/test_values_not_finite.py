@@ -22,7 +22,6 @@ from app.engine.encoder.engine import EncoderEngine, EncoderLimits
 from app.errors import CheckpointInvalid, StepFailed
 from app.hardware.plan.plan import make_plan
 from app.hardware.probe.probe import probe
-from app.kernels.linear.lora import LoraSlots
 from app.messages import (
     ArraysReady,
     Encode,
@@ -40,6 +39,7 @@ from app.settings import load_settings
 from app.weights.checkpoint import open_checkpoint
 from app.weights.forms import RECIPES
 from app.weights.lora.adapter import adapted_layers, open_adapter
+from armature_kernels.linear.lora import LoraSlots
 from device_engine import DeviceServed
 from loaded_models import load
 from tiny_adapters import adapter_tensors, write_adapter

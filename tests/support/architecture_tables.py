@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 # The packages of a checkout.
-PACKAGES = ("app", "armature_bench")
-# Layer of each folder of app/, or of a file at its top. A folder may import its own layer and lower ones. First match wins.
+PACKAGES = ("app", "armature_bench", "armature_kernels")
+# Layer of each folder of app/, of a file at its top, and of the kernels, which import nothing of app/.
+# A folder may import its own layer and lower ones. First match wins.
 LAYERS: tuple[tuple[str, int], ...] = (
+    ("armature_kernels", -1),
     ("errors", 0),
     ("version", 0),
     ("settings", 0),
@@ -13,7 +15,6 @@ LAYERS: tuple[tuple[str, int], ...] = (
     ("hardware", 1),
     ("metrics", 2),
     ("tracing", 2),
-    ("kernels", 2),
     ("models", 3),
     ("backends", 4),
     ("weights", 5),
@@ -43,9 +44,9 @@ LIBRARIES: dict[str, tuple[str, ...]] = {
     "fastapi": ("api.*", "server.app", "server.process"),
     "starlette": ("api.*", "server.app", "server.process"),
     "prometheus_client": ("metrics.*",),
-    "torchao": ("weights.*", "kernels.*"),
+    "torchao": ("weights.*", "armature_kernels.*"),
     "transformers": (),
-    "triton": ("kernels.triton.*",),
+    "triton": ("armature_kernels.triton.*",),
     "httpx": (),
     "httptools": ("armature_bench.http.*", "api.http_protocol"),
     "llguidance": ("text.*",),
@@ -55,7 +56,7 @@ LIBRARIES: dict[str, tuple[str, ...]] = {
     "opentelemetry": ("tracing.*",),
 }
 DEVICE_NAMES = ("torch.cuda", "torch.mps", "torch.backends", "platform.machine")
-DEVICE_FOLDERS = ("hardware.*", "backends.*", "kernels.*")
+DEVICE_FOLDERS = ("hardware.*", "backends.*", "armature_kernels.*")
 # The worker's step, the API's last handler, the probe of an optional fact.
 CATCH_ALL_MODULES = ("engine.worker", "api.*", "hardware.*")
 MAX_CATCH_ALLS = 3

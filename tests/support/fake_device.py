@@ -22,7 +22,7 @@ CUDA = torch.device("cuda", 0)
 def fake_cuda() -> Iterator[Mover]:
     """All tensors that are made meanwhile are fakes. Those made before must be moved to be of any use."""
     with FakeTensorMode() as mode, _Indexing(), pytest.MonkeyPatch.context() as patch:
-        patch.setattr("app.kernels.triton.support.unavailable_reason", lambda: "there is no GPU")
+        patch.setattr("armature_kernels.triton.support.unavailable_reason", lambda: "there is no GPU")
         yield Mover(mode)
 
 

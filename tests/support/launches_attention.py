@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import torch
 
-from app.kernels.attention.context import AttentionSpec
-from app.kernels.attention.paged import PackedTexts
-from app.kernels.triton.attention import attend_decodes
-from app.kernels.triton.prompts import attend_packed, attend_prompts, gather_fresh_kv
+from armature_kernels.attention.context import AttentionSpec
+from armature_kernels.attention.paged import PackedTexts
+from armature_kernels.triton.attention import attend_decodes
+from armature_kernels.triton.prompts import attend_packed, attend_prompts, gather_fresh_kv
 from paged_steps import Shape, made_step
 
 _HERE = torch.device("cpu")

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from app.kernels.attention.attention import QkvHeads, token_bytes, view_kv_rows
-from app.kernels.triton import elementwise, rope
+from armature_kernels.attention.attention import QkvHeads, token_bytes, view_kv_rows
+from armature_kernels.triton import elementwise, rope
 
 TOKENS = 3
 BF16 = torch.bfloat16

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from app.kernels.triton import elementwise
+from armature_kernels.triton import elementwise
 
 
 def launch_write_out() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from app.kernels.triton.sampling import sample_rows
+from armature_kernels.triton.sampling import sample_rows
 
 
 def _drawn(dtype: torch.dtype, vocab: int) -> None:

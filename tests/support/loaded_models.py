@@ -11,13 +11,13 @@ import torch
 from torch import nn
 
 from app.backends.base import BaseBackend
-from app.hardware.decision import Decision
 from app.hardware.plan.plan import ServingPlan
 from app.weights import form_choice
 from app.weights.checkpoint import open_checkpoint
 from app.weights.forms import KeptLayers
 from app.weights.load import Model, load_model
 from app.weights.packs import Progress
+from planned_machines import bare_plan
 
 
 def plan_of(
@@ -40,7 +40,7 @@ def plan_of(
     values["dtype"] = {"fp32": "float32", "fp16": "float16"}.get(precision, "bfloat16")
     values["most_few_rows"] = None  # as the recipe says
     values["keep_layers"] = keep_layers
-    return cast(ServingPlan, SimpleNamespace(**{name: Decision(value, "asked for") for name, value in values.items()}))
+    return bare_plan(**values)
 
 
 def load(
@@ -63,7 +63,7 @@ def load(
         deterministic=deterministic,
         keep_layers=keep_layers,
     )
-    backend = cast(BaseBackend, SimpleNamespace(device=torch.device("cpu"), dtype=getattr(torch, plan.dtype.value)))
+    backend = cast(BaseBackend, SimpleNamespace(device=torch.device("cpu"), dtype=getattr(torch, plan.weights.dtype)))
     return load_model(checkpoint, plan, backend, progress)
 
 

@@ -8,7 +8,7 @@ from types import ModuleType
 
 import pytest
 
-from app.kernels.native.library import NativeKernels, native_library
+from armature_kernels.native.library import NativeKernels, native_library
 
 _NAMES = ("amx", "avx512bf16", "avx512", "avxvnni", "avx2", "i8mm", "dotprod", "neon", "portable")
 

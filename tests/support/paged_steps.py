@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from app.kernels.attention.attention import KvRows, token_bytes, view_kv_rows
-from app.kernels.attention.paged import PAGE_TOKENS, PagedStep
+from armature_kernels.attention.attention import KvRows, token_bytes, view_kv_rows
+from armature_kernels.attention.paged import PAGE_TOKENS, PagedStep
 
 
 @dataclass(frozen=True, slots=True)

@@ -46,3 +46,9 @@ def plan(
     facts: Facts, needs: Needs | None = None, recipes: Collection[RecipeKey] = RECIPES, **settings: Any
 ) -> ServingPlan:
     return make_plan(facts, None, Settings(**settings), needs, recipes)
+
+
+def bare_plan(**values: Any) -> ServingPlan:
+    """A plan that decides these values; every other one is None."""
+    made = plan(machine())
+    return made.changed(**{name: values.get(name) for name in made.decisions})

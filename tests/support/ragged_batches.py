@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from app.backends.cpu import AttentionRow, CpuBackend, attention_row
-from app.kernels.attention.attention import (
+from armature_kernels.attention.attention import (
     AttentionSequence,
     AttentionStep,
     KvRows,
@@ -15,7 +15,7 @@ from app.kernels.attention.attention import (
     token_bytes,
     view_kv_rows,
 )
-from app.kernels.attention.context import AttentionSpec
+from armature_kernels.attention.context import AttentionSpec
 
 
 @dataclass(frozen=True)

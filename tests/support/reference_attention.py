@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from app.kernels.attention.attention import QkvHeads
-from app.kernels.attention.context import AttentionSpec, StepContext
-from app.kernels.elementwise.rope import apply_rope_to_qkv_torch
+from armature_kernels.attention.attention import QkvHeads
+from armature_kernels.attention.context import AttentionSpec, StepContext
+from armature_kernels.elementwise.rope import apply_rope_to_qkv_torch
 
 
 class PlainAttend:

@@ -7,7 +7,7 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
-from app.kernels.linear.activations import (
+from armature_kernels.linear.activations import (
     Activations,
     QuantisedActivations,
     RowGroups,

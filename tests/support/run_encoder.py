@@ -8,12 +8,12 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-from app.kernels.attention.attention import QkvHeads
-from app.kernels.attention.context import AttentionSpec, EncodeContext
-from app.kernels.attention.texts import TextStarts, attend_texts
 from app.messages import Text
 from app.models.encoders.config import positions_of
 from app.models.encoders.encoder import Encoder
+from armature_kernels.attention.attention import QkvHeads
+from armature_kernels.attention.context import AttentionSpec, EncodeContext
+from armature_kernels.attention.texts import TextStarts, attend_texts
 
 
 @torch.inference_mode()

@@ -1,7 +1,7 @@
 """Simulated device that computes on the processor: paged memory and asynchronous submission, as on a GPU.
 
 The device engines are tested on it on machines without a GPU. Attention uses the PyTorch implementations of
-`app/kernels/attention/paged.py`.
+`armature_kernels/attention/paged.py`.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from torch import Tensor
 
 from app.hardware.plan.plan import ServingPlan
 from app.hardware.probe.probe import probe
-from app.kernels.attention.attention import KvRows, QkvHeads
-from app.kernels.attention.context import AttentionSpec
-from app.kernels.attention.paged import PackedTexts, PagedStep, attend_texts_padded_torch, paged_attention_torch
+from armature_kernels.attention.attention import KvRows, QkvHeads
+from armature_kernels.attention.context import AttentionSpec
+from armature_kernels.attention.paged import PackedTexts, PagedStep, attend_texts_padded_torch, paged_attention_torch
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +49,7 @@ class SimulatedDeviceBackend:
 
     def configure(self, plan: ServingPlan) -> None:
         """Set the number of compute threads."""
-        torch.set_num_threads(plan.threads.value)
+        torch.set_num_threads(plan.cpu.threads)
         self.is_configured = True
 
     def free_bytes(self) -> int:

@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from app.kernels.linear import device_int4
-from app.kernels.linear.layout import DEVICE_GROUP
+from armature_kernels.linear import device_int4
+from armature_kernels.linear.layout import DEVICE_GROUP
 
 
 class TiledCodes:

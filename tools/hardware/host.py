@@ -85,7 +85,7 @@ def measured(folder: Path, rows: list[int]) -> dict[int, list[float]]:
     settings = Settings(threads=1, precision="bf16", max_running_seqs=max(rows), itl_target_ms=60_000)
     plan = make_plan(facts, None, settings, checkpoint.needs(), RECIPES.keys())
     built = build_device_decoder_engine(BuildRequest(checkpoint, plan))
-    driver = Standing(built.engine, TokenPrompts(range(2, checkpoint.decoder.vocab_size)), plan.max_model_len.value)
+    driver = Standing(built.engine, TokenPrompts(range(2, checkpoint.decoder.vocab_size)), plan.memory.max_model_len)
     with torch.inference_mode(), gc_disabled():
         return {count: driver.decode(count, STEPS) for count in rows}
 

@@ -31,8 +31,8 @@ def main() -> int:
     asked = parser.parse_args()
     prepared = prepare(Settings(model=str(asked.model), calibrate="off", precision="bf16"))
     os.environ.update(prepared.plan.environment())  # before torch is imported
-    if prepared.plan.device.value == "cpu":
-        print(f"idle: {prepared.plan.device.reason}", file=sys.stderr)
+    if prepared.plan.placement.device == "cpu":
+        print(f"idle: {prepared.plan.decisions['device'].reason}", file=sys.stderr)
         return 1
     asked.json.write_text(json.dumps(measured(prepared, asked.rows)), encoding="utf-8")
     return 0
@@ -54,7 +54,7 @@ def measured(prepared: Prepared, rows: int) -> dict[str, Any]:
     assert isinstance(checkpoint, Checkpoint), "a decoder's"
     built = build_device_decoder_engine(BuildRequest(checkpoint, plan))
     driver = DecoderDriver(
-        built.engine, TokenPrompts(range(2, checkpoint.decoder.vocab_size)), plan.max_model_len.value
+        built.engine, TokenPrompts(range(2, checkpoint.decoder.vocab_size)), plan.memory.max_model_len
     )
     with torch.inference_mode():
         steps = driver.decode(rows, STEPS)

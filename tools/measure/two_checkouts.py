@@ -5,7 +5,7 @@ about 512 tokens. Of an encoder, it is the latency of one short text.
 
 Both servers run all the time and one of them is asked at a time, so that a busy machine disturbs both alike. For each
 figure the medians and the quartiles of the paired ratios (this checkout over the other) are printed. A ratio whose
-quartiles lie on both sides of 1 is within the noise. OTHER needs the native library of this checkout in app/kernels.
+quartiles lie on both sides of 1 is within the noise. OTHER needs the native library of this checkout in armature_kernels.
 """
 
 from __future__ import annotations

@@ -53,7 +53,7 @@ def report(ours: Sequence[float], others: Sequence[float]) -> str:
 
 def alternate(other: Path) -> AlternatingLibraries:
     """Put the function that alternates into the loaded library. Engines that are built later call it."""
-    from app.kernels.native.library import load_library, native_library
+    from armature_kernels.native.library import load_library, native_library
 
     library, level = native_library().library, native_library().level
     if library is None or level is None:

@@ -36,9 +36,9 @@ def load(model: Path, threads: int, options: dict[str, str]) -> Peer:
 
     from app.engine.build import BuildRequest
     from app.engine.decoder.build import build_decoder_engine
-    from app.kernels.linear.linear import Linear
-    from app.kernels.native.library import native_library
     from armature_bench.engine.driver import largest_cache_bytes, product_costs
+    from armature_kernels.linear.linear import Linear
+    from armature_kernels.native.library import native_library
 
     built = build_decoder_engine(
         BuildRequest(prepared.checkpoint, prepared.plan, step_time_model=StepTimeModel(prepared.step_time_table))
@@ -67,7 +67,7 @@ def load(model: Path, threads: int, options: dict[str, str]) -> Peer:
     words = [
         f"armature {VERSION}",
         f"torch {torch.__version__}",
-        prepared.plan.precision.value,
+        prepared.plan.weights.precision,
         share,
         native_library().reason,
     ]

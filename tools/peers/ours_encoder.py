@@ -34,8 +34,8 @@ def load(model: Path, threads: int, options: dict[str, str]) -> Peer:
 
     from app.engine.build import BuildRequest
     from app.engine.encoder.build import build_encoder_engine
-    from app.kernels.linear.linear import Linear
-    from app.kernels.native.library import native_library
+    from armature_kernels.linear.linear import Linear
+    from armature_kernels.native.library import native_library
 
     built = build_encoder_engine(
         BuildRequest(prepared.checkpoint, prepared.plan, step_time_model=StepTimeModel(prepared.step_time_table))
@@ -59,7 +59,7 @@ def load(model: Path, threads: int, options: dict[str, str]) -> Peer:
     words = [
         f"armature {VERSION}",
         f"torch {torch.__version__}",
-        prepared.plan.precision.value,
+        prepared.plan.weights.precision,
         native_library().reason,
     ]
     return Peer(", ".join(words), held, generate)

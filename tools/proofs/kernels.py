@@ -12,7 +12,7 @@ from pathlib import Path
 from tools.proofs.containers import Container, Image
 from tools.proofs.findings import Findings
 
-LIBRARY = "/opt/armature/app/kernels/libarmature.so"
+LIBRARY = "/opt/armature/armature_kernels/libarmature.so"
 PROMPT = "Once upon a time"
 TOKENS = 8
 EMULATED_SECONDS = 900.0

@@ -11,14 +11,14 @@ from torch.profiler import ProfilerActivity, profile
 
 from app.engine.build import BuildRequest
 from app.engine.decoder.build import build_decoder_engine
-from app.hardware.plan.torchao_config import KLEIDI_INT4
-from app.kernels.linear.linear import Linear
-from app.kernels.linear.quantization import quantise_int4
-from app.kernels.linear.torchao_linear import TorchaoFactory, TorchaoLinear
 from app.messages import Generate, SamplingParams
 from app.server.prepare import prepare
 from app.settings import load_settings
 from app.weights.open import require_checkpoint
+from armature_kernels.linear.linear import Linear
+from armature_kernels.linear.quantization import quantise_int4
+from armature_kernels.linear.torchao_config import KLEIDI_INT4
+from armature_kernels.linear.torchao_linear import TorchaoFactory, TorchaoLinear
 
 OPERATOR = "aten::_dyn_quant_matmul_4bit"
 TOKENS = 3

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from app.hardware.plan.torchao_config import EXAMPLE, INT8_REFERENCE, KLEIDI_INT4
+from armature_kernels.linear.torchao_config import EXAMPLE, INT8_REFERENCE, KLEIDI_INT4
 from tools.proofs.containers import Container, Image, docker
 from tools.proofs.findings import Findings
 

@@ -8,14 +8,12 @@ from argparse import Namespace
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
-from app.cli.clients.chat import Chat, converse
+from app.cli.clients.chat import Chat, Conversation, converse
 from app.cli.clients.connection import ServerConnection, ServerRefused, parse_object, parse_server_url
-from app.cli.clients.conversation import Conversation
-from app.cli.clients.live_figures import open_figures
 from app.cli.clients.own_server import POLL_SECONDS, is_ready, own_server
-from app.cli.clients.top import show_figures
-from app.cli.progress import command_progress
+from app.cli.clients.top import open_figures, show_figures
 from app.errors import SettingsInvalid
+from app.server.start_console import command_progress
 from app.settings import Settings, given_settings, setting_flags, unix_path_of
 
 FIND_SECONDS = 2.0  # another program may have the port, and say nothing

@@ -18,7 +18,7 @@ from pathlib import Path
 
 from app.cli.clients.connection import ServerConnection, ServerRefused, parse_object
 from app.errors import ServingFailed, StartupError
-from app.settings import SETTING_GROUPS, variable_of
+from app.settings import settings_with, variable_of
 
 POLL_SECONDS = 0.1
 STOP_SECONDS = 10.0
@@ -26,7 +26,7 @@ _PACKAGES = Path(__file__).resolve().parents[3]  # the folder from which this pa
 CHILD_MODULE = "app.cli.clients.child_server"
 _SENTENCE = "armature: "  # what the server prints before the reason why it ends
 
-_NETWORK_VARIABLES = frozenset(variable_of(name) for name in SETTING_GROUPS["network"])
+_NETWORK_VARIABLES = frozenset(variable_of(name) for name in settings_with(group="network"))
 
 ShowStage = Callable[[str], None]
 

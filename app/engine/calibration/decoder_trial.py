@@ -1,7 +1,7 @@
 """Times steps of a decoder that is not loaded: a few layers of its shapes with synthetic weights, run as in serving.
 
 Nothing is read from the checkpoint (see `synthetic_weights.py`). The time of a step of all layers is extrapolated from
-steps with different numbers of layers (kernels/timing.py).
+steps with different numbers of layers (armature_kernels/timing.py).
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ from app.engine.decoder.kv_cache import KvShape
 from app.engine.scheduler.batch import Batch, ScheduledSpan, make_sequence
 from app.hardware.decision import TrialTimes
 from app.hardware.plan.plan import ServingPlan
-from app.kernels.linear.bf16_panels import Bf16PanelLinear, HybridLinear
-from app.kernels.linear.device import DeviceLinear
-from app.kernels.linear.int_panels import IntPanelLinear
-from app.kernels.linear.linear import Linear
-from app.kernels.timing import MAX_ADJUSTMENT, extrapolate_by_size, monotone_table
 from app.messages import Generate, SamplingParams
 from app.models.decoders.config import ModelConfig
 from app.models.decoders.decoder import Embedding
 from app.models.decoders.shapes import active_weights
 from app.models.registry import build_decoder_model
 from app.weights.form_choice import form_choice
+from armature_kernels.linear.bf16_panels import Bf16PanelLinear, HybridLinear
+from armature_kernels.linear.device import DeviceLinear
+from armature_kernels.linear.int_panels import IntPanelLinear
+from armature_kernels.linear.linear import Linear
+from armature_kernels.timing import MAX_ADJUSTMENT, extrapolate_by_size, monotone_table
 
 CONTEXT_TOKENS = 1024  # context tokens of some sequences, to measure the cost of context
 CONTEXT_ROWS = 8
@@ -73,7 +73,7 @@ class DecoderTrial:
         )
         whole = self.few_layers == self.decode_layers  # then nothing has to be extrapolated
         self.layer_counts = [self.few_layers] if whole else sorted({1, 2, self.few_layers})
-        self.max_len = min(plan.max_model_len.value, plan.max_batch_tokens.value + CONTEXT_TOKENS + CHUNK_TOKENS)
+        self.max_len = min(plan.memory.max_model_len, plan.memory.max_batch_tokens + CONTEXT_TOKENS + CHUNK_TOKENS)
         config = self.config
         self._num_ids = min(config.vocab_size, MAX_TOKEN_IDS)
         rows = max(CONTEXT_ROWS, max(self.decode_rows()))
@@ -90,12 +90,12 @@ class DecoderTrial:
     def decode_rows(self) -> list[int]:
         """Return the numbers of sequences in decode steps: 1, 2, 4, … and as many as may run."""
         return doubling_sizes(
-            1, min(MAX_DECODE_ROWS.get(self.plan.device.value, LARGEST_BUCKET), self.plan.max_running_seqs.value)
+            1, min(MAX_DECODE_ROWS.get(self.plan.placement.device, LARGEST_BUCKET), self.plan.memory.max_running_seqs)
         )
 
     def prefill_tokens(self) -> list[int]:
         """Return the numbers of prompt tokens in prefill steps."""
-        most = min(self.plan.max_batch_tokens.value, self.plan.max_model_len.value)
+        most = min(self.plan.memory.max_batch_tokens, self.plan.memory.max_model_len)
         return doubling_sizes(min(32, most), most)
 
     @property
@@ -104,7 +104,7 @@ class DecoderTrial:
 
         Limited by the KV memory of the plan.
         """
-        fits = self.plan.kv_cache_bytes.value // (CONTEXT_ROWS * self._stage.bytes_per_token)
+        fits = self.plan.memory.kv_cache_bytes // (CONTEXT_ROWS * self._stage.bytes_per_token)
         return max(0, min(CONTEXT_TOKENS, self.max_len - CHUNK_TOKENS - 1, fits))
 
     def step(self, shape: TrialStep) -> Callable[[], object]:
@@ -183,7 +183,7 @@ class DecoderTrial:
         if not decode or not prefill:
             return None
         return TrialTimes(
-            precision=self.plan.precision.value,
+            precision=self.plan.weights.precision,
             threads=threads,
             decode_seconds=decode,
             prefill_seconds=prefill,

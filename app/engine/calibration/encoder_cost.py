@@ -18,12 +18,12 @@ from app.engine.encoder.cpu_runner import EncoderRunner
 from app.errors import ArmatureError
 from app.hardware.plan.plan import ServingPlan
 from app.hardware.plan.precision import QUANTIZED_PRECISIONS
-from app.kernels.linear.activations import Activations
-from app.kernels.linear.linear import ExactLinear, Linear
 from app.messages import Encode, Text
 from app.models.encoders.encoder import Encoder
 from app.text.tokenizer import Tokenizer
 from app.weights.checkpoint import Checkpoint
+from armature_kernels.linear.activations import Activations
+from armature_kernels.linear.linear import ExactLinear, Linear
 
 WORDS = (1, 2, 4, 8, 16, 32, 64) * 2  # of the texts
 
@@ -46,7 +46,7 @@ def measure_encoder_cost(
     `exact` returns the exact form of a product. None: the model has no vectors or no tokenizer, is not quantized, or does
     not run on the processor.
     """
-    if plan.precision.value not in QUANTIZED_PRECISIONS or plan.device.value != "cpu":
+    if plan.weights.precision not in QUANTIZED_PRECISIONS or plan.placement.device != "cpu":
         return None
     if "embedding" not in model.config.outputs:
         return None
@@ -54,7 +54,7 @@ def measure_encoder_cost(
         tokenizer = Tokenizer(checkpoint.location, model.config.lowercases)
     except ArmatureError:
         return None
-    texts = tokenizer.encode_texts(sample_texts(), plan.max_model_len.value)
+    texts = tokenizer.encode_texts(sample_texts(), plan.memory.max_model_len)
     if any(max(text.token_ids, default=0) >= checkpoint.encoder.vocab_size for text in texts):
         return None  # the tokenizer has tokens that the model does not know
     found = _vectors(model, texts)

@@ -24,8 +24,6 @@ from app.engine.encoder.cpu_runner import EncoderRunner
 from app.hardware.decision import TrialTimes
 from app.hardware.plan.plan import ServingPlan
 from app.hardware.step_times import TABLE_TEXT_TOKENS
-from app.kernels.linear.linear import Linear
-from app.kernels.timing import MAX_ADJUSTMENT, extrapolate_by_size, monotone_table
 from app.messages import Encode, Text
 from app.models.decoders.decoder import Embedding
 from app.models.encoders.config import EncoderConfig, encoder_products_of
@@ -33,6 +31,8 @@ from app.models.encoders.encoder import DistanceBias, Encoder
 from app.models.encoders.heads import DenseLayer, LayerNorm
 from app.models.registry import build_encoder_model
 from app.weights.form_choice import form_choice
+from armature_kernels.linear.linear import Linear
+from armature_kernels.timing import MAX_ADJUSTMENT, extrapolate_by_size, monotone_table
 
 MIN_STEP_TOKENS = 16  # tokens of one short text
 MAX_STEP_TOKENS = 2048  # tokens of a step; products have reached their best rate long before
@@ -53,7 +53,7 @@ def cpu_text_runner(plan: ServingPlan, recorded_tokens: int) -> TextRunnerFactor
 
     `device_text_runner` does this for other devices.
     """
-    off = "" if plan.compile.value else plan.compile.reason
+    off = "" if plan.steps.compile else plan.decisions["compile"].reason
     return lambda model, room: EncoderRunner(model, room, off, recorded_tokens).run
 
 
@@ -86,7 +86,7 @@ class EncoderTrial:
 
     def step_sizes(self) -> list[int]:
         """Return the numbers of tokens of the steps to time."""
-        target = self.plan.batch_target_tokens.value
+        target = self.plan.memory.batch_target_tokens
         most = target if target < DEFAULT_STEP_TOKENS else max(target, MAX_STEP_TOKENS)
         return doubling_sizes(min(MIN_STEP_TOKENS, most), most)
 
@@ -100,7 +100,7 @@ class EncoderTrial:
             for size in sizes
             for layers in (around if size <= MEMORY_BOUND_TOKENS else two)
         ]
-        long = min(LONG_TEXT_TOKENS, self.plan.max_model_len.value)
+        long = min(LONG_TEXT_TOKENS, self.plan.memory.max_model_len)
         if trial_shape.context and long in sizes and long > TABLE_TEXT_TOKENS:
             alone = TrialStep("encode", long, two[-1], context=long)
             shapes.insert(1 + max(at for at, shape in enumerate(shapes) if shape.size == long), alone)
@@ -109,7 +109,7 @@ class EncoderTrial:
     def step(self, shape: TrialStep) -> Callable[[], object]:
         """Return a function that runs that step; it may be called any number of times."""
         run = self._runners[shape.layers]
-        spans = self._spans(shape.size, shape.context or min(TABLE_TEXT_TOKENS, self.plan.max_model_len.value))
+        spans = self._spans(shape.size, shape.context or min(TABLE_TEXT_TOKENS, self.plan.memory.max_model_len))
         return lambda: run(spans)
 
     def _spans(self, tokens: int, each: int) -> list[TextSpan]:
@@ -130,7 +130,7 @@ class EncoderTrial:
         if not encode:
             return None
         return TrialTimes(
-            precision=self.plan.precision.value,
+            precision=self.plan.weights.precision,
             threads=threads,
             decode_seconds={},
             prefill_seconds={},
@@ -163,7 +163,7 @@ class EncoderTrial:
         return build_encoder_model(
             truncated_encoder_config(self.config, layers),
             self._forms.choice.dtype,
-            self.plan.max_model_len.value,
+            self.plan.memory.max_model_len,
             device,
         )
 

@@ -16,10 +16,10 @@ from app.engine.program import max_step_rows, synthetic_inputs, to_array
 from app.engine.worker import Engine
 from app.hardware.decision import TrialTimes
 from app.hardware.plan.plan import ServingPlan
-from app.kernels.timing import MAX_SPREAD, MIN_SAMPLES, monotone_table, relative_spread
 from app.messages import Abort, Encode, Generate, Infer, SamplingParams, Text
 from app.metrics.stats import StepStats
 from app.weights.program import ProgramCheckpoint
+from armature_kernels.timing import MAX_SPREAD, MIN_SAMPLES, monotone_table, relative_spread
 
 ROWS = (1, 8)  # sequences that decode together
 PROMPT_TOKENS = (32, 128, 512)
@@ -96,7 +96,7 @@ class IdleMeasurement:
     # ---- requests of our own ---------------------------------------------------------------------------------------
 
     def _decode_samples(self, rows: int) -> tuple[int, list[float]]:
-        rows = min(rows, self._subject.plan.max_running_seqs.value)
+        rows = min(rows, self._subject.plan.memory.max_running_seqs)
         for _ in range(rows):
             self._generate(_LEAD_TOKENS, 1 + FIRST_STEPS + SAMPLES)
         steps = self._steps()
@@ -111,15 +111,15 @@ class IdleMeasurement:
 
     def _prompt_samples(self, tokens: int) -> tuple[int, list[float]]:
         plan = self._subject.plan
-        tokens = min(tokens, plan.max_batch_tokens.value, plan.max_model_len.value - 2)
+        tokens = min(tokens, plan.memory.max_batch_tokens, plan.memory.max_model_len - 2)
         return tokens, self._samples(
             lambda: self._generate(tokens, 1), lambda step: step.prefill_tokens == tokens and not step.is_first
         )
 
     def _text_samples(self, texts: int) -> tuple[int, list[float]]:
         plan = self._subject.plan
-        each = min(TEXT_TOKENS, plan.max_model_len.value)
-        texts = max(1, min(texts, plan.batch_target_tokens.value // each))
+        each = min(TEXT_TOKENS, plan.memory.max_model_len)
+        texts = max(1, min(texts, plan.memory.batch_target_tokens // each))
         outputs = self._subject.outputs[:1]
 
         def add() -> None:
@@ -130,7 +130,7 @@ class IdleMeasurement:
         return size, self._samples(add, lambda step: step.encode_tokens == size and not step.is_first)
 
     def _row_samples(self, program: ProgramCheckpoint, rows: int) -> tuple[int, list[float]]:
-        most = max_step_rows(program, self._subject.plan.batch_target_tokens.value)
+        most = max_step_rows(program, self._subject.plan.memory.batch_target_tokens)
         rows = max(program.min_rows, min(rows, most))
         inputs = synthetic_inputs(program.signature, rows)
         arrays = {spec.name: to_array(inputs[spec.name], spec.datatype) for spec in program.signature.inputs}

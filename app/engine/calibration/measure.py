@@ -24,7 +24,7 @@ from app.engine.calibration.stages import COARSE_LAYERS, COARSE_TRIAL, FULL_TRIA
 from app.hardware.decision import Measurements, TrialTimes
 from app.hardware.plan.precision import INT4_PRECISIONS
 from app.hardware.step_times import throttle_corrected_clock
-from app.kernels.ceilings import (
+from armature_kernels.ceilings import (
     COPY_BYTES,
     FREE_MEMORY_FRACTION,
     CopyBandwidthProbe,
@@ -34,7 +34,7 @@ from app.kernels.ceilings import (
     cache_bytes,
     is_faster_in_four_bits,
 )
-from app.kernels.timing import Clock, crossover_rows, monotone_table
+from armature_kernels.timing import Clock, crossover_rows, monotone_table
 
 # Size of the buffer for the read rate: four times a large cache, filled in some hundredths of a second.
 READ_BYTES = 2**27
@@ -102,14 +102,14 @@ def measure_machine(
     that limits this process, the seconds are those under the quota, and the budget is extended to the same amount
     of CPU time.
     """
-    quota, threads = subject.plans[0].throttling_quota.value, subject.threads[0]
+    quota, threads = subject.plans[0].cpu.throttling_quota, subject.threads[0]
     part = 1.0 if quota is None else quota / threads
     clock = clock or throttle_corrected_clock(quota)
     began = clock()
     backend = select_backend(subject.plans[0])
     backend.configure(subject.plans[0])
     with torch.inference_mode():
-        if subject.plans[0].device.value != "cpu":
+        if subject.plans[0].placement.device != "cpu":
             subject = replace(subject, cache_bytes=cache_bytes(backend.device))
             _compile_kernels(subject, report)
         timer = CalibrationTimer(clock() + budget_seconds / part, report, clock)
@@ -142,8 +142,8 @@ def _compile_kernels(subject: CalibrationSubject, report: ReportStage) -> None:
 
 
 def _peaks(subject: CalibrationSubject, backend: BaseBackend, part: float = 1.0) -> Measurements:
-    precisions = dict.fromkeys(plan.precision.value for plan in subject.plans)
-    if subject.plans[0].device.value == "cpu":
+    precisions = dict.fromkeys(plan.weights.precision for plan in subject.plans)
+    if subject.plans[0].placement.device == "cpu":
         return measure_cpu_peaks(precisions, subject.threads[0], subject.cache_bytes, part)
     return measure_device_peaks(backend, precisions)
 
@@ -171,13 +171,13 @@ def _measure_trials(subject: CalibrationSubject, timer: CalibrationTimer, found:
     coarse = [*found.trials]
     if len(subject.plans) > 1:
         name = subject.choose(found)[0]
-        plan = next((candidate for candidate in subject.plans if candidate.precision.value == name), plan)
+        plan = next((candidate for candidate in subject.plans if candidate.weights.precision == name), plan)
     if len(subject.threads) > 1:
         counts = TrialSession(subject, plan, timer.share(THREADS_SHARE)).trials(subject.threads, COARSE_TRIAL)
         coarse = [*counts, *_not_remeasured(coarse, counts)]
         asked = subject.choose(replace(found, trials=tuple(coarse)))[1]
         threads = asked if asked in subject.threads else threads
-    try_int8_copy = subject.copy is not None and plan.precision.value in INT4_PRECISIONS
+    try_int8_copy = subject.copy is not None and plan.weights.precision in INT4_PRECISIONS
     session = TrialSession(subject, plan, timer.share(1 - COPY_SHARE) if try_int8_copy else timer)
     full = session.trials((threads,), FULL_TRIAL)
     if not full and not coarse:
@@ -203,7 +203,7 @@ def _try_precisions(subject: CalibrationSubject, timer: CalibrationTimer, found:
     for index, candidate in enumerate(subject.plans):
         if index and timer.is_over:
             break
-        name = candidate.precision.value
+        name = candidate.weights.precision
         session = TrialSession(subject, candidate, precisions_timer.share(1 / (len(subject.plans) - index)))
         sessions[name] = session
         first = session.first_step_seconds(threads)

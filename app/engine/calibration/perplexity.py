@@ -13,10 +13,10 @@ from app.engine.decoder.cpu_runner import StepAttention
 from app.engine.decoder.kv_cache import KvCache, KvShape
 from app.engine.scheduler.batch import ScheduledSpan, make_sequence
 from app.errors import SettingsInvalid
-from app.kernels.attention.context import StepContext
 from app.messages import Generate, SamplingParams
 from app.models.decoders.config import ModelConfig
 from app.text.tokenizer import Tokenizer
+from armature_kernels.attention.context import StepContext
 
 WINDOW_TOKENS = 512  # tokens that attend to each other
 LOGITS_TOKENS = 128  # tokens whose logits are computed at once: with a vocabulary of 128k these are 64 MB

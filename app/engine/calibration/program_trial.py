@@ -17,12 +17,12 @@ from app.engine.program import INPUT_ERRORS, cannot_run, max_step_rows, served_p
 from app.errors import StepFailed
 from app.hardware.decision import TrialTimes
 from app.hardware.plan.plan import ServingPlan
-from app.kernels.linear.linear import FormFactory, Linear, LinearForm
-from app.kernels.native.memory import allocate_weights
-from app.kernels.timing import MAX_ADJUSTMENT, monotone_table
 from app.weights.load_program import ProgramValues, load_program, read_flat
 from app.weights.program import ProgramCheckpoint, operations_per_row, read_bytes
 from app.weights.program_archive import Archive, StoredTensor
+from armature_kernels.linear.linear import FormFactory, Linear, LinearForm
+from armature_kernels.native.memory import allocate_weights
+from armature_kernels.timing import MAX_ADJUSTMENT, monotone_table
 
 DEFAULT_STEP_ROWS = 32  # a plan has smaller steps only if the user asked for them
 MAX_STEP_ROWS = 256  # rows of a step
@@ -43,7 +43,7 @@ class ProgramTrial:
 
     def step_sizes(self) -> list[int]:
         """Return the numbers of rows of the steps to time."""
-        asked = self.plan.batch_target_tokens.value
+        asked = self.plan.memory.batch_target_tokens
         most = max_step_rows(self.checkpoint, asked if asked < DEFAULT_STEP_ROWS else max(asked, MAX_STEP_ROWS))
         return doubling_sizes(min(self.checkpoint.min_rows, most), most)
 
@@ -75,7 +75,7 @@ class ProgramTrial:
         encode = monotone_table({shape.size: took for shape, took in seconds.items()}, max_adjustment)
         if not encode:
             return None
-        precision = self.plan.precision.value
+        precision = self.plan.weights.precision
         return TrialTimes(
             precision=precision,
             threads=threads,

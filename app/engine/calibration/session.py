@@ -37,14 +37,14 @@ from app.engine.scheduler.batch import ScheduledSpan, make_sequence
 from app.engine.scheduler.queues import EngineLimits
 from app.hardware.decision import Measurements, TrialTimes
 from app.hardware.plan.plan import ServingPlan
-from app.kernels.attention.paged import PAGE_TOKENS
-from app.kernels.timing import NO_TIME, Clock, TimedBlock, TimedPoint, TimingRounds, extrapolate_by_size
 from app.messages import Encode, Generate, SamplingParams, Text
 from app.models.decoders.config import ModelConfig
 from app.models.decoders.decoder import Decoder
 from app.models.encoders.config import EncoderConfig
 from app.models.encoders.encoder import Encoder
 from app.weights.program import ProgramCheckpoint
+from armature_kernels.attention.paged import PAGE_TOKENS
+from armature_kernels.timing import NO_TIME, Clock, TimedBlock, TimedPoint, TimingRounds, extrapolate_by_size
 
 _FULL_LENGTH_SLOTS = (
     9  # slots that hold a context or a long prompt, each at full length; the other slots hold one token
@@ -124,7 +124,7 @@ class TrialSession:
         if self.timer.is_over and not self._is_built(trial_shape):  # making the model would only delay the start
             self.noise = NO_TIME
             return []
-        self.timer.report(f"calibrating: {self.plan.precision.value}")
+        self.timer.report(f"calibrating: {self.plan.weights.precision}")
         model_trial = self._model_trial(trial_shape)
         blocks = [self._block(model_trial, number, model_trial.trial_steps(trial_shape)) for number in threads]
         rounds: TimingRounds[TrialKey] = TimingRounds(self.timer.deadline, self.timer.clock)
@@ -156,7 +156,7 @@ class TrialSession:
         It is repeated for `repeated` seconds; None: for a part of the trial's time. The result is None if the model
         does not decode, or if steps with more layers were not slower.
         """
-        self.timer.report(f"calibrating: {self.plan.precision.value}")
+        self.timer.report(f"calibrating: {self.plan.weights.precision}")
         model_trial = self._model_trial(COARSE_TRIAL)
         if not isinstance(model_trial, DecoderTrial):
             return None
@@ -211,7 +211,7 @@ class TrialSession:
         config, plan = self.subject.config, self.plan
         if isinstance(config, ProgramCheckpoint):
             return ProgramTrial(config, plan)
-        if plan.device.value != "cpu":
+        if plan.placement.device != "cpu":
             return _device_trial(config, plan, scope)
         if isinstance(config, EncoderConfig):
             return EncoderTrial(config, plan, scope, memory=self.subject.memory)
@@ -221,7 +221,7 @@ class TrialSession:
 
     def _block(self, model_trial: ModelTrial, threads: int, shapes: Iterable[TrialStep]) -> TimedBlock[TrialKey]:
         def begin() -> None:
-            self.timer.report(f"calibrating: {self.plan.precision.value}")
+            self.timer.report(f"calibrating: {self.plan.weights.precision}")
             torch.set_num_threads(threads)
 
         return TimedBlock(begin, [TimedPoint((threads, shape), model_trial.step(shape)) for shape in shapes])
@@ -254,10 +254,14 @@ class DeviceTrialStage:
     def runner(self, model: Decoder) -> RunBatch:
         """Return the function that computes batches with this model."""
         limits = EngineLimits(
-            self._kv_cache.shape.max_len, self._kv_cache.shape.num_slots, self._plan.max_batch_tokens.value
+            self._kv_cache.shape.max_len, self._kv_cache.shape.num_slots, self._plan.memory.max_batch_tokens
         )
         return DeviceDecoderRunner(
-            model, self._kv_cache, self._backend, limits, "" if self._plan.compile.value else self._plan.compile.reason
+            model,
+            self._kv_cache,
+            self._backend,
+            limits,
+            "" if self._plan.steps.compile else self._plan.decisions["compile"].reason,
         ).run
 
     def fill_context(self, slot: int, num_tokens: int) -> None:
@@ -275,8 +279,10 @@ def device_text_runner(backend: DeviceBackend, plan: ServingPlan) -> TextRunnerF
     """Return the factory of runners for trial texts on this device, as in `build_device_encoder_engine`."""
 
     def make(model: Encoder, max_tokens: int) -> RunTexts:
-        runner = DeviceEncoderRunner(model, backend, max_tokens, "" if plan.compile.value else plan.compile.reason)
-        if plan.compile.value:
+        runner = DeviceEncoderRunner(
+            model, backend, max_tokens, "" if plan.steps.compile else plan.decisions["compile"].reason
+        )
+        if plan.steps.compile:
             one = Encode("rehearsal", (Text((0,)),), model.config.outputs[:1], arrived_at=0.0)
             runner.record(EncodeState.from_message(one).spans())
         return runner.run

@@ -19,9 +19,9 @@ from app.engine.sampling.sampler import Sampler
 from app.engine.scheduler.batch import Batch
 from app.hardware.decision import TrialTimes
 from app.hardware.plan.plan import ServingPlan
-from app.kernels.timing import MAX_ADJUSTMENT
 from app.models.decoders.config import ModelConfig
 from app.models.decoders.decoder import Decoder
+from armature_kernels.timing import MAX_ADJUSTMENT
 
 COARSE_LAYERS, FULL_LAYERS = 8, 4  # one layer in this many is built
 COARSE_OUTPUTS = 2048
@@ -137,7 +137,7 @@ class CpuTrialStage:
 
     def runner(self, model: Decoder) -> RunBatch:
         """Return a function that runs batches of this model, recorded if the plan compiles."""
-        off = "" if self._plan.compile.value else self._plan.compile.reason
+        off = "" if self._plan.steps.compile else self._plan.decisions["compile"].reason
         replay = DecoderReplay(model, off, record_after=0)
         sampler, few = Sampler(self._config.vocab_size), deterministic_query_limit(self._config, self._plan)
         return CpuDecoderRunner(replay, self._kv_cache, self._backend, sampler, few).run

@@ -30,18 +30,18 @@ from app.engine.decoder.kv_cache import KvCache, KvShape, kv_dtype
 from app.errors import ArmatureError, SettingsInvalid
 from app.hardware.plan.plan import ServingPlan
 from app.hardware.plan.precision import INT4_PRECISIONS, QUANTIZED_PRECISIONS
-from app.kernels.elementwise.activations import TopLogits
-from app.kernels.linear.activations import Activations, quantise_torch, unquantised
-from app.kernels.linear.bf16_panels import HybridLinear
-from app.kernels.linear.int_panels import IntPanelLinear
-from app.kernels.linear.linear import ExactLinear, Linear, LinearForm
-from app.kernels.linear.quantization import MAX_CORRELATED, InputStatistics
-from app.kernels.linear.row_split import RowSplitLinear
 from app.models.decoders.decoder import Decoder
 from app.models.decoders.shapes import is_expert, is_router
 from app.text.tokenizer import Tokenizer
 from app.weights.checkpoint import Checkpoint
 from app.weights.forms import is_value
+from armature_kernels.elementwise.activations import TopLogits
+from armature_kernels.linear.activations import Activations, quantise_torch, unquantised
+from armature_kernels.linear.bf16_panels import HybridLinear
+from armature_kernels.linear.int_panels import IntPanelLinear
+from armature_kernels.linear.linear import ExactLinear, Linear, LinearForm
+from armature_kernels.linear.quantization import MAX_CORRELATED, InputStatistics
+from armature_kernels.linear.row_split import RowSplitLinear
 
 CALIBRATION_TEXT = Path(__file__).with_name("calibration_text.txt")
 # Tokens that attend to each other in a large model, of which few are read. The first token of a window is an outlier, so
@@ -188,9 +188,9 @@ class StreamedCalibration:
         Raises:
             SettingsInvalid: The text cannot be read.
         """
-        config, self._correlate = checkpoint.decoder, plan.precision.value in INT4_PRECISIONS
+        config, self._correlate = checkpoint.decoder, plan.weights.precision in INT4_PRECISIONS
         size = checkpoint.needs().num_parameters
-        is_small, limit = size < SMALL_MODEL, min(config.max_model_len, plan.max_model_len.value)
+        is_small, limit = size < SMALL_MODEL, min(config.max_model_len, plan.memory.max_model_len)
         num_tokens = SMALL_MODEL_TOKENS if is_small else max(MIN_TOKENS, int(TOKEN_WEIGHTS / size))
         window_tokens = min(WINDOW_TOKENS if is_small else SHORT_WINDOW, limit)
         num_tokens = num_tokens if self._correlate else max(MIN_TOKENS // 2, num_tokens // SCALES_SHARE)
@@ -395,7 +395,11 @@ def calibration_for(
     Raises:
         SettingsInvalid: `text` cannot be read.
     """
-    if plan.precision.value not in QUANTIZED_PRECISIONS or checkpoint.kind != "decoder" or plan.device.value != "cpu":
+    if (
+        plan.weights.precision not in QUANTIZED_PRECISIONS
+        or checkpoint.kind != "decoder"
+        or plan.placement.device != "cpu"
+    ):
         return None
     try:
         return StreamedCalibration(checkpoint, plan, backend, text)

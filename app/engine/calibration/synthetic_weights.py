@@ -12,20 +12,20 @@ import torch
 from torch import Tensor, nn
 
 from app.engine.calibration.stages import TrialScope
-from app.kernels.linear.activations import Activations, rows_of
-from app.kernels.linear.bf16_panels import HybridFactory
-from app.kernels.linear.device import DeviceFactory
-from app.kernels.linear.device_int4 import DeviceInt4Factory
-from app.kernels.linear.fp32_panels import FloatPanelLinear
-from app.kernels.linear.linear import FormFactory, Linear, LinearForm
-from app.kernels.linear.torchao_linear import TorchaoFactory
-from app.kernels.native.memory import allocate_weights
 from app.models.decoders.decoder import Embedding
 from app.models.decoders.layers.layer import MixtureOfExperts
 from app.models.decoders.layers.vectors import Filters, HeadNorm, Norm, StoredVector, Xielu
 from app.models.decoders.shapes import is_router
 from app.weights.form_choice import CacheablePacking, FormChoice
 from app.weights.forms import OUTPUT_SOURCES
+from armature_kernels.linear.activations import Activations, rows_of
+from armature_kernels.linear.bf16_panels import HybridFactory
+from armature_kernels.linear.device import DeviceFactory
+from armature_kernels.linear.device_int4 import DeviceInt4Factory
+from armature_kernels.linear.fp32_panels import FloatPanelLinear
+from armature_kernels.linear.linear import FormFactory, Linear, LinearForm
+from armature_kernels.linear.torchao_linear import TorchaoFactory
+from armature_kernels.native.memory import allocate_weights
 
 FILL_BYTE = 0x3C  # two bytes of it are 0.0115 in bf16; one is 60 in eight bits; its halves are 3 and 12 in four bits
 FILL_WEIGHT = 0.0115  # the value where a form packs whole weights

@@ -1,7 +1,7 @@
 """The LoRA adapters of a decoder on a CPU: slots for their weights, and which rows of a step use which of them.
 
 A step is one batch whatever the adapters of its sequences are: the model's own products serve all rows together, and
-each product then adds the adapters of the rows that have one (`kernels/linear/lora.py`).
+each product then adds the adapters of the rows that have one (`armature_kernels/linear/lora.py`).
 """
 
 from __future__ import annotations
@@ -11,12 +11,12 @@ from collections.abc import Callable, Iterable, Mapping
 from torch import Tensor
 
 from app.engine.scheduler.batch import ScheduledSpan
-from app.kernels.linear.linear import Linear
-from app.kernels.linear.lora import LoraProduct, LoraRows, LoraSlots, LoraWeights, RowRun
 from app.models.decoders.decoder import Decoder
 from app.weights.files import readable_or_invalid
 from app.weights.lora.adapter import LoraAdapter, ServedAdapters
 from app.weights.lora.load import load_adapter
+from armature_kernels.linear.linear import Linear
+from armature_kernels.linear.lora import LoraProduct, LoraRows, LoraSlots, LoraWeights, RowRun
 
 MAX_STEP_TOKENS = 2**16  # larger steps are not recorded
 

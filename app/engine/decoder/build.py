@@ -7,7 +7,6 @@ so the benchmark measures the engine that is served. The modules for a GPU are i
 from __future__ import annotations
 
 import logging
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from app.backends.base import DeviceBackend
@@ -30,14 +29,14 @@ from app.errors import PlanImpossible, StepFailed
 from app.hardware.plan.memory_budget import DRAFT_SEQS, draft_kv_tokens, draft_precision
 from app.hardware.plan.plan import ServingPlan
 from app.hardware.step_times import ThrottleCorrection
-from app.kernels.attention.attention import max_decode_queries, supports_heads, token_bytes
-from app.kernels.attention.paged import PAGE_TOKENS
 from app.messages import Generate, SamplingParams
 from app.metrics.step_time_model import StepTimeModel
 from app.models.decoders.config import ModelConfig
 from app.models.decoders.decoder import Decoder
 from app.weights.checkpoint import Checkpoint
 from app.weights.finite import explaining_values_not_finite
+from armature_kernels.attention.attention import max_decode_queries, supports_heads, token_bytes
+from armature_kernels.attention.paged import PAGE_TOKENS
 
 if TYPE_CHECKING:
     from app.engine.decoder.device_runner import DeviceDecoderRunner
@@ -67,7 +66,7 @@ def build_decoder_engine(
     request.report("warming up")
     with explaining_values_not_finite(request.checkpoint):
         warm_up_decoder(runner)
-    capacity = min(plan.kv_cache_bytes.value // kv_cache.bytes_per_token, kv_cache.shape.num_slots * kv_cache.stride)
+    capacity = min(plan.memory.kv_cache_bytes // kv_cache.bytes_per_token, kv_cache.shape.num_slots * kv_cache.stride)
     pool = KvSlots(kv_cache.shape.num_slots, capacity, kv_cache.tokens_per_page)
     speculation = _speculation(config, plan, request.step_time_model)
     if speculation is not None and request.draft is not None:
@@ -107,9 +106,9 @@ def _decoder_engine(
 ) -> DecoderEngine:
     """Return the engine of a runner that is warm."""
     plan, limits = request.plan, engine_limits(request.plan)
-    prefill_budget = PrefillBudget(limits.max_batch_tokens, plan.itl_target_seconds.value, request.step_time_model)
+    prefill_budget = PrefillBudget(limits.max_batch_tokens, plan.steps.itl_target_seconds, request.step_time_model)
     scheduler = Scheduler(pool, prefill_budget, limits, request.eos_token_ids, speculation=speculation)
-    return DecoderEngine(scheduler, runner, throttle_correction=ThrottleCorrection(plan.throttling_quota.value))
+    return DecoderEngine(scheduler, runner, throttle_correction=ThrottleCorrection(plan.cpu.throttling_quota))
 
 
 def deterministic_query_limit(config: ModelConfig, plan: ServingPlan) -> int | None:
@@ -117,7 +116,7 @@ def deterministic_query_limit(config: ModelConfig, plan: ServingPlan) -> int | N
 
     A limit is set only for `deterministic`, where a result must not depend on the other rows of the batch.
     """
-    if not plan.deterministic.value:
+    if not plan.steps.deterministic:
         return None
     if not supports_heads(config.num_heads, config.num_kv_heads, config.head_dim):
         raise PlanImpossible(
@@ -133,7 +132,7 @@ def _speculation(config: ModelConfig, plan: ServingPlan, step_time_model: StepTi
     The number of draft tokens is limited so that a sequence's queries still use the kernel for few queries. A step
     with draft tokens never uses the kernel for prompts.
     """
-    if not plan.speculation.value:
+    if not plan.steps.speculation:
         return None
     native = supports_heads(config.num_heads, config.num_kv_heads, config.head_dim)
     max_draft_tokens = max_decode_queries(config.num_heads, config.num_kv_heads) - 1 if native else MAX_DRAFT_TOKENS
@@ -144,19 +143,13 @@ def _load_draft_model(request: BuildRequest[Checkpoint], draft: Checkpoint) -> D
     """Load and warm up the draft model, in the model's precision and with the same threads."""
     plan, config = request.plan, draft.decoder
     request.report("loading the draft model")
-    length = min(plan.max_model_len.value, config.max_model_len)
-    precision = draft_precision(plan.precision.value, kv_dtype(plan).itemsize)
-    own = replace(
-        plan,
-        precision=replace(plan.precision, value=precision),
-        int8_copy=replace(plan.int8_copy, value=False),
-        keep_layers=replace(plan.keep_layers, value=()),
-        max_model_len=replace(plan.max_model_len, value=length),
-    )
+    length = min(plan.memory.max_model_len, config.max_model_len)
+    precision = draft_precision(plan.weights.precision, kv_dtype(plan).itemsize)
+    own = plan.changed(precision=precision, int8_copy=False, keep_layers=(), max_model_len=length)
     model, backend = load_on_device(BuildRequest(draft, own, request.report), select_host_backend)
     assert isinstance(model, Decoder), "a decoder's checkpoint"
     capacity = draft_kv_tokens(length)
-    slots = min(DRAFT_SEQS, plan.max_running_seqs.value)
+    slots = min(DRAFT_SEQS, plan.memory.max_running_seqs)
     shape = KvShape(config.cache_layers, slots, min(length, capacity), config.cache_heads, config.head_dim)
     replay = DecoderReplay(model, request.eager_reason)
     runner = CpuDecoderRunner(replay, KvCache(shape, kv_dtype(plan)), backend, Sampler(config.vocab_size))
@@ -172,8 +165,8 @@ def kv_shape(config: ModelConfig, plan: ServingPlan) -> KvShape:
     """
     return KvShape(
         num_layers=config.cache_layers,
-        num_slots=2 * plan.max_running_seqs.value,
-        max_len=plan.max_model_len.value,
+        num_slots=2 * plan.memory.max_running_seqs,
+        max_len=plan.memory.max_model_len,
         num_kv_heads=config.cache_heads,
         head_dim=config.head_dim,
     )
@@ -181,7 +174,7 @@ def kv_shape(config: ModelConfig, plan: ServingPlan) -> KvShape:
 
 def engine_limits(plan: ServingPlan) -> EngineLimits:
     """Return the engine limits that the plan sets."""
-    return EngineLimits(plan.max_model_len.value, plan.max_running_seqs.value, plan.max_batch_tokens.value)
+    return EngineLimits(plan.memory.max_model_len, plan.memory.max_running_seqs, plan.memory.max_batch_tokens)
 
 
 def warm_up_decoder(runner: CpuDecoderRunner) -> None:
@@ -211,10 +204,10 @@ def allocate_kv_pages(model: Decoder, plan: ServingPlan, backend: DeviceBackend)
 
     shape, dtype = kv_shape(model.config, plan), kv_dtype(plan)
     page_bytes = PAGE_TOKENS * shape.num_layers * token_bytes(shape.num_kv_heads, shape.head_dim, dtype)
-    num_pages = plan.kv_cache_bytes.value // page_bytes - 1
+    num_pages = plan.memory.kv_cache_bytes // page_bytes - 1
     if num_pages < 1:
         raise PlanImpossible(
-            f"kv_cache_bytes is {plan.kv_cache_bytes.value:,}, but a page of {PAGE_TOKENS} tokens takes {page_bytes:,} on a device, "
+            f"kv_cache_bytes is {plan.memory.kv_cache_bytes:,}, but a page of {PAGE_TOKENS} tokens takes {page_bytes:,} on a device, "
             "and at least two pages are needed."
         )
     most = shape.num_slots * -(-shape.max_len // PAGE_TOKENS)
@@ -224,7 +217,7 @@ def allocate_kv_pages(model: Decoder, plan: ServingPlan, backend: DeviceBackend)
         if not backend.recover_from_oom(error):
             raise
         raise PlanImpossible(
-            f"The device no longer has {plan.kv_cache_bytes.value / 2**30:.1f} GiB free for keys and values ({error}). "
+            f"The device no longer has {plan.memory.kv_cache_bytes / 2**30:.1f} GiB free for keys and values ({error}). "
             "End the process that took its memory since the probe, or lower kv_cache_bytes."
         ) from error
 

@@ -33,15 +33,15 @@ from app.engine.scheduler.batch import (
     ScheduledSpan,
     logit_rows_of,
 )
-from app.kernels.attention.attention import AttentionSequence, AttentionStep, KvRows, QkvHeads, split_into_decodes
-from app.kernels.attention.context import Attend, AttentionSpec, StepContext
-from app.kernels.attention.convolution import convolve
-from app.kernels.elementwise.activations import TopLogits, TopLogitsRequest
-from app.kernels.elementwise.rope import apply_rope_and_write_kv
-from app.kernels.native.memory import Int64Buffer
-from app.kernels.native.recording import NotRecordable, RecordedOperations, ResultPool, record_operations
 from app.messages import TokenScore
 from app.models.decoders.decoder import Decoder
+from armature_kernels.attention.attention import AttentionSequence, AttentionStep, KvRows, QkvHeads, split_into_decodes
+from armature_kernels.attention.context import Attend, AttentionSpec, StepContext
+from armature_kernels.attention.convolution import convolve
+from armature_kernels.elementwise.activations import TopLogits, TopLogitsRequest
+from armature_kernels.elementwise.rope import apply_rope_and_write_kv
+from armature_kernels.native.memory import Int64Buffer
+from armature_kernels.native.recording import NotRecordable, RecordedOperations, ResultPool, record_operations
 
 _MAX_FIXED_TOKENS = 2**16  # step size up to which the inputs keep a fixed address
 # queries per attention call if the queries per sequence are limited; this bounds the scratch memory

@@ -16,12 +16,12 @@ from app.engine.decoder.device_inputs import SamplingMode, StepSizes, StepViews
 from app.engine.decoder.paged_kv_cache import PagedKvCache
 from app.engine.sampling.rows import SamplingTensors, sample_greedy, sample_random
 from app.engine.scheduler.batch import ScheduledSpan
-from app.kernels.attention.attention import QkvHeads
-from app.kernels.attention.context import AttentionSpec, StepContext
-from app.kernels.attention.convolution import paged_convolve_torch
-from app.kernels.attention.paged import PagedStep
-from app.kernels.elementwise.rope import apply_rope_and_write_kv
 from app.models.decoders.decoder import Decoder
+from armature_kernels.attention.attention import QkvHeads
+from armature_kernels.attention.context import AttentionSpec, StepContext
+from armature_kernels.attention.convolution import paged_convolve_torch
+from armature_kernels.attention.paged import PagedStep
+from armature_kernels.elementwise.rope import apply_rope_and_write_kv
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from app.engine.sampling.rows import COLUMNS, filters_of, stream_start, uniform_numbers
 from app.engine.scheduler.batch import LogitRow, ScheduledSpan, Sequence
-from app.kernels.attention.paged import PAGE_TOKENS
+from armature_kernels.attention.paged import PAGE_TOKENS
 
 
 class SamplingMode(Enum):

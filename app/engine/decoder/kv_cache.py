@@ -20,7 +20,7 @@ from app.errors import PlanImpossible
 from app.hardware.kernel_advice import advise
 from app.hardware.plan.memory_budget import KV_PRECISIONS
 from app.hardware.plan.plan import ServingPlan
-from app.kernels.attention.attention import KvSegment, token_bytes, view_kv_rows
+from armature_kernels.attention.attention import KvSegment, token_bytes, view_kv_rows
 
 # MAP_NORESERVE: Python's mmap module has no name for it. The value is the same on x86, Arm and RISC-V (Linux,
 # asm-generic/mman-common.h). With it, the reservation does not count against the commit limit. macOS needs no
@@ -35,7 +35,7 @@ KV_DTYPES: Mapping[str, torch.dtype] = {name: getattr(torch, dtype) for name, (d
 
 def kv_dtype(plan: ServingPlan) -> torch.dtype:
     """Return the dtype of keys and values in memory."""
-    return KV_DTYPES[plan.kv_precision.value]
+    return KV_DTYPES[plan.weights.kv_precision]
 
 
 @dataclass(frozen=True, slots=True)

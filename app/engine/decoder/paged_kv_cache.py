@@ -16,8 +16,8 @@ from torch import Tensor
 
 from app.engine.decoder.kv_cache import KvShape
 from app.engine.scheduler.batch import KvCopy, ScheduledSpan, Sequence
-from app.kernels.attention.attention import KvRows, KvSegment, token_bytes
-from app.kernels.attention.paged import PAGE_TOKENS
+from armature_kernels.attention.attention import KvRows, KvSegment, token_bytes
+from armature_kernels.attention.paged import PAGE_TOKENS
 
 PADDING_PAGE = 0  # the page that no slot owns; padding rows are written to it
 

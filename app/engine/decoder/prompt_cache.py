@@ -20,12 +20,12 @@ from app.engine.decoder.kv_cache import KvCache
 from app.engine.decoder.prefix_files import PrefixFiles, PrefixNames
 from app.engine.scheduler.batch import KvCopy, Sequence
 from app.engine.scheduler.kv_allocator import KvSlot
-from app.kernels.native.library import native_library
 from app.metrics.step_time_model import StepTimeModel
 from app.version import VERSION
 from app.weights.cache_file import PACKS, checkpoint_fingerprint
 from app.weights.checkpoint import Checkpoint
 from app.weights.form_choice import form_choice
+from armature_kernels.native.library import native_library
 
 BLOCK_TOKENS = 128  # of a file: 3 MB for a model of 135M parameters, 15 MB for one of 1.7B
 MOST_PROMPTS = 64  # whose names are held
@@ -125,19 +125,19 @@ def open_prompt_cache(
         SettingsInvalid: The folder cannot be used.
     """
     plan, checkpoint = request.plan, request.checkpoint
-    if plan.prompt_cache.value is None:
+    if plan.steps.prompt_cache is None:
         return None
     request.report("opening the prompt cache")
-    folder = Path(plan.prompt_cache.value)
-    notes = folder if plan.pack_folder.value is None else Path(plan.pack_folder.value) / PACKS
+    folder = Path(plan.steps.prompt_cache)
+    notes = folder if plan.weights.pack_folder is None else Path(plan.weights.pack_folder) / PACKS
     identity = {
         "checkpoint": checkpoint_fingerprint(checkpoint, notes, torch.get_num_threads()),
         "weights": repr(form_choice(plan, checkpoint.decoder, None, checkpoint.tensors)),
-        "kernels": f"{plan.kernels.value} {native_library().block}",
+        "kernels": f"{plan.weights.kernels} {native_library().block}",
         "attention": str(max_queries_together),
         "kv": f"{kv_cache.dtype} {kv_cache.shape.num_layers} {kv_cache.token_bytes}",
         "block": str(BLOCK_TOKENS),
         "version": VERSION,
     }
-    files = PrefixFiles(folder, identity, plan.prompt_cache_bytes.value)
+    files = PrefixFiles(folder, identity, plan.steps.prompt_cache_bytes)
     return PromptCache(files, kv_cache, request.step_time_model)

@@ -34,11 +34,11 @@ def build_encoder_engine(request: BuildRequest[Checkpoint]) -> BuiltEngine[Encod
     model, backend = load_on_device(request, select_host_backend)
     assert isinstance(model, Encoder), "an encoder's checkpoint"
     planner = LanePlanner((table.pair_tokens if table else None) or DEFAULT_PAIR_TOKENS)
-    runner = EncoderRunner(model, max_step_tokens(plan), request.eager_reason, plan.batch_target_tokens.value, planner)
+    runner = EncoderRunner(model, max_step_tokens(plan), request.eager_reason, plan.memory.batch_target_tokens, planner)
     request.report("warming up")
     with explaining_values_not_finite(request.checkpoint):
-        warm_up_encoder(runner, plan.max_model_len.value)
-    engine = _encoder_engine(request, runner, model, ThrottleCorrection(plan.throttling_quota.value))
+        warm_up_encoder(runner, plan.memory.max_model_len)
+    engine = _encoder_engine(request, runner, model, ThrottleCorrection(plan.cpu.throttling_quota))
     return BuiltEngine(engine, runner, model, backend)
 
 
@@ -63,7 +63,7 @@ def build_device_encoder_engine(
 
 def max_step_tokens(plan: ServingPlan) -> int:
     """Return the most tokens of a step: a text is never split."""
-    return max(plan.max_batch_tokens.value, plan.max_model_len.value)
+    return max(plan.memory.max_batch_tokens, plan.memory.max_model_len)
 
 
 def _encoder_engine(
@@ -71,8 +71,8 @@ def _encoder_engine(
 ) -> EncoderEngine:
     """Return the engine of a runner that is warm."""
     plan = request.plan
-    limits = EncoderLimits(plan.max_model_len.value, plan.max_running_seqs.value, model.config.outputs)
-    delay = BatchingDelay(plan.batch_target_tokens.value, request.step_time_model)
+    limits = EncoderLimits(plan.memory.max_model_len, plan.memory.max_running_seqs, model.config.outputs)
+    delay = BatchingDelay(plan.memory.batch_target_tokens, request.step_time_model)
     return EncoderEngine(runner, limits, delay, throttle_correction=correction)
 
 
@@ -90,11 +90,11 @@ def warm_up_device_encoder(runner: DeviceEncoderRunner, plan: ServingPlan, repor
     The first client then pays for no compilation. The full step runs before anything is recorded, so that
     recordings do not take the memory that it needs.
     """
-    length, usual = plan.max_model_len.value, runner.model.config.outputs[0]
+    length, usual = plan.memory.max_model_len, runner.model.config.outputs[0]
     for output in runner.model.config.outputs:
         _check_finite(runner.run(_warm_up_spans(output, min(WARM_UP_TOKENS, length))))
     each = min(TABLE_TEXT_TOKENS, length)
-    number = min(plan.batch_target_tokens.value // each, plan.max_running_seqs.value)
+    number = min(plan.memory.batch_target_tokens // each, plan.memory.max_running_seqs)
     try:
         runner.run(_warm_up_spans(usual, each, max(number, 1)))
     except RuntimeError as error:

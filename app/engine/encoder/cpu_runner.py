@@ -24,19 +24,19 @@ from torch import Tensor
 
 from app.engine.encoder.batching import TextSpan
 from app.engine.encoder.sharding import DEFAULT_PLANNER, LanePlan, LanePlanner, TextBatch, max_lane_tokens
-from app.kernels.attention.context import EncodeContext
-from app.kernels.elementwise.pooling import unit_rows
-from app.kernels.native.arguments import LaneOperations, LanesArguments
-from app.kernels.native.library import native_library
-from app.kernels.native.memory import Int64Buffer
-from app.kernels.native.recording import (
+from app.models.encoders.config import EncoderConfig
+from armature_kernels.attention.context import EncodeContext
+from armature_kernels.elementwise.pooling import unit_rows
+from armature_kernels.native.arguments import LaneOperations, LanesArguments
+from armature_kernels.native.library import native_library
+from armature_kernels.native.memory import Int64Buffer
+from armature_kernels.native.recording import (
     NotRecordable,
     RecordedOperations,
     RecordedRowCounts,
     ResultPool,
     record_dry_run,
 )
-from app.models.encoders.config import EncoderConfig
 
 MIN_RECORDED_TOKENS = 16  # a model that cannot be recorded with this few tokens is never recorded
 _MAX_LANES = 4096

@@ -17,10 +17,10 @@ from torch import Tensor
 
 from app.backends.base import DeviceBackend
 from app.engine.encoder.batching import TextSpan
-from app.kernels.attention.attention import QkvHeads
-from app.kernels.attention.context import AttentionSpec, EncodeContext
-from app.kernels.attention.paged import PackedTexts
 from app.models.encoders.config import EncoderConfig, positions_of
+from armature_kernels.attention.attention import QkvHeads
+from armature_kernels.attention.context import AttentionSpec, EncodeContext
+from armature_kernels.attention.paged import PackedTexts
 
 # Tokens of a batch: a sixteenth or so above a power of two. Texts are often cut at a power of two,
 # and the batch also contains a text that only fills it. Beyond the last size, computing a step takes longer than

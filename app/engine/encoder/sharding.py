@@ -16,12 +16,12 @@ from itertools import accumulate
 from torch import Tensor
 
 from app.engine.encoder.batching import TextSpan
-from app.kernels.attention.attention import QkvHeads
-from app.kernels.attention.context import AttentionSpec, EncodeContext
-from app.kernels.attention.texts import TextStarts, attend_texts
-from app.kernels.native.arguments import TextBuffers
-from app.kernels.native.memory import Int64Buffer
 from app.models.encoders.config import positions_of
+from armature_kernels.attention.attention import QkvHeads
+from armature_kernels.attention.context import AttentionSpec, EncodeContext
+from armature_kernels.attention.texts import TextStarts, attend_texts
+from armature_kernels.native.arguments import TextBuffers
+from armature_kernels.native.memory import Int64Buffer
 
 # Fewest tokens of a lane. Each lane reads all weights, and a product of fewer rows would wait for them.
 MIN_LANE_TOKENS = 64

@@ -26,8 +26,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from app.engine.scheduler.batch import NOT_FINITE, Sequence
-from app.kernels.triton.support import triton_usable
 from app.messages import SamplingParams
+from armature_kernels.triton.support import triton_usable
 
 MIN_TEMPERATURE = (
     1e-6  # smaller temperatures and repetition penalties are raised to it; an overflow would look like a broken model
@@ -353,7 +353,7 @@ def sample_random(logits: Tensor, sampling: SamplingTensors, filtered: bool = Tr
     A row gets `NOT_FINITE` if its logits are not finite. `filtered` False means that no row uses a filter.
     """
     if triton_usable(logits):
-        from app.kernels.triton.sampling import sample_rows
+        from armature_kernels.triton.sampling import sample_rows
 
         return sample_rows(logits, sampling.columns, sampling.uniforms)
     return sample_random_torch(logits, sampling, filtered)

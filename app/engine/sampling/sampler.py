@@ -25,7 +25,7 @@ from app.engine.sampling.rows import (
     uniform_number,
 )
 from app.engine.scheduler.batch import NOT_SAMPLED, LogitRow, SampledTokens, Sequence
-from app.kernels.elementwise.activations import MAX_TOP_LOGITS, RowMasks, TopLogits, TopLogitsRequest, mask_logits
+from armature_kernels.elementwise.activations import MAX_TOP_LOGITS, RowMasks, TopLogits, TopLogitsRequest, mask_logits
 
 SampleRows = Callable[[Tensor, Rows[LogitRow]], list[SampledTokens]]
 

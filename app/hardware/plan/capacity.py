@@ -9,20 +9,44 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from app.errors import PlanImpossible
-from app.hardware.decision import ALL_KINDS, Decision, decided, format_bytes, format_count
-from app.hardware.facts import Facts
+from app.hardware.decision import ALL_KINDS, Decided, Decision, PlanPart, format_bytes, format_count
+from app.hardware.facts import Facts, Needs
 from app.hardware.plan.memory_budget import (
     KV_PAGE_TOKENS,
     MIN_BATCH_TOKENS,
     MIN_CONTEXT_TOKENS,
     MemoryBudget,
     MemoryDemand,
+    activation_bytes_per_token,
     does_not_fit_message,
     memory_budget,
     useful_kv_cache_bytes,
 )
-from app.hardware.plan.trials import TrialTiming, format_rate
-from app.settings import Settings
+from app.hardware.plan.speed import TrialTiming, format_rate
+from app.hardware.step_times import TABLE_TEXT_TOKENS
+from app.settings import Settings, settings_with
+
+_TARGET_TOKENS = 512  # products reach their best rate on a CPU at this size
+_TARGET_ROWS = 32  # rows of an exported program, if their cost was not measured
+# Share of the best measured rate that a smaller step must reach, for short and for long steps. A new request waits for
+# the running step, so shorter steps are preferred. (FP32 on two Cascade Lake cores: steps of 1,024 tokens of
+# all-MiniLM-L6-v2 take 0.31 s and have a rate 6% above that of 128 tokens in 0.04 s.)
+_TEXT_RATE_SHARE, _TEXT_RATE_SHARE_IF_LONG = 0.9, 0.8
+_LONG_SECONDS = 0.05  # a step that takes longer is long
+# A step is divided between threads at the ends of texts. With few texts for each thread, one thread waits for another.
+# Calibration does not show that, since its texts have one length. (int8 all-MiniLM-L6-v2 on two Cascade Lake cores, 32
+# clients: 6,000, 8,100 and 9,200 tokens/s in steps of 128, 256 and 512, while calibration measured 10,100, 11,000 and
+# 11,600. The longest steps had the lowest p99.)
+_TOKENS_PER_THREAD, _MAX_SHARED_STEP_SECONDS = 256, 0.1  # tokens for each thread, if the step then takes at most 0.1 s
+_MAX_TEXTS = 256  # texts of a step
+# A GPU's products need thousands of rows, and the host's work for a step does not grow with them. A Mac's GPU has
+# about a tenth of that speed. Not measured yet.
+_TEXT_STEPS = {"cpu": (_TARGET_TOKENS, _MAX_TEXTS), "cuda": (16_384, 1024), "mps": (4096, 256)}
+_DEVICE_WAITING_REQUESTS = 4096
+_NARROW_HIDDEN_SIZE = 384  # up to this hidden size, a GPU's products need twice the tokens
+_WAITING_SECONDS = 10.0  # if the speed is known, the short texts of this many seconds may wait
+_WAITING_REQUESTS = 256
+_MAX_WAITING_REQUESTS = 4096  # requests at any speed, because each is an open connection
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,20 +84,20 @@ _WAITING_PER_RUNNING = 4  # waiting requests for each running sequence
 
 
 @dataclass(frozen=True)
-class MemoryCapacity:
+class MemoryCapacity(PlanPart):
     """Decisions about memory and step sizes.
 
     `batch_target_tokens` is the number of tokens up to which texts are batched together; only a single longer text
     makes a larger step.
     """
 
-    weight_bytes: Decision[int] = decided(ALL_KINDS, unit="bytes", zero_is_unknown=True)
-    kv_cache_bytes: Decision[int] = decided(("decoder",), unit="bytes")
-    max_model_len: Decision[int] = decided(("decoder", "encoder"), zero_is_unknown=True)
-    max_running_seqs: Decision[int] = decided(ALL_KINDS)
-    max_batch_tokens: Decision[int] = decided(ALL_KINDS)
-    batch_target_tokens: Decision[int] = decided(("encoder", "program"))
-    max_waiting_requests: Decision[int] = decided()
+    weight_bytes: Decided[int] = Decided(ALL_KINDS, unit="bytes", zero_is_unknown=True)
+    kv_cache_bytes: Decided[int] = Decided(("decoder",), unit="bytes")
+    max_model_len: Decided[int] = Decided(("decoder", "encoder"), zero_is_unknown=True)
+    max_running_seqs: Decided[int] = Decided(ALL_KINDS)
+    max_batch_tokens: Decided[int] = Decided(ALL_KINDS)
+    batch_target_tokens: Decided[int] = Decided(("encoder", "program"))
+    max_waiting_requests: Decided[int] = Decided()
 
 
 def decide_capacity(
@@ -279,3 +303,223 @@ def _kv_cache_bytes(settings: Settings, demand: MemoryDemand, room: MemoryBudget
     if useful <= room.size:
         return Decision(useful, "Every running sequence at its longest, and the same amount again for cached prefixes.")
     return Decision(room.size, f"{room.explanation}. Pages are allocated when they are first written.")
+
+
+def decide_encoder_capacity(
+    facts: Facts,
+    settings: Settings,
+    demand: MemoryDemand,
+    timing: TrialTiming | None,
+    expected: TrialTiming | None = None,
+) -> MemoryCapacity:
+    """Decide the capacity of an encoder or an exported program.
+
+    `expected` is the timing, or an estimate if nothing was measured: it decides how many requests may wait, not the
+    steps.
+
+    Raises:
+        PlanImpossible: the model, or a size that was asked for, does not fit.
+    """
+    needs = demand.needs
+    assert needs is not None, "a model that does not generate has needs"
+    refuse_generation_settings(settings)
+    left = memory_budget(facts, demand, 0, 0)
+    fits = _max_step_tokens(settings, needs, demand, left)
+    length = _text_len(settings, needs, left, fits)
+    usual, most_texts = _TEXT_STEPS[demand.kind]
+    if demand.device is not None and needs.hidden_size <= _NARROW_HIDDEN_SIZE:
+        usual *= 2
+    target = _target(settings, needs, timing, fits, usual)
+    batch = _max_batch_tokens(settings, needs, EncoderStepLimits(target, length, fits), left)
+    running = _texts_per_step(settings, batch.value, needs, most_texts)
+    return MemoryCapacity(
+        weight_bytes=decide_weight_bytes(demand),
+        kv_cache_bytes=Decision(0, "This model keeps no keys and values."),
+        max_model_len=length,
+        max_running_seqs=running,
+        max_batch_tokens=batch,
+        batch_target_tokens=target,
+        max_waiting_requests=_max_waiting(settings, needs, timing or expected, target.value)
+        if timing is not None or demand.device is None or settings.max_waiting_requests != "auto"
+        else Decision(
+            _DEVICE_WAITING_REQUESTS,
+            "The texts of a few steps of a GPU; the time that they would wait was not measured.",
+        ),
+    )
+
+
+def refuse_generation_settings(settings: Settings) -> None:
+    """Refuse settings that have no effect for a model that does not generate.
+
+    Raises:
+        PlanImpossible: such a setting does not have its default.
+    """
+    for name in settings_with(generates_only=True):
+        value, default = getattr(settings, name), Settings.model_fields[name].default
+        if value != default:
+            remedy = f"leave it at {default}" if default else "leave it out"
+            raise PlanImpossible(f"{name} is {value}, but this model generates no text: {remedy}.")
+
+
+def _max_step_tokens(settings: Settings, needs: Needs, demand: MemoryDemand, left: MemoryBudget) -> int:
+    """Return the number of tokens of a step that fit in memory."""
+    each = activation_bytes_per_token(needs)
+    if left.size < MIN_CONTEXT_TOKENS * each:
+        raise PlanImpossible(does_not_fit_message(settings, demand, left))
+    return left.size // each if each else max(needs.max_model_len, 2**20)
+
+
+def _text_len(settings: Settings, needs: Needs, left: MemoryBudget, fits: int) -> Decision[int]:
+    """Decide the longest text, which must fit in one step."""
+    asked, step = settings.max_model_len, settings.max_batch_tokens
+    if asked != "auto" and asked > needs.max_model_len:
+        raise PlanImpossible(f"max_model_len is {asked}, but the model supports at most {needs.max_model_len} tokens.")
+    if asked != "auto" and step != "auto" and asked > step:
+        raise PlanImpossible(
+            f"max_model_len is {asked}, but a text is never divided, and a step has at most max_batch_tokens = {step} tokens."
+        )
+    if asked != "auto" and asked > fits:
+        raise PlanImpossible(
+            f"A text of {asked} tokens does not fit in one step: there is memory for {fits} tokens ({left.explanation})."
+        )
+    if asked != "auto":
+        return Decision(asked, "Asked for.")
+    most = needs.max_model_len
+    if step != "auto" and step < most:
+        return Decision(
+            step, f"The model supports {most} tokens, but a text is never divided, and max_batch_tokens is {step}."
+        )
+    if fits < most:
+        return Decision(
+            fits, f"The model supports {most} tokens, but a step has memory for {fits}: {left.explanation}."
+        )
+    return Decision(most, "The longest text that the model supports.")
+
+
+def _target(settings: Settings, needs: Needs, timing: TrialTiming | None, fits: int, usual: int) -> Decision[int]:
+    """Decide the tokens up to which texts are batched together.
+
+    This is the smallest step at nearly the best measured rate, or the default.
+    """
+    if settings.max_batch_tokens != "auto":
+        return Decision(settings.max_batch_tokens, "Asked for.")
+    if needs.kind == "program":
+        return _measured_target(timing, 1, _TARGET_ROWS, "rows") or Decision(
+            _TARGET_ROWS, "Rows of a step; the cost of a row was not measured. Set max_batch_tokens to change it."
+        )
+    texts = 1 if settings.max_running_seqs == "auto" else settings.max_running_seqs
+    found = _measured_target(timing, max(texts, MIN_BATCH_TOKENS), usual, "tokens")
+    wanted = Decision(usual, "Products reach their best rate at this size; a longer step would only make others wait.")
+    if timing is not None and found is not None:
+        wanted = _enough_for_threads(timing, found)
+    if wanted.value < texts:
+        return Decision(texts, "One token for each text that a step may have.")
+    if wanted.value <= fits:
+        return wanted
+    return Decision(fits, f"Memory is short, and each token of a step takes some; otherwise {wanted.value}.")
+
+
+def _measured_target(timing: TrialTiming | None, least: int, usual: int, unit: str) -> Decision[int] | None:
+    """Return the smallest measured size of at least `least` with nearly the best rate.
+
+    None if nothing was measured, or if the rate still rises at the largest measured size and that is below
+    `usual`.
+    """
+    sizes = sorted(size for size in timing.trial.encode_seconds if size >= least) if timing else []
+    if timing is None or not sizes:
+        return None
+    rates = {size: timing.encode_rate(size) for size in sizes}
+    best = max(rates, key=lambda size: rates[size])
+    found = _smallest_size(rates, _TEXT_RATE_SHARE)
+    if found / rates[found] > _LONG_SECONDS:
+        found = _smallest_size(rates, _TEXT_RATE_SHARE_IF_LONG)
+    if found == max(rates) < usual:
+        return None  # the rate may rise beyond the largest measured size
+    near = "the best" if found == best else f"close to the best ({format_rate(rates[best])} in steps of {best})"
+    return Decision(
+        found,
+        f"Measured {format_rate(rates[found])} {unit}/s in steps of {found}, {near}; a longer step makes others wait.",
+    )
+
+
+def _enough_for_threads(timing: TrialTiming, found: Decision[int]) -> Decision[int]:
+    """Return a larger size if it gives each thread enough texts and the step stays short; else `found`."""
+    trial = timing.trial
+    enough = min((size for size in trial.encode_seconds if size >= _TOKENS_PER_THREAD * trial.threads), default=0)
+    if trial.threads == 1 or enough <= found.value or trial.encode_seconds[enough] > _MAX_SHARED_STEP_SECONDS:
+        return found
+    measured = format_rate(timing.encode_rate(enough))
+    return Decision(
+        enough,
+        f"Measured {measured} tokens/s in steps of {enough}: enough texts for {trial.threads} threads to share evenly.",
+    )
+
+
+def _smallest_size(rates: Mapping[int, float], share: float) -> int:
+    """Return the smallest size whose rate is at least this share of the best rate."""
+    return next(size for size, each in rates.items() if each >= share * max(rates.values()))
+
+
+@dataclass(frozen=True, slots=True)
+class EncoderStepLimits:
+    """Limits of a step.
+
+    `target` is the number of tokens up to which texts are batched together, `length` the longest text, and `fits`
+    the number of tokens that fit in memory.
+    """
+
+    target: Decision[int]
+    length: Decision[int]
+    fits: int
+
+
+def _max_batch_tokens(
+    settings: Settings, needs: Needs, fitting: EncoderStepLimits, left: MemoryBudget
+) -> Decision[int]:
+    target, length = fitting.target, fitting.length
+    if settings.max_batch_tokens != "auto":
+        if settings.max_batch_tokens > fitting.fits:
+            raise PlanImpossible(
+                f"max_batch_tokens is {settings.max_batch_tokens}, but there is memory for a step of {fitting.fits} tokens: "
+                f"{left.explanation}."
+            )
+        return Decision(settings.max_batch_tokens, "Asked for.")
+    if length.value > target.value:
+        return Decision(length.value, "The longest text, which is computed alone: a text is never divided.")
+    if needs.kind == "program":
+        return Decision(target.value, "The rows that are batched together; a larger request spans several steps.")
+    return Decision(target.value, "The tokens that are batched together; the longest text is shorter.")
+
+
+def _texts_per_step(settings: Settings, batch_tokens: int, needs: Needs, most: int) -> Decision[int]:
+    """Decide `max_running_seqs` of a model that does not generate: the number of texts in a step."""
+    if settings.max_running_seqs == "auto":
+        what = "Requests" if needs.kind == "program" else "Texts"
+        return Decision(
+            min(most, batch_tokens), f"{what} of one step; the tokens of a step are used up before there are more."
+        )
+    if settings.max_running_seqs > batch_tokens:
+        what = "row" if needs.kind == "program" else "token"
+        raise PlanImpossible(
+            f"max_running_seqs is {settings.max_running_seqs}, but a step has at most max_batch_tokens = {batch_tokens}, "
+            f"and each text needs one {what} of it."
+        )
+    return Decision(settings.max_running_seqs, "Asked for.")
+
+
+def _max_waiting(settings: Settings, needs: Needs, timing: TrialTiming | None, target: int) -> Decision[int]:
+    if settings.max_waiting_requests != "auto":
+        return Decision(settings.max_waiting_requests, "Asked for.")
+    if timing is None or not timing.trial.encode_seconds:
+        return Decision(_WAITING_REQUESTS, "A default: the time that they would wait was not measured.")
+    tokens, what = (
+        (1, "rows") if needs.kind == "program" else (TABLE_TEXT_TOKENS, f"texts of {TABLE_TEXT_TOKENS} tokens")
+    )
+    requests = timing.encode_rate(target) / tokens * _WAITING_SECONDS
+    estimated = ""
+    if timing.source != "measured":  # estimates are low: no request is refused for them
+        estimated, requests = ", estimated from bytes and operations", max(requests, _WAITING_REQUESTS)
+    return Decision(
+        round(min(max(requests, 64), _MAX_WAITING_REQUESTS)),
+        f"About {_WAITING_SECONDS:.0f} s of {what}, one for each request{estimated}; further requests are refused with a Retry-After.",
+    )

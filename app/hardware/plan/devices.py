@@ -10,7 +10,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 from app.errors import NoRecipe, PlanImpossible
-from app.hardware.decision import ALL_KINDS, Decision, RecipeKey, decided, format_bytes, format_count
+from app.hardware.decision import ALL_KINDS, Decided, Decision, PlanPart, RecipeKey, format_bytes, format_count
 from app.hardware.facts import CudaDevice, Facts, Needs
 from app.hardware.plan.precision import list_recipes
 from app.settings import Settings
@@ -28,7 +28,7 @@ _NO_EXPERTS = "mixtures of experts are served on processors"
 
 
 @dataclass(frozen=True)
-class DevicePlan:
+class DevicePlan(PlanPart):
     """Decisions about the device.
 
     `cuda_device` is nvidia-smi's index. `visible_devices` is the value of CUDA_VISIBLE_DEVICES: the process sees only
@@ -36,22 +36,23 @@ class DevicePlan:
     same to both, so nothing is allocated on another GPU.
     """
 
-    device: Decision[str] = decided(ALL_KINDS)
-    cuda_device: Decision[int | None] = decided(ALL_KINDS)
-    visible_devices: Decision[str | None] = decided()
+    device: Decided[str] = Decided(ALL_KINDS)
+    cuda_device: Decided[int | None] = Decided(ALL_KINDS)
+    visible_devices: Decided[str | None] = Decided()
 
 
-@dataclass(frozen=True)
-class DeviceChoice(DevicePlan):
-    """Decisions about the device. `gpu` is the GPU that `cuda_device` names; None for every other kind of device."""
+@dataclass(frozen=True, slots=True)
+class DeviceChoice:
+    """Decisions about the device, and the GPU that `cuda_device` names; None for every other kind of device."""
 
+    plan: DevicePlan
     gpu: CudaDevice | None = None
 
     @classmethod
     def without_gpu(cls, device: Decision[str]) -> DeviceChoice:
         """Return the choice of a device that is not an NVIDIA GPU."""
         reason = "No NVIDIA GPU is used."
-        return cls(device, Decision(None, reason), Decision(None, reason))
+        return cls(DevicePlan(device, Decision(None, reason), Decision(None, reason)))
 
 
 def choose_device(
@@ -86,7 +87,7 @@ def choose_device(
 
 def fallback_to_cpu(choice: DeviceChoice, settings: Settings, refusal: str) -> DeviceChoice | None:
     """Return the processor as the device after `refusal`; None if the device was set, or is the processor already."""
-    if choice.device.value == "cpu" or settings.device != "auto" or settings.cuda_device != "auto":
+    if choice.plan.device == "cpu" or settings.device != "auto" or settings.cuda_device != "auto":
         return None
     name = choice.gpu.name if choice.gpu else "The Apple GPU"
     return DeviceChoice.without_gpu(Decision("cpu", f"{name} is present, but cannot serve these settings. {refusal}"))
@@ -226,7 +227,8 @@ def _with_gpu(facts: Facts, settings: Settings, device: Decision[str]) -> Device
         raise PlanImpossible(f"cuda_device is {asked} ({here[0].name}), but {_unsuitable_gpu_reason(here[0])}.")
     best = max(suited, key=lambda gpu: (_free_bytes(gpu), -gpu.index))
     visible: Decision[str | None] = Decision(cuda_name(best), "The process sees only the GPU that it serves on.")
-    return DeviceChoice(device, Decision(best.index, _gpu_reason(best, facts, asked == "auto")), visible, best)
+    chosen: Decision[int | None] = Decision(best.index, _gpu_reason(best, facts, asked == "auto"))
+    return DeviceChoice(DevicePlan(device, chosen, visible), best)
 
 
 def _free_bytes(gpu: CudaDevice) -> int:

@@ -13,8 +13,8 @@ from math import ceil
 from app.errors import PlanImpossible
 from app.hardware.decision import format_bytes
 from app.hardware.facts import CudaDevice, Facts, Needs
-from app.hardware.plan.torchao_config import is_torchao, stored_bytes_per_weight
 from app.settings import Settings
+from armature_kernels.linear.torchao_config import is_torchao, stored_bytes_per_weight
 
 GIB, MIB = 2**30, 2**20
 
@@ -38,9 +38,12 @@ KV_PRECISIONS: Mapping[str, tuple[str, int]] = {
 # besides the logit.
 _LOGIT_BYTES, _DEVICE_LOGIT_BYTES = 8, 20
 
-_KV_ALIGNMENT_BYTES = 64  # a token's int8 values and scales of one layer are padded to a multiple of this (kernels/attention/attention.py)
+# A token's int8 values and scales of one layer are padded to a multiple of this (armature_kernels/attention/attention.py).
+_KV_ALIGNMENT_BYTES = 64
 
-KV_PAGE_TOKENS = 64  # tokens of a KV page on a GPU (kernels/attention/paged.py); one page is reserved for padding
+KV_PAGE_TOKENS = (
+    64  # tokens of a KV page on a GPU (armature_kernels/attention/paged.py); one page is reserved for padding
+)
 
 MIN_CONTEXT_TOKENS = 16  # shortest context worth serving
 

@@ -6,63 +6,73 @@ that was set is used, or `PlanImpossible` says why not. The choices are made in 
 
 from __future__ import annotations
 
-import dataclasses
 import os
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from app.errors import NoRecipe, PlanImpossible
-from app.hardware.decision import Decision, Measurements, RecipeKey, decisions_of
+from app.hardware.decision import Decided, Decision, Measurements, RecipeKey
 from app.hardware.facts import CudaDevice, Facts, Needs, to_json_value
-from app.hardware.plan import capacity, devices, dtypes, encoder_capacity, expected_speed, memory_budget, step_options
+from app.hardware.plan import capacity, devices, memory_budget, speed, step_options
 from app.hardware.plan import threads as parallel
 from app.hardware.plan.capacity import MemoryCapacity
 from app.hardware.plan.devices import DeviceChoice, DevicePlan
-from app.hardware.plan.dtypes import WeightsAndKv, check_torch_can_run
-from app.hardware.plan.estimates import EstimateInputs, known_timing
-from app.hardware.plan.expected_speed import SpeedEstimate
 from app.hardware.plan.memory_budget import MemoryDemand
 from app.hardware.plan.precision import PrecisionCandidates, available_precisions
+from app.hardware.plan.speed import NO_TRIALS, EstimateInputs, SpeedEstimate, TrialTimings, known_timing
 from app.hardware.plan.step_options import StepOptions
 from app.hardware.plan.threads import ThreadPlan
-from app.hardware.plan.trials import NO_TRIALS, TrialTimings
+from app.hardware.plan.weights import WeightsAndKv, check_torch_can_run, decide_weights_and_kv
 from app.hardware.probe import software
 from app.settings import Settings
 
 
 @dataclass(frozen=True)
-class ServingPlan(SpeedEstimate, StepOptions, MemoryCapacity, ThreadPlan, WeightsAndKv, DevicePlan):
-    """Every choice for one process on one machine.
+class ServingPlan:
+    """Every choice for one process on one machine, in the parts that name and explain them.
 
-    The fields are those of the parts, which name and explain them. Dataclasses list the last base first, so `/info`
-    shows the device first and the expected speed last.
+    `plan.memory.max_model_len` is a value, and `plan.decisions["max_model_len"].reason` says why.
     """
 
-    def decisions(self) -> Iterable[tuple[str, Decision[Any]]]:
-        """Return the name and the decision of each choice."""
-        return [(item.name, getattr(self, item.name)) for item in dataclasses.fields(self)]
+    placement: DevicePlan
+    weights: WeightsAndKv
+    cpu: ThreadPlan
+    memory: MemoryCapacity
+    steps: StepOptions
+    speed: SpeedEstimate
 
-    def shown_for(self, kind: str) -> Iterable[tuple[str, Decision[Any]]]:
-        """Return the decisions that matter to people for a model of this kind."""
-        shown = {item.name for item in dataclasses.fields(self) if kind in item.metadata["show_for"]}
-        return [(name, decision) for name, decision in self.decisions() if name in shown]
+    @property
+    def decisions(self) -> Mapping[str, Decision[Any]]:
+        """Every decision by its name, which is unique in all parts."""
+        return {name: decision for part in vars(self).values() for name, decision in part.decisions.items()}
+
+    def changed(self, **values: Any) -> ServingPlan:
+        """Return a copy with other values, for the same reasons."""
+        unknown = values.keys() - self.decisions.keys()
+        assert not unknown, f"the plan does not decide {', '.join(unknown)}"
+        return ServingPlan(
+            *(
+                part.changed(**{name: value for name, value in values.items() if name in part.decisions})
+                for part in vars(self).values()
+            )
+        )
 
     def to_json(self) -> dict[str, Any]:
         """Return the value and the reason of each choice."""
         return {
             name: {"value": to_json_value(decision.value), "reason": decision.reason}
-            for name, decision in self.decisions()
+            for name, decision in self.decisions.items()
         }
 
     def gpu(self, facts: Facts) -> CudaDevice | None:
         """Return the GPU that `cuda_device` names; MIG instances share its index, so their UUIDs are compared too."""
-        here = [gpu for gpu in facts.cuda if gpu.index == self.cuda_device.value]
-        return next((gpu for gpu in here if devices.cuda_name(gpu) == self.visible_devices.value), None)
+        here = [gpu for gpu in facts.cuda if gpu.index == self.placement.cuda_device]
+        return next((gpu for gpu in here if devices.cuda_name(gpu) == self.placement.visible_devices), None)
 
     def environment(self) -> dict[str, str]:
         """Return variables that thread pools read when they load; set them before torch is imported."""
-        threads = str(self.threads.value)
+        threads = str(self.cpu.threads)
         return {
             "OMP_NUM_THREADS": threads,
             "OMP_DYNAMIC": "false",
@@ -70,25 +80,36 @@ class ServingPlan(SpeedEstimate, StepOptions, MemoryCapacity, ThreadPlan, Weight
             "MKL_NUM_THREADS": threads,
             "VECLIB_MAXIMUM_THREADS": threads,
             "OPENBLAS_NUM_THREADS": "1",  # NumPy's own pool is not used
-            "RAYON_NUM_THREADS": str(self.tokenizer_threads.value),
+            "RAYON_NUM_THREADS": str(self.cpu.tokenizer_threads),
             "TOKENIZERS_PARALLELISM": "false",
-            **parallel.WAIT_POLICY_VARIABLES[self.wait_policy.value],
+            **parallel.WAIT_POLICY_VARIABLES[self.cpu.wait_policy],
             **self._device_environment(),
         }
 
     def _device_environment(self) -> dict[str, str]:
         """Return variables for torch and Triton: the GPU, and the folder of compiled kernels unless it is set."""
-        if self.device.value == "mps":
+        if self.placement.device == "mps":
             return {
                 "PYTORCH_ENABLE_MPS_FALLBACK": "0"
             }  # operations that torch lacks fail instead of running on the processor
-        variables = {"CUDA_VISIBLE_DEVICES": self.visible_devices.value, "TRITON_CACHE_DIR": self.kernel_folder.value}
+        variables = {
+            "CUDA_VISIBLE_DEVICES": self.placement.visible_devices,
+            "TRITON_CACHE_DIR": self.weights.kernel_folder,
+        }
         if "TRITON_CACHE_DIR" in os.environ:
             del variables["TRITON_CACHE_DIR"]
         device_order = (
-            {"CUDA_DEVICE_ORDER": "PCI_BUS_ID"} if self.device.value == "cuda" else {}
+            {"CUDA_DEVICE_ORDER": "PCI_BUS_ID"} if self.placement.device == "cuda" else {}
         )  # makes an index mean the same as in nvidia-smi, if there is no UUID
         return {**device_order, **{name: value for name, value in variables.items() if value is not None}}
+
+
+DECLARED: Mapping[str, Decided[Any]] = {
+    name: field
+    for part in (DevicePlan, WeightsAndKv, ThreadPlan, MemoryCapacity, StepOptions, SpeedEstimate)
+    for name, field in vars(part).items()
+    if isinstance(field, Decided)
+}
 
 
 def make_plan(
@@ -132,41 +153,32 @@ class _PlanInputs:
 
 def _plan_on(choice: DeviceChoice, inputs: _PlanInputs) -> ServingPlan:
     facts, measurements, settings, needs = inputs.facts, inputs.measurements, inputs.settings, inputs.needs
-    kind = choice.device.value
+    kind = choice.plan.device
     device = memory_budget.find_device_memory(facts, settings, kind, choice.gpu)
     kernels = software.decide_native_kernels(facts) if device is None else devices.decide_device_kernels(kind)
     all_threads = _decide_threads(facts, settings, kind)
-    node, trials = all_threads.numa_node.value, TrialTimings.from_measurements(measurements)
+    node, trials = all_threads.numa_node, TrialTimings.from_measurements(measurements)
     built = available_precisions(inputs.recipes, kind, facts.architecture, settings)
-    weights_and_kv = dtypes.decide_weights_and_kv(
-        PrecisionCandidates(facts, settings, needs, node, built, kernels.value, device),
-        kernels,
-        measurements,
-        all_threads.threads.value,
-    )
-    precision, has_copy = weights_and_kv.precision.value, weights_and_kv.int8_copy.value
-    threads = _decide_threads(facts, settings, kind, trials, precision)
-    timing = trials.find_served(precision, threads.threads.value, int8_copy=has_copy)
-    demand = MemoryDemand(needs, precision, weights_and_kv.kv_precision.value, node, has_copy, device)
+    candidates = PrecisionCandidates(facts, settings, needs, node, built, kernels.value, device)
+    weights = decide_weights_and_kv(candidates, kernels, measurements, all_threads.threads)
+    cpu = _decide_threads(facts, settings, kind, trials, weights.precision)
+    timing = trials.find_served(weights.precision, cpu.threads, int8_copy=weights.int8_copy)
+    demand = MemoryDemand(needs, weights.precision, weights.kv_precision, node, weights.int8_copy, device)
     inputs_of_estimate = EstimateInputs(facts, needs, kernels.value, kind, measurements)
-    expected = timing or known_timing(inputs_of_estimate, precision, threads.threads.value)
+    expected = timing or known_timing(inputs_of_estimate, weights.precision, cpu.threads)
     if needs is None or needs.generates:
         memory = capacity.decide_capacity(facts, settings, demand, timing)
     else:
-        memory = encoder_capacity.decide_encoder_capacity(facts, settings, demand, timing, expected)
-    limits = expected_speed.SpeedLimits(
-        memory.batch_target_tokens.value, memory.max_running_seqs.value, memory.weight_bytes.value
-    )
-    served = step_options.StepOptionInputs(needs, kind, kernels.value, precision, has_copy, timing)
-    options = step_options.decide_step_options(settings, measurements, served)
-    speed = expected_speed.estimate_speed(measurements, expected_speed.SpeedInputs(needs, precision, limits, expected))
+        memory = capacity.decide_encoder_capacity(facts, settings, demand, timing, expected)
+    limits = speed.SpeedLimits(memory.batch_target_tokens, memory.max_running_seqs, memory.weight_bytes)
+    served = step_options.StepOptionInputs(needs, kind, kernels.value, weights.precision, weights.int8_copy, timing)
     return ServingPlan(
-        **decisions_of(choice, DevicePlan),
-        **decisions_of(weights_and_kv, WeightsAndKv),
-        **decisions_of(threads, ThreadPlan),
-        **decisions_of(memory, MemoryCapacity),
-        **decisions_of(options, StepOptions),
-        **decisions_of(speed, SpeedEstimate),
+        choice.plan,
+        weights,
+        cpu,
+        memory,
+        step_options.decide_step_options(settings, measurements, served),
+        speed.estimate_speed(measurements, speed.SpeedInputs(needs, weights.precision, limits, expected)),
     )
 
 

@@ -10,10 +10,9 @@ import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
-from app.errors import NoRecipe, PlanImpossible
+from app.errors import NoRecipe, PlanImpossible, raise_kernel_errors_as
 from app.hardware.decision import Decision, Measurements, RecipeKey, format_bytes
 from app.hardware.facts import Facts, Needs
-from app.hardware.plan.estimates import EstimateInputs, known_timing
 from app.hardware.plan.memory_budget import (
     MIN_CONTEXT_TOKENS,
     USEFUL_SEQS,
@@ -23,10 +22,19 @@ from app.hardware.plan.memory_budget import (
     smallest_step_budget,
     useful_kv_cache_bytes,
 )
-from app.hardware.plan.torchao_config import KLEIDI_INT4, is_torchao, parse_config
-from app.hardware.plan.trials import FEW_SEQS, SEVERAL_SEQS, TrialTiming, TrialTimings, describe_sources, format_rate
+from app.hardware.plan.speed import (
+    FEW_SEQS,
+    SEVERAL_SEQS,
+    EstimateInputs,
+    TrialTiming,
+    TrialTimings,
+    describe_sources,
+    format_rate,
+    known_timing,
+)
 from app.hardware.probe.software import TORCH_KERNELS
 from app.settings import Settings, parse_kept_layers
+from armature_kernels.linear.torchao_config import KLEIDI_INT4, is_torchao, parse_config
 
 # Instruction sets with BF16 products that accumulate in FP32.
 _BF16_PRODUCTS = {"x86_64": ("amx_bf16", "avx512_bf16"), "arm64": ("bf16",)}
@@ -236,7 +244,8 @@ def available_precisions(
     """
     built = frozenset(name for device, built_for, name in recipes if (device, built_for) == (kind, architecture))
     if settings.quantization:
-        parse_config(settings.quantization)
+        with raise_kernel_errors_as(PlanImpossible):
+            parse_config(settings.quantization)
         if settings.precision != "auto":
             raise PlanImpossible(
                 f"quantization is {settings.quantization}, which decides the format of the weights, and precision is "
@@ -471,3 +480,56 @@ def decide_kept_layers(settings: Settings, chosen: str, kind: str) -> Decision[t
             f"precision {', '.join(QUANTIZED_PRECISIONS)} on a processor."
         )
     return Decision(kept, "Asked for." if kept else "No layers were named.")
+
+
+def choose_vector_precision(
+    candidates: PrecisionCandidates, measurements: Measurements | None, threads: int
+) -> Decision[str]:
+    """Choose a precision for `auto` for a model whose results are vectors, labels or arrays.
+
+    It is the reference precision if that fits, or int8 if it was measured fast enough and the cosine of the model's
+    vectors is within `quality_budget`. The cosine is measured when the weights are packed; one that costs too much is
+    then replaced. Of labels and arrays the cost is not measured, so they stay exact.
+    """
+    reference = reference_precision(candidates)
+    names = candidates.batch_invariant_only(
+        [reference, *(name for name in AUTO_PRECISIONS[:1] if name in candidates.available)]
+    )
+    fitting = fitting_precisions(candidates, names)
+    start = reference_or_replacement(candidates, reference, names, fitting)
+    inputs = candidates.estimate_inputs(measurements)
+    now, int8 = known_timing(inputs, start.value, threads), known_timing(inputs, "int8", threads)
+    if start.value == "int8" or now is None or int8 is None:
+        return start
+    how = "measured" if now.source == int8.source == "measured" else "estimated"
+    said = f"int8 was {how} {int8.speedup_over(now):.2f} times as fast"
+    objection = (
+        "it does not suit the other settings"
+        if "int8" not in fitting
+        else _objection(candidates, start.value, now, int8)
+    )
+    if objection:
+        return Decision(start.value, f"{start.reason} {said}. It is not chosen by itself, since {objection}.")
+    return Decision(
+        "int8",
+        f"{how.capitalize()} {int8.speedup_over(now):.2f} times as fast as {start.value}; {candidates.cost_phrase('int8')}. "
+        "Vectors of an index that was made in another precision stay comparable as far as that; "
+        f"precision={start.value} computes them exactly.",
+    )
+
+
+def _objection(candidates: PrecisionCandidates, start: str, now: TrialTiming, int8: TrialTiming) -> str:
+    """Return why int8 is not chosen, as a clause that follows "since"; empty if it is."""
+    needs = candidates.needs
+    if needs is None or not needs.has_vectors or candidates.device is not None:
+        return "what it costs is measured only for vectors on a processor: set precision=int8 after comparing results"
+    if needs.num_parameters < MIN_PARAMETERS:
+        return f"a model of {needs.num_parameters / 1e6:.0f}M parameters is fast in any precision"
+    if not {now.source, int8.source} <= {"measured", "noisy"}:
+        return "vectors should stay comparable with those in an index, and that speed was not measured"
+    if int8.speedup_over(now) < MIN_INT8_GAIN:
+        return f"that is under the {MIN_INT8_GAIN:g} that would justify its cost in quality"
+    if not candidates.within_budget("int8"):
+        budget = 100 * candidates.settings.quality_budget
+        return f"{candidates.cost_phrase('int8')}, which is over the quality_budget of {budget:g}%"
+    return "" if candidates.may_follow_speed(start) else "it does not suit the other settings"

@@ -5,19 +5,19 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from app.errors import PlanImpossible
-from app.hardware.decision import ALL_KINDS, Decision, Measurements, decided
+from app.hardware.decision import ALL_KINDS, Decided, Decision, Measurements, PlanPart
 from app.hardware.facts import Needs
 from app.hardware.plan.devices import DEVICE_KERNELS
 from app.hardware.plan.precision import QUANTIZED_PRECISIONS, is_batch_invariant
-from app.hardware.plan.torchao_config import is_torchao
-from app.hardware.plan.trials import SEVERAL_SEQS, TYPICAL_CONTEXT, TrialTiming
+from app.hardware.plan.speed import SEVERAL_SEQS, TYPICAL_CONTEXT, TrialTiming
 from app.hardware.probe.software import TORCH_KERNELS, WIDENING_LEVELS
 from app.hardware.step_times import MIN_TARGET_SECONDS, MIXED_TO_DECODE_RATIO
 from app.settings import Settings
+from armature_kernels.linear.torchao_config import is_torchao
 
 
 @dataclass(frozen=True)
-class StepOptions:
+class StepOptions(PlanPart):
     """Decisions about steps.
 
     `itl_target_seconds` is None if the target is relative to the decode steps measured while serving. `compile` is
@@ -25,14 +25,14 @@ class StepOptions:
     is one. `prompt_cache` is the folder in which prefixes are kept, if any.
     """
 
-    itl_target_seconds: Decision[float | None] = decided(("decoder",))
-    compile: Decision[bool] = decided(ALL_KINDS)
-    calibrate: Decision[bool] = decided()
-    speculation: Decision[bool] = decided(("decoder",))
-    draft_model: Decision[str | None] = decided(("decoder",))
-    prompt_cache: Decision[str | None] = decided(("decoder",))
-    prompt_cache_bytes: Decision[int] = decided((), "bytes")
-    deterministic: Decision[bool] = decided()
+    itl_target_seconds: Decided[float | None] = Decided(("decoder",))
+    compile: Decided[bool] = Decided(ALL_KINDS)
+    calibrate: Decided[bool] = Decided()
+    speculation: Decided[bool] = Decided(("decoder",))
+    draft_model: Decided[str | None] = Decided(("decoder",))
+    prompt_cache: Decided[str | None] = Decided(("decoder",))
+    prompt_cache_bytes: Decided[int] = Decided((), "bytes")
+    deterministic: Decided[bool] = Decided()
 
 
 @dataclass(frozen=True, slots=True)

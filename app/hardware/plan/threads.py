@@ -12,9 +12,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from app.errors import PlanImpossible
-from app.hardware.decision import ALL_KINDS, Decision, decided, format_count
+from app.hardware.decision import ALL_KINDS, Decided, Decision, PlanPart, format_count
 from app.hardware.facts import Core, Facts
-from app.hardware.plan.trials import NO_TRIALS, TrialTimings
+from app.hardware.plan.speed import NO_TRIALS, TrialTimings
 from app.settings import Settings
 
 MIN_THREAD_GAIN = 1.03  # least speedup for which fewer threads are used; a smaller one may not last
@@ -51,22 +51,22 @@ _WAIT_POLICY_REASONS: Mapping[str, tuple[str, str]] = {
 
 
 @dataclass(frozen=True)
-class ThreadPlan:
+class ThreadPlan(PlanPart):
     """Decisions about threads.
 
     `cpu_ids` is the mask of the compute threads, set before their pool starts; empty: not pinned. `service_cpu_ids` is
     the mask of the threads that serve HTTP, tokenize and log, set when the model is loaded; empty: not pinned.
     """
 
-    threads: Decision[int] = decided(ALL_KINDS)
-    cpu_ids: Decision[tuple[int, ...]] = decided()
-    numa_node: Decision[int | None] = decided()
-    wait_policy: Decision[str] = decided(ALL_KINDS)
-    throttling_quota: Decision[float | None] = decided()
-    interop_threads: Decision[int] = decided()
-    tokenizer_threads: Decision[int] = decided()
-    http_threads: Decision[int] = decided()
-    service_cpu_ids: Decision[tuple[int, ...]] = decided()
+    threads: Decided[int] = Decided(ALL_KINDS)
+    cpu_ids: Decided[tuple[int, ...]] = Decided()
+    numa_node: Decided[int | None] = Decided()
+    wait_policy: Decided[str] = Decided(ALL_KINDS)
+    throttling_quota: Decided[float | None] = Decided()
+    interop_threads: Decided[int] = Decided()
+    tokenizer_threads: Decided[int] = Decided()
+    http_threads: Decided[int] = Decided()
+    service_cpu_ids: Decided[tuple[int, ...]] = Decided()
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,6 +1,6 @@
 """Facts about the installed software before it is loaded: the native kernel library and torch's build options.
 
-The library file lists the levels that were compiled into it. `kernels/native/library.py` loads it after torch, and the
+The library file lists the levels that were compiled into it. `armature_kernels/native/library.py` loads it after torch, and the
 library then checks the processor again. torch's build options are read from the files of its wheel, because importing
 torch would load its thread pools before the plan has set their sizes.
 """
@@ -23,7 +23,9 @@ TORCH_KERNELS = "torch"
 # Levels that multiply many rows of int8 and int4 weights in BF16: there the products of BF16 are the fastest.
 WIDENING_LEVELS = frozenset({"amx"})
 _DEFAULT_PATH = (
-    Path(__file__).parents[2] / "kernels" / ("libarmature.dylib" if sys.platform == "darwin" else "libarmature.so")
+    Path(__file__).parents[3]
+    / "armature_kernels"
+    / ("libarmature.dylib" if sys.platform == "darwin" else "libarmature.so")
 )
 _LEVELS = re.compile(rb"armature levels: ([a-z0-9 ]*);")  # csrc/dispatch.c
 

@@ -11,12 +11,6 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 
-from app.kernels.attention.attention import RopeAngles
-from app.kernels.attention.context import EncodeContext, StepContext
-from app.kernels.elementwise.activations import TopLogits, TopLogitsRequest
-from app.kernels.elementwise.embedding import RowFactor, add_embedding_rows, embedding_rows
-from app.kernels.linear.activations import Activations
-from app.kernels.linear.linear import EmbeddingForm, Linear
 from app.models.decoders.config import ModelConfig
 from app.models.decoders.layer_config import AltUpConfig, NormConfig
 from app.models.decoders.layers.altup import AltUpEntry, AltUpExit, AltUpLayer
@@ -24,6 +18,12 @@ from app.models.decoders.layers.layer import Attention, DecoderLayer
 from app.models.decoders.layers.vectors import Norm
 from app.models.decoders.rotary import LayerRopeAngles
 from app.models.encoders.config import EncoderConfig
+from armature_kernels.attention.attention import RopeAngles
+from armature_kernels.attention.context import EncodeContext, StepContext
+from armature_kernels.elementwise.activations import TopLogits, TopLogitsRequest
+from armature_kernels.elementwise.embedding import RowFactor, add_embedding_rows, embedding_rows
+from armature_kernels.linear.activations import Activations
+from armature_kernels.linear.linear import EmbeddingForm, Linear
 
 
 class Embedding(nn.Module):

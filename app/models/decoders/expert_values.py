@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from app.errors import CheckpointInvalid
-from app.kernels.elementwise.routing_rule import MAX_EXPERTS, Routing
-from app.kernels.native.arguments import SWIGLU_ALPHA, SWIGLU_LIMIT
 from app.models.config_reader import ConfigReader
 from app.models.decoders.family import Fields
 from app.models.decoders.family_values import LATENT, LatentDefaults, convolutions, granite, known_texts, latent, refuse
 from app.models.decoders.layer_config import ExpertsConfig
 from app.models.decoders.rope import RopeConfig
+from armature_kernels.elementwise.routing_rule import MAX_EXPERTS, Routing
+from armature_kernels.native.arguments import SWIGLU_ALPHA, SWIGLU_LIMIT
 
 
 def _checked(config: ConfigReader, experts: ExpertsConfig) -> Fields:

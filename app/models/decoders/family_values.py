@@ -7,11 +7,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from app.errors import CheckpointInvalid
-from app.kernels.elementwise.latent_sizes import LatentHeads
 from app.models.config_reader import ConfigReader
 from app.models.decoders.family import Fields
 from app.models.decoders.layer_config import ConvolutionConfig, HeadNormConfig, LatentConfig, NormConfig
 from app.models.decoders.rope import RopeConfig
+from armature_kernels.elementwise.latent_sizes import LatentHeads
 
 
 def refuse(config: ConfigReader, name: str, unless: object, reason: str) -> None:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from app.kernels.elementwise.latent_sizes import LatentHeads
-from app.kernels.elementwise.routing_rule import Routing
+from armature_kernels.elementwise.latent_sizes import LatentHeads
+from armature_kernels.elementwise.routing_rule import Routing
 
 Activation = Literal["silu", "gelu", "gelu_tanh", "relu", "relu2", "xielu", "swiglu_oai"]
 

@@ -8,9 +8,9 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from app.kernels.attention.attention import RopeAngles
-from app.kernels.elementwise.rope import rope_angles
 from app.models.decoders.rope import RopeConfig, RopeKind
+from armature_kernels.attention.attention import RopeAngles
+from armature_kernels.elementwise.rope import rope_angles
 
 
 class RotaryEmbedding:

@@ -8,9 +8,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from app.kernels.linear.layout import PANEL_OUTPUTS
 from app.models.decoders.config import ModelConfig
 from app.models.decoders.layer_config import AltUpConfig, LatentConfig, NormConfig
+from armature_kernels.linear.layout import PANEL_OUTPUTS
 
 Shape = tuple[int, ...]
 

@@ -16,15 +16,15 @@ from itertools import pairwise
 import torch
 from torch import Tensor, nn
 
-from app.kernels.attention.attention import QkvHeads, RopeAngles
-from app.kernels.attention.context import Attend, AttentionSpec, EncodeContext
-from app.kernels.elementwise.norms import gate, gather
-from app.kernels.linear.activations import Activations
-from app.kernels.linear.linear import Linear
 from app.models.decoders.decoder import DecoderBody, Embedding
 from app.models.decoders.rotary import LayerRopeAngles
 from app.models.encoders.config import EncoderConfig
 from app.models.encoders.heads import LabelHead, LayerNorm, VectorHead
+from armature_kernels.attention.attention import QkvHeads, RopeAngles
+from armature_kernels.attention.context import Attend, AttentionSpec, EncodeContext
+from armature_kernels.elementwise.norms import gate, gather
+from armature_kernels.linear.activations import Activations
+from armature_kernels.linear.linear import Linear
 
 
 class Encoder(nn.Module):

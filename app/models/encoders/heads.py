@@ -12,12 +12,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from app.kernels.elementwise.activations import ACTIVATIONS
-from app.kernels.elementwise.norms import layer_norm, layer_norm_in_place
-from app.kernels.elementwise.pooling import MEAN, SUM, pool_rows, pool_rows_torch
-from app.kernels.linear.activations import Activations
-from app.kernels.linear.linear import Linear
 from app.models.encoders.config import DenseConfig, EncoderConfig, HeadConfig, PoolingMode
+from armature_kernels.elementwise.activations import ACTIVATIONS
+from armature_kernels.elementwise.norms import layer_norm, layer_norm_in_place
+from armature_kernels.elementwise.pooling import MEAN, SUM, pool_rows, pool_rows_torch
+from armature_kernels.linear.activations import Activations
+from armature_kernels.linear.linear import Linear
 
 
 class LayerNorm(nn.Module):

@@ -13,13 +13,13 @@ from pathlib import Path
 from typing import Any
 
 from app.errors import CheckpointInvalid
-from app.kernels.linear.layout import MAX_LORA_RANK, lora_elements
 from app.models.decoders.config import ModelConfig
 from app.models.decoders.shapes import Shape, is_expert, is_router, tensors_of
 from app.models.decoders.stored import head_rows, our_name
 from app.weights.files import file_in, join_names, read_object
 from app.weights.lora.rules import AdapterRules
 from app.weights.safetensors import TensorEntry, read_header
+from armature_kernels.linear.layout import MAX_LORA_RANK, lora_elements
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _FLOATS = ("F32", "F16", "BF16")

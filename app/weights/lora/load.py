@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from app.errors import CheckpointInvalid
-from app.kernels.linear.lora import LoraWeights
 from app.weights.files import open_regular
 from app.weights.lora.adapter import WEIGHTS, LoraAdapter
 from app.weights.safetensors import TensorEntry
+from armature_kernels.linear.lora import LoraWeights
 
 _DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 

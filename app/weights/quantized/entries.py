@@ -36,7 +36,7 @@ class PackedEntry(EncodedEntry):
 
     `name` is that of the weight, and `kind` that of the format, for messages. `parts` are the tensors by their role:
     codes, scales, and zeros (integers that mean zero), minimums, order (the group of each input), or what the packing
-    needs. `form` is the layout (`kernels/linear/layout.py`) that holds the values, empty if none does without a visible
+    needs. `form` is the layout (`armature_kernels/linear/layout.py`) that holds the values, empty if none does without a visible
     cost.
 
     `group` inputs share a scale. `added` is added to each stored zero; codes without zeros have the zero `middle`.

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from app.errors import CheckpointInvalid
-from app.kernels.linear.quantization import Int4Weight, Int8Weight
 from app.weights.quantized.entries import GROUP, CodeLayout, PackedEntry
 from app.weights.safetensors import TensorEntry
+from armature_kernels.linear.quantization import Int4Weight, Int8Weight
 
 _Read = Callable[[TensorEntry], Tensor]
 WORD_BITS = 32

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from app.kernels.elementwise import activations, embedding, norms, rope
+from armature_kernels.elementwise import activations, embedding, norms, rope
 
 HERE = Path(__file__).resolve().parent
 

@@ -10,11 +10,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from app.kernels.attention.context import AttentionSpec
-from app.kernels.attention.paged import PAGE_TOKENS, paged_attention_torch
-from app.kernels.triton import attention, prompts
-from app.kernels.triton.attention import attend_decodes, num_splits
-from app.kernels.triton.prompts import attend_prompts, gather_fresh_kv
+from armature_kernels.attention.context import AttentionSpec
+from armature_kernels.attention.paged import PAGE_TOKENS, paged_attention_torch
+from armature_kernels.triton import attention, prompts
+from armature_kernels.triton.attention import attend_decodes, num_splits
+from armature_kernels.triton.prompts import attend_prompts, gather_fresh_kv
 from hypothesis_examples import examples
 from paged_steps import Shape, made_step
 

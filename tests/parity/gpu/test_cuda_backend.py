@@ -19,11 +19,11 @@ from torch import Tensor
 
 from app.backends import cuda
 from app.backends.cuda import CudaBackend
-from app.kernels.attention import texts as flash
-from app.kernels.attention.attention import QkvHeads
-from app.kernels.attention.context import AttentionSpec
-from app.kernels.attention.paged import PackedTexts, attend_texts_padded_torch, paged_attention_torch
-from app.kernels.triton import attention, prompts
+from armature_kernels.attention import texts as flash
+from armature_kernels.attention.attention import QkvHeads
+from armature_kernels.attention.context import AttentionSpec
+from armature_kernels.attention.paged import PackedTexts, attend_texts_padded_torch, paged_attention_torch
+from armature_kernels.triton import attention, prompts
 from paged_steps import Shape, made_step
 
 BF16 = torch.bfloat16

@@ -14,7 +14,7 @@ from torch import Tensor
 from hypothesis_examples import examples
 
 pytest.importorskip("triton", reason="Triton is not installed")
-from app.kernels.elementwise import activations, embedding, norms, rope
+from armature_kernels.elementwise import activations, embedding, norms, rope
 
 pytestmark = pytest.mark.usefixtures("served_by_triton")
 # One unit in the last place: the interpreter cuts off where hardware rounds to nearest.
@@ -150,7 +150,7 @@ def test_angles_are_exact_far_out(gpu: torch.device, positions: list[int], half:
 @pytest.mark.parametrize("name", ["norms", "gates", "rows", "angles"])
 def test_triton_served(gpu: torch.device, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where a kernel cannot be reached, the public function fails: so the tests above are of kernels, not of twins."""
-    module = importlib.import_module(f"app.kernels.triton.{'rope' if name == 'angles' else 'elementwise'}")
+    module = importlib.import_module(f"armature_kernels.triton.{'rope' if name == 'angles' else 'elementwise'}")
     monkeypatch.setattr(module, "triton", None)
     x = made(gpu, 2, 8)
     ids = torch.zeros(2, dtype=torch.int64, device=gpu)

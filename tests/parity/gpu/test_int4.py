@@ -7,9 +7,9 @@ import torch
 import torch.nn.functional as F
 
 pytest.importorskip("triton", reason="Triton is not installed")
-from app.kernels.linear import device_int4
-from app.kernels.linear.device_int4 import DeviceInt4Factory, dequantise_torch
-from app.kernels.triton.elementwise import dequantise
+from armature_kernels.linear import device_int4
+from armature_kernels.linear.device_int4 import DeviceInt4Factory, dequantise_torch
+from armature_kernels.triton.elementwise import dequantise
 from compiled_kernels import compile_all
 from tiled_codes import TiledCodes, fresh_scratch
 

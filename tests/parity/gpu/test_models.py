@@ -16,14 +16,14 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 triton = pytest.importorskip("triton", reason="Triton is not installed")
-from app.kernels.attention.attention import KvRows, QkvHeads, token_bytes, view_kv_rows
-from app.kernels.attention.context import AttentionSpec
-from app.kernels.attention.paged import PagedStep
-from app.kernels.elementwise import activations, embedding, rope
-from app.kernels.elementwise import norms as layer_norm
-from app.kernels.elementwise import norms as rowwise
-from app.kernels.triton import attention, elementwise
-from app.kernels.triton.prompts import attend_prompts
+from armature_kernels.attention.attention import KvRows, QkvHeads, token_bytes, view_kv_rows
+from armature_kernels.attention.context import AttentionSpec
+from armature_kernels.attention.paged import PagedStep
+from armature_kernels.elementwise import activations, embedding, rope
+from armature_kernels.elementwise import norms as layer_norm
+from armature_kernels.elementwise import norms as rowwise
+from armature_kernels.triton import attention, elementwise
+from armature_kernels.triton.prompts import attend_prompts
 from device_engine import MAX_LEN, DeviceServed, Said, prompt_of, request_of
 from loaded_models import load
 from simulated_device import SimulatedDeviceBackend

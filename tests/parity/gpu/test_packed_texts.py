@@ -10,10 +10,10 @@ pytest.importorskip("triton", reason="Triton is not installed")
 
 import torch
 
-from app.kernels.attention.attention import QkvHeads
-from app.kernels.attention.context import AttentionSpec
-from app.kernels.attention.paged import PackedTexts, attend_texts_padded_torch
-from app.kernels.triton.prompts import attend_packed
+from armature_kernels.attention.attention import QkvHeads
+from armature_kernels.attention.context import AttentionSpec
+from armature_kernels.attention.paged import PackedTexts, attend_texts_padded_torch
+from armature_kernels.triton.prompts import attend_packed
 
 CLOSE = {torch.float32: (1e-5, 1e-5), torch.bfloat16: (2**-6, 2**-6)}
 

@@ -13,8 +13,8 @@ from torch import Tensor
 from hypothesis_examples import examples
 
 pytest.importorskip("triton", reason="Triton is not installed")
-from app.kernels.attention.attention import KvRows, QkvHeads, token_bytes, view_kv_rows
-from app.kernels.elementwise import rope as turn
+from armature_kernels.attention.attention import KvRows, QkvHeads, token_bytes, view_kv_rows
+from armature_kernels.elementwise import rope as turn
 
 pytestmark = pytest.mark.usefixtures("served_by_triton")
 RELATIVE = {torch.float32: 2e-6, torch.float16: 2**-9, torch.bfloat16: 2**-7}
@@ -112,7 +112,7 @@ def test_rows_beyond_two_billion_elements(gpu: torch.device) -> None:
 
 def test_triton_served(gpu: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where the kernel cannot be reached, turning fails: so the tests above are of the kernel, not of the twin."""
-    from app.kernels.triton import rope as turning
+    from armature_kernels.triton import rope as turning
 
     monkeypatch.setattr(turning, "triton", None)
     heads = heads_of(gpu, (1, 2, 1, 64), 64, False, torch.float32)

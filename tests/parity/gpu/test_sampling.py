@@ -13,7 +13,7 @@ from torch import Tensor
 
 from app.engine.sampling.rows import COLUMNS, SamplingTensors, sample_greedy, sample_random_torch, uniform_number
 from app.engine.scheduler.batch import NOT_FINITE
-from app.kernels.triton.sampling import _COLUMNS, sample_rows
+from armature_kernels.triton.sampling import _COLUMNS, sample_rows
 from compiled_kernels import compile_all
 
 BLOCK = 128  # of a row at a time, so that rows have several

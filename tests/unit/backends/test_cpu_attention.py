@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 
 from app.backends import cpu
 from app.backends.cpu import AttentionRow, Segment, reference_attention, torch_attention
-from app.kernels.attention.attention import AttentionSequence, KvSegment, token_bytes, view_kv_rows
-from app.kernels.attention.context import AttentionSpec
+from armature_kernels.attention.attention import AttentionSequence, KvSegment, token_bytes, view_kv_rows
+from armature_kernels.attention.context import AttentionSpec
 from ragged_batches import Batch, Share, attend, make_batch
 
 # Standard normal inputs, results below 5. In bfloat16 a part's result and its softmax weights are rounded to 8 bits.

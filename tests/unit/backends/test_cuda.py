@@ -13,8 +13,8 @@ import torch
 from app.backends.cuda import CudaBackend
 from app.backends.selection import select_backend, select_device_backend, select_host_backend
 from app.errors import PlanImpossible
-from app.hardware.decision import Decision
 from app.hardware.plan.plan import ServingPlan
+from planned_machines import bare_plan
 
 
 class Stream:
@@ -87,9 +87,7 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[Cuda]:
 @pytest.fixture
 def plan() -> Any:
     """The few words of a plan that a backend reads."""
-    chosen = {"device": "cuda", "dtype": "bfloat16", "threads": 1}
-    names = ServingPlan.__dataclass_fields__
-    return ServingPlan(**{name: Decision(chosen.get(name), "chosen") for name in names})
+    return bare_plan(device="cuda", dtype="bfloat16", threads=1)
 
 
 def test_nothing_of_cuda_is_touched_before_it_is_configured(plan: ServingPlan) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -11,13 +10,14 @@ import torch
 from app.backends import mps
 from app.backends.mps import MpsBackend, attention_function, sdpa_attention
 from app.errors import PlanImpossible
-from app.kernels.attention.attention import QkvHeads
-from app.kernels.attention.context import AttentionSpec
-from app.kernels.attention.paged import PackedTexts, attend_block, attend_texts_padded_torch, paged_attention_torch
+from armature_kernels.attention.attention import QkvHeads
+from armature_kernels.attention.context import AttentionSpec
+from armature_kernels.attention.paged import PackedTexts, attend_block, attend_texts_padded_torch, paged_attention_torch
 from paged_steps import Shape, made_step
+from planned_machines import bare_plan
 
 CPU = torch.device("cpu")
-PLAN: Any = SimpleNamespace(threads=SimpleNamespace(value=1))
+PLAN = bare_plan(threads=1)
 
 
 @pytest.mark.parametrize("window", [None, 70])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import os
 import threading
 from collections.abc import Callable
@@ -13,25 +12,14 @@ import torch
 from app.backends.cpu import CpuBackend
 from app.backends.selection import select_backend, select_device_backend, select_host_backend
 from app.errors import PlanImpossible
-from app.hardware.decision import Decision
 from app.hardware.plan.plan import ServingPlan
+from planned_machines import bare_plan
 
 
 @pytest.fixture
 def plan() -> ServingPlan:
-    values = {item.name: Decision(None, "of no matter here") for item in dataclasses.fields(ServingPlan)}
-    chosen = {
-        "device": "cpu",
-        "dtype": "bfloat16",
-        "threads": 1,
-        "interop_threads": torch.get_num_interop_threads(),
-        "cpu_ids": (),
-    }
-    return ServingPlan(**{**values, **{name: Decision(value, "chosen") for name, value in chosen.items()}})
-
-
-def with_values(plan: ServingPlan, **values: object) -> ServingPlan:
-    return dataclasses.replace(plan, **{name: Decision(value, "chosen") for name, value in values.items()})
+    interop_threads = torch.get_num_interop_threads()
+    return bare_plan(device="cpu", dtype="bfloat16", threads=1, interop_threads=interop_threads, cpu_ids=())
 
 
 def in_a_thread(work: Callable[[], object]) -> object:
@@ -54,12 +42,12 @@ def test_the_cpu_is_served_in_the_plans_dtype(plan: ServingPlan) -> None:
     backend = select_backend(plan)
     assert isinstance(backend, CpuBackend)
     assert (backend.device, backend.dtype) == (torch.device("cpu"), torch.bfloat16)
-    assert select_backend(with_values(plan, dtype="float32")).dtype == torch.float32
+    assert select_backend(plan.changed(dtype="float32")).dtype == torch.float32
 
 
 @pytest.mark.parametrize(("device", "kind"), [("cuda", "CudaBackend"), ("mps", "MpsBackend")])
 def test_a_device_is_served_by_its_own(device: str, kind: str, plan: ServingPlan) -> None:
-    backend = select_device_backend(with_values(plan, device=device, dtype="float16"))
+    backend = select_device_backend(plan.changed(device=device, dtype="float16"))
     assert (type(backend).__name__, backend.device.type, backend.dtype) == (kind, device, torch.float16)
 
 
@@ -67,12 +55,12 @@ def test_what_is_asked_for_one_kind_is_not_given_of_another(plan: ServingPlan) -
     with pytest.raises(PlanImpossible, match=r"'cpu' here; available: cuda, mps"):
         select_device_backend(plan)
     with pytest.raises(PlanImpossible, match=r"'cuda' here; available: cpu"):
-        select_host_backend(with_values(plan, device="cuda"))
+        select_host_backend(plan.changed(device="cuda"))
 
 
 def test_an_unknown_device_is_refused_and_what_exists_is_named(plan: ServingPlan) -> None:
     with pytest.raises(PlanImpossible, match=r"'tpu'.*available: cpu, cuda, mps"):
-        select_backend(with_values(plan, device="tpu"))
+        select_backend(plan.changed(device="tpu"))
 
 
 @pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="this system does not pin threads")
@@ -81,7 +69,7 @@ def test_configure_sizes_the_pool_and_pins_the_calling_thread_alone(plan: Servin
     cpu = max(before)
 
     def work() -> tuple[set[int], int]:
-        CpuBackend(torch.float32).configure(with_values(plan, threads=2, cpu_ids=(cpu,)))
+        CpuBackend(torch.float32).configure(plan.changed(threads=2, cpu_ids=(cpu,)))
         return os.sched_getaffinity(0), torch.get_num_threads()
 
     try:
@@ -95,7 +83,7 @@ def test_configure_sizes_the_pool_and_pins_the_calling_thread_alone(plan: Servin
 def test_a_mask_that_the_kernel_refuses_is_only_logged(plan: ServingPlan, caplog: pytest.LogCaptureFixture) -> None:
     threads = torch.get_num_threads()
     assert (
-        in_a_thread(lambda: CpuBackend(torch.float32).configure(with_values(plan, cpu_ids=(100_000,), threads=threads)))
+        in_a_thread(lambda: CpuBackend(torch.float32).configure(plan.changed(cpu_ids=(100_000,), threads=threads)))
         is None
     )
     assert "cannot be bound to CPUs [100000]" in caplog.text

@@ -13,8 +13,7 @@ import pytest
 
 from app.cli.completion import SHELLS, completion_script
 from app.cli.main import COMMANDS, main
-from app.cli.parser import make_parser
-from app.cli.setting_rows import setting_rows
+from app.cli.parser import make_parser, setting_rows
 from armature_bench.flags import BENCHES
 
 CASES = [

@@ -98,7 +98,7 @@ def test_what_reports_the_power_or_why_nothing_does() -> None:
 
 def test_every_decision_is_printed_with_its_reason() -> None:
     text = printed(FACTS, with_plan=True)
-    for name, decision in make_plan(FACTS, None, Settings(), None, RECIPES).decisions():
+    for name, decision in make_plan(FACTS, None, Settings(), None, RECIPES).decisions.items():
         assert name in text
         assert decision.reason.split()[0] in text
     assert "1 physical core may be used on memory node 0" in text
@@ -112,7 +112,7 @@ def test_the_json_is_json() -> None:
     assert facts["cores"][1] == {"cpu_ids": [1, 3], "package": 1, "numa_node": 1, "kind": "performance"}
     threads = json.loads(json.dumps(plan.to_json()))["threads"]
     assert threads["value"] == 1
-    assert threads["reason"] == plan.threads.reason
+    assert threads["reason"] == plan.decisions["threads"].reason
 
 
 @pytest.mark.parametrize(("cpus", "text"), [([], ""), ([3], "3"), ([0, 1, 2, 8], "0-2,8"), ([1, 3, 5, 6], "1,3,5-6")])

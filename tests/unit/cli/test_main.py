@@ -12,8 +12,7 @@ from pathlib import Path
 import pytest
 
 from app.cli import main
-from app.cli.parser import parse_arguments
-from app.cli.setting_rows import setting_rows
+from app.cli.parser import parse_arguments, setting_rows
 from app.errors import CheckpointInvalid, RequestTimeout, StartupError, UnknownArgument
 from app.hardware.facts import Core, Cpu, Facts
 from app.settings import SETTING_GROUPS, given_settings
@@ -56,9 +55,9 @@ def test_each_setting_is_under_the_heading_of_its_group(capsys: pytest.CaptureFi
         group: re.findall(r"^  --([\w-]+)(?= )", text, re.MULTILINE)
         for group, text in zip(parts[1::2], parts[2::2], strict=True)
     }
-    for group, names in SETTING_GROUPS.items():
+    for group in SETTING_GROUPS:
         flags = [flag for flag in shown[group] if not flag.startswith("no-")]
-        assert flags == [name.replace("_", "-") for name in names]
+        assert flags == [row.flag.removeprefix("--") for row in setting_rows([group])]
 
 
 def test_settings_reach_the_command_as_they_were_given() -> None:

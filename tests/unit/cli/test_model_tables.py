@@ -11,10 +11,10 @@ import pytest
 from rich.console import Console
 
 from app.cli.tables import PlanExplanation, explain_plan, render_explanation
+from app.engine.calibration.cache import Calibration, CalibrationFile, calibration_key
 from app.hardware.decision import Measurements, TrialTimes
 from app.hardware.facts import CudaDevice, Facts, Needs
 from app.hardware.plan.plan import make_plan
-from app.server.prepare import Calibration, CalibrationFile, calibration_key
 from app.settings import DEMO_DIRECTORY, Settings
 from app.weights.checkpoint import open_checkpoint
 from app.weights.forms import RECIPES
@@ -191,7 +191,7 @@ def test_it_finds_what_an_earlier_start_measured(tmp_path: Path) -> None:
     )
     after = explain_plan(asked, host)
     assert after.origin == "just now, in 1.2 s, with this model's shapes"
-    assert after.plan.capacity_tokens_per_second.value["decode"][1] > 100
+    assert after.plan.speed.capacity_tokens_per_second["decode"][1] > 100
     fields = json.loads(json.dumps(after.to_json()))
     assert fields["measurements"]["trials"][0]["precision"] == "bf16" and fields["plan"]["threads"]["value"] == 2
     off = explain_plan(asked.model_copy(update={"calibrate": "off"}), host)

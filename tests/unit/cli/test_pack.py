@@ -9,8 +9,8 @@ import pytest
 
 from app.cli import main
 from app.engine.calibration import streaming
-from app.kernels.native.arguments import OpCode
-from app.kernels.native.operations import has_kernel
+from armature_kernels.native.arguments import OpCode
+from armature_kernels.native.operations import has_kernel
 from tiny_checkpoints import write_checkpoint
 
 

@@ -12,13 +12,13 @@ from app.cli.main import pack
 from app.errors import PlanImpossible, SettingsInvalid
 from app.hardware.plan.plan import make_plan
 from app.hardware.probe.probe import probe
-from app.kernels.native.arguments import OpCode
-from app.kernels.native.operations import has_kernel
 from app.settings import Settings, load_settings
 from app.weights.checkpoint import open_checkpoint
 from app.weights.forms import RECIPES
 from app.weights.load import Packing, load_model
 from app.weights.packs import PackFolder
+from armature_kernels.native.arguments import OpCode
+from armature_kernels.native.operations import has_kernel
 from tiny_checkpoints import write_checkpoint
 
 pytestmark = pytest.mark.skipif(not has_kernel(OpCode.LINEAR_INT), reason="integer forms need the native library")
@@ -49,7 +49,7 @@ def served(settings: Settings) -> torch.Tensor:
     """The bytes of the first layer's gate and up, from the pack."""
     checkpoint = open_checkpoint(settings.checkpoint_directory)
     plan = make_plan(probe(), None, settings, checkpoint.needs(), RECIPES.keys())
-    packs = PackFolder(Path(plan.pack_folder.value or ""), lambda done, total: pytest.fail("it was kept before"))
+    packs = PackFolder(Path(plan.weights.pack_folder or ""), lambda done, total: pytest.fail("it was kept before"))
     model = load_model(checkpoint, plan, CpuBackend(torch.bfloat16), packing=Packing(packs))
     panels: torch.Tensor = model.get_submodule("layers.0.mlp.gate_up").form.panels
     return panels

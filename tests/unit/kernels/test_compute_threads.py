@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from app.kernels.compute_threads import ComputeThreads
+from armature_kernels.compute_threads import ComputeThreads
 
 
 @pytest.fixture(params=[1, 3])

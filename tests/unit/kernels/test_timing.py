@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from app.kernels.timing import (
+from armature_kernels.timing import (
     LONG_RUN_SECONDS,
     MAX_ADJUSTMENT,
     MAX_SAMPLES,

@@ -9,13 +9,12 @@ from typing import Any, cast
 import pytest
 
 from app.errors import CheckpointInvalid, InvalidRequest, PlanImpossible, SettingsInvalid
-from app.hardware.decision import Decision
-from app.hardware.plan.plan import ServingPlan
 from app.server.adapters import AdapterReader, check_device, planned_adapters
 from app.server.prepare import prepare
 from app.settings import Settings, load_settings
 from app.weights.lora.adapter import LoraAdapter, ServedAdapters
 from app.weights.open import open_model
+from planned_machines import bare_plan
 from tiny_adapters import write_adapter
 from tiny_checkpoints import write_checkpoint
 
@@ -98,12 +97,12 @@ def test_the_memory_of_all_places_is_planned(base: Path, tmp_path: Path) -> None
     prepared = prepare(Settings(model=base, precision="fp32", lora=(f"a={adapter}",), max_loras=3))
     assert prepared.adapters is not None
     assert prepared.needs.adapter_elements == prepared.adapters.num_elements
-    more = prepared.plan.weight_bytes.value - alone.plan.weight_bytes.value
+    more = prepared.plan.memory.weight_bytes - alone.plan.memory.weight_bytes
     assert more == 4 * prepared.adapters.num_elements
 
 
 def test_a_gpu_is_refused() -> None:
-    plan = cast(ServingPlan, type("Plan", (), {"device": Decision("cuda", "it is there")}))
+    plan = bare_plan(device="cuda")
     check_device(None, plan)
     with pytest.raises(PlanImpossible, match="set device=cpu"):
         check_device(ServedAdapters({}, {}, 1, 1), plan)

@@ -43,16 +43,16 @@ def with_vocabulary(directory: Path, change: Any) -> Checkpoint:
 
 def test_without_the_setting_nothing_is_opened(served: Path) -> None:
     prepared = prepare(Settings(model=served))
-    assert (prepared.draft, prepared.needs.draft, prepared.plan.draft_model.value) == (None, None, None)
+    assert (prepared.draft, prepared.needs.draft, prepared.plan.steps.draft_model) == (None, None, None)
 
 
 def test_a_draft_model_is_opened_and_planned(served: Path, small: Path) -> None:
     prepared = prepare(Settings(model=served, draft_model=small, precision="fp32"))
     assert prepared.draft is not None
     assert prepared.draft.directory == small
-    assert prepared.plan.draft_model.value == str(small)
-    assert f"{prepared.draft.needs().num_parameters:,} parameters" in prepared.plan.draft_model.reason
-    assert "draft model" in prepared.plan.speculation.reason
+    assert prepared.plan.steps.draft_model == str(small)
+    assert f"{prepared.draft.needs().num_parameters:,} parameters" in prepared.plan.decisions["draft_model"].reason
+    assert "draft model" in prepared.plan.decisions["speculation"].reason
     draft = MemoryDemand(prepared.needs, "fp32", "fp32").draft_bytes()
     needs = prepared.draft.needs()
     assert draft == needs.bytes_by_precision["fp32"] + DRAFT_SEQS * 256 * kv_bytes_per_token(needs, "fp32")

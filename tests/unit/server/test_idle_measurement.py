@@ -13,12 +13,12 @@ import torch
 from app.engine.calibration import idle
 from app.hardware.decision import Measurements
 from app.hardware.probe.probe import probe
-from app.kernels.native.arguments import OpCode
-from app.kernels.native.operations import has_kernel
 from app.server.prepare import with_kept_calibration
 from app.server.startup import ServerRuntime
 from app.settings import DEMO_DIRECTORY, Settings
 from app.weights.open import open_model
+from armature_kernels.native.arguments import OpCode
+from armature_kernels.native.operations import has_kernel
 from exported_programs import write_program
 
 DEMOS = {"decode": DEMO_DIRECTORY, "encode": DEMO_DIRECTORY.parent / "bert", "program": None}

@@ -14,21 +14,16 @@ from typing import Any
 import pytest
 
 from app.cli.main import main
+from app.engine.calibration.cache import Calibration
 from app.errors import PlanImpossible
 from app.hardware.decision import Measurements, TrialTimes
 from app.hardware.facts import Cache, Facts, NativeLibrary, TorchBuild
-from app.hardware.plan.torchao_config import INT8_REFERENCE, KLEIDI_INT4
 from app.hardware.step_times import StepTimeTable
 from app.server import prepare
-from app.server.prepare import (
-    Calibration,
-    Prepared,
-    measurement_subject,
-    measuring_budget_seconds,
-    with_kept_calibration,
-)
+from app.server.prepare import Prepared, measurement_subject, measuring_budget_seconds, with_kept_calibration
 from app.settings import DEMO_DIRECTORY, Settings
 from app.weights.checkpoint import Checkpoint, open_checkpoint
+from armature_kernels.linear.torchao_config import INT8_REFERENCE, KLEIDI_INT4
 from planned_machines import machine
 
 TRIAL = TrialTimes("bf16", 8, {1: 0.02, 8: 0.03}, {64: 0.1, 512: 0.7}, 1e-7, 10**9, 2e9, pair_seconds=1e-8)
@@ -113,8 +108,8 @@ def test_a_measurement_ends_no_start(
         served = start(tmp_path, checkpoint)
     assert "no address space" in caplog.text
     assert (served.is_final, served.step_time_table) == (True, None)
-    assert served.expected_step_times is not None and served.plan.speed_source.value == "estimated"
-    assert "no address space" in served.plan.speed_source.reason
+    assert served.expected_step_times is not None and served.plan.speed.speed_source == "estimated"
+    assert "no address space" in served.plan.decisions["speed_source"].reason
     assert start(tmp_path, checkpoint).calibration != served.calibration, "nothing was kept of it"
 
 
@@ -130,9 +125,9 @@ def test_what_was_measured_beside_other_work_is_kept_as_noisy(
         monkeypatch.setattr(
             "app.engine.calibration.measure.measure_machine", measure_of(Measurements(trials=(QUICK, fewer)), budgets)
         )
-        assert start(tmp_path / str(gain), checkpoint).plan.threads.value == 7
+        assert start(tmp_path / str(gain), checkpoint).plan.cpu.threads == 7
         second = start(tmp_path / str(gain), checkpoint).plan
-        assert (second.threads.value, second.speed_source.value) == (threads, source)
+        assert (second.cpu.threads, second.speed.speed_source) == (threads, source)
         assert len(budgets) == 1, "the next start begins at once"
 
 
@@ -148,18 +143,23 @@ def test_what_a_noisy_machine_measured_serves_the_next_start_at_once_until_the_i
     for from_cache in (False, True):
         served = start(tmp_path, checkpoint)
         assert served.calibration is not None and served.calibration.from_cache is from_cache
-        assert served.plan.speed_source.value == "noisy" and noise in served.plan.speed_source.reason
-        assert noise in served.plan.calibrate.reason and "while idle" in served.plan.calibrate.reason
+        assert served.plan.speed.speed_source == "noisy" and noise in served.plan.decisions["speed_source"].reason
+        assert (
+            noise in served.plan.decisions["calibrate"].reason
+            and "while idle" in served.plan.decisions["calibrate"].reason
+        )
         assert served.step_time_table is None and served.calibration_spread == 0.34
         assert served.expected_step_times == StepTimeTable.from_trial(QUICK)
-        assert served.plan.capacity_tokens_per_second.reason.startswith("From the least of noisy samples: ")
-        assert not served.plan.roofline_ratio.value and served.estimated_trial == noisy
+        assert served.plan.decisions["capacity_tokens_per_second"].reason.startswith(
+            "From the least of noisy samples: "
+        )
+        assert not served.plan.speed.roofline_ratio and served.estimated_trial == noisy
     assert len(budgets) == 1
     idle = served.with_idle_trial(dataclasses.replace(noisy, decode_seconds={1: 0.01}))
-    assert (idle.plan.speed_source.value, idle.calibration_spread) == ("measured", 0.0)
+    assert (idle.plan.speed.speed_source, idle.calibration_spread) == ("measured", 0.0)
     again = start(tmp_path, checkpoint)
     assert again.calibration is not None and len(again.calibration.measurements.trials) == 1, "int8 was noisy too"
-    assert not again.calibration.measurements.single_steps and again.plan.speed_source.value == "measured"
+    assert not again.calibration.measurements.single_steps and again.plan.speed.speed_source == "measured"
     assert len(budgets) == 1
 
 
@@ -183,14 +183,17 @@ def test_what_the_idle_server_measured_serves_the_next_start(
     found = Measurements(fallback="measuring failed")
     monkeypatch.setattr("app.engine.calibration.measure.measure_machine", measure_of(found, budgets))
     first = start(tmp_path, checkpoint)
-    assert first.estimated_trial is not None and first.plan.speed_source.value == "estimated"
+    assert first.estimated_trial is not None and first.plan.speed.speed_source == "estimated"
     idle = first.with_idle_trial(TRIAL)
     assert idle.step_time_table == StepTimeTable.from_trial(TRIAL) and idle.estimated_trial is None
-    assert idle.plan.speed_source.value == "measured" and "while the server was idle" in idle.plan.speed_source.reason
-    assert idle.plan.precision == first.plan.precision
-    assert idle.plan.capacity_tokens_per_second.value["decode"][1] == pytest.approx(1 / (0.02 + 512e-7), rel=0.01)
+    assert (
+        idle.plan.speed.speed_source == "measured"
+        and "while the server was idle" in idle.plan.decisions["speed_source"].reason
+    )
+    assert idle.plan.weights == first.plan.weights
+    assert idle.plan.speed.capacity_tokens_per_second["decode"][1] == pytest.approx(1 / (0.02 + 512e-7), rel=0.01)
     second = start(tmp_path, checkpoint)
-    assert second.step_time_table == StepTimeTable.from_trial(TRIAL) and second.plan.speed_source.value == "measured"
+    assert second.step_time_table == StepTimeTable.from_trial(TRIAL) and second.plan.speed.speed_source == "measured"
     assert len(budgets) == 1, "the second start did not measure"
     start(tmp_path, checkpoint, calibrate="on")
     assert len(budgets) == 2
@@ -217,8 +220,8 @@ def test_every_precision_that_may_be_chosen_is_a_way(tmp_path: Path, checkpoint:
             made = measurement_subject(
                 with_kept_calibration(facts, Settings(cache_dir=tmp_path, **settings), checkpoint)
             )
-        assert (made.copy is not None) == ("int4" in [way.precision.value for way in made.plans])
-        return [way.precision.value for way in made.plans]
+        assert (made.copy is not None) == ("int4" in [way.weights.precision for way in made.plans])
+        return [way.weights.precision for way in made.plans]
 
     assert ways(large=True) == ["bf16", "int8", "int4"]
     native = machine(2, isa=x86.isa - {"avx512_bf16"} | {"fma"}, native=NativeLibrary(("avx2", "portable")))

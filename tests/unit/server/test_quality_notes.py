@@ -7,9 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from app.engine.calibration.cache import Calibration
 from app.errors import PrecisionTooCostly
 from app.hardware.decision import Measurements, TrialTimes
-from app.server.prepare import Calibration, Prepared, with_kept_calibration
+from app.server.prepare import Prepared, with_kept_calibration
 from app.server.quality_notes import QualityNotes
 from app.server.startup import ServerRuntime
 from app.settings import DEMO_DIRECTORY, Settings
@@ -36,28 +37,28 @@ def prepared_as(tmp_path: Path, **settings: object) -> Prepared:
 
 def test_a_measured_cost_is_known_at_the_next_start(tmp_path: Path) -> None:
     first = prepared_as(tmp_path, precision="int8")
-    assert "not measured" in first.plan.precision.reason
-    assert "perplexity by 1.2%" in first.with_quality_cost(0.012).plan.precision.reason
-    assert "perplexity by 1.2%" in prepared_as(tmp_path, precision="int8").plan.precision.reason
-    assert "not measured" in prepared_as(tmp_path, precision="int4").plan.precision.reason
+    assert "not measured" in first.plan.decisions["precision"].reason
+    assert "perplexity by 1.2%" in first.with_quality_cost(0.012).plan.decisions["precision"].reason
+    assert "perplexity by 1.2%" in prepared_as(tmp_path, precision="int8").plan.decisions["precision"].reason
+    assert "not measured" in prepared_as(tmp_path, precision="int4").plan.decisions["precision"].reason
     other = prepared_as(tmp_path, precision="int8", keep_layers="lm_head=bf16")
-    assert "not measured" in other.plan.precision.reason, "other layers cost something else"
+    assert "not measured" in other.plan.decisions["precision"].reason, "other layers cost something else"
 
 
 @pytest.mark.parametrize(("cost", "chosen"), ((0.02, "int8"), (0.05, "bf16")))
 def test_auto_leaves_a_precision_that_costs_too_much(tmp_path: Path, cost: float, chosen: str) -> None:
     first = prepared_as(tmp_path)
-    assert first.plan.precision.value == "int8"
+    assert first.plan.weights.precision == "int8"
     again = first.with_quality_cost(cost)
-    assert again.plan.precision.value == chosen
-    assert f"raises perplexity by {100 * cost:.1f}%" in again.plan.precision.reason
+    assert again.plan.weights.precision == chosen
+    assert f"raises perplexity by {100 * cost:.1f}%" in again.plan.decisions["precision"].reason
     runtime = ServerRuntime(first, lambda error: None)
     if chosen == "int8":
         runtime._take_quality_cost(cost)
     else:
         with pytest.raises(PrecisionTooCostly, match=r"int8: it raises perplexity by 5\.0%"):
             runtime._take_quality_cost(cost)
-    assert runtime._prepared.plan.precision.value == chosen
+    assert runtime._prepared.plan.weights.precision == chosen
 
 
 def test_a_damaged_note_counts_as_none(tmp_path: Path) -> None:

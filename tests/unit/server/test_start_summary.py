@@ -36,7 +36,7 @@ def test_a_decoder_is_summarized() -> None:
     assert all("\n" not in line and "None" not in line for line in lines.values())
     assert lines["model"] == f"llama: LlamaForCausalLM, 4M parameters of bfloat16, from {DEMO_DIRECTORY}"
     assert "1 thread, " in lines["machine"] and "of memory available" in lines["machine"]
-    assert lines["precision"] == f"fp32. {start.plan.precision.reason}"
+    assert lines["precision"] == f"fp32. {start.plan.decisions['precision'].reason}"
     assert "of KV cache for 64 sequences at a time, of up to 2,048 tokens" in lines["memory"]
     assert "tokens/s" in lines["speed"] or "estimate" in lines["speed"]
     assert lines["ready"] == f"in 2.0 s at {URL} (/ is a page to try the model, /docs lists the API)"
@@ -70,7 +70,7 @@ def test_the_key_is_asked_for_and_never_printed() -> None:
 
 def test_a_gpu_is_named() -> None:
     start = prepared()
-    plan = dataclasses.replace(start.plan, device=dataclasses.replace(start.plan.device, value="mps"))
+    plan = start.plan.changed(device="mps")
     assert dict(start_summary(dataclasses.replace(start, plan=plan), URL, 2.0, has_chat=True))["machine"].startswith(
         "mps of "
     )

@@ -16,7 +16,7 @@ def test_the_committed_page_is_current() -> None:
 
 
 def test_the_levels_are_those_of_the_library() -> None:
-    built = {file.stem for file in (ROOT / "app" / "kernels" / "csrc" / "levels").glob("*.c")}
+    built = {file.stem for file in (ROOT / "armature_kernels" / "csrc" / "levels").glob("*.c")}
     assert {level for levels in auto_table.LEVELS.values() for level in levels} == built
 
 

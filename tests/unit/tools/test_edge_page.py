@@ -8,14 +8,14 @@ from pathlib import Path
 import pytest
 
 from app.errors import PlanImpossible
-from app.hardware.plan.dtypes import check_torch_can_run
+from app.hardware.plan.weights import check_torch_can_run
 from tools import auto_table
 from tools.recorded_hosts import HOSTS
 
 ROOT = Path(__file__).resolve().parents[3]
 PAGE = (ROOT / "docs" / "edge.md").read_text(encoding="utf-8")
 SMALL = ("radxa-x4", "orion-o6", "rock-5b", "raspberry-pi-5")
-LEVELS = ROOT / "app" / "kernels" / "csrc" / "levels"
+LEVELS = ROOT / "armature_kernels" / "csrc" / "levels"
 
 
 def rows(heading: str) -> list[list[str]]:

@@ -283,7 +283,7 @@ def test_cmake_is_fetched_where_the_machine_has_none_that_will_do(
 
 def test_what_fetches_cmake_and_what_wants_it_agree(root: Path) -> None:
     wanted = re.search(
-        r"cmake_minimum_required\(VERSION (\d+)\.(\d+)", (root / "app/kernels/csrc/CMakeLists.txt").read_text()
+        r"cmake_minimum_required\(VERSION (\d+)\.(\d+)", (root / "armature_kernels/csrc/CMakeLists.txt").read_text()
     )
     assert wanted
     assert (int(wanted[1]), int(wanted[2])) == install.CMAKE

@@ -47,22 +47,23 @@ def test_unit_runs_the_tests_of_one_folder(root: Path, tmp_path: Path) -> None:
 
 def test_continuous_integration_runs_what_a_person_would(root: Path) -> None:
     lines = [line for line in (root / ".ci" / "run").read_text().splitlines() if line and not line.startswith("#")]
-    assert [line.split(" </dev/null")[0] for line in lines[-4:]] == [
+    assert [line.split(" </dev/null")[0] for line in lines[-3:]] == [
         "make checkers",
         "make real-model",
-        "make test",
         "exec make test-all",
     ]
 
 
-def test_the_two_tiers_are_all_tests_and_share_only_those_of_levels(root: Path, tmp_path: Path) -> None:
+def test_one_tier_leaves_out_what_the_other_runs_too(root: Path, tmp_path: Path) -> None:
     for stamp in ("runtime.stamp", "dev.stamp"):
         (tmp_path / stamp).touch()
     chosen = {}
     for target in ("test", "test-all"):
-        (line,) = re.findall(r"^.* -m pytest (.*)$", make(root, "-n", target, f"VENV={tmp_path}").stdout, re.MULTILINE)
-        chosen[target] = line.split(" -m ")[1].strip()
-    assert chosen == {"test": '"not full"', "test-all": '"full or levels"'}
+        printed = make(root, "-n", target, f"VENV={tmp_path}", "ARGS=").stdout
+        (line,) = re.findall(r"^.* -m pytest .*--dist worksteal(.*)$", printed, re.MULTILINE)
+        chosen[target] = line.strip()
+        assert "ruff check" in printed and "mypy" in printed
+    assert chosen == {"test": '-m "not full"', "test-all": ""}
 
 
 @pytest.mark.parametrize(

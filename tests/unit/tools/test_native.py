@@ -82,7 +82,7 @@ def test_the_processor_is_asked_with_the_program_that_the_build_left(
 def wheel(folder: Path, content: bytes, tag: str = TAG) -> Path:
     path = folder / f"armature_serve-9-py3-none-{tag}.whl"
     with zipfile.ZipFile(path, "w") as archive:
-        archive.writestr(f"app/kernels/{native.library_path().name}", content)
+        archive.writestr(f"armature_kernels/{native.library_path().name}", content)
     return path
 
 
@@ -139,13 +139,13 @@ def test_cmake_computes_the_same_digest_and_compiles_this_processor_s_level_alon
     root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Only configured: compiling takes a minute."""
-    monkeypatch.setattr(native, "KERNELS", root / "app" / "kernels")
+    monkeypatch.setattr(native, "KERNELS", root / "armature_kernels")
     with Progress(1, io.StringIO()) as progress:
-        options = ["-S", str(root / "app/kernels/csrc"), "-B", str(tmp_path), "-DARMATURE_ONLY_LEVELS=here"]
+        options = ["-S", str(root / "armature_kernels/csrc"), "-B", str(tmp_path), "-DARMATURE_ONLY_LEVELS=here"]
         (said,) = [line for line in progress.run(Phase("configure"), ["cmake", *options]) if "-- Armature" in line]
     monkeypatch.setattr(native, "BUILD", tmp_path)
     levels = native.processor_levels().split()
     assert said.endswith(f"with the levels {levels[0]}")
     commands = (tmp_path / "compile_commands.json").read_text()
     (made,) = set(re.findall(r"ARMATURE_BUILD=[\\\"]*([0-9a-f]{64} here [a-z0-9 ]+)", commands))
-    assert made == f"{native.digest(root / 'app/kernels/csrc')} here {' '.join(levels)}"
+    assert made == f"{native.digest(root / 'armature_kernels/csrc')} here {' '.join(levels)}"

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from app.cli.setting_rows import setting_rows
+from app.cli.parser import setting_rows
 from app.settings import SETTING_GROUPS
 from tools import settings_table
 

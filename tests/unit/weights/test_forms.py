@@ -10,17 +10,17 @@ import torch
 
 from app.errors import NoRecipe
 from app.hardware.plan.memory_budget import kv_bytes_per_token
-from app.hardware.plan.torchao_config import EXAMPLE, is_torchao
-from app.kernels.linear.int_panels import IntPanelLinear
-from app.kernels.linear.layout import LAYOUTS
-from app.kernels.linear.linear import DEVICE_FORMS, FORMS, QUANTISED_FORMS, Linear
-from app.kernels.native.arguments import OpCode
-from app.kernels.native.operations import has_kernel
 from app.models.decoders.config import ModelConfig
 from app.models.decoders.shapes import norm_elements
 from app.weights import forms
 from app.weights.checkpoint import open_checkpoint
 from app.weights.forms import RECIPES, Recipe, choose_upgrades, find_recipe
+from armature_kernels.linear.int_panels import IntPanelLinear
+from armature_kernels.linear.layout import LAYOUTS
+from armature_kernels.linear.linear import DEVICE_FORMS, FORMS, QUANTISED_FORMS, Linear
+from armature_kernels.linear.torchao_config import EXAMPLE, is_torchao
+from armature_kernels.native.arguments import OpCode
+from armature_kernels.native.operations import has_kernel
 from loaded_models import load
 from tiny_checkpoints import write_checkpoint
 

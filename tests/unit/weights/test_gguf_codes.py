@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 import torch
 
-from app.kernels.linear.int_panels import IntPanelLinear
-from app.kernels.linear.linear import Linear
-from app.kernels.linear.row_split import RowSplitLinear
-from app.kernels.native.arguments import OpCode
-from app.kernels.native.operations import has_kernel
 from app.weights.checkpoint import open_checkpoint
 from app.weights.tensor_reader import MappedFiles, TensorReader
+from armature_kernels.linear.int_panels import IntPanelLinear
+from armature_kernels.linear.linear import Linear
+from armature_kernels.linear.row_split import RowSplitLinear
+from armature_kernels.native.arguments import OpCode
+from armature_kernels.native.operations import has_kernel
 from gguf_files import convert, write_tensor
 from loaded_models import load
 from tiny_checkpoints import write_checkpoint

@@ -8,14 +8,14 @@ import pytest
 import torch
 
 from app.errors import SettingsInvalid
-from app.kernels.linear.int_panels import IntPanelLinear
-from app.kernels.linear.linear import Linear
-from app.kernels.linear.row_split import RowSplitLinear
-from app.kernels.native.arguments import OpCode
-from app.kernels.native.operations import has_kernel
 from app.weights.checkpoint import open_checkpoint
 from app.weights.forms import KeptLayers, kept_layer_bytes, kept_precision
 from app.weights.load import form_choice
+from armature_kernels.linear.int_panels import IntPanelLinear
+from armature_kernels.linear.linear import Linear
+from armature_kernels.linear.row_split import RowSplitLinear
+from armature_kernels.native.arguments import OpCode
+from armature_kernels.native.operations import has_kernel
 from loaded_models import load, plan_of
 from tiny_checkpoints import write_checkpoint
 

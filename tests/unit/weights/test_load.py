@@ -9,9 +9,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from app.kernels.linear.linear import Linear, PlainLinear
 from app.weights import form_choice
 from app.weights.forms import Recipe
+from armature_kernels.linear.linear import Linear, PlainLinear
 from loaded_models import load
 from reference_attention import PlainAttend, context_of
 from tiny_checkpoints import write_checkpoint, write_weights
@@ -83,7 +83,7 @@ def test_stored_in_one_dtype_served_in_another(tmp_path: Path, stored: torch.dty
 def test_packed_forms_give_the_plain_logits(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, architecture: str, dtype: str, forms: tuple[str, ...]
 ) -> None:
-    monkeypatch.setattr("app.kernels.linear.linear.OneDnnLinear.smallest", 0)
+    monkeypatch.setattr("armature_kernels.linear.linear.OneDnnLinear.smallest", 0)
     expected = logits(write_checkpoint(tmp_path, architecture, dtype=torch.bfloat16))
     monkeypatch.setattr(form_choice, "find_recipe", lambda *key: Recipe(forms))
     tolerance = 1e-4 if dtype == "float32" else 0.15

@@ -16,15 +16,15 @@ from torch import Tensor, nn
 
 from app.backends.base import BaseBackend
 from app.errors import PlanImpossible
-from app.kernels.linear import device_int4
-from app.kernels.linear.device import DeviceLinear
-from app.kernels.linear.device_int4 import DeviceInt4Linear
-from app.kernels.linear.linear import Linear
 from app.models.decoders.decoder import Embedding
 from app.models.decoders.rotary import RotaryEmbedding
 from app.models.encoders.encoder import DistanceBias
 from app.weights.checkpoint import open_checkpoint
 from app.weights.load import Packing, load_model
+from armature_kernels.linear import device_int4
+from armature_kernels.linear.device import DeviceLinear
+from armature_kernels.linear.device_int4 import DeviceInt4Linear
+from armature_kernels.linear.linear import Linear
 from loaded_models import load, load_on, plan_of
 from reference_attention import PlainAttend, context_of
 from run_encoder import encoded, random_texts

@@ -11,12 +11,12 @@ import torch
 import torch.nn.functional as F
 
 from app.backends.base import HostBackend
-from app.kernels.native.arguments import OpCode
-from app.kernels.native.operations import has_kernel
 from app.models.encoders.encoder import BertBody, Encoder
 from app.weights.checkpoint import open_checkpoint
 from app.weights.load import Model, Packing, load_model
 from app.weights.packs import PackFolder
+from armature_kernels.native.arguments import OpCode
+from armature_kernels.native.operations import has_kernel
 from loaded_models import load, plan_of
 from run_encoder import encoded, random_texts
 from tiny_encoders import SUFFIX, Modules, write_encoder

@@ -31,7 +31,7 @@ PROBE = """
 import json, sys, torch
 from pathlib import Path
 from loaded_models import load, load_on
-from app.kernels.linear.linear import FORMS, QUANTISED_FORMS, Linear
+from armature_kernels.linear.linear import FORMS, QUANTISED_FORMS, Linear
 from app.weights import form_choice
 from app.weights.forms import Recipe
 def high_water():

@@ -17,9 +17,6 @@ import torch
 from torch import nn
 
 from app.backends.base import HostBackend
-from app.kernels.linear.linear import Linear
-from app.kernels.native.arguments import OpCode
-from app.kernels.native.operations import has_kernel
 from app.weights import cache_file
 from app.weights import load as loading
 from app.weights import packs as pack_cache
@@ -27,6 +24,9 @@ from app.weights.checkpoint import open_checkpoint
 from app.weights.form_choice import CacheableForm
 from app.weights.load import Packing, load_model, pack_weights
 from app.weights.packs import PackFolder, write_pack
+from armature_kernels.linear.linear import Linear
+from armature_kernels.native.arguments import OpCode
+from armature_kernels.native.operations import has_kernel
 from loaded_models import plan_of
 from native_levels import at_level, levels
 from reference_attention import PlainAttend, context_of

@@ -11,17 +11,17 @@ from app.backends.selection import select_host_backend
 from app.engine.calibration.streaming import calibration_for
 from app.hardware.plan.plan import make_plan
 from app.hardware.probe.probe import probe
-from app.kernels.compute_threads import ComputeThreads
-from app.kernels.linear.layout import PANEL_OUTPUTS
-from app.kernels.linear.linear import Linear
-from app.kernels.native.arguments import OpCode
-from app.kernels.native.operations import has_kernel
 from app.settings import load_settings
 from app.weights import load as loading
 from app.weights import tensor_reader
 from app.weights.checkpoint import Checkpoint, open_checkpoint
 from app.weights.forms import RECIPES
 from app.weights.load import Packing, load_model
+from armature_kernels.compute_threads import ComputeThreads
+from armature_kernels.linear.layout import PANEL_OUTPUTS
+from armature_kernels.linear.linear import Linear
+from armature_kernels.native.arguments import OpCode
+from armature_kernels.native.operations import has_kernel
 from tiny_checkpoints import write_checkpoint
 
 pytestmark = pytest.mark.skipif(not has_kernel(OpCode.LINEAR_INT), reason="integer forms need the native library")

@@ -10,13 +10,13 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from app.errors import CheckpointInvalid
-from app.kernels.linear.int_panels import IntPanelLinear
-from app.kernels.linear.linear import Linear
-from app.kernels.native.arguments import OpCode
-from app.kernels.native.operations import has_kernel
 from app.weights.checkpoint import open_checkpoint
 from app.weights.quantized.values import _columns, unpack
 from app.weights.tensor_reader import MappedFiles
+from armature_kernels.linear.int_panels import IntPanelLinear
+from armature_kernels.linear.linear import Linear
+from armature_kernels.native.arguments import OpCode
+from armature_kernels.native.operations import has_kernel
 from loaded_models import load
 from quantized_files import FORMATS, change_config, drawn, quantized
 

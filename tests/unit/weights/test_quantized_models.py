@@ -9,14 +9,14 @@ import pytest
 import torch
 from torch import nn
 
-from app.kernels.linear.bf16_panels import HybridLinear
-from app.kernels.linear.int_panels import IntPanelLinear
-from app.kernels.linear.linear import Linear, host_architecture
-from app.kernels.native.arguments import OpCode
-from app.kernels.native.operations import has_kernel
 from app.models.decoders.layers.vectors import HeadNorm, Norm
 from app.weights.checkpoint import open_checkpoint
 from app.weights.forms import find_recipe, upgrade_budget
+from armature_kernels.linear.bf16_panels import HybridLinear
+from armature_kernels.linear.int_panels import IntPanelLinear
+from armature_kernels.linear.linear import Linear, host_architecture
+from armature_kernels.native.arguments import OpCode
+from armature_kernels.native.operations import has_kernel
 from loaded_models import load
 from reference_attention import PlainAttend, context_of
 from tiny_checkpoints import ARCHITECTURES, write_checkpoint

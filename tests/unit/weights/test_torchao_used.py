@@ -11,14 +11,15 @@ import torch
 
 from app.errors import PlanImpossible
 from app.hardware.plan.memory_budget import MemoryDemand
-from app.hardware.plan.torchao_config import EXAMPLE, INT4_REFERENCE, INT8_REFERENCE
-from app.kernels.linear import int_panels, torchao_linear
-from app.kernels.linear.device import DeviceLinear
-from app.kernels.linear.linear import Linear, PlainLinear
-from app.kernels.linear.torchao_linear import TorchaoLinear, torchao_module
 from app.weights.checkpoint import open_checkpoint
 from app.weights.form_choice import OUTPUT_SOURCES
 from armature_bench.engine.quality import loaded_weight_bytes
+from armature_kernels.errors import KernelError
+from armature_kernels.linear import int_panels, torchao_linear
+from armature_kernels.linear.device import DeviceLinear
+from armature_kernels.linear.linear import Linear, PlainLinear
+from armature_kernels.linear.torchao_config import EXAMPLE, INT4_REFERENCE, INT8_REFERENCE
+from armature_kernels.linear.torchao_linear import TorchaoLinear, torchao_module
 from loaded_models import load, load_on
 from reference_attention import PlainAttend, context_of
 from tiny_checkpoints import write_checkpoint
@@ -70,14 +71,14 @@ def test_without_our_kernels_and_without_torchao_nothing_is_quantized(
     for name in [name for name in sys.modules if name.partition(".")[0] == "torchao"]:
         monkeypatch.setitem(sys.modules, name, None)  # an import of it then fails
     assert {type(linear.form) for linear in _layers(load(checkpoint, precision))} == {PlainLinear}
-    with pytest.raises(PlanImpossible, match="torchao"):
+    with pytest.raises(KernelError, match="torchao"):
         load(checkpoint, INT8_REFERENCE)
 
 
 def test_a_format_that_suits_no_layer_is_refused(checkpoint: Path) -> None:
     with pytest.raises(PlanImpossible, match="suits no layer of this model"):
         load(checkpoint, "torchao:Int8WeightOnlyConfig(granularity=PerGroup(128))")
-    with pytest.raises(PlanImpossible, match=r"Int4WeightOnlyConfig cannot serve on cpu here.*mslk"):
+    with pytest.raises(KernelError, match=r"Int4WeightOnlyConfig cannot serve on cpu here.*mslk"):
         load(checkpoint, "torchao:Int4WeightOnlyConfig")
 
 

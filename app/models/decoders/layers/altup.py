@@ -12,17 +12,17 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 
-from app.kernels.attention.attention import RopeAngles
-from app.kernels.attention.context import Attend
-from app.kernels.elementwise.activations import convert_rows
-from app.kernels.elementwise.altup import Correction, StreamMix, correct_streams, match_rows, predict_streams
-from app.kernels.elementwise.norms import contiguous, copy_rows, empty_rows, gate_with, gather
-from app.kernels.linear.activations import Activations, quantise
-from app.kernels.linear.linear import Linear
 from app.models.decoders.config import ModelConfig
 from app.models.decoders.layer_config import AltUpConfig, NormConfig
 from app.models.decoders.layers.layer import Attention, DecoderMLP
 from app.models.decoders.layers.vectors import Norm, StoredVector
+from armature_kernels.attention.attention import RopeAngles
+from armature_kernels.attention.context import Attend
+from armature_kernels.elementwise.activations import convert_rows
+from armature_kernels.elementwise.altup import Correction, StreamMix, correct_streams, match_rows, predict_streams
+from armature_kernels.elementwise.norms import contiguous, copy_rows, empty_rows, gate_with, gather
+from armature_kernels.linear.activations import Activations, quantise
+from armature_kernels.linear.linear import Linear
 
 _MAGNITUDE_FLOOR = 1e-5  # the least mean square of a row that gets the magnitude of another
 _ROOT_HALF = math.sqrt(0.5)

@@ -8,21 +8,21 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 
-from app.kernels.attention.attention import QkvHeads, RopeAngles
-from app.kernels.attention.context import Attend, AttentionSpec
-from app.kernels.attention.convolution import convolved_rows
-from app.kernels.elementwise.activations import convert_rows
-from app.kernels.elementwise.latent import latent_heads
-from app.kernels.elementwise.norms import contiguous, gate, gather
-from app.kernels.elementwise.routing import route
-from app.kernels.elementwise.routing_rule import Routing
-from app.kernels.linear.activations import Activations, unquantised
-from app.kernels.linear.experts import ExpertForms, ExpertStack, run_experts_torch
-from app.kernels.linear.linear import Linear, LinearForm
 from app.models.decoders.config import ModelConfig
 from app.models.decoders.layer_config import ConvolutionConfig, ExpertsConfig, LatentConfig, NormConfig
 from app.models.decoders.layers.vectors import AlibiSlopes, Filters, HeadNorm, Norm, StoredVector, Xielu
 from app.models.decoders.shapes import Product, mixer_products, up_sources
+from armature_kernels.attention.attention import QkvHeads, RopeAngles
+from armature_kernels.attention.context import Attend, AttentionSpec
+from armature_kernels.attention.convolution import convolved_rows
+from armature_kernels.elementwise.activations import convert_rows
+from armature_kernels.elementwise.latent import latent_heads
+from armature_kernels.elementwise.norms import contiguous, gate, gather
+from armature_kernels.elementwise.routing import route
+from armature_kernels.elementwise.routing_rule import Routing
+from armature_kernels.linear.activations import Activations, unquantised
+from armature_kernels.linear.experts import ExpertForms, ExpertStack, run_experts_torch
+from armature_kernels.linear.linear import Linear, LinearForm
 
 
 def linear_of(product: Product, layer: int) -> Linear:

@@ -8,11 +8,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from app.kernels.elementwise.activations import xielu
-from app.kernels.elementwise.norms import add_rms_norm, layer_norm, layer_norm_in_place, rms_norm
-from app.kernels.linear.activations import Activations, RowGroups
-from app.kernels.linear.linear import Linear
 from app.models.decoders.layer_config import HeadNormConfig, NormConfig
+from armature_kernels.elementwise.activations import xielu
+from armature_kernels.elementwise.norms import add_rms_norm, layer_norm, layer_norm_in_place, rms_norm
+from armature_kernels.linear.activations import Activations, RowGroups
+from armature_kernels.linear.linear import Linear
 
 
 class Norm(nn.Module):
@@ -56,7 +56,7 @@ class Norm(nn.Module):
             self.bias = nn.Parameter(torch.zeros(self.bias.shape, device=device), requires_grad=False)
 
     def divide_weight(self, factors: Tensor) -> None:
-        """Divide the weight by the smooth scales of the product that it feeds (kernels/linear/smoothing.py)."""
+        """Divide the weight by the smooth scales of the product that it feeds (armature_kernels/linear/smoothing.py)."""
         self.weight.div_(factors)
         if self.bias is not None:
             self.bias.div_(factors)

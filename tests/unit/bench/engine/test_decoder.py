@@ -17,10 +17,6 @@ from app.engine.decoder.build import build_decoder_engine
 from app.hardware.facts import Cache, Core, Cpu, Facts
 from app.hardware.plan.plan import ServingPlan, make_plan
 from app.hardware.probe.probe import probe
-from app.kernels import ceilings
-from app.kernels.ceilings import MatmulThroughputProbe, ReadBandwidthProbe
-from app.kernels.native.arguments import OpCode
-from app.kernels.native.operations import has_kernel
 from app.messages import Abort
 from app.models.decoders.config import ModelConfig
 from app.models.decoders.shapes import active_weights, expert_weights
@@ -33,6 +29,10 @@ from armature_bench.engine.ceilings import CpuCeilingSampler, MachineCeilings, W
 from armature_bench.engine.decoder import DecoderLoad, EngineBenchOptions, measure_decoder_engine
 from armature_bench.engine.driver import DecoderDriver, ProductCosts, largest_cache_bytes, product_costs
 from armature_bench.http.workload import TokenPrompts
+from armature_kernels import ceilings
+from armature_kernels.ceilings import MatmulThroughputProbe, ReadBandwidthProbe
+from armature_kernels.native.arguments import OpCode
+from armature_kernels.native.operations import has_kernel
 from tiny_checkpoints import config_values, write_checkpoint
 
 FACTS = Facts("linux", "x86_64", Cpu("", ""), (Core((0,)),), 2**34, 2**34, (0,))
@@ -122,7 +122,7 @@ def test_a_beam_searchs_steps_have_their_own_limit(prepared: Prepared) -> None:
 
 
 def test_a_segment_of_a_beam_search_decodes_all_beams_at_every_step(built: Any, prepared: Prepared) -> None:
-    driver = DecoderDriver(built.engine, TokenPrompts(range(2, 60)), prepared.plan.max_model_len.value)
+    driver = DecoderDriver(built.engine, TokenPrompts(range(2, 60)), prepared.plan.memory.max_model_len)
     seen: list[tuple[int, int]] = []
     step = driver._step
 

@@ -14,13 +14,13 @@ from app.backends import selection
 from app.hardware.facts import CudaDevice, Facts, TorchBuild
 from app.hardware.plan.plan import ServingPlan, make_plan
 from app.hardware.probe.probe import probe
-from app.kernels import ceilings as device_ceilings
 from app.settings import Settings
 from app.weights.checkpoint import Checkpoint, open_checkpoint
 from app.weights.forms import RECIPES
 from armature_bench.console import BenchOutcome
 from armature_bench.engine import ceilings, decoder, encoder
 from armature_bench.engine.decoder import EngineBenchOptions
+from armature_kernels import ceilings as device_ceilings
 from simulated_device import SimulatedDeviceBackend
 from tiny_checkpoints import write_checkpoint
 from tiny_encoders import write_encoder
@@ -57,7 +57,7 @@ def test_a_decoder_on_a_device(tmp_path: Path) -> None:
     assert found.complete
     assert found.subject.endswith(", fp32, cuda")
     assert {"decode ×1", "decode ×8", "memory copy, both ways", "products, float32"} <= told.keys()
-    longest = max(tokens for tokens in decoder.PROMPTS if tokens < plan.max_model_len.value)
+    longest = max(tokens for tokens in decoder.PROMPTS if tokens < plan.memory.max_model_len)
     together, alone = told[f"prefill 8 × {longest}"], told[f"prefill {longest}"]
     assert together.parts["tok/s"] == pytest.approx(8 * longest / together.value * 1e3)
     assert alone.parts["tok/s"] == pytest.approx(longest / alone.value * 1e3)

@@ -10,7 +10,6 @@ import torch
 from app.hardware.facts import Core, Cpu, Facts
 from app.hardware.plan.plan import ServingPlan, make_plan
 from app.hardware.probe.probe import probe
-from app.kernels import ceilings
 from app.settings import Settings
 from app.weights.checkpoint import Checkpoint, open_checkpoint
 from app.weights.forms import RECIPES
@@ -24,6 +23,7 @@ from armature_bench.engine.encoder import (
     encoder_operations,
     measure_encoder_engine,
 )
+from armature_kernels import ceilings
 from tiny_encoders import Modules, write_encoder
 
 FACTS = Facts("linux", "x86_64", Cpu("", ""), (Core((0,)),), 2**34, 2**34, (0,))

@@ -9,14 +9,14 @@ import pytest
 import torch
 
 from app.hardware.probe.probe import probe
-from app.kernels.native.arguments import OpCode
-from app.kernels.native.operations import has_kernel
 from app.settings import load_settings
 from app.weights.checkpoint import open_checkpoint
 from armature_bench.console import MeasurementFailed
 from armature_bench.engine import encoder_quality
 from armature_bench.engine.encoder_quality import MAX_WORDS, cut_texts, measure_encoder_quality
 from armature_bench.engine.quality import QualityJob
+from armature_kernels.native.arguments import OpCode
+from armature_kernels.native.operations import has_kernel
 from tiny_encoders import WORDS, write_encoder
 
 

@@ -14,7 +14,6 @@ from app.engine.program import RunnableProgram, build_program_engine
 from app.hardware.facts import Core, Cpu, Facts
 from app.hardware.plan.plan import ServingPlan, make_plan
 from app.hardware.probe.probe import probe
-from app.kernels import ceilings
 from app.server.prepare import prepare
 from app.settings import Settings
 from app.weights.forms import RECIPES
@@ -24,6 +23,7 @@ from armature_bench.engine import encoder, program
 from armature_bench.engine.decoder import EngineBenchOptions
 from armature_bench.engine.program import ProgramDriver, ProgramLoad, measure_program_engine
 from armature_bench.run import IN_PROCESS_BENCHES
+from armature_kernels import ceilings
 from exported_programs import write_program
 
 FACTS = Facts("linux", "x86_64", Cpu("", ""), (Core((0,)),), 2**34, 2**34, (0,))

@@ -12,8 +12,6 @@ import torch
 
 from app.engine.calibration.perplexity import WindowScorer
 from app.hardware.probe.probe import probe
-from app.kernels.native.arguments import OpCode
-from app.kernels.native.operations import has_kernel
 from app.settings import load_settings
 from app.weights.checkpoint import Checkpoint, open_checkpoint
 from armature_bench.console import BenchOutcome
@@ -26,6 +24,8 @@ from armature_bench.engine.quality import (
     host_precisions,
     measure_quality,
 )
+from armature_kernels.native.arguments import OpCode
+from armature_kernels.native.operations import has_kernel
 from tiny_checkpoints import write_checkpoint
 
 TEXT = "the cat and the hen\n\nwent there\n---\nanother one\n---\n\n---\nthe last, which is a little longer than the others are"

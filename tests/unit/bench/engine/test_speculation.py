@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,7 +12,6 @@ import torch
 from app.engine.build import BuildRequest
 from app.engine.decoder.build import build_decoder_engine
 from app.engine.decoder.draft_model import DraftModel
-from app.hardware.decision import Decision
 from app.hardware.facts import Core, Cpu, Facts
 from app.hardware.plan.plan import ServingPlan, make_plan
 from app.hardware.probe.probe import probe
@@ -107,5 +105,5 @@ def test_what_is_said_with_draft_tokens_is_what_was_said(prepared: tuple[Checkpo
 
 def test_a_plan_without_draft_tokens_cannot_be_measured(prepared: tuple[Checkpoint, ServingPlan]) -> None:
     checkpoint, plan = prepared
-    with pytest.raises(MeasurementFailed, match="Asked for"):
-        measure_speculation(checkpoint, replace(plan, speculation=Decision(False, "Asked for.")), FACTS, None, 1)
+    with pytest.raises(MeasurementFailed, match="this plan does not use speculation"):
+        measure_speculation(checkpoint, plan.changed(speculation=False), FACTS, None, 1)

@@ -13,9 +13,8 @@ from hypothesis import strategies as st
 from rich.cells import cell_len
 
 from app.cli.clients import chat, command
-from app.cli.clients.chat import AnswerPrinter, Chat, WordWrap
+from app.cli.clients.chat import AnswerPrinter, Chat, Conversation, StreamedAnswer, WordWrap
 from app.cli.clients.connection import ServerConnection, ServerRefused
-from app.cli.clients.conversation import Conversation, StreamedAnswer
 from app.cli.main import main
 from app.errors import SettingsInvalid
 from scripted_http import ScriptedServer, chatting, delta, running

@@ -11,10 +11,9 @@ from typing import Any, get_args
 import pytest
 from rich.console import Console
 
-from app.cli.clients import live_figures
+from app.cli.clients import top
 from app.cli.clients.connection import ServerConnection, ServerRefused
-from app.cli.clients.live_figures import CAUSES, LiveFigures, format_seconds, open_figures
-from app.cli.clients.top import draw_line, render, show_figures
+from app.cli.clients.top import CAUSES, LiveFigures, draw_line, format_seconds, open_figures, render, show_figures
 from app.cli.main import main
 from app.metrics.samples import parse_samples
 from app.metrics.stats import Cause
@@ -85,7 +84,7 @@ def test_one_picture_without_a_terminal(capsys: pytest.CaptureFixture[str]) -> N
 
 def test_rates_are_those_between_two_readings(monkeypatch: pytest.MonkeyPatch) -> None:
     moments = iter([10.0, 12.0, 13.0])
-    monkeypatch.setattr(live_figures.time, "monotonic", lambda: next(moments))
+    monkeypatch.setattr(top.time, "monotonic", lambda: next(moments))
     with running(serving()) as script:
         figures = open_figures(ServerConnection(script.url))
         figures.read()

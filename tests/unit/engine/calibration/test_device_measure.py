@@ -21,11 +21,11 @@ from app.engine.calibration.stages import FULL_TRIAL, TrialScope, TrialStep
 from app.hardware.facts import CudaDevice, TorchBuild
 from app.hardware.plan.plan import ServingPlan, make_plan
 from app.hardware.probe.probe import probe
-from app.kernels import ceilings
-from app.kernels.ceilings import CopyBandwidthProbe, DeviceMatmulThroughputProbe, cache_bytes
 from app.settings import Settings
 from app.weights.checkpoint import Checkpoint, open_checkpoint
 from app.weights.forms import RECIPES
+from armature_kernels import ceilings
+from armature_kernels.ceilings import CopyBandwidthProbe, DeviceMatmulThroughputProbe, cache_bytes
 from simulated_device import RepeatedWork, SimulatedDeviceBackend
 from tiny_checkpoints import write_checkpoint
 from tiny_encoders import write_encoder
@@ -55,7 +55,7 @@ def plan_of(checkpoint: Checkpoint, **settings: Any) -> ServingPlan:
     facts = dataclasses.replace(probe(), cuda=(GPU,), torch=TorchBuild("2.13.0", cuda="13.0"))
     asked = {"threads": 1, "precision": "fp32", "max_batch_tokens": 128, "max_running_seqs": 12, **settings}
     plan = make_plan(facts, None, Settings(**asked), checkpoint.needs(), RECIPES.keys())
-    assert plan.device.value == "cuda"
+    assert plan.placement.device == "cuda"
     return plan
 
 

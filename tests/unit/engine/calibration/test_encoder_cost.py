@@ -17,14 +17,14 @@ from app.engine.encoder.build import build_encoder_engine
 from app.hardware.plan.plan import ServingPlan, make_plan
 from app.hardware.plan.precision import describe_cost
 from app.hardware.probe.probe import probe
-from app.kernels.linear.linear import ExactLinear, Linear
-from app.kernels.native.arguments import OpCode
-from app.kernels.native.operations import has_kernel
 from app.models.encoders.encoder import Encoder
 from app.settings import load_settings
 from app.weights.checkpoint import Checkpoint, open_checkpoint
 from app.weights.forms import RECIPES
 from app.weights.load import Packing, load_model
+from armature_kernels.linear.linear import ExactLinear, Linear
+from armature_kernels.native.arguments import OpCode
+from armature_kernels.native.operations import has_kernel
 from tiny_encoders import write_encoder
 
 pytestmark = pytest.mark.skipif(not has_kernel(OpCode.LINEAR_INT), reason="integer forms need the native library")
@@ -53,7 +53,7 @@ def measure(
     exact: Callable[[Linear], ExactLinear],
 ) -> float | None:
     forms = [linear.form for linear in model.modules() if isinstance(linear, Linear)]
-    cost = costs[plan.precision.value] = measure_encoder_cost(checkpoint, plan, model, exact)
+    cost = costs[plan.weights.precision] = measure_encoder_cost(checkpoint, plan, model, exact)
     assert forms == [linear.form for linear in model.modules() if isinstance(linear, Linear)], "they are put back"
     return cost
 

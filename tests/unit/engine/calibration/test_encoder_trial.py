@@ -16,14 +16,14 @@ from app.engine.calibration.session import CalibrationSubject
 from app.engine.calibration.stages import COARSE_TRIAL, FULL_TRIAL, TrialScope, TrialStep
 from app.hardware.plan.plan import ServingPlan, make_plan
 from app.hardware.probe.probe import probe
-from app.kernels.linear.layout import PANEL_OUTPUTS
-from app.kernels.linear.linear import Linear
-from app.kernels.native.arguments import OpCode
-from app.kernels.native.operations import has_kernel
 from app.settings import Settings
 from app.weights.checkpoint import Checkpoint, open_checkpoint
 from app.weights.forms import RECIPES
 from app.weights.load import load_model
+from armature_kernels.linear.layout import PANEL_OUTPUTS
+from armature_kernels.linear.linear import Linear
+from armature_kernels.native.arguments import OpCode
+from armature_kernels.native.operations import has_kernel
 from tiny_encoders import write_encoder
 
 FIXED, LAYER, ROW, PAIR = 1e-3, 1e-4, 1e-5, 1e-8  # seconds of a step on the machine of these tests
@@ -114,7 +114,7 @@ class Machine:
     def _run(self, rehearsal: EncoderTrial, shape: TrialStep) -> None:
         more = shape.size * (shape.context - 128) if shape.context else 0
         seconds = FIXED + shape.layers * (LAYER + shape.size * ROW + more * PAIR)
-        self.now += seconds * (0.5 if rehearsal.plan.precision.value == "bf16" else 1.0)
+        self.now += seconds * (0.5 if rehearsal.plan.weights.precision == "bf16" else 1.0)
 
 
 def test_the_whole_models_seconds(checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch) -> None:

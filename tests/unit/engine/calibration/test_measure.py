@@ -19,17 +19,17 @@ from app.engine.calibration.decoder_trial import CHUNK_TOKENS, CONTEXT_ROWS, Dec
 from app.engine.calibration.measure import measure_machine
 from app.engine.calibration.session import CalibrationSubject, TrialSession
 from app.engine.calibration.stages import CpuTrialStage, TrialScope, TrialStep
-from app.hardware.decision import Decision, Measurements, TrialTimes
+from app.hardware.decision import Measurements, TrialTimes
 from app.hardware.plan.plan import ServingPlan, make_plan
 from app.hardware.probe.probe import probe
-from app.kernels import ceilings
-from app.kernels.native.arguments import OpCode
-from app.kernels.native.operations import has_kernel
-from app.kernels.timing import MAX_SPREAD
 from app.settings import Settings
 from app.weights.checkpoint import Checkpoint, open_checkpoint
 from app.weights.forms import RECIPES
 from app.weights.load import load_model
+from armature_kernels import ceilings
+from armature_kernels.native.arguments import OpCode
+from armature_kernels.native.operations import has_kernel
+from armature_kernels.timing import MAX_SPREAD
 from tiny_checkpoints import write_checkpoint
 
 INTEGERS = pytest.mark.skipif(not has_kernel(OpCode.LINEAR_INT), reason="integer forms need the native library")
@@ -277,7 +277,7 @@ def test_all_that_may_be_chosen_is_looked_at_and_the_choice_looked_at_closely(
     checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch, fewer: bool
 ) -> None:
     def factor(rehearsal: DecoderTrial, threads: int) -> float:
-        return (0.5 if rehearsal.plan.precision.value == "int4" else 1.0) * (0.8 if (threads == 1) == fewer else 1.0)
+        return (0.5 if rehearsal.plan.weights.precision == "int4" else 1.0) * (0.8 if (threads == 1) == fewer else 1.0)
 
     machine = Machine(monkeypatch, factor)
 
@@ -307,8 +307,8 @@ def test_one_step_is_enough_to_drop_what_cannot_be_chosen(
     steps = {"fp32": 0, "bf16": 0}
 
     def factor(rehearsal: DecoderTrial, threads: int) -> float:
-        steps[rehearsal.plan.precision.value] += 1
-        return slower if rehearsal.plan.precision.value == "fp32" else 1.0
+        steps[rehearsal.plan.weights.precision] += 1
+        return slower if rehearsal.plan.weights.precision == "fp32" else 1.0
 
     subject = subject_of(checkpoint, "bf16", "fp32", choose=quickest_step)
     found = measured(Machine(monkeypatch, factor), subject)
@@ -334,7 +334,9 @@ def test_nothing_that_may_be_chosen_is_left_without_a_time(
     checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """There is no time for three samples of a precision, and it is not dropped: its first step is kept."""
-    machine = Machine(monkeypatch, lambda rehearsal, threads: 40.0 if rehearsal.plan.precision.value == "fp32" else 1.0)
+    machine = Machine(
+        monkeypatch, lambda rehearsal, threads: 40.0 if rehearsal.plan.weights.precision == "fp32" else 1.0
+    )
     subject = subject_of(checkpoint, "bf16", "fp32", choose=lambda found: ("fp32", 1))
     found = measured(machine, subject)
     assert [trial.precision for trial in found.trials] == ["bf16"]
@@ -346,7 +348,7 @@ def test_bursts_of_other_work_do_not_decide(checkpoint: Checkpoint, monkeypatch:
     steps = {"bf16": 0, "fp32": 0}
 
     def factor(rehearsal: DecoderTrial, threads: int) -> float:
-        precision = rehearsal.plan.precision.value
+        precision = rehearsal.plan.weights.precision
         steps[precision] += 1
         bursts = 8.0 if precision == "bf16" and steps[precision] <= 10 else 1.0
         return (1.0 if precision == "bf16" else 3.0) * bursts * (1.0, 2.0, 2.0)[steps[precision] % 3]
@@ -363,7 +365,7 @@ def test_a_disturbed_trial_whose_samples_agree_is_repeated(
     tried: list[str] = []
 
     def factor(rehearsal: DecoderTrial, threads: int) -> float:
-        tried.append(rehearsal.plan.precision.value)
+        tried.append(rehearsal.plan.weights.precision)
         return 4.0 if tried[-1] == "bf16" and "fp32" not in tried else 1.0
 
     def best(found: Measurements) -> tuple[str, int]:
@@ -387,7 +389,7 @@ def test_where_making_the_models_takes_the_time_their_first_steps_count(
     machine, built, make = Machine(monkeypatch, quiet), [], TrialSession.model_trial
 
     def slowly(session: TrialSession, scope: TrialScope) -> Any:
-        built.append(session.plan.precision.value)
+        built.append(session.plan.weights.precision)
         model = make(session, scope)
         machine.now += making
         return model
@@ -406,7 +408,7 @@ def test_a_model_is_built_once_for_its_first_step_and_its_trial(
     make = TrialSession.model_trial
 
     def counted(session: TrialSession, scope: TrialScope) -> Any:
-        built.append(session.plan.precision.value)
+        built.append(session.plan.weights.precision)
         return make(session, scope)
 
     monkeypatch.setattr(TrialSession, "model_trial", counted)
@@ -423,7 +425,7 @@ def test_where_eight_bits_are_quicker_than_four(checkpoint: Checkpoint, monkeypa
     def run(rehearsal: DecoderTrial, shape: TrialStep) -> None:
         before = machine.now
         seconds(rehearsal, shape)
-        if rehearsal.plan.int8_copy.value:  # slower for few tokens, quicker for many
+        if rehearsal.plan.weights.int8_copy:  # slower for few tokens, quicker for many
             machine.now = before + (machine.now - before) * (0.75 if shape.size > 64 else 1.1)
 
     monkeypatch.setattr(machine, "_run", run)
@@ -482,7 +484,7 @@ def test_under_a_quota_that_binds_speed_is_what_it_leaves(
     """A quarter of a core: steps take four times what the CPU needs for them, and the budget is of as much work."""
     whole, quarter = Machine(monkeypatch, quiet), Machine(monkeypatch, quiet)
     (asked,) = subject_of(checkpoint, "fp32").plans
-    throttled = dataclasses.replace(asked, throttling_quota=Decision(0.25, "for this test"))
+    throttled = asked.changed(throttling_quota=0.25)
     found = {}
     for machine, plan in ((whole, asked), (quarter, throttled)):
         monkeypatch.setattr(

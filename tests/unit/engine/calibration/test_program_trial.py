@@ -125,8 +125,8 @@ def test_what_steps_take_is_known_of_every_size(folder: Path, monkeypatch: pytes
     assert (trial.decode_seconds, trial.prefill_seconds, trial.pair_seconds) == ({}, {}, 0.0)
     assert trial.operations_per_token == 2 * (24 * 64 + 64 * 32 + 32)
     plan = make_plan(probe(), found, Settings(threads=1, precision="fp32"), checkpoint.needs(), RECIPES.keys())
-    assert plan.batch_target_tokens.value == 64 and "64" in plan.capacity_tokens_per_second.reason
-    assert plan.capacity_tokens_per_second.value["encode"][1] == pytest.approx(1 / (FIXED + ROW))
+    assert plan.memory.batch_target_tokens == 64 and "64" in plan.decisions["capacity_tokens_per_second"].reason
+    assert plan.speed.capacity_tokens_per_second["encode"][1] == pytest.approx(1 / (FIXED + ROW))
 
 
 @pytest.mark.parametrize("name", ["recommender", "vision", "guarded"])

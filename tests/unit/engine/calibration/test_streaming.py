@@ -18,18 +18,18 @@ from app.engine.decoder.kv_cache import kv_dtype
 from app.errors import SettingsInvalid
 from app.hardware.plan.plan import ServingPlan, make_plan
 from app.hardware.probe.probe import probe
-from app.kernels.linear.fp32_panels import Fp32PanelLinear
-from app.kernels.linear.linear import ExactLinear, Linear
-from app.kernels.linear.quantization import InputStatistics, compute_gptq_factors
-from app.kernels.linear.smoothing import activation_aware_scales
-from app.kernels.native.arguments import OpCode
-from app.kernels.native.operations import has_kernel
 from app.models.decoders.decoder import Decoder
 from app.settings import load_settings
 from app.weights.checkpoint import Checkpoint, open_checkpoint
 from app.weights.forms import RECIPES
 from app.weights.load import Packing, load_model
 from app.weights.packs import PackFolder
+from armature_kernels.linear.fp32_panels import Fp32PanelLinear
+from armature_kernels.linear.linear import ExactLinear, Linear
+from armature_kernels.linear.quantization import InputStatistics, compute_gptq_factors
+from armature_kernels.linear.smoothing import activation_aware_scales
+from armature_kernels.native.arguments import OpCode
+from armature_kernels.native.operations import has_kernel
 from tiny_checkpoints import write_checkpoint
 
 pytestmark = pytest.mark.skipif(not has_kernel(OpCode.LINEAR_INT), reason="integer forms need the native library")

@@ -11,14 +11,14 @@ import torch
 
 from app.engine.calibration import synthetic_weights
 from app.engine.calibration.synthetic_weights import SyntheticForms, SyntheticMemory, synthetic_table
-from app.hardware.plan.torchao_config import INT8_REFERENCE
-from app.kernels.linear.device import DeviceLinear
-from app.kernels.linear.device_int4 import DeviceInt4Linear
-from app.kernels.linear.fp32_panels import FloatPanelLinear
-from app.kernels.linear.linear import Linear, LinearForm
-from app.kernels.linear.torchao_linear import TorchaoLinear
 from app.weights.form_choice import CacheableForm, FormChoice
 from app.weights.forms import DEVICE_INT4, find_recipe
+from armature_kernels.linear.device import DeviceLinear
+from armature_kernels.linear.device_int4 import DeviceInt4Linear
+from armature_kernels.linear.fp32_panels import FloatPanelLinear
+from armature_kernels.linear.linear import Linear, LinearForm
+from armature_kernels.linear.torchao_config import INT8_REFERENCE
+from armature_kernels.linear.torchao_linear import TorchaoLinear
 
 CPU = torch.device("cpu")
 

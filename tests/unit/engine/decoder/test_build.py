@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -16,11 +15,8 @@ from app.engine.decoder.cpu_runner import CpuDecoderRunner, DecoderReplay
 from app.engine.decoder.engine import DecoderEngine
 from app.engine.encoder.build import build_encoder_engine
 from app.errors import PlanImpossible
-from app.hardware.decision import Decision
 from app.hardware.plan.plan import ServingPlan, make_plan
 from app.hardware.probe.probe import probe
-from app.kernels.native.arguments import OpCode
-from app.kernels.native.operations import has_kernel
 from app.messages import Generate, SamplingParams
 from app.metrics.instruments import Metrics
 from app.metrics.load_progress import LoadProgress
@@ -29,6 +25,8 @@ from app.models.decoders.decoder import Decoder
 from app.settings import Settings, load_settings
 from app.weights.checkpoint import Checkpoint, open_checkpoint
 from app.weights.forms import RECIPES
+from armature_kernels.native.arguments import OpCode
+from armature_kernels.native.operations import has_kernel
 from tiny_checkpoints import write_checkpoint
 from tiny_encoders import write_encoder
 
@@ -81,7 +79,7 @@ def test_loading_is_reported_stage_by_stage(
 
 def test_every_sequence_may_share_a_prefix_of_another(checkpoint: Checkpoint, plan: ServingPlan) -> None:
     shape = kv_shape(checkpoint.model_config, plan)
-    assert (shape.num_slots, shape.max_len) == (6, plan.max_model_len.value)
+    assert (shape.num_slots, shape.max_len) == (6, plan.memory.max_model_len)
     assert (shape.num_layers, shape.num_kv_heads, shape.head_dim) == (2, 2, 8)
 
 
@@ -119,13 +117,13 @@ def test_the_budget_bounds_what_is_kept(
     built: BuiltEngine[DecoderEngine, CpuDecoderRunner, Decoder], plan: ServingPlan
 ) -> None:
     capacity = built.engine.snapshot().kv_capacity_tokens
-    assert 0 < capacity * built.runner.kv_cache.bytes_per_token <= plan.kv_cache_bytes.value
+    assert 0 < capacity * built.runner.kv_cache.bytes_per_token <= plan.memory.kv_cache_bytes
 
 
 def test_a_budget_beyond_all_slots_is_not_used(
     checkpoint: Checkpoint, plan: ServingPlan, stages: list[LoadProgress | str]
 ) -> None:
-    roomy = replace(plan, kv_cache_bytes=Decision(2**40, "More than there is."))
+    roomy = plan.changed(kv_cache_bytes=2**40)
     built = build_decoder_engine(BuildRequest(checkpoint, roomy, stages.append))
     assert (
         built.engine.snapshot().kv_capacity_tokens
@@ -136,15 +134,15 @@ def test_a_budget_beyond_all_slots_is_not_used(
 def test_a_quota_that_binds_reaches_the_engine(
     built: BuiltEngine[DecoderEngine, CpuDecoderRunner, Decoder], checkpoint: Checkpoint, plan: ServingPlan
 ) -> None:
-    assert built.engine.throttle_correction.quota_cores == plan.throttling_quota.value
-    throttled = replace(plan, throttling_quota=Decision(0.25, "A quarter of a core."))
+    assert built.engine.throttle_correction.quota_cores == plan.cpu.throttling_quota
+    throttled = plan.changed(throttling_quota=0.25)
     assert build_decoder_engine(BuildRequest(checkpoint, throttled)).engine.throttle_correction.quota_cores == 0.25
 
 
 def test_a_quota_that_binds_reaches_an_encoders_engine(tmp_path: Path) -> None:
     checkpoint = open_checkpoint(write_encoder(tmp_path / "tiny"))
     plan = make_plan(probe(), None, Settings(threads=1, precision="fp32"), checkpoint.needs(), RECIPES.keys())
-    throttled = replace(plan, throttling_quota=Decision(0.25, "A quarter of a core."))
+    throttled = plan.changed(throttling_quota=0.25)
     assert build_encoder_engine(BuildRequest(checkpoint, throttled)).engine.throttle_correction.quota_cores == 0.25
 
 
@@ -192,6 +190,6 @@ def test_attention_that_depends_on_the_batch_is_refused_where_it_may_not(tmp_pat
         "kv_precision": "bf16",
         "pack_folder": None,
     }
-    fixed = replace(plan, **{name: Decision(value, "asked for") for name, value in chosen.items()})
+    fixed = plan.changed(**chosen)
     with pytest.raises(PlanImpossible, match="our attention has no kernel for 4 heads of 12"):
         build_decoder_engine(BuildRequest(odd, fixed, eos_token_ids=(EOS,)))

@@ -5,7 +5,6 @@ warm-up without traces.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
 
 import pytest
 import torch
@@ -19,7 +18,6 @@ from app.engine.decoder.device_inputs import SamplingMode
 from app.engine.decoder.device_runner import DeviceDecoderRunner
 from app.engine.decoder.engine import DecoderEngine
 from app.errors import PlanImpossible, StepFailed
-from app.hardware.decision import Decision
 from app.hardware.facts import CudaDevice
 from app.hardware.plan.plan import ServingPlan
 from app.messages import Generate, RequestFailed, SamplingParams
@@ -61,7 +59,7 @@ def built_of(
 
 
 def changed(planned: ServingPlan, **values: object) -> ServingPlan:
-    return replace(planned, **{name: Decision(value, "For this test.") for name, value in values.items()})
+    return planned.changed(**values)
 
 
 def test_loading_is_reported_stage_by_stage(checkpoint: Checkpoint, planned: ServingPlan) -> None:
@@ -85,7 +83,7 @@ def test_common_steps_are_captured_while_loading(checkpoint: Checkpoint, planned
         GraphShape(bucket, way) for bucket in (1, 2, 4) for way in SamplingMode if way is not SamplingMode.LOGITS
     }
     eager = built_of(checkpoint, changed(planned, compile=False))
-    assert not eager.runner.graphs.captured and eager.runner.graphs.reason == "For this test."
+    assert not eager.runner.graphs.captured and eager.runner.graphs.reason == planned.decisions["compile"].reason
 
 
 def test_the_warm_up_leaves_no_trace(checkpoint: Checkpoint, planned: ServingPlan) -> None:

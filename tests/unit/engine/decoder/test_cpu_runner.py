@@ -11,9 +11,9 @@ from app.backends.cpu import AttentionRow, CpuBackend, Segment, context_segments
 from app.engine.decoder.cpu_runner import CpuDecoderRunner
 from app.engine.decoder.kv_cache import KvCache, KvShape
 from app.engine.scheduler.batch import Batch, KvCopy, LogitRow, SampledTokens, ScheduledSpan, Sequence
-from app.kernels.attention.attention import QkvHeads
-from app.kernels.attention.context import AttentionSpec, StepContext
 from app.messages import SamplingParams
+from armature_kernels.attention.attention import QkvHeads
+from armature_kernels.attention.context import AttentionSpec, StepContext
 
 SHAPE = KvShape(num_layers=2, num_slots=4, max_len=64, num_kv_heads=2, head_dim=4)
 SPEC = AttentionSpec(0.5)

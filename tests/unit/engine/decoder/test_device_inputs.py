@@ -28,8 +28,8 @@ from app.engine.decoder.device_inputs import (
 )
 from app.engine.sampling.rows import uniform_number
 from app.engine.scheduler.batch import LogitRow, ScheduledSpan, Sequence, logit_rows_of
-from app.kernels.attention.paged import PAGE_TOKENS
 from app.messages import SamplingParams
+from armature_kernels.attention.paged import PAGE_TOKENS
 
 GREEDY = SamplingParams(temperature=0.0)
 SHAPED = SamplingParams(temperature=0.7, top_k=2**40, top_p=0.9, min_p=0.05)

@@ -18,8 +18,8 @@ from app.engine.decoder.kv_cache import KvShape
 from app.engine.decoder.paged_kv_cache import PagedKvCache
 from app.engine.scheduler.batch import NOT_FINITE, Batch, KvCopy, SampledTokens, ScheduledSpan, Sequence
 from app.engine.scheduler.queues import EngineLimits
-from app.kernels.attention.context import StepContext
 from app.messages import SamplingParams
+from armature_kernels.attention.context import StepContext
 from device_engine import DelayedSimulatedDevice
 from simulated_device import SimulatedDeviceBackend
 

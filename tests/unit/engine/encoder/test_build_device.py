@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 
 import pytest
 import torch
@@ -14,7 +13,6 @@ from app.engine.encoder.batching import TextSpan
 from app.engine.encoder.build import build_device_encoder_engine
 from app.engine.encoder.device_runner import DeviceEncoderRunner
 from app.engine.encoder.engine import EncoderEngine
-from app.hardware.decision import Decision
 from app.hardware.facts import CudaDevice
 from app.hardware.plan.plan import ServingPlan
 from app.messages import ArraysReady, Encode, Text
@@ -46,7 +44,7 @@ def twin(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def changed(planned: ServingPlan, **values: object) -> ServingPlan:
-    return replace(planned, **{name: Decision(value, "For this test.") for name, value in values.items()})
+    return planned.changed(**values)
 
 
 def test_the_plans_device_says_which_engine_answers(checkpoint: Checkpoint, planned: ServingPlan) -> None:
@@ -65,7 +63,7 @@ def test_the_plans_device_says_which_engine_answers(checkpoint: Checkpoint, plan
 
 def test_nothing_is_recorded_where_the_plan_says_so(checkpoint: Checkpoint, planned: ServingPlan) -> None:
     replay = build_device_encoder_engine(BuildRequest(checkpoint, changed(planned, compile=False))).runner.replay
-    assert (replay.most_tokens, replay.reason) == (0, "For this test.")
+    assert (replay.most_tokens, replay.reason) == (0, planned.decisions["compile"].reason)
 
 
 def test_a_warm_up_that_wants_too_much_memory_ends_nothing(

@@ -14,13 +14,13 @@ from torch import Tensor
 from app.engine.encoder.batching import EncodeState
 from app.engine.encoder.cpu_runner import MIN_RECORDED_TOKENS, EncoderReplay
 from app.engine.encoder.sharding import DEFAULT_PLANNER, LanePlan, TextBatch
-from app.kernels.attention.context import EncodeContext
-from app.kernels.elementwise.embedding import add_embedding_rows, embedding_rows
-from app.kernels.elementwise.norms import gather
-from app.kernels.native.arguments import OpCode
-from app.kernels.native.operations import has_kernel
-from app.kernels.native.recording import NotRecordable
 from app.messages import Encode, Text
+from armature_kernels.attention.context import EncodeContext
+from armature_kernels.elementwise.embedding import add_embedding_rows, embedding_rows
+from armature_kernels.elementwise.norms import gather
+from armature_kernels.native.arguments import OpCode
+from armature_kernels.native.operations import has_kernel
+from armature_kernels.native.recording import NotRecordable
 
 ROOM = 128
 pytestmark = pytest.mark.skipif(not has_kernel(OpCode.EMBEDDING), reason="no native kernels here")

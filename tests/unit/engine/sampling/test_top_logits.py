@@ -9,8 +9,8 @@ import torch
 
 from app.engine.sampling.sampler import Sampler, sample_top_logits, top_logits_request
 from app.engine.scheduler.batch import NOT_SAMPLED, SampledTokens, Sequence
-from app.kernels.elementwise.activations import MAX_TOP_LOGITS, TopLogitsRequest, top_logits_torch
 from app.messages import SamplingParams
+from armature_kernels.elementwise.activations import MAX_TOP_LOGITS, TopLogitsRequest, top_logits_torch
 from sequences import rows_of
 
 VOCAB = 1000

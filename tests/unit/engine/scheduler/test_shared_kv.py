@@ -21,9 +21,9 @@ from app.engine.scheduler.kv_allocator import KvSlots
 from app.engine.scheduler.policy import PrefillBudget
 from app.engine.scheduler.queues import EngineLimits
 from app.engine.scheduler.scheduler import Scheduler
-from app.kernels.attention.attention import QkvHeads
-from app.kernels.attention.context import AttentionSpec, StepContext
 from app.messages import Generate, RequestFailed, SamplingParams, SequenceFinished, TokensReady
+from armature_kernels.attention.attention import QkvHeads
+from armature_kernels.attention.context import AttentionSpec, StepContext
 
 LAYERS, HEADS, KV_HEADS, HEAD_DIM, VOCABULARY = 2, 4, 2, 64, 50
 PROMPT, ANSWER = 1000, 30

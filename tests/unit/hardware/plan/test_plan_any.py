@@ -12,7 +12,7 @@ from app.errors import NoRecipe, PlanImpossible
 from app.hardware.decision import Measurements, TrialTimes
 from app.hardware.facts import NativeLibrary, Needs
 from app.hardware.plan.plan import ServingPlan, make_plan
-from app.settings import GENERATION_SETTINGS, Settings
+from app.settings import Settings, settings_with
 from hypothesis_examples import examples
 from planned_machines import GIB, RECIPES, machine
 
@@ -63,7 +63,7 @@ def test_a_plan_can_be_made_of_anything(
     if not has_bf16:
         host = dataclasses.replace(host, isa=frozenset("sse4_2 popcnt avx avx2 fma".split()))
     if kind == "encoder":
-        asked = {name: value for name, value in asked.items() if name not in GENERATION_SETTINGS}
+        asked = {name: value for name, value in asked.items() if name not in settings_with(generates_only=True)}
     provisional: ServingPlan | None
     try:
         provisional = make_plan(host, None, Settings(**asked), needs, RECIPES)
@@ -75,10 +75,10 @@ def test_a_plan_can_be_made_of_anything(
         assert provisional is None, "what was planned before measuring can still be served afterwards"
         return
     assert provisional is not None, "and what is refused at once could not be served afterwards either"
-    assert final.threads.value <= provisional.threads.value
-    assert final.weight_bytes.value + final.kv_cache_bytes.value < memory
-    assert final.max_running_seqs.value <= final.max_batch_tokens.value
-    assert final.batch_target_tokens.value <= final.max_batch_tokens.value
-    assert kind == "decoder" or final.max_model_len.value <= final.max_batch_tokens.value, "no text is ever divided"
-    for _, decision in final.decisions():
+    assert final.cpu.threads <= provisional.cpu.threads
+    assert final.memory.weight_bytes + final.memory.kv_cache_bytes < memory
+    assert final.memory.max_running_seqs <= final.memory.max_batch_tokens
+    assert final.memory.batch_target_tokens <= final.memory.max_batch_tokens
+    assert kind == "decoder" or final.memory.max_model_len <= final.memory.max_batch_tokens, "no text is ever divided"
+    for decision in final.decisions.values():
         assert decision.reason.endswith(".")

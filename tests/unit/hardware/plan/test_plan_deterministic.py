@@ -30,7 +30,7 @@ def kernels_at(level: str) -> Facts:
     ],
 )
 def test_what_adds_in_one_order_serves(level: str, chosen: str) -> None:
-    decision = plan(kernels_at(level), precision=chosen, deterministic="on").deterministic
+    decision = plan(kernels_at(level), precision=chosen, deterministic="on").decisions["deterministic"]
     assert decision.value
     assert "attention of prompts is slower" in decision.reason
 
@@ -54,14 +54,14 @@ def test_what_does_not_is_refused(level: str, settings: dict[str, Any], words: s
 def test_unasked_the_most_exact_precision_that_does_is_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patch:
         patch.setattr(precision, "_BATCH_INVARIANT", frozenset({"int8", "int4"}))
-        chosen = plan(kernels_at("avx512"), deterministic="on").precision
+        chosen = plan(kernels_at("avx512"), deterministic="on").decisions["precision"]
     assert (
         chosen.value == "int8"
         and "in bf16 do not sum in one order" in chosen.reason
         and "not measured for this model" in chosen.reason
     )
-    assert plan(kernels_at("avx512bf16"), deterministic="on").precision.value == "bf16"
-    assert plan(kernels_at("avx512")).precision.value == "bf16"
+    assert plan(kernels_at("avx512bf16"), deterministic="on").weights.precision == "bf16"
+    assert plan(kernels_at("avx512")).weights.precision == "bf16"
 
 
 def test_torchs_own_products_are_refused() -> None:
@@ -70,4 +70,4 @@ def test_torchs_own_products_are_refused() -> None:
 
 
 def test_it_is_off_unless_it_is_asked_for() -> None:
-    assert not plan(kernels_at("avx512bf16")).deterministic.value
+    assert not plan(kernels_at("avx512bf16")).steps.deterministic

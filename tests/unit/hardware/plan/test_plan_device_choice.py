@@ -48,18 +48,18 @@ def with_gpu(**changes: Any) -> Facts:
 )
 def test_of_recorded_hosts(recorded: Recorded, name: str, device: str, number: int | None, words: str) -> None:
     found = chosen(recorded(name))
-    assert (found.device.value, found.cuda_device.value) == (device, number)
-    assert words in found.device.reason
+    assert (found.placement.device, found.placement.cuda_device) == (device, number)
+    assert words in found.decisions["device"].reason
 
 
 def test_the_gpu_with_the_most_free_memory_and_how_to_use_the_rest(recorded: Recorded) -> None:
-    reason = chosen(recorded("h100")).cuda_device.reason
+    reason = chosen(recorded("h100")).decisions["cuda_device"].reason
     assert (
         reason.startswith("Of 8 GPUs, the one with the most free memory (79.2 GiB).")
         and "its own cuda_device" in reason
     )
-    assert chosen(recorded("h200")).cuda_device.reason == "The only one: NVIDIA H200 (124.7 GiB)."
-    assert chosen(recorded("h100"), cuda_device=5).cuda_device.value == 5
+    assert chosen(recorded("h200")).decisions["cuda_device"].reason == "The only one: NVIDIA H200 (124.7 GiB)."
+    assert chosen(recorded("h100"), cuda_device=5).placement.cuda_device == 5
 
 
 def test_the_process_sees_its_own_gpu_alone(recorded: Recorded, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -104,7 +104,7 @@ PASSED_OVER: list[tuple[dict[str, Any], str]] = [
 @pytest.mark.parametrize(("changes", "words"), PASSED_OVER)
 def test_gpus_that_nothing_can_be_served_on(changes: dict[str, Any], words: str) -> None:
     host = with_gpu(**changes)
-    found = chosen(host).device
+    found = chosen(host).decisions["device"]
     assert (found.value, f"1 × NVIDIA L4 is present, but {words}" in found.reason) == ("cpu", True)
     for asked in ({"device": "cuda"}, {"device": "cuda", "cuda_device": 0}):
         with pytest.raises(PlanImpossible) as refused:
@@ -114,18 +114,18 @@ def test_gpus_that_nothing_can_be_served_on(changes: dict[str, Any], words: str)
 
 def test_a_torch_without_cuda() -> None:
     host = dataclasses.replace(with_gpu(), torch=TorchBuild("2.13.0+cpu"))
-    assert "the installed torch (2.13.0+cpu) was built without CUDA" in chosen(host).device.reason
+    assert "the installed torch (2.13.0+cpu) was built without CUDA" in chosen(host).decisions["device"].reason
     with pytest.raises(
         PlanImpossible, match=r"device is cuda, but the installed torch \(2.13.0\+cpu\) was built without CUDA"
     ):
         chosen(host, device="cuda")
-    assert chosen(dataclasses.replace(host, torch=TorchBuild("2.13.0+cu130", "13.0"))).device.value == "cuda"
+    assert chosen(dataclasses.replace(host, torch=TorchBuild("2.13.0+cu130", "13.0"))).placement.device == "cuda"
 
 
 def test_a_driver_older_than_torchs_cuda_asks_for() -> None:
     built = TorchBuild("2.13.0+cu130", "13.0")
     host = dataclasses.replace(with_gpu(driver="570.86.15"), torch=built)
-    found = chosen(host).device
+    found = chosen(host).decisions["device"]
     assert (
         found.value,
         "its driver (570.86.15) is older than the 580 that torch for CUDA 13.0 needs" in found.reason,
@@ -133,21 +133,23 @@ def test_a_driver_older_than_torchs_cuda_asks_for() -> None:
         "cpu",
         True,
     )
-    forced = chosen(host, device="cuda").device
+    forced = chosen(host, device="cuda").decisions["device"]
     assert (forced.value, "compatibility libraries" in forced.reason) == ("cuda", True), "those let an older driver do"
-    assert chosen(dataclasses.replace(host, torch=TorchBuild("2.13.0+cu126", "12.6"))).device.value == "cuda"
+    assert chosen(dataclasses.replace(host, torch=TorchBuild("2.13.0+cu126", "12.6"))).placement.device == "cuda"
     unknown = dataclasses.replace(with_gpu(driver=None), torch=built)
-    assert chosen(unknown).device.value == "cuda", "what is not told refuses nothing"
+    assert chosen(unknown).placement.device == "cuda", "what is not told refuses nothing"
 
 
 def test_devices_that_are_here_but_not_built() -> None:
     with pytest.raises(NoRecipe, match="Serving on cuda is not supported yet"):
         plan(with_gpu(), device="cuda")
-    assert "NVIDIA L4 is present, but serving on it is not supported yet." in plan(with_gpu()).device.reason
+    assert (
+        "NVIDIA L4 is present, but serving on it is not supported yet." in plan(with_gpu()).decisions["device"].reason
+    )
     built = [*RECIPES, ("cuda", "x86_64", "bf16")]
-    assert plan(with_gpu(), recipes=built).device.value == "cuda"
-    assert plan(with_gpu(), recipes=built, device="cpu").device.value == "cpu"
-    assert plan(machine(), recipes=built).device.value == "cpu"
+    assert plan(with_gpu(), recipes=built).placement.device == "cuda"
+    assert plan(with_gpu(), recipes=built, device="cpu").placement.device == "cpu"
+    assert plan(machine(), recipes=built).placement.device == "cpu"
 
 
 @pytest.mark.parametrize(
@@ -183,7 +185,7 @@ def test_an_old_gpu_that_is_asked_for_beside_a_suited_one(recorded: Recorded) ->
 
 def test_exported_programs_are_served_on_processors(recorded: Recorded, llama_1b: Needs) -> None:
     program = dataclasses.replace(llama_1b, kind="program", kv_elements_per_token=0, bytes_by_precision={"fp32": 10**9})
-    found = chosen(recorded("h200"), program).device
+    found = chosen(recorded("h200"), program).decisions["device"]
     assert (found.value, "but exported programs are served on processors" in found.reason) == ("cpu", True)
     for name, kind in (("h200", "cuda"), ("mac-m4-pro", "mps")):
         with pytest.raises(PlanImpossible, match=f"device is {kind}, but exported programs are served on processors"):
@@ -214,7 +216,7 @@ def test_what_a_gpu_cannot_do_is_refused_there_or_done_by_the_processor(
         with pytest.raises(error, match=words):
             chosen(recorded("h200"), llama_1b, **asked)
     else:
-        found = chosen(recorded("h200"), llama_1b, **asked).device
+        found = chosen(recorded("h200"), llama_1b, **asked).decisions["device"]
         assert found.value == "cpu" and found.reason.startswith(
             "NVIDIA H200 is present, but cannot serve these settings. "
         )
@@ -224,7 +226,7 @@ def test_what_a_gpu_cannot_do_is_refused_there_or_done_by_the_processor(
 def test_a_gpu_without_room_leaves_the_model_to_the_processor(recorded: Recorded, llama_1b: Needs) -> None:
     full = dataclasses.replace(recorded("h200").cuda[0], free_bytes=GIB)
     host = dataclasses.replace(recorded("h200"), cuda=(full,))
-    found = chosen(host, llama_1b).device
+    found = chosen(host, llama_1b).decisions["device"]
     assert (
         found.value == "cpu"
         and "The model does not fit" in found.reason

@@ -50,10 +50,10 @@ def plan(
 
 def test_nothing_is_kept_drafted_or_waited_for() -> None:
     found = plan()
-    assert (found.kv_cache_bytes.value, found.speculation.value, found.itl_target_seconds.value) == (0, False, None)
-    assert found.decode_tokens_per_second.value is found.prefill_tokens_per_second.value is None
-    assert found.calibrate.value and "will be measured" in found.calibrate.reason
-    assert found.precision.value == "bf16"
+    assert (found.memory.kv_cache_bytes, found.steps.speculation, found.steps.itl_target_seconds) == (0, False, None)
+    assert found.speed.decode_tokens_per_second is found.speed.prefill_tokens_per_second is None
+    assert found.steps.calibrate and "will be measured" in found.decisions["calibrate"].reason
+    assert found.weights.precision == "bf16"
 
 
 @pytest.mark.parametrize(
@@ -62,8 +62,8 @@ def test_nothing_is_kept_drafted_or_waited_for() -> None:
 )
 def test_texts_are_put_together_up_to_a_target_and_the_longest_goes_alone(needs: Needs, target: int, most: int) -> None:
     found = plan(needs)
-    assert (found.batch_target_tokens.value, found.max_batch_tokens.value) == (target, most)
-    assert found.max_model_len.value == needs.max_model_len <= found.max_batch_tokens.value
+    assert (found.memory.batch_target_tokens, found.memory.max_batch_tokens) == (target, most)
+    assert found.memory.max_model_len == needs.max_model_len <= found.memory.max_batch_tokens
 
 
 @pytest.mark.parametrize(
@@ -76,7 +76,7 @@ def test_texts_are_put_together_up_to_a_target_and_the_longest_goes_alone(needs:
 )
 def test_the_target_is_a_short_step_not_far_from_the_best(rates: dict[int, int], target: int) -> None:
     table = dataclasses.replace(trial(), encode_seconds={size: size / each for size, each in rates.items()})
-    found = plan(dataclasses.replace(BERT_LARGE, max_model_len=64), measured(table)).batch_target_tokens
+    found = plan(dataclasses.replace(BERT_LARGE, max_model_len=64), measured(table)).decisions["batch_target_tokens"]
     assert found.value == target
     assert (
         f"{rates[target]:,} tokens/s in steps of {target}" in found.reason
@@ -94,28 +94,27 @@ def test_threads_that_share_a_step_are_given_texts_enough_while_it_is_short(
     table = dataclasses.replace(
         trial(), threads=threads, encode_seconds={size: size / each / speed for size, each in rates.items()}
     )
-    found = plan(
-        dataclasses.replace(BERT_LARGE, max_model_len=64), measured(table), threads=threads
-    ).batch_target_tokens
+    made = plan(dataclasses.replace(BERT_LARGE, max_model_len=64), measured(table), threads=threads)
+    found = made.decisions["batch_target_tokens"]
     assert found.value == target
     assert ("share evenly" in found.reason) == (target >= 512)
 
 
 def test_a_table_that_ends_early_and_still_rises_decides_nothing() -> None:
     short = dataclasses.replace(trial(), encode_seconds={16: 16 / 100, 128: 128 / 1000})
-    assert plan(measurements=measured(short)).batch_target_tokens.value == 512
+    assert plan(measurements=measured(short)).memory.batch_target_tokens == 512
 
 
 def test_a_step_has_a_token_for_each_text_that_it_may_have() -> None:
     short = dataclasses.replace(BERT_LARGE, max_model_len=100)
     best_at_few = dataclasses.replace(trial(), encode_seconds={16: 0.001, 64: 0.01, 256: 0.1, 512: 0.2})
-    assert plan(short, measured(best_at_few)).batch_target_tokens.value == 64, "however quick a step of fewer may be"
-    assert plan(short, measured(best_at_few), max_running_seqs=300).max_batch_tokens.value == 512
-    assert plan(short, measured(best_at_few), max_running_seqs=600).max_batch_tokens.value == 600
+    assert plan(short, measured(best_at_few)).memory.batch_target_tokens == 64, "however quick a step of fewer may be"
+    assert plan(short, measured(best_at_few), max_running_seqs=300).memory.max_batch_tokens == 512
+    assert plan(short, measured(best_at_few), max_running_seqs=600).memory.max_batch_tokens == 600
 
 
 def test_eight_bits_are_offered_and_never_taken() -> None:
-    found = plan(measurements=measured(trial(), trial("int8", 2.5))).precision
+    found = plan(measurements=measured(trial(), trial("int8", 2.5))).decisions["precision"]
     assert found.value == "bf16"
     assert "2.50 times as fast" in found.reason and "precision=int8" in found.reason
 
@@ -127,50 +126,51 @@ def test_eight_bits_are_taken_where_nothing_else_fits() -> None:
         ),
         memory=3 * GIB,
     )
-    assert found.precision.value == "int8"
-    assert "not measured for this model" in found.precision.reason and "keys and values" not in found.precision.reason
+    assert found.weights.precision == "int8"
+    reason = found.decisions["precision"].reason
+    assert "not measured for this model" in reason and "keys and values" not in reason
 
 
 def test_fewer_threads_where_texts_are_quicker() -> None:
     found = plan(measurements=measured(trial(), trial(threads=7, factor=1.1)))
-    assert found.threads.value == 7
-    assert "a second in steps of 16 and" in found.threads.reason
+    assert found.cpu.threads == 7
+    assert "a second in steps of 16 and" in found.decisions["threads"].reason
 
 
 def test_what_is_to_be_expected() -> None:
     known = trial(read_bytes=600_000_000, operations_per_token=6e8)
     found = plan(measurements=measured(known))
-    capacity = found.capacity_tokens_per_second.value["encode"]
+    capacity = found.speed.capacity_tokens_per_second["encode"]
     assert capacity == pytest.approx({16: 400.0, 128: 900.0, 512: 1500.0})
-    assert "11.7 texts of 128 tokens a second" in found.capacity_tokens_per_second.reason
-    ratios = found.roofline_ratio.value
+    assert "11.7 texts of 128 tokens a second" in found.decisions["capacity_tokens_per_second"].reason
+    ratios = found.speed.roofline_ratio
     assert ratios["encode_few"] == pytest.approx(600_000_000 / READ / (16 / 400))
     assert ratios["encode"] == pytest.approx(1500 * 6e8 / 1e12)
 
 
 def test_so_many_wait_as_a_few_seconds_are_worth() -> None:
-    assert plan().max_waiting_requests.value == 256
-    assert plan(measurements=measured(trial())).max_waiting_requests.value == round(1500 / 128 * 10)
-    assert plan(measurements=measured(trial(factor=0.01))).max_waiting_requests.value == 64
-    assert plan(max_waiting_requests=5).max_waiting_requests.value == 5
+    assert plan().memory.max_waiting_requests == 256
+    assert plan(measurements=measured(trial())).memory.max_waiting_requests == round(1500 / 128 * 10)
+    assert plan(measurements=measured(trial(factor=0.01))).memory.max_waiting_requests == 64
+    assert plan(max_waiting_requests=5).memory.max_waiting_requests == 5
 
 
 def test_a_step_that_was_asked_for_shortens_the_longest_text() -> None:
     found = plan(LONG, max_batch_tokens=1000)
-    assert (found.max_batch_tokens.value, found.batch_target_tokens.value, found.max_model_len.value) == (
+    assert (found.memory.max_batch_tokens, found.memory.batch_target_tokens, found.memory.max_model_len) == (
         1000,
         1000,
         1000,
     )
-    assert "never divided" in found.max_model_len.reason
+    assert "never divided" in found.decisions["max_model_len"].reason
 
 
 def test_memory_shortens_the_longest_text_and_the_step() -> None:
     needs = dataclasses.replace(LONG, max_model_len=2**20)
     found = plan(needs, memory=2 * GIB)
-    assert found.max_model_len.value == found.max_batch_tokens.value < 2**20
-    assert "memory" in found.max_model_len.reason
-    assert found.max_model_len.value * 4 * 1024 * 16 + found.weight_bytes.value < 2 * GIB
+    assert found.memory.max_model_len == found.memory.max_batch_tokens < 2**20
+    assert "memory" in found.decisions["max_model_len"].reason
+    assert found.memory.max_model_len * 4 * 1024 * 16 + found.memory.weight_bytes < 2 * GIB
 
 
 @pytest.mark.parametrize(
@@ -202,9 +202,9 @@ def test_a_model_that_does_not_fit_is_refused_with_numbers() -> None:
 
 def test_a_program_has_rows_for_tokens() -> None:
     found = plan(PROGRAM)
-    assert (found.batch_target_tokens.value, found.max_batch_tokens.value, found.max_model_len.value) == (32, 32, 1)
-    assert found.calibrate.value and not found.compile.value and found.kv_cache_bytes.value == 0
-    assert plan(PROGRAM, max_batch_tokens=100).max_batch_tokens.value == 100
+    assert (found.memory.batch_target_tokens, found.memory.max_batch_tokens, found.memory.max_model_len) == (32, 32, 1)
+    assert found.steps.calibrate and not found.steps.compile and found.memory.kv_cache_bytes == 0
+    assert plan(PROGRAM, max_batch_tokens=100).memory.max_batch_tokens == 100
     with pytest.raises(PlanImpossible, match="its own"):
         plan(PROGRAM, compile="on")
 
@@ -221,24 +221,27 @@ def test_a_program_has_rows_for_tokens() -> None:
 def test_a_programs_step_has_as_many_rows_as_pay(rates: dict[int, float], target: int) -> None:
     table = dataclasses.replace(trial(), encode_seconds={size: size / each for size, each in rates.items()})
     found = plan(PROGRAM, measured(table))
-    assert found.batch_target_tokens.value == found.max_batch_tokens.value == target
-    assert found.capacity_tokens_per_second.value["encode"][1] == pytest.approx(rates[1])
-    assert "tokens" not in found.capacity_tokens_per_second.reason + found.max_waiting_requests.reason
+    assert found.memory.batch_target_tokens == found.memory.max_batch_tokens == target
+    assert found.speed.capacity_tokens_per_second["encode"][1] == pytest.approx(rates[1])
+    assert (
+        "tokens"
+        not in found.decisions["capacity_tokens_per_second"].reason + found.decisions["max_waiting_requests"].reason
+    )
     most = (
-        found.capacity_tokens_per_second.value["encode"][max(rates)]
+        found.speed.capacity_tokens_per_second["encode"][max(rates)]
         if target == max(rates)
         else rates.get(target, 4_000)
     )
-    assert found.max_waiting_requests.value == round(min(max(10 * most, 64), 4096))
+    assert found.memory.max_waiting_requests == round(min(max(10 * most, 64), 4096))
 
 
 def test_rows_that_cost_what_each_request_chooses_are_not_measured() -> None:
-    found = plan(dataclasses.replace(PROGRAM, rows_vary=True)).calibrate
+    found = plan(dataclasses.replace(PROGRAM, rows_vary=True)).decisions["calibrate"]
     assert not found.value and "each request chooses" in found.reason
 
 
 def test_a_programs_threads_are_compared_at_one_row_and_at_more() -> None:
     few = dataclasses.replace(trial(threads=7), encode_seconds={1: 1e-3, 8: 3e-3})
     all_of_them = dataclasses.replace(trial(), encode_seconds={1: 2e-3, 8: 4e-3})
-    found = plan(PROGRAM, measured(few, all_of_them)).threads
+    found = plan(PROGRAM, measured(few, all_of_them)).decisions["threads"]
     assert found.value == 7 and "1,000 a second in steps of 1 and 2,667 of 8" in found.reason

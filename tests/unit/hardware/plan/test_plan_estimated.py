@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from app.errors import PlanImpossible
 from app.hardware.decision import Measurements, TrialTimes
 from app.hardware.facts import Cgroup, Cpu, Facts, NativeLibrary, Needs
-from app.hardware.plan.estimates import EstimateInputs, by_expected_speed, find_ceilings, known_timing
 from app.hardware.plan.plan import ServingPlan, make_plan
 from app.hardware.plan.precision import SLOW_TOKENS_PER_SECOND
+from app.hardware.plan.speed import EstimateInputs, by_expected_speed, find_ceilings, known_timing
 from app.settings import Settings
 from hypothesis_examples import examples
 from planned_machines import GIB, RECIPES, machine
@@ -73,7 +73,7 @@ def costing(needs: Needs, **costs: float) -> Needs:
 def test_a_model_of_a_billion_weights_is_quantized(
     llama_1b: Needs, facts: Facts, found: Measurements | None, chosen: str
 ) -> None:
-    decision = plan(llama_1b, found, facts).precision
+    decision = plan(llama_1b, found, facts).decisions["precision"]
     assert decision.value == chosen
     assert (
         decision.reason.startswith("Estimated ")
@@ -86,7 +86,7 @@ def test_a_model_of_a_billion_weights_is_quantized(
 
 @pytest.mark.parametrize("facts", [cascade_lake(native=None), graviton2(native=None)])
 def test_without_kernels_nothing_is_quantized_unasked(llama_1b: Needs, facts: Facts) -> None:
-    assert plan(llama_1b, facts=facts).precision.value == "fp32"
+    assert plan(llama_1b, facts=facts).weights.precision == "fp32"
 
 
 @pytest.mark.parametrize(
@@ -101,12 +101,12 @@ def test_without_kernels_nothing_is_quantized_unasked(llama_1b: Needs, facts: Fa
 def test_estimates_stay_within_the_quality_budget(
     llama_1b: Needs, costs: dict[str, float], budget: float, chosen: str
 ) -> None:
-    assert plan(costing(llama_1b, **costs), quality_budget=budget).precision.value == chosen
+    assert plan(costing(llama_1b, **costs), quality_budget=budget).weights.precision == chosen
 
 
 @pytest.mark.parametrize(("parameters", "chosen"), [(99_999_999, "fp32"), (100_000_000, "int4")])
 def test_small_models_stay_exact(llama_1b: Needs, parameters: int, chosen: str) -> None:
-    assert plan(dataclasses.replace(llama_1b, num_parameters=parameters)).precision.value == chosen
+    assert plan(dataclasses.replace(llama_1b, num_parameters=parameters)).weights.precision == chosen
 
 
 @pytest.mark.parametrize(
@@ -121,7 +121,7 @@ def test_a_setting_that_suits_few_precisions_is_answered_alike_before_and_after_
     answers = []
     for known in (None, found):
         try:
-            answers.append(plan(llama_1b, known, **asked).precision.value)
+            answers.append(plan(llama_1b, known, **asked).weights.precision)
         except PlanImpossible as error:
             answers.append(type(error).__name__)
     assert answers[0] == answers[1]
@@ -133,13 +133,13 @@ def test_a_setting_that_suits_few_precisions_is_answered_alike_before_and_after_
 def test_the_slow_reference_that_nobody_timed_does_not_win(llama_1b: Needs) -> None:
     """Two cores of a Cascade Lake: int8 and int4 were measured, and there was no time for FP32 (3.6 tokens/s)."""
     found = Measurements(trials=(trial("int8", 13, 80), trial("int4", 23, 110)))
-    decision = plan(llama_1b, found).precision
+    decision = plan(llama_1b, found).decisions["precision"]
     assert decision.value == "int4"
     assert "13.0 tokens/s at one sequence in int8" in decision.reason and "23.0 tokens/s" in decision.reason
-    only8 = plan(llama_1b, Measurements(trials=(trial("int8", 13, 80),)), quality_budget=0.03).precision
+    only8 = plan(llama_1b, Measurements(trials=(trial("int8", 13, 80),)), quality_budget=0.03).decisions["precision"]
     assert only8.value in ("int8", "int4")
-    assert plan(costing(llama_1b, int4=1.0), found).precision.value == "int8"
-    against = plan(costing(llama_1b, int4=1.0), found).precision.reason
+    assert plan(costing(llama_1b, int4=1.0), found).weights.precision == "int8"
+    against = plan(costing(llama_1b, int4=1.0), found).decisions["precision"].reason
     assert "Measured 13.0 tokens/s at one sequence" in against and "against an estimated " in against
     assert "fp32 was not timed but estimated" in against
 
@@ -149,23 +149,23 @@ def test_an_estimate_reads_no_faster_than_the_machine(llama_1b: Needs, read: flo
     """Other work slowed down the products that were timed for the ceilings, so int4 was timed four times as fast as estimated."""
     products = {"int8": 5e10, "int4": 5e10, "fp32": 1e11}
     found = Measurements(read, products, single_steps={"int8": 1 / 8.4, "int4": 1 / 53.6})
-    decision = plan(llama_1b, found).precision
+    decision = plan(llama_1b, found).decisions["precision"]
     assert decision.value == "int4" and "a measured 53.6 tokens/s" in decision.reason
 
 
 def test_an_estimate_does_not_displace_what_was_measured_fast_enough(llama_1b: Needs) -> None:
     fast, slow = SLOW_TOKENS_PER_SECOND + 0.1, SLOW_TOKENS_PER_SECOND / 4
-    assert plan(llama_1b, Measurements(trials=(trial("fp32", fast, 100),))).precision.value == "fp32"
-    assert plan(llama_1b, Measurements(trials=(trial("fp32", slow, 20),))).precision.value != "fp32"
+    assert plan(llama_1b, Measurements(trials=(trial("fp32", fast, 100),))).weights.precision == "fp32"
+    assert plan(llama_1b, Measurements(trials=(trial("fp32", slow, 20),))).weights.precision != "fp32"
 
 
 def test_single_steps_of_a_busy_machine_decide_nothing(llama_1b: Needs) -> None:
     steps = {"fp32": 2.0, "int8": 3.5, "int4": 4.5}  # estimated: 0.35, 0.09, 0.05
     found = Measurements(40e9, {"fp32": 1e11, "int8": 6e11, "int4": 6e11}, single_steps=steps)
-    decision = plan(llama_1b, found).precision
+    decision = plan(llama_1b, found).decisions["precision"]
     assert decision.value == "int4" and "not timed but estimated" in decision.reason
     quiet = Measurements(40e9, {"fp32": 1e11, "int8": 6e11, "int4": 6e11}, single_steps={"fp32": 0.3, "int8": 0.35})
-    assert plan(llama_1b, quiet).precision.value != "int8", "int8 was timed slower"
+    assert plan(llama_1b, quiet).weights.precision != "int8", "int8 was timed slower"
 
 
 def test_noisy_times_are_a_better_estimate_unless_all_were_disturbed(llama_1b: Needs) -> None:
@@ -174,22 +174,25 @@ def test_noisy_times_are_a_better_estimate_unless_all_were_disturbed(llama_1b: N
 
     found = Measurements(trials=(noisy("int8", 13, 80), noisy("int4", 23, 110)))
     decision = plan(llama_1b, found)
-    assert decision.precision.value == "int4" and "23.0 tokens/s" in decision.precision.reason
-    assert "The times of int8 and int4 are the least of samples that varied too much." in decision.precision.reason
-    assert decision.speed_source.value == "noisy"
+    assert decision.weights.precision == "int4" and "23.0 tokens/s" in decision.decisions["precision"].reason
+    assert (
+        "The times of int8 and int4 are the least of samples that varied too much."
+        in decision.decisions["precision"].reason
+    )
+    assert decision.speed.speed_source == "noisy"
     slow = Measurements(trials=(noisy("int8", 1.0, 6), noisy("int4", 0.9, 5)))  # estimated: 11 and 19
     disturbed = plan(llama_1b, slow)
-    assert disturbed.precision.value == "int4" and disturbed.speed_source.value == "estimated"
+    assert disturbed.weights.precision == "int4" and disturbed.speed.speed_source == "estimated"
     beside = Measurements(trials=(trial("int8", 1.0, 6), noisy("int4", 0.9, 5)))
-    assert plan(llama_1b, beside).precision.value == "int8", "int8 was timed well, so the machine is that slow"
+    assert plan(llama_1b, beside).weights.precision == "int8", "int8 was timed well, so the machine is that slow"
 
 
 def test_threads_do_not_follow_noise(llama_1b: Needs) -> None:
     half = dataclasses.replace(trial("int4", 40, 200, threads=1), noise="the machine is too busy")
     found = Measurements(trials=(dataclasses.replace(trial("int4", 20, 100), noise=half.noise), half))
-    assert plan(llama_1b, found).threads.value == 2
+    assert plan(llama_1b, found).cpu.threads == 2
     steady = dataclasses.replace(found, trials=tuple(dataclasses.replace(one, noise="") for one in found.trials))
-    assert plan(llama_1b, steady).threads.value == 1
+    assert plan(llama_1b, steady).cpu.threads == 1
 
 
 def test_one_measured_step_scales_the_estimate(llama_1b: Needs) -> None:
@@ -198,20 +201,20 @@ def test_one_measured_step_scales_the_estimate(llama_1b: Needs) -> None:
     one = known_timing(inputs, "fp32", 2)
     assert one is not None and one.source == "one step"
     assert one.decode_rate(1) == pytest.approx(2.0)
-    decision = plan(llama_1b, found).precision
+    decision = plan(llama_1b, found).decisions["precision"]
     assert decision.value == "int8" and "Of fp32 only one step was timed." in decision.reason
     quick = Measurements(trials=(trial("int8", 60, 400),), single_steps={"fp32": 1 / 58})
-    assert plan(llama_1b, quick).precision.value == "fp32", "a step that is nearly as quick is no reason to quantize"
+    assert plan(llama_1b, quick).weights.precision == "fp32", "a step that is nearly as quick is no reason to quantize"
     rejected = dataclasses.replace(quick, fallback="the machine is too busy")
-    assert plan(llama_1b, rejected).precision.value == "int4"
+    assert plan(llama_1b, rejected).weights.precision == "int4"
 
 
 def test_single_steps_alone_decide_and_show_how_fast_memory_is(llama_1b: Needs) -> None:
     found = Measurements(single_steps={"int8": 0.2, "int4": 0.1})
     decision = plan(llama_1b, found)
-    assert decision.precision.value == "int4"
-    assert "10.0 tokens/s at one sequence" in decision.precision.reason
-    assert decision.speed_source.value == "estimated" and "one step only" in decision.speed_source.reason
+    assert decision.weights.precision == "int4"
+    assert "10.0 tokens/s at one sequence" in decision.decisions["precision"].reason
+    assert decision.speed.speed_source == "estimated" and "one step only" in decision.decisions["speed_source"].reason
     fast = Measurements(single_steps={"int8": 0.01})
     assert estimate(llama_1b, "fp32", fast) < estimate(llama_1b, "fp32") / 3
 
@@ -221,9 +224,9 @@ def test_a_reference_that_nobody_timed_does_not_win_because_the_machine_was_busy
     ceilings = {"fp32": 8e10, "bf16": 8e11, "int8": 1.4e12, "int4": 1.6e12}
     busy = Measurements(9e9, ceilings, single_steps={"int4": 0.365, "int8": 0.438})
     for facts in (cascade_lake(), machine(2, isa=AVX512 | {"avx512_bf16"}, native=X86)):
-        assert plan(llama_1b, busy, facts).precision.value == "int8"
+        assert plan(llama_1b, busy, facts).weights.precision == "int8"
     slow = Measurements(9e9, ceilings, (trial("int8", 2, 10),))
-    assert plan(llama_1b, slow).precision.value in ("int8", "int4")
+    assert plan(llama_1b, slow).weights.precision in ("int8", "int4")
 
 
 # ---- the estimate ----------------------------------------------------------------------------------------------------
@@ -310,25 +313,31 @@ def test_an_estimate_is_a_table_that_rises(
 
 def test_capacity_is_estimated_until_it_is_measured(llama_1b: Needs) -> None:
     busy = plan(llama_1b, Measurements(fallback="the machine is too busy"))
-    assert (busy.speed_source.value, "since the machine is too busy" in busy.speed_source.reason) == ("estimated", True)
-    assert busy.capacity_tokens_per_second.reason.startswith("Estimated from bytes and operations: ")
-    assert busy.capacity_tokens_per_second.value["decode"][1] > 0 and not busy.roofline_ratio.value
-    named = busy.precision.value
+    assert (busy.speed.speed_source, "since the machine is too busy" in busy.decisions["speed_source"].reason) == (
+        "estimated",
+        True,
+    )
+    assert busy.decisions["capacity_tokens_per_second"].reason.startswith("Estimated from bytes and operations: ")
+    assert busy.speed.capacity_tokens_per_second["decode"][1] > 0 and not busy.speed.roofline_ratio
+    named = busy.weights.precision
     timed = plan(llama_1b, Measurements(trials=(trial("fp32", 1, 3), trial("int8", 8, 30), trial(named, 30, 90))))
-    assert timed.speed_source.value == "measured"
-    assert timed.capacity_tokens_per_second.reason.startswith("From measured steps: ")
-    assert make_plan(cascade_lake(), None, Settings(), None, RECIPES).speed_source.value == "unknown"
+    assert timed.speed.speed_source == "measured"
+    assert timed.decisions["capacity_tokens_per_second"].reason.startswith("From measured steps: ")
+    assert make_plan(cascade_lake(), None, Settings(), None, RECIPES).speed.speed_source == "unknown"
 
 
 @pytest.mark.parametrize("kind", ["encoder", "program"])
 def test_encoders_and_programs_are_estimated_and_stay_exact(llama_1b: Needs, kind: Any) -> None:
     needs = dataclasses.replace(llama_1b, kind=kind, max_model_len=512, kv_elements_per_token=0)
     found = plan(needs, facts=cascade_lake(memory=64 * GIB))
-    assert found.precision.value == "fp32", "vectors stay comparable with those of an index"
-    assert "int8 was estimated " in found.precision.reason and "not chosen by itself" in found.precision.reason
-    assert found.speed_source.value == "estimated"
-    assert found.capacity_tokens_per_second.value["encode"]
-    assert "stimated" in found.max_waiting_requests.reason
+    assert found.weights.precision == "fp32", "vectors stay comparable with those of an index"
+    assert (
+        "int8 was estimated " in found.decisions["precision"].reason
+        and "not chosen by itself" in found.decisions["precision"].reason
+    )
+    assert found.speed.speed_source == "estimated"
+    assert found.speed.capacity_tokens_per_second["encode"]
+    assert "stimated" in found.decisions["max_waiting_requests"].reason
 
 
 # ---- vectors ---------------------------------------------------------------------------------------------------------
@@ -360,5 +369,5 @@ def test_measured_quality_and_speed_decide_on_vectors_in_int8(
         known["has_vectors"] = False
     needs = dataclasses.replace(llama_1b, **{**known, **changes})
     found = Measurements(trials=(encodes("fp32", 100), int8))
-    decision = plan(needs, found, cascade_lake(memory=64 * GIB), **asked).precision
+    decision = plan(needs, found, cascade_lake(memory=64 * GIB), **asked).decisions["precision"]
     assert decision.value == chosen and reason in decision.reason, decision.reason

@@ -10,8 +10,8 @@ import pytest
 from app.errors import PlanImpossible
 from app.hardware.decision import RecipeKey
 from app.hardware.facts import Facts, NativeLibrary, Needs
-from app.hardware.plan.dtypes import check_torch_can_run
 from app.hardware.plan.plan import ServingPlan, make_plan
+from app.hardware.plan.weights import check_torch_can_run
 from app.settings import Settings
 from planned_machines import machine
 
@@ -90,35 +90,35 @@ def planned(facts: Facts, recipes: Recipes, needs: Needs | None = None) -> Servi
 def test_what_is_planned(recorded: Recorded, recipes: Recipes, name: str) -> None:
     plan = planned(recorded(name), recipes)
     assert PLANNED[name] == (
-        plan.precision.value,
-        plan.threads.value,
-        plan.numa_node.value,
-        len(plan.cpu_ids.value),
-        plan.wait_policy.value,
-        plan.tokenizer_threads.value,
+        plan.weights.precision,
+        plan.cpu.threads,
+        plan.cpu.numa_node,
+        len(plan.cpu.cpu_ids),
+        plan.cpu.wait_policy,
+        plan.cpu.tokenizer_threads,
     )
-    assert plan.dtype.value == {"bf16": "bfloat16", "fp32": "float32"}[plan.precision.value]
-    assert plan.kv_precision.value == plan.precision.value
-    assert (plan.device.value, plan.interop_threads.value) == ("cpu", 1)
+    assert plan.weights.dtype == {"bf16": "bfloat16", "fp32": "float32"}[plan.weights.precision]
+    assert plan.weights.kv_precision == plan.weights.precision
+    assert (plan.placement.device, plan.cpu.interop_threads) == ("cpu", 1)
 
 
 @pytest.mark.parametrize("name", PLANNED)
 def test_threads_fit_what_the_process_may_use(recorded: Recorded, recipes: Recipes, name: str) -> None:
     facts = recorded(name)
     plan = planned(facts, recipes)
-    assert 1 <= plan.threads.value <= len(facts.allowed_cpus)
-    assert set(plan.cpu_ids.value) <= facts.allowed_cpus
+    assert 1 <= plan.cpu.threads <= len(facts.allowed_cpus)
+    assert set(plan.cpu.cpu_ids) <= facts.allowed_cpus
     if facts.cgroup.quota_cores is not None:
-        assert plan.threads.value <= max(1, facts.cgroup.quota_cores)
-    if len(plan.cpu_ids.value) == plan.threads.value:
+        assert plan.cpu.threads <= max(1, facts.cgroup.quota_cores)
+    if len(plan.cpu.cpu_ids) == plan.cpu.threads:
         siblings = [core.cpu_ids for core in facts.cores]
-        assert all(len(set(core) & set(plan.cpu_ids.value)) <= 1 for core in siblings), "no two threads on one core"
+        assert all(len(set(core) & set(plan.cpu.cpu_ids)) <= 1 for core in siblings), "no two threads on one core"
 
 
 @pytest.mark.parametrize("name", PLANNED)
 def test_every_decision_says_why(recorded: Recorded, recipes: Recipes, llama_1b: Needs, name: str) -> None:
     needs = llama_1b if name not in ("graviton2", "radxa-x4", "cgroup-v1", "cgroup-v2-nested") else None
-    for field, decision in planned(recorded(name), recipes, needs).decisions():
+    for field, decision in planned(recorded(name), recipes, needs).decisions.items():
         assert decision.reason.endswith("."), f"{field}: {decision.reason!r} is no sentence"
         assert decision.reason[0].isupper() or decision.reason[0].isdigit(), field
 
@@ -126,7 +126,7 @@ def test_every_decision_says_why(recorded: Recorded, recipes: Recipes, llama_1b:
 @pytest.mark.parametrize(("name", "field", "words"), REASONS)
 def test_reasons(recorded: Recorded, recipes: Recipes, llama_1b: Needs, name: str, field: str, words: str) -> None:
     needs = llama_1b if field == "kv_cache_bytes" and name == "graviton3" else None
-    assert words in getattr(planned(recorded(name), recipes, needs), field).reason
+    assert words in planned(recorded(name), recipes, needs).decisions[field].reason
 
 
 @pytest.mark.parametrize(
@@ -148,18 +148,18 @@ def test_other_threads_use_the_efficiency_cores(
 ) -> None:
     host = recorded(name)
     plan = planned(replace(host, affinity=cpus or host.affinity), recipes)
-    assert plan.service_cpu_ids.value == bound
-    assert not set(bound) & set(plan.cpu_ids.value)
+    assert plan.cpu.service_cpu_ids == bound
+    assert not set(bound) & set(plan.cpu.cpu_ids)
 
 
 def test_other_threads_are_not_bound_where_the_compute_threads_are_not(recorded: Recorded, recipes: Recipes) -> None:
     """They would inherit the mask of the event loop, which starts their thread, and stay on efficiency cores."""
     quota = replace(recorded("orion-o6").cgroup, quota_cores=2.0)
     plan = planned(replace(recorded("orion-o6"), cgroup=quota), recipes)
-    assert (plan.cpu_ids.value, plan.service_cpu_ids.value) == ((), ())
-    assert "compute threads are not bound" in plan.service_cpu_ids.reason
+    assert (plan.cpu.cpu_ids, plan.cpu.service_cpu_ids) == ((), ())
+    assert "compute threads are not bound" in plan.decisions["service_cpu_ids"].reason
     cpuset = replace(recorded("orion-o6").cgroup, cpuset=(2, 3, 5, 6))
-    assert planned(replace(recorded("orion-o6"), cgroup=cpuset), recipes).service_cpu_ids.value == (2, 3)
+    assert planned(replace(recorded("orion-o6"), cgroup=cpuset), recipes).cpu.service_cpu_ids == (2, 3)
 
 
 def test_a_model_that_does_not_fit_is_refused_with_the_numbers(
@@ -211,12 +211,13 @@ def test_a_decoder_stored_in_bf16_stays_so_without_bf16_products(recipes: Recipe
     """Where our kernels widen weights; what is stored in FP32, and vectors, keep FP32."""
     host = machine(isa=AVX2, native=AVX2_LEVEL)
     plan = planned(host, recipes, llama_1b)
-    assert (plan.precision.value, plan.dtype.value, plan.kv_precision.value) == ("bf16", "bfloat16", "bf16")
-    assert "checkpoint is in BF16" in plan.precision.reason and "widened while they are read" in plan.precision.reason
-    assert planned(machine(isa=AVX2), recipes, llama_1b).precision.value == "fp32"
-    assert planned(host, recipes, replace(llama_1b, stored_dtype="float32")).precision.value == "fp32"
+    assert (plan.weights.precision, plan.weights.dtype, plan.weights.kv_precision) == ("bf16", "bfloat16", "bf16")
+    reason = plan.decisions["precision"].reason
+    assert "checkpoint is in BF16" in reason and "widened while they are read" in reason
+    assert planned(machine(isa=AVX2), recipes, llama_1b).weights.precision == "fp32"
+    assert planned(host, recipes, replace(llama_1b, stored_dtype="float32")).weights.precision == "fp32"
     encoder = replace(llama_1b, kind="encoder", kv_elements_per_token=0)
-    assert planned(host, recipes, encoder).precision.value == "fp32"
+    assert planned(host, recipes, encoder).weights.precision == "fp32"
 
 
 def test_the_codes_of_a_quantized_file_are_kept(recipes: Recipes, llama_1b: Needs) -> None:
@@ -225,17 +226,17 @@ def test_the_codes_of_a_quantized_file_are_kept(recipes: Recipes, llama_1b: Need
         recipes | {("cpu", "x86_64", name) for name in ("int4", "int8")},
     )
     quantized = replace(llama_1b, stored_dtype="float32", stored_quantization="Q4_K", codes_precision="int4")
-    precision = planned(host, recipes, quantized).precision
+    precision = planned(host, recipes, quantized).decisions["precision"]
     assert (
         precision.value == "int4" and "keeps the codes" in precision.reason and "weights are Q4_K" in precision.reason
     )
-    asked = make_plan(host, None, Settings(precision="int4"), quantized, recipes).precision
+    asked = make_plan(host, None, Settings(precision="int4"), quantized, recipes).decisions["precision"]
     assert asked.reason.startswith("Asked for. It keeps the codes")
     # Without our kernels no form has them; without a budget nothing is quantized; what is asked for is served.
-    assert planned(machine(isa=AVX2), recipes, quantized).precision.value == "fp32"
-    exact = make_plan(host, None, Settings(quality_budget=0), quantized, recipes).precision
+    assert planned(machine(isa=AVX2), recipes, quantized).weights.precision == "fp32"
+    exact = make_plan(host, None, Settings(quality_budget=0), quantized, recipes).decisions["precision"]
     assert exact.value == "bf16" and "The checkpoint is in Q4_K" in exact.reason
-    other = make_plan(host, None, Settings(precision="int8"), quantized, recipes).precision
+    other = make_plan(host, None, Settings(precision="int8"), quantized, recipes).decisions["precision"]
     assert other.value == "int8" and other.reason.endswith(
         "weights are Q4_K; their values are computed and rounded again."
     )
@@ -245,14 +246,14 @@ def test_the_codes_of_a_quantized_file_are_kept(recipes: Recipes, llama_1b: Need
 def test_values_without_an_equal_form_are_rounded_again_at_a_measured_cost(recipes: Recipes, llama_1b: Needs) -> None:
     host, recipes = machine(isa=AVX2, native=AVX2_LEVEL), recipes | {("cpu", "x86_64", "int4")}
     needs = replace(llama_1b, stored_dtype="float32", stored_quantization="FP8")
-    precision = make_plan(host, None, Settings(precision="int4"), needs, recipes).precision
+    precision = make_plan(host, None, Settings(precision="int4"), needs, recipes).decisions["precision"]
     assert "its cost in quality is not measured for this model (it is, when the weights are packed)" in precision.reason
     assert precision.reason.endswith("weights are FP8; their values are computed and rounded again.")
 
 
 def test_bf16_that_was_asked_for_is_slow_only_without_our_kernels(recipes: Recipes) -> None:
     reasons = [
-        make_plan(host, None, Settings(precision="bf16"), None, recipes).precision.reason
+        make_plan(host, None, Settings(precision="bf16"), None, recipes).decisions["precision"].reason
         for host in (machine(isa=AVX2, native=AVX2_LEVEL), machine(isa=AVX2))
     ]
     assert "widened while they are read" in reasons[0] and "slow" in reasons[1]

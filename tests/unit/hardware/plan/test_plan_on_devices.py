@@ -49,13 +49,13 @@ def test_in_what_things_are_held(
     recorded: Recorded, llama_1b: Needs, host: str, asked: dict[str, Any], held: tuple[str, str, str]
 ) -> None:
     plan = chosen(recorded(host), llama_1b, **asked)
-    assert (plan.precision.value, plan.dtype.value, plan.kv_precision.value) == held
-    assert plan.device.value == ("mps" if host.startswith("mac") else "cuda")
+    assert (plan.weights.precision, plan.weights.dtype, plan.weights.kv_precision) == held
+    assert plan.placement.device == ("mps" if host.startswith("mac") else "cuda")
 
 
 def test_the_plan_says_why_an_m1_computes_in_fp16(recorded: Recorded, llama_1b: Needs) -> None:
-    assert "Apple M1's GPU has FP16 products" in chosen(recorded("mac-m1"), llama_1b).precision.reason
-    assert "slow" in chosen(recorded("mac-m1"), llama_1b, precision="bf16").precision.reason
+    assert "Apple M1's GPU has FP16 products" in chosen(recorded("mac-m1"), llama_1b).decisions["precision"].reason
+    assert "slow" in chosen(recorded("mac-m1"), llama_1b, precision="bf16").decisions["precision"].reason
     with pytest.raises(PlanImpossible, match=r"dtype \(fp16\)"):
         chosen(recorded("mac-m1"), llama_1b, kv_precision="bf16", device="mps")
 
@@ -68,7 +68,7 @@ def test_every_decision_says_why(recorded: Recorded, llama_1b: Needs, host: str,
         if kind
         else None
     )
-    for field, decision in chosen(recorded(host), needs).decisions():
+    for field, decision in chosen(recorded(host), needs).decisions.items():
         assert decision.reason.endswith("."), f"{field}: {decision.reason!r} is no sentence"
         assert decision.reason[0].isupper() or decision.reason[0].isdigit(), field
 
@@ -82,52 +82,54 @@ def test_the_memory_of_an_h200_adds_up(recorded: Recorded, llama_1b: Needs) -> N
     free = (143771 - 16057) * MIB
     activations = 8192 * 64 * 2048 + 20 * 256 * 128_256
     taken = memory_budget.CONTEXT_BYTES + memory_budget.GRAPHS_BYTES + 2 * GIB
-    assert plan.kv_cache_bytes.value == free - 2_471_628_800 - taken - activations
-    assert (plan.max_batch_tokens.value, plan.max_running_seqs.value, plan.max_waiting_requests.value) == (
+    assert plan.memory.kv_cache_bytes == free - 2_471_628_800 - taken - activations
+    assert (plan.memory.max_batch_tokens, plan.memory.max_running_seqs, plan.memory.max_waiting_requests) == (
         8192,
         256,
         1024,
     )
-    assert plan.max_model_len.value == 131_072
-    words = plan.kv_cache_bytes.reason
+    assert plan.memory.max_model_len == 131_072
+    words = plan.decisions["kv_cache_bytes"].reason
     assert (
         "124.7 GiB available (free of 140.4 GiB on NVIDIA H200) less 2.3 GiB of weights" in words
         and "captured steps" in words
     )
     assert (
         "on the device. The host only maps the files; the process takes about 1.0 GiB of its 18.2 GiB."
-        in plan.weight_bytes.reason
+        in plan.decisions["weight_bytes"].reason
     )
     eager = chosen(recorded("h200"), llama_1b, compile="off")
-    assert eager.kv_cache_bytes.value - plan.kv_cache_bytes.value == memory_budget.GRAPHS_BYTES
+    assert eager.memory.kv_cache_bytes - plan.memory.kv_cache_bytes == memory_budget.GRAPHS_BYTES
 
 
 def test_weights_are_counted_as_the_device_holds_them(recorded: Recorded, llama_1b: Needs) -> None:
     needs = dataclasses.replace(llama_1b, device_bytes_by_precision={"int4": 900_000_000})
-    assert chosen(recorded("h200"), needs, precision="int4").weight_bytes.value == 900_000_000
-    assert chosen(recorded("h200"), needs).weight_bytes.value == needs.bytes_by_precision["bf16"]
-    assert chosen(recorded("mac-m1"), needs).weight_bytes.value == needs.bytes_by_precision["bf16"], "FP16 is as wide"
+    assert chosen(recorded("h200"), needs, precision="int4").memory.weight_bytes == 900_000_000
+    assert chosen(recorded("h200"), needs).memory.weight_bytes == needs.bytes_by_precision["bf16"]
+    assert chosen(recorded("mac-m1"), needs).memory.weight_bytes == needs.bytes_by_precision["bf16"], "FP16 is as wide"
 
 
 def test_four_bits_where_sixteen_do_not_fit(llama_1b: Needs) -> None:
     small = chosen(with_gpu(4 * GIB, 6 * GIB), llama_1b)
-    assert small.precision.value == "int4" and "free of 6.0 GiB on NVIDIA A100" in small.precision.reason
-    assert "not measured for this model" in small.precision.reason
+    assert small.weights.precision == "int4" and "free of 6.0 GiB on NVIDIA A100" in small.decisions["precision"].reason
+    assert "not measured for this model" in small.decisions["precision"].reason
 
 
 def test_prompts_in_smaller_parts_where_memory_is_short(llama_1b: Needs) -> None:
     tight = chosen(with_gpu(int(5.5 * GIB), 6 * GIB), llama_1b, precision="bf16")
-    assert 256 <= tight.max_batch_tokens.value < 8192 and "otherwise 8192" in tight.max_batch_tokens.reason
+    assert (
+        256 <= tight.memory.max_batch_tokens < 8192 and "otherwise 8192" in tight.decisions["max_batch_tokens"].reason
+    )
 
 
 def test_a_gpu_that_shares_the_machines_memory(recorded: Recorded, llama_1b: Needs) -> None:
     plan = chosen(recorded("dgx-spark"), llama_1b)
-    assert "100.0 GiB available (NVIDIA GB10 shares the machine's memory)" in plan.kv_cache_bytes.reason
-    assert "Host and GPU share one memory." in plan.weight_bytes.reason
+    assert "100.0 GiB available (NVIDIA GB10 shares the machine's memory)" in plan.decisions["kv_cache_bytes"].reason
+    assert "Host and GPU share one memory." in plan.decisions["weight_bytes"].reason
     limited = dataclasses.replace(
         recorded("dgx-spark"), cgroup=Cgroup(2, memory_limit_bytes=16 * GIB, memory_available_bytes=12 * GIB)
     )
-    assert chosen(limited, llama_1b).kv_cache_bytes.value < 12 * GIB
+    assert chosen(limited, llama_1b).memory.kv_cache_bytes < 12 * GIB
 
 
 @pytest.mark.parametrize(
@@ -145,10 +147,10 @@ def test_what_a_macs_gpu_may_hold(recorded: Recorded, memory: int, limit: int | 
     )
     assert memory_budget.mac_gpu_bytes(facts) == budget
     plan = chosen(facts)
-    assert plan.kv_cache_bytes.value < budget and "the GPU may use" in plan.kv_cache_bytes.reason
-    assert ("iogpu.wired_limit_mb" in plan.kv_cache_bytes.reason) == (limit is not None)
+    assert plan.memory.kv_cache_bytes < budget and "the GPU may use" in plan.decisions["kv_cache_bytes"].reason
+    assert ("iogpu.wired_limit_mb" in plan.decisions["kv_cache_bytes"].reason) == (limit is not None)
     busy = dataclasses.replace(facts, available_bytes=4 * GIB)
-    assert chosen(busy).kv_cache_bytes.value < 4 * GIB, "what others hold of the one memory"
+    assert chosen(busy).memory.kv_cache_bytes < 4 * GIB, "what others hold of the one memory"
 
 
 def test_a_host_without_memory_for_the_process(llama_1b: Needs) -> None:
@@ -175,30 +177,32 @@ def test_no_device_is_ever_overrun(free: int, host: int, precision: str) -> None
     except PlanImpossible as refusal:
         assert "GiB" in refusal.message or "MiB" in refusal.message
         return
-    step = plan.max_batch_tokens.value * 64 * 2048 + 20 * plan.max_running_seqs.value * 32_000
+    step = plan.memory.max_batch_tokens * 64 * 2048 + 20 * plan.memory.max_running_seqs * 32_000
     held = (
-        plan.weight_bytes.value + plan.kv_cache_bytes.value + memory_budget.CONTEXT_BYTES + memory_budget.GRAPHS_BYTES
+        plan.memory.weight_bytes + plan.memory.kv_cache_bytes + memory_budget.CONTEXT_BYTES + memory_budget.GRAPHS_BYTES
     )
     assert held + step <= free
-    assert plan.max_running_seqs.value <= plan.max_batch_tokens.value <= 8192
-    pages = plan.kv_cache_bytes.value // (64 * 16384 * (4 if plan.precision.value == "fp32" else 2))
-    assert plan.max_model_len.value <= (pages - 1) * 64
-    assert plan.max_model_len.value * 16384 * (4 if plan.precision.value == "fp32" else 2) <= plan.kv_cache_bytes.value
+    assert plan.memory.max_running_seqs <= plan.memory.max_batch_tokens <= 8192
+    pages = plan.memory.kv_cache_bytes // (64 * 16384 * (4 if plan.weights.precision == "fp32" else 2))
+    assert plan.memory.max_model_len <= (pages - 1) * 64
+    assert (
+        plan.memory.max_model_len * 16384 * (4 if plan.weights.precision == "fp32" else 2) <= plan.memory.kv_cache_bytes
+    )
 
 
 def test_contexts_and_sequences_in_whole_pages(llama_1b: Needs) -> None:
     """A page is 64 tokens of keys and values, and one is nobody's: what is promised must fit into the others."""
     from app.hardware.plan.memory_budget import KV_PAGE_TOKENS
-    from app.kernels.attention.paged import PAGE_TOKENS
+    from armature_kernels.attention.paged import PAGE_TOKENS
 
     assert KV_PAGE_TOKENS == PAGE_TOKENS, "the plan does not import torch, so it says the number again"
     page = 64 * 2 * llama_1b.kv_elements_per_token
     forced = chosen(with_gpu(70 * GIB), llama_1b, kv_cache_bytes=10 * page + 5)
-    assert (forced.max_model_len.value, forced.max_running_seqs.value) == (9 * 64, 9)
+    assert (forced.memory.max_model_len, forced.memory.max_running_seqs) == (9 * 64, 9)
     with pytest.raises(PlanImpossible, match="577 tokens"):
         chosen(with_gpu(70 * GIB), llama_1b, kv_cache_bytes=10 * page + 5, max_model_len=577, device="cuda")
     short = dataclasses.replace(llama_1b, max_model_len=100)
-    assert chosen(with_gpu(70 * GIB), short).kv_cache_bytes.value == (2 * 256 * 2 + 1) * page, (
+    assert chosen(with_gpu(70 * GIB), short).memory.kv_cache_bytes == (2 * 256 * 2 + 1) * page, (
         "a context of 100 takes two pages"
     )
 
@@ -208,14 +212,14 @@ def test_contexts_and_sequences_in_whole_pages(llama_1b: Needs) -> None:
 
 def test_how_a_gpu_makes_its_steps(recorded: Recorded, llama_1b: Needs) -> None:
     plan = chosen(recorded("h200"), llama_1b)
-    assert (plan.compile.value, plan.speculation.value, plan.deterministic.value) == (True, False, False)
-    assert "CUDA graphs" in plan.compile.reason
-    assert plan.calibrate.value and "will be measured" in plan.calibrate.reason
-    assert (plan.kernels.value, plan.pack_folder.value, plan.int8_copy.value) == ("triton", None, False)
-    assert chosen(recorded("h200"), llama_1b, compile="off").compile.value is False
-    assert chosen(recorded("h200"), llama_1b, calibrate="off").calibrate.value is False
+    assert (plan.steps.compile, plan.steps.speculation, plan.steps.deterministic) == (True, False, False)
+    assert "CUDA graphs" in plan.decisions["compile"].reason
+    assert plan.steps.calibrate and "will be measured" in plan.decisions["calibrate"].reason
+    assert (plan.weights.kernels, plan.weights.pack_folder, plan.weights.int8_copy) == ("triton", None, False)
+    assert chosen(recorded("h200"), llama_1b, compile="off").steps.compile is False
+    assert chosen(recorded("h200"), llama_1b, calibrate="off").steps.calibrate is False
     apple = chosen(recorded("mac-m4-pro"), llama_1b)
-    assert (apple.compile.value, apple.kernels.value, apple.kernel_folder.value) == (False, "metal", None)
+    assert (apple.steps.compile, apple.weights.kernels, apple.weights.kernel_folder) == (False, "metal", None)
     with pytest.raises(PlanImpossible, match="compile is on, but on mps nothing can be captured"):
         chosen(recorded("mac-m4-pro"), llama_1b, compile="on", device="mps")
 
@@ -228,29 +232,31 @@ def test_prompts_are_not_kept_from_a_gpu(recorded: Recorded, llama_1b: Needs) ->
 def test_encoders_on_a_gpu(recorded: Recorded, llama_1b: Needs) -> None:
     bert = dataclasses.replace(llama_1b, kind="encoder", kv_elements_per_token=0, max_model_len=512, hidden_size=1024)
     plan = chosen(recorded("h200"), bert)
-    assert (plan.batch_target_tokens.value, plan.max_running_seqs.value, plan.max_waiting_requests.value) == (
+    assert (plan.memory.batch_target_tokens, plan.memory.max_running_seqs, plan.memory.max_waiting_requests) == (
         16_384,
         1024,
         4096,
     )
-    assert chosen(recorded("h200"), dataclasses.replace(bert, hidden_size=384)).batch_target_tokens.value == 32_768
-    assert chosen(recorded("h200"), bert, device="cpu", precision="fp32").batch_target_tokens.value == 512
-    assert "of few short texts are captured" in plan.compile.reason
+    assert chosen(recorded("h200"), dataclasses.replace(bert, hidden_size=384)).memory.batch_target_tokens == 32_768
+    assert chosen(recorded("h200"), bert, device="cpu", precision="fp32").memory.batch_target_tokens == 512
+    assert "of few short texts are captured" in plan.decisions["compile"].reason
     small = chosen(with_gpu(4 * GIB, 6 * GIB), dataclasses.replace(bert, max_model_len=8192))
-    assert small.batch_target_tokens.value < 16_384 and "Memory is short" in small.batch_target_tokens.reason
+    assert (
+        small.memory.batch_target_tokens < 16_384 and "Memory is short" in small.decisions["batch_target_tokens"].reason
+    )
 
 
 def test_a_mac_takes_smaller_steps(recorded: Recorded, llama_1b: Needs) -> None:
     plan = chosen(recorded("mac-m4-pro"), llama_1b)
-    assert (plan.max_batch_tokens.value, plan.max_running_seqs.value) == (1024, 64)
+    assert (plan.memory.max_batch_tokens, plan.memory.max_running_seqs) == (1024, 64)
     bert = dataclasses.replace(llama_1b, kind="encoder", kv_elements_per_token=0, max_model_len=512, hidden_size=1024)
     texts = chosen(recorded("mac-m4-pro"), bert)
-    assert (texts.batch_target_tokens.value, texts.max_running_seqs.value) == (4096, 256)
+    assert (texts.memory.batch_target_tokens, texts.memory.max_running_seqs) == (4096, 256)
 
 
 def test_the_hosts_threads_feed_the_device(recorded: Recorded, llama_1b: Needs) -> None:
     plan = chosen(recorded("h100"), llama_1b)
-    assert (plan.threads.value, plan.wait_policy.value, plan.cpu_ids.value, plan.numa_node.value) == (
+    assert (plan.cpu.threads, plan.cpu.wait_policy, plan.cpu.cpu_ids, plan.cpu.numa_node) == (
         4,
         "passive",
         (),
@@ -258,7 +264,7 @@ def test_the_hosts_threads_feed_the_device(recorded: Recorded, llama_1b: Needs) 
     )
     assert plan.environment()["OMP_NUM_THREADS"] == "4"
     near = chosen(recorded("h100"), llama_1b, numa_node=1)
-    assert near.numa_node.value == 1 and len(near.cpu_ids.value) == 52
-    assert chosen(recorded("h100"), llama_1b, threads=9).threads.value == 9
+    assert near.cpu.numa_node == 1 and len(near.cpu.cpu_ids) == 52
+    assert chosen(recorded("h100"), llama_1b, threads=9).cpu.threads == 9
     half = chosen(with_gpu(70 * GIB, cgroup=Cgroup(2, quota_cores=0.5)), llama_1b)
-    assert (half.threads.value, half.throttling_quota.value) == (1, None)
+    assert (half.cpu.threads, half.cpu.throttling_quota) == (1, None)

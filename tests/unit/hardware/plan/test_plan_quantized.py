@@ -27,7 +27,7 @@ FORCED: list[tuple[dict[str, Any], str, Any]] = [
 
 @pytest.mark.parametrize(("settings", "field", "value"), FORCED)
 def test_what_is_asked_for_is_decided(llama_1b: Needs, settings: dict[str, Any], field: str, value: Any) -> None:
-    assert getattr(plan(machine(), llama_1b, **settings), field).value == value
+    assert plan(machine(), llama_1b, **settings).decisions[field].value == value
 
 
 def test_an_int8_copy_belongs_to_int4(llama_1b: Needs) -> None:
@@ -37,7 +37,8 @@ def test_an_int8_copy_belongs_to_int4(llama_1b: Needs) -> None:
 
 def test_the_plan_says_what_an_int8_copy_costs(llama_1b: Needs) -> None:
     lean, fast = (
-        plan(machine(), llama_1b, precision="int4", int8_copy=choice).int8_copy.reason for choice in ("auto", "on")
+        plan(machine(), llama_1b, precision="int4", int8_copy=choice).decisions["int8_copy"].reason
+        for choice in ("auto", "on")
     )
     assert (
         "935 MiB more; whether it makes prompts faster was not measured" in lean
@@ -55,19 +56,19 @@ def test_a_missing_precision_lists_what_exists(llama_1b: Needs) -> None:
 
 def test_four_bits_are_never_chosen_unasked(llama_1b: Needs) -> None:
     """Until their quality and speed are measured on the node."""
-    assert plan(machine(), llama_1b).precision.value == "bf16"
-    assert plan(machine(isa=frozenset({"avx", "avx2", "sse4_2", "popcnt"})), llama_1b).precision.value == "fp32"
+    assert plan(machine(), llama_1b).weights.precision == "bf16"
+    assert plan(machine(isa=frozenset({"avx", "avx2", "sse4_2", "popcnt"})), llama_1b).weights.precision == "fp32"
 
 
 def test_integers_need_no_bf16_instructions(llama_1b: Needs) -> None:
     old = machine(isa=frozenset({"avx", "avx2", "sse4_2", "popcnt"}))
-    dtype = plan(old, llama_1b, precision="int4").dtype
+    dtype = plan(old, llama_1b, precision="int4").decisions["dtype"]
     assert dtype.value == "bfloat16" and "no BF16 instructions" in dtype.reason
 
 
 def test_an_int8_copy_that_does_not_fit_is_refused(llama_1b: Needs) -> None:
     tight = machine(memory=2 * GIB)
-    assert plan(tight, llama_1b, precision="int4").weight_bytes.value == 660 * 10**6
+    assert plan(tight, llama_1b, precision="int4").memory.weight_bytes == 660 * 10**6
     with pytest.raises(PlanImpossible, match=r"1.5 GiB of weights in int4 with an int8 copy, .* available"):
         plan(tight, llama_1b, precision="int4", int8_copy="on")
 
@@ -78,5 +79,5 @@ def test_without_a_home_packed_weights_are_not_kept(llama_1b: Needs, monkeypatch
 
     monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
     monkeypatch.setattr(Path, "home", nowhere)
-    folder = plan(machine(), llama_1b, precision="int4").pack_folder
+    folder = plan(machine(), llama_1b, precision="int4").decisions["pack_folder"]
     assert folder.value is None and "has no home" in folder.reason

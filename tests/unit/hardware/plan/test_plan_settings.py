@@ -66,7 +66,7 @@ REFUSED: list[tuple[dict[str, Any], type[Exception], str]] = [
 
 @pytest.mark.parametrize(("settings", "field", "value"), FORCED)
 def test_forced_values_are_honoured(llama_1b: Needs, settings: dict[str, Any], field: str, value: Any) -> None:
-    assert getattr(plan(machine(), llama_1b, **settings), field).value == value
+    assert plan(machine(), llama_1b, **settings).decisions[field].value == value
 
 
 @pytest.mark.parametrize(("settings", "error", "words"), REFUSED)
@@ -91,7 +91,7 @@ def test_machines_without_a_torch(changes: dict[str, Any], words: str) -> None:
 
 
 def test_a_kernel_that_states_no_features_refuses_nothing() -> None:
-    assert plan(machine(isa=frozenset())).precision.value == "fp32"
+    assert plan(machine(isa=frozenset())).weights.precision == "fp32"
 
 
 def test_machines_without_recipes() -> None:
@@ -101,75 +101,75 @@ def test_machines_without_recipes() -> None:
 
 def test_bf16_that_is_forced_where_it_is_slow_says_so() -> None:
     host = machine(isa=frozenset({"sse4_2", "popcnt", "avx", "avx2"}))
-    assert plan(host).precision.value == "fp32"
-    forced = plan(host, precision="bf16").precision
+    assert plan(host).weights.precision == "fp32"
+    forced = plan(host, precision="bf16").decisions["precision"]
     assert (forced.value, "slow" in forced.reason) == ("bf16", True)
 
 
 def test_siblings_are_used_only_where_they_are_forced() -> None:
     host = machine(cores=4, siblings=2)
     auto = plan(host)
-    assert (auto.threads.value, auto.cpu_ids.value) == (4, (0, 2, 4, 6))
+    assert (auto.cpu.threads, auto.cpu.cpu_ids) == (4, (0, 2, 4, 6))
     forced = plan(host, threads=6)
-    assert (forced.threads.value, forced.cpu_ids.value, forced.wait_policy.value) == (6, (), "passive")
-    assert "4 physical cores" in forced.threads.reason
+    assert (forced.cpu.threads, forced.cpu.cpu_ids, forced.cpu.wait_policy) == (6, (), "passive")
+    assert "4 physical cores" in forced.decisions["threads"].reason
 
 
 def test_memory_nodes() -> None:
     host = machine(cores=8, nodes=2)
-    assert (plan(host).numa_node.value, plan(host).threads.value, plan(host).cpu_ids.value) == (0, 4, (0, 1, 2, 3))
-    assert plan(host, numa_node=1).cpu_ids.value == (4, 5, 6, 7)
+    assert (plan(host).cpu.numa_node, plan(host).cpu.threads, plan(host).cpu.cpu_ids) == (0, 4, (0, 1, 2, 3))
+    assert plan(host, numa_node=1).cpu.cpu_ids == (4, 5, 6, 7)
     wide = plan(host, threads=6)
-    assert (wide.numa_node.value, wide.threads.value, wide.cpu_ids.value) == (None, 6, ())
+    assert (wide.cpu.numa_node, wide.cpu.threads, wide.cpu.cpu_ids) == (None, 6, ())
     with pytest.raises(PlanImpossible, match="memory node 1 has 4 logical CPUs"):
         plan(host, threads=6, numa_node=1)
     fuller = dataclasses.replace(host.numa_nodes[0], available_bytes=GIB)
-    assert plan(dataclasses.replace(host, numa_nodes=(fuller, host.numa_nodes[1]))).numa_node.value == 1
-    assert plan(dataclasses.replace(host, affinity=(0, 1, 2, 3, 4))).numa_node.value == 0, "cores come before memory"
+    assert plan(dataclasses.replace(host, numa_nodes=(fuller, host.numa_nodes[1]))).cpu.numa_node == 1
+    assert plan(dataclasses.replace(host, affinity=(0, 1, 2, 3, 4))).cpu.numa_node == 0, "cores come before memory"
 
 
 def test_the_budget_of_one_memory_node(llama_1b: Needs) -> None:
     whole, half = plan(machine(nodes=1, memory=16 * GIB), llama_1b), plan(machine(nodes=2, memory=16 * GIB), llama_1b)
-    assert whole.kv_cache_bytes.value > 10 * GIB
-    assert half.kv_cache_bytes.value < 6 * GIB
+    assert whole.memory.kv_cache_bytes > 10 * GIB
+    assert half.memory.kv_cache_bytes < 6 * GIB
 
 
 def test_nodes_that_give_no_memory() -> None:
     """A cpuset may allow all CPUs and the memory of one node alone (man 7 cpuset, mems)."""
     host = machine(cores=8, nodes=2, memory=16 * GIB, memory_node_ids=(1,))
-    assert plan(host).numa_node.value == 1
+    assert plan(host).cpu.numa_node == 1
     spread = plan(host, threads=6)
-    assert spread.numa_node.value is None and spread.kv_cache_bytes.value < 8 * GIB
-    assert "memory nodes 1, as the cpuset allows" in spread.kv_cache_bytes.reason
+    assert spread.cpu.numa_node is None and spread.memory.kv_cache_bytes < 8 * GIB
+    assert "memory nodes 1, as the cpuset allows" in spread.decisions["kv_cache_bytes"].reason
     assert (
-        plan(machine(cores=8, nodes=2, memory=16 * GIB, memory_node_ids=(0, 1)), threads=6).kv_cache_bytes.value
+        plan(machine(cores=8, nodes=2, memory=16 * GIB, memory_node_ids=(0, 1)), threads=6).memory.kv_cache_bytes
         > 12 * GIB
     )
 
 
 def test_where_every_reservation_counts(llama_1b: Needs) -> None:
     strict = plan(machine(commit_left_bytes=16 * GIB), llama_1b, max_model_len=8192)
-    sequences = 2 * strict.max_running_seqs.value * 8192 * llama_1b.kv_elements_per_token * 2
-    assert strict.weight_bytes.value + sequences < 16 * GIB
-    assert "vm.overcommit_memory=2" in strict.max_running_seqs.reason
-    assert plan(machine(), llama_1b, max_model_len=8192).max_running_seqs.value == 64
-    assert plan(machine(commit_left_bytes=16 * GIB), llama_1b, max_model_len=100).max_running_seqs.value == 64
+    sequences = 2 * strict.memory.max_running_seqs * 8192 * llama_1b.kv_elements_per_token * 2
+    assert strict.memory.weight_bytes + sequences < 16 * GIB
+    assert "vm.overcommit_memory=2" in strict.decisions["max_running_seqs"].reason
+    assert plan(machine(), llama_1b, max_model_len=8192).memory.max_running_seqs == 64
+    assert plan(machine(commit_left_bytes=16 * GIB), llama_1b, max_model_len=100).memory.max_running_seqs == 64
 
 
 def test_a_quota_that_is_shared_is_not_bound_to_cpus() -> None:
     host = machine(cgroup=Cgroup(2, quota_cores=3.7))
     found = plan(host)
-    assert (found.threads.value, found.cpu_ids.value, found.wait_policy.value, found.tokenizer_threads.value) == (
+    assert (found.cpu.threads, found.cpu.cpu_ids, found.cpu.wait_policy, found.cpu.tokenizer_threads) == (
         3,
         (),
         "active",
         3,
     )
     on_a_node = plan(machine(nodes=2, siblings=2, cgroup=Cgroup(2, quota_cores=3.7)))
-    assert (on_a_node.threads.value, on_a_node.cpu_ids.value) == (3, tuple(range(8)))
+    assert (on_a_node.cpu.threads, on_a_node.cpu.cpu_ids) == (3, tuple(range(8)))
     forced = plan(host, threads=5)
-    assert (forced.threads.value, forced.wait_policy.value) == (5, "passive")
-    assert "throttled" in forced.threads.reason
+    assert (forced.cpu.threads, forced.cpu.wait_policy) == (5, "passive")
+    assert "throttled" in forced.decisions["threads"].reason
 
 
 def test_no_cpu_in_common() -> None:
@@ -178,32 +178,32 @@ def test_no_cpu_in_common() -> None:
 
 
 def test_a_context_that_the_memory_shortens(llama_1b: Needs) -> None:
-    length = plan(machine(memory=5 * GIB), llama_1b).max_model_len
+    length = plan(machine(memory=5 * GIB), llama_1b).decisions["max_model_len"]
     assert 16 <= length.value < 131_072
     assert "supports 131072 tokens" in length.reason
-    assert plan(machine(memory=64 * GIB), llama_1b).max_model_len.value == 131_072
+    assert plan(machine(memory=64 * GIB), llama_1b).memory.max_model_len == 131_072
 
 
 def test_kv_memory_is_no_more_than_could_be_used(llama_1b: Needs) -> None:
     small = dataclasses.replace(llama_1b, max_model_len=100)
     found = plan(machine(), small)
-    assert found.kv_cache_bytes.value == 2 * 64 * 100 * small.kv_elements_per_token * 2
+    assert found.memory.kv_cache_bytes == 2 * 64 * 100 * small.kv_elements_per_token * 2
     encoder = dataclasses.replace(llama_1b, kind="encoder", kv_elements_per_token=0)
-    assert plan(machine(), encoder).kv_cache_bytes.value == 0
+    assert plan(machine(), encoder).memory.kv_cache_bytes == 0
 
 
 def test_weights_and_kv_stay_within_what_is_available(llama_1b: Needs) -> None:
     for memory in (4 * GIB, 6 * GIB, 12 * GIB):
         found = plan(machine(memory=memory), llama_1b)
-        assert found.kv_cache_bytes.value + found.weight_bytes.value < memory - 400 * 2**20
+        assert found.memory.kv_cache_bytes + found.memory.weight_bytes < memory - 400 * 2**20
 
 
 def test_predictions_come_from_measurements(llama_1b: Needs) -> None:
     measured = Measurements(read_bytes_per_second=50e9, products_per_second={"bf16": 850e9})
     found = make_plan(machine(), measured, Settings(), llama_1b, RECIPES)
-    assert found.decode_tokens_per_second.value == pytest.approx(50e9 / 2_471_628_800)
-    assert found.prefill_tokens_per_second.value == pytest.approx(850e9 / (2 * 1_235_814_400))
-    assert plan(machine(), llama_1b).decode_tokens_per_second.value is None
+    assert found.speed.decode_tokens_per_second == pytest.approx(50e9 / 2_471_628_800)
+    assert found.speed.prefill_tokens_per_second == pytest.approx(850e9 / (2 * 1_235_814_400))
+    assert plan(machine(), llama_1b).speed.decode_tokens_per_second is None
 
 
 def test_the_environment_of_the_pools() -> None:
@@ -241,14 +241,14 @@ def test_threads_never_exceed_what_may_run(
             plan(host)
         return
     found = plan(host)
-    threads = found.threads.value
+    threads = found.cpu.threads
     usable = [core for core in host.cores if set(core.cpu_ids) & host.allowed_cpus]
     assert 1 <= threads <= len(usable)
     assert quota is None or threads == 1 or threads <= math.floor(quota)
-    assert set(found.cpu_ids.value) <= host.allowed_cpus
-    assert not found.cpu_ids.value or len(found.cpu_ids.value) >= threads
-    assert (found.wait_policy.value == "active") == (quota is None or quota >= threads)
-    assert 1 <= found.tokenizer_threads.value <= 4
+    assert set(found.cpu.cpu_ids) <= host.allowed_cpus
+    assert not found.cpu.cpu_ids or len(found.cpu.cpu_ids) >= threads
+    assert (found.cpu.wait_policy == "active") == (quota is None or quota >= threads)
+    assert 1 <= found.cpu.tokenizer_threads <= 4
 
 
 @given(memory=st.integers(GIB, 64 * GIB), limit=st.none() | st.integers(GIB, 64 * GIB))
@@ -260,5 +260,8 @@ def test_no_memory_limit_is_ever_overrun(memory: int, limit: int | None) -> None
     except PlanImpossible as refusal:
         assert "GiB" in refusal.message
         return
-    assert found.weight_bytes.value + found.kv_cache_bytes.value < min(memory, limit or memory)
-    assert found.max_model_len.value * kv_bytes_per_token(needs, found.kv_precision.value) <= found.kv_cache_bytes.value
+    assert found.memory.weight_bytes + found.memory.kv_cache_bytes < min(memory, limit or memory)
+    assert (
+        found.memory.max_model_len * kv_bytes_per_token(needs, found.weights.kv_precision)
+        <= found.memory.kv_cache_bytes
+    )

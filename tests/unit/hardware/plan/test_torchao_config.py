@@ -9,8 +9,9 @@ import pytest
 
 from app.errors import PlanImpossible
 from app.hardware.facts import CudaDevice, NativeLibrary, Needs
-from app.hardware.plan import torchao_config
-from app.hardware.plan.torchao_config import (
+from armature_kernels.errors import KernelError
+from armature_kernels.linear import torchao_config
+from armature_kernels.linear.torchao_config import (
     CONFIGS,
     EXAMPLE,
     INT4_REFERENCE,
@@ -19,7 +20,7 @@ from app.hardware.plan.torchao_config import (
     parse_config,
     stored_bytes_per_weight,
 )
-from app.kernels.linear.torchao_linear import _group_size, build_config, torchao_module
+from armature_kernels.linear.torchao_linear import _group_size, build_config, torchao_module
 from planned_machines import GIB, ON_GPUS, machine, plan
 
 
@@ -55,14 +56,14 @@ def test_names_constants_and_granularities_are_read() -> None:
     ],
 )
 def test_anything_else_is_refused_with_an_example(text: str) -> None:
-    with pytest.raises(PlanImpossible) as caught:
+    with pytest.raises(KernelError) as caught:
         parse_config(text)
     assert EXAMPLE in caught.value.message and len(caught.value.message) < 500
 
 
 @pytest.mark.parametrize("name", ["Int9WeightOnlyConfig", "quantize_", "Int8StaticActivationInt8WeightConfig"])
 def test_an_unknown_name_lists_the_known_ones(name: str) -> None:
-    with pytest.raises(PlanImpossible) as caught:
+    with pytest.raises(KernelError) as caught:
         parse_config(f"torchao:{name}")
     assert name in caught.value.message and all(known in caught.value.message for known in CONFIGS)
 
@@ -80,11 +81,11 @@ def test_the_table_has_every_weight_only_and_dynamic_config_of_torchao() -> None
 
 def test_the_plan_names_the_format_and_why(llama_1b: Needs) -> None:
     planned = plan(machine(), llama_1b, quantization=EXAMPLE)
-    assert planned.precision.value == EXAMPLE and "torchao" in planned.precision.reason
-    assert (planned.dtype.value, planned.kv_precision.value) == ("bfloat16", "bf16")
-    assert not planned.compile.value and planned.pack_folder.value is None and not planned.int8_copy.value
+    assert planned.weights.precision == EXAMPLE and "torchao" in planned.decisions["precision"].reason
+    assert (planned.weights.dtype, planned.weights.kv_precision) == ("bfloat16", "bf16")
+    assert not planned.steps.compile and planned.weights.pack_folder is None and not planned.weights.int8_copy
     old = plan(machine(isa=frozenset({"avx", "avx2", "sse4_2", "popcnt"})), llama_1b, quantization=EXAMPLE)
-    assert (old.dtype.value, old.kv_precision.value) == ("float32", "fp32")
+    assert (old.weights.dtype, old.weights.kv_precision) == ("float32", "fp32")
 
 
 @pytest.mark.parametrize(
@@ -109,17 +110,17 @@ def test_the_plan_counts_codes_scales_and_the_exact_output_layer(llama_1b: Needs
     layers, output = sum(llama_1b.layer_weights.values()), llama_1b.vocab_size * llama_1b.hidden_size
     norms = llama_1b.num_parameters - layers - output
     planned = plan(machine(), llama_1b, quantization=EXAMPLE)
-    assert planned.weight_bytes.value == layers * 37 // 32 + 2 * (output + norms)
+    assert planned.memory.weight_bytes == layers * 37 // 32 + 2 * (output + norms)
     old = plan(machine(isa=frozenset({"avx", "avx2", "sse4_2", "popcnt"})), llama_1b, quantization=EXAMPLE)
-    assert old.weight_bytes.value == layers * 37 // 32 + 4 * output + 2 * norms
+    assert old.memory.weight_bytes == layers * 37 // 32 + 4 * output + 2 * norms
     of_96 = plan(machine(), llama_1b, quantization="torchao:IntxWeightOnlyConfig(granularity=PerGroup(96))")
-    assert of_96.weight_bytes.value == llama_1b.bytes_by_precision["bf16"]  # no layer has whole groups
+    assert of_96.memory.weight_bytes == llama_1b.bytes_by_precision["bf16"]  # no layer has whole groups
 
 
 def test_the_most_bytes_are_counted_for_a_model_of_unknown_layers(llama_1b: Needs) -> None:
     unknown = dataclasses.replace(llama_1b, layer_weights={})
     planned = plan(machine(), unknown, quantization=EXAMPLE)
-    assert planned.weight_bytes.value == max(llama_1b.bytes_by_precision.values())
+    assert planned.memory.weight_bytes == max(llama_1b.bytes_by_precision.values())
 
 
 def test_the_default_groups_are_those_of_torchao() -> None:
@@ -164,5 +165,5 @@ def test_text_that_is_no_config_is_refused_before_torch_is_needed(llama_1b: Need
 def test_a_gpu_serves_it_too(llama_1b: Needs) -> None:
     gpu = CudaDevice(0, "NVIDIA H100", (9, 0), 80 * GIB, 79 * GIB, "GPU-1")
     planned = plan(machine(cuda=(gpu,)), llama_1b, ON_GPUS, quantization="torchao:Float8WeightOnlyConfig")
-    assert (planned.device.value, planned.dtype.value) == ("cuda", "bfloat16")
-    assert planned.precision.value == "torchao:Float8WeightOnlyConfig"
+    assert (planned.placement.device, planned.weights.dtype) == ("cuda", "bfloat16")
+    assert planned.weights.precision == "torchao:Float8WeightOnlyConfig"

@@ -233,7 +233,7 @@ def test_this_machine_is_probed_and_planned_without_torch(root: Path) -> None:
         "facts = probe(); import app.cli.tables\n"
         "recipes = [('cpu', facts.architecture, name) for name in ('fp32', 'bf16')]\n"
         "plan = make_plan(facts, None, Settings(), None, recipes)\n"
-        "assert facts.torch and plan.threads.value >= 1 and facts.memory_bytes > 0\n"
+        "assert facts.torch and plan.cpu.threads >= 1 and facts.memory_bytes > 0\n"
         "loaded = [name for name in sys.modules if name.partition('.')[0] in ('torch', 'numpy')]\n"
         "assert not loaded, loaded"
     )

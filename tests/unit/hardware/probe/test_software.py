@@ -10,7 +10,7 @@ from app.errors import PlanImpossible
 from app.hardware.facts import Core, Cpu, Facts, NativeLibrary
 from app.hardware.probe import software
 from app.hardware.probe.probe import probe
-from app.kernels.native.library import native_library
+from armature_kernels.native.library import native_library
 
 ALL_X86 = ("amx", "avx512bf16", "avx512", "avxvnni", "avx2", "portable")
 ALL_ARM = ("i8mm", "dotprod", "neon", "portable")

@@ -6,16 +6,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from app.kernels.attention.attention import AttentionSequence, KvRows, KvSegment
-from app.kernels.attention.convolution import (
+from armature_kernels.attention.attention import AttentionSequence, KvRows, KvSegment
+from armature_kernels.attention.convolution import (
     convolve,
     convolve_torch,
     convolved_rows,
     convolved_rows_torch,
     paged_convolve_torch,
 )
-from app.kernels.native.arguments import OpCode
-from app.kernels.native.operations import has_kernel
+from armature_kernels.native.arguments import OpCode
+from armature_kernels.native.operations import has_kernel
 from native_levels import at_level, levels
 from paged_steps import Shape, made_step
 from ragged_batches import Batch, Share, make_batch

@@ -12,17 +12,17 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from app.backends.cpu import AttentionRow, Segment, reference_attention
-from app.kernels.attention import paged
-from app.kernels.attention.attention import KvRows, QkvHeads
-from app.kernels.attention.context import AttentionSpec
-from app.kernels.attention.paged import (
+from armature_kernels.attention import paged
+from armature_kernels.attention.attention import KvRows, QkvHeads
+from armature_kernels.attention.context import AttentionSpec
+from armature_kernels.attention.paged import (
     PAGE_TOKENS,
     PackedTexts,
     PagedStep,
     attend_texts_padded_torch,
     paged_attention_torch,
 )
-from app.kernels.attention.texts import attend_texts_torch
+from armature_kernels.attention.texts import attend_texts_torch
 from hypothesis_examples import examples
 
 MANY = 300  # tokens of context: pages enough to lie in any order

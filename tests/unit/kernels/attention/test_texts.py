@@ -11,11 +11,11 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from app.kernels.attention.attention import QkvHeads
-from app.kernels.attention.context import AttentionSpec
-from app.kernels.attention.texts import TextStarts, attend_texts, attend_texts_torch
-from app.kernels.native.arguments import OpCode
-from app.kernels.native.operations import has_kernel
+from armature_kernels.attention.attention import QkvHeads
+from armature_kernels.attention.context import AttentionSpec
+from armature_kernels.attention.texts import TextStarts, attend_texts, attend_texts_torch
+from armature_kernels.native.arguments import OpCode
+from armature_kernels.native.operations import has_kernel
 from hypothesis_examples import examples
 from native_levels import at_level
 from row_checks import LEVELS, a_level, needs_levels, rows_of

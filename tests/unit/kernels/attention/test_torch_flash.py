@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from app.kernels.attention import texts
-from app.kernels.attention.context import AttentionSpec
+from armature_kernels.attention import texts
+from armature_kernels.attention.context import AttentionSpec
 
 PLAIN = AttentionSpec(0.1)
 

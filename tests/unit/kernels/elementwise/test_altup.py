@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from app.kernels.elementwise.altup import (
+from armature_kernels.elementwise.altup import (
     Correction,
     StreamMix,
     correct_streams,
@@ -18,9 +18,9 @@ from app.kernels.elementwise.altup import (
     predict_streams,
     predict_streams_torch,
 )
-from app.kernels.linear.activations import RowGroups, unquantised
-from app.kernels.native.arguments import OpCode
-from app.kernels.native.operations import has_kernel
+from armature_kernels.linear.activations import RowGroups, unquantised
+from armature_kernels.native.arguments import OpCode
+from armature_kernels.native.operations import has_kernel
 from native_levels import at_level
 from row_checks import LEVELS, WHOLE_ROW, check, group_of, needs_levels, rows_of
 

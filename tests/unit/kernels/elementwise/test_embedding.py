@@ -7,12 +7,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from app.kernels.elementwise.embedding import add_embedding_rows, embedding_rows, embedding_rows_torch
-from app.kernels.elementwise.rope import rope_angles, rope_angles_torch
-from app.kernels.linear.bf16_panels import Bf16PanelLinear, HybridFactory
-from app.kernels.linear.int_panels import IntPanelFactory
-from app.kernels.native.arguments import OpCode
-from app.kernels.native.operations import has_kernel
+from armature_kernels.elementwise.embedding import add_embedding_rows, embedding_rows, embedding_rows_torch
+from armature_kernels.elementwise.rope import rope_angles, rope_angles_torch
+from armature_kernels.linear.bf16_panels import Bf16PanelLinear, HybridFactory
+from armature_kernels.linear.int_panels import IntPanelFactory
+from armature_kernels.native.arguments import OpCode
+from armature_kernels.native.operations import has_kernel
 from hypothesis_examples import examples
 from native_levels import at_level, levels
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 
-from app.kernels.elementwise.latent import latent_heads, latent_heads_torch
-from app.kernels.elementwise.latent_sizes import LatentHeads
-from app.kernels.elementwise.norms import contiguous, rms_norm, rms_norm_torch
-from app.kernels.linear.activations import RowGroups
-from app.kernels.native.arguments import OpCode
-from app.kernels.native.operations import has_kernel
+from armature_kernels.elementwise.latent import latent_heads, latent_heads_torch
+from armature_kernels.elementwise.latent_sizes import LatentHeads
+from armature_kernels.elementwise.norms import contiguous, rms_norm, rms_norm_torch
+from armature_kernels.linear.activations import RowGroups
+from armature_kernels.native.arguments import OpCode
+from armature_kernels.native.operations import has_kernel
 from native_levels import at_level
 from row_checks import LEVELS, WHOLE_ROW, check, group_of, needs_levels, rows_of
 

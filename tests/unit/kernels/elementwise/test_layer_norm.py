@@ -8,13 +8,20 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from app.kernels.elementwise.activations import ACTIVATIONS, activate, activate_torch, convert_rows, xielu, xielu_torch
-from app.kernels.elementwise.norms import layer_norm, layer_norm_in_place, layer_norm_torch
-from app.kernels.linear.activations import ROW_DTYPES, Activations, RowGroups, quantise, unquantised
-from app.kernels.linear.int_panels import IntPanelFactory
-from app.kernels.linear.linear import FORMS, ActivatingForm, Linear
-from app.kernels.native.arguments import OpCode
-from app.kernels.native.operations import has_kernel
+from armature_kernels.elementwise.activations import (
+    ACTIVATIONS,
+    activate,
+    activate_torch,
+    convert_rows,
+    xielu,
+    xielu_torch,
+)
+from armature_kernels.elementwise.norms import layer_norm, layer_norm_in_place, layer_norm_torch
+from armature_kernels.linear.activations import ROW_DTYPES, Activations, RowGroups, quantise, unquantised
+from armature_kernels.linear.int_panels import IntPanelFactory
+from armature_kernels.linear.linear import FORMS, ActivatingForm, Linear
+from armature_kernels.native.arguments import OpCode
+from armature_kernels.native.operations import has_kernel
 from hypothesis_examples import examples
 from native_levels import at_level
 from row_checks import (

@@ -7,11 +7,18 @@ import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from app.kernels.elementwise import norms
-from app.kernels.elementwise.activations import ACTIVATIONS
-from app.kernels.linear.activations import ROW_DTYPES, RowGroups, quantise, quantise_torch, unpack_tiles, unquantised
-from app.kernels.native.arguments import OpCode
-from app.kernels.native.operations import has_kernel
+from armature_kernels.elementwise import norms
+from armature_kernels.elementwise.activations import ACTIVATIONS
+from armature_kernels.linear.activations import (
+    ROW_DTYPES,
+    RowGroups,
+    quantise,
+    quantise_torch,
+    unpack_tiles,
+    unquantised,
+)
+from armature_kernels.native.arguments import OpCode
+from armature_kernels.native.operations import has_kernel
 from hypothesis_examples import examples
 from native_levels import at_level
 from row_checks import (

@@ -6,10 +6,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from app.kernels.elementwise import pooling
-from app.kernels.elementwise.pooling import MEAN, SUM, pool_rows, pool_rows_torch, unit_rows
-from app.kernels.native.arguments import OpCode
-from app.kernels.native.operations import has_kernel, observe_operations
+from armature_kernels.elementwise import pooling
+from armature_kernels.elementwise.pooling import MEAN, SUM, pool_rows, pool_rows_torch, unit_rows
+from armature_kernels.native.arguments import OpCode
+from armature_kernels.native.operations import has_kernel, observe_operations
 from native_levels import at_level, levels
 
 NATIVE = pytest.mark.skipif(not has_kernel(OpCode.POOL), reason="the native library is not built")

@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from app.kernels.linear.device import DeviceFactory
+from armature_kernels.linear.device import DeviceFactory
 
 CPU = torch.device("cpu")
 

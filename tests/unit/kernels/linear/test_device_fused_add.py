@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from app.kernels.linear import device as device_adds
-from app.kernels.linear import device as device_linear
-from app.kernels.linear.device import DeviceFactory
+from armature_kernels.linear import device as device_adds
+from armature_kernels.linear import device as device_linear
+from armature_kernels.linear.device import DeviceFactory
 
 GPU, HALF = torch.device("cuda", 0), torch.bfloat16
 

@@ -9,9 +9,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from app.kernels.linear import device_int4
-from app.kernels.linear.device_int4 import DequantiseScratch, DeviceInt4Factory, find_code_order, quantise_device_int4
-from app.kernels.linear.layout import device_int4_bytes
+from armature_kernels.linear import device_int4
+from armature_kernels.linear.device_int4 import (
+    DequantiseScratch,
+    DeviceInt4Factory,
+    find_code_order,
+    quantise_device_int4,
+)
+from armature_kernels.linear.layout import device_int4_bytes
 from tiled_codes import TiledCodes, tiled
 
 __all__ = ["tiled"]  # a fixture

@@ -8,11 +8,11 @@ import torch.nn.functional as F
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from app.kernels.elementwise.activations import ACTIVATIONS, TopLogitsRequest
-from app.kernels.linear import fp32_panels
-from app.kernels.linear.fp32_panels import Fp32PanelFactory, Fp32PanelLinear
-from app.kernels.native.arguments import OpCode
-from app.kernels.native.operations import has_kernel
+from armature_kernels.elementwise.activations import ACTIVATIONS, TopLogitsRequest
+from armature_kernels.linear import fp32_panels
+from armature_kernels.linear.fp32_panels import Fp32PanelFactory, Fp32PanelLinear
+from armature_kernels.native.arguments import OpCode
+from armature_kernels.native.operations import has_kernel
 from hypothesis_examples import examples
 from native_levels import at_level
 from row_checks import LEVELS, a_level, bad_values, bits, needs_levels, rows_of

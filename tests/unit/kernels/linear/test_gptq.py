@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from app.kernels.linear.quantization import (
+from armature_kernels.linear.quantization import (
     DAMPING,
     FITTED_ROWS,
     InputStatistics,
@@ -19,8 +19,8 @@ from app.kernels.linear.quantization import (
     symmetric_scales,
     symmetric_scales_torch,
 )
-from app.kernels.native.arguments import OpCode
-from app.kernels.native.operations import has_kernel
+from armature_kernels.native.arguments import OpCode
+from armature_kernels.native.operations import has_kernel
 from native_levels import at_level, levels
 
 

@@ -6,8 +6,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from app.kernels.linear import linear
-from app.kernels.linear.linear import FORMS, Linear, OneDnnLinear, PlainLinear
+from armature_kernels.linear import linear
+from armature_kernels.linear.linear import FORMS, Linear, OneDnnLinear, PlainLinear
 
 DTYPES = [torch.float32, torch.bfloat16]
 

@@ -10,9 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from app.kernels.linear.activations import RowGroups, quantise
-from app.kernels.linear.layout import lora_elements
-from app.kernels.linear.lora import LoraProduct, LoraRows, LoraSlots, LoraWeights, RowRun
+from armature_kernels.linear.activations import RowGroups, quantise
+from armature_kernels.linear.layout import lora_elements
+from armature_kernels.linear.lora import LoraProduct, LoraRows, LoraSlots, LoraWeights, RowRun
 from native_levels import at_level, levels
 
 DTYPES = (torch.bfloat16, torch.float32)

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from app.kernels.linear.quantization import Int4Weight, quantise_int4, quantise_int8
+from armature_kernels.linear.quantization import Int4Weight, quantise_int4, quantise_int8
 from hypothesis_examples import examples
 
 GROUPS = st.sampled_from((32, 64, 128))

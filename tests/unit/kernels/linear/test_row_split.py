@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
-from app.kernels.linear.activations import RowGroups, quantise
-from app.kernels.linear.int_panels import IntPanelFactory
-from app.kernels.linear.row_split import RowSplitFactory
-from app.kernels.native.arguments import OpCode
-from app.kernels.native.operations import has_kernel
+from armature_kernels.linear.activations import RowGroups, quantise
+from armature_kernels.linear.int_panels import IntPanelFactory
+from armature_kernels.linear.row_split import RowSplitFactory
+from armature_kernels.native.arguments import OpCode
+from armature_kernels.native.operations import has_kernel
 
 pytestmark = pytest.mark.skipif(not has_kernel(OpCode.LINEAR_INT), reason="integer forms need the native library")
 

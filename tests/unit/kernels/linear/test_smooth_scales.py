@@ -6,8 +6,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from app.kernels.linear.quantization import quantise_int4
-from app.kernels.linear.smoothing import column_maxima, smooth_scales
+from armature_kernels.linear.quantization import quantise_int4
+from armature_kernels.linear.smoothing import column_maxima, smooth_scales
 from hypothesis_examples import examples
 
 

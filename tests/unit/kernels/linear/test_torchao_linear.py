@@ -14,11 +14,17 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from app.errors import PlanImpossible
-from app.hardware.plan.torchao_config import EXAMPLE, INT4_REFERENCE, INT8_REFERENCE
-from app.kernels.linear import int_panels
-from app.kernels.linear.linear import Linear, PlainLinear
-from app.kernels.linear.torchao_linear import TorchaoFactory, TorchaoLinear, build_config, check_runs, torchao_module
+from armature_kernels.errors import KernelError
+from armature_kernels.linear import int_panels
+from armature_kernels.linear.linear import Linear, PlainLinear
+from armature_kernels.linear.torchao_config import EXAMPLE, INT4_REFERENCE, INT8_REFERENCE
+from armature_kernels.linear.torchao_linear import (
+    TorchaoFactory,
+    TorchaoLinear,
+    build_config,
+    check_runs,
+    torchao_module,
+)
 from external_tools import ROOT
 from hypothesis_examples import examples
 from loaded_models import load
@@ -144,7 +150,7 @@ def test_sizes_without_whole_groups_are_not_offered() -> None:
     ],
 )
 def test_a_config_that_cannot_run_is_refused_in_the_words_of_torchao(name: str, words: str) -> None:
-    with pytest.raises(PlanImpossible) as caught:
+    with pytest.raises(KernelError) as caught:
         check_runs(name, CPU, torch.float32)
     assert words in caught.value.message and name in caught.value.message
 
@@ -173,7 +179,7 @@ def test_the_first_use_prints_nothing_and_nothing_imports_it_before() -> None:
     """In a process of its own, since torchao may be imported here already."""
     program = (
         "import sys, app.weights.load, app.server.prepare; assert 'torchao' not in sys.modules\n"
-        "from app.kernels.linear.torchao_linear import TorchaoFactory\n"
+        "from armature_kernels.linear.torchao_linear import TorchaoFactory\n"
         f"assert not TorchaoFactory({INT8_REFERENCE!r}).refusal(); assert 'torchao' in sys.modules"
     )
     done = subprocess.run(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 
-from app.kernels.native.memory import Int64Buffer
+from armature_kernels.native.memory import Int64Buffer
 
 
 def read(address: int, count: int) -> list[int]:

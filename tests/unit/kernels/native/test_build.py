@@ -16,7 +16,7 @@ import pytest
 
 from tools import wheels
 
-CSRC = Path("app/kernels/csrc")
+CSRC = Path("armature_kernels/csrc")
 # The virtual environment's cmake and ninja, where the machine has none.
 PATH = os.pathsep.join((str(Path(sys.executable).parent), os.environ.get("PATH", "")))
 CC = shutil.which(os.environ.get("CC", "gcc"))
@@ -238,7 +238,7 @@ def test_without_a_compiler_a_wheel_is_built_and_says_who_serves(root: Path, tmp
     with zipfile.ZipFile(wheel) as archive:
         assert not [name for name in archive.namelist() if "libarmature" in name]
         archive.extractall(tmp_path / "installed")
-    script = "from app.kernels.native.library import native_library; print(native_library().reason)"
+    script = "from armature_kernels.native.library import native_library; print(native_library().reason)"
     # -P: not from the folder that this runs in, which has a library of its own.
     said = run(
         sys.executable,

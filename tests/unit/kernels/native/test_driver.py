@@ -36,7 +36,7 @@ def run(*command: str | Path) -> subprocess.CompletedProcess[str]:
 
 def built_driver(root: Path, folder: Path, *options: str) -> Path:
     """The sanitized driver, in a folder that the next run of the tests finds again: then little is left to compile."""
-    configured = run("cmake", "-S", root / "app/kernels/csrc", "-B", folder, "-DARMATURE_SANITIZE=ON", *options)
+    configured = run("cmake", "-S", root / "armature_kernels/csrc", "-B", folder, "-DARMATURE_SANITIZE=ON", *options)
     assert configured.returncode == 0, configured.stderr
     compiled = run("cmake", "--build", folder, "--target", "driver", "--parallel", "2")
     assert compiled.returncode == 0, compiled.stdout + compiled.stderr
@@ -93,7 +93,7 @@ AVX = re.compile(r"\t(v(?!err|erw|erx)[a-z0-9]+ .*|.*%[yz]mm\d+.*)")
 @needs_x86
 @pytest.mark.skipif(shutil.which("objdump") is None, reason="there is no objdump")
 def test_only_a_level_s_own_file_has_its_instructions(root: Path, tmp_path: Path) -> None:
-    csrc = root / "app/kernels/csrc"
+    csrc = root / "armature_kernels/csrc"
     assert run("cmake", "-S", csrc, "-B", tmp_path / "build").returncode == 0
     texts: dict[Path, str] = {}  # of all parts of a source
     for entry in json.loads((tmp_path / "build/compile_commands.json").read_text()):

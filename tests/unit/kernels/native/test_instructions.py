@@ -17,7 +17,7 @@ from pathlib import Path
 
 import pytest
 
-from app.kernels.native.library import LIBRARY_PATH
+from armature_kernels.native.library import LIBRARY_PATH
 
 ROOT = Path(__file__).resolve().parents[4]
 KERNELS = (ROOT / "docs" / "kernels.md").read_text(encoding="utf-8")

@@ -10,7 +10,7 @@ import sys
 
 import pytest
 
-from app.kernels.native.library import native_library
+from armature_kernels.native.library import native_library
 from native_levels import levels
 
 LEVELS = levels()
@@ -44,8 +44,8 @@ def test_a_level_that_cannot_run_is_refused_in_a_sentence(level: str, command: l
 PRODUCT = """
 import sys
 import torch
-from app.kernels.linear.int_panels import IntPanelFactory
-from app.kernels.native.library import native_library
+from armature_kernels.linear.int_panels import IntPanelFactory
+from armature_kernels.native.library import native_library
 form, x = IntPanelFactory(4, 32).pack(torch.randn(40, 64), None), torch.randn(3, 64).bfloat16()
 torch.testing.assert_close(form.multiply(x).float(), form.multiply_torch(x), rtol=1e-2, atol=1e-2)
 print(native_library().level)
@@ -57,4 +57,4 @@ def test_a_process_multiplies_at_the_level_that_was_asked_for_or_not_at_all() ->
     assert run(LEVELS[-1], "-c", PRODUCT).stdout == f"{LEVELS[-1]}\n"
     refused = run(FOREIGN, "-c", PRODUCT)
     assert refused.returncode == 1, "an exception, no illegal instruction"
-    assert f"PlanImpossible: ARMATURE_ISA is {FOREIGN}" in refused.stderr
+    assert f"KernelError: ARMATURE_ISA is {FOREIGN}" in refused.stderr

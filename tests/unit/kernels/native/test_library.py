@@ -12,13 +12,13 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from app.errors import PlanImpossible
-from app.kernels.linear.bf16_panels import Bf16PanelLinear
-from app.kernels.native import library as native_module
-from app.kernels.native.arguments import OpCode
-from app.kernels.native.library import native_library
-from app.kernels.native.memory import allocate_weights
-from app.kernels.native.operations import has_kernel
+from armature_kernels.errors import KernelError
+from armature_kernels.linear.bf16_panels import Bf16PanelLinear
+from armature_kernels.native import library as native_module
+from armature_kernels.native.arguments import OpCode
+from armature_kernels.native.library import native_library
+from armature_kernels.native.memory import allocate_weights
+from armature_kernels.native.operations import has_kernel
 from hypothesis_examples import examples
 from native_levels import levels
 
@@ -105,7 +105,7 @@ def test_without_a_library_that_loads_torch_serves_and_the_reason_is_said(
 
 def test_a_library_that_is_asked_for_by_name_is_loaded_or_refused(bare: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ARMATURE_NATIVE_LIBRARY", str(bare.parent / "other.so"))
-    with pytest.raises(PlanImpossible, match=r"other\.so cannot be loaded"):
+    with pytest.raises(KernelError, match=r"other\.so cannot be loaded"):
         native_module.native_library.__wrapped__()
 
 
@@ -125,7 +125,7 @@ def test_a_level_that_is_asked_for_by_name_serves_or_is_refused(level: str, monk
     assert native_module.native_library.__wrapped__().level == lowest
     monkeypatch.setenv("ARMATURE_ISA", "no-such-level")
     with pytest.raises(
-        PlanImpossible, match="ARMATURE_ISA is no-such-level, which this library or this processor does not have"
+        KernelError, match="ARMATURE_ISA is no-such-level, which this library or this processor does not have"
     ):
         native_module.native_library.__wrapped__()
 

@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
-from app.errors import PlanImpossible
-from app.kernels.native import operations
-from app.kernels.native.arguments import OpCode
-from app.kernels.native.library import native_library
-from app.kernels.native.operations import has_kernel
+from armature_kernels.errors import KernelError
+from armature_kernels.native import operations
+from armature_kernels.native.arguments import OpCode
+from armature_kernels.native.library import native_library
+from armature_kernels.native.operations import has_kernel
 
 pytestmark = pytest.mark.skipif(native_library().library is None, reason="no native library here")
 
@@ -31,5 +31,5 @@ def test_this_library_reads_what_is_written() -> None:
 def test_a_library_of_another_version_is_never_asked_to_run(other: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     library = SimpleNamespace(armature_has=lambda code: 1, **({"armature_size": other} if other else {}))
     monkeypatch.setattr(operations, "native_library", lambda: SimpleNamespace(library=library))
-    with pytest.raises(PlanImpossible, match="make native"):
+    with pytest.raises(KernelError, match="make native"):
         has_kernel(OpCode.LINEAR_INT)

@@ -6,16 +6,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from app.kernels.elementwise.embedding import embedding_rows
-from app.kernels.elementwise.norms import gate, gather, rms_norm
-from app.kernels.elementwise.rope import rope_angles
-from app.kernels.linear.bf16_product import WideRows
-from app.kernels.linear.int_panels import IntPanelFactory
-from app.kernels.linear.linear import Linear
-from app.kernels.native.arguments import OpCode
-from app.kernels.native.memory import Int64Buffer
-from app.kernels.native.operations import has_kernel
-from app.kernels.native.recording import NotRecordable, RecordedRowCounts, ResultPool, record_operations
+from armature_kernels.elementwise.embedding import embedding_rows
+from armature_kernels.elementwise.norms import gate, gather, rms_norm
+from armature_kernels.elementwise.rope import rope_angles
+from armature_kernels.linear.bf16_product import WideRows
+from armature_kernels.linear.int_panels import IntPanelFactory
+from armature_kernels.linear.linear import Linear
+from armature_kernels.native.arguments import OpCode
+from armature_kernels.native.memory import Int64Buffer
+from armature_kernels.native.operations import has_kernel
+from armature_kernels.native.recording import NotRecordable, RecordedRowCounts, ResultPool, record_operations
 
 SIZE, INNER, MOST = 64, 96, 40
 pytestmark = pytest.mark.skipif(not has_kernel(OpCode.LINEAR_INT), reason="no native kernels here")

@@ -8,11 +8,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from app.kernels.linear.activations import QuantisedActivations, RowGroups, quantise, unpack_tiles
-from app.kernels.linear.int_panels import IntPanelFactory
-from app.kernels.native.arguments import OpCode
-from app.kernels.native.operations import has_kernel
-from app.kernels.native.recording import NotRecordable, ResultPool, record_dry_run, record_operations
+from armature_kernels.linear.activations import QuantisedActivations, RowGroups, quantise, unpack_tiles
+from armature_kernels.linear.int_panels import IntPanelFactory
+from armature_kernels.native.arguments import OpCode
+from armature_kernels.native.operations import has_kernel
+from armature_kernels.native.recording import NotRecordable, ResultPool, record_dry_run, record_operations
 
 pytestmark = pytest.mark.skipif(not has_kernel(OpCode.LINEAR_INT), reason="no native kernels here")
 PACKING = IntPanelFactory(bits=4, group=32)
@@ -47,7 +47,7 @@ def test_what_is_only_noted_computes_nothing_until_it_is_run(monkeypatch: pytest
     own, pool = _some_rows(), ResultPool()
     asked: list[object] = []
     with monkeypatch.context() as patched:
-        patched.setattr("app.kernels.native.operations.native_library", lambda: asked.append(None))
+        patched.setattr("armature_kernels.native.operations.native_library", lambda: asked.append(None))
         recorded = record_dry_run(pool, lambda: body(own))
     assert asked == [] and len(recorded) == 4
     for _ in range(2):

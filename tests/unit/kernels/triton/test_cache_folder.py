@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from app.kernels.triton.support import secure_cache_folder
+from armature_kernels.triton.support import secure_cache_folder
 
 
 def kept(monkeypatch: pytest.MonkeyPatch, folder: Path) -> Path:

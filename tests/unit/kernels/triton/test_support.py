@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from app.kernels.triton import support
+from armature_kernels.triton import support
 
 ON_GPU = cast(Tensor, SimpleNamespace(device=torch.device("cuda", 0)))
 

@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 
 from app.errors import CheckpointInvalid
-from app.kernels.elementwise.latent_sizes import LatentHeads
 from app.models.decoders.config import ModelConfig
 from app.models.decoders.families import DECODER_FAMILIES
 from app.models.decoders.layer_config import AltUpConfig, ConvolutionConfig
 from app.models.decoders.shapes import tensors_of
+from armature_kernels.elementwise.latent_sizes import LatentHeads
 from tiny_checkpoints import ARCHITECTURES, config_values
 
 

@@ -9,17 +9,17 @@ import pytest
 import torch
 from torch import Tensor
 
-from app.kernels.attention.attention import QkvHeads
-from app.kernels.attention.context import AttentionSpec
-from app.kernels.linear.activations import Activations, QuantisedActivations
-from app.kernels.linear.int_panels import IntPanelFactory
-from app.kernels.linear.linear import Linear, PlainLinear
-from app.kernels.native.arguments import OpCode
-from app.kernels.native.operations import has_kernel
 from app.models.decoders.config import ModelConfig
 from app.models.decoders.layer_config import Placement
 from app.models.decoders.layers.layer import DecoderLayer
 from app.models.decoders.layers.vectors import HeadNorm, Norm
+from armature_kernels.attention.attention import QkvHeads
+from armature_kernels.attention.context import AttentionSpec
+from armature_kernels.linear.activations import Activations, QuantisedActivations
+from armature_kernels.linear.int_panels import IntPanelFactory
+from armature_kernels.linear.linear import Linear, PlainLinear
+from armature_kernels.native.arguments import OpCode
+from armature_kernels.native.operations import has_kernel
 from tiny_checkpoints import config_values
 
 needs_integers = pytest.mark.skipif(

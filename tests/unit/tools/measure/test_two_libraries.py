@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from app.kernels.native.library import LIBRARY_PATH, load_library
+from armature_kernels.native.library import LIBRARY_PATH, load_library
 from native_levels import at_level, levels
 from row_checks import needs_levels
 from tools.measure.two_libraries import AlternatingLibraries, alternate, decode_in_turns, report

@@ -1,0 +1,120 @@
+"""An unquantised weight in the memory of a device, copied there some rows at a time and multiplied by torch.
+
+Nothing here depends on the kind of device; tests run the same code on the CPU. `fused_addmm` adds a half-precision
+product to an fp32 stream in one kernel (CUDA's `addmm` with a wider `out_dtype`), which saves one kernel launch and
+one rounding. Older versions of torch and other devices do not support it, so support is tested once per device.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+from typing import ClassVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from armature_kernels.elementwise.embedding import RowFactor, embedding_rows
+from armature_kernels.linear.activations import Activations, unquantised
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceFactory:
+    """Places weights on `device` in `dtype`, which is also the dtype of the activations."""
+
+    device: torch.device
+    dtype: torch.dtype
+    keeps_weight: ClassVar[bool] = False
+
+    def supports(self, rows: int, columns: int, dtype: torch.dtype) -> bool:
+        """Return True if activations of this dtype match."""
+        return dtype == self.dtype
+
+    def empty_form(self, outputs: int, inputs: int, bias: Tensor | None) -> DeviceLinear:
+        """Return an uninitialised form [outputs, inputs] that `fill` completes."""
+        weight = torch.empty(outputs, inputs, dtype=self.dtype, device=self.device)
+        return DeviceLinear(weight, copy_bias_to_device(bias, weight))
+
+    def pack(self, weight: Tensor, bias: Tensor | None) -> DeviceLinear:
+        """Copy weight [out, in] of any float dtype to the device."""
+        form = self.empty_form(weight.shape[0], weight.shape[1], bias)
+        form.fill(0, weight)
+        return form
+
+    def weight_bytes(self, outputs: int, inputs: int) -> int:
+        """Return the bytes of a weight without its bias; a product reads all of them."""
+        return outputs * inputs * self.dtype.itemsize
+
+
+class DeviceLinear:
+    """A weight [out, in] and bias [out] on the device; a tied embedding uses the same tensor."""
+
+    __slots__ = ("bias", "fuses_add", "weight")
+
+    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
+        self.weight, self.bias = weight, bias
+        self.fuses_add = bias is None and supports_fused_add(weight.device, weight.dtype)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of weight and bias on the device."""
+        return self.weight.nbytes + (0 if self.bias is None else self.bias.nbytes)
+
+    def fill(self, first: int, rows: Tensor) -> None:
+        """Copy rows [n, in] to outputs `[first, first + n)`.
+
+        The copy is complete on return, so `rows` may be reused.
+        """
+        self.weight[first : first + len(rows)].copy_(rows)
+
+    def activation_group(self, rows: int) -> None:
+        """Return None: activations are not quantised."""
+
+    def multiply(self, x: Activations) -> Tensor:
+        """Multiply x [tokens, in] to [tokens, out] in the weight's dtype."""
+        return F.linear(unquantised(x), self.weight, self.bias)
+
+    def add_to(self, hidden: Tensor, x: Activations) -> None:
+        """Add the product to hidden [tokens, out] fp32 in place."""
+        if self.fuses_add:
+            fused_addmm(hidden, unquantised(x), self.weight)
+        else:
+            hidden += self.multiply(x)
+
+    def rows(self, ids: Tensor, factor: RowFactor = 1.0) -> Tensor:
+        """Return rows of the weight, fp32 [n, in], for ids [n] int64, times a factor."""
+        return embedding_rows(self.weight, ids, factor)
+
+
+def copy_bias_to_device(bias: Tensor | None, weight: Tensor) -> Tensor | None:
+    """Copy the bias to the weight's device and dtype; None stays None."""
+    return None if bias is None else bias.to(weight.device, weight.dtype, copy=True)
+
+
+@cache
+def supports_fused_add(device: torch.device, dtype: torch.dtype) -> bool:
+    """Return True if `fused_addmm` works on this device and dtype.
+
+    The test waits for the device, so it runs while weights are loaded and never during a step.
+    """
+    if device.type != "cuda" or dtype not in (torch.float16, torch.bfloat16):
+        return False
+    return all(
+        _adds_correctly(rows, device, dtype) for rows in (1, 16)
+    )  # torch may treat a single row as a bias, which is another code path
+
+
+def _adds_correctly(rows: int, device: torch.device, dtype: torch.dtype) -> bool:
+    ones, stream = torch.ones(16, 16, dtype=dtype, device=device), torch.ones(rows, 16, device=device)
+    try:
+        fused_addmm(stream, ones[:rows], ones)
+    except RuntimeError:  # not supported on this device, or not for an fp32 stream
+        return False
+    return bool((stream == 17).all())
+
+
+def fused_addmm(hidden: Tensor, x: Tensor, weight: Tensor) -> None:
+    """Add x [tokens, in] times weight [out, in], both of one half precision, to hidden [tokens, out] fp32 in place."""
+    # Nothing is copied (out= is the input), and beta = 1 adds.
+    torch.addmm(hidden, x, weight.t(), out_dtype=torch.float32, out=hidden)

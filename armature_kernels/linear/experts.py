@@ -1,0 +1,147 @@
+"""The experts of a mixture: gated MLPs of which each row uses some, with the products of all experts in one operation.
+
+Rows are grouped by expert, so an expert's weights are read once for all of its rows (csrc/experts.h). `run_experts_torch`
+computes one expert after the other; it is the reference implementation and serves forms without the operation.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from armature_kernels.elementwise.embedding import TableLayout
+from armature_kernels.elementwise.norms import gate
+from armature_kernels.linear.activations import ROW_DTYPES, Activations
+from armature_kernels.linear.bf16_panels import Bf16PanelLinear
+from armature_kernels.linear.bf16_product import WideRows
+from armature_kernels.linear.fp32_panels import Fp32PanelLinear
+from armature_kernels.linear.int_panels import IntPanelLinear
+from armature_kernels.linear.linear import LinearForm
+from armature_kernels.native.arguments import ACTIVATION_CODES, ExpertsArguments, ExpertWeights, OpCode
+from armature_kernels.native.library import native_library
+from armature_kernels.native.memory import empty
+from armature_kernels.native.operations import has_kernel, run_operation
+
+PanelForm = IntPanelLinear | Bf16PanelLinear | Fp32PanelLinear
+
+
+class ExpertForms(NamedTuple):
+    """The forms of a gated MLP: gate and up [2 * inner, hidden] as one product, and down [hidden, inner]."""
+
+    gate_up: LinearForm
+    down: LinearForm
+
+
+@dataclass(frozen=True, slots=True)
+class ProductStack:
+    """The packed weights of one product of all experts, as the native operation reads them."""
+
+    forms: tuple[PanelForm, ...]
+    panels: ctypes.Array[ctypes.c_void_p]
+    biases: ctypes.Array[ctypes.c_void_p] | None
+
+    @classmethod
+    def of(cls, forms: Sequence[LinearForm]) -> ProductStack | None:
+        """Return the stack of these forms; None if they are not panels of one layout."""
+        panels = [form for form in forms if isinstance(form, PanelForm)]
+        if len(panels) < len(forms) or len({_layout(form) for form in panels}) != 1:
+            return None
+        addresses = ctypes.c_void_p * len(panels)
+        biases = [None if form.bias is None else form.bias.data_ptr() for form in panels]
+        return cls(
+            tuple(panels),
+            addresses(*(form.panels.data_ptr() for form in panels)),
+            addresses(*biases) if biases[0] is not None else None,
+        )
+
+    def arguments(self) -> ExpertWeights:
+        """Return the C structure."""
+        biases = None if self.biases is None else ctypes.addressof(self.biases)
+        return ExpertWeights(ctypes.addressof(self.panels), biases, *_layout(self.forms[0])[:-1])
+
+
+def _layout(form: PanelForm) -> tuple[int, int, int, int, int, int, bool, bool, int, bool]:
+    """Return the numbers of `expert_weights` in csrc/ops.h, and whether there is a bias."""
+    sizes, has_bias = (form.outputs, form.inputs), form.bias is not None
+    if isinstance(form, IntPanelLinear):
+        wide, packing = form.packing.wide, form.packing
+        wide_from = {WideRows.NEVER: 0, WideRows.ALWAYS: 1, WideRows.MANY: native_library().wide_rows}[wide]
+        wide_from = wide_from if native_library().wide_rows else 0
+        return (
+            *sizes,
+            packing.bits,
+            form.group,
+            packing.layout.header,
+            wide_from,
+            False,
+            False,
+            form.row_groups.shared,
+            has_bias,
+        )
+    if isinstance(form, Bf16PanelLinear):
+        return (*sizes, TableLayout.BF16_PANELS, 0, 0, 0, form.fixed, False, 1, has_bias)
+    return (*sizes, TableLayout.FP32_PANELS, 0, 0, 0, False, form.is_narrow, 1, has_bias)
+
+
+class ExpertStack:
+    """All experts of a layer in forms that the native operation multiplies."""
+
+    __slots__ = ("down", "gate_up")
+
+    def __init__(self, gate_up: ProductStack, down: ProductStack) -> None:
+        self.gate_up, self.down = gate_up, down
+
+    @classmethod
+    def of(cls, experts: Sequence[ExpertForms]) -> ExpertStack | None:
+        """Return the stack of these experts; None if a form has no native operation."""
+        if not has_kernel(OpCode.EXPERTS):
+            return None
+        gate_up, down = (ProductStack.of(forms) for forms in zip(*experts, strict=True))
+        return None if gate_up is None or down is None else cls(gate_up, down)
+
+    def add_to(self, hidden: Tensor, x: Tensor, ids: Tensor, weights: Tensor, activation: str) -> None:
+        """Add each row's experts of x to hidden (`run_experts_torch`)."""
+        assert x.dtype in ROW_DTYPES and x.stride(1) == 1 and hidden.stride(1) == 1, "rows must be contiguous"
+        addresses = (x.data_ptr(), hidden.data_ptr(), ids.data_ptr(), weights.data_ptr(), None)
+        sizes = (x.stride(0), hidden.stride(0), len(x), len(self.gate_up.forms), ids.shape[1])
+        arguments = ExpertsArguments(
+            *addresses, self.gate_up.arguments(), self.down.arguments(), *sizes, x.dtype == torch.float32,
+            ACTIVATION_CODES[activation],
+        )  # fmt: skip
+        library = native_library().library
+        assert library is not None, "a stack requires the native library"
+        scratch = empty((int(library.armature_experts_scratch(ctypes.byref(arguments))),), torch.uint8)
+        arguments.scratch = scratch.data_ptr()
+        run_operation(arguments, OpCode.EXPERTS)
+
+
+def run_experts_torch(
+    experts: Sequence[ExpertForms], hidden: Tensor, x: Tensor, ids: Tensor, weights: Tensor, activation: str
+) -> None:
+    """Add the sum of weights[i, j] times expert ids[i, j] of x[i] to row i of hidden, in the order of j.
+
+    Args:
+        experts: The experts.
+        hidden: fp32 [tokens, hidden], changed in place.
+        x: [tokens, hidden] in the model's dtype.
+        ids: int64 [tokens, top_k], all different within a row.
+        weights: fp32 [tokens, top_k].
+        activation: Of the gates.
+    """
+    results = torch.empty(*ids.shape, hidden.shape[1])
+    for number, expert in enumerate(experts):
+        rows, places = (ids == number).nonzero(as_tuple=True)
+        if len(rows):
+            results[rows, places] = _run(expert, x[rows], activation).float()
+    hidden += (results * weights[..., None]).sum(1)
+
+
+def _run(expert: ExpertForms, x: Tensor, activation: str) -> Tensor:
+    gate_up = expert.gate_up.multiply(x)
+    gated: Activations = gate(gate_up, activation, expert.down.activation_group(len(gate_up)))
+    return expert.down.multiply(gated)

@@ -1,0 +1,148 @@
+"""RoPE angles on a GPU, and per-head norms, RoPE and the KV cache write between the QKV product and attention.
+
+A program processes some heads of one token. Rotated elements are written to other memory than they are read from: each
+element needs its partner, which another thread might already have overwritten. One kernel computes cos and signed sin
+of a step's tokens.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from armature_kernels.attention.attention import KvRows, QkvHeads, RopeAngles
+
+_ELEMENTS = 1024  # per program of four warps
+
+
+def apply_rope_and_write_kv(heads: QkvHeads, kv: KvRows, written: Tensor) -> Tensor:
+    """Return queries [tokens, num_heads, head_dim] and write keys and values to rows `written` [tokens] int64.
+
+    Queries that need no norm and no RoPE are a view of the product.
+    """
+    query = heads.split()[0] if heads.is_final else _empty_heads(heads, heads.num_heads)
+    _launch(heads, query, kv.keys, kv.values, written.contiguous())
+    return query
+
+
+def apply_rope(heads: QkvHeads) -> tuple[Tensor, Tensor, Tensor]:
+    """Return queries, keys and values [tokens, heads, head_dim]; unchanged ones are views of the product."""
+    query, key, value = heads.split()
+    if heads.is_final:
+        return query, key, value
+    query, key = _empty_heads(heads, heads.num_heads + heads.num_kv_heads).tensor_split((heads.num_heads,), 1)
+    _launch(heads, query, key, None, None)
+    return query, key, value
+
+
+def _empty_heads(heads: QkvHeads, count: int) -> Tensor:
+    product = heads.product
+    return torch.empty(len(product), count, heads.head_dim, dtype=product.dtype, device=product.device)
+
+
+def _launch(heads: QkvHeads, query: Tensor, keys: Tensor, values: Tensor | None, written: Tensor | None) -> None:
+    """Start the kernel; without `values`, values are not written; without `written`, token i's keys go to row i."""
+    assert (heads.query_norm is None) == (heads.key_norm is None), "queries and keys must both have a norm, or neither"
+    stored = [tensor for tensor in (query, keys, values) if tensor is not None]
+    assert all(tensor.stride()[1:] == (heads.head_dim, 1) for tensor in stored), "the heads of a row must be contiguous"
+    product, (cos, sin) = heads.product, heads.angles if heads.angles is not None else (None, None)
+    assert product.stride(1) == 1 and (cos is None or cos.is_contiguous()), "rows must be contiguous"
+    first = heads.num_heads if heads.is_final else 0
+    last = heads.num_heads + heads.num_kv_heads * (1 if values is None else 2)
+    width = triton.next_power_of_2(heads.head_dim)
+    block = max(1, min(triton.next_power_of_2(last - first), _ELEMENTS // width))
+    tensors = (product, heads.query_norm, heads.key_norm, cos, sin, written, query, keys, values)
+    strides = (product.stride(0), query.stride(0), keys.stride(0), 0 if values is None else values.stride(0))
+    sizes = (
+        first,
+        heads.num_heads,
+        heads.num_kv_heads,
+        heads.head_dim,
+        0 if cos is None else cos.shape[-1],
+        block,
+        width,
+    )
+    if len(product):
+        _apply_rope[(len(product), triton.cdiv(last - first, block))](
+            *tensors, *strides, heads.eps, *sizes, num_warps=4
+        )
+
+
+@triton.jit(do_not_specialize_on_alignment=["written"])  # views of a step's buffer have any alignment
+def _apply_rope(
+    product, query_norm, key_norm, cos, sin, written, query, keys, values,
+    stride, query_stride, key_stride, value_stride, eps,
+    first: tl.constexpr, num_heads: tl.constexpr, kv_heads: tl.constexpr,
+    head_dim: tl.constexpr, dim: tl.constexpr, block: tl.constexpr, width: tl.constexpr,
+):  # fmt: skip
+    token = tl.program_id(0).to(tl.int64)
+    head = first + tl.program_id(1) * block + tl.arange(0, block)[:, None]
+    at = tl.arange(0, width)[None, :]
+    is_query = (head < num_heads) & (at < head_dim)
+    is_key = (head >= num_heads) & (head < num_heads + kv_heads) & (at < head_dim)
+    is_value = (head >= num_heads + kv_heads) & (head < num_heads + 2 * kv_heads) & (at < head_dim)
+    source = product + token * stride + head * head_dim
+    x = tl.load(source + at, mask=is_query | is_key | is_value, other=0.0).to(tl.float32)
+    result = x
+    scale = tl.full((block, 1), 1.0, tl.float32)
+    if query_norm is not None:
+        scale = tl.rsqrt(tl.sum(x * x, 1) / head_dim + eps)[:, None]
+        result = tl.where(
+            is_query | is_key, x * scale * _load_norm_weight(query_norm, key_norm, is_query, is_key, at), x
+        )
+    if dim > 0:
+        rotated = (is_query | is_key) & (at < dim)
+        partner = tl.where(at < dim // 2, at + dim // 2, at - dim // 2)
+        other = tl.load(source + partner, mask=rotated, other=0.0).to(tl.float32)
+        if query_norm is not None:
+            other = (
+                other * scale * _load_norm_weight(query_norm, key_norm, is_query & rotated, is_key & rotated, partner)
+            )
+        cosine = tl.load(cos + token * dim + at, mask=at < dim, other=1.0)
+        sine = tl.load(sin + token * dim + at, mask=at < dim, other=0.0)
+        result = tl.where(rotated, result * cosine + other * sine, result)
+    row = token if written is None else tl.load(written + token)
+    if first == 0:
+        at_query = query + token * query_stride + head * head_dim + at
+        tl.store(at_query, result.to(query.dtype.element_ty), mask=is_query)
+    at_key = keys + row * key_stride + (head - num_heads) * head_dim + at
+    tl.store(at_key, result.to(keys.dtype.element_ty), mask=is_key)
+    if values is not None:
+        at_value = values + row * value_stride + (head - num_heads - kv_heads) * head_dim + at
+        tl.store(at_value, x.to(values.dtype.element_ty), mask=is_value)
+
+
+@triton.jit
+def _load_norm_weight(query_norm, key_norm, is_query, is_key, at):
+    """Load each element's norm weight, of queries or keys."""
+    of_query = tl.load(query_norm + at, mask=is_query, other=0.0)
+    return of_query + tl.load(key_norm + at, mask=is_key, other=0.0)
+
+
+def rope_angles(positions: Tensor, frequencies: Tensor, scale: float) -> RopeAngles:
+    """Compute cos and signed sin [tokens, 1, 2 * half] fp32, multiplied by `scale`.
+
+    `positions` is int64 [tokens]. `frequencies` is fp32 [half].
+    """
+    tokens, half = len(positions), len(frequencies)
+    cos, sin = (torch.empty(tokens, 1, 2 * half, dtype=torch.float32, device=positions.device) for _ in range(2))
+    if tokens:
+        given = (positions.contiguous(), frequencies, cos, sin, float(scale), half, triton.next_power_of_2(half))
+        _rope_angles[(tokens,)](*given, num_warps=1)
+    return cos, sin
+
+
+@triton.jit(do_not_specialize_on_alignment=["positions"])  # views of a step's buffer have any alignment
+def _rope_angles(positions, frequencies, cos, sin, scale, half: tl.constexpr, block: tl.constexpr):
+    token = tl.program_id(0).to(tl.int64)
+    at = tl.arange(0, block)
+    inside = at < half
+    angle = tl.load(positions + token).to(tl.float32) * tl.load(frequencies + at, mask=inside, other=0.0)
+    cosine, sine = tl.cos(angle) * scale, tl.sin(angle) * scale
+    first = token * (2 * half) + at
+    tl.store(cos + first, cosine, mask=inside)
+    tl.store(cos + first + half, cosine, mask=inside)
+    tl.store(sin + first, -sine, mask=inside)
+    tl.store(sin + first + half, sine, mask=inside)
