@@ -120,6 +120,9 @@ class Overloaded(RequestError):
         super().__init__(message)
         self.retry_after_seconds = retry_after_seconds
 
+    def __reduce__(self) -> tuple[type[Overloaded], tuple[str, float]]:
+        return type(self), (self.message, self.retry_after_seconds)
+
 
 class RateLimited(Overloaded):
     """The client has used up its requests or tokens of this minute."""

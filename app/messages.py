@@ -1,16 +1,18 @@
-"""Messages between the service and the worker thread: frozen dataclasses of plain values.
+"""Messages between the service and the engine: frozen dataclasses of plain values, which another process could read.
 
-The mailbox takes `Generate`, `Encode`, `Infer`, `Abort`, `SetAdapter` and `Stop`. Events come back as one list per step:
-`PromptScored`, `TokensReady` and `SequenceFinished` for a generation, one `ArraysReady` for an `Encode` or `Infer`, and
-`RequestFailed` for any of them.
+The engine's mailbox takes `Generate`, `Encode`, `Infer`, `Abort`, `SetAdapter` and `Stop`. Events come back as one list
+per step: `PromptScored`, `TokensReady` and `SequenceFinished` for a generation, one `ArraysReady` for an `Encode` or
+`Infer`, and `RequestFailed` for any of them. Messages between the API and the service are in `service/requests.py`.
 """
 
 from __future__ import annotations
 
+import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol
+from typing import Literal
 
 from app.errors import InvalidRequest, RequestError
 
@@ -165,49 +167,40 @@ def _interval(low: float, high: float) -> str:
     return f"[{low:g}, {high:g}]" if math.isfinite(high) else f"[{low:g}, ∞)"
 
 
-# ---- grammars ------------------------------------------------------------------------------------------------------
+# ---- from the service to the engine --------------------------------------------------------------------------------
 
 
-class GrammarState(Protocol):
-    """The place in a grammar that one sequence has reached. It is used on the worker thread only."""
-
-    @property
-    def finished(self) -> bool:
-        """True if the text is complete and no token but an end token may follow."""
-
-    @property
-    def error(self) -> str:
-        """The reason why the grammar cannot be followed further; empty if it can."""
-
-    @property
-    def field(self) -> str:
-        """The client's name for the grammar, used in error messages."""
-
-    def fill_masks(self, address: int, row_bytes: int, draft_ids: Sequence[int]) -> None:
-        """Write one row of `row_bytes` bytes for the next token, and one for the token after each draft token.
-
-        Bit t % 32 of the little-endian 32-bit word t // 32 says whether token t is allowed. The draft tokens must be
-        valid (`count_valid`); they do not advance the state.
-        """
-
-    def advance(self, token_id: int) -> None:
-        """Take a sampled token. After an invalid one `error` is set."""
-
-    def count_valid(self, token_ids: Sequence[int]) -> int:
-        """Return how many of these tokens may follow in order and leave the text unfinished."""
-
-    def forced_tokens(self) -> Sequence[int]:
-        """Return the tokens of the text that must follow; empty if several texts are possible."""
+GrammarKind = Literal["json_schema", "regex", "choice", "grammar", "lark"]
 
 
-class Grammar(Protocol):
-    """A compiled grammar. Any thread may use it."""
+@dataclass(frozen=True, slots=True)
+class GrammarSource:
+    """A grammar as a client gives it.
 
-    def start(self) -> GrammarState:
-        """Return the state before the first token of a sequence."""
+    `text` is a JSON schema, a regular expression, a JSON list of strings, a grammar in Lark or GBNF syntax, or a
+    grammar in llguidance's Lark syntax. `field` is the client's name for it, used in error messages. If `after` is not
+    empty, the grammar begins after the first occurrence of this text, and any text may come before it; if `opening` is
+    not empty either, this holds for a text that begins with it only. `answer` is a fixed text in front of what follows
+    the grammar. `alternative` is another grammar, in llguidance's Lark syntax, which the text may follow instead.
+    `is_open`: objects of a schema that lists their properties may have others.
+    """
 
+    kind: GrammarKind
+    text: str
+    field: str
+    after: str = ""
+    alternative: str = ""
+    opening: str = ""
+    answer: str = ""
+    is_open: bool = False
 
-# ---- to the worker -------------------------------------------------------------------------------------------------
+    def literal_text(self) -> str:
+        """Return a text that has all fixed texts of the grammar, without the escapes of its syntax."""
+        texts = [self.text]
+        if self.kind in ("json_schema", "choice"):
+            with suppress(ValueError, RecursionError):  # the library says what is wrong with text that is no JSON
+                texts.append(json.dumps(json.loads(self.text), ensure_ascii=False))
+        return "\n".join((*texts, self.text.replace("\\", ""), self.alternative, self.after, self.opening, self.answer))
 
 
 @dataclass(frozen=True, slots=True)
@@ -220,17 +213,17 @@ class LoadedAdapter:
 
 @dataclass(frozen=True, slots=True)
 class SetAdapter:
-    """Put packed weights, by the name of the layer, into a slot; None: empty it. No request that uses it may be open."""
+    """Use the weights that were read for a slot, or empty it. No request that uses it may be open."""
 
     slot: int
-    weights: Mapping[str, Any] | None
+    is_loaded: bool
 
 
 @dataclass(frozen=True, slots=True)
 class Generate:
     """One tokenized generation request. `arrived_at` is `time.monotonic()` when the HTTP request was admitted.
 
-    `bad_word_ids` are the token sequences of `params.bad_words`. The completion follows `grammar`, if it is given.
+    `bad_word_ids` are the token sequences of `params.bad_words`. The completion follows `grammar`, if it is given, which is compiled.
     `adapter` None means the model alone. Only requests with the same `cache_salt` share keys and values.
     """
 
@@ -239,7 +232,7 @@ class Generate:
     params: SamplingParams
     arrived_at: float
     bad_word_ids: tuple[tuple[int, ...], ...] = ()
-    grammar: Grammar | None = None
+    grammar: GrammarSource | None = None
     adapter: LoadedAdapter | None = None
     cache_salt: str | None = None
 
@@ -335,7 +328,7 @@ class Stop:
 EngineRequest = Generate | Encode | Infer
 Command = EngineRequest | Abort | SetAdapter | Stop
 
-# ---- from the worker -----------------------------------------------------------------------------------------------
+# ---- from the engine to the service ----------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,8 +26,7 @@ from app.api.errors import NATIVE_ERRORS, ErrorFormat, to_http_error
 from app.api.routing import ARRIVED_BODY
 from app.api.streaming import format_sse
 from app.errors import BodyTooLarge, RequestError, ServiceStopping
-from app.service.rate_limit import ACCOUNT
-from app.service.request_log import REQUEST_FIGURES, RequestFigures, log_request, request_level
+from app.service.request_log import CLIENT_REQUEST, ClientRequest, log_request, request_level
 from app.service.request_log import log as request_log
 from app.tracing.request_trace import RequestSpan
 
@@ -156,24 +155,25 @@ class RequestGate:
             return
         sender = ResponseSender(scope, send, self._error_format)
         is_logged, span = request_log.isEnabledFor(request_level(scope["method"])), self._observer.begin_span(scope)
-        began, figures = time.monotonic(), RequestFigures()
-        REQUEST_FIGURES.set(figures)
+        began, client_request = time.monotonic(), ClientRequest()
+        CLIENT_REQUEST.set(client_request)
         if span is not None:
-            figures.trace, sender.traceresponse = span.trace, span.traceresponse
+            client_request.trace, sender.traceresponse = span.trace, span.traceresponse
         try:
-            await self._answer(scope, receive, sender)
+            await self._answer(scope, receive, sender, client_request)
         finally:
             seconds = time.monotonic() - began
-            self._observer.count(scope, sender.status, sender.error or figures.error)
+            self._observer.count(scope, sender.status, sender.error or client_request.error)
             if span is not None:
                 span.end(sender.request_id, sender.status, sender.error, sender.is_stream)
             if is_logged:
-                log_request(scope["method"], scope["path"], sender.request_id, sender.status, seconds, figures)
+                log_request(scope["method"], scope["path"], sender.request_id, sender.status, seconds, client_request)
 
-    async def _answer(self, scope: Scope, receive: Receive, sender: ResponseSender) -> None:
+    async def _answer(
+        self, scope: Scope, receive: Receive, sender: ResponseSender, client_request: ClientRequest
+    ) -> None:
         try:
-            if (account := self._access.check(scope)) is not None:
-                ACCOUNT.set(account)
+            client_request.account = self._access.check(scope)
             await self._forward(scope, receive, sender)
         except ClientDisconnected:
             if not sender.has_ended:  # the end of a stream may be cancelled too: uvicorn then reports a disconnect

@@ -31,7 +31,7 @@ from app.api.pages import web_page
 from app.api.routing import SCHEMA_REF, ApiRuntime, DialectRoute, DialectRouter, route_methods
 from app.errors import RequestError
 from app.metrics.instruments import Api
-from app.service.inputs import prompt_too_long
+from app.service.prompt import prompt_too_long
 from app.service.served_model import ServedDecoder
 from app.tracing.request_trace import RequestSpan, Tracer
 

@@ -35,7 +35,7 @@ from app.api.json_size import LOOP_BYTES
 from app.api.schemas import BodyT, parse_body
 from app.errors import InvalidRequest, ModelNotFound, RequestError
 from app.metrics.instruments import Api, Metrics, refusal_of
-from app.service.request_log import REQUEST_FIGURES
+from app.service.request_log import CLIENT_REQUEST
 from app.service.served_model import ServedDecoder
 from app.service.service import Service
 from app.tracing.request_trace import Tracer
@@ -140,8 +140,8 @@ def request_id(request: Request) -> str:
 def new_response_id(prefix: str) -> str:
     """Return a new id for a response body, and note it in the request's trace."""
     identity = f"{prefix}{uuid.uuid4().hex}"
-    if (figures := REQUEST_FIGURES.get()) is not None and figures.trace is not None:
-        figures.trace.attributes["gen_ai.response.id"] = identity
+    if (client_request := CLIENT_REQUEST.get()) is not None and client_request.trace is not None:
+        client_request.trace.attributes["gen_ai.response.id"] = identity
     return identity
 
 

@@ -35,7 +35,7 @@ from app.api.routing import (
 from app.api.schemas import LEAVE_OUT, Body, Int64, Refusal, refused, validate_token_ids
 from app.errors import WrongModelKind
 from app.metrics.instruments import Api
-from app.service.inputs import MAX_TEXTS
+from app.service.encode import MAX_TEXTS
 from app.service.requests import Encoded, EncodingRequest
 from app.service.served_model import ServedEncoder, ServedModel, paired_similarities, to_numpy
 

@@ -29,7 +29,7 @@ from app.api.routing import (
 from app.api.schemas import MAX_MESSAGES, Body, TokenIds
 from app.api.tei import TEI_ERRORS
 from app.errors import InvalidRequest
-from app.service.inputs import MAX_TEXTS, named_prompt
+from app.service.encode import MAX_TEXTS, named_prompt
 from app.service.served_model import ServedDecoder, ServedProgram, wrong_kind_error
 from app.text.chat import ChatOptions
 from app.text.tokenizer import Tokenizer, TokenSpan

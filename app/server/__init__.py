@@ -1,1 +1,1 @@
-"""The server process: ASGI application, start, calibration cache and shutdown."""
+"""The server process: ASGI application, start and shutdown."""

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from app.errors import CheckpointInvalid, InvalidRequest, PlanImpossible, SettingsInvalid
 from app.hardware.plan.plan import ServingPlan
@@ -100,8 +99,8 @@ class AdapterReader:
     max_rank: int
     slots: AdapterSlots
 
-    def __call__(self, path: str) -> Mapping[str, Any]:
-        """Return the packed weights of a directory: a path below `root`, absolute or relative to it.
+    def __call__(self, path: str, slot: int) -> None:
+        """Read the weights of a directory for a slot: a path below `root`, absolute or relative to it.
 
         Raises:
             InvalidRequest: It is elsewhere, or it cannot be served.
@@ -116,7 +115,7 @@ class AdapterReader:
             raise outside
         try:
             with readable_or_invalid(directory):
-                return self.slots.read(open_adapter(directory, self.config, self.max_rank))
+                self.slots.read_for(slot, open_adapter(directory, self.config, self.max_rank))
         except CheckpointInvalid as error:
             raise InvalidRequest(error.message, field="lora_path") from error
 

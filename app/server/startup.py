@@ -425,6 +425,8 @@ class ServerRuntime:
                     prepared.draft,
                 )
             )
+        if isinstance(engine, DecoderEngine) and isinstance(model, ServedDecoder):
+            engine.grammars = model.grammars
         self._speculation = engine.scheduler.speculation if isinstance(engine, DecoderEngine) else None
         slots = getattr(engine, "adapters", None)
         self.service.serve_adapters(adapter_store(prepared.settings, prepared.adapters, prepared.checkpoint, slots))

@@ -7,11 +7,10 @@ comes after the weights of its adapter, and a slot is emptied after its last req
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import count
-from typing import Any, NoReturn
+from typing import NoReturn
 
 from app.errors import InvalidRequest, ModelNotFound
 from app.messages import Command, LoadedAdapter, SetAdapter
@@ -35,13 +34,13 @@ class AdapterStore:
     """What the server provides.
 
     `initial` are the names and paths of the adapters that are loaded, in the order of their slots, of which there are
-    `num_slots`. `read` returns the packed weights of a path; it runs in a thread, and raises `InvalidRequest`. It is None
-    if clients may not load adapters.
+    `num_slots`. `read` lets the engine read the weights of a path for a slot; it runs in a thread, and raises
+    `InvalidRequest`. It is None if clients may not load adapters.
     """
 
     initial: Sequence[tuple[str, str]] = ()
     num_slots: int = 0
-    read: Callable[[str], Mapping[str, Any]] | None = None
+    read: Callable[[str, int], None] | None = None
 
 
 class Adapters:
@@ -63,9 +62,8 @@ class Adapters:
         """Return the adapter of this name, if it is served."""
         return self._by_name.get(name)
 
-    @contextmanager
-    def use(self, name: str) -> Iterator[LoadedAdapter]:
-        """Keep the adapter loaded while the block runs.
+    def acquire(self, name: str) -> Adapter:
+        """Return the adapter of this name, which stays loaded until `release`.
 
         Raises:
             ModelNotFound: It is not served, or no longer.
@@ -74,11 +72,12 @@ class Adapters:
         if adapter is None:
             _not_loaded(name)
         adapter.num_open += 1
-        try:
-            yield adapter.loaded
-        finally:
-            adapter.num_open -= 1
-            self._drop_if_unused(adapter)
+        return adapter
+
+    def release(self, adapter: Adapter) -> None:
+        """Give back what `acquire` returned: a request that used the adapter has ended."""
+        adapter.num_open -= 1
+        self._drop_if_unused(adapter)
 
     async def load(self, name: str, path: str, reserved: Sequence[str]) -> None:
         """Load an adapter and serve it under its name.
@@ -108,8 +107,8 @@ class Adapters:
         slot = self._free.pop(0)
         self._loading.add(name)
         try:
-            weights = await asyncio.to_thread(self._read, path)
-            self._put(SetAdapter(slot, weights))
+            await asyncio.to_thread(self._read, path, slot)
+            self._put(SetAdapter(slot, is_loaded=True))
             self._by_name[name] = Adapter(name, path, LoadedAdapter(slot, next(self._numbers)))
         finally:
             self._loading.discard(name)
@@ -133,7 +132,7 @@ class Adapters:
 
     def _drop_if_unused(self, adapter: Adapter) -> None:
         if adapter.is_leaving and not adapter.num_open:
-            self._put(SetAdapter(adapter.loaded.slot, None))
+            self._put(SetAdapter(adapter.loaded.slot, is_loaded=False))
             self._free.append(adapter.loaded.slot)
 
 

@@ -1,39 +1,35 @@
-"""Client of the worker thread: puts requests into its mailbox and routes its events to the open requests.
+"""What all requests share: the worker's mailbox and events, admission control, and the threads that read prompts.
 
 Everything runs on the event loop. The worker thread only calls `on_events` and `on_worker_exit`.
-
-The steps that every request passes, whatever its kind.
-
-A request is counted in the metrics once, admitted, tokenized in a thread pool and sent to the worker. Used on
-the event loop only.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextvars import copy_context
 from itertools import count
 from typing import Any, Protocol, TypeVar
 
-from app.errors import InvalidRequest, NotReady, RequestError, RequestTimeout, ServiceStopping, StepFailed
-from app.messages import Abort, Command, Event, Grammar, RequestFailed
-from app.metrics.instruments import Api, Exemplar, Metrics, Outcome, Refusal, refusal_of
+from app.errors import NotReady, RequestError, RequestTimeout, ServiceStopping, StepFailed
+from app.messages import Command, Event, GrammarSource, RequestFailed
+from app.metrics.instruments import Metrics
 from app.metrics.load_progress import LoadProgress
 from app.metrics.stats import EngineSnapshot
-from app.service.admission import Admission, Permit
-from app.service.rate_limit import ACCOUNT, Account
-from app.service.request_log import REQUEST_FIGURES
+from app.service.admission import Admission
 from app.service.served_model import ServedDecoder, ServingLimits
-from app.service.text_pool import TextPool
-from app.text.grammar_definition import GrammarSource
-from app.tracing.request_trace import RequestTrace
+from app.text.cancellation import CANCELLED
+from app.text.grammar import CompiledGrammar
 
 T = TypeVar("T")
 # An event of the worker with its arrival time; None when the request has timed out.
 TimedEvent = tuple[Event, float] | None
-EventCallback = Callable[[TimedEvent], None]
+
+_GAIN = 0.1  # weight of a new text in the running mean
+_MIN_TIMED_BYTES = 1_000  # of a shorter text, starting the thread takes most of the time
 
 
 class WorkerInterface(Protocol):
@@ -66,145 +62,31 @@ class WorkerInterface(Protocol):
 class EngineClient:
     """Client of the worker, bound to the event loop that called `start`."""
 
-    def __init__(self, worker: WorkerInterface, clock: Callable[[], float]) -> None:
-        self._worker, self._clock = worker, clock
+    def __init__(self, worker: WorkerInterface, metrics: Metrics, clock: Callable[[], float]) -> None:
+        self.worker, self.metrics, self.clock = worker, metrics, clock
+        self.texts = TextPool()
+        self._quick_grammars, self._slow_grammars = TextPool(), TextPool()
+        self.admission = Admission(lambda: worker.snapshot, clock, self.texts.wait_seconds)
+        self.timeout_seconds = 0.0
         self._loop: asyncio.AbstractEventLoop | None = None
         self._counter = count()
-        self._callbacks: dict[str, EventCallback] = {}  # keys: the request ids that the worker sees
+        self._listeners: dict[str, Callable[[TimedEvent], None]] = {}  # keys: the request ids that the worker sees
+
+    def open(self, limits: ServingLimits) -> None:
+        """Apply the limits and start the thread pools. Call it once, before the first request, from any thread."""
+        self.admission.open(limits.max_running_seqs, limits.max_waiting_requests, limits.max_held_bytes)
+        self.timeout_seconds = limits.request_timeout_seconds
+        self.texts.open(limits.tokenizer_threads)
+        self._quick_grammars.open(1)
+        self._slow_grammars.open(1)
 
     def start(self) -> None:
         """Bind to the running event loop."""
         self._loop = asyncio.get_running_loop()
 
-    def stop(self) -> None:
-        """Fail all open requests with `ServiceStopping`."""
-        self._fail_open(ServiceStopping("The server is stopping."))
-
-    def name(self, request_id: str) -> str:
-        """Return a request id that is unique in this process, whatever id the client sent."""
-        return f"{request_id}#{next(self._counter)}"
-
-    @contextmanager
-    def register(self, request_id: str, callback: EventCallback, permit: Permit, deadline: float) -> Iterator[None]:
-        """Pass the worker's events for one request to `callback` while the block runs.
-
-        At the deadline `callback` receives None, the worker receives an `Abort`, and the permit is released.
-
-        Raises:
-            NotReady: the worker has stopped.
-        """
-        assert self._loop is not None, "start() is called before the first request"
-        self._callbacks[request_id] = callback
-        timer = self._loop.call_later(deadline - self._clock(), self._expire, request_id, permit)
-        try:
-            if not self._worker.alive:  # checked after registration: a worker that ends later fails it
-                raise NotReady("The engine has stopped; the server is about to end.")
-            yield
-        finally:
-            timer.cancel()
-            del self._callbacks[request_id]
-
-    def _expire(self, request_id: str, permit: Permit) -> None:
-        """Time out a request.
-
-        Its engine capacity and its place become free at once, even if the reader never looks at the result.
-        """
-        self._worker.put(Abort(request_id, reason="timeout"))
-        permit.release()
-        self._callbacks[request_id](None)
-
-    # ---- from the worker thread ------------------------------------------------------------------------------------
-
-    def on_events(self, events: Sequence[Event]) -> None:
-        """Deliver one step's events with a single wake-up of the event loop. Called from the worker thread."""
-        self._call(self._deliver, events)
-
-    def on_worker_exit(self) -> None:
-        """Fail all open requests. Called from the worker thread after its last events."""
-        self._call(self._fail_open, StepFailed("The engine has stopped; the server is about to end."))
-
-    def _call(self, function: Callable[[T], None], argument: T) -> None:
-        if self._loop is None or self._loop.is_closed():
-            return  # no event loop, so no open request
-        self._loop.call_soon_threadsafe(function, argument)
-
-    def _deliver(self, events: Sequence[Event]) -> None:
-        now = self._clock()
-        for event in events:
-            callback = self._callbacks.get(event.request_id)
-            if callback is not None:
-                callback((event, now))
-
-    def _fail_open(self, error: RequestError) -> None:
-        self._deliver([RequestFailed(name, error) for name in self._callbacks])
-
-
-@dataclass(slots=True)
-class RequestRecord:
-    """Progress of one request.
-
-    `accepted` is true once it was found valid and the worker has it. `count_tokens` returns the tokens of its prompt and
-    of its completion so far. The seconds are those from its arrival; None until they are known. `trace` is that of its
-    HTTP request, None if it is not sampled; `account` that of its client, None without limits, with `num_reserved` tokens
-    for this request; `phase_ends` returns the times at which its phases ended, for the trace.
-    """
-
-    arrived_at: float
-    count_tokens: Callable[[], tuple[int, int]] = lambda: (0, 0)
-    queue_seconds: float | None = None
-    first_token_seconds: float | None = None
-    cached_tokens: int = 0
-    account: Account | None = None
-    num_reserved: int = 0
-    accepted: bool = False
-    outcome: Outcome = "failed"
-    trace: RequestTrace | None = None
-    phase_ends: Callable[[], dict[str, float]] = dict
-
-    def reserve(self, num_tokens: int) -> None:
-        """Reserve the tokens that the request may have at most in its client's account.
-
-        Raises:
-            RateLimited: The client has not so many left.
-        """
-        if self.account is not None:
-            self.account.reserve(num_tokens)
-            self.num_reserved += num_tokens
-
-    @property
-    def exemplar(self) -> Exemplar | None:
-        """Ids of the span of its HTTP request; None if it is not sampled."""
-        return None if self.trace is None else self.trace.exemplar
-
-    def add_to_trace(self, prompt_tokens: int, completion_tokens: int) -> None:
-        """Add this request to the trace of its HTTP request, if it is sampled."""
-        if self.trace is not None:
-            self.trace.add_tokens(prompt_tokens, self.cached_tokens, completion_tokens)
-            self.trace.add_times(self.arrived_at, self.phase_ends(), self.first_token_seconds)
-
-
-class RequestPipeline:
-    """The worker with its client, the admission control and the tokenizer's thread pool."""
-
-    def __init__(self, worker: WorkerInterface, metrics: Metrics, clock: Callable[[], float]) -> None:
-        self.worker, self.metrics, self.clock = worker, metrics, clock
-        self.client = EngineClient(worker, clock)
-        self.texts = TextPool()
-        self._quick_grammars, self._slow_grammars = TextPool(), TextPool()
-        self.admission = Admission(lambda: worker.snapshot, clock, self.texts.wait_seconds)
-        self._timeout_seconds = 0.0
-
-    def open(self, limits: ServingLimits) -> None:
-        """Apply the limits and start the thread pools. Call it once, before the first request, from any thread."""
-        self.admission.open(limits.max_running_seqs, limits.max_waiting_requests, limits.max_held_bytes)
-        self._timeout_seconds = limits.request_timeout_seconds
-        self.texts.open(limits.tokenizer_threads)
-        self._quick_grammars.open(1)
-        self._slow_grammars.open(1)
-
     def close(self) -> None:
-        """Fail all open requests and shut down the thread pools."""
-        self.client.stop()
+        """Fail all open requests with `ServiceStopping` and shut down the thread pools."""
+        self._fail_open(ServiceStopping("The server is stopping."))
         for pool in self._pools:
             pool.close()
 
@@ -217,43 +99,7 @@ class RequestPipeline:
         """Number of requests whose prompt or grammar is read, or waits for a thread."""
         return sum(pool.num_requests for pool in self._pools)
 
-    def deadline(self, record: RequestRecord) -> float:
-        """Return the time on `clock` at which the request times out."""
-        return record.arrived_at + self._timeout_seconds
-
-    @contextmanager
-    def track(self, api: Api) -> Iterator[RequestRecord]:
-        """Report the request's outcome to the metrics, its tokens to its client's account, its figures to log and trace.
-
-        This happens however the block ends.
-        """
-        record, figures = RequestRecord(self.clock(), account=ACCOUNT.get()), REQUEST_FIGURES.get()
-        refusal: Refusal | None = None
-        if figures is not None and figures.trace is not None:
-            record.trace, figures.trace.api = figures.trace, api
-        try:
-            yield record
-        except (GeneratorExit, asyncio.CancelledError):
-            record.outcome = "aborted"
-            raise
-        except RequestError as error:
-            refusal = refusal_of(error) if _is_refusal(error, record.accepted) else None
-            record.outcome = "timeout" if isinstance(error, RequestTimeout) else "failed"
-            if record.trace is not None:
-                record.trace.error = record.trace.error or error.code
-            raise
-        finally:
-            prompt, completion = record.count_tokens()
-            if record.account is not None:
-                record.account.settle(record.num_reserved, prompt + completion)
-            if figures is not None:
-                figures.add(prompt, completion, record.queue_seconds, record.first_token_seconds)
-            record.add_to_trace(prompt, completion)
-            if refusal is not None:
-                self.metrics.refused(api, refusal)
-            else:
-                self.metrics.request_lengths(prompt, completion)
-                self.metrics.request_ended(api, record.outcome, self.clock() - record.arrived_at, record.exemplar)
+    # ---- before a request is sent ----------------------------------------------------------------------------------
 
     async def read(self, num_bytes: int, function: Callable[..., T], *arguments: Any) -> T:
         """Run `function` on a text of `num_bytes` in the thread pool, within the request timeout.
@@ -263,7 +109,7 @@ class RequestPipeline:
         """
         return await self._run(self.texts, num_bytes, function, *arguments)
 
-    async def compile(self, model: ServedDecoder, source: GrammarSource | None) -> Grammar | None:
+    async def compile(self, model: ServedDecoder, source: GrammarSource | None) -> CompiledGrammar | None:
         """Compile a grammar; None stays None.
 
         It has a thread of its own, and one for grammars that take longer than most, so prompts and ordinary grammars
@@ -282,15 +128,130 @@ class RequestPipeline:
 
     async def _run(self, pool: TextPool, num_bytes: int, function: Callable[..., T], *arguments: Any) -> T:
         try:
-            async with asyncio.timeout(self._timeout_seconds):
+            async with asyncio.timeout(self.timeout_seconds):
                 return await pool.run(num_bytes, function, *arguments)
         except TimeoutError as error:
             raise RequestTimeout("Reading the prompt took longer than the request timeout.") from error
 
+    # ---- requests that the worker has ------------------------------------------------------------------------------
 
-def _is_refusal(error: RequestError, accepted: bool) -> bool:
-    """Return whether a request that ended with `error` was refused.
+    def unique_id(self, request_id: str) -> str:
+        """Return a request id that is unique in this process, whatever id the client sent."""
+        return f"{request_id}#{next(self._counter)}"
 
-    A request that the worker has accepted can still be refused: the worker may find that it can never be served.
+    def register(
+        self, request_id: str, listener: Callable[[TimedEvent], None], expire: Callable[[], None], deadline: float
+    ) -> asyncio.TimerHandle:
+        """Pass the worker's events of one request to `listener` until `unregister`, and call `expire` at the deadline.
+
+        Raises:
+            NotReady: the worker has stopped.
+        """
+        assert self._loop is not None, "start() is called before the first request"
+        if not self.worker.alive:
+            raise NotReady("The engine has stopped; the server is about to end.")
+        self._listeners[request_id] = listener
+        return self._loop.call_later(deadline - self.clock(), expire)
+
+    def unregister(self, request_id: str) -> None:
+        """Ignore further events of a request."""
+        del self._listeners[request_id]
+
+    # ---- from the worker thread ------------------------------------------------------------------------------------
+
+    def on_events(self, events: Sequence[Event]) -> None:
+        """Deliver one step's events with a single wake-up of the event loop. Called from the worker thread."""
+        self._call(self._deliver, events)
+
+    def on_worker_exit(self) -> None:
+        """Fail all open requests. Called from the worker thread after its last events."""
+        self._call(self._fail_open, StepFailed("The engine has stopped; the server is about to end."))
+
+    def _call(self, function: Callable[[T], None], argument: T) -> None:
+        if self._loop is None or self._loop.is_closed():
+            return  # no event loop, so no open request
+        self._loop.call_soon_threadsafe(function, argument)
+
+    def _deliver(self, events: Sequence[Event]) -> None:
+        now = self.clock()
+        for event in events:
+            listener = self._listeners.get(event.request_id)
+            if listener is not None:
+                listener((event, now))
+
+    def _fail_open(self, error: RequestError) -> None:
+        self._deliver([RequestFailed(request_id, error) for request_id in self._listeners])
+
+
+class TextPool:
+    """Threads that read prompts beside the event loop: chat templates, tokenization, grammars.
+
+    A request that waits for a thread, or is being read, counts as waiting, in the metrics and in the predicted wait. Its
+    work counts until the thread has ended it, even if the client has left. A thread asks between two chunks of a text
+    whether the result is still needed.
     """
-    return isinstance(error, InvalidRequest) or not (accepted or isinstance(error, RequestTimeout))
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._pool: ThreadPoolExecutor | None = None
+        self._num_threads = 1
+        self._flags: dict[threading.Event, int] = {}  # flag to cancel it, and bytes, of each chunk of work
+        self._seconds_per_byte = 0.0
+
+    def open(self, num_threads: int) -> None:
+        """Start the pool."""
+        self._num_threads = num_threads
+        self._pool = ThreadPoolExecutor(num_threads, thread_name_prefix="armature-text")
+
+    def close(self) -> None:
+        """Cancel all work. Threads end after their current chunk."""
+        with self._lock:
+            for flag in self._flags:
+                flag.set()
+        if self._pool is not None:
+            self._pool.shutdown(wait=False, cancel_futures=True)
+
+    @property
+    def num_requests(self) -> int:
+        """Number of requests that wait for a thread or are being read."""
+        return len(self._flags)
+
+    def wait_seconds(self) -> float:
+        """Return the time after which the texts now known are read, at the speed of the last ones."""
+        with self._lock:
+            return sum(self._flags.values()) * self._seconds_per_byte / self._num_threads
+
+    async def run(self, num_bytes: int, function: Callable[..., T], *arguments: Any) -> T:
+        """Run `function` in a thread and return its result.
+
+        If the caller is cancelled, `stop_if_cancelled` ends the work at its next step.
+        """
+        assert self._pool is not None, "open() starts the pool before the first request"
+        flag, context = threading.Event(), copy_context()
+        context.run(CANCELLED.set, flag)
+        with self._lock:
+            self._flags[flag] = num_bytes
+        try:
+            work = self._pool.submit(context.run, self._timed, num_bytes, function, *arguments)
+        except RuntimeError:  # the pool is closed, or no thread can be started
+            self._end(flag)
+            raise
+        work.add_done_callback(lambda _: self._end(flag))
+        try:
+            return await asyncio.wrap_future(work)
+        finally:
+            flag.set()
+            del work  # it holds its error, and the error this frame: the cycle would keep the texts for long
+
+    def _timed(self, num_bytes: int, function: Callable[..., T], *arguments: Any) -> T:
+        began = time.monotonic()
+        result = function(*arguments)
+        if num_bytes >= _MIN_TIMED_BYTES:
+            rate = (time.monotonic() - began) / num_bytes
+            with self._lock:
+                self._seconds_per_byte += (_GAIN if self._seconds_per_byte else 1.0) * (rate - self._seconds_per_byte)
+        return result
+
+    def _end(self, flag: threading.Event) -> None:
+        with self._lock:
+            self._flags.pop(flag, None)

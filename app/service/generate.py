@@ -1,50 +1,68 @@
-"""Generation with a decoder: one request from its prompt to its last text delta.
-
-`CompletionBuilder` turns worker events into stream events. Each choice finishes exactly once. This is plain
-bookkeeping on the event loop, and the caller passes the current time. `generate` waits, sets timers and sends to the
-worker.
-"""
+"""Generation with a decoder: an open request whose choices grow by the worker's events."""
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import AsyncGenerator, Iterator, Mapping
-from contextlib import contextmanager
+import secrets
+import string
 from dataclasses import dataclass, field, replace
-from types import MappingProxyType
+from typing import Protocol
 
 from app.errors import RequestTimeout
 from app.messages import (
     Abort,
+    Event,
     FinishReason,
-    Generate,
     LoadedAdapter,
     PromptScored,
-    RequestFailed,
     SequenceFinished,
     Timings,
     TokenLogprob,
+    TokenScore,
     TokensReady,
 )
-from app.metrics.instruments import Exemplar, Metrics
-from app.service.admission import Permit
-from app.service.engine_client import RequestPipeline, RequestRecord, TimedEvent
-from app.service.inputs import prompt_size
-from app.service.output import OutputParser
-from app.service.prompt import SCORE_BYTES, read_prompt
-from app.service.prompt_output import PromptOutput
-from app.service.requests import Accepted, ChoiceFinished, GenerationRequest, ScoredToken, StreamEvent, TextDelta, Usage
+from app.service.engine_client import EngineClient
+from app.service.open_request import OpenRequest
+from app.service.prompt import SCORE_BYTES, Prompt, prompt_size, read_prompt
+from app.service.request_log import ClientRequest
+from app.service.requests import (
+    Accepted,
+    ChoiceFinished,
+    GenerationRequest,
+    PromptToken,
+    ScoredToken,
+    StreamEvent,
+    TextDelta,
+    Usage,
+)
 from app.service.served_model import ServedDecoder
 from app.text.detokenizer import IncrementalDetokenizer
+from app.text.harmony import HarmonyParser
+from app.text.reasoning import ReasoningParser
 from app.text.tokenizer import Tokenizer
+from app.text.tool_calls import ParsedText, ToolCallParser
 
 # If the choices of a request have different finish reasons, the first of these that occurs is the request's.
 _WORST_FIRST: tuple[FinishReason, ...] = ("timeout", "aborted", "length", "stop")
+COUNTED_CHARACTERS = 2**16  # of a text that counts among the bytes that open requests hold
+_ID_LETTERS = string.ascii_letters + string.digits
+_SHORT_ID_LENGTH = 9
+
+
+class OutputParser(Protocol):
+    """Parser of one choice's text into reasoning, content and calls of tools."""
+
+    num_calls: int
+
+    def push(self, text: str) -> ParsedText:
+        """Return what is certain after more text."""
+
+    def flush(self) -> ParsedText:
+        """Return the rest at the end of the text."""
 
 
 @dataclass(slots=True)
-class ChoiceState:
-    """State of one choice while it grows.
+class Choice:
+    """One choice while it grows. Without `parser`, all of its text is content.
 
     `token_ids` and `logprobs` hold tokens that were received but are not part of a `TextDelta` yet, because
     their text is incomplete.
@@ -52,6 +70,7 @@ class ChoiceState:
 
     index: int
     text: IncrementalDetokenizer
+    parser: OutputParser | None = None
     reason: FinishReason | None = None
     timings: Timings = field(default_factory=Timings)
     first_token_at: float | None = None
@@ -62,105 +81,95 @@ class ChoiceState:
     logprobs: list[ScoredToken] = field(default_factory=list)
 
 
-class CompletionBuilder:
-    """Builder of one request's completion from the worker's events.
+class Generation(OpenRequest):
+    """An open request for text: call `start` once, then `take` for each of the worker's events until `is_over`.
 
-    `continues_prompt` is true for a completion, whose text continues the prompt's. A chat reply starts a new
-    text. `literals` are the special tokens that are part of the text, by id.
+    `take` returns the stream events that follow. Each choice finishes exactly once.
     """
 
-    def __init__(
-        self,
-        request: Generate,
-        tokenizer: Tokenizer,
-        metrics: Metrics,
-        continues_prompt: bool,
-        literals: Mapping[int, str] = MappingProxyType({}),
-    ) -> None:
-        context, params = request.token_ids if continues_prompt else (), request.params
-        texts = [
-            IncrementalDetokenizer(tokenizer, params.stop, context, literals, params.include_stop, params.min_tokens)
-            for _ in range(params.n)
-        ]
-        self._choices = [ChoiceState(index, text) for index, text in enumerate(texts)]
-        self._request, self._tokenizer, self._metrics = request, tokenizer, metrics
-        self.num_cached_tokens = 0
-        self.exemplar: Exemplar | None = None  # set before the first event if the request is sampled
-        self._predicted_wait: tuple[float, float] | None = (
-            None  # predicted seconds to the first token, and when predicted
-        )
+    def __init__(self, client: EngineClient, request: GenerationRequest, http: ClientRequest) -> None:
+        super().__init__(client, request.api, http)
+        self.request = request
+        self.choices: list[Choice] = []
+        self._prompt_text, self._prompt_tokens = "", list[PromptToken]()
+        self._grammar: object = None  # the compiled grammar, which the engine finds while it is held here
+        self._num_shown_tokens = 0  # tokens of the prompt that a response shows with their scores
 
-    @property
-    def finished(self) -> bool:
-        """True when every choice has finished."""
-        return all(choice.reason is not None for choice in self._choices)
+    async def start(self, model: ServedDecoder, adapter: LoadedAdapter | None) -> list[StreamEvent]:
+        """Read the prompt, send the request, and return its first events."""
+        self.admit()
+        client, request, size = self.client, self.request, prompt_size(self.request)
+        prompt = await client.read(size, read_prompt, model, request)
+        self.reserve(prompt.most_tokens(model.limits.max_model_len))
+        self._grammar = await client.compile(model, prompt.grammar)
+        if prompt.num_scores or size > COUNTED_CHARACTERS:
+            self.hold(prompt.num_scores * SCORE_BYTES + size)
+        self.begin(model, prompt)
+        if self.http.trace is not None:
+            self.http.trace.note_sampling(prompt.params)
+        request_id = client.unique_id(request.request_id)
+        command = prompt.command(request_id, self.arrived_at, adapter, request.cache_salt)
+        self.send(command, len(prompt.token_ids))
+        return [Accepted(prompt.token_ids), *self._prompt_deltas()]
 
-    @property
-    def num_prompt_tokens(self) -> int:
-        """Number of prompt tokens."""
-        return len(self._request.token_ids)
+    def begin(self, model: ServedDecoder, prompt: Prompt) -> None:
+        """Create the choices of a tokenized request."""
+        request, params, self._tokenizer = self.request, prompt.params, model.tokenizer
+        self._token_texts = TokenTexts(model.tokenizer)
+        self.num_prompt_tokens = len(prompt.token_ids)
+        self._max_tokens = params.max_tokens
+        # The text of a completion continues the prompt's; a chat reply starts a new text.
+        context = prompt.token_ids if request.messages is None else ()
+        for index in range(params.n):
+            text = IncrementalDetokenizer(
+                model.tokenizer, params.stop, context, prompt.literals, params.include_stop, params.min_tokens
+            )
+            self.choices.append(Choice(index, text, output_parser(request, model, prompt)))
+        if request.echo:
+            is_text = request.prompt is not None
+            self._prompt_text = request.prompt or "" if is_text else model.tokenizer.decode(prompt.token_ids)
+        if params.prompt_logprobs is not None:
+            self._num_shown_tokens = self.num_prompt_tokens
+            first_id = prompt.token_ids[0]
+            self._prompt_tokens.append(PromptToken(first_id, self._token_texts[first_id].text))
 
-    @property
-    def num_completion_tokens(self) -> int:
-        """Number of completion tokens received so far, over all choices."""
-        return sum(choice.num_tokens for choice in self._choices)
+    def take(self, timed_event: tuple[Event, float] | None) -> list[StreamEvent]:
+        """Return what follows from an event of the worker; None: the request has timed out.
 
-    @property
-    def first_token(self) -> tuple[float, Timings] | None:
-        """When the first token of any choice came, and that choice's timings; None before."""
-        begun = [(choice.first_token_at, choice.timings) for choice in self._choices]
-        return min(((at, timings) for at, timings in begun if at is not None), key=lambda pair: pair[0], default=None)
-
-    def phase_ends(self) -> dict[str, float]:
-        """Return when queue, prefill and decode have ended, as far as they have begun; the decode with the last token."""
-        if (first := self.first_token) is None:
-            return {}
-        first_at, timings = first
-        started = self._request.arrived_at + timings.queue_seconds
-        ends = {"queue": started, "prefill": started + timings.prefill_seconds}
-        last_at = max(choice.last_token_at for choice in self._choices)
-        return ends if last_at == first_at else ends | {"decode": last_at}
-
-    @property
-    def outcome(self) -> FinishReason:
-        """Finish reason of the whole request: the worst one of its choices."""
-        reasons = {choice.reason for choice in self._choices}
-        return next((reason for reason in _WORST_FIRST if reason in reasons), "aborted")
-
-    def set_predicted_wait(self, seconds: float | None, now: float) -> None:
-        """Record the predicted time from `now` to the first token; None means that it is unknown."""
-        self._predicted_wait = None if seconds is None else (seconds, now)
-
-    def take(self, event: TokensReady | SequenceFinished, now: float) -> Iterator[StreamEvent]:
-        """Yield the stream events that follow from a worker event. Events for a finished choice are ignored.
-
-        If a `TokensReady` yields a `ChoiceFinished`, the choice ended by a stop string. The worker does not know
-        of stop strings, so the caller has to abort the choice there.
+        Raises:
+            RequestTimeout: It has timed out before its first token.
         """
-        choice = self._choices[event.choice]
+        if timed_event is None:
+            return self._time_out()
+        event, now = timed_event
+        if isinstance(event, PromptScored):
+            self._prompt_tokens += map(self._prompt_token, event.scores)
+            return self._prompt_deltas()
+        assert isinstance(event, TokensReady | SequenceFinished), "other events do not belong to a choice"
+        choice = self.choices[event.choice]
         if choice.reason is not None:
-            return
-        before = choice.num_tokens
+            return []
+        num_before = choice.num_tokens
         self._count(choice, event, now)
-        yield from self._append_tokens(choice, event)
-        if choice.num_tokens > before:
-            self._metrics.completion_tokens(choice.num_tokens - before)
+        events = self._append_tokens(choice, event)
+        num_new = choice.num_tokens - num_before
+        if num_new:
+            self.num_completion_tokens += num_new
+            self.client.metrics.completion_tokens(num_new)
         if choice.text.matched_stop is not None:
-            yield from self._finish(choice, "stop", now)
+            self._finish(choice, "stop", now, events)
+            if isinstance(event, TokensReady):  # the worker does not know of stop strings
+                self.client.worker.put(Abort(event.request_id, reason="stop", choice=choice.index))
         elif isinstance(event, SequenceFinished):
-            yield from self._finish(choice, event.reason, now, event.stop_token_id, event.stop_logprob)
+            self._finish(choice, event.reason, now, events, event)
+        return events
 
-    def end(self, reason: FinishReason, now: float) -> Iterator[StreamEvent]:
-        """Finish every unfinished choice with the text that it has."""
-        for choice in self._choices:
-            if choice.reason is None:
-                yield from self._finish(choice, reason, now)
-
-    def _count(self, choice: ChoiceState, event: TokensReady | SequenceFinished, now: float) -> None:
+    def _count(self, choice: Choice, event: TokensReady | SequenceFinished, now: float) -> None:
         """Count new tokens and report their latencies to the metrics.
 
         All tokens of one step share one inter-token latency. A stop token produces no text but is counted.
         """
+        metrics = self.client.metrics
         if event.timings is not None:
             choice.timings = event.timings
             if choice.index == 0:  # the other choices hit the cache because choice 0 filled it
@@ -168,166 +177,195 @@ class CompletionBuilder:
         total = choice.num_tokens + len(event.token_ids)
         if isinstance(event, SequenceFinished):
             total = max(total, event.num_completion_tokens)
-            if self._request.params.max_tokens == 0 and event.reason == "length" and choice.index == 0:
-                self._metrics.prompt_tokens(self.num_prompt_tokens, self.num_cached_tokens)
+            if self._max_tokens == 0 and event.reason == "length" and choice.index == 0:
+                metrics.prompt_tokens(self.num_prompt_tokens, self.num_cached_tokens)
         if total == choice.num_tokens:
             return
         if choice.first_token_at is None:
-            if self.num_completion_tokens == 0:
-                self._metrics.prompt_tokens(self.num_prompt_tokens, self.num_cached_tokens)
-                if self._predicted_wait is not None:
-                    self._metrics.wait_measured(self._predicted_wait[0], now - self._predicted_wait[1])
+            if self.first_token_at is None:
+                self.first_token_at = now
+                metrics.prompt_tokens(self.num_prompt_tokens, self.num_cached_tokens)
+                self.note_first_result(choice.timings, now)
             choice.first_token_at = now
-            self._metrics.first_token(choice.timings, now - self._request.arrived_at, self.exemplar)
+            metrics.first_token(choice.timings, now - self.arrived_at, self.exemplar)
         elif now != choice.last_token_at:
-            self._metrics.next_token(now - choice.last_token_at, self.exemplar)
-        choice.last_token_at, choice.num_tokens = now, total
+            metrics.next_token(now - choice.last_token_at, self.exemplar)
+        choice.last_token_at = self.last_token_at = now
+        choice.num_tokens = total
 
-    def _append_tokens(self, choice: ChoiceState, event: TokensReady | SequenceFinished) -> Iterator[TextDelta]:
+    def _append_tokens(self, choice: Choice, event: TokensReady | SequenceFinished) -> list[StreamEvent]:
         text = ""
         for index, token_id in enumerate(event.token_ids):
             choice.token_ids.append(token_id)
             if event.logprobs:
-                choice.logprobs.append(self._scored_token(event.logprobs[index]))
+                choice.logprobs.append(scored_token(self._tokenizer, event.logprobs[index]))
             text += choice.text.push(token_id)
             if choice.text.matched_stop is not None:
                 choice.num_tokens -= len(event.token_ids) - index - 1  # tokens after the stop string are dropped
                 break
-        if text:
-            yield self._delta(choice, text)
+        return [self._delta(choice, text)] if text else []
 
-    def _finish(
-        self,
-        choice: ChoiceState,
-        reason: FinishReason,
-        now: float,
-        stop_token_id: int | None = None,
-        stop_logprob: TokenLogprob | None = None,
-    ) -> Iterator[StreamEvent]:
-        rest = choice.text.flush()
-        if rest or choice.token_ids:
-            yield self._delta(choice, rest)
-        stop = choice.text.matched_stop
-        choice.reason = reason if stop is None else "stop"
-        timings = choice.timings
-        if choice.first_token_at is not None:
-            timings = replace(timings, decode_seconds=now - choice.first_token_at)
-            if choice.num_tokens > 1:
-                seconds = choice.last_token_at - choice.first_token_at
-                self._metrics.last_token(seconds, choice.num_tokens - 1, self.exemplar)
-        usage = Usage(self.num_prompt_tokens, self.num_cached_tokens, self.num_completion_tokens)
-        matched = stop_token_id if stop is None else stop
-        token = self._scored_token(stop_logprob) if stop_logprob is not None and stop is None else None
-        yield ChoiceFinished(choice.index, choice.reason, usage, choice.num_tokens, timings, matched, token)
-
-    def _delta(self, choice: ChoiceState, text: str) -> TextDelta:
+    def _delta(self, choice: Choice, text: str) -> TextDelta:
         """Return the text with the tokens received since the last delta.
 
         A choice's first delta carries its timings.
         """
         timings = None if choice.timings_sent else choice.timings
-        delta = TextDelta(choice.index, text, tuple(choice.token_ids), tuple(choice.logprobs), timings)
+        tokens = tuple(choice.token_ids), tuple(choice.logprobs), timings
         choice.timings_sent = True
         choice.token_ids.clear()
         choice.logprobs.clear()
-        return delta
+        if choice.parser is None:
+            return TextDelta(choice.index, text, *tokens)
+        parsed = choice.parser.push(text)
+        return TextDelta(choice.index, parsed.content, *tokens, parsed.reasoning, tuple(parsed.tool_calls))
 
-    def _scored_token(self, logprob: TokenLogprob) -> ScoredToken:
-        top = tuple(self._score_token(token_id, value) for token_id, value in logprob.top)
-        return self._score_token(logprob.token_id, logprob.logprob, top)
+    def _finish(
+        self,
+        choice: Choice,
+        reason: FinishReason,
+        now: float,
+        events: list[StreamEvent],
+        event: SequenceFinished | None = None,
+    ) -> None:
+        """Finish a choice with the text that it has: append its last events."""
+        rest = choice.text.flush()
+        if rest or choice.token_ids:
+            events.append(self._delta(choice, rest))
+        matched: str | int | None = choice.text.matched_stop
+        stop_token = None
+        choice.reason = reason if matched is None else "stop"
+        if matched is None and event is not None:
+            matched = event.stop_token_id
+            if event.stop_logprob is not None:
+                stop_token = scored_token(self._tokenizer, event.stop_logprob)
+        shown_reason = _flush_parser(choice, choice.parser, events) if choice.parser else choice.reason
+        timings = choice.timings
+        if choice.first_token_at is not None:
+            timings = replace(timings, decode_seconds=now - choice.first_token_at)
+            if choice.num_tokens > 1:
+                seconds = choice.last_token_at - choice.first_token_at
+                self.client.metrics.last_token(seconds, choice.num_tokens - 1, self.exemplar)
+        usage = Usage(self.num_prompt_tokens, self.num_cached_tokens, self.num_completion_tokens)
+        tokens = usage, choice.num_tokens, timings, matched, stop_token
+        events.append(ChoiceFinished(choice.index, shown_reason, *tokens))
+        if self.http.trace is not None:
+            self.http.trace.finish_reasons.append(shown_reason)
+        if all(other.reason is not None for other in self.choices):
+            self._complete()
 
-    def _score_token(self, token_id: int, logprob: float, top: tuple[ScoredToken, ...] = ()) -> ScoredToken:
-        spelled = self._tokenizer.token_bytes(token_id)
-        return ScoredToken(token_id, spelled.decode(errors="replace"), spelled, logprob, top)
+    def _complete(self) -> None:
+        self.is_over = True
+        reasons = {choice.reason for choice in self.choices}
+        self.outcome = next((reason for reason in _WORST_FIRST if reason in reasons), "aborted")
+        self.client.admission.observe(self.num_prompt_tokens, self.num_cached_tokens, self.num_completion_tokens)
 
-
-EventQueue = asyncio.Queue[TimedEvent]
-COUNTED_CHARACTERS = 2**16  # of a text that counts among the bytes that open requests hold
-
-
-async def generate(
-    pipeline: RequestPipeline,
-    model: ServedDecoder,
-    request: GenerationRequest,
-    record: RequestRecord,
-    adapter: LoadedAdapter | None = None,
-) -> AsyncGenerator[StreamEvent, None]:
-    """Yield all stream events of one request, computed with an adapter; `Service.generate` documents them."""
-    with pipeline.admission.permit() as permit:
-        prompt = await pipeline.read(prompt_size(request), read_prompt, model, request)
-        record.reserve(prompt.most_tokens(model.limits.max_model_len))
-        name = pipeline.client.name(request.request_id)
-        grammar = await pipeline.compile(model, prompt.grammar_source)
-        command = prompt.command(name, record.arrived_at, adapter, grammar, request.cache_salt)
-        size = prompt_size(request)
-        if prompt.num_scores or size > COUNTED_CHARACTERS:
-            permit.hold(prompt.num_scores * SCORE_BYTES + size)
-        completion = CompletionBuilder(
-            command, model.tokenizer, pipeline.metrics, request.messages is None, prompt.literals
-        )
-        record.count_tokens = lambda: (completion.num_prompt_tokens, completion.num_completion_tokens)
-        if record.trace is not None:
-            record.trace.note_sampling(command.params)
-            record.phase_ends, completion.exemplar = completion.phase_ends, record.exemplar
-        parser = OutputParser(request, model, prompt)
-        with _submitted(pipeline, completion, command, permit, pipeline.deadline(record)) as event_queue:
-            record.accepted = True
-            yield Accepted(command.token_ids)
-            shown = PromptOutput(request, model, command)
-            for delta in shown.start():
-                yield delta
-            while not completion.finished:
-                timed_event = await event_queue.get()
-                if timed_event is not None and isinstance(timed_event[0], PromptScored):
-                    for delta in shown.take(timed_event[0]):
-                        yield delta
-                    continue
-                for event in _stream_events(pipeline, completion, command, timed_event):
-                    _note_first_token(record, completion)
-                    for parsed in parser.parse(event):
-                        yield parsed
-        pipeline.admission.observe(
-            completion.num_prompt_tokens, completion.num_cached_tokens, completion.num_completion_tokens
-        )
-        record.outcome = completion.outcome
-
-
-def _note_first_token(record: RequestRecord, completion: CompletionBuilder) -> None:
-    if record.first_token_seconds is None and (first := completion.first_token) is not None:
-        record.first_token_seconds = first[0] - record.arrived_at
-        record.queue_seconds, record.cached_tokens = first[1].queue_seconds, completion.num_cached_tokens
-
-
-@contextmanager
-def _submitted(
-    pipeline: RequestPipeline, completion: CompletionBuilder, command: Generate, permit: Permit, deadline: float
-) -> Iterator[EventQueue]:
-    """Send the request to the worker and yield the queue of its events. If the block ends early, abort the request."""
-    event_queue: EventQueue = asyncio.Queue()
-    with pipeline.client.register(command.request_id, event_queue.put_nowait, permit, deadline):
-        completion.set_predicted_wait(pipeline.admission.send(len(command.token_ids)), pipeline.clock())
-        pipeline.worker.put(command)
-        try:
-            yield event_queue
-        finally:
-            if not completion.finished:
-                pipeline.worker.put(Abort(command.request_id))
-
-
-def _stream_events(
-    pipeline: RequestPipeline, completion: CompletionBuilder, command: Generate, timed_event: TimedEvent
-) -> Iterator[StreamEvent]:
-    if timed_event is None:
-        final_events = list(completion.end("timeout", pipeline.clock()))
-        if not completion.num_completion_tokens:
+    def _time_out(self) -> list[StreamEvent]:
+        """Finish the choices with the text that they have."""
+        if not self.num_completion_tokens:
             raise RequestTimeout("The request timed out before its first token.")
-        yield from final_events
-        return
-    event, now = timed_event
-    if isinstance(event, RequestFailed):
-        raise event.error.with_traceback(None)
-    assert isinstance(event, TokensReady | SequenceFinished), "other events do not belong to a choice"
-    for stream_event in completion.take(event, now):
-        if isinstance(stream_event, ChoiceFinished) and isinstance(event, TokensReady):
-            pipeline.worker.put(Abort(command.request_id, reason="stop", choice=stream_event.choice))
-        yield stream_event
+        events: list[StreamEvent] = []
+        for choice in self.choices:
+            if choice.reason is None:
+                self._finish(choice, "timeout", self.client.clock(), events)
+        return events
+
+    def _prompt_deltas(self) -> list[StreamEvent]:
+        """Return what the response shows of its prompt, once for each choice, when all that is shown is scored."""
+        if len(self._prompt_tokens) < self._num_shown_tokens or not (self.request.echo or self._num_shown_tokens):
+            return []
+        tokens = tuple(self._prompt_tokens)
+        return [TextDelta(choice.index, self._prompt_text, prompt=tokens) for choice in self.choices]
+
+    def _prompt_token(self, score: TokenScore) -> PromptToken:
+        texts = self._token_texts
+        top = tuple(replace(texts[token_id], logprob=logprob) for token_id, logprob in score.top)
+        own = replace(texts[score.token_id], logprob=score.logprob, top=top)
+        return PromptToken(score.token_id, own.text, own, score.rank)
+
+
+class TokenTexts(dict[int, ScoredToken]):
+    """Tokens by id with their texts, each decoded at its first use: many of them recur among the most likely ones."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        super().__init__()
+        self._tokenizer = tokenizer
+
+    def __missing__(self, token_id: int) -> ScoredToken:
+        self[token_id] = token = score_token(self._tokenizer, token_id, 0.0)
+        return token
+
+
+def scored_token(tokenizer: Tokenizer, logprob: TokenLogprob) -> ScoredToken:
+    """Return a sampled token with its text and the most likely alternatives."""
+    top = tuple(score_token(tokenizer, token_id, value) for token_id, value in logprob.top)
+    return score_token(tokenizer, logprob.token_id, logprob.logprob, top)
+
+
+def score_token(tokenizer: Tokenizer, token_id: int, logprob: float, top: tuple[ScoredToken, ...] = ()) -> ScoredToken:
+    """Return a token with its text."""
+    spelled = tokenizer.token_bytes(token_id)
+    return ScoredToken(token_id, spelled.decode(errors="replace"), spelled, logprob, top)
+
+
+# ---- reasoning and calls -----------------------------------------------------------------------------------------------
+
+
+def output_parser(request: GenerationRequest, model: ServedDecoder, prompt: Prompt) -> OutputParser | None:
+    """Return a parser for one choice; None if all of its text is content."""
+    form, tools = model.reasoning_format if request.separates_reasoning else None, request.tools
+    if form is None and tools is None:
+        return None
+    new_id = _short_id if model.tool_format.short_ids else _long_id
+    parallel = tools is None or tools.parallel
+    if (form is not None and form.is_harmony) or (tools is not None and model.tool_format.is_harmony):
+        return HarmonyParser(None if tools is None else [tool.name for tool in tools.tools], new_id, parallel)
+    calls = None
+    if tools is not None:
+        schemas = {tool.name: tool.parameters for tool in tools.tools}
+        calls = ToolCallParser(model.tool_format, schemas, new_id, parallel)
+    return _ReasoningAndCalls(None if form is None else ReasoningParser(form, prompt.opens_reasoning), calls)
+
+
+def _flush_parser(choice: Choice, parser: OutputParser, events: list[StreamEvent]) -> FinishReason:
+    """Append the rest of a choice's text, and return the finish reason with which it is shown."""
+    rest = parser.flush()
+    if rest.content or rest.reasoning or rest.tool_calls:
+        calls = tuple(rest.tool_calls)
+        events.append(TextDelta(choice.index, rest.content, reasoning=rest.reasoning, tool_calls=calls))
+    assert choice.reason is not None, "the text of a finished choice is complete"
+    return "tool_calls" if choice.reason == "stop" and parser.num_calls else choice.reason
+
+
+class _ReasoningAndCalls:
+    """Parser of a text in which reasoning comes first, and then content and calls."""
+
+    def __init__(self, reasoning: ReasoningParser | None, calls: ToolCallParser | None) -> None:
+        self._reasoning, self._calls = reasoning, calls
+        self.num_calls = 0
+
+    def push(self, text: str) -> ParsedText:
+        return self._with_calls(*("", text) if self._reasoning is None else self._reasoning.push(text))
+
+    def flush(self) -> ParsedText:
+        parsed = self._with_calls(*("", "") if self._reasoning is None else self._reasoning.flush())
+        if self._calls is None:
+            return parsed
+        rest = self._calls.flush()
+        self.num_calls = self._calls.num_calls
+        return ParsedText(parsed.content + rest.content, [*parsed.tool_calls, *rest.tool_calls], parsed.reasoning)
+
+    def _with_calls(self, reasoning: str, content: str) -> ParsedText:
+        if self._calls is None:
+            return ParsedText(content, reasoning=reasoning)
+        parsed = self._calls.push(content)
+        parsed.reasoning = reasoning
+        return parsed
+
+
+def _long_id() -> str:
+    return f"call_{secrets.token_hex(12)}"
+
+
+def _short_id() -> str:
+    return "".join(secrets.choice(_ID_LETTERS) for _ in range(_SHORT_ID_LENGTH))

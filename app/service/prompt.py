@@ -6,18 +6,22 @@ It runs in the service's thread pool, since a template and a tokenizer take time
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
-from app.errors import InvalidRequest
-from app.messages import ALL_LOGPROBS, MAX_LOGPROBS, Generate, Grammar, LoadedAdapter, SamplingParams
-from app.service.inputs import infill_format, tokenize_prompt
-from app.service.requests import GenerationRequest, Tool
-from app.service.served_model import ServedDecoder, ServingLimits
-from app.text.grammar_definition import GrammarSource, check_source
+from app.errors import ContextLengthExceeded, InvalidRequest, TemplateStopped, UnsupportedParameter
+from app.messages import ALL_LOGPROBS, MAX_LOGPROBS, Generate, GrammarSource, LoadedAdapter, SamplingParams
+from app.service.requests import GenerationRequest, Infill, Tool
+from app.service.served_model import ServedDecoder, ServedEncoder, ServingLimits
+from app.text.bounds import CHUNK_CHARACTERS, EncodingLimits
+from app.text.chat import ChatOptions
+from app.text.grammar_definition import check_source
+from app.text.infill import InfillFormat, InfillPrompt, find_infill_format, shorten_infill
 from app.text.reasoning import ReasoningFormat, closes_reasoning, opens_reasoning
 from app.text.tool_grammars import forced_calls_grammar
 
+_MAX_TOKEN_CHARACTERS = 64  # few tokens have more, on average over a text
 _END_TOKENS = 64  # tokens of a prompt's end in which the first tag of reasoning is looked for
 # In one response, if a request asks for more than `MAX_LOGPROBS` at a token: those of one token with the largest
 # vocabularies in use.
@@ -32,14 +36,14 @@ class Prompt:
     `params` are the request's, with what the model decides: numbers of log-probabilities and further end tokens.
     `num_scores` is how many log-probabilities the response may have; 0 if there are few at each token. `literals` are
     the special tokens that are part of the text, by id. `opens_reasoning`: the text begins inside of reasoning.
-    `grammar_source` is compiled next, in threads of its own.
+    `grammar` is compiled next, in threads of its own.
     """
 
     token_ids: tuple[int, ...]
     params: SamplingParams
     num_scores: int = 0
     bad_word_ids: tuple[tuple[int, ...], ...] = ()
-    grammar_source: GrammarSource | None = None
+    grammar: GrammarSource | None = None
     literals: Mapping[int, str] = field(default_factory=dict)
     opens_reasoning: bool = False
 
@@ -54,12 +58,11 @@ class Prompt:
         request_id: str,
         arrived_at: float,
         adapter: LoadedAdapter | None = None,
-        grammar: Grammar | None = None,
         cache_salt: str | None = None,
     ) -> Generate:
-        """Return the request for the worker. `grammar` is the compiled one of `grammar_source`."""
+        """Return the request for the worker."""
         tokens = self.token_ids, self.params, arrived_at, self.bad_word_ids
-        return Generate(request_id, *tokens, grammar, adapter, cache_salt)
+        return Generate(request_id, *tokens, self.grammar, adapter, cache_salt)
 
 
 def read_prompt(model: ServedDecoder, request: GenerationRequest) -> Prompt:
@@ -175,3 +178,234 @@ def _literals(model: ServedDecoder, request: GenerationRequest) -> dict[int, str
     if not markers:
         return {}
     return {token_id: text for token_id, text in model.tokenizer.special_tokens.items() if text in markers}
+
+
+# ---- token ids -----------------------------------------------------------------------------------------------------
+
+
+def tokenize_prompt(model: ServedDecoder, request: GenerationRequest) -> tuple[int, ...]:
+    """Return the prompt's token ids. Raises an `InvalidRequest` that names the field."""
+    _check_priority(model.limits, request.params)
+    wanted = _wanted_tokens(model.limits.max_model_len, request)
+    field, ids = _prompt_ids(model, request, wanted)
+    if wanted.truncates and wanted.number is not None:
+        ids = ids[-wanted.number :] if wanted.keeps_end else ids[: wanted.number]
+    if not ids:
+        raise InvalidRequest(f"{field} has no tokens: there is nothing to continue.", field=field)
+    _check_context_length(model.limits.max_model_len, len(ids), request, field)
+    check_embedded(model, ids, field)
+    params, vocab_size = request.params, model.limits.vocab_size
+    check_ids(params.stop_token_ids, vocab_size, "stop_token_ids")
+    check_ids(params.allowed_token_ids or (), vocab_size, "allowed_token_ids")
+    check_ids([token_id for token_id, _ in params.logit_bias], vocab_size, "logit_bias")
+    check_ids(params.logprob_token_ids, vocab_size, "logprob_token_ids")
+    return tuple(ids)
+
+
+def prompt_size(request: GenerationRequest) -> int:
+    """Return the length of the prompt in characters or token ids, as a measure of the time to read it."""
+    if request.messages is not None:
+        return messages_size(request.messages)
+    length = len(request.token_ids or ()) if request.prompt is None else len(request.prompt)
+    infill = request.infill
+    return length if infill is None else length + len(infill.suffix) + sum(len(text) for _, text in infill.files)
+
+
+def messages_size(messages: Sequence[Mapping[str, Any]]) -> int:
+    """Return the length of the messages in characters."""
+    return sum(len(_content_text(message)) for message in messages)
+
+
+def _content_text(message: Mapping[str, Any]) -> str:
+    content = message.get("content")
+    return content if isinstance(content, str) else "".join(str(part.get("text", "")) for part in content or ())
+
+
+@dataclass(frozen=True, slots=True)
+class WantedTokens:
+    """Number of tokens of a text that are wanted; None: all of them.
+
+    A text with more is refused, or with `truncates` returned in part, with at least this number of tokens of its
+    beginning, or of its end with `keeps_end`.
+    """
+
+    number: int | None = None
+    truncates: bool = False
+    keeps_end: bool = False
+
+
+ALL_TOKENS = WantedTokens()
+
+
+def chat_token_ids(
+    model: ServedDecoder,
+    messages: Sequence[Mapping[str, Any]],
+    arguments: Mapping[str, Any],
+    options: ChatOptions | None = None,
+    wanted: WantedTokens = ALL_TOKENS,
+) -> list[int]:
+    """Return a conversation's token ids.
+
+    The template writes all special tokens, so none are added, as in transformers.
+    """
+    try:
+        text = render_chat(model, messages, arguments, options)
+    except TemplateStopped:
+        if wanted.number is not None and not wanted.truncates:
+            # The number of tokens tells the client more, if it is the reason.
+            least = model.tokenizer.least_tokens("".join(map(_content_text, messages)), wanted.number)
+            if least > wanted.number:
+                raise prompt_too_long(model.limits.max_model_len, "messages", least) from None
+        raise
+    return _text_ids(model, text, False, wanted, "messages")
+
+
+def render_chat(
+    model: ServedDecoder,
+    messages: Sequence[Mapping[str, Any]],
+    arguments: Mapping[str, Any],
+    options: ChatOptions | None = None,
+) -> str:
+    """Return a conversation as the text that the chat template makes of it."""
+    if model.chat is None:
+        raise InvalidRequest(
+            "This model has no chat template: send a prompt to the completions route instead, or start the server with "
+            "--chat-template FILE.",
+            field="messages",
+        )
+    return model.chat.render(messages, arguments, options, model.tool_format)
+
+
+def _text_ids(model: ServedDecoder, text: str, add_special_tokens: bool, wanted: WantedTokens, field: str) -> list[int]:
+    """Return a text's token ids.
+
+    A text that certainly has more than may be is refused before it is tokenized. The tokenization of a long text ends
+    soon after the wanted number.
+    """
+    limits = EncodingLimits(model.limits.max_text_bytes)
+    if wanted.truncates:
+        limits = replace(limits, enough_tokens=wanted.number, keeps_end=wanted.keeps_end)
+    elif wanted.number is not None and len(text) > CHUNK_CHARACTERS:
+        least = model.tokenizer.least_tokens(text, wanted.number)
+        if least > wanted.number:
+            raise prompt_too_long(model.limits.max_model_len, field, least)
+        limits = replace(limits, enough_tokens=wanted.number + 1)
+    return model.tokenizer.encode(text, add_special_tokens, limits)
+
+
+def prompt_too_long(context: int, field: str, least: int | None = None, exact: int = 0) -> ContextLengthExceeded:
+    """Return the error of a prompt that has `exact` tokens, or at least `least`: a long one is not counted to its end."""
+    number = str(exact) if least is None else f"at least {least}"
+    has = "has" if field in ("prompt", "suffix") else "have"
+    return ContextLengthExceeded(
+        f"This model's maximum context length is {context} tokens. However, the {field} {has} {number} tokens, and the "
+        f"answer needs one at least. Please shorten the {field}.",
+        field=field,
+    )
+
+
+def check_ids(ids: Sequence[int], vocab_size: int, field: str) -> None:
+    """Check that every id is in the vocabulary. Raises an `InvalidRequest` that names `field`."""
+    wrong = (
+        next((token_id for token_id in (min(ids), max(ids)) if not 0 <= token_id < vocab_size), None) if ids else None
+    )
+    if wrong is not None:
+        raise InvalidRequest(f"{field} must be in [0, {vocab_size}), not {wrong}.", field=field)
+
+
+def check_embedded(model: ServedDecoder | ServedEncoder, ids: Sequence[int], field: str) -> None:
+    """Check that the embedding has a row for every token of a text. Raises an `InvalidRequest` that names `field`.
+
+    Some tokenizers have tokens that their model does not know, such as those of images.
+    """
+    largest, rows = max(ids, default=0), model.limits.vocab_size
+    if largest >= rows:
+        token = model.tokenizer.token_text(largest)[:100]
+        raise InvalidRequest(
+            f"{field} has the token {token!r} with the id {largest}, which this model does not know: its tokens are those "
+            f"below {rows}.",
+            field=field,
+        )
+
+
+def _check_priority(limits: ServingLimits, params: SamplingParams) -> None:
+    if params.priority and not limits.has_priorities:
+        raise UnsupportedParameter(
+            "priority must be 0 here: this server computes requests in order of arrival, unless its operator sets "
+            "scheduling_policy=priority.",
+            field="priority",
+        )
+
+
+def infill_format(model: ServedDecoder) -> InfillFormat:
+    """Return the format of prompts with a gap. Raises `UnsupportedParameter` if the model was not trained with them."""
+    found = find_infill_format(model.tokenizer)
+    if found is None:
+        raise UnsupportedParameter(
+            f"suffix needs a model with fill-in-the-middle tokens, such as a coder of Qwen; {model.name!r} has none.",
+            field="suffix",
+        )
+    return found
+
+
+def _infill_ids(model: ServedDecoder, request: GenerationRequest, infill: Infill) -> Sequence[int]:
+    """Return the tokens of a prompt with a gap.
+
+    Texts that may be shortened are cut to a number of characters first: few tokens have more of them.
+    """
+    form, tokenizer, longest = infill_format(model), model.tokenizer, model.limits.max_model_len - 1
+    if request.truncate_prompt_tokens is not None:
+        raise InvalidRequest("truncate_prompt_tokens cannot be combined with suffix.", field="truncate_prompt_tokens")
+    room = longest * _MAX_TOKEN_CHARACTERS if infill.fits else None
+    before, after = request.prompt or "", infill.suffix
+    wanted = ALL_TOKENS if infill.fits else WantedTokens(longest)
+    prompt = InfillPrompt(
+        request.token_ids or _text_ids(model, before if room is None else before[-room:], False, wanted, "prompt"),
+        _text_ids(model, after[:room], False, wanted, "suffix"),
+        [one for name, text in infill.files for one in form.file_ids(tokenizer, name, text[:room])],
+    )
+    check_ids(request.token_ids or (), model.limits.vocab_size, "token_ids")
+    begin = [] if tokenizer.bos_token_id is None or not request.add_special_tokens else tokenizer.encode("")[:1]
+    if infill.fits:
+        completion = min(longest // 4 if request.params.max_tokens is None else request.params.max_tokens, longest // 2)
+        prompt = shorten_infill(prompt, longest - completion - len(form.prompt_ids(InfillPrompt((), ()), begin)))
+    return form.prompt_ids(prompt, begin)
+
+
+def _prompt_ids(model: ServedDecoder, request: GenerationRequest, wanted: WantedTokens) -> tuple[str, Sequence[int]]:
+    if request.infill is not None:
+        return "prompt", _infill_ids(model, request, request.infill)
+    if request.messages is not None:
+        arguments, options = request.template_arguments, request.chat_options
+        return "messages", chat_token_ids(model, request.messages, arguments, options, wanted)
+    if request.prompt is not None:
+        return "prompt", _text_ids(model, request.prompt, request.add_special_tokens, wanted, "prompt")
+    ids = request.token_ids or ()
+    check_ids(ids, model.limits.vocab_size, "token_ids")
+    return "token_ids", ids
+
+
+def _wanted_tokens(context: int, request: GenerationRequest) -> WantedTokens:
+    """Return which tokens of the prompt are wanted: at most the context without one for the completion."""
+    longest, count = context - 1, request.truncate_prompt_tokens
+    if count is None:
+        return WantedTokens(longest)
+    limit = longest if count == -1 else count
+    if limit < 1:
+        raise InvalidRequest(
+            f"truncate_prompt_tokens must be -1 or at least 1, not {count}.", field="truncate_prompt_tokens"
+        )
+    return WantedTokens(limit, truncates=True, keeps_end=not request.truncate_right)
+
+
+def _check_context_length(context: int, num_prompt: int, request: GenerationRequest, field: str) -> None:
+    """Check the context length. The message has the wording that OpenAI clients look for."""
+    limit = f"This model's maximum context length is {context} tokens."
+    if num_prompt >= context:
+        raise prompt_too_long(context, field, exact=num_prompt)
+    max_tokens = request.params.max_tokens
+    if max_tokens is not None and num_prompt + max_tokens > context and not request.clips_max_tokens:
+        detail = f"However, you requested {num_prompt + max_tokens} tokens ({num_prompt} in the {field}, {max_tokens} in the completion)."
+        raise ContextLengthExceeded(
+            f"{limit} {detail} Please reduce max_tokens or shorten the {field}.", field="max_tokens"
+        )

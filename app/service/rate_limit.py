@@ -12,7 +12,6 @@ from __future__ import annotations
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Hashable
-from contextvars import ContextVar
 
 from app.errors import RateLimited
 
@@ -101,10 +100,6 @@ class Account:
         return not self._num_reserved and all(
             bucket is None or bucket.is_full(now) for bucket in (self._requests, self._tokens)
         )
-
-
-# The account of the request that this context serves; None if there is no limit.
-ACCOUNT: ContextVar[Account | None] = ContextVar("account", default=None)
 
 
 class RateLimiter:

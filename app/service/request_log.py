@@ -1,7 +1,7 @@
-"""The log line of one request: what it asked for, and how long it took. It never has content of a request.
+"""One HTTP request as the service sees it, and its log line, which never has content of a request.
 
-The API notes route and status, and the service tokens and times. Both find the request by `REQUEST_FIGURES`, since one
-HTTP request may be several of the service, such as one for each prompt in a list.
+The API knows route and status, and the service tokens and times. One HTTP request may be several requests of the
+service, such as one for each prompt in a list.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from urllib.parse import quote
 
+from app.service.rate_limit import Account
 from app.tracing.request_trace import RequestTrace
 
 REQUEST_LOGGER = "armature.requests"
@@ -20,19 +21,21 @@ log = logging.getLogger(REQUEST_LOGGER)
 
 
 @dataclass(slots=True)
-class RequestFigures:
-    """Tokens, seconds and error of one HTTP request, as far as the model has served it.
+class ClientRequest:
+    """One HTTP request: who pays for it, its trace, and what the model has done for it.
 
-    The seconds are those from arrival to the first step (`queue_seconds`) and to the first token, of the part that
-    waited longest; None if there was none. `trace` is what its span will say; None if it is not traced. `error` is the
-    code of the error that its client was sent, also as the last event of a stream; empty if there was none.
+    `account` is the account of its client; None without limits. `trace` is what its span will say; None if it is not
+    sampled. The seconds are those from arrival to the first step (`queue_seconds`) and to the first token, of the part
+    that waited longest; None if there was none. `error` is the code of the error that its client was sent, also as the
+    last event of a stream; empty if there was none.
     """
 
+    account: Account | None = None
+    trace: RequestTrace | None = None
     prompt_tokens: int = 0
     completion_tokens: int = 0
     queue_seconds: float | None = None
     first_token_seconds: float | None = None
-    trace: RequestTrace | None = None
     error: str = ""
 
     def add(
@@ -45,14 +48,14 @@ class RequestFigures:
         self.first_token_seconds = _longest(self.first_token_seconds, first_token_seconds)
 
 
-# Figures of the HTTP request that this context serves; None outside of one.
-REQUEST_FIGURES: ContextVar[RequestFigures | None] = ContextVar("request_figures", default=None)
+# The HTTP request that this context serves; None outside of one.
+CLIENT_REQUEST: ContextVar[ClientRequest | None] = ContextVar("client_request", default=None)
 
 
 def note_error(code: str) -> None:
     """Note the code of the error that the client of this context's request is sent."""
-    if (figures := REQUEST_FIGURES.get()) is not None:
-        figures.error = code
+    if (client_request := CLIENT_REQUEST.get()) is not None:
+        client_request.error = code
 
 
 def request_level(method: str) -> int:
@@ -61,7 +64,7 @@ def request_level(method: str) -> int:
 
 
 def log_request(
-    method: str, path: str, request_id: str, status: int, seconds: float, figures: RequestFigures | None
+    method: str, path: str, request_id: str, status: int, seconds: float, client_request: ClientRequest
 ) -> None:
     """Log a request that has ended.
 
@@ -71,22 +74,21 @@ def log_request(
         request_id: Printable id of the request.
         status: Status of the response; 499 (nginx's convention) if the client left.
         seconds: Time from the request's head to the end of the response.
-        figures: What the model did for it.
+        client_request: What the model did for it.
     """
-    known = figures or RequestFigures()
     fields: dict[str, object] = {
         "id": request_id,
         "method": method,
         "route": _escaped(path[:MAX_PATH_CHARACTERS]),
         "status": status,
-        "prompt_tokens": known.prompt_tokens,
-        "completion_tokens": known.completion_tokens,
-        "queue_ms": _milliseconds(known.queue_seconds),
-        "first_token_ms": _milliseconds(known.first_token_seconds),
+        "prompt_tokens": client_request.prompt_tokens,
+        "completion_tokens": client_request.completion_tokens,
+        "queue_ms": _milliseconds(client_request.queue_seconds),
+        "first_token_ms": _milliseconds(client_request.first_token_seconds),
         "total_ms": _milliseconds(seconds),
     }
-    if known.trace is not None:
-        fields["trace_id"] = known.trace.exemplar["trace_id"]
+    if client_request.trace is not None:
+        fields["trace_id"] = client_request.trace.exemplar["trace_id"]
     shown = " ".join(f"{name}={'-' if value is None else value}" for name, value in list(fields.items())[4:])
     message = f"{method} {fields['route']} {status} id={request_id} {shown}"
     log.log(request_level(method), "%s", message, extra={"fields": fields})

@@ -10,10 +10,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from app.messages import Array, FinishReason, SamplingParams, Text, Timings
+from app.messages import Array, FinishReason, GrammarSource, SamplingParams, Text, Timings
 from app.metrics.instruments import Api
 from app.text.chat import ChatOptions
-from app.text.grammar_definition import GrammarSource
 from app.text.tool_calls import ToolCallDelta
 
 

@@ -7,29 +7,23 @@ from __future__ import annotations
 
 import time
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, aclosing, nullcontext
 from typing import Any, TypeVar
 
 from app.errors import InvalidRequest, NotReady, ServiceStopping
-from app.messages import Event, LoadedAdapter
+from app.messages import Event
 from app.metrics.gauges import engine_gauges
 from app.metrics.instruments import Metrics
 from app.metrics.load_progress import LoadProgress
 from app.metrics.stats import EngineSnapshot
 from app.metrics.vllm_names import vllm_metrics
-from app.service import encode, generate
+from app.service import encode
 from app.service.adapters import Adapters, AdapterStore
-from app.service.engine_client import RequestPipeline, RequestRecord, WorkerInterface
-from app.service.inputs import chat_token_ids, check_ids, messages_size, render_chat
-from app.service.requests import (
-    ChoiceFinished,
-    Encoded,
-    EncodingRequest,
-    GenerationRequest,
-    InferenceRequest,
-    Inferred,
-    StreamEvent,
-)
+from app.service.engine_client import EngineClient, WorkerInterface
+from app.service.generate import Generation
+from app.service.open_request import OpenRequest
+from app.service.prompt import chat_token_ids, check_ids, messages_size, render_chat
+from app.service.request_log import CLIENT_REQUEST, ClientRequest
+from app.service.requests import Encoded, EncodingRequest, GenerationRequest, InferenceRequest, Inferred, StreamEvent
 from app.service.served_model import ServedDecoder, ServedEncoder, ServedModel, ServedProgram, wrong_kind_error
 from app.text.bounds import EncodingLimits
 from app.text.chat import ChatOptions
@@ -47,14 +41,13 @@ class Service:
 
     def __init__(self, worker: WorkerInterface, metrics: Metrics, clock: Callable[[], float] = time.monotonic) -> None:
         self._worker = worker
-        self._pipeline = RequestPipeline(worker, metrics, clock)
+        self._client = client = EngineClient(worker, metrics, clock)
         self._model: ServedModel | None = None
         self.adapters = Adapters(AdapterStore(), worker.put)
         self._stopping = False
-        wait = self._pipeline.admission.predicted_wait_seconds
-        pipeline = self._pipeline
-        metrics.gauges(lambda: engine_gauges(self.snapshot, self.ready, wait(), pipeline.num_reading))
-        metrics.gauges(lambda: vllm_metrics(metrics, self.snapshot, pipeline.num_reading, self._model_name()))
+        wait = client.admission.predicted_wait_seconds
+        metrics.gauges(lambda: engine_gauges(self.snapshot, self.ready, wait(), client.num_reading))
+        metrics.gauges(lambda: vllm_metrics(metrics, self.snapshot, client.num_reading, self._model_name()))
 
     def _model_name(self) -> str:
         return "" if self._model is None else self._model.name
@@ -63,7 +56,7 @@ class Service:
 
     def serve(self, model: ServedModel) -> None:
         """Set the loaded model. Call it once, from any thread, before the worker reports ready."""
-        self._pipeline.open(model.limits)
+        self._client.open(model.limits)
         self._model = model
 
     def serve_adapters(self, store: AdapterStore) -> None:
@@ -72,7 +65,7 @@ class Service:
 
     async def start(self) -> None:
         """Bind to the running event loop."""
-        self._pipeline.client.start()
+        self._client.start()
 
     def drain(self) -> None:
         """Refuse new requests with `ServiceStopping`; open requests continue."""
@@ -81,7 +74,7 @@ class Service:
     async def stop(self) -> None:
         """Refuse new requests and end open ones with `ServiceStopping`. The worker is not stopped."""
         self.drain()
-        self._pipeline.close()
+        self._client.close()
         if isinstance(self._model, ServedDecoder):
             self._model.close()
 
@@ -89,11 +82,11 @@ class Service:
 
     def on_events(self, events: Sequence[Event]) -> None:
         """Deliver one step's events to the open requests."""
-        self._pipeline.client.on_events(events)
+        self._client.on_events(events)
 
     def on_worker_exit(self) -> None:
         """Fail all open requests, since the worker has ended."""
-        self._pipeline.client.on_worker_exit()
+        self._client.on_worker_exit()
 
     # ---- state -----------------------------------------------------------------------------------------------------
 
@@ -125,7 +118,7 @@ class Service:
     @property
     def num_open(self) -> int:
         """Number of open requests: being tokenized, waiting or running."""
-        return self._pipeline.admission.num_open
+        return self._client.admission.num_open
 
     @property
     def idle(self) -> bool:
@@ -173,25 +166,16 @@ class Service:
         Raises:
             RequestError: the request failed, usually before the first event.
         """
-        with self._pipeline.track(request.api) as record:
+        with Generation(self._client, request, self._http(request.model)) as generation:
             self._check_ready()
-            self._note_model(record, request.model)
-            with self._use_adapter(request.model) as adapter:
-                async with aclosing(
-                    generate.generate(self._pipeline, self.decoder, request, record, adapter)
-                ) as stream:
-                    async for event in stream:
-                        if record.trace is not None and isinstance(event, ChoiceFinished):
-                            record.trace.finish_reasons.append(event.reason)
-                        yield event
-
-    def _note_model(self, record: RequestRecord, adapter: str | None = None) -> None:
-        if record.trace is not None:
-            record.trace.note_model(adapter or self.model.name)
-
-    def _use_adapter(self, name: str | None) -> AbstractContextManager[LoadedAdapter | None]:
-        """Return a block in which the adapter of this name stays loaded; None for a name of the model itself."""
-        return nullcontext() if name is None or name == self.model.name else self.adapters.use(name)
+            name, adapter = request.model, None
+            if name is not None and name != self.model.name:
+                adapter = generation.use_adapter(self.adapters, name)
+            for event in await generation.start(self.decoder, adapter):
+                yield event
+            while not generation.is_over:
+                for event in generation.take(await generation.next_event()):
+                    yield event
 
     async def encode(self, request: EncodingRequest) -> Encoded:
         """Return all requested outputs of an encoder at once.
@@ -201,10 +185,9 @@ class Service:
         Raises:
             RequestError: the request was refused or failed.
         """
-        with self._pipeline.track(request.api) as record:
+        with OpenRequest(self._client, request.api, self._http()) as opened:
             self._check_ready()
-            self._note_model(record)
-            return await encode.encode(self._pipeline, self.encoder, request, record)
+            return await encode.encode(opened, self.encoder, request)
 
     async def infer(self, request: InferenceRequest) -> Inferred:
         """Return the requested outputs of an exported program.
@@ -212,10 +195,16 @@ class Service:
         The inputs were already checked against its signature. Cancellation and errors are the same as for
         `encode`.
         """
-        with self._pipeline.track(request.api) as record:
+        with OpenRequest(self._client, request.api, self._http()) as opened:
             self._check_ready()
-            self._note_model(record)
-            return await encode.infer(self._pipeline, self.program, request, record)
+            return await encode.infer(opened, self.program, request)
+
+    def _http(self, adapter: str | None = None) -> ClientRequest:
+        """Return the HTTP request that this context serves, whose trace names the model or adapter."""
+        http = CLIENT_REQUEST.get() or ClientRequest()
+        if http.trace is not None and self._model is not None:
+            http.trace.note_model(adapter or self._model.name)
+        return http
 
     async def tokenize(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Return the token ids of a text, which may be longer than the context.
@@ -261,8 +250,8 @@ class Service:
 
     async def _read(self, num_bytes: int, function: Callable[..., T], *arguments: Any) -> T:
         """Run `function` in the thread pool, with a place among the open requests."""
-        with self._pipeline.admission.permit():
-            return await self._pipeline.read(num_bytes, function, *arguments)
+        with self._client.admission.permit():
+            return await self._client.read(num_bytes, function, *arguments)
 
     @property
     def _tokenizer(self) -> Tokenizer:

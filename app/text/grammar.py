@@ -18,11 +18,13 @@ from functools import cached_property, partial
 from itertools import islice
 from types import TracebackType
 from typing import TypeVar
+from weakref import WeakValueDictionary
 
 from llguidance import LLMatcher, LLTokenizer, TokenizerWrapper
 
 from app.errors import InvalidRequest
-from app.text.grammar_definition import LIMITS, STACK_BYTES, GrammarSource, check_source, refusal
+from app.messages import GrammarSource
+from app.text.grammar_definition import LIMITS, STACK_BYTES, check_source, refusal
 from app.text.grammar_process import QUICK_SECONDS, SLOW_SECONDS, GrammarProcess
 from app.text.json_repeats import JsonRepeats, SchemaPlaces, TextBefore, TokenBytes
 from app.text.rust_panics import ConvertRustErrors, is_rust_panic
@@ -69,7 +71,7 @@ class SlashEscape:
 _MakeRepeats = Callable[[], JsonRepeats]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, weakref_slot=True)
 class CompiledGrammar:
     """A grammar for one vocabulary. Any thread may use it.
 
@@ -92,7 +94,7 @@ class CompiledGrammar:
 
 
 class MatcherState:
-    """The place in a grammar that one sequence has reached; see `messages.GrammarState`."""
+    """The place in a grammar that one sequence has reached; see `GrammarState` in the engine."""
 
     __slots__ = ("_forced", "_grammar", "_is_escape_open", "_matcher", "_repeats", "error", "field", "finished")
 
@@ -245,6 +247,7 @@ class GrammarCompiler:
         self._kept: OrderedDict[GrammarSource, CompiledGrammar] = OrderedDict()
         self._kept_slow: OrderedDict[GrammarSource, CompiledGrammar] = OrderedDict()
         self._refused: OrderedDict[GrammarSource, str] = OrderedDict()
+        self._in_use: WeakValueDictionary[GrammarSource, CompiledGrammar] = WeakValueDictionary()
         self._lock, self._vocabulary_lock = threading.Lock(), threading.Lock()
 
     def prepare(self) -> None:
@@ -275,6 +278,8 @@ class GrammarCompiler:
                 if source in kept:
                     kept.move_to_end(source)
                     return kept[source]
+            if (in_use := self._in_use.get(source)) is not None:
+                return in_use
             if source in self._refused:
                 raise refusal(source, self._refused[source])
         check_source(source)
@@ -318,7 +323,12 @@ class GrammarCompiler:
         compiled = CompiledGrammar(matcher, source.field, self._eos_token_ids, spelled, slash, repeats)
         with self._lock:
             _keep(kept, source, compiled, most)
+            self._in_use[source] = compiled
         return compiled
+
+    def find(self, source: GrammarSource) -> CompiledGrammar | None:
+        """Return the grammar of this source, if somebody holds it. Any thread may call it."""
+        return self._in_use.get(source)
 
     def _repeats(self, source: GrammarSource) -> _MakeRepeats | None:
         if source.kind != "json_schema":

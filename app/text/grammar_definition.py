@@ -11,14 +11,14 @@ import json
 import re
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass
 from json import JSONDecodeError
-from typing import Any, Literal
+from typing import Any
 
 import llguidance
 from llguidance import LLMatcher, LLParserLimits
 
 from app.errors import InvalidRequest
+from app.messages import GrammarSource
 from app.text.closed_schemas import close_schema
 from app.text.gbnf import gbnf_to_lark, is_gbnf
 from app.text.schema_narrowing import narrow_schema
@@ -45,38 +45,6 @@ _JSON_STYLE: Mapping[str, Any] = {
 }
 
 _SCHEMA_IN_LARK = '%json {"x-guidance": '  # as `json.dumps` writes what `json_style` returns
-
-GrammarKind = Literal["json_schema", "regex", "choice", "grammar", "lark"]
-
-
-@dataclass(frozen=True, slots=True)
-class GrammarSource:
-    """A grammar as a client gives it.
-
-    `text` is a JSON schema, a regular expression, a JSON list of strings, a grammar in Lark or GBNF syntax, or a
-    grammar in llguidance's Lark syntax. `field` is the client's name for it, used in error messages. If `after` is not
-    empty, the grammar begins after the first occurrence of this text, and any text may come before it; if `opening` is
-    not empty either, this holds for a text that begins with it only. `answer` is a fixed text in front of what follows
-    the grammar. `alternative` is another grammar, in llguidance's Lark syntax, which the text may follow instead.
-    `is_open`: objects of a schema that lists their properties may have others.
-    """
-
-    kind: GrammarKind
-    text: str
-    field: str
-    after: str = ""
-    alternative: str = ""
-    opening: str = ""
-    answer: str = ""
-    is_open: bool = False
-
-    def literal_text(self) -> str:
-        """Return a text that has all fixed texts of the grammar, without the escapes of its syntax."""
-        texts = [self.text]
-        if self.kind in ("json_schema", "choice"):
-            with suppress(ValueError, RecursionError):  # the library says what is wrong with text that is no JSON
-                texts.append(json.dumps(json.loads(self.text), ensure_ascii=False))
-        return "\n".join((*texts, self.text.replace("\\", ""), self.alternative, self.after, self.opening, self.answer))
 
 
 def json_style(schema: Mapping[str, Any]) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from threading import Lock
 from typing import Any
 
 from app.errors import ServiceStopping
-from app.text.grammar_definition import GrammarSource
+from app.messages import GrammarSource
 from app.text.template_messages import Reply
 from app.text.template_process import ChildProcess, ProcessKind, TemplateLimits
 

@@ -17,7 +17,8 @@ from typing import Any
 from llguidance import LLMatcher, LLTokenizer, TokenizerWrapper
 
 from app.errors import InvalidRequest
-from app.text.grammar_definition import LIMITS, STACK_BYTES, GrammarSource, define
+from app.messages import GrammarSource
+from app.text.grammar_definition import LIMITS, STACK_BYTES, define
 from app.text.process_limits import give_up_rights, limit_memory
 from app.text.rust_panics import ConvertRustErrors
 from app.text.template_messages import MEMORY_MESSAGE, Reply, ReplyStatus, receive_request, send_reply

@@ -8,9 +8,8 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Collection
-from dataclasses import dataclass, field
 
-from app.text.tool_calls import ToolCallDelta
+from app.text.tool_calls import ParsedText, ToolCallDelta
 
 TOKENS = ("<|start|>", "<|channel|>", "<|message|>", "<|constrain|>", "<|end|>", "<|call|>", "<|return|>")
 _MESSAGE, _CHANNEL_TOKEN = "<|message|>", "<|channel|>"
@@ -20,15 +19,6 @@ _RECIPIENT = re.compile(r"\bto=([^\s<]+)")
 _CHANNEL = re.compile(r"<\|channel\|>\s*(\w+)")
 _PREFIX = "functions."
 _MAX_HEADER_CHARACTERS = 400
-
-
-@dataclass(slots=True)
-class HarmonyText:
-    """What a piece of text is."""
-
-    reasoning: str = ""
-    content: str = ""
-    tool_calls: list[ToolCallDelta] = field(default_factory=list)
 
 
 class HarmonyParser:
@@ -48,15 +38,15 @@ class HarmonyParser:
         self._spaces: list[str] = []
         self._shown = {"reasoning": False, "content": False}
         self._has_arguments = False
-        self._new = HarmonyText()
+        self._new = ParsedText()
 
-    def push(self, text: str) -> HarmonyText:
+    def push(self, text: str) -> ParsedText:
         """Return what is certain after more text."""
         for character in text:
             self._take(character)
         return self._certain()
 
-    def flush(self) -> HarmonyText:
+    def flush(self) -> ParsedText:
         """Return the rest at the end of the text."""
         if self._part is None:
             if not self._begun or _CHANNEL.search("".join(self._header)) is None:
@@ -67,8 +57,8 @@ class HarmonyParser:
         self._held, self._header, self._spaces = "", [], []
         return self._certain()
 
-    def _certain(self) -> HarmonyText:
-        certain, self._new = self._new, HarmonyText()
+    def _certain(self) -> ParsedText:
+        certain, self._new = self._new, ParsedText()
         return certain
 
     def _take(self, character: str) -> None:

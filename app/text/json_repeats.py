@@ -15,7 +15,7 @@ from decimal import Decimal
 from functools import cached_property
 from typing import Any
 
-from app.text.grammar_definition import GrammarSource
+from app.messages import GrammarSource
 from app.text.schema_logic import Schema, SchemaLogic, listed_values
 
 MAX_PLACES = 4000  # of one schema; more are read as if every array were unique

@@ -27,10 +27,11 @@ class ToolCallDelta:
 
 @dataclass(slots=True)
 class ParsedText:
-    """What a piece of text is: content, and parts of tool calls."""
+    """What a piece of text is: content, reasoning, and parts of tool calls."""
 
     content: str = ""
     tool_calls: list[ToolCallDelta] = field(default_factory=list)
+    reasoning: str = ""
 
 
 class ToolCallParser:

@@ -27,7 +27,7 @@ def _application() -> Any:
 async def asking(config: EncoderConfig = CONFIG) -> AsyncIterator[tuple[httpx.AsyncClient, EncodingWorker]]:
     async with encoding(config, LIMITS) as (service, worker, _):
         app = _application()
-        mine = {"service": service, "metrics": service._pipeline.metrics, "new_names": NewNames()}
+        mine = {"service": service, "metrics": service._client.metrics, "new_names": NewNames()}
         app.state.runtime = replace(app.state.runtime, **mine)  # type: ignore[arg-type]
         async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://armature") as client:
             yield client, worker

@@ -16,7 +16,7 @@ from hypothesis.extra import numpy as arrays
 from app.api.encoders.vectors import join_with_pauses, to_json_list
 from app.api.encoders.vectors import to_base64_json as base64_of
 from app.messages import Text
-from app.service.inputs import MAX_TEXTS
+from app.service.encode import MAX_TEXTS
 from fake_encoder import CLASSIFIER, CONFIG, PROMPTED, ids_of, vector
 from tests.api.encoder_client import answer_of, asking
 

@@ -18,7 +18,8 @@ from app.server.listeners import url_of
 from app.server.process import tls_context
 from app.server.startup import is_local_only, read_api_keys
 from app.service import rate_limit
-from app.service.rate_limit import ACCOUNT, RateLimiter
+from app.service.rate_limit import RateLimiter
+from app.service.request_log import CLIENT_REQUEST, ClientRequest
 from app.settings import Settings, given_settings, load_settings, parse_rate_limit
 from fake_worker import request as generation
 from fake_worker import serving
@@ -177,7 +178,7 @@ def test_the_table_is_bounded_and_no_one_gets_more_than_their_share(steps: list[
 async def test_a_request_is_charged_for_what_it_used() -> None:
     limiter = RateLimiter(None, 1_000_000, Clock())
     account = limiter.admit("a")
-    ACCOUNT.set(account)
+    CLIENT_REQUEST.set(ClientRequest(account))
     before = account._tokens.left(0.0)  # type: ignore[union-attr]
     async with serving() as (service, worker, _):
         stream = service.generate(generation())

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from app.api import bodies, middleware, routers
 from app.api.json_size import PromptScanner
 from app.api.middleware import RequestGate
-from app.service.inputs import tokenize_prompt
+from app.service.prompt import tokenize_prompt
 from app.service.served_model import ServedDecoder, ServingLimits
 from app.settings import DEMO_DIRECTORY
 from app.text.bounds import CHUNK_CHARACTERS, LeastTokens

@@ -19,11 +19,11 @@ import small_tokenizers
 from app.errors import ContextLengthExceeded, InvalidRequest
 from app.messages import SamplingParams
 from app.metrics.stats import EngineSnapshot
-from app.service.engine_client import RequestPipeline
-from app.service.inputs import tokenize_prompt, tokenize_texts
+from app.service.encode import tokenize_texts
+from app.service.engine_client import EngineClient, TextPool
+from app.service.prompt import tokenize_prompt
 from app.service.requests import EncodingRequest, GenerationRequest, Truncation
 from app.service.served_model import ServedDecoder, ServedEncoder, ServingLimits
-from app.service.text_pool import TextPool
 from app.settings import DEMO_DIRECTORY
 from app.text import bounds
 from app.text.bounds import EncodingLimits, TextBounds
@@ -326,13 +326,13 @@ async def test_close_ends_work_between_its_steps() -> None:
 
 
 async def test_waiting_texts_are_part_of_the_predicted_wait() -> None:
-    pipeline = RequestPipeline(_NoWorker(), None, lambda: 0.0)  # type: ignore[arg-type]
-    pipeline.texts.open(2)
-    pipeline.texts._seconds_per_byte = 1e-6
-    pipeline.texts._flags[threading.Event()] = 8_000_000
-    assert pipeline.texts.wait_seconds() == 4.0
-    assert pipeline.admission.retry_after_seconds() == 4.0
-    pipeline.close()
+    client = EngineClient(_NoWorker(), None, lambda: 0.0)  # type: ignore[arg-type]
+    client.texts.open(2)
+    client.texts._seconds_per_byte = 1e-6
+    client.texts._flags[threading.Event()] = 8_000_000
+    assert client.texts.wait_seconds() == 4.0
+    assert client.admission.retry_after_seconds() == 4.0
+    client.close()
 
 
 class _NoWorker:

@@ -10,7 +10,7 @@ from typing import Any
 import numpy
 import pytest
 
-from app.service.inputs import MAX_TEXTS
+from app.service.encode import MAX_TEXTS
 from tests.live.live_server import LiveServer, live
 from tiny_encoders import Modules, write_encoder
 

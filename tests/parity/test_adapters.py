@@ -217,8 +217,8 @@ def test_an_adapter_is_replaced_between_steps(tmp_path: Path) -> None:
     before = logits(model, slots, 0)
     engine: Any = DecoderEngine(cast(Any, None), cast(Any, None))
     engine.adapters = slots
-    weights = slots.read(open_adapter(second, open_checkpoint(base).decoder))
-    assert engine.add(SetAdapter(0, weights)) == []
+    slots.read_for(0, open_adapter(second, open_checkpoint(base).decoder))
+    assert engine.add(SetAdapter(0, is_loaded=True)) == []
     assert not torch.allclose(logits(model, slots, 0), before)
-    engine.add(SetAdapter(0, None))
+    engine.add(SetAdapter(0, is_loaded=False))
     torch.testing.assert_close(logits(model, slots, 0), logits(model, slots, None), atol=0, rtol=0)

@@ -18,9 +18,9 @@ from app.engine.sampling.sampler import Sampler
 from app.engine.scheduler.batch import Sequence
 from app.engine.scheduler.model_drafting import ModelDrafting
 from app.engine.scheduler.speculation import NgramDrafter, NoDrafter, Speculation
+from app.messages import GrammarSource
 from app.models.decoders.decoder import Decoder
 from app.text.grammar import GrammarCompiler
-from app.text.grammar_definition import GrammarSource
 from app.text.tokenizer import Tokenizer
 from engine_simulation import FreeRows
 from loaded_models import load
@@ -131,7 +131,8 @@ def test_an_embedding_of_another_size_is_never_exceeded(model: torch.nn.Module, 
 
 def test_drafts_keep_to_grammars_and_masks(model: torch.nn.Module, folder: Path) -> None:
     compiler = GrammarCompiler(Tokenizer(folder / "served"), 320)
-    digits = compiler.compile(GrammarSource("regex", "([0-9]{3}(-[a-z]{2,5}){2} ){9}", "f"))
+    digits = GrammarSource("regex", "([0-9]{3}(-[a-z]{2,5}){2} ){9}", "f")
+    compiler.compile(digits)
     settings: list[dict[str, Any]] = [
         {"temperature": 0.0}, {"seed": 2}, {"seed": 3, "top_k": 9}, {"seed": 4, "n": 3, "top_p": 0.8},
     ]  # fmt: skip
@@ -150,8 +151,8 @@ def test_drafts_keep_to_grammars_and_masks(model: torch.nn.Module, folder: Path)
             top_k=30,
         ),
     ]
-    plain = tokens_of(Engine(model, torch.float32).generate(requests))
-    engine = Engine(model, torch.float32)
+    plain = tokens_of(Engine(model, torch.float32, grammars=compiler).generate(requests))
+    engine = Engine(model, torch.float32, grammars=compiler)
     assert tokens_of(engine.generate(requests, drafting(model))) == plain
     assert engine.guessed[1] > 10
 

@@ -20,7 +20,7 @@ from app.engine.decoder.cpu_runner import CpuDecoderRunner, DecoderReplay
 from app.engine.decoder.engine import DecoderEngine
 from app.engine.decoder.kv_cache import KvCache, KvShape
 from app.engine.sampling.sampler import Sampler
-from app.engine.scheduler.batch import Sequence
+from app.engine.scheduler.batch import Grammars, Sequence
 from app.engine.scheduler.kv_allocator import KvSlots
 from app.engine.scheduler.policy import PrefillBudget
 from app.engine.scheduler.queues import EngineLimits
@@ -71,7 +71,13 @@ class Engine:
     """An engine over fresh KV memory, what it said, and what its steps were."""
 
     def __init__(
-        self, model: torch.nn.Module, dtype: torch.dtype, fixed: bool = False, off: str = "", capacity: int = 0
+        self,
+        model: torch.nn.Module,
+        dtype: torch.dtype,
+        fixed: bool = False,
+        off: str = "",
+        capacity: int = 0,
+        grammars: Grammars | None = None,
     ) -> None:
         config: Any = model.config
         cache = KvCache(KvShape(config.num_layers, SLOTS, MAX_LEN, config.cache_heads, config.head_dim), dtype)
@@ -82,6 +88,7 @@ class Engine:
         ticks = count()  # every step takes as long, so two runs have the same steps
         scheduler = Scheduler(pool, PrefillBudget(64), EngineLimits(MAX_LEN, SLOTS // 2, 64), {EOS})
         self.engine = DecoderEngine(scheduler, runner, clock=lambda: float(next(ticks)))
+        self.engine.grammars = grammars
         self.stats: list[StepStats] = []
 
     def generate(self, requests: list[Generate], make: MakeSpeculation | None = None) -> Said:

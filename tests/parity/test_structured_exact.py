@@ -14,9 +14,8 @@ import pytest
 import torch
 
 from app.engine.scheduler.speculation import NgramDrafter, Speculation
-from app.messages import Generate, Grammar, SamplingParams
-from app.text.grammar import GrammarCompiler
-from app.text.grammar_definition import GrammarSource
+from app.messages import Generate, GrammarSource, SamplingParams
+from app.text.grammar import CompiledGrammar, GrammarCompiler
 from app.text.tokenizer import Tokenizer
 from armature_kernels.linear.activations import rows_of
 from armature_kernels.native.arguments import OpCode, ProductOutput
@@ -54,16 +53,18 @@ def compiler(tokenizer: Tokenizer) -> GrammarCompiler:
     return GrammarCompiler(tokenizer, 320)
 
 
-def structured(name: str, grammar: Grammar | None, seed: int, **params: Any) -> Generate:
+def structured(name: str, grammar: GrammarSource | None, seed: int, **params: Any) -> Generate:
     settings = {"max_tokens": 110, "seed": seed, **params}
     return Generate(name, tuple(prompt_of(10 + seed, seed)), SamplingParams(**settings), 0.0, (), grammar)
 
 
 @pytest.fixture(scope="module")
 def requests(compiler: GrammarCompiler) -> list[Generate]:
-    schema = compiler.compile(GrammarSource("json_schema", json.dumps(SCHEMA), "f"))
-    digits = compiler.compile(GrammarSource("regex", "[0-9]{3}(-[a-z]{2,5}){2}", "f"))
-    choice = compiler.compile(GrammarSource("choice", '["maybe yes", "maybe no", "never"]', "f"))
+    schema = GrammarSource("json_schema", json.dumps(SCHEMA), "f")
+    digits = GrammarSource("regex", "[0-9]{3}(-[a-z]{2,5}){2}", "f")
+    choice = GrammarSource("choice", '["maybe yes", "maybe no", "never"]', "f")
+    for source in (schema, digits, choice):
+        compiler.compile(source)
     return [
         structured("greedy", schema, 1, temperature=0.0),
         structured("random", schema, 2),
@@ -97,13 +98,15 @@ def lookup() -> Speculation:
     return Speculation(lambda sequence: NgramDrafter(), FreeRows())
 
 
-def test_every_answer_follows_its_grammar(checkpoint: Path, tokenizer: Tokenizer, requests: list[Generate]) -> None:
-    said = said_by(Engine(load(checkpoint, max_model_len=MAX_LEN), torch.float32), requests)
+def test_every_answer_follows_its_grammar(
+    checkpoint: Path, compiler: GrammarCompiler, tokenizer: Tokenizer, requests: list[Generate]
+) -> None:
+    said = said_by(Engine(load(checkpoint, max_model_len=MAX_LEN), torch.float32, grammars=compiler), requests)
     by_name = {request.request_id: request for request in requests}
     for (name, _), token_ids in said.items():
         request, text = by_name[name], tokenizer.decode(token_ids)
         if request.grammar is not None:
-            _check_tokens(request.grammar, token_ids)
+            _check_tokens(compiler.compile(request.grammar), token_ids)
         if name in ("greedy", "random", "few", "shaped", "several", "penalised"):
             jsonschema.validate(json.loads(text), SCHEMA)
         if name == "choice":
@@ -113,7 +116,7 @@ def test_every_answer_follows_its_grammar(checkpoint: Path, tokenizer: Tokenizer
     assert len({tuple(said["several", choice]) for choice in range(3)}) > 1
 
 
-def _check_tokens(grammar: Grammar, token_ids: list[int]) -> None:
+def _check_tokens(grammar: CompiledGrammar, token_ids: list[int]) -> None:
     """Each token is one of the mask of its place, by a state that is advanced on its own."""
     state, words = grammar.start(), numpy.zeros(10, numpy.uint32)
     for token_id in token_ids:
@@ -126,7 +129,11 @@ def _check_tokens(grammar: Grammar, token_ids: list[int]) -> None:
 @pytest.mark.skipif(not has_kernel(OpCode.TOP_LOGITS), reason="no native kernels here")
 @pytest.mark.parametrize("precision", ["float32", "int8", "int4"])
 def test_the_native_masked_step_equals_the_plain_one(
-    checkpoint: Path, requests: list[Generate], precision: str, monkeypatch: pytest.MonkeyPatch
+    checkpoint: Path,
+    compiler: GrammarCompiler,
+    requests: list[Generate],
+    precision: str,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Recorded steps select among allowed tokens in the output product; the plain one masks whole rows of logits.
 
@@ -135,7 +142,10 @@ def test_the_native_masked_step_equals_the_plain_one(
     model = load(checkpoint, precision, max_model_len=MAX_LEN)
     dtype = torch.float32 if precision == "float32" else torch.bfloat16
     top = [request for request in requests if request.params.temperature == 0.0 or request.params.top_k]
-    native, plain = Engine(model, dtype), Engine(model, dtype, off="for this test")
+    native, plain = (
+        Engine(model, dtype, grammars=compiler),
+        Engine(model, dtype, off="for this test", grammars=compiler),
+    )
     plain.engine.runner._whole_logits = True  # type: ignore[attr-defined]
     seen = _tokens(native, top)
     if precision != "float32":
@@ -165,31 +175,33 @@ def _tokens(engine: Engine, requests: list[Generate]) -> dict[tuple[str, int], l
 
 
 @pytest.mark.parametrize("chance", [0.0, 0.6, 1.0])
-def test_whatever_is_drafted_the_text_is_the_same(checkpoint: Path, requests: list[Generate], chance: float) -> None:
+def test_whatever_is_drafted_the_text_is_the_same(
+    checkpoint: Path, compiler: GrammarCompiler, requests: list[Generate], chance: float
+) -> None:
     model = load(checkpoint, max_model_len=MAX_LEN)
     scored = [_scored(request) for request in requests]
-    plain = Engine(model, torch.float32).generate(scored)
-    engine = Engine(model, torch.float32)
+    plain = Engine(model, torch.float32, grammars=compiler).generate(scored)
+    engine = Engine(model, torch.float32, grammars=compiler)
     assert tokens_of(engine.generate(scored, planted(plain, chance))) == tokens_of(plain)
     assert engine.guessed[1] > 0
 
 
-def test_forced_tokens_save_steps(checkpoint: Path, requests: list[Generate]) -> None:
+def test_forced_tokens_save_steps(checkpoint: Path, compiler: GrammarCompiler, requests: list[Generate]) -> None:
     model = load(checkpoint, max_model_len=MAX_LEN)
     alone = requests[:1]
-    without, drafting = Engine(model, torch.float32), Engine(model, torch.float32)
+    without, drafting = Engine(model, torch.float32, grammars=compiler), Engine(model, torch.float32, grammars=compiler)
     assert said_by(without, alone) == said_by(drafting, alone, lookup)
     drafted, accepted = drafting.guessed
     assert accepted > 0.8 * drafted > 5
     assert len(drafting.stats) < 0.8 * len(without.stats)
 
 
-def test_a_bad_word_is_never_completed(checkpoint: Path) -> None:
+def test_a_bad_word_is_never_completed(checkpoint: Path, compiler: GrammarCompiler) -> None:
     model = load(checkpoint, max_model_len=MAX_LEN)
     request = structured("bad", None, 3, temperature=0.0, max_tokens=40, ignore_eos=True)
-    (free,) = said_by(Engine(model, torch.float32), [request]).values()
+    (free,) = said_by(Engine(model, torch.float32, grammars=compiler), [request]).values()
     pair, one = (free[4], free[5]), free[9]
     banned = Generate("bad", request.token_ids, request.params, 0.0, (pair, (one,)))
-    (said,) = said_by(Engine(model, torch.float32), [banned]).values()
+    (said,) = said_by(Engine(model, torch.float32, grammars=compiler), [banned]).values()
     assert pair not in pairwise(said) and one not in said
     assert said[:5] == free[:5]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass, field
 from functools import cache
@@ -25,6 +25,10 @@ from app.messages import (
 )
 from app.metrics.instruments import Metrics
 from app.metrics.stats import EngineSnapshot
+from app.service.engine_client import EngineClient
+from app.service.generate import Generation
+from app.service.prompt import read_prompt
+from app.service.request_log import ClientRequest
 from app.service.requests import GenerationRequest, StreamEvent
 from app.service.served_model import ServedDecoder, ServingLimits
 from app.service.service import Service
@@ -117,6 +121,23 @@ def finished(
     name: str, reason: FinishReason = "stop", num_tokens: int = 0, choice: int = 0, **fields: Any
 ) -> SequenceFinished:
     return SequenceFinished(name, choice, reason, TIMINGS, num_tokens, **fields)
+
+
+def events_of(
+    wanted: GenerationRequest, model: ServedDecoder, pieces: Iterable[Sequence[int]], reason: FinishReason = "stop"
+) -> list[StreamEvent]:
+    """The events of one choice whose tokens come in these pieces."""
+    generation = Generation(_client(), wanted, ClientRequest())
+    generation.begin(model, read_prompt(model, wanted))
+    found: list[StreamEvent] = []
+    for piece in pieces:
+        found += generation.take((TokensReady("r", 0, tuple(piece)), 0.0))
+    return [*found, *generation.take((finished("r", reason), 0.0))]
+
+
+@cache
+def _client() -> EngineClient:
+    return EngineClient(FakeWorker(), Metrics(), Clock())
 
 
 class Client:

@@ -2,20 +2,42 @@
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import math
 import pickle
+from collections.abc import Callable, Mapping
+from types import UnionType
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 import pytest
 
+from app import errors
 from app.errors import InvalidRequest
+from app.hardware.step_times import StepTimes, StepTimeTable
 from app.messages import (
     MAX_STOP_CHARACTERS,
     MAX_STOP_STRINGS,
+    Abort,
+    Array,
+    ArraysReady,
+    Command,
+    Encode,
+    Event,
     Generate,
+    GrammarSource,
+    Infer,
+    LoadedAdapter,
+    PromptScored,
     RequestFailed,
     SamplingParams,
     SequenceFinished,
+    SetAdapter,
+    Stop,
+    Text,
+    Timings,
+    TokenLogprob,
+    TokenScore,
     TokensReady,
 )
 from app.metrics.stats import EngineSnapshot
@@ -87,17 +109,67 @@ def test_a_beam_search_returns_at_most_its_beams() -> None:
     assert caught.value.field == "n"
 
 
-@pytest.mark.parametrize(
-    "message", [Generate, TokensReady, SequenceFinished, RequestFailed, EngineSnapshot, SamplingParams]
-)
-def test_messages_are_frozen(message: type) -> None:
-    assert dataclasses.is_dataclass(message)
-    assert message.__dataclass_params__.frozen  # type: ignore[attr-defined]
+LOGPROB = TokenLogprob(5, -0.5, ((5, -0.5), (6, -1.0)))
+ARRAY = Array("FP32", (1, 2), b"\0" * 8)
+SOURCE = GrammarSource("json_schema", '{"type": "object"}', "response_format")
+TABLE = StepTimeTable(((1, 1.0), (2, 1.5)), ((1, 1.0),))
+# One of each message that the engine's mailbox takes, and of those that come back.
+MESSAGES: dict[type, object] = {
+    Generate: Generate("r", (1, 2), SamplingParams(stop=("a",)), 0.5, ((3,),), SOURCE, LoadedAdapter(0, 1), "salt"),
+    Encode: Encode("r", (Text((1, 2), (0, 1), 1),), ("embedding",), 0.5, True, 8),
+    Infer: Infer("r", {"x": ARRAY}, ("y",), 0.5),
+    Abort: Abort("r", "stop", 1),
+    SetAdapter: SetAdapter(0, is_loaded=True),
+    Stop: Stop(),
+    PromptScored: PromptScored("r", (TokenScore(5, -0.5, 1, ((5, -0.5),)),)),
+    TokensReady: TokensReady("r", 0, (5,), (LOGPROB,), Timings(0.1)),
+    SequenceFinished: SequenceFinished("r", 0, "stop", stop_token_id=2, stop_logprob=LOGPROB),
+    ArraysReady: ArraysReady("r", {"y": ARRAY}, Timings(encode_seconds=0.1), 2),
+    EngineSnapshot: EngineSnapshot(1, rows=((1, 2),), step_times=StepTimes(TABLE, 64)),
+}
+ERRORS = [one for one in errors.__dict__.values() if isinstance(one, type) and issubclass(one, errors.RequestError)]
 
 
-def test_messages_are_plain_enough_to_be_pickled() -> None:
-    command = Generate("r", (1, 2), SamplingParams(stop=("a",)), 0.0)
-    assert pickle.loads(pickle.dumps(command)) == command
+def test_there_is_an_example_of_each_message() -> None:
+    assert MESSAGES.keys() == {*get_args(Command), *get_args(Event), EngineSnapshot} - {RequestFailed}
+
+
+@pytest.mark.parametrize("kind", MESSAGES, ids=lambda kind: kind.__name__)
+def test_a_message_is_plain_data_that_another_process_could_read(kind: type) -> None:
+    _check_plain(kind)
+    message = MESSAGES[kind]
+    assert pickle.loads(pickle.dumps(message)) == message
+    field = dataclasses.fields(message)[0].name if dataclasses.fields(message) else "any"  # type: ignore[arg-type]
+    with pytest.raises((dataclasses.FrozenInstanceError, TypeError)):
+        setattr(message, field, None)
+
+
+@pytest.mark.parametrize("kind", ERRORS, ids=lambda kind: kind.__name__)
+def test_an_error_keeps_what_its_client_is_told(kind: type[errors.RequestError]) -> None:
+    more = {"retry_after_seconds": 2.5} if issubclass(kind, errors.Overloaded) else {"field": "prompt"}
+    error = kind("It cannot be served.", **more)  # type: ignore[arg-type]
+    found = pickle.loads(pickle.dumps(RequestFailed("r", error)))
+    assert (found.request_id, type(found.error), vars(found.error)) == ("r", kind, vars(error))
+
+
+def _check_plain(hint: Any) -> None:
+    """Check that a type has no callables, futures or live objects."""
+    if hint in (str, int, float, bool, bytes, type(None), Ellipsis) or get_origin(hint) is Literal:
+        return
+    if get_origin(hint) in (tuple, Mapping, UnionType, Union):
+        for argument in get_args(hint):
+            _check_plain(argument)
+        return
+    assert dataclasses.is_dataclass(hint) and hint.__dataclass_params__.frozen, hint  # type: ignore[attr-defined]
+    hints = get_type_hints(hint)
+    for field in dataclasses.fields(hint):
+        _check_plain(hints[field.name])
+
+
+@pytest.mark.parametrize("hint", [Callable[[], None], Any, asyncio.Future, list[int], object])
+def test_what_is_not_plain_is_noticed(hint: Any) -> None:
+    with pytest.raises(AssertionError):
+        _check_plain(hint)
 
 
 def test_usage_of_no_memory_is_nought() -> None:

@@ -24,7 +24,7 @@ from app.api.oip.tensors import (
 )
 from app.errors import ContextLengthExceeded, InvalidRequest
 from app.messages import Array, Signature, TensorSpec, Text
-from app.service.inputs import MAX_TEXTS
+from app.service.encode import MAX_TEXTS
 from app.service.requests import Encoded, EncodingRequest, TextInput, Truncation
 from app.service.served_model import ServedEncoder, ServedModel, ServedProgram
 

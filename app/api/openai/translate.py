@@ -19,10 +19,10 @@ from app.api.openai.bodies import (
     ToolCallRecord,
 )
 from app.errors import InvalidRequest
-from app.messages import ALL_LOGPROBS, MAX_BEAMS, SamplingParams
+from app.messages import ALL_LOGPROBS, MAX_BEAMS, GrammarKind, GrammarSource, SamplingParams
 from app.service.requests import GenerationRequest, Infill, Tool, ToolUse
 from app.text.chat import ChatOptions
-from app.text.grammar_definition import MAX_CHOICES, GrammarKind, GrammarSource
+from app.text.grammar_definition import MAX_CHOICES
 
 DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's default
 _NO_LIMIT = -1  # `max_tokens` of llama.cpp's and LM Studio's clients: up to the end of the context

@@ -22,7 +22,7 @@ MAX_STEP_TOKENS = 2**16  # larger steps are not recorded
 
 
 class AdapterSlots:
-    """The adapters of one model. It is used on the worker thread only, except `read`."""
+    """The adapters of one model. It is used on the worker thread only, except `read` and `read_for`."""
 
     def __init__(self, model: Decoder, layers: Iterable[str], slots: LoraSlots) -> None:
         """Let the products of these layers add adapters.
@@ -34,6 +34,7 @@ class AdapterSlots:
         """
         self._dtype = slots.dtype
         self._input_scales: dict[str, Tensor] = {}  # what the inputs of a layer are divided by
+        self._read: dict[int, Mapping[str, LoraWeights]] = {}  # weights by slot that are not used yet
         self._rows = LoraRows(MAX_STEP_TOKENS)
         self._places: dict[str, tuple[LoraProduct, int]] = {}
         names = set(layers)
@@ -55,6 +56,18 @@ class AdapterSlots:
         """
         with readable_or_invalid(adapter.directory):
             return load_adapter(adapter, self._dtype, self._input_scales)
+
+    def read_for(self, slot: int, adapter: LoraAdapter) -> None:
+        """Read the weights that `use_read_weights` puts into a slot. Any thread may call it.
+
+        Raises:
+            CheckpointInvalid: The file is damaged or cannot be read.
+        """
+        self._read[slot] = self.read(adapter)
+
+    def use_read_weights(self, slot: int, is_loaded: bool) -> None:
+        """Put the weights that were read for a slot into it, or empty it."""
+        self.set_weights(slot, self._read.pop(slot) if is_loaded else None)
 
     def set_weights(self, slot: int, weights: Mapping[str, LoraWeights] | None) -> None:
         """Put an adapter's weights, by the name of the layer, into a slot; None: empty it."""

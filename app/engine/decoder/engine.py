@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from app.engine.scheduler.batch import (
     Batch,
+    Grammars,
     InFlightStep,
     SampledTokens,
     accepted_by_span,
@@ -26,7 +27,7 @@ from app.engine.scheduler.kv_allocator import KvAllocator
 from app.engine.scheduler.scheduler import Scheduler
 from app.errors import RequestError, StepFailed
 from app.hardware.step_times import ThrottleCorrection
-from app.messages import Abort, Event, Generate, SamplingParams, SetAdapter, TokenScore
+from app.messages import Abort, Event, Generate, RequestFailed, SamplingParams, SetAdapter, TokenScore
 from app.metrics.stats import EngineSnapshot, StepStats
 
 if TYPE_CHECKING:
@@ -110,6 +111,7 @@ class DecoderEngine:
         self.scheduler = scheduler
         self.runner = runner
         self.adapters: AdapterSlots | None = None  # set if the server has LoRA adapters
+        self.grammars: Grammars | None = None  # set if the server has structured output
         self.stats: StepStats | None = None
         self.throttle_correction = throttle_correction or ThrottleCorrection()
         self.batching_delay_seconds = 0.0  # 0: a new request joins the next step in any case
@@ -133,9 +135,14 @@ class DecoderEngine:
         """Queue a request, or change the adapter of a slot. Returns the events of a request that is rejected at once."""
         if isinstance(request, SetAdapter):
             assert self.adapters is not None, "only a server with adapters changes them"
-            self.adapters.set_weights(request.slot, request.weights)
+            self.adapters.use_read_weights(request.slot, request.is_loaded)
             return []
-        return self.scheduler.add(request)
+        if request.grammar is None:
+            return self.scheduler.add(request)
+        grammar = None if self.grammars is None else self.grammars.find(request.grammar)
+        if grammar is None:  # its client has left
+            return [RequestFailed(request.request_id, StepFailed("The grammar of this request is not compiled."))]
+        return self.scheduler.add(request, grammar)
 
     def abort(self, command: Abort) -> list[Event]:
         """End a request or one of its choices, and drop a step launched ahead if no active sequence is left in it."""

@@ -12,12 +12,58 @@ from collections.abc import Sequence as Items
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
-from app.messages import Generate, GrammarState, LoadedAdapter, SamplingParams, TokenLogprob
+from app.messages import Generate, GrammarSource, LoadedAdapter, SamplingParams, TokenLogprob
 
 NOT_FINITE = -1  # in place of a sampled token's id if the row's logits have a NaN or +inf, or are all -inf
 _SEED_MASK = 2**63 - 1
 # increment of SplitMix64: Steele et al., "Fast splittable pseudorandom number generators", 2014
 _GOLDEN = 0x9E3779B97F4A7C15
+
+
+class GrammarState(Protocol):
+    """The place in a grammar that one sequence has reached. It is used on the worker thread only."""
+
+    @property
+    def finished(self) -> bool:
+        """True if the text is complete and no token but an end token may follow."""
+
+    @property
+    def error(self) -> str:
+        """The reason why the grammar cannot be followed further; empty if it can."""
+
+    @property
+    def field(self) -> str:
+        """The client's name for the grammar, used in error messages."""
+
+    def fill_masks(self, address: int, row_bytes: int, draft_ids: Items[int]) -> None:
+        """Write one row of `row_bytes` bytes for the next token, and one for the token after each draft token.
+
+        Bit t % 32 of the little-endian 32-bit word t // 32 says whether token t is allowed. The draft tokens must be
+        valid (`count_valid`); they do not advance the state.
+        """
+
+    def advance(self, token_id: int) -> None:
+        """Take a sampled token. After an invalid one `error` is set."""
+
+    def count_valid(self, token_ids: Items[int]) -> int:
+        """Return how many of these tokens may follow in order and leave the text unfinished."""
+
+    def forced_tokens(self) -> Items[int]:
+        """Return the tokens of the text that must follow; empty if several texts are possible."""
+
+
+class Grammar(Protocol):
+    """A compiled grammar. Any thread may use it."""
+
+    def start(self) -> GrammarState:
+        """Return the state before the first token of a sequence."""
+
+
+class Grammars(Protocol):
+    """The compiled grammars."""
+
+    def find(self, source: GrammarSource, /) -> Grammar | None:
+        """Return the grammar of a request that is open."""
 
 
 @dataclass(slots=True, eq=False)
@@ -151,8 +197,13 @@ class Sequence:
         return max(2 * width, width + len(self.stop_ids)) if width > 1 else 1
 
 
-def make_sequence(request: Generate, choice: int = 0, eos_token_ids: frozenset[int] = frozenset()) -> Sequence:
-    """Return the sequence of one choice of a request, with its seed and its stop ids resolved."""
+def make_sequence(
+    request: Generate, choice: int = 0, eos_token_ids: frozenset[int] = frozenset(), grammar: Grammar | None = None
+) -> Sequence:
+    """Return the sequence of one choice of a request, with its seed and its stop ids resolved.
+
+    `grammar` is the compiled grammar of the request.
+    """
     params = request.params
     return Sequence(
         request_id=request.request_id,
@@ -163,9 +214,9 @@ def make_sequence(request: Generate, choice: int = 0, eos_token_ids: frozenset[i
         seed=resolve_seed(params.seed, choice),
         # a grammar allows an end token where the text may end, so it must end the sequence there
         stop_ids=frozenset(params.stop_token_ids)
-        | (frozenset() if params.ignore_eos and request.grammar is None else eos_token_ids),
+        | (frozenset() if params.ignore_eos and grammar is None else eos_token_ids),
         arrived_at=request.arrived_at,
-        grammar=None if request.grammar is None else request.grammar.start(),
+        grammar=None if grammar is None else grammar.start(),
         bad_word_ids=request.bad_word_ids,
         adapter=request.adapter,
         cache_salt=request.cache_salt,

@@ -16,6 +16,7 @@ from operator import attrgetter
 
 from app.engine.scheduler.batch import (
     Batch,
+    Grammar,
     PromptScoring,
     SampledTokens,
     ScheduledSpan,
@@ -88,15 +89,14 @@ class Scheduler:
         """True while any request is active."""
         return bool(self.queues.requests)
 
-    def add(self, request: Generate) -> list[Event]:
-        """Queue a request. A request that can never be served is rejected at once."""
+    def add(self, request: Generate, grammar: Grammar | None = None) -> list[Event]:
+        """Queue a request, with its compiled grammar. A request that can never be served is rejected at once."""
         assert request.request_id not in self.queues.requests, "request ids must be unique"
         error = request_error(request, self._limits, self.pool)
         if error is not None:
             return [RequestFailed(request.request_id, error)]
-        choices = [
-            make_sequence(request, choice, self._eos_token_ids) for choice in range(request.params.num_sequences)
-        ]
+        numbers = range(request.params.num_sequences)
+        choices = [make_sequence(request, choice, self._eos_token_ids, grammar) for choice in numbers]
         num_top = request.params.prompt_logprobs
         scoring = None if num_top is None else PromptScoring(num_top, len(request.token_ids) - 1)
         for sequence in choices:

@@ -109,8 +109,11 @@ def test_a_gpu_is_refused() -> None:
 
 
 class FakeSlots:
-    def read(self, adapter: LoraAdapter) -> dict[str, Any]:
-        return {"rank": adapter.rank}
+    def __init__(self) -> None:
+        self.ranks = list[tuple[int, int]]()
+
+    def read_for(self, slot: int, adapter: LoraAdapter) -> None:
+        self.ranks.append((slot, adapter.rank))
 
 
 def test_clients_name_directories_below_the_root_only(base: Path, tmp_path: Path) -> None:
@@ -121,8 +124,11 @@ def test_clients_name_directories_below_the_root_only(base: Path, tmp_path: Path
     (root / "loop").symlink_to(root / "loop")
     (root / "file").write_text("")
     config = planned_config(base)
-    read = AdapterReader(root, config, 16, cast(Any, FakeSlots()))
-    assert read("good") == read(str(root / "good")) == {"rank": 3}
+    slots = FakeSlots()
+    read = AdapterReader(root, config, 16, cast(Any, slots))
+    read("good", 1)
+    read(str(root / "good"), 2)
+    assert slots.ranks == [(1, 3), (2, 3)]
     for path in (
         "",
         ".",
@@ -138,10 +144,10 @@ def test_clients_name_directories_below_the_root_only(base: Path, tmp_path: Path
         str(tmp_path),
     ):
         with pytest.raises(InvalidRequest, match="below the server's lora_root"):
-            read(path)
+            read(path, 0)
     (root / "good" / "adapter_model.safetensors").write_bytes(b"")
     with pytest.raises(InvalidRequest, match="not a whole safetensors file"):
-        read("good")
+        read("good", 0)
 
 
 def planned_config(base: Path) -> Any:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -19,7 +19,7 @@ LISTED = (("law", "/adapters/law"), ("med", "/adapters/med"))
 def store(
     listed: tuple[tuple[str, str], ...] = LISTED,
     slots: int = 3,
-    read: Callable[[str], Mapping[str, Any]] = lambda p: {p: 1},
+    read: Callable[[str, int], None] = lambda path, slot: None,
 ) -> AdapterStore:
     return AdapterStore(listed, slots, read)
 
@@ -49,10 +49,11 @@ async def test_an_adapter_that_is_not_loaded_is_refused() -> None:
 
 
 async def test_an_adapter_is_loaded_before_its_first_request_and_gets_a_new_number() -> None:
+    read = list[tuple[str, int]]()
     async with serving() as (service, worker, _):
-        service.serve_adapters(store())
+        service.serve_adapters(store(read=lambda path, slot: read.append((path, slot))))
         await service.adapters.load("poetry", "poems", ("demo",))
-        assert worker.commands == [SetAdapter(2, {"poems": 1})]
+        assert (read, worker.commands) == ([("poems", 2)], [SetAdapter(2, is_loaded=True)])
         client = Client(service, request(model="poetry"))
         (order,) = await worker.orders()
         assert order.adapter == LoadedAdapter(2, 2)
@@ -76,7 +77,7 @@ async def test_unloading_refuses_new_requests_and_waits_for_open_ones() -> None:
             await Client(service, request(model="law")).over()
         service.on_events([finished(order.request_id)])
         await client.over()
-        assert worker.commands[-1] == SetAdapter(0, None)
+        assert worker.commands[-1] == SetAdapter(0, is_loaded=False)
 
 
 async def test_a_request_that_is_given_up_leaves_before_its_adapter() -> None:
@@ -91,7 +92,7 @@ async def test_a_request_that_is_given_up_leaves_before_its_adapter() -> None:
 
 
 async def test_what_cannot_be_loaded_is_refused_and_takes_no_place() -> None:
-    def read(path: str) -> Mapping[str, Any]:
+    def read(path: str, slot: int) -> None:
         raise InvalidRequest("It is damaged.", field="lora_path")
 
     async with serving() as (service, worker, _):

@@ -129,7 +129,7 @@ def test_a_place_is_free_again_after_an_error() -> None:
 
 
 def counted(service: Service) -> dict[str, float]:
-    body = service._pipeline.metrics.render()[0].decode()
+    body = service._client.metrics.render()[0].decode()
     samples = [sample for family in parse(body) for sample in family.samples]
     return {",".join([sample.name, *sample.labels.values()]): sample.value for sample in samples}
 

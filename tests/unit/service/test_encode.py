@@ -20,8 +20,7 @@ from app.errors import (
 )
 from app.messages import Abort, ArraysReady, Infer, Signature, TensorSpec, Text
 from app.metrics.instruments import Metrics
-from app.service.encode import TOKEN_BYTES
-from app.service.inputs import MAX_HIDDEN_BYTES, MAX_TEXTS, SHORT_CHARACTERS, is_short, tokenize_texts
+from app.service.encode import MAX_HIDDEN_BYTES, MAX_TEXTS, SHORT_CHARACTERS, TOKEN_BYTES, texts_size, tokenize_texts
 from app.service.requests import EncodingRequest, InferenceRequest, Truncation
 from app.service.served_model import ServedEncoder, ServedProgram, to_numpy
 from app.service.service import Service
@@ -39,7 +38,7 @@ def wanted(*inputs: Any, **fields: Any) -> EncodingRequest:
 
 
 def counted(service: Any, name: str) -> float:
-    lines = service._pipeline.metrics.render()[0].decode().splitlines()
+    lines = service._client.metrics.render()[0].decode().splitlines()
     return sum(float(line.rsplit(" ", 1)[1]) for line in lines if line.startswith(name))
 
 
@@ -53,15 +52,13 @@ async def test_texts_pairs_and_ids_go_to_the_worker_and_vectors_come_back_in_ord
         assert to_numpy(encoded.arrays["embedding"]).tolist() == [vector(text)[:3] for text in order.texts]
         assert (encoded.timings, encoded.lengths) == (TIMINGS, tuple(len(text.token_ids) for text in order.texts))
         assert encoded.usage.prompt_tokens == sum(encoded.lengths)
-        assert (service.num_open, service._pipeline.admission.num_held_bytes, worker.aborts) == (0, 0, [])
+        assert (service.num_open, service._client.admission.num_held_bytes, worker.aborts) == (0, 0, [])
         assert counted(service, 'armature_requests_total{api="native",outcome="stop"}') == 1
         assert counted(service, 'armature_tokens_total{kind="prompt"}') == sum(encoded.lengths)
 
 
 async def test_short_texts_are_read_on_the_loop_and_long_ones_beside_it() -> None:
-    assert is_short(wanted("x" * (SHORT_CHARACTERS - 3), ("x", "y"), Text((1,))))
-    assert not is_short(wanted("x" * SHORT_CHARACTERS, "x"))
-    assert not is_short(wanted(Text((1,) * (SHORT_CHARACTERS + 1))))
+    assert texts_size(wanted("x" * 7, ("x", "y"), Text((1,)))) == 10
     async with encoding(limits=replace(LIMITS, max_model_len=10_000)) as (service, _, _):
         text = "fox " * SHORT_CHARACTERS
         encoded = await service.encode(wanted(text, text))
@@ -171,7 +168,7 @@ async def test_a_request_that_fails_leaves_its_neighbours_alone() -> None:
             *(service.encode(wanted(text)) for text in ("a", "said", "b")), return_exceptions=True
         )
         assert [isinstance(result, StepFailed) for result in results] == [False, True, False]
-        assert (service.num_open, worker.aborts) == (0, [])
+        assert (service.num_open, [abort.request_id for abort in worker.aborts]) == (0, ["r#1"])
         assert counted(service, 'armature_requests_total{api="native",outcome="failed"}') == 1
 
 
@@ -192,25 +189,23 @@ async def test_who_leaves_is_forgotten_and_who_waits_too_long_is_notified() -> N
         with pytest.raises(RequestTimeout):
             await late
         assert [abort.reason for abort in worker.aborts] == ["aborted", "timeout"]
-        assert (service.num_open, service._pipeline.client._callbacks) == (0, {})
+        assert (service.num_open, service._client._listeners) == (0, {})
         worker.answer(worker.encodes[0])  # nobody listens any more
 
 
-async def test_an_answer_and_the_end_of_its_time_in_one_turn_are_one_answer() -> None:
+async def test_an_answer_and_the_end_of_its_time_in_one_turn_are_one_answer(monkeypatch: pytest.MonkeyPatch) -> None:
     async with encoding() as (service, worker, _):
         worker.holds = True
+        register, expire = service._client.register, []
+        monkeypatch.setattr(service._client, "register", lambda *call: expire.append(call[2]) or register(*call))
         answer = asyncio.ensure_future(service.encode(wanted("a")))
         while not worker.encodes:
             await asyncio.sleep(0)
         worker.answer(worker.encodes[0])
-        service._pipeline.client._expire(worker.encodes[0].request_id, _Place())  # type: ignore[arg-type]
+        expire[0]()
         with pytest.raises(RequestTimeout):
             await answer
         assert worker.aborts == [Abort(worker.encodes[0].request_id, "timeout")]
-
-
-class _Place:
-    def release(self) -> None: ...
 
 
 async def test_places_and_bytes_are_counted() -> None:
@@ -219,12 +214,12 @@ async def test_places_and_bytes_are_counted() -> None:
         first = asyncio.ensure_future(service.encode(wanted("a")))
         while not worker.encodes:
             await asyncio.sleep(0)
-        held = service._pipeline.admission.num_held_bytes
+        held = service._client.admission.num_held_bytes
         assert held == 3 * TOKEN_BYTES + 4 * SIZE, "ids and a vector"
-        service._pipeline.admission.num_held_bytes = LIMITS.max_held_bytes - 1
+        service._client.admission.num_held_bytes = LIMITS.max_held_bytes - 1
         with pytest.raises(Overloaded, match="Open requests and their responses hold 256 MiB"):
             await service.encode(wanted("a"))
-        service._pipeline.admission.num_held_bytes = held
+        service._client.admission.num_held_bytes = held
         second = asyncio.ensure_future(service.encode(wanted("a")))
         while len(worker.encodes) < 2:
             await asyncio.sleep(0)
@@ -233,7 +228,7 @@ async def test_places_and_bytes_are_counted() -> None:
         for order in worker.encodes:
             worker.answer(order)
         await asyncio.gather(first, second)
-        assert (service.num_open, service._pipeline.admission.num_held_bytes) == (0, 0)
+        assert (service.num_open, service._client.admission.num_held_bytes) == (0, 0)
 
 
 async def test_hidden_states_asked_by_many_are_bounded_together() -> None:
@@ -244,18 +239,18 @@ async def test_hidden_states_asked_by_many_are_bounded_together() -> None:
         open_ones = [asyncio.ensure_future(service.encode(asked)) for _ in range(3)]
         while len(worker.encodes) < 3:
             await asyncio.sleep(0)
-        assert service._pipeline.admission.num_held_bytes == 3 * 3 * (TOKEN_BYTES + 4 * SIZE), "a row for each token"
+        assert service._client.admission.num_held_bytes == 3 * 3 * (TOKEN_BYTES + 4 * SIZE), "a row for each token"
         with pytest.raises(Overloaded, match="MiB more exceed the limit") as refused:
             await service.encode(asked)
         assert refused.value.retry_after_seconds
         for order in worker.encodes:
             worker.answer(order)
         await asyncio.gather(*open_ones)
-        assert service._pipeline.admission.num_held_bytes == 0
+        assert service._client.admission.num_held_bytes == 0
         again = asyncio.ensure_future(service.encode(wanted(*("a",) * 9, outputs=("last_hidden_state",))))
         while len(worker.encodes) < 4:
             await asyncio.sleep(0)
-        assert service._pipeline.admission.num_held_bytes > limits.max_held_bytes, (
+        assert service._client.admission.num_held_bytes > limits.max_held_bytes, (
             "alone a request has the size that it has"
         )
         worker.answer(worker.encodes[-1])
@@ -300,7 +295,7 @@ async def test_a_programs_tensors_go_to_the_worker_and_its_outputs_come_back() -
 
     def answered(command: object) -> None:
         assert isinstance(command, Infer)
-        held.append(service._pipeline.admission.num_held_bytes)
+        held.append(service._client.admission.num_held_bytes)
         service.on_events([ArraysReady(command.request_id, {"y": made}, TIMINGS, 3)])
 
     worker.send_error = answered
@@ -309,7 +304,7 @@ async def test_a_programs_tensors_go_to_the_worker_and_its_outputs_come_back() -
     assert (inferred.arrays, inferred.timings) == ({"y": made}, TIMINGS)
     (order,) = worker.commands
     assert held == [3 * 2 * 4 + 3 * 1 * 4], "what came and what goes"
-    assert service._pipeline.admission.num_held_bytes == 0
+    assert service._client.admission.num_held_bytes == 0
     assert isinstance(order, Infer) and (order.inputs, order.outputs) == ({"x": given}, ("y",))
     assert (counted(service, "armature_vectors_total"), service.num_open) == (3, 0)
     with pytest.raises(WrongModelKind, match="infer"):

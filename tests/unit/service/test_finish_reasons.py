@@ -271,7 +271,7 @@ async def _play(script: list[tuple[str, int, str]], n: int) -> None:
         complete = len(over) == n
         assert complete == (client.error is None and not client.task.cancelled())
         assert len([abort for abort in worker.aborts if abort.choice is None]) == (not complete)
-        assert (service.num_open, service._pipeline.client._callbacks) == (0, {})
+        assert (service.num_open, service._client._listeners) == (0, {})
 
 
 def _later(pieces: list[StreamEvent], delta: TextDelta) -> bool:

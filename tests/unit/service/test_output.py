@@ -8,16 +8,14 @@ from typing import Any
 import pytest
 
 from app.errors import InvalidRequest
-from app.messages import SamplingParams, Timings
-from app.service.output import OutputParser
+from app.messages import GrammarSource, SamplingParams
 from app.service.prompt import read_prompt
-from app.service.requests import ChoiceFinished, GenerationRequest, TextDelta, Tool, ToolUse, Usage
+from app.service.requests import GenerationRequest, TextDelta, Tool, ToolUse
 from app.service.served_model import ServedDecoder
 from app.text.chat import ChatOptions, ChatTemplate
 from app.text.grammar import GrammarCompiler
-from app.text.grammar_definition import GrammarSource
 from app.text.reasoning import REASONING_FORMATS
-from fake_worker import LIMITS, tokenizer
+from fake_worker import LIMITS, events_of, tokenizer
 
 TEMPLATE = "{% for m in messages %}{{ m.content }}{% endfor %}"
 TOOL = Tool("f", {"type": "object", "properties": {}})
@@ -35,12 +33,9 @@ def chat(content: str = "the fox", **fields: Any) -> GenerationRequest:
 
 
 def events(request: GenerationRequest, served: ServedDecoder, *texts: str, reason: Any = "stop") -> list[Any]:
-    parser = OutputParser(request, served, read_prompt(served, request))
-    found: list[Any] = []
-    for number, text in enumerate(texts):
-        found += parser.parse(TextDelta(0, text, (number,)))
-    found += parser.parse(ChoiceFinished(0, reason, Usage(1), len(texts), Timings()))
-    return found
+    return events_of(
+        request, served, [served.tokenizer.encode(text, add_special_tokens=False) for text in texts], reason
+    )
 
 
 def test_reasoning_then_content_then_calls() -> None:
@@ -52,7 +47,7 @@ def test_reasoning_then_content_then_calls() -> None:
     assert "".join(delta.reasoning for delta in deltas) == "a"
     assert "".join(delta.text for delta in deltas) == "b"
     assert next(call.name for delta in deltas for call in delta.tool_calls) == "f"
-    assert [delta.token_ids for delta in deltas] == [(0,), (1,), (2,), (3,)]
+    assert served.tokenizer.decode([one for delta in deltas for one in delta.token_ids]) == "".join(texts)
     assert found[-1].reason == "tool_calls"
 
 
@@ -80,7 +75,7 @@ def test_forced_calls_and_answers_of_either_kind_are_grammars() -> None:
         (chat(tools=ToolUse((TOOL,)), grammar=source), '<tool_call>\n{"name": "f"'),
         (chat(tools=ToolUse((TOOL,)), grammar=source), '{"a"'),
     ):
-        given = read_prompt(served, request).grammar_source
+        given = read_prompt(served, request).grammar
         assert given is not None and served.grammars is not None
         grammar = served.grammars.compile(given)
         ids = served.tokenizer.encode(text, add_special_tokens=False)
@@ -95,9 +90,9 @@ def test_a_grammar_begins_after_the_reasoning_that_there_may_be(prompt: str, ope
     served = model(reasoning_format=REASONING_FORMATS["qwen3"])
     source = GrammarSource("json_schema", '{"type": "object"}', "response_format")
     for request in (chat(prompt, grammar=source), chat(prompt, tools=ToolUse((TOOL,), (TOOL,)))):
-        given = read_prompt(served, replace(request, separates_reasoning=True)).grammar_source
+        given = read_prompt(served, replace(request, separates_reasoning=True)).grammar
         assert given is not None and (given.opening, given.after) == (opening, after)
-        shown = read_prompt(served, request).grammar_source
+        shown = read_prompt(served, request).grammar
         assert shown is not None and shown.after == "", "reasoning that is not separated would be part of the JSON"
 
 

@@ -11,8 +11,7 @@ import pytest
 from app.errors import ContextLengthExceeded, InvalidRequest, UnsupportedParameter
 from app.messages import PromptScored, TokenLogprob, TokenScore, TokensReady
 from app.metrics.instruments import Metrics
-from app.service.inputs import tokenize_prompt
-from app.service.prompt import read_prompt
+from app.service.prompt import read_prompt, tokenize_prompt
 from app.service.requests import ChoiceFinished, GenerationRequest, Infill, PromptToken, ScoredToken, TextDelta
 from app.service.served_model import ServedDecoder
 from app.text.tokenizer import Tokenizer

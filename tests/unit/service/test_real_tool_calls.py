@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -15,18 +14,16 @@ from typing import Any
 import numpy
 import pytest
 
-from app.messages import SamplingParams, Timings
-from app.service.output import OutputParser
+from app.messages import GrammarSource, SamplingParams
 from app.service.prompt import read_prompt
-from app.service.requests import ChoiceFinished, GenerationRequest, TextDelta, Tool, ToolUse, Usage
+from app.service.requests import ChoiceFinished, GenerationRequest, TextDelta, Tool, ToolUse
 from app.service.served_model import ServedDecoder, ServingLimits
 from app.text.chat import ChatOptions, ChatTemplate
-from app.text.detokenizer import IncrementalDetokenizer
 from app.text.grammar import GrammarCompiler
-from app.text.grammar_definition import GrammarSource
 from app.text.reasoning import choose_reasoning_format
 from app.text.tokenizer import Tokenizer
 from app.text.tool_formats import write_calls
+from fake_worker import events_of
 from real_formats import real_template, real_tokenizer
 from small_tokenizers import byte_level, write_tokenizer
 
@@ -127,9 +124,9 @@ def answer(served: ServedDecoder, request: GenerationRequest, text: str) -> Answ
     """Return what the service makes of a text; its tokens follow the request's grammar."""
     prompt = read_prompt(served, request)
     ids = served.tokenizer.encode(text, add_special_tokens=False)
-    if prompt.grammar_source is not None:
+    if prompt.grammar is not None:
         assert served.grammars is not None
-        state = served.grammars.compile(prompt.grammar_source).start()
+        state = served.grammars.compile(prompt.grammar).start()
         words = numpy.zeros(-(-served.limits.vocab_size // 32), numpy.uint32)
         for place, token_id in enumerate(ids):
             state.fill_masks(words.ctypes.data, words.nbytes, ())
@@ -137,28 +134,18 @@ def answer(served: ServedDecoder, request: GenerationRequest, text: str) -> Answ
             state.advance(token_id)
         assert not state.error
     found = Answer()
-    parser = OutputParser(request, served, prompt)
-    for event in events(served, ids, prompt.literals):
-        for parsed in parser.parse(event):
-            if isinstance(parsed, ChoiceFinished):
-                found.reason = parsed.reason
-            elif isinstance(parsed, TextDelta):
-                found.reasoning += parsed.reasoning
-                found.content += parsed.text
-                for delta in parsed.tool_calls:
-                    if delta.id is not None:
-                        found.calls.append((delta.name or "", ""))
-                    name, arguments = found.calls[-1]
-                    found.calls[-1] = (name, arguments + delta.arguments)
+    for event in events_of(request, served, [(token_id,) for token_id in ids]):
+        if isinstance(event, ChoiceFinished):
+            found.reason = event.reason
+        elif isinstance(event, TextDelta):
+            found.reasoning += event.reasoning
+            found.content += event.text
+            for delta in event.tool_calls:
+                if delta.id is not None:
+                    found.calls.append((delta.name or "", ""))
+                name, arguments = found.calls[-1]
+                found.calls[-1] = (name, arguments + delta.arguments)
     return found
-
-
-def events(served: ServedDecoder, ids: list[int], literals: Any) -> Iterator[TextDelta | ChoiceFinished]:
-    text = IncrementalDetokenizer(served.tokenizer, literals=literals)
-    for token_id in ids:
-        yield TextDelta(0, text.push(token_id), (token_id,))
-    yield TextDelta(0, text.flush())
-    yield ChoiceFinished(0, "stop", Usage(1), len(ids), Timings())
 
 
 def check_family(served: ServedDecoder) -> None:
@@ -214,9 +201,9 @@ def test_real_tokenizers(template: str, tokenizer: str) -> None:
 
 def test_ids_are_as_long_as_the_template_demands(tmp_path: Path) -> None:
     served = small(tmp_path, real_template("mistralai-Mistral-Nemo-Instruct-2407"), True)
-    parser = OutputParser(ask(), served, read_prompt(served, ask()))
     text = write_calls(served.tool_format, CALLS)
-    deltas = [event for event in parser.parse(TextDelta(0, text)) if isinstance(event, TextDelta)]
+    events = events_of(ask(), served, [served.tokenizer.encode(text, add_special_tokens=False)])
+    deltas = [event for event in events if isinstance(event, TextDelta)]
     ids = list(itertools.chain(*([call.id for call in delta.tool_calls] for delta in deltas)))
     assert all(one is not None and len(one) == 9 and one.isalnum() for one in ids)
     served.close()

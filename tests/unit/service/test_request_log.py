@@ -6,16 +6,16 @@ import logging
 
 import pytest
 
-from app.service.request_log import REQUEST_LOGGER, RequestFigures, log_request
+from app.service.request_log import REQUEST_LOGGER, ClientRequest, log_request
 
 
 def test_a_line_has_figures_and_no_forged_lines(caplog: pytest.LogCaptureFixture) -> None:
-    figures = RequestFigures()
+    figures = ClientRequest()
     figures.add(5, 8, 0.002, 0.025)
     figures.add(4, 3, 0.004, 0.020)
     with caplog.at_level(logging.INFO, REQUEST_LOGGER):
         log_request("POST", "/v1/completions", "abc", 200, 0.1296, figures)
-        log_request("POST", "/x\n\x1b[31mINFO " + "y" * 200, "abc", 404, 0.0, None)
+        log_request("POST", "/x\n\x1b[31mINFO " + "y" * 200, "abc", 404, 0.0, ClientRequest())
     first, second = caplog.messages
     assert first == (
         "POST /v1/completions 200 id=abc prompt_tokens=9 completion_tokens=11 queue_ms=4.0 first_token_ms=25.0 total_ms=129.6"
@@ -28,8 +28,8 @@ def test_a_line_has_figures_and_no_forged_lines(caplog: pytest.LogCaptureFixture
 
 def test_requests_that_only_read_are_logged_at_debug(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO, REQUEST_LOGGER):
-        log_request("GET", "/healthz", "abc", 200, 0.0, None)
+        log_request("GET", "/healthz", "abc", 200, 0.0, ClientRequest())
     assert caplog.messages == []
     with caplog.at_level(logging.DEBUG, REQUEST_LOGGER):
-        log_request("GET", "/healthz", "abc", 200, 0.0, None)
+        log_request("GET", "/healthz", "abc", 200, 0.0, ClientRequest())
     assert len(caplog.messages) == 1

@@ -75,7 +75,7 @@ def test_a_beam_search_has_few() -> None:
 async def test_admission_counts_the_memory_of_many() -> None:
     """The worker gets the number of tokens, and nothing is held once the response has ended."""
     async with serving(replace(LIMITS, max_logprobs=-1)) as (service, worker, _):
-        admission = service._pipeline.admission
+        admission = service._client.admission
         async with aclosing(service.generate(request(params={"max_tokens": 2, "logprobs": -1}))) as stream:
             await anext(stream)
             (command,) = await worker.orders()

@@ -26,7 +26,7 @@ async def test_tokens_of_one_step_count_each_and_are_waited_for_once() -> None:
             and (end.reason, end.matched_stop) == ("stop", "lo w")
         )
         assert 1 < end.num_completion_tokens < 1 + len(rest)
-        text = service._pipeline.metrics.render()[0].decode()
+        text = service._client.metrics.render()[0].decode()
         assert f'armature_tokens_total{{kind="completion"}} {end.num_completion_tokens:.1f}' in text
         assert "armature_inter_token_latency_seconds_count 1.0" in text
 
@@ -41,7 +41,7 @@ async def test_a_stop_token_behind_others_of_its_step_is_not_waited_for_again() 
         clock.seconds += 0.02
         service.on_events([second, finished(order.request_id, "stop", 3)])
         await client.over()
-        text = service._pipeline.metrics.render()[0].decode()
+        text = service._client.metrics.render()[0].decode()
         assert (
             "armature_inter_token_latency_seconds_count 1.0" in text
             and 'armature_tokens_total{kind="completion"} 3.0' in text

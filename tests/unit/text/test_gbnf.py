@@ -12,8 +12,9 @@ from hypothesis import strategies as st
 from llguidance import LLMatcher
 
 from app.errors import InvalidRequest
+from app.messages import GrammarSource
 from app.text.gbnf import GbnfError, gbnf_to_lark, is_gbnf
-from app.text.grammar_definition import LIMITS, GrammarSource, define
+from app.text.grammar_definition import LIMITS, define
 from hypothesis_examples import examples
 from small_tokenizers import BYTE_VOCABULARY
 

@@ -12,6 +12,7 @@ import numpy
 import pytest
 
 from app.errors import InvalidRequest, ServiceStopping
+from app.messages import GrammarSource
 from app.text import template_process
 from app.text.cancellation import CANCELLED, WorkCancelled
 from app.text.grammar import MAX_KEPT_GRAMMARS, GrammarCompiler, MatcherState
@@ -20,7 +21,6 @@ from app.text.grammar_definition import (
     MAX_PROPERTIES,
     MAX_REFERENCES,
     MAX_RULES,
-    GrammarSource,
     check_source,
     json_style,
 )
@@ -180,7 +180,9 @@ def test_a_grammar_is_compiled_once_and_few_are_kept(compiler: GrammarCompiler) 
     assert compiler.compile(source("regex", "first")) is first
     for number in range(MAX_KEPT_GRAMMARS):
         compiler.compile(source("regex", f"other{number}"))
-    assert compiler.compile(source("regex", "first")) is not first
+    assert compiler.find(source("regex", "first")) is first, "a request that holds it may still be sent"
+    del first
+    assert compiler.find(source("regex", "first")) is None
 
 
 @pytest.mark.parametrize("text", [chain_of_objects(MAX_REFERENCES), chain_of_rules(MAX_RULES - 2)])

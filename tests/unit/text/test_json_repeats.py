@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from app.messages import GrammarSource
 from app.text.grammar import CompiledGrammar, GrammarCompiler
-from app.text.grammar_definition import GrammarSource
 from app.text.json_repeats import JsonRepeats, SchemaPlaces, TextBefore, TokenBytes
 from app.text.schema_logic import same
 from app.text.tokenizer import Tokenizer

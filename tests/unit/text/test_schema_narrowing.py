@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 from llguidance import LLMatcher
 
 from app.errors import InvalidRequest
-from app.text.grammar_definition import LIMITS, GrammarSource, define
+from app.messages import GrammarSource
+from app.text.grammar_definition import LIMITS, define
 from app.text.json_repeats import JsonRepeats, SchemaPlaces, TokenBytes
 from app.text.schema_logic import SchemaLogic
 from app.text.schema_narrowing import narrow_schema

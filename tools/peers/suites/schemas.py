@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import Any
 
 from app.errors import InvalidRequest
+from app.messages import GrammarSource
 from app.text.grammar import CompiledGrammar, GrammarCompiler
-from app.text.grammar_definition import GrammarSource
 from app.text.tokenizer import Tokenizer
 from tools.peers.suites.sources import Package, unpack_tests
 

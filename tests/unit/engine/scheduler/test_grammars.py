@@ -10,8 +10,8 @@ import pytest
 
 from app.engine.scheduler.queues import EngineLimits
 from app.engine.scheduler.speculation import Speculation
-from app.errors import InvalidRequest
-from app.messages import Generate, SamplingParams
+from app.errors import InvalidRequest, StepFailed
+from app.messages import Generate, GrammarSource, SamplingParams
 from engine_simulation import FreeRows, Simulation
 
 
@@ -48,9 +48,28 @@ class Counted:
         return self.forced
 
 
+class Compiled(dict[GrammarSource, Counted]):
+    def find(self, source: GrammarSource) -> Counted | None:
+        return self.get(source)
+
+
 def add(sim: Simulation, name: str, grammar: Counted | None, **params: Any) -> None:
     settings = {"ignore_eos": True, **params}
-    sim.hear(sim.engine.add(Generate(name, (1, 2, 3), SamplingParams(**settings), 0.0, (), grammar)))
+    source = None if grammar is None else GrammarSource("regex", name, "f")
+    if source is not None and grammar is not None:
+        sim.engine.grammars = Compiled({source: grammar})
+    sim.hear(sim.engine.add(Generate(name, (1, 2, 3), SamplingParams(**settings), 0.0, (), source)))
+
+
+def test_a_grammar_that_nobody_holds_fails_its_request_only() -> None:
+    sim = Simulation()
+    add(sim, "gone", Counted(5))
+    sim.engine.grammars = Compiled()
+    source = GrammarSource("regex", "other", "f")
+    sim.hear(sim.engine.add(Generate("other", (1, 2, 3), SamplingParams(), 0.0, (), source)))
+    assert isinstance(sim.failures["other"].error, StepFailed)
+    sim.finish()
+    assert ("gone", 0) in sim.endings
 
 
 @pytest.mark.parametrize("chance", [0.0, 0.7, 1.0])
