@@ -5,8 +5,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from app.models.decoders.families import DECODER_FAMILIES
-from app.models.decoders.refusals import UNSUPPORTED
+from app.models.decoders.families import DECODER_FAMILIES, UNSUPPORTED
 from tools.generated_page import write_or_check
 
 TARGET = Path(__file__).resolve().parent.parent / "docs" / "families.md"

@@ -20,15 +20,17 @@ from app.server.start_console import StartConsole
 from app.settings import Settings
 from app.weights.files import unreadable_message
 from app.weights.hub.cache import (
+    MAIN,
     CachedRevision,
+    HubName,
     cache_directory,
     cached_revisions,
     find_snapshot,
     is_complete,
+    parse_hub_name,
     remove_revisions,
 )
 from app.weights.hub.fetch import fetch_model
-from app.weights.hub.names import MAIN, HubName, parse_hub_name
 from app.weights.hub.refusals import offline_message, suggestions
 from app.weights.open import open_model
 

@@ -22,11 +22,11 @@ from app.metrics.load_progress import LoadProgress
 from app.metrics.step_time_model import StepTimeModel
 from app.models.encoders.encoder import Encoder
 from app.weights.checkpoint import Checkpoint
-from app.weights.finite import explaining_values_not_finite
 from app.weights.load import Model, PackCalibrator, Packing, ReportCost, load_model
 from app.weights.lora.adapter import ServedAdapters
 from app.weights.packs import PackFolder
 from app.weights.program import ProgramCheckpoint
+from app.weights.tensor_reader import explaining_values_not_finite
 from armature_kernels.linear.linear import ExactLinear, Linear
 
 ReportStage = Callable[[str | LoadProgress], None]  # called with the stage of loading: a name, or how far it is

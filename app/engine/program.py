@@ -25,8 +25,8 @@ from app.hardware.step_times import ThrottleCorrection
 from app.messages import Abort, Array, ArraysReady, Event, Infer, RequestFailed, Signature, TensorSpec, Timings
 from app.metrics.stats import EngineSnapshot, StepStats
 from app.models.program import Program
-from app.models.program_sizes import SAMPLE_SIZE
-from app.weights.load_program import load_program
+from app.models.program_graph import SAMPLE_SIZE
+from app.weights.load import load_program
 from app.weights.program import ProgramCheckpoint
 
 log = logging.getLogger(__name__)

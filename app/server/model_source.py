@@ -8,9 +8,8 @@ from pathlib import Path
 from app.errors import ModelUnavailable
 from app.server.start_console import StartConsole
 from app.settings import Settings
-from app.weights.hub.cache import find_snapshot, is_complete, library_is_offline, read_listing
+from app.weights.hub.cache import HubName, find_snapshot, is_complete, library_is_offline, parse_hub_name, read_listing
 from app.weights.hub.fetch import fetch_or_use_cached
-from app.weights.hub.names import HubName, parse_hub_name
 from app.weights.hub.refusals import offline_message
 from app.weights.open import OpenedModel, is_here, open_model
 

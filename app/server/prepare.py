@@ -39,8 +39,8 @@ from app.server.quality_notes import QualityNotes, planned_needs
 from app.settings import Settings
 from app.weights.checkpoint import Checkpoint
 from app.weights.forms import RECIPES
+from app.weights.hub.cache import HubName
 from app.weights.hub.fetch import fetch_or_use_cached
-from app.weights.hub.names import HubName
 from app.weights.lora.adapter import ServedAdapters
 from app.weights.open import OpenedModel
 

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from app.errors import WrongModelKind
 from app.messages import MAX_LOGPROBS, Array, Signature
 from app.models.encoders.config import EncoderConfig
-from app.models.program_sizes import ProgramSizes
+from app.models.program_graph import ProgramSizes
 from app.text.chat import ChatTemplate
 from app.text.grammar import GrammarCompiler
 from app.text.reasoning import ReasoningFormat

@@ -15,7 +15,7 @@ from typing import Any, Literal
 
 from app.errors import CheckpointInvalid
 from app.hardware.facts import Needs
-from app.models.config_keys import AskedValues, unknown_keys
+from app.models.config_reader import AskedValues, unknown_keys
 from app.models.decoders.config import ModelConfig
 from app.models.decoders.shapes import Shape, active_weights, is_expert, tables_of, tensors_of
 from app.models.encoders.config import EncoderConfig, encoder_products_of, encoder_tables_of, encoder_tensors_of

@@ -15,8 +15,7 @@ from app.errors import CheckpointInvalid
 from app.settings import DEMO_DIRECTORY
 from app.weights.checkpoint import Checkpoint, open_checkpoint
 from app.weights.files import files_in, readable_or_invalid
-from app.weights.hub.cache import find_snapshot, model_of_folder
-from app.weights.hub.names import name_in_address, parse_hub_name
+from app.weights.hub.cache import find_snapshot, model_of_folder, name_in_address, parse_hub_name
 from app.weights.hub.refusals import suggestions
 from app.weights.program import ProgramCheckpoint, open_program
 

@@ -14,8 +14,7 @@ from typing import Any
 from app.errors import CheckpointInvalid
 from app.models.config_reader import ConfigReader
 from app.models.encoders.config import DenseConfig, PoolingConfig, PoolingMode
-from app.models.encoders.config_reader import SentenceConfig
-from app.models.encoders.head_config import TORCH_ACTIVATIONS, score_function
+from app.models.encoders.config_reader import TORCH_ACTIVATIONS, SentenceConfig, score_function
 from app.weights.files import file_in, files_in, read_json, read_object, read_optional
 
 MODULES = "modules.json"

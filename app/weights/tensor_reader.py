@@ -14,6 +14,7 @@ import os
 import threading
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -22,11 +23,12 @@ from typing import BinaryIO
 import torch
 from torch import Tensor
 
-from app.errors import CheckpointInvalid, PlanImpossible, raise_kernel_errors_as
+from app.errors import CheckpointInvalid, PlanImpossible, StepFailed, raise_kernel_errors_as
 from app.hardware.kernel_advice import advise
+from app.weights.checkpoint import Checkpoint
 from app.weights.files import open_regular
 from app.weights.gguf.blocks import EIGHT_BIT_CODES, FOUR_BIT_CODES, dequantize_blocks
-from app.weights.gguf.tensor_types import TYPES
+from app.weights.gguf.reader import TYPES
 from app.weights.gguf.tensors import BlockEntry
 from app.weights.quantized.entries import PackedEntry
 from app.weights.quantized.values import decode_rows, held_codes
@@ -346,3 +348,42 @@ def check_values(name: str, values: Tensor, dtype: torch.dtype) -> None:
         raise PlanImpossible(
             f"{name} holds {largest:g}, and FP16 ends at {_FP16_MAX:,.0f}: serve this model in bf16 or fp32 (precision=bf16)."
         )
+
+
+@contextmanager
+def explaining_values_not_finite(checkpoint: Checkpoint) -> Iterator[None]:
+    """Turn the failure of a step or of a quantization into the reason that the checkpoint has for it.
+
+    Raises:
+        CheckpointInvalid: A step failed, or a quantization because a weight is not finite.
+    """
+    try:
+        yield
+    except StepFailed:
+        name = _tensor_not_finite(checkpoint.tensors)
+        raise _numbers_unusable(checkpoint) if name is None else weight_not_finite(name) from None
+    except torch.linalg.LinAlgError:  # type: ignore[attr-defined]
+        name = _tensor_not_finite(checkpoint.tensors)
+        if name is None:
+            raise
+        raise weight_not_finite(name) from None
+
+
+def _numbers_unusable(checkpoint: Checkpoint) -> CheckpointInvalid:
+    file = checkpoint.gguf or checkpoint.directory / "config.json"
+    return CheckpointInvalid(
+        f"The model computes values that are not finite, although all its weights are: a number in {file} does not suit it "
+        "(such as rope_theta, the epsilon of the norms, or a scale)."
+    )
+
+
+def _tensor_not_finite(tensors: Mapping[str, TensorEntry]) -> str | None:
+    """Return the name of the first tensor with a NaN or an infinite value; None if there is none."""
+    with closing(TensorReader(tensors)) as reader:
+        for name, entry in tensors.items():
+            blocks = (
+                (rows for _, rows in reader.row_blocks((entry,))) if len(entry.shape) == 2 else (reader.stored(entry),)
+            )
+            if any(rows.is_floating_point() and not largest_magnitude(rows) < torch.inf for rows in blocks):
+                return name
+    return None

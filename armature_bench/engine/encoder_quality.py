@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from app.engine.build import BuildRequest, BuiltEngine
-from app.engine.calibration.perplexity import default_text, read_text
+from app.engine.calibration.streaming import default_text, read_text
 from app.engine.encoder.build import build_encoder_engine
 from app.engine.encoder.cpu_runner import EncoderRunner
 from app.engine.encoder.engine import EncoderEngine

@@ -9,7 +9,7 @@ from typing import Any
 from app.errors import CheckpointInvalid
 from app.models.decoders.config import ModelConfig
 from app.models.decoders.layer_config import ExpertsConfig
-from app.weights.gguf.experts import MERGED_NAMES, RENORMALIZES, SIGMOID, SOFTMAX, WHOLE_NAMES
+from app.weights.gguf.config import MERGED_NAMES, RENORMALIZES, SIGMOID, SOFTMAX, WHOLE_NAMES
 
 _EXPERT = re.compile(r"model\.layers\.(\d+)\.mlp\.experts\.(\d+)\.(\w+)\.weight")
 _MERGED = {parts[0]: merged for merged, parts in MERGED_NAMES.items() if len(parts) == 1}

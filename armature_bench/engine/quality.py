@@ -19,8 +19,7 @@ from torch import Tensor, nn
 
 from app.backends.base import HostBackend
 from app.backends.selection import select_host_backend
-from app.engine.calibration.perplexity import Window, WindowScorer, read_windows
-from app.engine.calibration.streaming import calibration_for
+from app.engine.calibration.streaming import Window, WindowScorer, calibration_for, read_windows
 from app.engine.decoder.kv_cache import kv_dtype
 from app.errors import NoRecipe, PlanImpossible
 from app.hardware.facts import Facts

@@ -16,8 +16,7 @@ from app.engine.decoder.draft_model import DraftModel
 from app.engine.decoder.kv_cache import KvCache, KvShape
 from app.engine.sampling.sampler import Sampler
 from app.engine.scheduler.batch import Sequence
-from app.engine.scheduler.model_drafting import ModelDrafting
-from app.engine.scheduler.speculation import NgramDrafter, NoDrafter, Speculation
+from app.engine.scheduler.speculation import ModelDrafting, NgramDrafter, NoDrafter, Speculation
 from app.messages import GrammarSource
 from app.models.decoders.decoder import Decoder
 from app.text.grammar import GrammarCompiler

@@ -16,8 +16,7 @@ from torch import Tensor
 
 from app.engine.encoder.batching import EncodeState, TextSpan
 from app.engine.encoder.cpu_runner import EncoderRunner
-from app.engine.encoder.device_inputs import TextBatchShape
-from app.engine.encoder.device_runner import DeviceEncoderRunner
+from app.engine.encoder.device_runner import DeviceEncoderRunner, TextBatchShape
 from app.messages import Encode, Text
 from app.models.encoders.encoder import Encoder
 from app.text.tokenizer import Tokenizer

@@ -14,9 +14,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from app.engine.encoder.batching import BatchingDelay, EncodeState
-from app.engine.encoder.cpu_runner import EncoderRunner
+from app.engine.encoder.cpu_runner import EncoderRunner, LanePlanner
 from app.engine.encoder.engine import EncoderEngine, EncoderLimits
-from app.engine.encoder.sharding import LanePlanner
 from app.messages import Array, ArraysReady, Encode, Text
 from app.models.encoders.encoder import Encoder
 from armature_kernels.native.arguments import OpCode

@@ -10,12 +10,11 @@ import torch
 
 from app.backends.base import DeviceBackend
 from app.backends.mps import attention_function
-from app.engine.decoder.device_forward import DeviceForward, StepBounds
 from app.engine.decoder.device_inputs import SamplingMode, StepSizes, block_size, block_views
+from app.engine.decoder.device_runner import DeviceForward, StepBounds
 from app.engine.decoder.kv_cache import KvShape
 from app.engine.decoder.paged_kv_cache import PagedKvCache
-from app.engine.encoder.device_inputs import TextBatchShape
-from app.engine.encoder.device_runner import DeviceEncoderRunner
+from app.engine.encoder.device_runner import DeviceEncoderRunner, TextBatchShape
 from armature_kernels.attention.attention import KvRows, QkvHeads
 from armature_kernels.attention.context import AttentionSpec
 from armature_kernels.attention.paged import PackedTexts, PagedStep, attend_texts_padded_torch, paged_attention_torch

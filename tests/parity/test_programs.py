@@ -12,7 +12,7 @@ from torch.utils import _pytree
 
 from app.engine.program import RunnableProgram, check_row_independence, synthetic_inputs
 from app.errors import CheckpointInvalid, InvalidRequest
-from app.weights.load_program import load_program
+from app.weights.load import load_program
 from app.weights.program import open_program
 from exported_programs import MODEL, model_of, tampered, write_program
 from planned_machines import machine, plan

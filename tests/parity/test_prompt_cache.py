@@ -14,9 +14,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from app.engine.decoder import prefix_files, prompt_cache
-from app.engine.decoder.prefix_files import PrefixFiles
-from app.engine.decoder.prompt_cache import PromptCache
+from app.engine.decoder import prompt_cache
+from app.engine.decoder.prompt_cache import PrefixFiles, PromptCache
 from app.hardware.step_times import StepTimeTable
 from app.messages import Generate, LoadedAdapter
 from app.metrics.step_time_model import StepTimeModel
@@ -168,7 +167,7 @@ def test_a_prompt_is_hashed_once_in_all_of_its_steps(
     """A block is looked for before each of the three steps of the prompt."""
     engine, _ = started(model, torch.bfloat16, tmp_path)
     monkeypatch.setattr(CountedDigest, "num_bytes", 0)
-    monkeypatch.setattr(prefix_files, "hashlib", SimpleNamespace(sha256=CountedDigest))
+    monkeypatch.setattr(prompt_cache, "hashlib", SimpleNamespace(sha256=CountedDigest))
     engine.generate([request_of("long", prompt_of(150, 1), temperature=0.0, max_tokens=2)])
     assert sum(step.prefill_tokens > 0 for step in engine.stats) == 3
     assert CountedDigest.num_bytes == 4 * (128 + BLOCK), "up to the block that the last step looks for"

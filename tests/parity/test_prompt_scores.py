@@ -17,8 +17,7 @@ from app.backends.cpu import CpuBackend
 from app.engine.decoder.cpu_runner import CpuDecoderRunner, DecoderReplay
 from app.engine.decoder.engine import DecoderEngine
 from app.engine.decoder.kv_cache import KvCache, KvShape
-from app.engine.sampling.prompt_scores import MAX_SCORED_ROWS
-from app.engine.sampling.sampler import Sampler
+from app.engine.sampling.sampler import MAX_SCORED_ROWS, Sampler
 from app.engine.scheduler.batch import Batch, ScheduledSpan, Sequence
 from app.engine.scheduler.kv_allocator import KvSlots
 from app.engine.scheduler.policy import PrefillBudget

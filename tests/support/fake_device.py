@@ -83,7 +83,7 @@ class Mover:
             thing.update({key: self.move(value) for key, value in thing.items()})
         elif isinstance(thing, list):
             thing[:] = [self.move(value) for value in thing]
-        elif type(thing).__module__.startswith(("app.", "torch.nn.")):
+        elif type(thing).__module__.startswith(("app.", "armature_kernels.", "torch.nn.")):
             self._move_attributes(thing)
         return thing
 

@@ -14,9 +14,6 @@ import torch
 from app.backends.base import DeviceBackend
 from app.backends.selection import select_device_backend, select_host_backend
 from app.engine.build import ReportStage
-from app.engine.calibration.decoder_trial import DecoderTrial
-from app.engine.calibration.encoder_trial import EncoderTrial, RunTexts, TextRunnerFactory
-from app.engine.calibration.program_trial import ProgramTrial
 from app.engine.calibration.stages import (
     COARSE_TRIAL,
     CpuTrialStage,
@@ -28,6 +25,7 @@ from app.engine.calibration.stages import (
     random_heads,
 )
 from app.engine.calibration.synthetic_weights import SyntheticMemory
+from app.engine.calibration.trials import DecoderTrial, EncoderTrial, ProgramTrial, RunTexts, TextRunnerFactory
 from app.engine.decoder.device_runner import DeviceDecoderRunner
 from app.engine.decoder.kv_cache import KvShape, kv_dtype
 from app.engine.decoder.paged_kv_cache import PagedKvCache

@@ -34,7 +34,7 @@ from app.metrics.step_time_model import StepTimeModel
 from app.models.decoders.config import ModelConfig
 from app.models.decoders.decoder import Decoder
 from app.weights.checkpoint import Checkpoint
-from app.weights.finite import explaining_values_not_finite
+from app.weights.tensor_reader import explaining_values_not_finite
 from armature_kernels.attention.attention import max_decode_queries, supports_heads, token_bytes
 from armature_kernels.attention.paged import PAGE_TOKENS
 

@@ -2,30 +2,279 @@
 
 Blocks of tokens are written while the worker has nothing to compute, and at the end of the process. They are read
 between steps, into the slot of a sequence that was just admitted or is being prefilled, in place of computing them, as
-long as that is faster. `prefix_files.py` has the files.
+long as that is faster. A file is a
+header, the token ids of the whole prefix (int32), and the rows of the block. It is read only if no other user could
+have written it, if its sizes and checksums are right, and if its token ids are the prompt's. So neither a damaged file
+nor a collision of hashes can give a prompt the keys and values of another one. Files appear at once and are never
+changed, so several servers may share a folder.
 """
 
 from __future__ import annotations
 
 import ctypes
+import hashlib
+import json
+import logging
+import os
+import struct
 import time
-from collections.abc import Callable, Iterable
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from collections.abc import Sequence as Items
+from contextlib import suppress
+from dataclasses import dataclass
+from io import FileIO
 from pathlib import Path
 
 import torch
 
 from app.engine.build import BuildRequest
 from app.engine.decoder.kv_cache import KvCache
-from app.engine.decoder.prefix_files import PrefixFiles, PrefixNames
 from app.engine.scheduler.batch import KvCopy, Sequence
 from app.engine.scheduler.kv_allocator import KvSlot
+from app.errors import SettingsInvalid
 from app.metrics.step_time_model import StepTimeModel
 from app.version import VERSION
-from app.weights.cache_file import PACKS, checkpoint_fingerprint
+from app.weights.cache_file import PACKS, FileUnusable, atomic_write, checkpoint_fingerprint, open_trusted
 from app.weights.checkpoint import Checkpoint
 from app.weights.form_choice import form_choice
 from armature_kernels.native.library import native_library
+
+log = logging.getLogger(__name__)
+
+MAGIC = b"armature prefix 1\n"
+SUFFIX = ".prefix"
+_FOLDER = "prefixes"  # inside the given folder, which may be a mounted volume with permissions of its own
+# Digest of the identity, tokens of the prefix, bytes of the rows, their checksum with the tokens', and the header's.
+_HEADER = struct.Struct("<32sQQII")
+_BEGIN = len(MAGIC) + _HEADER.size
+_TOKEN_BYTES = 4
+# After each removal this part of the bound is free, so that files are not listed for each new one.
+_FREE_DIVISOR = 20
+_CHUNK_BYTES = 2**20  # bytes written or verified at a time
+_RECENT_STEP_NANOSECONDS = 1000  # between the times of use of the blocks of one prefix
+
+
+@dataclass(frozen=True, slots=True)
+class PrefixBlock:
+    """Block `index` of a prompt: the name of its file, and the bytes of all token ids up to its end.
+
+    `identity` is that of its file. `used_at` is its time of use in nanoseconds. The blocks of a prompt count as used one
+    before the other, the first one last, since the others are of no use without it.
+    """
+
+    index: int
+    name: str
+    token_bytes: memoryview
+    identity: bytes
+    used_at: int
+
+
+class PrefixNames:
+    """The blocks of a list of tokens that only grows: each is hashed once, however often it is asked for."""
+
+    def __init__(self, identity: bytes, block_tokens: int) -> None:
+        self._identity, self._digest, self._block_tokens = identity, hashlib.sha256(identity), block_tokens
+        self._names: list[str] = []
+        self._content = b""  # of the tokens so far
+
+    def blocks(self, token_ids: list[int], first: int) -> Iterator[PrefixBlock]:
+        """Yield the whole blocks of these tokens, from block `first` on, as used now."""
+        now, size = time.time_ns(), self._block_tokens * _TOKEN_BYTES
+        held, count = len(self._content) // _TOKEN_BYTES, len(token_ids) // self._block_tokens
+        if (end := count * self._block_tokens) > held:
+            self._content += struct.pack(f"<{end - held}i", *token_ids[held:end])
+        content = memoryview(self._content)
+        for index in range(first, count):
+            while len(self._names) <= index:
+                start = len(self._names) * size
+                self._digest.update(content[start : start + size])
+                self._names.append(self._digest.hexdigest()[:40] + SUFFIX)
+            used_at = now - index * _RECENT_STEP_NANOSECONDS
+            yield PrefixBlock(index, self._names[index], content[: (index + 1) * size], self._identity, used_at)
+
+
+class PrefixFiles:
+    """The folder of one model's blocks.
+
+    `identity` is all that keys and values depend on besides the tokens. All files in the folder, of whatever model,
+    take at most `max_bytes`.
+    """
+
+    def __init__(self, folder: Path, identity: Mapping[str, str], max_bytes: int) -> None:
+        """Create the folder.
+
+        Raises:
+            SettingsInvalid: The folder cannot be used.
+        """
+        self.folder = private_folder(folder / _FOLDER)
+        self._identity = hashlib.sha256(json.dumps(dict(identity), sort_keys=True).encode()).digest()
+        self._max_bytes = max_bytes
+        self._stored_bytes: int | None = None  # None: not counted yet
+        self._touched: set[str] = set()  # used since `begin`; they are not removed
+        self.disabled_reason = ""  # reason why nothing is written any more; empty if files are written
+
+    def names(self, block_tokens: int, salt: str | None = None) -> PrefixNames:
+        """Return the names of the blocks of one list of tokens. Only with the same salt are they those of other lists."""
+        if salt is None:
+            return PrefixNames(self._identity, block_tokens)
+        salted = hashlib.sha256(self._identity + salt.encode("utf-8", "surrogatepass"))
+        return PrefixNames(salted.digest(), block_tokens)
+
+    def read(self, block: PrefixBlock, rows: memoryview) -> bool:
+        """Read a block into `rows`, which has its size; False if there is none.
+
+        A file that cannot be used is removed. `rows` is then overwritten in part.
+        """
+        file = self.folder / block.name
+        try:
+            descriptor = open_trusted(file)
+            try:
+                found = self._read(descriptor, block, rows)
+            finally:
+                os.close(descriptor)
+        except FileNotFoundError:
+            return False
+        except (OSError, FileUnusable) as error:
+            log.warning("the file %s of the prompt cache cannot be used (%s): it is removed", file, error)
+            with suppress(OSError):
+                file.unlink()
+            return False
+        if found:
+            self.touch(block)
+        return found
+
+    def _read(self, descriptor: int, block: PrefixBlock, rows: memoryview) -> bool:
+        """Return True if the file holds this block; `FileUnusable` if it is damaged."""
+        begin = os.pread(descriptor, _BEGIN, 0)
+        if len(begin) < _BEGIN or begin[: len(MAGIC)] != MAGIC:
+            raise FileUnusable("it is no whole file of this version")
+        identity, token_bytes, row_bytes, checksum, own = _HEADER.unpack(begin[len(MAGIC) :])
+        if zlib.crc32(begin[:-4]) != own:
+            raise FileUnusable("its header is damaged")
+        if os.fstat(descriptor).st_size != _BEGIN + token_bytes + row_bytes:
+            raise FileUnusable("it has been cut short")
+        if (identity, token_bytes, row_bytes) != (block.identity, block.token_bytes.nbytes, rows.nbytes):
+            return False
+        tokens = bytearray(token_bytes)
+        found = _fill(descriptor, memoryview(tokens), _BEGIN, 0)
+        same = tokens == block.token_bytes
+        if same:
+            found = _fill(descriptor, rows, _BEGIN + token_bytes, found)
+            if found != checksum:
+                raise FileUnusable("its content is damaged")
+        return same
+
+    def contains(self, block: PrefixBlock) -> bool:
+        """Return True if there is a file of this name. Its content is verified when it is read."""
+        return (self.folder / block.name).exists()
+
+    def touch(self, block: PrefixBlock) -> None:
+        """Record the use of a block."""
+        self._touched.add(block.name)
+        with suppress(OSError):  # another server has removed it
+            os.utime(self.folder / block.name, ns=(block.used_at, block.used_at))
+
+    def begin(self) -> None:
+        """Begin to write: blocks that are used from now on are not removed for other ones."""
+        self._touched.clear()
+        self._stored_bytes = None
+
+    def write(self, block: PrefixBlock, rows: memoryview) -> bool:
+        """Write a block; False if there is no room for it, or if files cannot be written."""
+        if self.disabled_reason:
+            return False
+        size = _BEGIN + block.token_bytes.nbytes + rows.nbytes
+        try:
+            if not self._make_room(size):
+                return False
+            with atomic_write(self.folder / block.name, mode=0o600, durable=False) as stream:
+                self._write(stream, block, rows)
+        except OSError as error:
+            self.disabled_reason = error.strerror or str(error)
+            log.warning("prompts are no longer kept in %s (%s): serving goes on", self.folder, self.disabled_reason)
+            return False
+        self._stored_bytes = (self._stored_bytes or 0) + size
+        self.touch(block)
+        return True
+
+    def _write(self, stream: FileIO, block: PrefixBlock, rows: memoryview) -> None:
+        checksum = zlib.crc32(rows, zlib.crc32(block.token_bytes))
+        fields = block.identity, block.token_bytes.nbytes, rows.nbytes, checksum
+        header = MAGIC + _HEADER.pack(*fields, 0)[:-4]
+        for part in (header + struct.pack("<I", zlib.crc32(header)), block.token_bytes, rows):
+            left = memoryview(part)
+            while left:
+                left = left[stream.write(left[:_CHUNK_BYTES]) or 0 :]
+
+    def _make_room(self, size: int) -> bool:
+        """Remove the files that were used least recently until `size` bytes are free within the bound."""
+        if self._stored_bytes is not None and self._stored_bytes + size <= self._max_bytes:
+            return True
+        files = sorted(self._files())
+        total = sum(found for _, found, _ in files)
+        wanted = self._max_bytes - (
+            size if total + size <= self._max_bytes else max(size, self._max_bytes // _FREE_DIVISOR)
+        )
+        for _, found, file in files:
+            if total <= wanted:
+                break
+            if file.name not in self._touched:
+                file.unlink(missing_ok=True)
+                total -= found
+        self._stored_bytes = total
+        return total + size <= self._max_bytes
+
+    def _files(self) -> Iterator[tuple[int, int, Path]]:
+        """Yield the time of last use, the bytes and the path of each file."""
+        with os.scandir(self.folder) as entries:
+            for entry in entries:
+                if entry.name.endswith(SUFFIX):
+                    with suppress(FileNotFoundError):  # another server has removed it
+                        status = entry.stat(follow_symlinks=False)
+                        yield status.st_mtime_ns, status.st_size, Path(entry.path)
+
+
+def _fill(descriptor: int, target: memoryview, at: int, checksum: int) -> int:
+    """Read bytes of the file into `target`, and return the checksum continued over them."""
+    view, filled = target.cast("B"), 0
+    while filled < len(view):
+        chunk = view[filled : filled + _CHUNK_BYTES]
+        count = os.preadv(descriptor, [chunk], at + filled)
+        if count == 0:
+            raise FileUnusable("it became shorter while it was read")
+        checksum = zlib.crc32(chunk[:count], checksum)
+        filled += count
+    return checksum
+
+
+def private_folder(folder: Path) -> Path:
+    """Return the folder, made if needed, that only this process's user can enter.
+
+    Raises:
+        SettingsInvalid: It cannot be made or written, or others can enter it.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        status = folder.stat()
+    except OSError as error:
+        raise SettingsInvalid(
+            f"prompt_cache: {folder} cannot be used ({error.strerror}): give a writable folder."
+        ) from error
+    if status.st_uid != os.getuid():
+        raise SettingsInvalid(
+            f"prompt_cache: {folder} belongs to user {status.st_uid}, and keys and values of prompts are only kept in a "
+            "folder of the server's own user: give another folder."
+        )
+    if status.st_mode & 0o077:
+        raise SettingsInvalid(
+            f"prompt_cache: other users can enter {folder} (mode {status.st_mode & 0o777:o}), and prompts can be recovered "
+            f"from what is kept there: run chmod 700 {folder}, or give another folder."
+        )
+    if not os.access(folder, os.W_OK | os.X_OK):
+        raise SettingsInvalid(f"prompt_cache: {folder} cannot be written: give a writable folder.")
+    return folder
+
 
 BLOCK_TOKENS = 128  # of a file: 3 MB for a model of 135M parameters, 15 MB for one of 1.7B
 MOST_PROMPTS = 64  # whose names are held

@@ -11,16 +11,15 @@ from typing import TYPE_CHECKING
 from app.backends.selection import select_device_backend, select_host_backend
 from app.engine.build import BuildRequest, BuiltEngine, ReportStage, load_on_device, percent_reporter
 from app.engine.encoder.batching import BatchingDelay, EncodeState, TextSpan
-from app.engine.encoder.cpu_runner import EncoderRunner
+from app.engine.encoder.cpu_runner import DEFAULT_PAIR_TOKENS, EncoderRunner, LanePlanner
 from app.engine.encoder.engine import EncoderEngine, EncoderLimits, TextRunner, are_finite
-from app.engine.encoder.sharding import DEFAULT_PAIR_TOKENS, LanePlanner
 from app.errors import StepFailed
 from app.hardware.plan.plan import ServingPlan
 from app.hardware.step_times import TABLE_TEXT_TOKENS, ThrottleCorrection
 from app.messages import Encode, Text
 from app.models.encoders.encoder import Encoder
 from app.weights.checkpoint import Checkpoint
-from app.weights.finite import explaining_values_not_finite
+from app.weights.tensor_reader import explaining_values_not_finite
 
 if TYPE_CHECKING:
     from app.engine.encoder.device_runner import DeviceEncoderRunner

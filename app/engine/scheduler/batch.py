@@ -1,7 +1,8 @@
 """Sequences, and the batch of one step: the tokens to compute for each sequence and where their KV is stored.
 
 A `Sequence` is one choice of a request, or one beam: its tokens, the number that is computed, and the location of
-their KV. It is owned by the worker thread, and the scheduler decides when it runs. This module contains no tensors.
+their KV. It is owned by the worker thread, and the scheduler decides when it runs. The module also makes the events for
+clients about a sequence: new tokens, the end and its reason, timings. It contains no tensors.
 """
 
 from __future__ import annotations
@@ -12,7 +13,18 @@ from collections.abc import Sequence as Items
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
-from app.messages import Generate, GrammarSource, LoadedAdapter, SamplingParams, TokenLogprob
+from app.messages import (
+    Event,
+    FinishReason,
+    Generate,
+    GrammarSource,
+    LoadedAdapter,
+    SamplingParams,
+    SequenceFinished,
+    Timings,
+    TokenLogprob,
+    TokensReady,
+)
 
 NOT_FINITE = -1  # in place of a sampled token's id if the row's logits have a NaN or +inf, or are all -inf
 _SEED_MASK = 2**63 - 1
@@ -474,3 +486,69 @@ def accepted_by_span(batch: Batch, samples: Items[SampledTokens]) -> list[tuple[
         first = end
     assert first == len(samples), "one sample for each row that samples"
     return pairs
+
+
+def token_events(sequence: Sequence, samples: Items[SampledTokens], now: float) -> list[Event]:
+    """Return the events for the tokens that were just appended, and for the end if the last token ends the sequence.
+
+    A stop token counts as a completion token but is not part of the text.
+    """
+    count, last_id = len(sequence.token_ids), sequence.token_ids[-1]
+    stops = last_id in sequence.stop_ids
+    text = samples[:-1] if stops else samples
+    events: list[Event] = []
+    if text:
+        first = count - sequence.num_prompt_tokens == len(samples)
+        ready = TokensReady(
+            sequence.request_id,
+            sequence.choice,
+            text[0].token_ids if len(text) == 1 else tuple([one.token_ids[0] for one in text]),
+            () if sequence.params.logprobs is None else _token_logprobs(text, sequence.params.num_top_logprobs),
+            sequence_timings(sequence, now) if first else None,
+        )
+        events.append(ready)
+    if stops:
+        params = sequence.params
+        scored = None if params.logprobs is None else _token_logprobs(samples[-1:], params.num_top_logprobs)[0]
+        events.append(replace(sequence_finished(sequence, "stop", now, last_id), stop_logprob=scored))
+    elif sequence.grammar is not None and sequence.grammar.finished:
+        events.append(sequence_finished(sequence, "stop", now))
+    elif count >= sequence.max_length:
+        events.append(sequence_finished(sequence, "length", now))
+    return events
+
+
+def sequence_finished(
+    sequence: Sequence, reason: FinishReason, now: float, stop_token_id: int | None = None
+) -> SequenceFinished:
+    """Return the event for the end of a sequence."""
+    return SequenceFinished(
+        request_id=sequence.request_id,
+        choice=sequence.choice,
+        reason=reason,
+        timings=sequence_timings(sequence, now),
+        num_completion_tokens=sequence.num_completion_tokens,
+        stop_token_id=stop_token_id,
+    )
+
+
+def choices_finished(sequence: Sequence, reason: FinishReason, now: float) -> list[Event]:
+    """Return the events for the end of a sequence that ends all choices that come from it: of a beam search, several."""
+    finished = sequence_finished(sequence, reason, now)
+    count = sequence.params.n if sequence.is_beam else 1
+    return [replace(finished, choice=sequence.choice + place) for place in range(count)]
+
+
+def sequence_timings(sequence: Sequence, now: float) -> Timings:
+    """Return the timings of a sequence; a phase that has not begun has zero seconds.
+
+    Queue time ends when the sequence is first scheduled, prefill at its first token. The rest is decode time.
+    """
+    scheduled = now if sequence.scheduled_at is None else sequence.scheduled_at
+    first_token = now if sequence.first_token_at is None else sequence.first_token_at
+    return Timings(scheduled - sequence.arrived_at, first_token - scheduled, now - first_token, sequence.cached_tokens)
+
+
+def _token_logprobs(samples: Items[SampledTokens], num_top: int) -> tuple[TokenLogprob, ...]:
+    assert all(one.logprobs for one in samples), "the sampler returns log-probabilities if they were requested"
+    return tuple(TokenLogprob(one.token_ids[0], one.logprobs[0], one.top[:num_top]) for one in samples)

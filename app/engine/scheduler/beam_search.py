@@ -10,8 +10,8 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from math import inf
 
-from app.engine.scheduler.batch import SampledTokens, Sequence
-from app.messages import FinishReason, TokenLogprob
+from app.engine.scheduler.batch import SampledTokens, Sequence, sequence_timings
+from app.messages import FinishReason, SequenceFinished, TokenLogprob
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,3 +150,17 @@ def _candidate_continuations(sampled: Iterable[tuple[Sequence, SampledTokens]]) 
         for token_id, logprob in zip(candidates.token_ids, candidates.logprobs, strict=True):
             if logprob > -inf:
                 yield Continuation(beam, beam.beam_logprob + logprob, TokenLogprob(token_id, logprob, top[:asked]))
+
+
+def beam_search_finished(sequence: Sequence, choice: int, best: Hypothesis, now: float) -> SequenceFinished:
+    """Return the event for the end of a choice of a beam search, with its completion."""
+    return SequenceFinished(
+        request_id=sequence.request_id,
+        choice=choice,
+        reason=best.reason,
+        timings=sequence_timings(sequence, now),
+        num_completion_tokens=len(best.token_ids) + (best.stop_token_id is not None),
+        token_ids=best.token_ids,
+        logprobs=best.token_logprobs,
+        stop_token_id=best.stop_token_id,
+    )

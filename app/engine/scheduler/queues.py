@@ -1,23 +1,20 @@
 """Request queues: waiting and running sequences, oldest first, the transitions between them, and request limits.
 
-It works on counts and never on tensors. The scheduler decides which sequences are computed in a step and which events
-are sent. `KvAllocator` assigns slots. `request_error` rejects a request that can never be served.
-
-The module also makes the events for clients about a sequence (new tokens, the end and its reason, timings), and the
-scheduler's state as plain counts that other threads can read. The service, not the engine, finds stop strings.
+It works on counts and never on tensors. The scheduler decides which sequences are computed in a step. `KvAllocator`
+assigns slots. `request_error` rejects a request that can never be served.
 """
 
 from __future__ import annotations
 
 from bisect import insort
-from collections import abc
 from dataclasses import dataclass, field, replace
+from operator import attrgetter
 
-from app.engine.scheduler.batch import SampledTokens, Sequence
-from app.engine.scheduler.beam_search import BeamGroup, Hypothesis
+from app.engine.scheduler.batch import Sequence
+from app.engine.scheduler.beam_search import BeamGroup
 from app.engine.scheduler.kv_allocator import KvAllocator, KvSlots
 from app.errors import ContextLengthExceeded, InvalidRequest, RequestError
-from app.messages import Event, FinishReason, Generate, SequenceFinished, Timings, TokenLogprob, TokensReady
+from app.messages import Generate
 from app.metrics.stats import EngineSnapshot
 
 
@@ -50,11 +47,11 @@ class RequestQueues:
         """Add a new request, the youngest of its priority. Its first choice waits for a slot."""
         group = BeamGroup(choices[0]) if choices[0].is_beam else None
         self.requests[choices[0].request_id] = ActiveRequest(choices, choices[1:], group)
-        insort(self.waiting, choices[0], key=_order)
+        insort(self.waiting, choices[0], key=attrgetter("order"))
 
     def start(self, sequence: Sequence) -> None:
         """Add a sequence that has a slot to the running list."""
-        insort(self.running, sequence, key=_order)
+        insort(self.running, sequence, key=attrgetter("order"))
 
     def admit(self, sequence: Sequence | None = None) -> Sequence | None:
         """Move a waiting sequence, by default the oldest, to the running list; None if there is no capacity for it."""
@@ -86,7 +83,7 @@ class RequestQueues:
         group = self.requests[victim.request_id].group
         for sequence in list(group.beams) if group else [victim]:
             self.release_slot(sequence)
-        insort(self.waiting, group.restart() if group else victim, key=_order)
+        insort(self.waiting, group.restart() if group else victim, key=attrgetter("order"))
 
     def release_slot(self, sequence: Sequence, keep_tokens: bool = True) -> None:
         """Take a sequence out of its slot.
@@ -103,7 +100,7 @@ class RequestQueues:
         """Move the held choices of a request to the waiting list, once its prompt is computed and can be shared."""
         request = self.requests[sequence.request_id]
         for choice in request.held:
-            insort(self.waiting, choice, key=_order)
+            insort(self.waiting, choice, key=attrgetter("order"))
         request.held.clear()
 
     def remove(self, sequence: Sequence, keep_tokens: bool = True) -> None:
@@ -119,13 +116,36 @@ class RequestQueues:
         elif sequence in self.waiting:
             self.waiting.remove(sequence)
         if request.held and not was_held:
-            insort(self.waiting, request.held.pop(0), key=_order)
+            insort(self.waiting, request.held.pop(0), key=attrgetter("order"))
         if not request.active:
             del self.requests[sequence.request_id]
 
+    def snapshot(self) -> EngineSnapshot:
+        """Return the counts of running and waiting sequences.
 
-def _order(sequence: Sequence) -> tuple[int, int]:
-    return sequence.order
+        Cached slots that can be evicted do not count as used.
+        """
+        pool = self._allocator.pool
+        rows: list[tuple[int, int]] = []
+        prompts: list[tuple[int, int]] = []
+        context = 0
+        for sequence in self.running:  # a single pass, because this runs after every step
+            length = len(sequence.token_ids)
+            num_completion_tokens, uncomputed = length - sequence.num_prompt_tokens, length - sequence.num_computed
+            if uncomputed == 1 and num_completion_tokens > 0:
+                rows.append((num_completion_tokens, sequence.max_length - length))
+                context += length
+            else:
+                prompts.append((sequence.num_computed, uncomputed))
+        return EngineSnapshot(
+            num_running=len({sequence.request_id for sequence in self.running}),
+            kv_used_tokens=pool.in_use_tokens(),
+            kv_capacity_tokens=pool.capacity_tokens,
+            rows=tuple(rows),
+            context_tokens=context,
+            prompts=tuple(prompts),
+            queue=tuple([len(sequence.token_ids) for sequence in self.waiting]),
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,112 +211,3 @@ def max_sequence_tokens(request: Generate, limits: EngineLimits, pool: KvSlots) 
     # The prompt is stored once. The root and each beam store a completion, and each end needs a separate page.
     capacity = pool.capacity_tokens - num_prompt - (2 * params.beam_width + 1) * pool.tokens_per_page
     return min(bound, num_prompt + capacity // (params.beam_width + 1))
-
-
-def token_events(sequence: Sequence, samples: abc.Sequence[SampledTokens], now: float) -> list[Event]:
-    """Return the events for the tokens that were just appended, and for the end if the last token ends the sequence.
-
-    A stop token counts as a completion token but is not part of the text.
-    """
-    count, last_id = len(sequence.token_ids), sequence.token_ids[-1]
-    stops = last_id in sequence.stop_ids
-    text = samples[:-1] if stops else samples
-    events: list[Event] = []
-    if text:
-        first = count - sequence.num_prompt_tokens == len(samples)
-        ready = TokensReady(
-            sequence.request_id,
-            sequence.choice,
-            text[0].token_ids if len(text) == 1 else tuple([one.token_ids[0] for one in text]),
-            () if sequence.params.logprobs is None else _token_logprobs(text, sequence.params.num_top_logprobs),
-            sequence_timings(sequence, now) if first else None,
-        )
-        events.append(ready)
-    if stops:
-        params = sequence.params
-        scored = None if params.logprobs is None else _token_logprobs(samples[-1:], params.num_top_logprobs)[0]
-        events.append(replace(sequence_finished(sequence, "stop", now, last_id), stop_logprob=scored))
-    elif sequence.grammar is not None and sequence.grammar.finished:
-        events.append(sequence_finished(sequence, "stop", now))
-    elif count >= sequence.max_length:
-        events.append(sequence_finished(sequence, "length", now))
-    return events
-
-
-def sequence_finished(
-    sequence: Sequence, reason: FinishReason, now: float, stop_token_id: int | None = None
-) -> SequenceFinished:
-    """Return the event for the end of a sequence."""
-    return SequenceFinished(
-        request_id=sequence.request_id,
-        choice=sequence.choice,
-        reason=reason,
-        timings=sequence_timings(sequence, now),
-        num_completion_tokens=sequence.num_completion_tokens,
-        stop_token_id=stop_token_id,
-    )
-
-
-def choices_finished(sequence: Sequence, reason: FinishReason, now: float) -> list[Event]:
-    """Return the events for the end of a sequence that ends all choices that come from it: of a beam search, several."""
-    finished = sequence_finished(sequence, reason, now)
-    count = sequence.params.n if sequence.is_beam else 1
-    return [replace(finished, choice=sequence.choice + place) for place in range(count)]
-
-
-def beam_search_finished(sequence: Sequence, choice: int, best: Hypothesis, now: float) -> SequenceFinished:
-    """Return the event for the end of a choice of a beam search, with its completion."""
-    return SequenceFinished(
-        request_id=sequence.request_id,
-        choice=choice,
-        reason=best.reason,
-        timings=sequence_timings(sequence, now),
-        num_completion_tokens=len(best.token_ids) + (best.stop_token_id is not None),
-        token_ids=best.token_ids,
-        logprobs=best.token_logprobs,
-        stop_token_id=best.stop_token_id,
-    )
-
-
-def sequence_timings(sequence: Sequence, now: float) -> Timings:
-    """Return the timings of a sequence; a phase that has not begun has zero seconds.
-
-    Queue time ends when the sequence is first scheduled, prefill at its first token. The rest is decode time.
-    """
-    scheduled = now if sequence.scheduled_at is None else sequence.scheduled_at
-    first_token = now if sequence.first_token_at is None else sequence.first_token_at
-    return Timings(scheduled - sequence.arrived_at, first_token - scheduled, now - first_token, sequence.cached_tokens)
-
-
-def _token_logprobs(samples: abc.Sequence[SampledTokens], num_top: int) -> tuple[TokenLogprob, ...]:
-    assert all(one.logprobs for one in samples), "the sampler returns log-probabilities if they were requested"
-    return tuple(TokenLogprob(one.token_ids[0], one.logprobs[0], one.top[:num_top]) for one in samples)
-
-
-def snapshot_of_sequences(
-    running: abc.Sequence[Sequence], waiting: abc.Sequence[Sequence], pool: KvSlots
-) -> EngineSnapshot:
-    """Return the counts of running and waiting sequences, which are given oldest first.
-
-    Cached slots that can be evicted do not count as used.
-    """
-    rows: list[tuple[int, int]] = []
-    prompts: list[tuple[int, int]] = []
-    context = 0
-    for sequence in running:  # a single pass, because this runs after every step
-        length = len(sequence.token_ids)
-        num_completion_tokens, uncomputed = length - sequence.num_prompt_tokens, length - sequence.num_computed
-        if uncomputed == 1 and num_completion_tokens > 0:
-            rows.append((num_completion_tokens, sequence.max_length - length))
-            context += length
-        else:
-            prompts.append((sequence.num_computed, uncomputed))
-    return EngineSnapshot(
-        num_running=len({sequence.request_id for sequence in running}),
-        kv_used_tokens=pool.in_use_tokens(),
-        kv_capacity_tokens=pool.capacity_tokens,
-        rows=tuple(rows),
-        context_tokens=context,
-        prompts=tuple(prompts),
-        queue=tuple([len(sequence.token_ids) for sequence in waiting]),
-    )

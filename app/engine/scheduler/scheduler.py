@@ -23,24 +23,22 @@ from app.engine.scheduler.batch import (
     ScoredSpan,
     Sequence,
     accepted_by_span,
+    choices_finished,
     make_sequence,
     next_span,
     scored_spans,
-)
-from app.engine.scheduler.beam_search import BeamGroup, Continuation
-from app.engine.scheduler.kv_allocator import KvAllocator, KvSlots
-from app.engine.scheduler.policy import PrefillBudget, TokenBudget, admit_oldest, before_long_ones, share_prompts
-from app.engine.scheduler.prefix_store import READ_SECONDS_ALONE, READ_SECONDS_BESIDE_DECODES, PrefixStore
-from app.engine.scheduler.queues import (
-    EngineLimits,
-    RequestQueues,
-    beam_search_finished,
-    choices_finished,
-    max_sequence_tokens,
-    request_error,
-    snapshot_of_sequences,
     token_events,
 )
+from app.engine.scheduler.beam_search import BeamGroup, Continuation, beam_search_finished
+from app.engine.scheduler.kv_allocator import (
+    READ_SECONDS_ALONE,
+    READ_SECONDS_BESIDE_DECODES,
+    KvAllocator,
+    KvSlots,
+    PrefixStore,
+)
+from app.engine.scheduler.policy import PrefillBudget, TokenBudget, admit_oldest, before_long_ones, share_prompts
+from app.engine.scheduler.queues import EngineLimits, RequestQueues, max_sequence_tokens, request_error
 from app.engine.scheduler.speculation import Speculation
 from app.errors import InvalidRequest, RequestError, StepFailed
 from app.messages import Abort, Event, Generate, PromptScored, RequestFailed, SequenceFinished, TokenScore
@@ -245,7 +243,7 @@ class Scheduler:
 
     def snapshot(self) -> EngineSnapshot:
         """Return a snapshot of the scheduler. It counts requests, not choices."""
-        now = snapshot_of_sequences(self.queues.running, self.queues.waiting, self.pool)
+        now = self.queues.snapshot()
         return replace(
             now,
             num_waiting=len(self.queues.requests) - now.num_running,

@@ -8,13 +8,75 @@ pause it tries a single draft token; the pause doubles after each failure, so a 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from app.engine.scheduler.acceptance import MIN_SPEEDUP, SHARED_DECAY, AcceptanceRate, DecodeCostModel, DraftHistory
 from app.engine.scheduler.batch import ScheduledSpan, Sequence
-from app.engine.scheduler.model_drafting import DraftProposer, ModelDrafting
+
+MIN_SPEEDUP = (
+    1.03  # required gain in tokens per second over no draft tokens; the gain must cover the cost of drafting too
+)
+MIN_PAUSE_STEPS, MAX_PAUSE_STEPS = 4, 32  # steps
+DECAY = 0.9  # decay of earlier observations at each new one: about the last ten count
+SHARED_DECAY = 0.99
+PRIOR_WEIGHT = 2.0  # number of observations that the rate of all sequences counts for in a sequence's estimate
+
+
+class DecodeCostModel(Protocol):
+    """The cost of decode steps, in any unit."""
+
+    def decode(self, rows: int, context_tokens: int = 0) -> float:
+        """Return the cost of a decode step with this many rows and this total context."""
+        ...
+
+
+@dataclass(slots=True)
+class AcceptanceRate:
+    """Decaying estimate of the probability that a draft token is accepted, given that those before it were.
+
+    It begins with one accepted and one rejected token.
+    """
+
+    decay: float
+    accepted: float = 1.0
+    rejected: float = 1.0
+
+    def observe(self, drafted: int, accepted: int) -> None:
+        """Record a result. Draft tokens after the first rejected one carry no information."""
+        self.accepted = self.accepted * self.decay + accepted
+        self.rejected = self.rejected * self.decay + (accepted < drafted)
+
+    def value(self, prior: float = 0.5, prior_weight: float = 0.0) -> float:
+        """Return the estimate, combined with a prior that counts as `prior_weight` observations."""
+        return (self.accepted + prior_weight * prior) / (self.accepted + self.rejected + prior_weight)
+
+
+@dataclass(slots=True)
+class DraftHistory:
+    """What became of one sequence's draft tokens. While `pause` is positive, none are requested.
+
+    `is_probe`: the present draft is a single trial token.
+    """
+
+    rate: AcceptanceRate = field(default_factory=lambda: AcceptanceRate(DECAY, 0.0, 0.0))
+    pause: int = 0
+    next_pause: int = MIN_PAUSE_STEPS
+    is_probe: bool = False
+
+    def acceptance(self, shared: AcceptanceRate) -> float:
+        """Return the probability that a draft token is accepted, with the rate of all sequences as the prior."""
+        return self.rate.value(shared.value(), PRIOR_WEIGHT)
+
+    def observe(self, drafted: int, accepted: int, shared: AcceptanceRate) -> None:
+        """Record a result, also in the rate of all sequences. A trial token that is rejected doubles the next pause."""
+        self.rate.observe(drafted, accepted)
+        shared.observe(drafted, accepted)
+        if accepted:
+            self.next_pause = MIN_PAUSE_STEPS
+        elif self.is_probe:
+            self.next_pause = min(2 * self.next_pause, MAX_PAUSE_STEPS)
+
 
 NGRAM_SIZES = (3, 2)  # lengths of the n-grams to match; the longest match is used
 # Number of tokens whose n-grams are indexed per step, which takes 0.3 ms. A long prompt is indexed from its end
@@ -342,3 +404,94 @@ def _with_pause_rule(count: int, state: DraftState, may_probe: bool) -> int:
     if state.has_paused:
         history.pause = history.next_pause
     return max(count, int(history.is_probe))
+
+
+class DraftProposer(Protocol):
+    """A draft model, without tensors."""
+
+    def is_ready(self, sequence: Sequence) -> bool:
+        """Return True if the sequence can be drafted for; else do a part of what it lacks."""
+        ...
+
+    def propose(self, sequences: list[Sequence], num_tokens: int) -> Mapping[Sequence, tuple[int, ...]]:
+        """Return `num_tokens` draft tokens for each sequence."""
+        ...
+
+    def step_seconds(self, num_sequences: int) -> float:
+        """Return the seconds of one draft token for each of so many sequences; 0: not known."""
+        ...
+
+    def take_seconds(self) -> float:
+        """Return the seconds spent since the last call."""
+        ...
+
+    def forget(self, sequence: Sequence) -> None:
+        """Drop what is known of a finished sequence."""
+        ...
+
+
+class ModelDrafting:
+    """The policy of one draft model."""
+
+    def __init__(self, model: DraftProposer, costs: DecodeCostModel, max_draft_tokens: int) -> None:
+        self.model, self._costs, self._max_draft_tokens = model, costs, max_draft_tokens
+        self._rate = AcceptanceRate(SHARED_DECAY)
+        self._histories: dict[Sequence, DraftHistory] = {}
+
+    @property
+    def acceptance(self) -> float:
+        """Estimated probability that a draft token is accepted, of all sequences together."""
+        return self._rate.value()
+
+    def drafts(
+        self, spans: list[ScheduledSpan], all_spans: list[ScheduledSpan], left: int
+    ) -> Mapping[Sequence, tuple[int, ...]]:
+        """Return draft tokens for those of `spans` for which they pay off. At most `left` rows may be added."""
+        ready: list[Sequence] = []
+        for span in spans:
+            history = self._histories.setdefault(span.sequence, DraftHistory())
+            if history.pause > 0:
+                history.pause -= 1
+            elif self.model.is_ready(span.sequence):
+                ready.append(span.sequence)
+        if not ready or left < len(ready):
+            return {}
+        count = self._count(ready, all_spans, left)
+        for sequence in ready:
+            history = self._histories[sequence]
+            history.is_probe = count == 0
+            if count == 0:
+                history.pause = history.next_pause
+        return self.model.propose(ready, max(count, 1))
+
+    def is_better(self, sequence: Sequence, acceptance: float, num_sequences: int, step_seconds: float) -> bool:
+        """Return True if this draft model gains more per draft token than another method with this acceptance."""
+        history, each = self._histories.get(sequence), self.model.step_seconds(1)
+        if history is None or not each or history.pause > 0:
+            return False
+        return history.acceptance(self._rate) - num_sequences * each / step_seconds > acceptance
+
+    def observe(self, sequence: Sequence, drafted: int, accepted: int) -> None:
+        """Record how many draft tokens were accepted."""
+        self._histories[sequence].observe(drafted, accepted, self._rate)
+
+    def forget(self, sequence: Sequence) -> None:
+        """Drop the state of a finished sequence."""
+        self._histories.pop(sequence, None)
+        self.model.forget(sequence)
+
+    def _count(self, ready: list[Sequence], spans: list[ScheduledSpan], left: int) -> int:
+        """Return the number of draft tokens for each ready sequence that makes the most tokens per second."""
+        rows, context = len(spans), sum(span.end for span in spans)
+        alone, each = self._costs.decode(rows, context), self.model.step_seconds(len(ready))
+        if not each:
+            return 0
+        rates = [self._histories[one].acceptance(self._rate) for one in ready]
+        room = min(sequence.max_length - len(sequence.token_ids) - 1 for sequence in ready)
+        best, taken, tokens = MIN_SPEEDUP * rows / alone, 0, float(rows)
+        for count in range(1, min(self._max_draft_tokens, room, left // len(ready)) + 1):
+            tokens += sum(rate**count for rate in rates)
+            verified = max(alone, self._costs.decode(rows + count * len(ready), context))
+            if tokens / (verified + count * each) > best:
+                best, taken = tokens / (verified + count * each), count
+        return taken

@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 from app.errors import CheckpointInvalid
 from app.models.config_reader import MAX_LAYERS, ConfigReader
-from app.models.decoders.families import DECODER_FAMILIES
+from app.models.decoders.families import DECODER_FAMILIES, refusal
 from app.models.decoders.family import DecoderFamily, Fields
 from app.models.decoders.family_values import known_texts, refuse
 from app.models.decoders.layer_config import (
@@ -27,7 +27,6 @@ from app.models.decoders.layer_config import (
     Placement,
     QkvLayout,
 )
-from app.models.decoders.refusals import refusal
 from app.models.decoders.rope import RopeConfig, parse_rope
 
 # Names that publishers gave to classes of transformers.

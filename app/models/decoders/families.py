@@ -2,19 +2,145 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
-from app.models.decoders import altup_values as altup
 from app.models.decoders import expert_values as experts
 from app.models.decoders import family_values as values
-from app.models.decoders.families_experts import EXPERT_FAMILIES
 from app.models.decoders.families_layer_norm import LAYER_NORM_FAMILIES
 from app.models.decoders.family import DecoderFamily, layer_names
 from app.models.decoders.layer_config import HeadNormConfig, NormConfig
 
-_RMS_PLUS_1 = NormConfig("rms", offset=1.0)
 _PER_HEAD = HeadNormConfig()
+
+# Until `read`, `head_dim` is the part of a head with rotary embeddings, which is what saved files call it too.
+_LATENT: Mapping[str, Any] = {
+    "aliases": {"head_dim": "qk_rope_head_dim", "n_routed_experts": "num_local_experts"},
+    "head_dim": 64,
+    "parts": {".mlp.shared_experts.": ".mlp.shared_expert."},
+    "has_more_layers": True,
+}
+_MIXTRAL = {"block_sparse_moe.": "mlp.", ".w1.": ".gate_proj.", ".w2.": ".down_proj.", ".w3.": ".up_proj."}
+
+EXPERT_FAMILIES: Mapping[str, DecoderFamily] = {
+    "MixtralForCausalLM": DecoderFamily(
+        model_type="mixtral",
+        title="Mixtral",
+        attention_biases="none",
+        eps=1e-5,
+        theta=1_000_000.0,
+        slides=lambda config, layer: True,
+        read=experts.mixtral,
+        parts=_MIXTRAL,
+    ),
+    "PhimoeForCausalLM": DecoderFamily(
+        model_type="phimoe",
+        title="Phi-3.5-MoE",
+        norm=NormConfig(kind="layer", has_bias=True),
+        eps=1e-5,
+        theta=1_000_000.0,
+        slides=lambda config, layer: True,
+        read=experts.phimoe,
+        parts=_MIXTRAL,
+    ),
+    "Ernie4_5_MoeForCausalLM": DecoderFamily(
+        model_type="ernie4_5_moe",
+        title="Ernie 4.5 with experts",
+        tie_embeddings=True,
+        attention_biases="none",
+        theta=500_000.0,
+        eps=1e-5,
+        interleaved=True,
+        read=experts.ernie_moe,
+        parts={".mlp.shared_experts.": ".mlp.shared_expert.", ".mlp.moe_statics.": ".mlp.gate."},
+        ignored=("model.mtp_",),
+    ),
+    "Qwen2MoeForCausalLM": DecoderFamily(
+        model_type="qwen2_moe",
+        aliases={"num_experts": "num_local_experts"},
+        title="Qwen 1.5 and 2 with experts",
+        window=4096,
+        attention_biases="qkv",
+        slides=values.qwen_slides,
+        read=experts.qwen2_moe,
+    ),
+    "Qwen3MoeForCausalLM": DecoderFamily(
+        model_type="qwen3_moe",
+        aliases={"num_experts": "num_local_experts"},
+        title="Qwen 3 with experts",
+        window=4096,
+        head_norm=_PER_HEAD,
+        slides=lambda config, layer: True,
+        read=experts.qwen3_moe,
+    ),
+    "OlmoeForCausalLM": DecoderFamily(
+        model_type="olmoe",
+        aliases={"num_experts": "num_local_experts"},
+        title="OLMoE",
+        eps=1e-5,
+        head_norm=HeadNormConfig(scope="together"),
+        read=experts.olmoe,
+    ),
+    "GraniteMoeForCausalLM": DecoderFamily(
+        model_type="granitemoe",
+        title="Granite 3 with experts",
+        read=experts.granite_moe,
+        parts={
+            "block_sparse_moe.input_linear.weight": "mlp.experts.gate_up_proj",
+            "block_sparse_moe.output_linear.weight": "mlp.experts.down_proj",
+            "block_sparse_moe.router.layer.": "mlp.gate.",
+        },
+    ),
+    "GptOssForCausalLM": DecoderFamily(
+        model_type="gpt_oss",
+        title="gpt-oss (20B, 120B)",
+        head_dim=64,
+        theta=150_000.0,
+        eps=1e-5,
+        window=128,
+        fields={"activation": "swiglu_oai", "mlp_bias": True, "has_sinks": True},
+        slides=lambda config, layer: layer % 2 == 0,
+        read=experts.gpt_oss,
+        parts={".mlp.router.": ".mlp.gate."},
+        expert_layout="interleaved",
+    ),
+    "Glm4MoeForCausalLM": DecoderFamily(
+        model_type="glm4_moe",
+        aliases={"n_routed_experts": "num_local_experts"},
+        title="GLM 4.5 and newer with experts",
+        partial=0.5,
+        attention_biases="config_qkv",
+        eps=1e-5,
+        head_norm=_PER_HEAD,
+        read=experts.glm4_moe,
+        parts={".mlp.shared_experts.": ".mlp.shared_expert."},
+        has_more_layers=True,
+    ),
+    "DeepseekV2ForCausalLM": DecoderFamily(
+        model_type="deepseek_v2",
+        title="DeepSeek-V2, its Lite and Coder models",
+        has_mlp_bias=True,
+        read=experts.deepseek_v2,
+        **_LATENT,
+    ),
+    "DeepseekV3ForCausalLM": DecoderFamily(
+        model_type="deepseek_v3",
+        title="DeepSeek-V3, V3.1 and R1; Moonlight and Kimi K2 with a tokenizer.json",
+        read=experts.deepseek_v3,
+        **_LATENT,
+    ),
+    "Glm4MoeLiteForCausalLM": DecoderFamily(
+        model_type="glm4_moe_lite",
+        title="GLM 4.7 Flash",
+        eps=1e-5,
+        read=experts.glm4_moe_lite,
+        **_LATENT,
+    ),
+}
+
+
+_RMS_PLUS_1 = NormConfig("rms", offset=1.0)
 _GEMMA3 = DecoderFamily(
     model_type="gemma3_text",
     title="Gemma 3 (1B, 270M)",
@@ -52,7 +178,7 @@ _GEMMA3N = DecoderFamily(
     activation=("hidden_activation", "gelu_pytorch_tanh"),
     fields={"placement": "sandwich"},
     slides=lambda config, layer: (layer + 1) % 5 != 0,
-    read=altup.gemma3n,
+    read=values.gemma3n,
 )
 
 _LFM2 = DecoderFamily(
@@ -394,3 +520,57 @@ DECODER_FAMILIES: Mapping[str, DecoderFamily] = {
     **LAYER_NORM_FAMILIES,
     **EXPERT_FAMILIES,
 }
+
+
+# What is not offered -> the starts of the class names that need it.
+UNSUPPORTED: Mapping[str, tuple[str, ...]] = {
+    "state-space layers, whose state is not a KV cache": (
+        *("Mamba", "FalconMamba", "FalconH1", "Jamba", "Zamba", "Bamba", "NemotronH", "GraniteMoeHybrid"),
+    ),
+    "recurrent layers with a state, such as linear attention": (
+        *("Rwkv", "RecurrentGemma", "Qwen3Next", "Qwen3_5", "MiniMax", "KimiLinear", "OlmoHybrid", "xLSTM"),
+    ),
+    "an encoder that reads the text and a decoder that attends to it": (
+        *("T5", "MT5", "UMT5", "Bart", "MBart", "Pegasus", "Marian", "BigBirdPegasus", "LED", "SwitchTransformers"),
+        *("M2M100", "MvpFor", "PLBart", "ProphetNet"),
+    ),
+    "speech": ("Whisper", "Speech", "Wav2Vec", "Voxtral", "Moshi", "Qwen2Audio"),
+    "pictures": (
+        *("Qwen2VL", "Qwen2_5_VL", "Qwen3VL", "Llava", "Idefics", "PaliGemma", "Mllama", "InternVL", "Mistral3"),
+        *("SmolVLM", "Gemma4", "Phi4Multimodal", "DeepseekVL", "Ovis", "Molmo", "Glm4v", "Pixtral", "Qwen2_5Omni"),
+        *("Lfm2Vl", "Lfm3Vl"),
+    ),
+    "chunked attention and experts that alternate with dense layers": ("Llama4",),
+    "sparse attention, for which an indexer selects tokens": ("DeepseekV32", "DeepseekV4", "GlmMoeDsa"),
+    "weights of one and a half bits": ("BitNet",),
+    "a mixture of experts of its own kind": (
+        *("GraniteMoeShared", "Dots1", "HunYuanMoE", "Cohere2Moe"),
+        *("FlexOlmo", "Jetmoe", "Dbrx", "ExaoneMoe"),
+    ),
+}
+
+
+_SHORT_NAMES = [name.removesuffix("ForCausalLM") for name in DECODER_FAMILIES]
+
+
+def reason_of(architecture: str) -> str | None:
+    """Return what an architecture needs that is not offered; None if it is not in the table."""
+    fitting = [
+        (len(prefix), reason)
+        for reason, prefixes in UNSUPPORTED.items()
+        for prefix in prefixes
+        if architecture.startswith(prefix)
+    ]
+    return max(fitting)[1] if fitting else None
+
+
+def refusal(names: Sequence[str], model_type: str) -> str:
+    """Return the sentence that refuses a config.json with these architectures, or with this model type."""
+    said = ", ".join(names) or model_type
+    known = next(filter(None, map(reason_of, names)), None)
+    if known is not None:
+        return f"architecture {said} is not supported: it needs {known}, which is not offered (docs/families.md)."
+    return (
+        f"architecture {said} is not supported; supported are {', '.join(_SHORT_NAMES)} (docs/families.md) and the encoders of"
+        " docs/encoders.md."
+    )

@@ -44,7 +44,7 @@ class EncoderFamily:
     - `layouts`: the sets of tensor names that checkpoints use.
     - `padding_offset`: learned positions begin after the padding id.
     - `theta`: base of the rotary positions; None if there are none.
-    - `head`: the kind of classification head, see `models/encoders/head_config.py`.
+    - `head`: the kind of classification head, see `models/encoders/config_reader.py`.
     """
 
     stem: str

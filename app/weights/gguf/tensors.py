@@ -6,10 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from app.weights.gguf.config import ROPE_DIVISORS, ROPE_FACTORS, GgufFamily
-from app.weights.gguf.experts import EXPERT_NAMES, WHOLE_NAMES, expert_tensors
-from app.weights.gguf.reader import GgufModel, GgufTensor
-from app.weights.gguf.tensor_types import TYPES
+from app.weights.gguf.config import EXPERT_NAMES, ROPE_DIVISORS, ROPE_FACTORS, WHOLE_NAMES, GgufFamily, expert_tensors
+from app.weights.gguf.reader import TYPES, GgufModel, GgufTensor
 from app.weights.safetensors import EncodedEntry, TensorEntry
 
 OTHER_NAMES: Mapping[str, str] = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}

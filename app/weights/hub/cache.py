@@ -1,4 +1,4 @@
-"""The hub's cache on this machine: which models it has, where their files are, and removing them. Nothing is fetched.
+"""The hub's cache on this machine: names of models, which it has, which files a model needs. Nothing is fetched.
 
 Its layout is models--ORG--NAME/snapshots/COMMIT/FILE, where each file is a link to models--ORG--NAME/blobs/HASH;
 models--ORG--NAME/refs/BRANCH has the branch's commit (Hugging Face's documentation of huggingface_hub).
@@ -9,16 +9,57 @@ from __future__ import annotations
 import os
 import re
 import shutil
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
+from fnmatch import fnmatch
 from pathlib import Path
 from types import ModuleType
 
 from app.errors import CheckpointInvalid
-from app.weights.files import read_text
-from app.weights.hub.names import MAIN, HubName
-from app.weights.hub.needed_files import needed_files
+from app.weights.checkpoint import INDEX, PICKLE_PATTERNS, SINGLE_FILE, shard_names
+from app.weights.files import join_names, read_optional, read_text
+from app.weights.sentence_transformers import MODULES, read_modules
+
+MAIN = "main"  # the branch that a name without a revision refers to
+# The hub's rule for a name: letters, digits, - _ and ., at most 96 characters (huggingface_hub, validate_repo_id).
+_PART = r"[A-Za-z0-9][A-Za-z0-9._-]{0,95}"
+_NAME = re.compile(rf"(?P<repo_id>{_PART}/{_PART})(?:@(?P<revision>[^:@\s]+))?(?::(?P<file>[^:]+\.gguf))?", re.ASCII)
+
+_ADDRESS = re.compile(rf"(?:https?:/+[^/]+|hf:)/+(?P<repo_id>{_PART}/{_PART})(?:[/@?#]|$)", re.ASCII)
+
+
+@dataclass(frozen=True, slots=True)
+class HubName:
+    """A model of the hub: ORG/NAME, a branch, tag or commit hash, and a GGUF file of it or an empty string."""
+
+    repo_id: str
+    revision: str = MAIN
+    file: str = ""
+
+    def __str__(self) -> str:
+        """Return the name as `--model` takes it."""
+        revision = "" if self.revision == MAIN else f"@{self.revision}"
+        return f"{self.repo_id}{revision}{f':{self.file}' if self.file else ''}"
+
+
+def parse_hub_name(path: Path) -> HubName | None:
+    """Return the hub's name that a setting `model` has; None if it can only be a path or another name."""
+    found = _NAME.fullmatch(str(path))
+    if found is None:
+        return None
+    name = HubName(found["repo_id"], found["revision"] or MAIN, found["file"] or "")
+    parts = [*name.revision.split("/"), *(name.file.split("/") if name.file else ())]
+    leads_elsewhere = any(part in ("", ".", "..") for part in parts)  # both are parts of paths in the cache
+    is_refused = leads_elsewhere or ".." in name.repo_id or "--" in name.repo_id or name.repo_id.endswith(".git")
+    return None if is_refused else name
+
+
+def name_in_address(path: Path) -> str:
+    """Return the name ORG/NAME in the address of a model's page, which `Path` has shortened; empty for anything else."""
+    found = _ADDRESS.match(str(path))
+    return found["repo_id"] if found is not None else ""
+
 
 _FOLDER = re.compile(r"models--(?P<org>[^/]+?)--(?P<name>[^/]+)")
 _MAX_REF_BYTES = 1024  # of a file with a commit
@@ -180,3 +221,119 @@ def cached_names() -> list[str]:
     return sorted(
         f"{found['org']}/{found['name']}" for each in folders if (found := _FOLDER.fullmatch(each.parent.name))
     )
+
+
+CONFIG = "config.json"
+_TOKENIZER, _TOKENIZER_CONFIG = "tokenizer.json", "tokenizer_config.json"
+# Files that say which others are needed; they are fetched first.
+METADATA = (CONFIG, MODULES, INDEX, _TOKENIZER_CONFIG)
+# Read if tokenizer_config.json is of an older version, which does not list all added tokens.
+_TOKEN_FILES = ("special_tokens_map.json", "added_tokens.json")
+_TEXT_FILES = (
+    _TOKENIZER,
+    "chat_template.jinja",
+    "additional_chat_templates/*.jinja",
+    "generation_config.json",
+    "config_sentence_transformers.json",
+    "sentence_*_config.json",
+)
+_GGUF_PART = re.compile(r"(?P<stem>.+)-\d{5}-of-(?P<count>\d{5})\.gguf")  # one of several files, as llama.cpp splits
+
+
+def needed_files(name: HubName, listing: Collection[str], snapshot: Path) -> list[str]:
+    """Return the files that serving a model needs, in the order of fetching.
+
+    Args:
+        name: The model.
+        listing: The paths of all its files on the hub.
+        snapshot: The folder into which they are fetched. While some of `METADATA` is missing there, only that is
+            returned.
+
+    Raises:
+        CheckpointInvalid: Files are missing, or are of a kind that is not served.
+    """
+    if name.file:
+        return _gguf_files(name, listing)
+    if CONFIG not in listing:
+        return [_only_program(name, listing)]
+    metadata = [file for file in METADATA if file in listing]
+    if not all((snapshot / file).exists() for file in metadata):
+        return metadata
+    if _TOKENIZER not in listing:
+        raise CheckpointInvalid(f"{name} has no {_TOKENIZER}, which serving needs.")
+    lists_tokens = "added_tokens_decoder" in read_optional(snapshot / _TOKENIZER_CONFIG)
+    texts = [
+        file
+        for pattern in (_TEXT_FILES if lists_tokens else (*_TEXT_FILES, *_TOKEN_FILES))
+        for file in sorted(listing)
+        if fnmatch(file, pattern) and file.count("/") == pattern.count("/")
+    ]
+    folders = [one.folder for one in read_modules(snapshot) if one.folder] if MODULES in listing else []
+    configs = [file for folder in folders if (file := f"{folder}/{CONFIG}") in listing]
+    weights = [file for folder in folders for file in _weights(name, listing, folder)]
+    return [*metadata, *texts, *configs, *weights, *_model_weights(name, listing, snapshot)]
+
+
+def _matches(file: str, pattern: str) -> bool:
+    """Return True if a file's path matches a pattern, whose stars stand for names within a folder."""
+    return fnmatch(file, pattern) and file.count("/") == pattern.count("/")
+
+
+def _model_weights(name: HubName, listing: Collection[str], snapshot: Path) -> list[str]:
+    if INDEX in listing:
+        files = shard_names(snapshot)
+        missing = [file for file in files if file not in listing]
+        if missing:
+            raise CheckpointInvalid(f"{name}: {INDEX} names files that the hub does not have: {join_names(missing)}.")
+        return files
+    files = _weights(name, listing, "")
+    if not files:
+        raise CheckpointInvalid(f"{name} has no weights: no *.safetensors file.{_gguf_note(name, listing)}")
+    return files
+
+
+def _weights(name: HubName, listing: Collection[str], folder: str) -> list[str]:
+    """Return the file with the weights of a folder; empty if it has none, as a pooling module."""
+    own = sorted(file for file in listing if file.rpartition("/")[0] == folder)
+    tensors = [file for file in own if file.endswith(".safetensors")]
+    single = f"{folder}/{SINGLE_FILE}" if folder else SINGLE_FILE
+    if single in tensors:
+        return [single]
+    if len(tensors) > 1:
+        raise CheckpointInvalid(f"{name} has {len(tensors)} *.safetensors files and no {INDEX} to join them.")
+    pickles = [file for file in own if any(fnmatch(Path(file).name, pattern) for pattern in PICKLE_PATTERNS)]
+    if pickles and not tensors:
+        raise CheckpointInvalid(
+            f"{name} has pickled weights only ({join_names(pickles)}), which can run code when read: they are not fetched."
+            " Look for a revision (@refs/pr/N) or another model with *.safetensors files."
+        )
+    return tensors
+
+
+def _only_program(name: HubName, listing: Collection[str]) -> str:
+    programs = [file for file in listing if fnmatch(file, "*.pt2") and "/" not in file]
+    if len(programs) == 1:
+        return programs[0]
+    if "adapter_config.json" in listing:
+        raise CheckpointInvalid(
+            f"{name} is an adapter, which is not served alone: give its base model with --model, and --lora NAME=DIR with its directory."
+        )
+    raise CheckpointInvalid(f"{name} has no {CONFIG}, so it is no model that is served.{_gguf_note(name, listing)}")
+
+
+def _gguf_note(name: HubName, listing: Collection[str]) -> str:
+    found = sorted(file for file in listing if file.endswith(".gguf"))
+    return f" Of its GGUF files one is given as {name}:{found[0]} (it has {join_names(found)})." if found else ""
+
+
+def _gguf_files(name: HubName, listing: Collection[str]) -> list[str]:
+    """Return the GGUF file of the name, and the other parts if it is one of several."""
+    if name.file not in listing:
+        found = sorted(file for file in listing if file.endswith(".gguf"))
+        has = f"it has {join_names(found)}" if found else "it has no GGUF file"
+        raise CheckpointInvalid(f"{name.repo_id} has no file {name.file}: {has}.")
+    part = _GGUF_PART.fullmatch(name.file)
+    if part is None:
+        return [name.file]
+    stem, count = part["stem"], part["count"]
+    return [f"{stem}-{number:05}-of-{count}.gguf" for number in range(1, int(count) + 1)]

@@ -22,9 +22,16 @@ from app.hardware.decision import format_bytes
 from app.metrics.load_progress import LoadProgress
 from app.weights.checkpoint import read_model_config
 from app.weights.files import join_names
-from app.weights.hub.cache import cache_directory, find_snapshot, library_constants, read_listing
-from app.weights.hub.names import HubName
-from app.weights.hub.needed_files import CONFIG, METADATA, needed_files
+from app.weights.hub.cache import (
+    CONFIG,
+    METADATA,
+    HubName,
+    cache_directory,
+    find_snapshot,
+    library_constants,
+    needed_files,
+    read_listing,
+)
 from app.weights.hub.refusals import refusals_of
 
 log = logging.getLogger(__name__)

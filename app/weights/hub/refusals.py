@@ -10,8 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from app.errors import ArmatureError, CheckpointInvalid, FetchFailed, ModelUnavailable
-from app.weights.hub.cache import cache_directory, cached_names, library_constants
-from app.weights.hub.names import HubName
+from app.weights.hub.cache import HubName, cache_directory, cached_names, library_constants
 
 if TYPE_CHECKING:
     from huggingface_hub.errors import HfHubHTTPError

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from app.errors import CheckpointInvalid
-from app.models.config_keys import FOLLOWED_WHERE_NEEDED, REFUSED, WITHOUT_EFFECT, AskedValues, unknown_keys
+from app.models.config_reader import FOLLOWED_WHERE_NEEDED, REFUSED, WITHOUT_EFFECT, AskedValues, unknown_keys
 from app.models.decoders.config import ModelConfig
 from app.models.decoders.families import DECODER_FAMILIES
 from app.models.encoders.config_reader import read_encoder

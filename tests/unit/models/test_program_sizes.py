@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from app.errors import CheckpointInvalid, InvalidRequest
-from app.models.program_sizes import SAMPLE_SIZE, Condition, Dimension, ProgramSizes, plain_size, read_dimension
+from app.models.program_graph import SAMPLE_SIZE, Condition, Dimension, ProgramSizes, plain_size, read_dimension
 
 SYMBOL = "Symbol('s7', positive=True, integer=True)"
 RANGES = {

@@ -6,8 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from app.models.decoders.families import DECODER_FAMILIES
-from app.models.decoders.refusals import UNSUPPORTED
+from app.models.decoders.families import DECODER_FAMILIES, UNSUPPORTED
 from tools import families_table
 
 

@@ -20,8 +20,7 @@ from app.text.tokenizer import Tokenizer
 from app.weights.checkpoint import Checkpoint, open_checkpoint
 from app.weights.gguf.blocks import dequantize_blocks
 from app.weights.gguf.config import REFUSED, WITHOUT_EFFECT, config_values
-from app.weights.gguf.reader import read_gguf
-from app.weights.gguf.tensor_types import TYPES
+from app.weights.gguf.reader import TYPES, read_gguf
 from app.weights.tensor_reader import MappedFiles, TensorReader
 from armature_bench.engine.gguf_file import write_gguf as write_copy
 from gguf_files import ARCHITECTURES, GROUPED, convert, write_gguf

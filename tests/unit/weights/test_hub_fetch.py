@@ -16,10 +16,8 @@ from app.errors import CheckpointInvalid, FetchFailed, ModelUnavailable, Service
 from app.metrics.load_progress import LoadProgress
 from app.server.model_source import missing_model, open_or_fetch_model
 from app.settings import Settings
-from app.weights.hub.cache import cached_revisions, find_snapshot, is_complete, remove_revisions
+from app.weights.hub.cache import METADATA, HubName, cached_revisions, find_snapshot, is_complete, remove_revisions
 from app.weights.hub.fetch import _bytes_counter, fetch_model
-from app.weights.hub.names import HubName
-from app.weights.hub.needed_files import METADATA
 from app.weights.open import open_model
 from hub_server import Hub, client_of, hub_server
 from tiny_checkpoints import write_checkpoint

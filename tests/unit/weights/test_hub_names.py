@@ -7,8 +7,7 @@ from pathlib import Path
 import pytest
 
 from app.errors import CheckpointInvalid
-from app.weights.hub.cache import find_snapshot
-from app.weights.hub.names import HubName, parse_hub_name
+from app.weights.hub.cache import HubName, find_snapshot, parse_hub_name
 from app.weights.open import find_model, open_model
 from tiny_checkpoints import write_checkpoint
 

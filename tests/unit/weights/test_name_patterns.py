@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from app.weights.lora.name_pattern import NamePattern, Steps, UnsupportedPattern
+from app.weights.lora.rules import NamePattern, Steps, UnsupportedPattern
 from hypothesis_examples import examples
 
 _ATOMS = st.sampled_from(

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from app.engine.calibration.perplexity import WindowScorer
+from app.engine.calibration.streaming import WindowScorer
 from app.hardware.probe.probe import probe
 from app.settings import load_settings
 from app.weights.checkpoint import Checkpoint, open_checkpoint

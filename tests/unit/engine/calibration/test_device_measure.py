@@ -13,11 +13,10 @@ import torch
 from app.backends import selection
 from app.engine.calibration import measure as measuring
 from app.engine.calibration import measure as peaks
-from app.engine.calibration.decoder_trial import CONTEXT_ROWS, DecoderTrial
-from app.engine.calibration.encoder_trial import EncoderTrial
 from app.engine.calibration.measure import measure_machine
 from app.engine.calibration.session import CalibrationSubject, DeviceTrialStage, device_text_runner
 from app.engine.calibration.stages import FULL_TRIAL, TrialScope, TrialStep
+from app.engine.calibration.trials import CONTEXT_ROWS, DecoderTrial, EncoderTrial
 from app.hardware.facts import CudaDevice, TorchBuild
 from app.hardware.plan.plan import ServingPlan, make_plan
 from app.hardware.probe.probe import probe

@@ -15,10 +15,10 @@ import torch
 from app.backends.selection import select_backend, select_host_backend
 from app.engine.calibration import measure as measuring
 from app.engine.calibration import session
-from app.engine.calibration.decoder_trial import CHUNK_TOKENS, CONTEXT_ROWS, DecoderTrial
 from app.engine.calibration.measure import measure_machine
 from app.engine.calibration.session import CalibrationSubject, TrialSession
 from app.engine.calibration.stages import CpuTrialStage, TrialScope, TrialStep
+from app.engine.calibration.trials import CHUNK_TOKENS, CONTEXT_ROWS, DecoderTrial
 from app.hardware.decision import Measurements, TrialTimes
 from app.hardware.plan.plan import ServingPlan, make_plan
 from app.hardware.probe.probe import probe

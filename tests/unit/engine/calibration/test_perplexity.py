@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from app.backends.selection import select_backend
-from app.engine.calibration import perplexity
-from app.engine.calibration.perplexity import DOCUMENT_SEPARATOR, WindowScorer, read_windows
+from app.engine.calibration import streaming
+from app.engine.calibration.streaming import DOCUMENT_SEPARATOR, WindowScorer, read_windows
 from app.errors import SettingsInvalid
 from app.hardware.plan.plan import ServingPlan, make_plan
 from app.hardware.probe.probe import probe
@@ -58,7 +58,7 @@ def some_tokens(length: int) -> list[int]:
 
 
 def test_windows_are_documents_in_pieces_that_each_begin_as_texts_do(tokenizer, text, monkeypatch):
-    monkeypatch.setattr(perplexity, "WINDOW_TOKENS", 9)
+    monkeypatch.setattr(streaming, "WINDOW_TOKENS", 9)
     windows = read_windows(tokenizer, text, 256)
     documents = [part.strip("\n") for part in TEXT.split(DOCUMENT_SEPARATOR) if part.strip()]
     assert all(window[0] == tokenizer.bos_token_id and 2 <= len(window) <= 9 for window in windows)
@@ -84,7 +84,7 @@ def test_a_window_read_in_steps_is_the_window_read_at_once(checkpoint, monkeypat
     window = some_tokens(100)
     with torch.inference_mode():
         nats, likeliest = reader.score(window)
-        monkeypatch.setattr(perplexity, "LOGITS_TOKENS", 7)
+        monkeypatch.setattr(streaming, "LOGITS_TOKENS", 7)
         again, picked = reader.score(window)
     assert len(likeliest) == 99 and torch.equal(likeliest, picked)
     assert again == pytest.approx(nats, rel=1e-5)

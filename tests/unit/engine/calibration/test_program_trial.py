@@ -11,19 +11,18 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from app.engine.calibration import program_trial
+from app.engine.calibration import trials
 from app.engine.calibration.measure import measure_machine
-from app.engine.calibration.program_trial import ProgramTrial
 from app.engine.calibration.session import CalibrationSubject
 from app.engine.calibration.stages import COARSE_TRIAL, FULL_TRIAL, TrialStep
+from app.engine.calibration.trials import ProgramTrial
 from app.engine.program import RunnableProgram, synthetic_inputs
 from app.errors import StepFailed
 from app.hardware.plan.plan import ServingPlan, make_plan
 from app.hardware.probe.probe import probe
 from app.settings import Settings
 from app.weights.forms import RECIPES
-from app.weights.program import ProgramCheckpoint, open_program, operations_per_row, read_bytes
-from app.weights.program_archive import Archive
+from app.weights.program import Archive, ProgramCheckpoint, open_program, operations_per_row, read_bytes
 from exported_programs import PROGRAMS, model_of, write_program
 
 FIXED, ROW = 1e-3, 1e-4  # seconds of a step on the machine of these tests
@@ -57,11 +56,11 @@ def rehearsal_of(checkpoint: ProgramCheckpoint, **settings: Any) -> ProgramTrial
     return ProgramTrial(checkpoint, plan_of(checkpoint, **settings))
 
 
-@pytest.mark.parametrize("large", [program_trial.LARGE_BYTES, 1], ids=["all is read", "nothing that floats is read"])
+@pytest.mark.parametrize("large", [trials.LARGE_BYTES, 1], ids=["all is read", "nothing that floats is read"])
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "int8"])
 @pytest.mark.parametrize("name", ["recommender", "vision", "guarded"])
 def test_steps_run(folder: Path, name: str, precision: str, large: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(program_trial, "LARGE_BYTES", large)
+    monkeypatch.setattr(trials, "LARGE_BYTES", large)
     with torch.inference_mode():
         rehearsal = rehearsal_of(opened(folder, name), precision=precision)
         outputs = rehearsal.step(TrialStep("encode", 3, 1))()
@@ -76,7 +75,7 @@ def test_large_weights_are_made_up_and_constants_are_read(folder: Path, monkeypa
     monkeypatch.setattr(Archive, "read", lambda archive, name: read.append(name) or whole(archive, name))  # type: ignore[func-returns-value]
     checkpoint = opened(folder, "vision")
     largest = max(each.num_elements for each in checkpoint.states.values())
-    monkeypatch.setattr(program_trial, "LARGE_BYTES", 4 * largest)
+    monkeypatch.setattr(trials, "LARGE_BYTES", 4 * largest)
     read.clear()
     rehearsal_of(checkpoint)
     members = {stored.member: stored for stored in checkpoint.states.values()}

@@ -12,8 +12,13 @@ import torch
 
 from app.backends.selection import select_host_backend
 from app.engine.calibration import streaming
-from app.engine.calibration.perplexity import WindowScorer
-from app.engine.calibration.streaming import CALIBRATION_TEXT, InputMeter, StreamedCalibration, calibration_for
+from app.engine.calibration.streaming import (
+    CALIBRATION_TEXT,
+    InputMeter,
+    StreamedCalibration,
+    WindowScorer,
+    calibration_for,
+)
 from app.engine.decoder.kv_cache import kv_dtype
 from app.errors import SettingsInvalid
 from app.hardware.plan.plan import ServingPlan, make_plan

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from app.engine.decoder.device_forward import DeviceForward, StepBounds
 from app.engine.decoder.device_inputs import SamplingMode, StepSizes, block_size, block_views
+from app.engine.decoder.device_runner import DeviceForward, StepBounds
 from app.engine.decoder.kv_cache import KvShape
 from app.engine.decoder.paged_kv_cache import PagedKvCache
 from fake_device import CUDA, fake_cuda

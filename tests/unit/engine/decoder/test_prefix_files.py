@@ -15,8 +15,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from app.engine.decoder import prefix_files
-from app.engine.decoder.prefix_files import PrefixBlock, PrefixFiles, private_folder
+from app.engine.decoder import prompt_cache
+from app.engine.decoder.prompt_cache import PrefixBlock, PrefixFiles, private_folder
 from app.errors import SettingsInvalid
 
 SIZE = 4  # tokens of a block
@@ -224,5 +224,5 @@ def test_a_file_that_shrinks_while_it_is_read_is_no_crash(tmp_path: Path, monkey
         os.truncate(files.folder / block.name, offset)
         return real(descriptor, buffers, offset)
 
-    monkeypatch.setattr(prefix_files.os, "preadv", shrinking)
+    monkeypatch.setattr(prompt_cache.os, "preadv", shrinking)
     assert read(files, block) is None

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from app.engine.encoder.batching import EncodeState
-from app.engine.encoder.device_inputs import (
+from app.engine.encoder.device_runner import (
     RECORDED_TOKENS,
     DeviceTextBatch,
     TextBatchShape,

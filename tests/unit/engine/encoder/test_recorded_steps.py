@@ -12,8 +12,7 @@ import torch
 from torch import Tensor
 
 from app.engine.encoder.batching import EncodeState
-from app.engine.encoder.cpu_runner import MIN_RECORDED_TOKENS, EncoderReplay
-from app.engine.encoder.sharding import DEFAULT_PLANNER, LanePlan, TextBatch
+from app.engine.encoder.cpu_runner import DEFAULT_PLANNER, MIN_RECORDED_TOKENS, EncoderReplay, LanePlan, TextBatch
 from app.messages import Encode, Text
 from armature_kernels.attention.context import EncodeContext
 from armature_kernels.elementwise.embedding import add_embedding_rows, embedding_rows

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from app.engine.encoder.sharding import DEFAULT_PLANNER, MAX_IMBALANCE, LanePlan, LanePlanner, max_lane_tokens
+from app.engine.encoder.cpu_runner import DEFAULT_PLANNER, MAX_IMBALANCE, LanePlan, LanePlanner, max_lane_tokens
 
 
 def lanes_of(cut: LanePlan, lengths: Sequence[int]) -> list[list[int]]:

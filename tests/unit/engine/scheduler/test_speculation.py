@@ -7,10 +7,9 @@ from collections.abc import Sequence as Items
 
 import pytest
 
-from app.engine.scheduler.acceptance import MAX_PAUSE_STEPS
 from app.engine.scheduler.batch import ScheduledSpan, Sequence
 from app.engine.scheduler.queues import EngineLimits
-from app.engine.scheduler.speculation import MAX_SPECULATIVE_ROWS, Speculation
+from app.engine.scheduler.speculation import MAX_PAUSE_STEPS, MAX_SPECULATIVE_ROWS, Speculation
 from app.hardware.step_times import StepTimeTable
 from app.messages import SamplingParams
 from app.metrics.stats import StepStats
