@@ -18,6 +18,15 @@ FIND_PYTHON = for python in $(or $(PYTHON),python3 python3.13 python3.12 python3
 	"$$python" -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 14))' >/dev/null 2>&1 && break; python=; done; \
 	[ -n "$$python" ] || { echo "Armature needs Python 3.11 to 3.14 and finds none. Debian 12, Ubuntu 24.04 or newer: sudo apt install python3 python3-venv; Ubuntu 22.04: sudo apt install python3.11 python3.11-venv; macOS: brew install python@3.13"; exit 1; }
 
+# `make unit PATH=FOLDER` names tests; programs are then looked up in the usual folders. One process is faster there.
+ifeq ($(origin PATH),command line)
+UNIT_TESTS := $(PATH)
+JOBS = 0
+override PATH := $(abspath $(BIN)):/opt/homebrew/bin:/usr/local/bin:/usr/bin:/bin
+else
+UNIT_TESTS := tests/unit tests/kernels tests/api
+endif
+
 .DEFAULT_GOAL := help
 .NOTPARALLEL: # two rules would install into one environment
 .PHONY: help serve test test-all install venv native format lint types unit parity live fuzz soak sanitize cross arm64 bench trace report probe docs build wheels lock image \
@@ -75,8 +84,8 @@ lint: $(VENV)/dev.stamp ## check format and lint without changing files
 types: $(VENV)/dev.stamp ## mypy --strict on app/
 	$(BIN)/mypy
 
-unit: $(VENV)/dev.stamp native ## the quick tests
-	$(PYTEST) tests/unit tests/kernels tests/api -m "not full" $(ARGS)
+unit: $(VENV)/dev.stamp native ## the quick tests, or those of one folder: PATH=tests/unit/engine/sampling
+	$(PYTEST) $(UNIT_TESTS) -m "not full" $(ARGS)
 
 parity: $(VENV)/dev.stamp native ## the tests that compare our models and kernels with their references
 	$(PYTEST) tests/parity tests/kernels/parity $(ARGS)

@@ -2,7 +2,7 @@
 
 The host's memory is read by `memchr` and `memcmp` of the C library (vectorised everywhere, no compiler needed) and by
 a function of the native library. The fastest counts. ctypes releases the GIL, so threads read in parallel;
-tools/measure/read_bandwidth.py compares the result with a compiled loop. On a device with separate memory, several
+On a device with separate memory, several
 operations are queued before the host waits, so that launch overhead does not count.
 """
 

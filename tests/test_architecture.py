@@ -124,15 +124,10 @@ VIOLATIONS: list[tuple[Rule, str, str, str]] = [
         "suppresses",
     ),
     (rules.blind_excepts_are_listed, "app/api/x.py", "try:\n    pass\nexcept Exception:\n    pass\n" * 3, "4 places"),
-    (rules.names_are_standard, "app/engine/slot_helper.py", "", "vague"),
-    (rules.names_are_standard, "app/engine/utils.py", "", "vague"),
-    (rules.names_are_standard, "app/engine/worker.py", "class CommonThings: ...\n", "CommonThings is vague"),
-    (rules.names_are_standard, "app/engine/queue.py", "", "standard library"),
     (rules.class_names_are_unique, "app/engine/other.py", "class Overloaded: ...\n", "share the class name Overloaded"),
     (rules.files_are_short, "app/engine/worker.py", "x = 1\n" * 801, "801 lines"),
     (rules.files_are_short, "tests/test_nothing.py", "x = 1\n" * 801, "801 lines"),
     (rules.files_are_short, "tools/nothing.py", "x = 1\n" * 801, "801 lines"),
-    (rules.functions_are_short, "app/engine/worker.py", "def f():\n" + "    x = 1\n" * 60, "f has 61 lines"),
 ]
 # Files that a violation needs around it.
 AROUND: dict[Rule, dict[str, str]] = {

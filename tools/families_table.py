@@ -15,8 +15,8 @@ This page is for people who ask whether a text model can be served. `make docs` 
 `app/models/decoders/families.py`. [Encoders](encoders.md) and [exported programs](programs.md) have their own pages.
 
 Each family has the logits of transformers in FP32 on tiny random checkpoints
-(`tests/parity/test_families_logits.py`; `python -m tools.measure.families` prints the differences). All of them are
-served in every precision of the processor. A value of config.json that is not supported is refused by its name.
+(`tests/parity/test_families_logits.py`) and is served in every precision of the processor. A value of config.json that
+is not supported is refused by its name.
 
 ## Memory for the context
 

@@ -33,9 +33,9 @@ from armature_kernels.native.operations import has_kernel
 from loaded_models import load
 from reference_attention import PlainAttend, context_of
 from reference_models import reference_logits
+from served_families import SERVED, expected_logits, write_family
 from tiny_adapters import merge_adapter, write_adapter
 from tiny_checkpoints import ARCHITECTURES, write_checkpoint, write_tokenizer
-from tools.measure.families import SERVED, expected_logits, write_family
 
 PROMPT = torch.randint(4, 320, (24,), generator=torch.Generator().manual_seed(3)).tolist()
 MAX_LEN, SLOTS = 120, 12

@@ -14,8 +14,8 @@ from app.models.decoders.families import DECODER_FAMILIES
 from app.weights.checkpoint import open_checkpoint
 from loaded_models import load
 from reference_attention import PlainAttend, context_of
+from served_families import SERVED, VARIANTS, expected_logits, prompt_of, write_family
 from tiny_checkpoints import write_tokenizer
-from tools.measure.families import SERVED, VARIANTS, expected_logits, prompt_of, write_family
 
 FAST = (
     "GraniteForCausalLM",

@@ -14,9 +14,9 @@ from armature_kernels.native.arguments import OpCode
 from armature_kernels.native.operations import has_kernel
 from loaded_models import load
 from reference_attention import PlainAttend, context_of
+from served_families import SERVED, VARIANTS, prompt_of, write_family
 from tests.parity.test_engine_replay import BEST, MAX_LEN, served
 from tiny_checkpoints import write_tokenizer
-from tools.measure.families import SERVED, VARIANTS, prompt_of, write_family
 
 pytestmark = pytest.mark.skipif(not has_kernel(OpCode.ROPE), reason="no native kernels here")
 FEATURES = {

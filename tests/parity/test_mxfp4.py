@@ -21,7 +21,7 @@ from armature_kernels.native.operations import has_kernel
 from loaded_models import load
 from mxfp4_files import GPT_OSS, drawn_mxfp4, gguf_blocks, mxfp4_values, write_mxfp4, write_mxfp4_gguf
 from reference_attention import PlainAttend, context_of
-from tools.measure.families import expected_logits, prompt_of
+from served_families import expected_logits, prompt_of
 
 
 @pytest.fixture(scope="module")

@@ -15,8 +15,8 @@ from app.models.decoders.rope import ROPE_KINDS
 from app.weights.checkpoint import open_checkpoint
 from loaded_models import load
 from reference_attention import PlainAttend, context_of
+from served_families import SERVED, expected_logits, prompt_of, write_family
 from tiny_checkpoints import write_tokenizer
-from tools.measure.families import SERVED, expected_logits, prompt_of, write_family
 
 LINEAR = {"rope_type": "linear", "factor": 4.0, "rope_theta": 500.0}
 DYNAMIC = {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 500.0}

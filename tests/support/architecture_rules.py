@@ -6,8 +6,6 @@
 from __future__ import annotations
 
 import ast
-import re
-import sys
 from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -26,9 +24,7 @@ from architecture_tables import (
     LIBRARIES,
     MAX_CATCH_ALLS,
     MAX_FILE_LINES,
-    MAX_FUNCTION_LINES,
     PACKAGES,
-    VAGUE_NAMES,
 )
 
 
@@ -225,39 +221,6 @@ def _catches_all(caught: ast.expr | None) -> bool:
     return any(item is None or ast.unparse(item) in ("Exception", "BaseException") for item in elements)
 
 
-def names_are_standard(tree: Tree) -> Iterator[str]:
-    """Modules, classes, functions, arguments and variables have no vague or standard library name."""
-    for module in tree.code():
-        for part in module.name.split("."):
-            if _is_vague(part):
-                yield f"{module.path}: the name {part} is vague"
-        if module.name.rpartition(".")[2] in sys.stdlib_module_names:
-            yield f"{module.path}: has the name of a module of the standard library"
-        for line, name in _names(module.syntax):
-            if _is_vague(name):
-                yield f"{module.at(line)}: the name {name} is vague"
-
-
-def _names(syntax: ast.Module) -> Iterator[tuple[int, str]]:
-    """Yield the line of each name that the module gives, and the name."""
-    for node in ast.walk(syntax):
-        if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
-            yield node.lineno, node.name
-        elif isinstance(node, ast.arg):
-            yield node.lineno, node.arg
-        elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
-            yield node.lineno, node.attr
-        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
-            yield node.lineno, node.id
-        elif isinstance(node, ast.alias) and node.asname:
-            yield node.lineno, node.asname
-
-
-def _is_vague(name: str) -> bool:
-    words = {word.lower() for word in re.findall(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+", name)}
-    return bool((words | {word.removesuffix("s") for word in words}) & VAGUE_NAMES)
-
-
 def class_names_are_unique(tree: Tree) -> Iterator[str]:
     """No two classes share a name."""
     places: dict[str, list[str]] = defaultdict(list)
@@ -278,16 +241,6 @@ def files_are_short(tree: Tree) -> Iterator[str]:
             yield f"{path.relative_to(tree.root)}: has {lines} lines, {MAX_FILE_LINES} are allowed"
 
 
-def functions_are_short(tree: Tree) -> Iterator[str]:
-    """No function is longer than the limit."""
-    for path in tree.files:
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-                lines = (node.end_lineno or node.lineno) - node.lineno + 1
-                if lines > MAX_FUNCTION_LINES:
-                    yield f"{path.relative_to(tree.root)}:{node.lineno}: {node.name} has {lines} lines, {MAX_FUNCTION_LINES} are allowed"
-
-
 RULES = (
     imports_point_down,
     no_import_cycles,
@@ -295,8 +248,6 @@ RULES = (
     libraries_stay_in_their_folders,
     devices_stay_in_their_folders,
     blind_excepts_are_listed,
-    names_are_standard,
     class_names_are_unique,
     files_are_short,
-    functions_are_short,
 )

@@ -57,10 +57,8 @@ LIBRARIES: dict[str, tuple[str, ...]] = {
 }
 DEVICE_NAMES = ("torch.cuda", "torch.mps", "torch.backends", "platform.machine")
 DEVICE_FOLDERS = ("hardware.*", "backends.*", "armature_kernels.*")
-VAGUE_NAMES = frozenset("helper util misc common".split())
 # The worker's step, the API's last handler, the probe of an optional fact.
 CATCH_ALL_MODULES = ("engine.worker", "api.*", "hardware.*")
 MAX_CATCH_ALLS = 3
 
 MAX_FILE_LINES = 800
-MAX_FUNCTION_LINES = 60

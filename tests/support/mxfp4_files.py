@@ -15,8 +15,8 @@ from torch import Tensor
 from app.weights.checkpoint import open_checkpoint
 from armature_bench.engine.gguf_file import write_shape
 from gguf_files import write_tokenizer as write_gguf_tokenizer
+from served_families import SERVED, write_family
 from tiny_checkpoints import write_tokenizer
-from tools.measure.families import SERVED, write_family
 
 GPT_OSS = "GptOssForCausalLM"
 # Inputs come in groups of 32.

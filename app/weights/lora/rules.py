@@ -1,7 +1,7 @@
 """What peft's configuration says about single modules: which have an adapter, of which rank, and with which scale.
 
 Regular expressions over names come with an untrusted adapter, and Python's `re` can take exponential time for one, so
-`NamePattern` matches them by sets of positions. RE2 (google-re2) is bounded too, but has no look-ahead, with which
+`NamePattern` matches them by sets of states. RE2 (google-re2) is bounded too, but has no look-ahead, with which
 LLaMA-Factory writes its patterns (`^(?!.*visual).*proj`).
 """
 

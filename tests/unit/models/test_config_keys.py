@@ -17,8 +17,8 @@ from app.models.decoders.families import DECODER_FAMILIES
 from app.models.encoders.config_reader import read_encoder
 from app.weights.checkpoint import read_model_config
 from encoder_families import FAMILIES
+from served_families import SERVED, TEXT_HALVES, VARIANTS
 from tiny_checkpoints import config_values
-from tools.measure.families import SERVED, TEXT_HALVES, VARIANTS
 
 DECODERS = {**{name: (name, values) for name, values in SERVED.items()}, **VARIANTS}
 

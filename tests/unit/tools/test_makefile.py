@@ -37,6 +37,14 @@ def test_a_model_is_passed_as_one_word(root: Path, tmp_path: Path) -> None:
     assert f'{tmp_path}/bin/armature serve --model "some where" --port 9' in result.stdout
 
 
+def test_unit_runs_the_tests_of_one_folder(root: Path, tmp_path: Path) -> None:
+    for stamp in ("runtime.stamp", "dev.stamp"):
+        (tmp_path / stamp).touch()
+    made = make(root, "-n", "unit", f"VENV={tmp_path}", "PATH=tests/unit/engine/sampling").stdout
+    assert re.search(r"pytest -n 0 .*tests/unit/engine/sampling -m", made)
+    assert re.search(r"pytest -n auto .*tests/unit tests/api -m", make(root, "-n", "unit", f"VENV={tmp_path}").stdout)
+
+
 def test_continuous_integration_runs_what_a_person_would(root: Path) -> None:
     lines = [line for line in (root / ".ci" / "run").read_text().splitlines() if line and not line.startswith("#")]
     assert [line.split(" </dev/null")[0] for line in lines[-3:]] == [

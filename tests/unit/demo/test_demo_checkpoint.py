@@ -9,7 +9,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from safetensors import safe_open
 from tokenizers import Tokenizer
 
-DEMO = Path(__file__).resolve().parents[4] / "app" / "demo" / "llama"
+DEMO = Path(__file__).resolve().parents[3] / "app" / "demo" / "llama"
 TOKENIZER = Tokenizer.from_file(str(DEMO / "tokenizer.json"))
 Messages = list[dict[str, str]]
 

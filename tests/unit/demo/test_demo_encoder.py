@@ -1,4 +1,4 @@
-"""The committed demo encoder: a small sentence-transformers directory that says something of what texts mean; and how it was measured."""
+"""The committed demo encoder: a small sentence-transformers directory that says something of what texts mean."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ import json
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 from safetensors import safe_open
+from tokenizers import Tokenizer
 
-ROOT = Path(__file__).resolve().parents[4]
+ROOT = Path(__file__).resolve().parents[3]
 DEMO = ROOT / "app" / "demo" / "bert"
 
 
@@ -43,36 +43,20 @@ def test_the_weights_are_what_the_config_says() -> None:
 
 
 def test_like_texts_lie_together() -> None:
-    from tools.demo_models.encoder_files import load
-    from tools.demo_models.evaluate_encoder import embedded
+    from transformers import BertModel
 
-    net, tokenizer = load(DEMO)
-    assert tokenizer.encode("Hello").tokens[0] == "[CLS]"
+    net, tokenizer = (
+        BertModel.from_pretrained(DEMO, dtype=torch.float32).eval(),
+        Tokenizer.from_file(str(DEMO / "tokenizer.json")),
+    )
     texts = [
         "A kitten is dozing in the sun.",
         "The cat sleeps on the warm window sill.",
         "The bank raised its interest rates.",
     ]
-    cosines = embedded(net, tokenizer, texts) @ embedded(net, tokenizer, texts).T
-    assert cosines[0, 1] > cosines[0, 2] + 0.1
-
-
-def test_agreement_sees_a_difference() -> None:
-    from tools.demo_models.evaluate_encoder import agreement, spearman
-
-    assert spearman(torch.tensor([1.0, 2.0, 4.0]), torch.tensor([-5.0, 0.1, 0.2])) == pytest.approx(1.0)
-    assert spearman(torch.tensor([1.0, 2.0, 4.0]), torch.tensor([3.0, 2.0, 1.0])) == pytest.approx(-1.0)
-    vectors = torch.nn.functional.normalize(torch.randn(40, 8, generator=torch.Generator().manual_seed(0)))
-    assert agreement(vectors, vectors) == (pytest.approx(1.0), 1.0)
-    correlation, found = agreement(vectors, vectors.roll(1, 0))
-    assert abs(correlation) < 0.3
-    assert found < 0.5
-
-
-def test_texts_are_the_same_for_a_seed_and_held_out_ones_are_few() -> None:
-    from tools.demo_models.encoder_texts import is_held_out, phrases
-
-    words = ["water", "house", "tree", "green", "walks"]
-    drawn = [[next(made) for _ in range(500)] for made in (phrases(words, 3), phrases(words, 3), phrases(words, 4))]
-    assert drawn[0] == drawn[1] != drawn[2]
-    assert 0 < sum(map(is_held_out, set(drawn[0]))) < 0.1 * len(set(drawn[0]))
+    ids = [torch.tensor([tokenizer.encode(text).ids]) for text in texts]
+    with torch.inference_mode():
+        vectors = torch.nn.functional.normalize(torch.cat([net(row).last_hidden_state.mean(1) for row in ids]))
+    kitten, cat, bank = vectors
+    assert tokenizer.encode("Hello").tokens[0] == "[CLS]"
+    assert kitten @ cat > kitten @ bank + 0.1

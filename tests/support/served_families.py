@@ -1,19 +1,8 @@
-"""Compares every family of language models with transformers, on tiny random checkpoints that transformers writes.
-
-    python -m tools.measure.families            # all
-    python -m tools.measure.families Olmo2ForCausalLM Gpt2LMHeadModel
-
-For each class it prints `equal` with the largest difference of a logit in FP32, `refused` with the reason, or
-`DIFFERENT`. Nothing is fetched: the configurations are transformers' own classes with small sizes.
-"""
+"""Tiny random checkpoints of every family of language models, written by transformers, and their logits."""
 
 from __future__ import annotations
 
-import argparse
 import json
-import sys
-import tempfile
-from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -21,18 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from app.backends.selection import select_host_backend
-from app.engine.calibration.streaming import window_logits
-from app.engine.decoder.cpu_runner import StepAttention
-from app.engine.decoder.kv_cache import KvCache, KvShape, kv_dtype
-from app.errors import CheckpointInvalid
-from app.hardware.plan.plan import make_plan
-from app.hardware.probe.probe import probe
-from app.models.decoders.families import DECODER_FAMILIES, refusal
-from app.settings import Settings
-from app.weights.checkpoint import open_checkpoint
-from app.weights.forms import RECIPES
-from app.weights.load import load_model
+from app.models.decoders.families import DECODER_FAMILIES
 
 TINY: dict[str, Any] = {
     "vocab_size": 320,
@@ -236,14 +214,6 @@ SERVED: Mapping[str, dict[str, Any]] = {
 # below, under the names of published files.
 TEXT_HALVES: Mapping[str, str] = {"Gemma3nForConditionalGeneration": "Gemma3nForCausalLM"}
 # Families that are refused by their names.
-NOT_SERVED = (
-    *("Qwen3NextForCausalLM", "GraniteMoeHybridForCausalLM", "Llama4ForCausalLM"),
-    *("FalconH1ForCausalLM", "MambaForCausalLM", "Mamba2ForCausalLM"),
-    *("JambaForCausalLM", "DeepseekV32ForCausalLM"),
-    *("BitNetForCausalLM", "RwkvForCausalLM", "T5ForConditionalGeneration", "BartForConditionalGeneration"),
-    *("WhisperForConditionalGeneration", "Qwen3VLForConditionalGeneration"),
-)
-TOLERANCE = 2e-4  # of logits of a standard deviation near 1: the order of sums differs, nothing else does
 # Further forms of these families.
 VARIANTS: Mapping[str, tuple[str, dict[str, Any]]] = {
     "falcon-new": ("FalconForCausalLM", {**_FALCON, "new_decoder_architecture": True, "num_kv_heads": 2}),
@@ -425,59 +395,3 @@ def expected_logits(directory: Path, architecture: str, prompt: list[int]) -> Te
     ).eval()
     logits: Tensor = model(torch.tensor([prompt]), use_cache=False).logits[0]
     return logits
-
-
-@torch.inference_mode()
-def our_logits(directory: Path, prompt: list[int]) -> Tensor:
-    """Return the logits [tokens, vocab] of a prompt in FP32, by the forms and the attention that serve."""
-    checkpoint = open_checkpoint(directory)
-    settings = Settings(precision="fp32", device="cpu")
-    plan = make_plan(probe(), None, settings, checkpoint.needs(), RECIPES)
-    backend = select_host_backend(plan)
-    model, config = load_model(checkpoint, plan, backend), checkpoint.decoder
-    shape = KvShape(config.cache_layers, 1, len(prompt), config.cache_heads, config.head_dim)
-    attention = StepAttention(KvCache(shape, kv_dtype(plan)), backend)
-    return window_logits(model, attention, prompt, 0, len(prompt))
-
-
-def compare(architecture: str, values: Mapping[str, Any]) -> tuple[str, str]:
-    """Return `equal`, `refused`, `DIFFERENT` or `not compared`, with the largest difference or the reason."""
-    import transformers
-
-    if not hasattr(transformers, architecture):
-        return "not compared", "this transformers does not have it"
-    with tempfile.TemporaryDirectory() as folder:
-        directory, prompt = Path(folder), prompt_of(24)
-        write_family(directory, architecture, values)
-        (directory / "tokenizer.json").write_text("{}")  # it is not read
-        try:
-            found = our_logits(directory, prompt)
-        except CheckpointInvalid as error:
-            return "refused", error.message
-        expected = expected_logits(directory, architecture, prompt)
-    difference = float((found - expected).abs().max())
-    return "equal" if difference <= TOLERANCE else "DIFFERENT", f"{difference:.1e}"
-
-
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("names", nargs="*", help="classes, or names of variants; all of them by default")
-    wanted = parser.parse_args().names
-    cases = {name: (name, values) for name, values in SERVED.items()} | dict(VARIANTS)
-    counts: Counter[str] = Counter()
-    for name, (architecture, values) in cases.items():
-        if not wanted or name in wanted:
-            verdict, detail = compare(architecture, values)
-            counts[verdict] += name not in VARIANTS
-            print(f"{name:34} {verdict:10} {detail}", flush=True)
-    for name in NOT_SERVED:
-        if not wanted or name in wanted:
-            verdict = "refused" if name not in DECODER_FAMILIES else "DIFFERENT"
-            counts[verdict] += 1
-            print(f"{name:34} {verdict:10} {refusal([name], '')}", flush=True)
-    print(", ".join(f"{count} {verdict}" for verdict, count in counts.items()))
-    return 1 if counts["DIFFERENT"] else 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())
