@@ -42,7 +42,9 @@ def test_unit_runs_the_tests_of_one_folder(root: Path, tmp_path: Path) -> None:
         (tmp_path / stamp).touch()
     made = make(root, "-n", "unit", f"VENV={tmp_path}", "PATH=tests/unit/engine/sampling").stdout
     assert re.search(r"pytest -n 0 .*tests/unit/engine/sampling -m", made)
-    assert re.search(r"pytest -n auto .*tests/unit tests/api -m", make(root, "-n", "unit", f"VENV={tmp_path}").stdout)
+    assert re.search(
+        r"pytest -n auto .*tests/unit tests/kernels tests/api -m", make(root, "-n", "unit", f"VENV={tmp_path}").stdout
+    )
 
 
 def test_continuous_integration_runs_what_a_person_would(root: Path) -> None:
