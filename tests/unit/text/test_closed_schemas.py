@@ -10,8 +10,8 @@ import pytest
 
 from app.errors import InvalidRequest
 from app.messages import GrammarSource
-from app.text.closed_schemas import close_schema
 from app.text.grammar import GrammarCompiler
+from app.text.schema_narrowing import close_schema
 from app.text.tokenizer import Tokenizer
 from small_tokenizers import byte_level, write_tokenizer
 

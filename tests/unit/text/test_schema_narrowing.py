@@ -16,9 +16,8 @@ from app.errors import InvalidRequest
 from app.messages import GrammarSource
 from app.text.grammar_definition import LIMITS, define
 from app.text.json_repeats import JsonRepeats, SchemaPlaces, TokenBytes
-from app.text.schema_logic import SchemaLogic
+from app.text.schema_logic import SchemaLogic, all_but, patterns_without_look_ahead
 from app.text.schema_narrowing import narrow_schema
-from app.text.schema_patterns import all_but, patterns_without_look_ahead
 from hypothesis_examples import examples
 from small_tokenizers import BYTE_VOCABULARY, ByteTokens
 
