@@ -13,7 +13,6 @@ Programs of such processes import this module, so it imports the standard librar
 from __future__ import annotations
 
 import json
-import logging
 import os
 import resource
 import select
@@ -37,6 +36,18 @@ from typing import Any
 
 from app.errors import ArmatureError, NotReady
 
+# Compiling a template takes longer than rendering it: 30 to 80 ms of CPU for the longest ones in use.
+COMPILE_FACTOR = 5
+# The wait for an answer, per second of the CPU limit, and at least. A template never sleeps: only a busy machine makes
+# the wait longer than its CPU time.
+WALL_FACTOR = 25
+MIN_WALL_SECONDS = 5.0
+_EXIT_SECONDS = 1.0  # longest wait for the status of a process that has closed its connection
+_KEPT_VARIABLES = ("LD_LIBRARY_PATH", "DYLD_LIBRARY_PATH", "TZ", "TZDIR")  # the interpreter's libraries; local time
+_MAIN = "import sys; sys.path += sys.argv[2:]; from importlib import import_module as load; load(sys.argv[1]).main()"
+_POLL_SECONDS = 0.02  # between two looks whether the client of a request has left
+
+# Set where the client of this context's work has left: the event loop cannot interrupt a thread, so the work asks.
 CANCELLED: ContextVar[threading.Event | None] = ContextVar("cancelled", default=None)
 
 
@@ -170,20 +181,6 @@ def _receive(connection: socket.socket, length: int) -> bytearray:
     return content
 
 
-log = logging.getLogger(__name__)
-
-# Compiling a template takes longer than rendering it: 30 to 80 ms of CPU for the longest ones in use.
-COMPILE_FACTOR = 5
-# The wait for an answer, per second of the CPU limit, and at least. A template never sleeps: only a busy machine makes
-# the wait longer than its CPU time.
-WALL_FACTOR = 25
-MIN_WALL_SECONDS = 5.0
-_EXIT_SECONDS = 1.0  # longest wait for the status of a process that has closed its connection
-_KEPT_VARIABLES = ("LD_LIBRARY_PATH", "DYLD_LIBRARY_PATH", "TZ", "TZDIR")  # the interpreter's libraries; local time
-_MAIN = "import sys; sys.path += sys.argv[2:]; from importlib import import_module as load; load(sys.argv[1]).main()"
-_POLL_SECONDS = 0.02  # between two looks whether the client of a request has left
-
-
 @dataclass(frozen=True, slots=True)
 class ProcessKind:
     """A program in a process with limits.
@@ -282,8 +279,8 @@ class ChildProcess:
             WorkCancelled: The request can be cancelled, and its client has left; the process is ended.
         """
         wall_seconds = factor * self._limits.wall_seconds
-        self._connection.settimeout(wall_seconds)
         try:
+            self._connection.settimeout(wall_seconds)
             send_request(self._connection, request)
             if can_be_cancelled:
                 self._wait(wall_seconds)
