@@ -20,7 +20,7 @@ from app.errors import (
 )
 from app.messages import Abort, ArraysReady, Infer, Signature, TensorSpec, Text
 from app.metrics.instruments import Metrics
-from app.service.encode import MAX_HIDDEN_BYTES, MAX_TEXTS, SHORT_CHARACTERS, TOKEN_BYTES, texts_size, tokenize_texts
+from app.service.encode import MAX_HIDDEN_BYTES, MAX_TEXTS, SHORT_CHARACTERS, TOKEN_BYTES, tokenize_texts
 from app.service.requests import EncodingRequest, InferenceRequest, Truncation
 from app.service.served_model import ServedEncoder, ServedProgram, to_numpy
 from app.service.service import Service
@@ -57,9 +57,22 @@ async def test_texts_pairs_and_ids_go_to_the_worker_and_vectors_come_back_in_ord
         assert counted(service, 'armature_tokens_total{kind="prompt"}') == sum(encoded.lengths)
 
 
-async def test_short_texts_are_read_on_the_loop_and_long_ones_beside_it() -> None:
-    assert texts_size(wanted("x" * 7, ("x", "y"), Text((1,)))) == 10
+async def test_short_texts_are_read_on_the_loop_and_long_ones_beside_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A text that is read on the loop is not counted as work of the threads."""
+    sizes: list[int] = []
     async with encoding(limits=replace(LIMITS, max_model_len=10_000)) as (service, _, _):
+        read = service._client.read
+
+        async def noted(num_bytes: int, *arguments: Any) -> Any:
+            sizes.append(num_bytes)
+            return await read(num_bytes, *arguments)
+
+        monkeypatch.setattr(service._client, "read", noted)
+        await service.encode(wanted("x" * (SHORT_CHARACTERS - 4), ("x", "y"), Text((1, 2))))
+        assert sizes == []
+        await service.encode(wanted("x" * SHORT_CHARACTERS, "x"))
+        await service.encode(wanted(Text((1,) * (SHORT_CHARACTERS + 1))))
+        assert sizes == [SHORT_CHARACTERS + 1] * 2
         text = "fox " * SHORT_CHARACTERS
         encoded = await service.encode(wanted(text, text))
         assert encoded.lengths == (SHORT_CHARACTERS + 2,) * 2
