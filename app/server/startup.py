@@ -179,7 +179,7 @@ def read_chat_template(prepared: Prepared, tokenizer: Tokenizer | None) -> ChatT
     if tokenizer is None or checkpoint.kind != "decoder":
         return None
     from app.text.chat import open_chat_template
-    from app.text.template_process import TemplateLimits
+    from app.text.child_process import TemplateLimits
 
     limits = TemplateLimits(settings.chat_template_cpu_seconds, settings.chat_template_memory_bytes)
     tokens = frozenset(tokenizer.added_tokens.values())

@@ -21,7 +21,7 @@ from app.metrics.load_progress import LoadProgress
 from app.metrics.stats import EngineSnapshot
 from app.service.admission import Admission
 from app.service.served_model import ServedDecoder, ServingLimits
-from app.text.cancellation import CANCELLED
+from app.text.child_process import CANCELLED
 from app.text.grammar import CompiledGrammar
 
 T = TypeVar("T")

@@ -14,8 +14,7 @@ from contextlib import suppress
 from functools import lru_cache
 from typing import Any, Literal, Protocol
 
-from app.text.parameter_values import parameter_types, read_value
-from app.text.tool_formats import ToolFormat, split_pattern, words
+from app.text.tool_formats import ToolFormat, parameter_types, read_value, split_pattern, words
 
 SPACES = " \t\r\n"
 _NAME_KEYS = frozenset({"name", "tool_name"})

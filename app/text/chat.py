@@ -1,7 +1,7 @@
 """Chat templates of checkpoints: convert a conversation to the text that the model was trained on.
 
 A template is untrusted code that came with the checkpoint. It is compiled and rendered in a process of its own, in
-jinja2's sandbox, within limits of CPU time and memory (`text/template_process.py`). Faults of a template are errors of
+jinja2's sandbox, within limits of CPU time and memory (`text/sandbox.py`). Faults of a template are errors of
 the request that used it.
 """
 
@@ -13,18 +13,24 @@ import logging
 import secrets
 import time
 from collections.abc import Container, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
+from threading import Lock
 from typing import Any
 
-from app.errors import CheckpointInvalid, InvalidRequest, TemplateStopped, UnsupportedParameter
-from app.text.marked_texts import MarkedTexts
-from app.text.template_form import TemplateForm
-from app.text.template_messages import ReplyStatus
-from app.text.template_process import TemplateLimits, TemplateProcess
+from app.errors import (
+    CheckpointInvalid,
+    InvalidRequest,
+    NotReady,
+    ServiceStopping,
+    TemplateStopped,
+    UnsupportedParameter,
+)
+from app.text.child_process import ChildProcess, ProcessKind, Reply, ReplyStatus, TemplateLimits
+from app.text.template_form import TemplateForm, ThinkingVariables
 from app.text.template_trials import find_template_form
-from app.text.thinking import ThinkingVariables
 from app.text.tool_formats import TOOL_FORMATS, TRIAL_CALL, TRIAL_TOOL, ToolFormat, find_tool_format
 from app.weights.files import file_in, files_in, folder_in, read_text, unreadable_message
 
@@ -34,6 +40,13 @@ _RESERVED = frozenset({"messages", "add_generation_prompt", "tools", "documents"
 
 TRIAL_CPU_SECONDS = TemplateLimits().cpu_seconds
 MAX_TEMPLATE_BYTES = 2**20  # the longest in use have about 20 kB
+
+# Sum of a request and its copies (bytes, text, values) when the process has parsed it, per byte.
+_COPIES = 4
+_CLOSE_SECONDS = 0.05
+_TEMPLATE = ProcessKind("The chat template's process", "app.text.sandbox", ("app", "jinja2", "markupsafe"))
+
+Message = Mapping[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
@@ -234,6 +247,126 @@ class ChatTemplate:
             return text
         kind = TemplateStopped if status in (ReplyStatus.STOPPED, ReplyStatus.MEMORY) else InvalidRequest
         raise kind(f"{_FAILURES[status]}: {text.rstrip('.')}.", field="messages")
+
+
+class TemplateProcess:
+    """A template in a process of its own. Any thread may render; renderings happen one after the other."""
+
+    def __init__(self, source: str, limits: TemplateLimits) -> None:
+        """Start the process. `check` waits until it has compiled the template."""
+        self._source, self._limits = source, limits
+        self._lock = Lock()
+        self._closed = False
+        self.num_ended = 0  # processes that a rendering has ended
+        self._child = self._start()
+
+    def check(self) -> Reply:
+        """Return the result of compiling the template: `TEXT`, or why it cannot be used."""
+        with self._lock:
+            return self._child.compiled()
+
+    def render(self, variables: Mapping[str, Any]) -> Reply:
+        """Return the rendered text, or why there is none.
+
+        Raises:
+            NotReady: The operating system could not start the process.
+            ServiceStopping: `close` was called.
+        """
+        request = json.dumps(variables, ensure_ascii=False).encode("utf-8", "surrogatepass")
+        if _COPIES * len(request) > self._limits.memory_bytes:
+            return ReplyStatus.MEMORY, f"{len(request)} bytes of messages do not fit into the memory that it may take"
+        with self._lock:
+            if self._child.ended:
+                self._child = self._start()
+            reply = self._child.compiled()
+            if reply[0] is ReplyStatus.TEXT:
+                reply = self._child.ask(request)
+            if self._child.ended and not self._closed:
+                self.num_ended += 1
+                log.warning("the chat template's process ended and is started again")
+                with suppress(NotReady):  # the next request tries again
+                    self._child = self._start()
+        if self._closed:
+            raise ServiceStopping("The server is stopping.")
+        return reply
+
+    def close(self) -> None:
+        """End the process, and with it a rendering that another thread waits for. Nothing is rendered afterwards."""
+        self._closed = True
+        self._child.kill()
+        while not self._lock.acquire(timeout=_CLOSE_SECONDS):
+            self._child.kill()  # one that was started in the meantime
+        self._child.end()
+        self._lock.release()
+
+    def _start(self) -> ChildProcess:
+        if self._closed:
+            raise ServiceStopping("The server is stopping.")
+        return ChildProcess(_TEMPLATE, self._limits, {"source": self._source})
+
+
+class MarkedTexts:
+    """A conversation, in the form that a template gets, with words in place of its texts.
+
+    `words` says what each word stands for, as a path in the request. Reasoning is no such text: templates leave it out
+    of earlier turns, as models were trained.
+    """
+
+    def __init__(self, messages: Sequence[Message], variables: Mapping[str, Any]) -> None:
+        self.words: dict[str, str] = {}
+        self.messages = [self._message(message, f"messages[{place}]") for place, message in enumerate(messages)]
+        documents = variables.get("documents") or ()
+        self.variables = dict(variables)
+        if documents:
+            self.variables["documents"] = [self._document(one, f"documents[{at}]") for at, one in enumerate(documents)]
+
+    def lost(self, text: str) -> str | None:
+        """Return the path of the first part that is not in a rendered text; None if all are there."""
+        return next((path for word, path in self.words.items() if word not in text), None)
+
+    def _word(self, text: str, path: str) -> str:
+        if not text.strip():
+            return text
+        word = f"zq{len(self.words)}qz"
+        self.words[word] = path
+        return word
+
+    def _message(self, message: Message, path: str) -> dict[str, Any]:
+        marked = dict(message)
+        for name in ("content", "tool_plan"):
+            if name in marked:
+                marked[name] = self._content(marked[name], f"{path}.content")
+        if marked.get("tool_calls"):
+            calls = enumerate(marked["tool_calls"])
+            marked["tool_calls"] = [self._call(call, f"{path}.tool_calls[{place}]") for place, call in calls]
+        return marked | {name: "reasoning" for name in ("reasoning_content", "thinking") if marked.get(name)}
+
+    def _content(self, content: Any, path: str) -> Any:
+        if isinstance(content, str):
+            return self._word(content, path)
+        if isinstance(content, list):
+            return [part | {"text": self._word(part["text"], f"{path}[{at}].text")} for at, part in enumerate(content)]
+        return content
+
+    def _call(self, call: Message, path: str) -> dict[str, Any]:
+        function = call["function"]
+        arguments, path = function.get("arguments"), f"{path}.function.arguments"
+        if isinstance(arguments, dict):
+            arguments = self._arguments(arguments, path)
+        elif isinstance(arguments, str):
+            with suppress(ValueError, RecursionError):
+                found = json.loads(arguments)
+                arguments = json.dumps(self._arguments(found, path)) if isinstance(found, dict) else arguments
+        return {**call, "function": {**function, "arguments": arguments}}
+
+    def _arguments(self, arguments: Mapping[str, Any], path: str) -> dict[str, str]:
+        return {name: self._word(name, f"{path}.{name}") for name in arguments}
+
+    def _document(self, document: Mapping[str, Any], path: str) -> dict[str, Any]:
+        """Return a document's longest text as a word: a template may leave out its other fields, such as a title."""
+        texts = {name: text for name, text in document.items() if isinstance(text, str)}
+        name = max(texts, key=lambda one: len(texts[one]), default=None)
+        return {**document} if name is None else {**document, name: self._word(texts[name], f"{path}.{name}")}
 
 
 class _TrialStopped(Exception):

@@ -24,11 +24,10 @@ from llguidance import LLMatcher, LLTokenizer, TokenizerWrapper
 
 from app.errors import InvalidRequest
 from app.messages import GrammarSource
+from app.text.child_process import ConvertRustErrors, ReplyStatus, is_rust_panic
 from app.text.grammar_definition import LIMITS, STACK_BYTES, check_source, refusal
 from app.text.grammar_process import QUICK_SECONDS, SLOW_SECONDS, GrammarProcess
 from app.text.json_repeats import JsonRepeats, SchemaPlaces, TextBefore, TokenBytes
-from app.text.rust_panics import ConvertRustErrors, is_rust_panic
-from app.text.template_messages import ReplyStatus
 from app.text.tokenizer import Tokenizer
 
 T = TypeVar("T")

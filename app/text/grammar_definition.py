@@ -1,6 +1,6 @@
 """Sources of grammars, and their conversion to the library's definitions.
 
-Conversion and compilation run on a client's text, so they run in a process with limits (`text/grammar_sandbox.py`).
+Conversion and compilation run on a client's text, so they run in a process with limits (`text/grammar_process.py`).
 JSON is written with one separator style, `", "` and `": "`, and no other white space, so a model cannot fill the
 context with spaces, and most of what a schema prescribes is forced.
 """
@@ -19,9 +19,8 @@ from llguidance import LLMatcher, LLParserLimits
 
 from app.errors import InvalidRequest
 from app.messages import GrammarSource
-from app.text.closed_schemas import close_schema
 from app.text.gbnf import gbnf_to_lark, is_gbnf
-from app.text.schema_narrowing import narrow_schema
+from app.text.schema_narrowing import close_schema, narrow_schema
 
 MAX_SCHEMA_CHARACTERS = 2**18
 MAX_GRAMMAR_CHARACTERS = 2**16

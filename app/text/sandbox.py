@@ -25,12 +25,13 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace
 
-from app.text.process_limits import give_up_rights, limit_memory
-from app.text.template_messages import (
+from app.text.child_process import (
     MAX_RENDERED_CHARACTERS,
     MEMORY_MESSAGE,
     Reply,
     ReplyStatus,
+    give_up_rights,
+    limit_memory,
     receive_request,
     send_reply,
 )

@@ -7,18 +7,208 @@ conversation gets that form, and nothing of it is lost.
 
 from __future__ import annotations
 
+import hashlib
 import json
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from app.text.system_messages import SystemRules, fold_system_messages, joined
-from app.text.thinking import NO_THINK, THINK, ThinkingVariables
-from app.text.tool_formats import ToolFormat
-from app.text.tool_prompt import call_text, tool_prompt, with_short_ids
+from app.text.tool_formats import ToolFormat, write_calls
 
 Message = Mapping[str, Any]
+# Efforts in order, with the names that templates have for none.
+LEVELS = ("none", "no_think", "minimal", "low", "medium", "high", "xhigh", "max")
+OFF = ("none", "no_think")
+THINK, NO_THINK = "/think", "/no_think"
+
+
+@dataclass(frozen=True, slots=True)
+class ThinkingVariables:
+    """What a template reads about thinking.
+
+    - `switch`: the variable that switches it, and its values for on and off.
+    - `effort`, `efforts`: the variable of the effort, and the known values that the template accepts.
+    - `by_word`: the template looks for `/think` and `/no_think` in the system message instead.
+    """
+
+    switch: tuple[str, Any, Any] | None = None
+    effort: str = ""
+    efforts: tuple[str, ...] = ()
+    by_word: bool = False
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Names of the variables, and of the word, that have an effect."""
+        switch = () if self.switch is None else (self.switch[0],)
+        return (*switch, *((self.effort,) if self.effort else ()), *((NO_THINK,) if self.by_word else ()))
+
+    def arguments(self, given: Mapping[str, Any]) -> dict[str, Any]:
+        """Return a request's variables and those of the template that mean the same. A name that is given stays."""
+        found, effort, wanted = dict(given), given.get("reasoning_effort"), self.wanted(given)
+        if self.switch is not None and wanted is not None and self.switch[0] not in given:
+            found[self.switch[0]] = self.switch[1] if wanted else self.switch[2]
+        if wanted is False and effort is None and self.switch is None:
+            effort = "none"
+        if isinstance(effort, str) and self.effort and (self.effort == "reasoning_effort" or self.effort not in given):
+            level = self._accepted(effort)
+            found.pop("reasoning_effort", None)
+            if level is not None:
+                found[self.effort] = level
+        elif effort == "none":
+            found.pop("reasoning_effort", None)
+        return found
+
+    @staticmethod
+    def wanted(given: Mapping[str, Any]) -> bool | None:
+        """Return whether a request wants thinking; None if it does not say."""
+        for name in ("enable_thinking", "thinking"):
+            if isinstance(given.get(name), bool):
+                return bool(given[name])
+        effort = given.get("reasoning_effort")
+        return None if not isinstance(effort, str) else effort not in OFF
+
+    def _accepted(self, effort: str) -> str | None:
+        """Return the accepted effort that is nearest, rather more than less; None for none where that is no effort."""
+        if effort in OFF:
+            return next((level for level in OFF if level in self.efforts), None)
+        if effort in self.efforts or effort not in LEVELS:
+            return effort
+        place = LEVELS.index(effort)
+        known = [LEVELS.index(level) for level in self.efforts if level not in OFF]
+        nearest = min(known, key=lambda one: (abs(one - place), -one), default=None)
+        return effort if nearest is None else LEVELS[nearest]
+
+
+@dataclass(frozen=True, slots=True)
+class SystemRules:
+    """The places of system messages that a template writes.
+
+    - `first`: one before all other messages.
+    - `several`: more than one there.
+    - `later`: one after other messages.
+    """
+
+    first: bool = True
+    several: bool = True
+    later: bool = True
+
+
+def fold_system_messages(messages: Sequence[dict[str, Any]], rules: SystemRules) -> list[dict[str, Any]]:
+    """Return a conversation whose system messages are in places that the template writes.
+
+    Several first ones are joined. A later one is put before the user's next message if that follows directly, else
+    after the user's last message if that precedes it, else it becomes a message of the user.
+    """
+    num_first = next((place for place, one in enumerate(messages) if one["role"] != "system"), len(messages))
+    start, rest = [dict(one) for one in messages[:num_first]], messages[num_first:]
+    if len(start) > 1 and not rules.several:
+        start = [start[0] | {"content": joined(*start)}]
+    if not rules.first:
+        rest, start = [*start, *rest], []
+    return [*start, *(rest if rules.later and rules.first else _without_system(rest, rules.later))]
+
+
+def _without_system(messages: Sequence[dict[str, Any]], keeps_later: bool) -> list[dict[str, Any]]:
+    """Return messages whose system messages are folded; with `keeps_later` only those at the beginning."""
+    done: list[dict[str, Any]] = []
+    waiting: list[dict[str, Any]] = []
+    for message in messages:
+        if message["role"] == "system" and not (keeps_later and any(one["role"] != "system" for one in done)):
+            waiting.append(message)
+        elif waiting and message["role"] == "user":
+            done.append(message | {"content": joined(*waiting, message)})
+            waiting = []
+        else:
+            done += _as_user(done, waiting)
+            done.append(message)
+            waiting = []
+    return done + _as_user(done, waiting)
+
+
+def _as_user(done: list[dict[str, Any]], waiting: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return the messages to add for system messages that no message of the user follows."""
+    if not waiting:
+        return []
+    if done and done[-1]["role"] == "user":
+        done[-1] = done[-1] | {"content": joined(done[-1], *waiting)}
+        return []
+    return [{"role": "user", "content": joined(*waiting)}]
+
+
+def joined(*messages: Message) -> str:
+    """Return the texts of messages, with an empty line between them. Each part of a text is a line."""
+    return "\n\n".join(text for one in messages if (text := _content_text(one.get("content"))))
+
+
+def _content_text(content: object) -> str:
+    if isinstance(content, list):
+        return "\n".join(part["text"] for part in content)
+    return content if isinstance(content, str) else ""
+
+
+_SHORT_ID = re.compile(r"[A-Za-z0-9]{9}")
+_INTRODUCTION = (
+    "You can call these functions, whose parameters are given as JSON schemas:\n{tools}\n\n"
+    "To call a function, answer with nothing but its name and its arguments in this form:\n{example}"
+)
+
+
+def tool_prompt(tools: Sequence[Mapping[str, Any]], form: ToolFormat) -> str:
+    """Return a text that explains the tools and how to call them."""
+    listed = "\n".join(json.dumps(tool.get("function", tool), ensure_ascii=False) for tool in tools)
+    example = write_calls(form, [("function", {"parameter": "value"})])
+    return _INTRODUCTION.format(tools=listed, example=example)
+
+
+def call_text(calls: Iterable[Message], form: ToolFormat) -> str:
+    """Return calls, whose arguments are objects, as text."""
+    return write_calls(form, [(call["function"]["name"], call["function"]["arguments"]) for call in calls])
+
+
+def with_short_ids(messages: Sequence[Message]) -> list[dict[str, Any]]:
+    """Return messages whose calls have ids of 9 letters and digits, as Mistral's templates demand.
+
+    Other ids, which clients or other servers made, are replaced, the same one by the same one. A result without an id
+    gets the one of the first call that has no result yet.
+    """
+    names = _ShortIds(messages)
+    done: list[dict[str, Any]] = []
+    open_ids: list[str] = []
+    for place, message in enumerate(messages):
+        if calls := message.get("tool_calls"):
+            new = [{**call, "id": names[call.get("id") or f"{place}:{at}"]} for at, call in enumerate(calls)]
+            open_ids = [call["id"] for call in new]
+            done.append({**message, "tool_calls": new})
+        elif message["role"] == "tool":
+            given = message.get("tool_call_id")
+            named = names[given] if given else next(iter(open_ids), names[f"{place}"])
+            open_ids = [one for one in open_ids if one != named]
+            done.append({**message, "tool_call_id": named})
+        else:
+            done.append(dict(message))
+    return done
+
+
+class _ShortIds(dict[str, str]):
+    """Short ids by the ids of a conversation, where short ones stay as they are."""
+
+    def __init__(self, messages: Sequence[Message]) -> None:
+        super().__init__()
+        given = {message.get("tool_call_id") for message in messages}
+        given |= {call.get("id") for message in messages for call in message.get("tool_calls") or ()}
+        self._taken = {one for one in given if isinstance(one, str) and _SHORT_ID.fullmatch(one)}
+
+    def __missing__(self, given: str) -> str:
+        short = given
+        while not _SHORT_ID.fullmatch(short) or (short != given and short in self._taken):
+            short = hashlib.sha256(short.encode("utf-8", "surrogatepass")).hexdigest()[:9]
+        self._taken.add(short)
+        self[given] = short
+        return short
+
+
 # Content of a message that has calls and no text: the key is left out, or its value.
 Empty = Literal["absent", "null", ""]
 

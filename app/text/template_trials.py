@@ -12,12 +12,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Literal
 
-from app.text.system_messages import find_system_rules
-from app.text.template_form import Empty, TemplateForm
-from app.text.thinking import find_thinking
+from app.text.template_form import LEVELS, NO_THINK, OFF, THINK, Empty, SystemRules, TemplateForm, ThinkingVariables
 
 Message = Mapping[str, Any]
 Render = Callable[[Mapping[str, Any]], str | None]
+Text = Callable[..., str | None]  # the text of messages with variables, or None if they are refused
 
 _QUESTION, _ANSWER, _RESULT, _TEXT, _FUNCTION, _KEY, _VALUE = (
     f"trial{word}" for word in ("question", "answer", "result", "text", "function", "key", "value")
@@ -33,6 +32,16 @@ _TOOL: Mapping[str, Any] = {
 }
 _USER: Message = {"role": "user", "content": _QUESTION}
 _ASSISTANT: Message = {"role": "assistant", "content": _ANSWER}
+# Variables that switch thinking on and off, with their values for both.
+_SWITCHES: tuple[tuple[str, Any, Any], ...] = (
+    ("enable_thinking", True, False),
+    ("thinking", True, False),
+    ("reasoning", True, False),
+    ("thinking_mode", "enabled", "disabled"),
+    ("thinking_option", "on", "off"),
+    ("thinking_budget", -1, 0),
+)
+_EFFORTS = ("reasoning_effort", "thinking_effort", "reasoning_strength")
 # Variables of a conversation without tools, of which a template gets the first that it accepts.
 _NO_TOOLS: tuple[Mapping[str, Any], ...] = ({"tools": None}, {"tools": []}, {"tools": None, "functions": ""})
 _EMPTY: tuple[Empty, ...] = ("absent", "null", "")
@@ -52,12 +61,12 @@ class _Trials:
         """Try everything, and return what was found."""
         accepted = (variables for variables in _NO_TOOLS if self._text([_USER], **variables) is not None)
         self._no_tools = next(accepted, _NO_TOOLS[0])
-        rules = find_system_rules(self._text)
+        rules = self._system_rules()
         form = TemplateForm(
             system=rules,
             no_tools=self._no_tools,
             tools=self._tools(),
-            thinking=find_thinking(self._text),
+            thinking=_find_thinking(self._text),
             apart=self._apart((("user", "user"), ("assistant", "assistant")), [_USER]),
         )
         lists = {role: self._lists(role) for role in ("system", "user", "assistant") if role != "system" or rules.first}
@@ -81,6 +90,15 @@ class _Trials:
         return (
             text is not None and all(word in text for word in (*_words(messages), *more)) and f'\\"{_KEY}' not in text
         )
+
+    def _system_rules(self) -> SystemRules:
+        first, second = ({"role": "system", "content": text} for text in (_TEXT, _SECOND))
+        if not self._writes([_USER, _ASSISTANT, _USER]):
+            return SystemRules()  # the template wants something that is not known here: nothing can be tried
+        if not self._writes([first, _USER]):
+            return SystemRules(False, False, later=self._writes([_USER, _ASSISTANT, second, _USER]))
+        several = self._writes([first, second, _USER])
+        return SystemRules(True, several, self._writes([first, _USER, _ASSISTANT, second, _USER]))
 
     def _tools(self) -> Literal["tools", "bare", "xml_tools", "functions", ""]:
         words = (_FUNCTION, _DESCRIPTION, _PARAMETER)
@@ -191,3 +209,38 @@ def _words(messages: Sequence[Message]) -> list[str]:
             arguments = json.loads(arguments) if isinstance(arguments, str) else arguments
             words += [call["function"]["name"], *arguments, *arguments.values()]
     return words
+
+
+def _find_thinking(written: Text) -> ThinkingVariables:
+    user = [{"role": "user", "content": "trial"}]
+    switch = next((each for each in _SWITCHES if _differ(written, user, each[0], each[1:])), None)
+    on = {} if switch is None else {switch[0]: switch[1]}
+    effort = next((name for name in _EFFORTS if _differ(written, user, name, LEVELS, on)), "")
+    texts = {level: written(user, **on, **{effort: level}) for level in LEVELS} if effort else {}
+    efforts = tuple(level for level, text in texts.items() if text is not None)
+    if not _says_off(texts):
+        efforts = tuple(level for level in efforts if level not in OFF)
+    return ThinkingVariables(switch, effort, efforts, switch is None and not effort and _reads_word(written))
+
+
+def _differ(
+    written: Text, messages: Sequence[Any], name: str, values: Sequence[Any], fixed: Mapping[str, Any] | None = None
+) -> bool:
+    """Return True if the text, where it is not refused, depends on a variable."""
+    texts = {text for value in values if (text := written(messages, **(fixed or {}), **{name: value})) is not None}
+    return len(texts) > 1
+
+
+def _says_off(texts: Mapping[str, str | None]) -> bool:
+    """Return True if a template that is told `none` or `no_think` writes what it writes for no other word."""
+    shapes = {level: text.replace(level, "") for level, text in texts.items() if text is not None}
+    others = {shape for level, shape in shapes.items() if level not in OFF}
+    return any(shapes.get(level, next(iter(others), "")) not in others for level in OFF)
+
+
+def _reads_word(written: Text) -> bool:
+    texts = []
+    for word in (THINK, NO_THINK):
+        text = written([{"role": "system", "content": f"trial {word}"}, {"role": "user", "content": "trial"}])
+        texts.append(None if text is None else text.replace(word, ""))
+    return None not in texts and texts[0] != texts[1]

@@ -19,7 +19,6 @@ import tokenizers
 
 from app.errors import CheckpointInvalid, InvalidRequest
 from app.messages import Text
-from app.text.added_tokens import apply_other_files, named_tokens
 from app.text.bounds import (
     CHUNK_CHARACTERS,
     UNBOUNDED,
@@ -29,9 +28,8 @@ from app.text.bounds import (
     batches,
     num_characters,
 )
-from app.text.cancellation import stop_if_cancelled
-from app.text.rust_panics import ConvertRustErrors
-from app.text.tokenizer_files import TokenizerFiles, read_tokenizer_files
+from app.text.child_process import ConvertRustErrors, stop_if_cancelled
+from app.text.tokenizer_files import TokenizerFiles, apply_other_files, named_tokens, read_tokenizer_files
 
 _BYTE_TOKEN = re.compile(r"^<0x([0-9A-Fa-f]{2})>$")  # a byte in a byte-fallback vocabulary
 _CANNOT_ENCODE = "this checkpoint's tokenizer cannot encode the text"

@@ -13,8 +13,7 @@ from typing import Any
 
 from app.errors import InvalidRequest
 from app.text.grammar_definition import json_style, literal
-from app.text.parameter_values import resolve
-from app.text.tool_formats import ToolFormat, split_pattern, write_value
+from app.text.tool_formats import ToolFormat, resolve, split_pattern, write_value
 
 # Keywords of an object's schema that say which keys it has in another way than by listing them.
 _OTHER_KEYS = (

@@ -16,9 +16,9 @@ import httpx
 import pytest
 
 from app.errors import CheckpointInvalid, InvalidRequest, ServiceStopping
-from app.text import template_process
+from app.text import child_process
 from app.text.chat import ChatTemplate
-from app.text.template_process import COMPILE_FACTOR, TemplateLimits
+from app.text.child_process import COMPILE_FACTOR, TemplateLimits
 from app.text.tokenizer import Tokenizer
 from tests.attack.hostile_templates import HOSTILE, SOURCE
 from tests.live.live_server import LiveServer, server_process, until
@@ -54,7 +54,7 @@ def test_a_hostile_template_is_refused_within_its_limits(
     source: str, good: ChatTemplate, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # The limit of CPU time must hold alone: on a busy machine the wait for an answer may be over before it.
-    monkeypatch.setattr(template_process, "MIN_WALL_SECONDS", 60.0)
+    monkeypatch.setattr(child_process, "MIN_WALL_SECONDS", 60.0)
     before, _ = children()
     with pytest.raises((CheckpointInvalid, InvalidRequest), match="chat template"):
         template = ChatTemplate(source, {})

@@ -27,7 +27,7 @@ from app.service.served_model import ServedDecoder, ServedEncoder, ServingLimits
 from app.settings import DEMO_DIRECTORY
 from app.text import bounds
 from app.text.bounds import EncodingLimits, TextBounds
-from app.text.cancellation import WorkCancelled, stop_if_cancelled
+from app.text.child_process import WorkCancelled, stop_if_cancelled
 from app.text.tokenizer import _BYTE_OF_CHARACTER, Tokenizer
 from fake_encoder import CONFIG, LIMITS
 

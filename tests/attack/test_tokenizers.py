@@ -14,9 +14,8 @@ from app.errors import CheckpointInvalid
 from app.server.startup import read_tokenizer
 from app.settings import DEMO_DIRECTORY
 from app.text import tokenizer_check
-from app.text.tokenizer_check import NOTES, check_tokenizer, fault_of_tokenizer
+from app.text.tokenizer_check import MAX_GROWTH, NOTES, check_tokenizer, fault_of, fault_of_tokenizer, growth_fault
 from app.text.tokenizer_files import read_tokenizer_files
-from app.text.tokenizer_probe import MAX_GROWTH, fault_of, growth_fault
 from app.weights.checkpoint import open_checkpoint
 from small_tokenizers import FORMS, write_tokenizer
 from tiny_checkpoints import write_checkpoint

@@ -436,7 +436,7 @@ class ChatBody(GenerationBody):
 
     @property
     def template_arguments(self) -> dict[str, Any]:
-        """Variables of the chat template, under the names that `app/text/thinking.py` translates to the template's."""
+        """Variables of the chat template, under the names that `app/text/template_form.py` translates to the template's."""
         effort, switch = self.reasoning_effort, self.thinking
         if isinstance(switch, ThinkingSwitch):
             switch = None if switch.type is None else switch.type != "disabled"

@@ -38,7 +38,7 @@ def test_the_process_of_templates_imports_the_same_package(project: Path) -> Non
     script = (
         "from armature.__main__ import import_installed_app\n"
         "import_installed_app()\n"
-        "from app.text.template_process import TemplateLimits, TemplateProcess\n"
+        "from app.text.chat import TemplateLimits, TemplateProcess\n"
         "print(TemplateProcess('{{ 1 + 1 }}', TemplateLimits(cpu_seconds=5)).render({})[1])\n"
     )
     found = run(project, "-c", script)

@@ -13,8 +13,8 @@ import pytest
 
 from app.errors import InvalidRequest, ServiceStopping
 from app.messages import GrammarSource
-from app.text import template_process
-from app.text.cancellation import CANCELLED, WorkCancelled
+from app.text import child_process
+from app.text.child_process import CANCELLED, ReplyStatus, WorkCancelled
 from app.text.grammar import MAX_KEPT_GRAMMARS, GrammarCompiler, MatcherState
 from app.text.grammar_definition import (
     MAX_GRAMMAR_CHARACTERS,
@@ -25,7 +25,6 @@ from app.text.grammar_definition import (
     json_style,
 )
 from app.text.grammar_process import GrammarProcess
-from app.text.template_messages import ReplyStatus
 from app.text.tokenizer import Tokenizer
 from small_tokenizers import FORMS, byte_level, write_tokenizer
 
@@ -300,7 +299,7 @@ def test_a_grammar_that_compiles_without_end_is_refused(compiler: GrammarCompile
 
 @pytest.mark.full
 def test_a_client_that_leaves_ends_its_compilation(compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(template_process, "MIN_WALL_SECONDS", 600.0)
+    monkeypatch.setattr(child_process, "MIN_WALL_SECONDS", 600.0)
     process = GrammarProcess({"vocab_size": 300, "special": []}, 300.0)
     left = threading.Event()
     results: list[object] = []

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from app.text.chat import ChatTemplate
-from app.text.system_messages import SystemRules, fold_system_messages
+from app.text.template_form import SystemRules, fold_system_messages
 
 PLAIN = "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}"
 FIRST_ONLY = (

@@ -1,4 +1,4 @@
-"""Errors and panics of libraries in Rust become errors of ours; everything else passes."""
+"""A process gets the time to start, and errors and panics of libraries in Rust become errors of ours."""
 
 from __future__ import annotations
 
@@ -8,7 +8,18 @@ import pytest
 from tokenizers import Tokenizer, models
 
 from app.errors import InvalidRequest
-from app.text.rust_panics import ConvertRustErrors, is_rust_panic
+from app.text import child_process
+from app.text.chat import TemplateProcess
+from app.text.child_process import ConvertRustErrors, ReplyStatus, TemplateLimits, is_rust_panic
+
+
+def test_the_first_answer_may_take_as_long_as_a_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    # An interpreter starts in more than a millisecond, so only the factor allows the first answer.
+    monkeypatch.setattr(child_process, "MIN_WALL_SECONDS", 0.001)
+    monkeypatch.setattr(child_process, "COMPILE_FACTOR", 120_000)
+    process = TemplateProcess("text", TemplateLimits(cpu_seconds=1e-5))
+    assert process.check() == (ReplyStatus.TEXT, "")
+    process.close()
 
 
 def panicking() -> Tokenizer:
