@@ -29,7 +29,7 @@ def test_no_route_answers_500_or_what_it_does_not_declare(kind: str, tmp_path: P
     for result in results:
         assert result.failures == {}, result.output
         assert result.server_errors == 0
-    assert [result.cases > least for result, least in zip(results, (100, 100), strict=False)] == [True] * len(results)
+        assert result.cases > 100
 
 
 @pytest.mark.parametrize(

@@ -66,10 +66,8 @@ def written(name: str, directory: Path) -> Path:
     ("name", "precision"),
     [
         (name, precision) if (name, precision) in FAST else pytest.param(name, precision, marks=pytest.mark.full)
-        for number, name in enumerate(FEATURES)
+        for name in FEATURES
         for precision in CLOSENESS
-        # Each family in two precisions of each kind would tell little more than in one of integers and one of floats.
-        if (name, precision) in FAST or precision in (("int4", "bfloat16"), ("int8", "float32"))[number % 2]
     ],
 )
 @torch.inference_mode()

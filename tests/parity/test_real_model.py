@@ -48,9 +48,10 @@ def test_little_is_lost(tmp_path: Path, precision: str, most: float, least_agree
         assert figures["int4"].parts["bytes"] < 103.7e6
 
 
-def test_codes_that_are_kept_cost_little(tmp_path: Path) -> None:
+@pytest.mark.parametrize("group", [32, 64])
+def test_codes_that_are_kept_cost_little(tmp_path: Path, group: int) -> None:
     """Against the values of the codes: scales and minimums are rounded to BF16, activations and the output layer to eight bits."""
-    directory = write_as_gptq(real_model(), tmp_path / "gptq", 32)
+    directory = write_as_gptq(real_model(), tmp_path / "gptq", group)
     assert open_checkpoint(directory).needs().codes_precision == "int4"
     kept = measured(directory, "int4", tmp_path, tokens=4096)["int4"]
     assert kept.ratio is not None and 0.99 < kept.ratio < 1.01 and kept.parts["same top token, %"] > 95
