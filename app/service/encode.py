@@ -6,7 +6,7 @@ import math
 from collections.abc import Collection, Sequence
 from dataclasses import replace
 
-from app.errors import ContextLengthExceeded, InvalidRequest, RequestTimeout, WrongModelKind
+from app.errors import ContextLengthExceeded, InvalidRequest, RequestError, RequestTimeout, WrongModelKind
 from app.messages import ArraysReady, Encode, Infer, Signature, Text
 from app.service.open_request import OpenRequest
 from app.service.prompt import check_embedded, check_ids
@@ -73,7 +73,11 @@ async def infer(opened: OpenRequest, program: ServedProgram, request: InferenceR
 async def _send_and_wait(opened: OpenRequest, command: Encode | Infer, size: int) -> ArraysReady:
     """Send the request and wait for its single result."""
     opened.send(command, size)
-    timed_event = await opened.next_event()
+    try:
+        timed_event = await opened.next_event()
+    except RequestError:  # the worker's single event: it has nothing left to abort
+        opened.is_over = True
+        raise
     if timed_event is None:
         raise RequestTimeout("The request timed out before its result was ready.")
     event, now = timed_event
