@@ -156,6 +156,18 @@ def send_reply(connection: socket.socket, reply: Reply) -> None:
     connection.sendall(_REPLY_HEADER.pack(status, len(content)) + content)
 
 
+def serve_requests(connection: socket.socket, cpu_seconds: float, answer: Callable[[Any], Reply]) -> None:
+    """Answer requests until the server closes the connection. The kernel ends the process if one takes longer."""
+    while True:
+        signal.setitimer(signal.ITIMER_PROF, 0)
+        try:
+            request = receive_request(connection)
+        except EOFError:
+            return
+        signal.setitimer(signal.ITIMER_PROF, cpu_seconds)
+        send_reply(connection, answer(request))
+
+
 def receive_reply(connection: socket.socket) -> Reply:
     """Return the next reply.
 

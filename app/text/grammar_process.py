@@ -32,6 +32,7 @@ from app.text.child_process import (
     limit_memory,
     receive_request,
     send_reply,
+    serve_requests,
 )
 from app.text.grammar_definition import LIMITS, STACK_BYTES, define
 
@@ -118,14 +119,11 @@ def _serve(connection: socket.socket, start: dict[str, Any], begun: threading.Ev
     vocabulary = LLTokenizer(TokenizerWrapper(_BareVocabulary(start["vocab_size"], start["special"])), slices=[])
     _compile(vocabulary, GrammarSource("json_schema", "{}", ""))  # loads what is loaded at the first use
     begun.set()
-    while True:
-        signal.setitimer(signal.ITIMER_PROF, 0)
-        try:
-            request = receive_request(connection)
-        except EOFError:
-            return
-        signal.setitimer(signal.ITIMER_PROF, start["render_seconds"])
-        send_reply(connection, _compile(vocabulary, GrammarSource(**json.loads(request))))
+    serve_requests(
+        connection,
+        start["render_seconds"],
+        lambda request: _compile(vocabulary, GrammarSource(**json.loads(request))),
+    )
 
 
 class _BareVocabulary:

@@ -34,6 +34,7 @@ from app.text.child_process import (
     limit_memory,
     receive_request,
     send_reply,
+    serve_requests,
 )
 
 # Elements of all ranges of one rendering, summed. jinja2's limit of 100,000 is per range, and loops nest.
@@ -76,14 +77,8 @@ def main() -> None:
     signal.setitimer(signal.ITIMER_PROF, start["compile_seconds"])  # the kernel ends the process: it has no handler
     template, reply = _compile(start["source"])
     send_reply(connection, reply)
-    while template is not None:
-        signal.setitimer(signal.ITIMER_PROF, 0)
-        try:
-            request = receive_request(connection)
-        except EOFError:
-            return
-        signal.setitimer(signal.ITIMER_PROF, start["render_seconds"])
-        send_reply(connection, _render(template, request))
+    if template is not None:
+        serve_requests(connection, start["render_seconds"], lambda request: _render(template, request))
 
 
 def _load_lazy_modules() -> None:

@@ -85,16 +85,21 @@ async def embeddings(call: ApiCall, body: EmbeddingsBody, served: ServedEncoder)
         return await join_with_pauses(b'{"object":"list","data":[', rows, tail)
 
     inputs = [one if isinstance(one, str) else await joined_ids(call.service, one) for one in body.input]
-    request = EncodingRequest(
+    return Encoding(_pooling_request(call, body, inputs, "embedding"), write)
+
+
+def _pooling_request(
+    call: ApiCall, body: EmbeddingsBody | PoolingBody, inputs: Iterable[str | tuple[int, ...]], output: str
+) -> EncodingRequest:
+    return EncodingRequest(
         inputs=text_inputs(inputs),
-        outputs=("embedding",),
+        outputs=(output,),
         api=call.route.api,
         request_id=call.id,
         truncation=body.truncation,
         normalize=body.use_activation,
         dimensions=body.dimensions,
     )
-    return Encoding(request, write)
 
 
 def text_inputs(given: Iterable[str | tuple[int, ...]]) -> tuple[TextInput, ...]:
@@ -318,16 +323,7 @@ async def pooling(call: ApiCall, body: PoolingBody, served: ServedEncoder) -> En
         head = to_json(list_fields("pool", served, encoded))[:-1] + b',"data":['
         return await join_with_pauses(head, items, b"]}")
 
-    request = EncodingRequest(
-        inputs=text_inputs(body.input),
-        outputs=(output,),
-        api=call.route.api,
-        request_id=call.id,
-        truncation=body.truncation,
-        normalize=body.use_activation,
-        dimensions=body.dimensions,
-    )
-    return Encoding(request, write)
+    return Encoding(_pooling_request(call, body, body.input, output), write)
 
 
 def list_fields(kind: str, served: ServedEncoder, encoded: Encoded) -> ListResponse:
