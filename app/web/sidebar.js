@@ -76,11 +76,12 @@ export class Sidebar {
 
   /** Show what has changed elsewhere, unless the reader is about to change a row. */
   refreshSoon() {
-    if (this.list.querySelector("form, [aria-expanded=true]")) return;
-    this.timer ??= setTimeout(() => ((this.timer = null), this.refresh()), 200);
+    this.timer ??= setTimeout(() => ((this.timer = null), this.refresh(true)), 200);
   }
 
-  async refresh() {
+  async refresh(keepsForm = false) {
+    const isChanging = () => keepsForm && this.list.querySelector("form, [aria-expanded=true]");
+    if (isChanging()) return;
     const asked = ++this.asked;
     let found;
     try {
@@ -89,7 +90,7 @@ export class Sidebar {
       this.note.replaceChildren(errorBox(error));
       return;
     }
-    if (asked !== this.asked) return; // More was typed meanwhile.
+    if (asked !== this.asked || isChanging()) return; // More was typed, or a row was opened, meanwhile.
     this.list.replaceChildren(...found.slice(0, this.most).map((each) => this.row(each)));
     const more = () => ((this.most += MOST_SHOWN), this.refresh());
     if (found.length > this.most) this.note.replaceChildren(button(`Show more of ${found.length}`, more, { class: "quiet small" }));

@@ -465,3 +465,23 @@ def test_the_list_covers_a_phone_until_a_conversation_is_chosen(visit: Visits, d
     page.get_by_role("button", name="New conversation").click()
     assert page.locator(".sidebar").is_hidden()
     page.locator(".welcome").wait_for()
+
+
+def test_a_late_refresh_of_the_list_leaves_an_open_row_alone(visit: Visits, decoder: LiveServer) -> None:
+    page = visit(decoder, viewport=WIDE)
+    answer_with(page, {"content": "A pear."})
+    for text in ("About apples", "About bread"):
+        page.get_by_role("button", name="New", exact=True).click()
+        send(page, text)
+        wait_for_answers(page)
+    wait(page, lambda: rows(page) == ["About bread", "About apples"])
+    page.clock.install()  # the list waits for this clock before it shows a change
+    page.get_by_role("button", name="New", exact=True).click()
+    send(page, "About cake")
+    wait_for_answers(page)
+    row = actions_of(page, "About apples")
+    row.get_by_role("button", name="Rename", exact=True).click()
+    page.get_by_label("Title").fill("Fruit")
+    page.clock.run_for(1000)
+    page.get_by_label("Title").press("Enter")
+    wait(page, lambda: rows(page) == ["About cake", "About bread", "Fruit"])
