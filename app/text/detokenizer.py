@@ -55,6 +55,7 @@ class IncrementalDetokenizer:
         self._early_tokens = min_tokens
         self._window = self._context_window(context)
         self._shown = self._context_length()  # characters of the window's text that were already returned
+        self._is_whole = False  # True if that is all of the window's text, which has a token at least
 
     @property
     def matched_stop(self) -> str | None:
@@ -65,6 +66,13 @@ class IncrementalDetokenizer:
         """Add a token and return the text that is certain now; often empty."""
         is_early = self._early_tokens > 0
         self._early_tokens -= 1
+        piece = self._tokenizer.piece(token_id) if self._is_whole else None
+        if piece is not None:
+            self._window.append(token_id)
+            self._shown += len(piece)
+            if len(self._window) >= _WIDE_TOKENS:
+                self._narrow(self._decoded())
+            return self._stops.push(piece, is_early=is_early)
         if not self._tokenizer.has_text(token_id):
             literal = self._literals.get(token_id)
             name = self._tokenizer.token_text(token_id) if literal is None else literal
@@ -76,6 +84,7 @@ class IncrementalDetokenizer:
             certain = max(certain, len(text) - _MAX_PENDING_BYTES)
         new_text = text[self._shown : certain]
         self._shown = max(self._shown, certain)
+        self._is_whole = certain == len(text)
         if len(self._window) >= (_WIDE_TOKENS if certain == len(text) else _MAX_WINDOW_TOKENS):
             self._narrow(text)
         return self._stops.push(new_text, is_early=is_early)
