@@ -9,12 +9,20 @@ import ast
 import json
 import re
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from functools import lru_cache
 from typing import Any, Literal, Protocol
 
-from app.text.tool_formats import ToolFormat, parameter_types, read_value, split_pattern, words
+from app.text.tool_formats import (
+    ToolFormat,
+    member_schema,
+    parameter_types,
+    read_value,
+    split_pattern,
+    value_types,
+    words,
+)
 
 SPACES = " \t\r\n"
 _NAME_KEYS = frozenset({"name", "tool_name"})
@@ -393,7 +401,7 @@ class TaggedReader(_ParametersReader):
         value, quote, more = self._word[len(fixed) :].partition(rest[:1])
         if (value and not value.isalnum()) or not rest.startswith(quote + more) or len(value) > _MAX_WORD_CHARACTERS:
             raise NotACall
-        self._is_text = {"true": True, "false": False}.get(value)
+        self._is_text = None if value.isdigit() else value in ("true", "string")
         return quote + more == rest
 
     def _push_between(self, character: str) -> None:
@@ -401,10 +409,13 @@ class TaggedReader(_ParametersReader):
             return
         self._word += character
         marks = self._marks
-        if self._word == marks.key:
+        if self._begins_key():
             if self.name is None:
                 self._begin_call()
+            more = self._word[len(marks.key) :]
             self._word, self._key, self._state, self._is_text = "", [], "key", None
+            for one in more:
+                self.push(one)
         elif self._word == marks.tail:
             self._end_call()
         elif self._word in marks.stops:
@@ -412,6 +423,14 @@ class TaggedReader(_ParametersReader):
             self._end_call()
         elif not any(one.startswith(self._word) for one in (marks.key, marks.tail, *marks.stops)):
             raise NotACall
+
+    def _begins_key(self) -> bool:
+        marks = self._marks
+        if not marks.tail.startswith(marks.key):
+            return self._word == marks.key
+        return self._word.startswith(marks.key) and not any(
+            one.startswith(self._word) for one in (marks.tail, *marks.stops)
+        )
 
     def _begin_call(self) -> None:
         self.name = "".join(self._name)
@@ -473,11 +492,13 @@ class _Marks:
             return "".join(text.split())
 
         before, after = form.call.split("{parameters}")
-        self.after_name = bare(before.partition("{name}")[2])
+        self.after_name = bare(before.partition("{name}")[2].replace("{number}", "*"))
         self.tail = bare(after)
-        first, rest = form.parameter.split("{key}")
+        first, _, rest = form.parameter.partition("{key}")
         between, end = rest.split("{value}")
-        self.key, self.after_key, self.value_end = bare(first), bare(between.replace("{string}", "*")), end.strip()
+        self.key, self.value_end = bare(first), end.strip()
+        self.after_key = bare(between.replace("{string}", "*").replace("{type}", "*"))
+        self.element = form.element
         self.has_lines = between.endswith("\n")
         self.stops = tuple(bare(one) for one in (form.end, *form.opening) if one)
 
@@ -485,6 +506,74 @@ class _Marks:
 @lru_cache(maxsize=64)
 def _marks(form: ToolFormat) -> _Marks:
     return _Marks(form)
+
+
+class ElementReader(TaggedReader):
+    """Reader of a call whose parameters are elements, such as `<city>Paris</city>`, and so are the members of values."""
+
+    _depth, _tag = 0, -1  # elements that are open in the value, and the place where a tag in it begins
+
+    def _push_value(self, character: str) -> None:
+        self._value.append(character)
+        before = self._marks.element
+        if character == before[-1] and "".join(self._value[-len(before) :]) == before:
+            self._tag = len(self._value)
+        elif character == ">" and self._tag >= 0:
+            tag, self._tag = "".join(self._value[self._tag :]), -1
+            if not tag.startswith("</"):
+                self._depth += 1
+            elif self._depth:
+                self._depth -= 1
+            else:
+                del self._value[-len(before + tag) :]
+                self._end_value()
+        elif self._types == {"string"} and not self._depth and self._tag < 0:
+            sure = len(self._value) - len(before)
+            if sure > self._written:
+                self._write_text(self._value[self._written : sure])
+                self._written = sure
+
+    def _end_value(self) -> None:
+        text = "".join(self._value)
+        if self._types == {"string"}:
+            self._new.append(json.dumps(text[self._written :], ensure_ascii=False)[1:-1] + '"')
+        else:
+            root = self._schemas.get(self.name or "", {})
+            schema = member_schema(root, "".join(self._key), root)
+            self._new.append(json.dumps(_element_value(text, self._marks.element, schema, root), ensure_ascii=False))
+        self._value, self._word, self._state = [], "", "between"
+
+
+def _element_value(text: str, before: str, schema: Any, root: Mapping[str, Any]) -> Any:
+    """Return the value of a text that may be elements in one another. Raises `NotACall`."""
+    parts = re.split(re.escape(before) + "<([^<>]+)>", text)
+    members: list[tuple[str, Any]] = []
+    opened: list[tuple[str, Any, list[tuple[str, Any]]]] = []  # names with the schema and the members around them
+    for place in range(1, len(parts), 2):
+        name = parts[place]
+        if not name.startswith("/"):
+            opened.append((name, schema, members))
+            schema = member_schema(schema, None if name == "item" else name, root)
+            members = []
+        elif opened and name[1:] == opened[-1][0]:
+            value = _members_value(members, parts[place - 1], schema, root)
+            name, schema, members = opened.pop()
+            members.append((name, value))
+        else:
+            raise NotACall
+    if opened:
+        raise NotACall
+    return _members_value(members, parts[0], schema, root)
+
+
+def _members_value(members: Sequence[tuple[str, Any]], text: str, schema: Any, root: Mapping[str, Any]) -> Any:
+    types = value_types(schema, root)
+    if members:
+        is_list = "array" in types or (not types & {"object"} and all(name == "item" for name, _ in members))
+        return [value for _, value in members] if is_list else dict(members)
+    if not text.strip() and types & {"object", "array"} and "string" not in types:
+        return [] if "array" in types else {}
+    return json.loads(read_value(text, types))
 
 
 class PythonicReader(_ParametersReader):
@@ -701,4 +790,6 @@ def new_reader(form: ToolFormat, head: str, schemas: Mapping[str, Mapping[str, A
         return PythonicReader()
     if form.quote:
         return QuotedReader(form, head)
+    if form.element:
+        return ElementReader(form, head, schemas)
     return TaggedReader(form, head, schemas) if form.parameter else NamedReader(form, head)

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from app.text.harmony import TOKENS
+from app.text.tool_formats import words
 
 _SPACES = " \t\r\n"
 
@@ -28,7 +29,8 @@ class ReasoningFormat:
     @property
     def markers(self) -> tuple[str, ...]:
         """The special tokens that the parser needs in the text."""
-        return TOKENS if self.is_harmony else (self.start, self.end)
+        tags = (self.start, self.end)
+        return TOKENS if self.is_harmony else tuple(dict.fromkeys((*tags, *(one for tag in tags for one in words(tag)))))
 
     @property
     def is_harmony(self) -> bool:
@@ -48,6 +50,7 @@ REASONING_FORMATS: Mapping[str, ReasoningFormat] = {
         ReasoningFormat("kimi_vl", "◁think▷", "◁/think▷"),
         ReasoningFormat("hunyuan", "<think:opensource>", "</think:opensource>"),
         ReasoningFormat("minimax_m3", "<mm:think>", "</mm:think>"),
+        ReasoningFormat("kimi_k3", "<|open|>think<|sep|>", "<|close|>think<|sep|>"),
         ReasoningFormat("apriel", "Here are my reasoning steps:", "[BEGIN FINAL RESPONSE]"),
         ReasoningFormat("apertus", "<|inner_prefix|>", "<|inner_suffix|>"),
         ReasoningFormat("gemma4", "<|channel>thought", "<channel|>"),
@@ -65,6 +68,7 @@ _BEFORE_QWEN = (
     "kimi_vl",
     "hunyuan",
     "minimax_m3",
+    "kimi_k3",
     "apriel",
     "apertus",
     "gemma4",
@@ -140,7 +144,9 @@ class ReasoningParser:
         self._held += character
         if self._held == self._form.start:
             self._enter("reasoning")
-        elif not self._form.start.startswith(self._held):
+        elif self._held == self._form.end:  # without a beginning: there is none
+            self._enter("after")
+        elif not self._form.start.startswith(self._held) and not self._form.end.startswith(self._held):
             spaces, held = self._spaces, self._held
             if self._is_open:
                 self._enter("reasoning")
