@@ -30,7 +30,9 @@ class ReasoningFormat:
     def markers(self) -> tuple[str, ...]:
         """The special tokens that the parser needs in the text."""
         tags = (self.start, self.end)
-        return TOKENS if self.is_harmony else tuple(dict.fromkeys((*tags, *(one for tag in tags for one in words(tag)))))
+        return (
+            TOKENS if self.is_harmony else tuple(dict.fromkeys((*tags, *(one for tag in tags for one in words(tag)))))
+        )
 
     @property
     def is_harmony(self) -> bool:

@@ -437,10 +437,9 @@ def _types(schema: Any, root: Mapping[str, Any], depth: int) -> frozenset[str]:
     for part in schema["allOf"] if isinstance(schema.get("allOf"), list) else ():
         if (found := _types(part, root, depth - 1)) != _ANY:
             return found
-    if isinstance(values := schema.get("enum"), list) and values:
+    values = schema.get("enum", [schema["const"]] if "const" in schema else None)
+    if isinstance(values, list) and values:
         return frozenset(map(_type_of, values))
-    if "const" in schema:
-        return frozenset({_type_of(schema["const"])})
     return frozenset({"object"} if "properties" in schema else {"array"} if "items" in schema else _ANY)
 
 
