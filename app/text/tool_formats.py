@@ -15,6 +15,8 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
+from app.text.schema_logic import target_of
+
 Message = Mapping[str, Any]
 _OBJECT = '{"name": "{name}", "arguments": {arguments}}'
 _PLACE = re.compile(r"\{(name|arguments|parameters|index|number|id|key|value|string|type)\}")
@@ -412,7 +414,7 @@ def member_schema(schema: Any, key: str | None, root: Mapping[str, Any], depth: 
     if not isinstance(schema, Mapping) or not depth:
         return None
     if isinstance(reference := schema.get("$ref"), str):
-        return member_schema(resolve(reference, root), key, root, depth - 1)
+        return member_schema(target_of(root, reference), key, root, depth - 1)
     options = next((schema[name] for name in ("anyOf", "oneOf", "allOf") if isinstance(schema.get(name), list)), ())
     properties = schema.get("properties")
     found = schema.get("items") if key is None else schema.get("additionalProperties")
@@ -425,7 +427,7 @@ def _types(schema: Any, root: Mapping[str, Any], depth: int) -> frozenset[str]:
     if not isinstance(schema, Mapping) or depth == 0:
         return _ANY
     if isinstance(reference := schema.get("$ref"), str):
-        return _types(resolve(reference, root), root, depth - 1)
+        return _types(target_of(root, reference), root, depth - 1)
     kinds = schema.get("type")
     if isinstance(kinds, str):
         return frozenset({kinds})
@@ -441,15 +443,6 @@ def _types(schema: Any, root: Mapping[str, Any], depth: int) -> frozenset[str]:
     if isinstance(values, list) and values:
         return frozenset(map(_type_of, values))
     return frozenset({"object"} if "properties" in schema else {"array"} if "items" in schema else _ANY)
-
-
-def resolve(reference: str, root: Mapping[str, Any]) -> Any:
-    """Return what a reference `#/…` within a schema means; None if there is nothing."""
-    value: Any = root
-    for name in reference.removeprefix("#").split("/")[1:]:
-        name = name.replace("~1", "/").replace("~0", "~")
-        value = value.get(name) if isinstance(value, Mapping) else None
-    return value if reference.startswith("#") else None
 
 
 def _type_of(value: object) -> str:

@@ -13,7 +13,8 @@ from typing import Any
 
 from app.errors import InvalidRequest
 from app.text.grammar_definition import json_style, literal
-from app.text.tool_formats import ToolFormat, resolve, split_pattern, value_types, write_value
+from app.text.schema_logic import target_of
+from app.text.tool_formats import ToolFormat, split_pattern, value_types, write_value
 
 # Keywords of an object's schema that say which keys it has in another way than by listing them.
 _OTHER_KEYS = (
@@ -207,7 +208,7 @@ class _Rules:
     def _elements(self, rule: str, schema: Any, root: Mapping[str, Any], seen: frozenset[str]) -> Iterator[str]:
         """Yield the rules of a value that is elements; none for one that is written as JSON, as in a schema's cycle."""
         while isinstance(schema, Mapping) and isinstance(name := schema.get("$ref"), str) and name not in seen:
-            seen, schema = seen | {name}, resolve(name, root)
+            seen, schema = seen | {name}, target_of(root, name)
         if not isinstance(schema, Mapping) or any(keyword in schema for keyword in _OTHER_KEYS):
             return
         if isinstance(schema.get("items"), Mapping) and not {"minItems", "maxItems", "prefixItems"} & schema.keys():
@@ -225,7 +226,7 @@ class _Rules:
         quote = literal(self._form.quote)
         given = schema if isinstance(schema, Mapping) and depth else {}
         if isinstance(reference := given.get("$ref"), str):
-            yield from self._quoted(rule, resolve(reference, root), root, depth - 1)
+            yield from self._quoted(rule, target_of(root, reference), root, depth - 1)
             return
         options = next((given[name] for name in ("anyOf", "oneOf") if isinstance(given.get(name), list)), None)
         kinds = given.get("type")
@@ -291,7 +292,7 @@ def _texts(schema: Any, root: Mapping[str, Any], depth: int) -> Iterator[tuple[s
         yield _FREE_TEXT, False
         return
     if isinstance(reference := schema.get("$ref"), str):
-        yield from _texts(resolve(reference, root), root, depth - 1)
+        yield from _texts(target_of(root, reference), root, depth - 1)
         return
     for name in ("anyOf", "oneOf"):
         if isinstance(options := schema.get(name), list):

@@ -59,10 +59,11 @@ CALLS = st.lists(st.tuples(st.sampled_from(sorted(TOOLS)), ARGUMENTS), min_size=
 
 
 def parse(
-    form: ToolFormat, pieces: list[str], tools: dict[str, Any] | None = None
+    form: ToolFormat, pieces: list[str], tools: dict[str, Any] | None = None, begun: str = "", reads_calls: bool = True
 ) -> tuple[str, list[tuple[str, str]]]:
     numbers = itertools.count()
-    parser = ToolCallParser(form, TOOLS if tools is None else tools, lambda: f"id{next(numbers)}")
+    known = TOOLS if tools is None else tools
+    parser = ToolCallParser(form, known if reads_calls else None, lambda: f"id{next(numbers)}", True, begun)
     content, calls = "", []
     for parsed in [*map(parser.push, pieces), parser.flush()]:
         content += parsed.content
@@ -296,6 +297,38 @@ def test_a_schema_says_what_a_text_is(name: str, schema: Any, text: str, value: 
     tool = {"properties": {"a": schema}, "$defs": {"n": {"type": "integer"}}}
     _, calls = parse(form, list(write_calls(form, [("f", {"a": text})])), {"f": tool})
     assert json.loads(calls[0][1]) == {"a": value}
+
+
+F = ("f", {"text": "a"})
+THIRD = "<|open|>response<|sep|>"  # Kimi K3
+THIRD_CALL = (
+    '<|open|>call tool="f" index="1"<|sep|><|open|>argument key="text" type="string"<|sep|>a<|close|>argument<|sep|>'
+)
+AROUND: list[tuple[str, str, str, str, list[Any]]] = [
+    ("functionary", ">>>", "all\nHi", "Hi", []),
+    ("functionary", ">>>", 'all\n>>> {"a": 1}\nHi>>>f\n{"text": "a"}', '>>> {"a": 1}\nHi', [F]),
+    ("functionary", ">>>", 'f\n{"text": "a"}>>>f\n{"text": "a"}>>>all\nDone', "Done", [F, F]),
+    ("functionary", ">>>", "python\nprint(1)", ">>>python\nprint(1)", []),
+    ("functionary", ">>>", "al", "al", []),
+    ("gigachat3", "", 'Hi<|message_sep|>\n\nfunction call<|role_sep|>\n{"name": "f", "arguments": {"text": "a"}}', "Hi", [F]),
+    ("gigachat3", "", "A function call <b>.<|message_sep|>", "A function call <b>.", []),
+    ("kimi_k3", "", THIRD + "Hi<|close|>response<|sep|><|close|>message<|sep|>", "Hi", []),
+    ("kimi_k3", THIRD, "Hi<|close|>response<|sep|><|close|>message<|sep|>", "Hi", []),
+    ("kimi_k3", THIRD, f"Hi<|close|>response<|sep|><|open|>tools<|sep|>{THIRD_CALL}<|close|>call<|sep|><|close|>tools<|sep|>"
+     "<|close|>message<|sep|>", "Hi", [F]),
+    ("kimi_k3", THIRD, "a <|open|>b<|sep|> c <", "a <|open|>b<|sep|> c <", []),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "begun", "text", "content", "calls"), AROUND)
+def test_what_stands_around_an_answer_is_no_content(
+    name: str, begun: str, text: str, content: str, calls: list[Any]
+) -> None:
+    for pieces in ([text], list(text)):
+        found, given = parse(TOOL_FORMATS[name], pieces, begun=begun)
+        assert (found.strip(), [(one, json.loads(arguments)) for one, arguments in given]) == (content, calls)
+        if not calls:
+            assert parse(TOOL_FORMATS[name], pieces, begun=begun, reads_calls=False) == (found, [])
 
 
 def test_texts_between_tags_arrive_as_they_grow() -> None:
