@@ -5,19 +5,19 @@ A reader refuses a text that cannot become a call at the first character that sh
 
 from __future__ import annotations
 
-import ast
 import json
 import re
-import warnings
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from functools import lru_cache
 from typing import Any, Literal, Protocol
 
 from app.text.tool_formats import (
+    NOTHING,
     ToolFormat,
+    json_value,
     member_schema,
     parameter_types,
+    python_value,
     read_value,
     split_pattern,
     value_types,
@@ -324,6 +324,7 @@ class _ParametersReader:
         self._key: list[str] = []
         self._value: list[str] = []
         self._count = 0  # of parameters
+        self._name: list[str] = []
         self._new: list[str] = []
 
     def arguments(self) -> str:
@@ -333,6 +334,15 @@ class _ParametersReader:
         new = "".join(self._new)
         self._new = []
         return new
+
+    def _ends_name(self, character: str, end: str) -> bool:
+        """Read a character of the call's name, and return True if it is the one after it. Raises `NotACall`."""
+        if character == end and self._name:
+            return True
+        if not (character.isalnum() or character in "_-.") or len(self._name) >= _MAX_HEADER_CHARACTERS:
+            raise NotACall
+        self._name.append(character)
+        return False
 
 
 class TaggedReader(_ParametersReader):
@@ -346,7 +356,6 @@ class TaggedReader(_ParametersReader):
         super().__init__(head)
         self._schemas, self._marks = schemas, _marks(form)
         self._state: Literal["name", "after name", "between", "key", "after key", "value"] = "name"
-        self._name: list[str] = []
         self._word = ""  # of the tags, without white space
         self._written = 0  # characters of the value that are part of the arguments already
         self._types: frozenset[str] = frozenset()
@@ -581,7 +590,6 @@ class PythonicReader(_ParametersReader):
 
     def __init__(self) -> None:
         super().__init__()
-        self._name: list[str] = []
         self._state: Literal["name", "key", "after key", "value"] = "name"
         self._depth = 0
         self._quote = ""
@@ -603,12 +611,8 @@ class PythonicReader(_ParametersReader):
             self._push_value(character)
 
     def _push_name(self, character: str) -> None:
-        if character == "(" and self._name:
+        if self._ends_name(character, "("):
             self._state = "key"
-        elif (character.isalnum() or character in "_-.") and len(self._name) < _MAX_HEADER_CHARACTERS:
-            self._name.append(character)
-        else:
-            raise NotACall
 
     def _push_key(self, character: str) -> None:
         if character == ")" and not self._key:
@@ -660,43 +664,11 @@ class PythonicReader(_ParametersReader):
 
 def _python_value(text: str) -> str:
     """Return the JSON of a value of Python or JSON. Raises `NotACall`."""
-    with suppress(ValueError, RecursionError):
-        json.loads(text, parse_constant=_no_number)
+    if json_value(text) is not NOTHING:
         return text.strip()
-    try:
-        with warnings.catch_warnings():  # of the compiler, about escapes that Python does not know
-            warnings.simplefilter("ignore")
-            parsed = ast.parse(text.strip(), mode="eval").body
-        return json.dumps(_plain(parsed), ensure_ascii=False, allow_nan=False)
-    except (SyntaxError, ValueError, TypeError, RecursionError, MemoryError) as error:
-        raise NotACall from error
-
-
-def _plain(node: ast.expr) -> Any:
-    """Return the value of an expression without names, calls and operators."""
-    if isinstance(node, ast.Constant) and isinstance(node.value, str | int | float | bool | None):
-        return node.value
-    if isinstance(node, ast.Name) and node.id in _WORDS:
-        return _WORDS[node.id]
-    if isinstance(node, ast.List | ast.Tuple):
-        return [_plain(item) for item in node.elts]
-    if isinstance(node, ast.Dict):
-        return {_key(key): _plain(value) for key, value in zip(node.keys, node.values, strict=True)}
-    if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
-        value = _plain(node.operand)
-        if isinstance(value, int | float) and not isinstance(value, bool):
-            return -value
-    raise ValueError("no value")
-
-
-_WORDS = {"true": True, "false": False, "null": None}
-
-
-def _key(node: ast.expr | None) -> str:
-    value = None if node is None else _plain(node)
-    if not isinstance(value, str):
-        raise ValueError("no key")
-    return value
+    if (value := python_value(text)) is NOTHING:
+        raise NotACall
+    return json.dumps(value, ensure_ascii=False)
 
 
 class QuotedReader(_ParametersReader):
@@ -706,7 +678,6 @@ class QuotedReader(_ParametersReader):
         super().__init__(head)
         self._quote = form.quote
         self._end = words(form.call)[-1]  # of the call
-        self._name: list[str] = []
         self._state: Literal["name", "key", "value", "end"] = "name"
         self._depth = 0
         self._in_string = False
@@ -728,13 +699,9 @@ class QuotedReader(_ParametersReader):
                 self.finished, self.unread = True, self._word
 
     def _push_name(self, character: str) -> None:
-        if character == "{" and self._name:
+        if self._ends_name(character, "{"):
             self.name, self._state = "".join(self._name), "key"
             self._new.append("{")
-        elif (character.isalnum() or character in "_-.") and len(self._name) < _MAX_HEADER_CHARACTERS:
-            self._name.append(character)
-        else:
-            raise NotACall
 
     def _push_key(self, character: str) -> None:
         if character == ":" and self._key:
@@ -778,10 +745,6 @@ def _unquoted(text: str, quote: str) -> str:
 
 
 _BARE_KEY = re.compile(r'([{,]\s*+)([^\s{}\[\],:"]++)\s*+:')
-
-
-def _no_number(name: str) -> Any:
-    raise ValueError(f"{name} is no JSON")
 
 
 def new_reader(form: ToolFormat, head: str, schemas: Mapping[str, Mapping[str, Any]]) -> CallReader:

@@ -29,8 +29,7 @@ from app.errors import (
     UnsupportedParameter,
 )
 from app.text.child_process import ChildProcess, ProcessKind, Reply, ReplyStatus, TemplateLimits
-from app.text.template_form import TemplateForm, ThinkingVariables
-from app.text.template_trials import find_template_form
+from app.text.template_form import TemplateForm, ThinkingVariables, find_template_form
 from app.text.tool_formats import TOOL_FORMATS, TRIAL_CALL, TRIAL_TOOL, ToolFormat, find_tool_format
 from app.weights.files import file_in, files_in, folder_in, read_text, unreadable_message
 

@@ -40,13 +40,10 @@ class ReasoningFormat:
         return self.name == "openai_gptoss"
 
 
+# In the order in which templates are searched: many have Qwen's tags too, in what they remove from an answer.
 REASONING_FORMATS: Mapping[str, ReasoningFormat] = {
     each.name: each
     for each in (
-        ReasoningFormat("deepseek_r1", "<think>", "</think>", is_implied=True),
-        ReasoningFormat("qwen3", "<think>", "</think>"),
-        ReasoningFormat("granite", "Here is my thought process:", "Here is my response:"),
-        ReasoningFormat("mistral", "[THINK]", "[/THINK]"),
         ReasoningFormat("seed_oss", "<seed:think>", "</seed:think>"),
         ReasoningFormat("command_a", "<|START_THINKING|>", "<|END_THINKING|>"),
         ReasoningFormat("kimi_vl", "◁think▷", "◁/think▷"),
@@ -56,6 +53,10 @@ REASONING_FORMATS: Mapping[str, ReasoningFormat] = {
         ReasoningFormat("apriel", "Here are my reasoning steps:", "[BEGIN FINAL RESPONSE]"),
         ReasoningFormat("apertus", "<|inner_prefix|>", "<|inner_suffix|>"),
         ReasoningFormat("gemma4", "<|channel>thought", "<channel|>"),
+        ReasoningFormat("granite", "Here is my thought process:", "Here is my response:"),
+        ReasoningFormat("mistral", "[THINK]", "[/THINK]"),
+        ReasoningFormat("qwen3", "<think>", "</think>"),
+        ReasoningFormat("deepseek_r1", "<think>", "</think>", is_implied=True),
         ReasoningFormat(
             *("openai_gptoss", "<|channel|>analysis<|message|>", "<|end|>"),
             then="<|start|>assistant",
@@ -63,20 +64,6 @@ REASONING_FORMATS: Mapping[str, ReasoningFormat] = {
         ),
     )
 }
-# Looked for first, since a template may have the tags of Qwen too, in what it removes from an answer.
-_BEFORE_QWEN = (
-    "seed_oss",
-    "command_a",
-    "kimi_vl",
-    "hunyuan",
-    "minimax_m3",
-    "kimi_k3",
-    "apriel",
-    "apertus",
-    "gemma4",
-    "granite",
-    "mistral",
-)
 
 
 def choose_reasoning_format(template: str | None) -> ReasoningFormat | None:
@@ -84,11 +71,8 @@ def choose_reasoning_format(template: str | None) -> ReasoningFormat | None:
     source = template or ""
     if "<|channel|>analysis<|message|>" in source or ("<|channel|>" in source and "analysis" in source):
         return REASONING_FORMATS["openai_gptoss"]
-    for name in _BEFORE_QWEN:
-        form = REASONING_FORMATS[name]
-        if form.start in source or form.end in source:
-            return form
-    return REASONING_FORMATS["qwen3"] if "<think>" in source or "</think>" in source else None
+    found = (form for form in REASONING_FORMATS.values() if form.start in source or form.end in source)
+    return next((form for form in found if not form.is_harmony), None)
 
 
 def closes_reasoning(form: ReasoningFormat, prompt_end: str) -> bool:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import ast
 import json
 import re
+import warnings
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -462,11 +463,11 @@ def read_value(text: str, types: frozenset[str]) -> str:
     What is none of its types becomes a string, which whoever checks the arguments sees.
     """
     bare = text.strip()
-    value = _json_value(bare)
-    if value is _NOTHING and types & {"object", "array", "any", "boolean", "null"} and bare[:1] in "{[TFN":
-        value = _python_value(bare)
-        bare = "" if value is _NOTHING else json.dumps(value, ensure_ascii=False)
-    if value is not _NOTHING:
+    value = json_value(bare)
+    if value is NOTHING and types & {"object", "array", "any", "boolean", "null"} and bare[:1] in "{[TFN":
+        value = python_value(bare)
+        bare = "" if value is NOTHING else json.dumps(value, ensure_ascii=False)
+    if value is not NOTHING:
         kind = _type_of(value)
         if kind in types or (kind == "integer" and "number" in types) or ("any" in types and kind != "string"):
             return bare
@@ -477,22 +478,32 @@ def read_value(text: str, types: frozenset[str]) -> str:
     return json.dumps(text, ensure_ascii=False)
 
 
-_NOTHING = object()
+NOTHING = object()
 
 
-def _json_value(text: str) -> Any:
+def json_value(text: str) -> Any:
+    """Return a value that was written as JSON; `NOTHING` if it was not."""
     with suppress(ValueError, RecursionError):
         return json.loads(text, parse_constant=_not_finite)
-    return _NOTHING
+    return NOTHING
 
 
-def _python_value(text: str) -> Any:
-    """Return a value that was written as Python writes it, as some templates show values to their models."""
-    with suppress(SyntaxError, ValueError, TypeError, RecursionError, MemoryError):
-        value = ast.literal_eval(text)
+def python_value(text: str) -> Any:
+    """Return a value that was written as Python writes it, or with words of JSON; `NOTHING` if it was not."""
+    with suppress(SyntaxError, ValueError, TypeError, RecursionError, MemoryError), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of the compiler, about escapes that Python does not know
+        value = ast.literal_eval(_Words().visit(ast.parse(text.strip(), mode="eval")))
         json.dumps(value, allow_nan=False)
         return value
-    return _NOTHING
+    return NOTHING
+
+
+class _Words(ast.NodeTransformer):
+    """JSON's words as Python's."""
+
+    def visit_Name(self, node: ast.Name) -> ast.expr:
+        known = {"true": True, "false": False, "null": None}
+        return ast.Constant(known[node.id]) if node.id in known else node
 
 
 def _not_finite(name: str) -> Any:
