@@ -13,7 +13,7 @@ import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from app.text.tool_formats import ToolFormat, write_calls
 
@@ -211,6 +211,7 @@ class _ShortIds(dict[str, str]):
 
 # Content of a message that has calls and no text: the key is left out, or its value.
 Empty = Literal["absent", "null", ""]
+ToolsWay = Literal["tools", "bare", "xml_tools", "functions"]
 
 
 _ALL_PLACES, _NO_VARIABLES = SystemRules(), ThinkingVariables()
@@ -248,7 +249,7 @@ class TemplateForm:
     one_call: bool = False
     short_ids: bool = False
     apart: frozenset[tuple[str, str]] = frozenset()
-    tools: Literal["tools", "bare", "xml_tools", "functions", ""] = "tools"
+    tools: ToolsWay | Literal[""] = "tools"
     no_tools: Mapping[str, Any] = field(default_factory=lambda: {"tools": None})
     thinking: ThinkingVariables = _NO_VARIABLES
 
@@ -482,14 +483,9 @@ class _Trials:
         several = self._writes([first, second, _USER])
         return SystemRules(True, several, self._writes([first, _USER, _ASSISTANT, second, _USER]))
 
-    def _tools(self) -> Literal["tools", "bare", "xml_tools", "functions", ""]:
+    def _tools(self) -> ToolsWay | Literal[""]:
         words = (_FUNCTION, _DESCRIPTION, _PARAMETER)
-        ways: tuple[Literal["tools", "bare", "xml_tools", "functions"], ...] = (
-            "tools",
-            "bare",
-            "xml_tools",
-            "functions",
-        )
+        ways: tuple[ToolsWay, ...] = get_args(ToolsWay)
         for way in ways:
             variables = TemplateForm(tools=way, no_tools=self._no_tools).tool_variables([_TOOL])
             if self._writes([_USER], *words, **variables):
