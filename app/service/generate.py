@@ -380,16 +380,17 @@ def score_token(tokenizer: Tokenizer, token_id: int, logprob: float, top: tuple[
 def output_parser(request: GenerationRequest, model: ServedDecoder, prompt: Prompt) -> OutputParser | None:
     """Return a parser for one choice; None if all of its text is content."""
     form, tools = model.reasoning_format if request.separates_reasoning else None, request.tools
-    if form is None and tools is None:
+    has_answer = request.messages is not None and model.tool_format.around
+    if form is None and tools is None and not has_answer:
         return None
     new_id = _short_id if model.tool_format.short_ids else _long_id
     parallel = tools is None or tools.parallel
     if (form is not None and form.is_harmony) or (tools is not None and model.tool_format.is_harmony):
         return HarmonyParser(None if tools is None else [tool.name for tool in tools.tools], new_id, parallel)
     calls = None
-    if tools is not None:
-        schemas = {tool.name: tool.parameters for tool in tools.tools}
-        calls = ToolCallParser(model.tool_format, schemas, new_id, parallel)
+    if tools is not None or has_answer:
+        schemas = None if tools is None else {tool.name: tool.parameters for tool in tools.tools}
+        calls = ToolCallParser(model.tool_format, schemas, new_id, parallel, prompt.begun)
     return _ReasoningAndCalls(None if form is None else ReasoningParser(form, prompt.opens_reasoning), calls)
 
 

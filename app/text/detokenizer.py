@@ -12,17 +12,10 @@ from app.text.tokenizer import Tokenizer
 
 _REPLACEMENT = "\ufffd"  # a decoder writes it for bytes that are not a character, or not yet
 
-_NARROWED_TOKENS = (
-    8,
-    7,
-    6,
-    5,
-)  # tokens to keep; at least 5: an incomplete character has at most 3 tokens, which must not be the window's first
-
+# Tokens to keep; at least 5: an incomplete character has at most 3 tokens, which must not be the window's first.
+_NARROWED_TOKENS = (8, 7, 6, 5)
 _WIDE_TOKENS = 12  # tokens in the window at which it is narrowed
-
 _MAX_WINDOW_TOKENS = 24  # tokens in the window at which bytes that never became a character are shown as U+FFFD
-
 _MAX_PENDING_BYTES = 3  # bytes: at most three of a UTF-8 character's four can be pending
 
 

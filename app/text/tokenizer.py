@@ -7,7 +7,6 @@ Its files are read in `tokenizer_files.py`; conversations are in `chat.py`, stre
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -20,7 +19,9 @@ import tokenizers
 from app.errors import CheckpointInvalid, InvalidRequest
 from app.messages import Text
 from app.text.bounds import (
+    BYTE_TOKEN,
     CHUNK_CHARACTERS,
+    META_SPACE,
     UNBOUNDED,
     EncodingLimits,
     LeastTokens,
@@ -31,11 +32,9 @@ from app.text.bounds import (
 from app.text.child_process import ConvertRustErrors, stop_if_cancelled
 from app.text.tokenizer_files import TokenizerFiles, apply_other_files, named_tokens, read_tokenizer_files
 
-_BYTE_TOKEN = re.compile(r"^<0x([0-9A-Fa-f]{2})>$")  # a byte in a byte-fallback vocabulary
 _CANNOT_ENCODE = "this checkpoint's tokenizer cannot encode the text"
 _REPLACEMENT = "\ufffd"
 _JOINING_DECODERS = frozenset(("ByteLevel", "ByteFallback", "Fuse", "Metaspace", "Replace", "Sequence", "Strip"))
-_META_SPACE = "\u2581"  # a space in a sentencepiece vocabulary
 
 
 @dataclass(frozen=True, slots=True)
@@ -328,8 +327,8 @@ class Tokenizer:
         if "ByteLevel" in self._decoder_kinds:
             values = [_BYTE_OF_CHARACTER.get(character) for character in token]
             return token.encode() if None in values else bytes(value for value in values if value is not None)
-        byte = _BYTE_TOKEN.match(token) if "ByteFallback" in self._decoder_kinds else None
-        return bytes([int(byte.group(1), 16)]) if byte else token.replace(_META_SPACE, " ").encode()
+        byte = BYTE_TOKEN.match(token) if "ByteFallback" in self._decoder_kinds else None
+        return bytes([int(byte.group(1), 16)]) if byte else token.replace(META_SPACE, " ").encode()
 
     @cached_property
     def _decoder_kinds(self) -> frozenset[str]:
