@@ -2,13 +2,14 @@
 
 Needs Docker, root (for control groups) and half an hour on an idle machine. The other architecture runs emulated. It
 writes docs/proofs.md and a JSON file with all findings. A later run of one part takes the sections of the other parts
-from that file.
+from that file. The environment variable WHEELS names a folder with torch's wheel if its index is slow.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import platform
 import shutil
 import signal
@@ -25,8 +26,6 @@ from typing import Any
 from app.hardware.probe.probe import probe
 from app.version import VERSION
 from armature_bench.console import MeasurementFailed
-from tools.peers.servers import server_spec
-from tools.proofs.baking import bake
 from tools.proofs.containers import Image, docker, remove_all
 from tools.proofs.findings import Findings, TooLong
 from tools.proofs.parts import PARTS, Subject
@@ -34,6 +33,7 @@ from tools.proofs.report import Section, page
 
 ROOT = Path(__file__).resolve().parents[1]
 REPORT, KEPT = ROOT / "docs" / "proofs.md", ROOT / "build" / "proofs.json"
+BAKE_SECONDS = 3600
 PLATFORMS = ("linux/amd64", "linux/arm64")
 UNEXPECTED = (
     OSError,
@@ -92,13 +92,22 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument(
         "--flags", default="", help="flags of armature serve under quotas, in one string: '--precision int4'"
     )
-    parser.add_argument(
-        "--peer", action="append", default=[], type=server_spec, metavar="NAME=[VARIABLE=value ...] COMMAND"
-    )
     parser.add_argument("--rounds", type=int, default=3, help="rounds of each load under each quota")
     parser.add_argument("--report", type=Path, default=REPORT)
     parser.add_argument("--json", type=Path, default=KEPT)
     return parser.parse_args()
+
+
+def bake() -> str:
+    """Build both architectures with visible progress, load the image, and return its tag."""
+    revision = subprocess.run(["git", "rev-parse", "--short=12", "HEAD"], cwd=ROOT, capture_output=True, text=True)
+    environment = os.environ | {"VERSION": VERSION, "REVISION": revision.stdout.strip() or "unknown"}
+    wheels = os.environ.get("WHEELS")
+    command = ["docker", "buildx", "bake", *([f"--allow=fs.read={wheels}"] if wheels else []), "cpu", "--load"]
+    made = subprocess.run(command, cwd=ROOT, env=environment, stdout=sys.stderr, timeout=BAKE_SECONDS)
+    if made.returncode != 0:
+        raise SystemExit(f"prove: docker buildx bake ended with {made.returncode}; see the output above")
+    return f"armature:{VERSION}"
 
 
 def _listed(text: str) -> tuple[str, ...]:

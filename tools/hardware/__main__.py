@@ -18,7 +18,7 @@ import textwrap
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -26,10 +26,25 @@ from typing import Any
 from rich.console import Console
 
 from app.hardware.probe.probe import probe
-from tools.hardware.shapes import BERT_LARGE, LLAMA_1B, LLAMA_8B, SMALL_BERT, SMALL_LLAMA, write
+from armature_bench.published import models
+from armature_bench.published.models import BERT_LARGE, PublishedModel, model_folder
 from tools.hardware.table import markdown, placed, rows_of
 from tools.install import ROOT
 
+LLAMA_1B, LLAMA_8B = (
+    replace(each, config={**each.config, "max_position_embeddings": 8192})
+    for each in (models.LLAMA_1B, models.LLAMA_8B)
+)
+_SMALL = {
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "vocab_size": 512,
+}
+_SMALL_HEADS = {"num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 256}
+SMALL_LLAMA = PublishedModel("small-llama", "a small Llama", {**LLAMA_1B.config, **_SMALL, **_SMALL_HEADS})
+SMALL_BERT = PublishedModel("small-bert", "a small BERT", {**BERT_LARGE.config, **_SMALL})
 DOCUMENT = ROOT / "docs" / "hardware.md"
 MINUTES = 8.0
 # Kernels against their reference implementations, checks that need hardware, and whole models of every architecture
@@ -124,12 +139,12 @@ def checked_and_measured(run: Run, dry: bool) -> None:
     Tests of kernels mostly compile on one core of the host, so whole models are tested and checkpoints written
     meanwhile. Nothing is timed before all of that is done.
     """
-    models = (SMALL_LLAMA, SMALL_BERT) if dry else (LLAMA_1B, LLAMA_8B, BERT_LARGE)
+    shapes = (SMALL_LLAMA, SMALL_BERT) if dry else (LLAMA_1B, LLAMA_8B, BERT_LARGE)
     with ThreadPoolExecutor(len(_TESTS)) as pool:
         tested = [pool.submit(test, run, part, dry) for part in _TESTS]
-        with run.console.status("tests on the device, and checkpoints of made-up weights …"):
-            for made in models:
-                write(made, run.folder / made.name)
+        with run.console.status("tests on the device, and checkpoints of synthetic weights …"):
+            for made in shapes:
+                model_folder(made, run.folder)
             for one in tested:
                 one.result()
     benches(run, dry)

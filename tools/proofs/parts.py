@@ -6,11 +6,10 @@ import argparse
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from tools.proofs import dashboards, image, kernels, quota, refusals, serving, start
+from tools.proofs import image, kernels, quota, refusals, serving, start
 from tools.proofs.cluster import part as cluster
 from tools.proofs.containers import Image
 from tools.proofs.findings import Findings
-from tools.proofs.guests import MAX_TOKENS, PROMPT_TOKENS, Load
 
 LIMITS = ("--cpus=2", "--memory=4g")
 
@@ -50,7 +49,7 @@ def _kernels(findings: Findings, subject: Subject) -> None:
 
 def _quota(findings: Findings, subject: Subject) -> None:
     asked = subject.arguments
-    load = Load(asked.model or refusals.DEMO, asked.flags.split(), asked.peer, asked.rounds)
+    load = quota.Load(asked.model or refusals.DEMO, asked.flags.split(), asked.rounds)
     quota.run(findings, subject.native, load)
 
 
@@ -75,7 +74,7 @@ PARTS: Mapping[str, Part] = {
     ),
     "quota": Part(
         "CPU quotas",
-        f"Prompts of {PROMPT_TOKENS} tokens, completions of {MAX_TOKENS}, closed loop. *Throttled* is the time for which "
+        f"Prompts of {quota.PROMPT_TOKENS} tokens, completions of {quota.MAX_TOKENS}, closed loop. *Throttled* is the time for which "
         "runnable threads were stopped, summed over processors, as a share of the run.",
         60,
         _quota,
@@ -86,17 +85,13 @@ PARTS: Mapping[str, Part] = {
         20,
         lambda f, s: refusals.run(f, s.native, s.arguments.model),
     ),
-    "dashboards": Part(
-        "Dashboards", "Every panel's query, sent to a Prometheus that scrapes loaded containers.", 15,
-        lambda f, s: dashboards.run(f, s.native),
-    ),
     "cluster": Part(
         "A real cluster",
         "The manifests applied to Kubernetes as k8s/README.md does, with pods of one core, and disturbed under load. "
         "Failures are requests without a whole answer.",
         90,
         lambda f, s: cluster.run(
-            f, s.native, s.arguments.kubernetes, s.arguments.model, next((each for each in s.images if each.emulated), None)
+            f, s.native, s.arguments.kubernetes, s.arguments.model
         ),
     ),
 }  # fmt: skip

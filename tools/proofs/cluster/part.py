@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from tools.proofs.cluster import architectures, custom, disks, disturbances, images, loss, starts
+from tools.proofs.cluster import disks, disturbances, images, loss, starts
 from tools.proofs.cluster.control_plane import ControlPlane
 from tools.proofs.cluster.namespaces import Lab, wait
 from tools.proofs.cluster.node import Node, join
@@ -25,9 +25,7 @@ FIRST_ANSWER_SECONDS = 90.0
 WAIT_SECONDS = 600.0
 
 
-def run(
-    findings: Findings, image: Image, kubernetes: Path | None, model: Path | None, other: Image | None = None
-) -> None:
+def run(findings: Findings, image: Image, kubernetes: Path | None, model: Path | None) -> None:
     """Bring the cluster up, run every check, and take it down.
 
     Args:
@@ -35,7 +33,6 @@ def run(
         image: The server's image for this machine.
         kubernetes: The folder of Kubernetes' server programs.
         model: A checkpoint whose second start is timed, or None.
-        other: The server's image for an architecture that this machine emulates, or None.
     """
     if kubernetes is None or os.geteuid() != 0:
         findings.skipped.append(
@@ -59,14 +56,12 @@ def run(
         _tell(findings, cluster, time.monotonic() - began)
         give(nodes, folder / "server.tar")
         first_apply(findings, cluster)
-        custom.run(findings, cluster)
         fleet = apply(findings, cluster, nodes)
         steps: dict[str, Callable[[], None]] = {
             "disturbances": lambda: disturbances.run(findings, fleet),
             "second starts": lambda: starts.second_start(findings, cluster, nodes, model),
             "a volume beyond its limit": lambda: disks.volume_beyond_its_limit(findings, settled(fleet)),
             "a full cache": lambda: disks.full_cache(findings, fleet, nodes),
-            "a node of another architecture": lambda: architectures.run(findings, cluster, fleet, other),
             "a lost node": lambda: loss.node_lost(findings, fleet, nodes[1]),
             "a full node": lambda: disks.full_node(findings, fleet, nodes),
         }
