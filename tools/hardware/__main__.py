@@ -152,16 +152,8 @@ def checked_and_measured(run: Run, dry: bool) -> None:
 
 def test(run: Run, part: str, dry: bool) -> None:
     """Run the tests of kernels against their references, or of the engine on the device against the CPU."""
-    command = [
-        sys.executable,
-        "-m",
-        "pytest",
-        "-q",
-        "-p",
-        "no:cacheprovider",
-        *_TESTS[part],
-        *(_DRY[part] if dry else ()),
-    ]
+    pytest = [sys.executable, *"-m pytest -q -p no:cacheprovider".split()]
+    command = [*pytest, *_TESTS[part], *(_DRY[part] if dry else ())]
     told = run.command(part, command, share=_TESTS_SHARE)
     if told is not None:
         run.results[part] = {"passed": _counted(told, "passed"), "skipped": _counted(told, "skipped")}
@@ -179,19 +171,8 @@ def benches(run: Run, dry: bool) -> None:
     ):
         result = run.folder / f"{part}.json"
         model = ["--model", str(run.folder / made.name), "--precision", precision]
-        command = [
-            sys.executable,
-            "-m",
-            "app",
-            "bench",
-            "engine",
-            *model,
-            "--json",
-            str(result),
-            "--calibrate",
-            "off",
-            *few,
-        ]
+        bench = [sys.executable, *"-m app bench engine --calibrate off".split()]
+        command = [*bench, *model, "--json", str(result), *few]
         with run.console.status(f"{part} …"):
             if run.command(part, command) is not None:
                 run.results[part] = json.loads(result.read_text(encoding="utf-8"))
@@ -201,15 +182,8 @@ def benches(run: Run, dry: bool) -> None:
 def idle(run: Run, dry: bool) -> None:
     """Measure how long the device waits for the host."""
     result = run.folder / "idle.json"
-    command = [
-        sys.executable,
-        "-m",
-        "tools.hardware.idle",
-        "--model",
-        str(run.folder / LLAMA_1B.name),
-        "--json",
-        str(result),
-    ]
+    model = str(run.folder / LLAMA_1B.name)
+    command = [sys.executable, "-m", "tools.hardware.idle", "--model", model, "--json", str(result)]
     if dry:
         run.why["idle"] = "there is no device"
     elif run.command("idle", command) is not None:

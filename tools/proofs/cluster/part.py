@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from tools.proofs.cluster import disks, disturbances, images, loss, starts
+from tools.proofs.cluster import custom, disks, disturbances, images, loss, starts
 from tools.proofs.cluster.control_plane import ControlPlane
 from tools.proofs.cluster.namespaces import Lab, wait
 from tools.proofs.cluster.node import Node, join
@@ -56,6 +56,7 @@ def run(findings: Findings, image: Image, kubernetes: Path | None, model: Path |
         _tell(findings, cluster, time.monotonic() - began)
         give(nodes, folder / "server.tar")
         first_apply(findings, cluster)
+        custom.run(findings, cluster)
         fleet = apply(findings, cluster, nodes)
         steps: dict[str, Callable[[], None]] = {
             "disturbances": lambda: disturbances.run(findings, fleet),
