@@ -12,10 +12,9 @@ import pytest
 from tools import prove
 from tools.proofs import refusals, start
 from tools.proofs.containers import ContainerEnded, Image
-from tools.proofs.findings import Findings
-from tools.proofs.parts import Part, Subject
+from tools.proofs.findings import Findings, Section, page
 from tools.proofs.quota import THROTTLED, Load, Measured, judge, said, sample
-from tools.proofs.report import Section, page
+from tools.prove import Part, Subject
 
 FACTS = {"machine": "a small one"}
 
