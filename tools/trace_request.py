@@ -1,8 +1,9 @@
 """Print the files of app/ that one streamed request passes through: `python -m tools.trace_request`, or `make trace`.
 
-The server runs in this process with the demo model and without calibration. A client thread sends one streamed chat completion of
-four tokens. A profile function in every thread records each Python function of app/ that is called between the moment the request is
-sent and its last byte. Module code that runs because of an import does not count.
+It shows how much code a request meets, which is to stay little. The server runs in this process with the demo model and
+without calibration. A client thread sends one streamed chat completion of four tokens. A profile function in every
+thread records each Python function of app/ that is called between the moment the request is sent and its last byte.
+Module code that runs because of an import does not count.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Build, test and measure on this machine's device in less than eight minutes: `python -m tools.hardware [--write]`.
 
-It runs commands that a person could run: the tests of kernels and of parity on the device, `armature bench engine`
-with checkpoints of real shapes and synthetic weights, and the device's idle time. `--write` puts the table into
-docs/hardware.md. `--dry-run` runs everything with tiny shapes on any machine. That shows that the script works; its
-figures mean nothing.
+It is the check of a GPU that continuous integration does not have. It runs commands that a person could run: the tests
+of kernels and of parity on the device, `armature bench engine` with checkpoints of real shapes and synthetic weights,
+and the device's idle time. `--write` puts the table into docs/hardware.md. `--dry-run` runs everything with tiny shapes
+on any machine. That shows that the script works; its figures mean nothing.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The part of the proofs that applies the manifests to a real Kubernetes and disturbs what they made."""
+"""Apply the manifests to a real Kubernetes and disturb what they made: a schema does not show that they serve."""
 
 from __future__ import annotations
 
