@@ -117,12 +117,33 @@ def test_a_prompt_that_ends_within_a_character_is_completed() -> None:
     assert "".join(pieces_of(IncrementalDetokenizer(inner, context=ids[:3]), ids[3:])) == "ᚠ!"
 
 
+@pytest.mark.parametrize("form", FORMS)
+def test_a_piece_is_what_decoding_the_window_returns(form: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    inner = tokenizer(form)
+    numbers = random.Random(0)
+    for _ in range(30):
+        ids = [numbers.randrange(inner.vocab_size + 2) for _ in range(60)]
+        context = ids[:4] if numbers.random() < 0.5 else []
+        known = pieces_of(IncrementalDetokenizer(inner, context=context), ids)
+        with monkeypatch.context() as patch:
+            patch.setattr(Tokenizer, "piece", lambda self, token_id: None)
+            assert pieces_of(IncrementalDetokenizer(inner, context=context), ids) == known
+
+
+def test_most_tokens_of_joining_decoders_have_pieces() -> None:
+    inner = tokenizer("byte_level")
+    assert inner.piece(inner.encode("a", False)[0]) == "a"
+    assert inner.piece(inner.token_id("\xff") or 0) is None  # part of a character
+    assert inner.piece(next(iter(inner.special_tokens))) is None
+    assert inner.piece(inner.vocab_size + 5) is None
+
+
 class Counting:
     """Stands in for a tokenizer and counts the tokens that are decoded."""
 
     def __init__(self, inner: Tokenizer) -> None:
         self.inner, self.decoded, self.longest = inner, 0, 0
-        self.has_text, self.token_bytes = inner.has_text, inner.token_bytes
+        self.has_text, self.token_bytes, self.piece = inner.has_text, inner.token_bytes, inner.piece
 
     def decode(self, ids: list[int]) -> str:
         self.decoded += len(ids)
