@@ -1,8 +1,4 @@
-"""Builds the engine of a checkpoint, and provides the first steps that all builders share.
-
-`build` selects the builder by the kind of the checkpoint (decoder, encoder, program) and by the device. Only the
-modules of the kind that is served are imported.
-"""
+"""Builds the engine of a checkpoint by its kind and the device, importing only the modules of what is served."""
 
 from __future__ import annotations
 
@@ -38,18 +34,16 @@ DeviceT = TypeVar("DeviceT", bound=BaseBackend)
 SelectDevice = Callable[[ServingPlan], DeviceT]  # a function of backends/selection.py that selects the kind of device
 
 
-def ignore_stage(stage: str | LoadProgress) -> None:
-    """Report nothing: the default of `BuildRequest.report`."""
+def ignore_stage(stage: str | LoadProgress) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)
 class BuildRequest(Generic[CheckpointT]):
     """The inputs of a builder.
 
-    `report` is called with each stage of loading; it may raise, to stop. The engine updates
-    `step_time_model` after each step. `eos_token_ids` end the output of a decoder. `report_cost` is called with the
-    cost in quality of quantized weights; it may raise, to load them in another precision. `adapters` are those that the
-    model may get; None: it gets none. `draft` is the checkpoint of the draft model, if there is one.
+    `report` gets each stage of loading and `report_cost` the cost in quality of quantized weights; either may raise, to
+    stop or to load in another precision. The engine updates `step_time_model` after each step. `adapters` None: the
+    model gets none.
     """
 
     checkpoint: CheckpointT
@@ -69,8 +63,6 @@ class BuildRequest(Generic[CheckpointT]):
 
 @dataclass(frozen=True, slots=True)
 class BuiltEngine(Generic[EngineT, RunnerT, ModelT]):
-    """An engine, and the parts of it that benchmarks and tests read."""
-
     engine: EngineT
     runner: RunnerT
     model: ModelT
@@ -97,7 +89,6 @@ def build(request: BuildRequest[Any]) -> Engine:
 
 
 def load_on_device(request: BuildRequest[Checkpoint], select: SelectDevice[DeviceT]) -> tuple[Model, DeviceT]:
-    """Configure the device and load the model. Raises a `StartupError` if the plan cannot be served."""
     plan, report = request.plan, request.report
     backend = prepare_device(request, select)
     folder = plan.weights.pack_folder
@@ -126,7 +117,6 @@ def load_on_device(request: BuildRequest[Checkpoint], select: SelectDevice[Devic
 
 
 def prepare_device(request: BuildRequest[Any], select: SelectDevice[DeviceT]) -> DeviceT:
-    """Return the device, configured by the plan on this thread."""
     request.report("preparing the device")
     backend = select(request.plan)
     backend.configure(request.plan)
@@ -150,7 +140,6 @@ class LoadReporter:
             self._show()
 
     def show_bytes(self, done: int, total: int) -> None:
-        """Report a new percentage of the bytes."""
         self._bytes, percent = (done, total), 100 * done // max(total, 1)
         if percent != self._percent:
             self._percent = percent

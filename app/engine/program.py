@@ -1,7 +1,6 @@
 """Runs an exported program as an engine, and builds that engine: weights, row independence check, and warm-up.
 
-Rows of several requests share a batch, the oldest first. A bad request fails alone. Arrays of messages are converted
-to torch tensors and back.
+Rows of several requests share a batch, the oldest first. A bad request fails alone.
 """
 
 from __future__ import annotations
@@ -54,10 +53,7 @@ class RunnableProgram:
     min_rows: int = 1
 
     def run(self, inputs: Tensors) -> dict[str, Tensor]:
-        """Return the outputs by name, with as many rows as the inputs.
-
-        If the program was exported for more rows, the last row is repeated.
-        """
+        """Return the outputs by name, with as many rows as the inputs; the last row is repeated up to `min_rows`."""
         rows = len(next(iter(inputs.values())))
         missing = self.min_rows - rows
         if missing > 0:
@@ -84,11 +80,7 @@ def _checked_output(spec: TensorSpec, result: Any) -> Tensor:
 
 
 class ProgramRunner(Protocol):
-    """Computes outputs by name from inputs by name."""
-
-    def run(self, inputs: Tensors) -> dict[str, Tensor]:
-        """Return the outputs, one row for each row of the inputs."""
-        ...
+    def run(self, inputs: Tensors) -> dict[str, Tensor]: ...
 
 
 @dataclass(slots=True)
@@ -112,7 +104,6 @@ class RowShare:
     rows: int
 
     def input_rows(self, name: str) -> Tensor:
-        """Return the rows of the input `name` that belong to this step."""
         return self.request.inputs[name][self.request.done : self.request.done + self.rows]
 
 
@@ -128,7 +119,6 @@ class ProgramEngine:
         clock: Callable[[], float] = time.monotonic,
         throttle_correction: ThrottleCorrection | None = None,
     ) -> None:
-        """Start without requests. A step has up to `delay.target_tokens` rows."""
         self.stats: StepStats | None = None
         self.runner: ProgramRunner = served
         self.throttle_correction = throttle_correction or ThrottleCorrection()
@@ -139,23 +129,19 @@ class ProgramEngine:
 
     @property
     def has_work(self) -> bool:
-        """True if requests are queued."""
         return bool(self._waiting)
 
     def add(self, message: Infer) -> list[Event]:
-        """Queue a request."""
         inputs = {name: to_tensor(array) for name, array in message.inputs.items()}
         shapes = tuple(tuple(inputs[spec.name].shape[1:]) for spec in self._signature.inputs)
         self._waiting.append(InferState(message, inputs, len(next(iter(inputs.values()))), shapes))
         return []
 
     def abort(self, command: Abort) -> list[Event]:
-        """Drop a request. It gets no event, since its client has gone."""
         self._waiting = deque(one for one in self._waiting if one.message.request_id != command.request_id)
         return []
 
     def step(self) -> list[Event]:
-        """Compute the next batch and return the events for its clients."""
         started = self._clock()
         self.throttle_correction.begin()
         self._batch, self._model_seconds = self._next_batch(), 0.0
@@ -194,15 +180,12 @@ class ProgramEngine:
         return [self._end(share.request, error) for share in shares] if shares else self.fail_all(error)
 
     def check(self) -> None:
-        """Compute one synthetic row. Raises if that fails."""
         self.runner.run(synthetic_inputs(self._signature, 1))
 
     def fail_all(self, error: RequestError) -> list[Event]:
-        """End every request with this error."""
         return [self._end(request, error) for request in list(self._waiting)]
 
     def snapshot(self) -> EngineSnapshot:
-        """Return the state of the queue for the service and the metrics."""
         begun = sum(request.started_at is not None for request in self._waiting)
         return EngineSnapshot(
             num_running=begun,
@@ -244,21 +227,14 @@ class ProgramEngine:
         return events
 
     def _compute_alone(self, share: RowShare) -> list[Event]:
-        """Compute a share alone after a shared step failed.
-
-        Only a request that the program cannot compute gets an error; the others get their answers.
-        """
+        """Compute a share alone after a shared step failed; only a request that cannot be computed gets an error."""
         try:
             return self._distribute([share], self._compute([share]))
         except INPUT_ERRORS as error:
             return [self._reject(share, error)]
 
     def _reject(self, share: RowShare, error: Exception) -> RequestFailed:
-        """Return an error for one request.
-
-        It is not a failed engine step, since a client's inputs must not end the process. It is the client's error if
-        the program still computes synthetic inputs, whatever torch raised.
-        """
+        """Return an error for one request, which is the client's if the program still computes synthetic inputs."""
         log.warning("the program failed on the inputs of one request: %s", error)
         return self._end(share.request, program_error(error, self._computes()))
 
@@ -286,10 +262,7 @@ _NO_MEMORY = "DefaultCPUAllocator"  # in the RuntimeError of a CPU tensor that d
 
 
 def program_error(error: Exception, computes_others: bool) -> RequestError:
-    """Return the client's error if the program computes other inputs, and an internal error otherwise.
-
-    A lack of memory is never the client's error.
-    """
+    """Return the client's error if the program computes other inputs and memory sufficed, else an internal one."""
     said = str(error)
     if computes_others and _NO_MEMORY not in said:
         reason = (said.splitlines() or [type(error).__name__])[0][:200].rstrip(".")
@@ -303,10 +276,7 @@ _RELATIVE_TOLERANCE = 0.05  # relative to the largest value, since products roun
 def build_program_engine(
     request: BuildRequest[ProgramCheckpoint],
 ) -> BuiltEngine[ProgramEngine, RunnableProgram, Program]:
-    """Load the program, check it and warm it up.
-
-    Raises a `StartupError` if the plan or the program cannot be served.
-    """
+    """Load the program, check it and warm it up. Raises a `StartupError`."""
     checkpoint, plan = request.checkpoint, request.plan
     backend = prepare_device(request, select_host_backend)
     program = load_program(checkpoint, plan, percent_reporter(request.report, "loading weights"))
@@ -323,7 +293,6 @@ def build_program_engine(
 
 
 def served_program(checkpoint: ProgramCheckpoint, program: Program) -> RunnableProgram:
-    """Return the loaded program together with its signature, as the engine runs it."""
     return RunnableProgram(program, checkpoint.signature, checkpoint.output_indices, checkpoint.min_rows)
 
 
@@ -333,10 +302,9 @@ def max_step_rows(checkpoint: ProgramCheckpoint, planned: int) -> int:
 
 
 def check_row_independence(served: RunnableProgram) -> None:
-    """Check that two different rows give the same results together as alone.
+    """Check that rows give the same results together as alone, as requests share batches.
 
-    Otherwise requests that share a batch would change each other's answers. Raises `CheckpointInvalid` if the
-    check fails.
+    Raises `CheckpointInvalid`.
     """
     try:
         both = synthetic_inputs(served.signature, 2)
@@ -354,7 +322,6 @@ def check_row_independence(served: RunnableProgram) -> None:
 
 
 def cannot_run(error: Exception) -> CheckpointInvalid:
-    """Return the error of a program that fails on synthetic inputs."""
     said = (str(error).splitlines() or [""])[0][:300]
     return CheckpointInvalid(f"The program cannot be run: {said or type(error).__name__}")
 

@@ -1,7 +1,4 @@
-"""Measures what quantization costs an encoder: cosines of the vectors of a few texts with those of the exact model.
-
-The texts have 1 to 64 words. Short ones lose most, because nothing averages their error.
-"""
+"""Measures what quantization costs an encoder: cosines of the vectors of a few texts with those of the exact model."""
 
 from __future__ import annotations
 
@@ -41,10 +38,10 @@ class _ReleasedForm(WatchedForm):
 def measure_encoder_cost(
     checkpoint: Checkpoint, plan: ServingPlan, model: Encoder, exact: Callable[[Linear], ExactLinear]
 ) -> float | None:
-    """Return 1 minus the lowest cosine of a vector of `model` with that of the stored weights.
+    """Return 1 minus the lowest cosine of a vector of `model` with the vector of the stored weights.
 
-    `exact` returns the exact form of a product. None: the model has no vectors or no tokenizer, is not quantized, or does
-    not run on the processor.
+    `exact` returns the exact form of a product. None: the model has no vectors or no tokenizer, is not quantized, or
+    does not run on the processor.
     """
     if plan.weights.precision not in QUANTIZED_PRECISIONS or plan.placement.device != "cpu":
         return None
@@ -69,7 +66,6 @@ def measure_encoder_cost(
 
 
 def sample_texts() -> list[str]:
-    """Return runs of words of the calibration text, evenly spread."""
     words = CALIBRATION_TEXT.read_text(encoding="utf-8").split()
     step = (len(words) - max(WORDS)) // len(WORDS)
     return [" ".join(words[at * step : at * step + count]) for at, count in enumerate(WORDS)]

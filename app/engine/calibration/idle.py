@@ -35,10 +35,10 @@ _PREFIX = "idle"
 
 @dataclass(frozen=True, slots=True)
 class IdleSubject:
-    """The engine's plan and what its requests may contain.
+    """What to time.
 
-    `expected` are the estimated times of the served configuration, of which measured ones take the place. `outputs` are
-    an encoder's. `program` is set for an exported program, which has no vocabulary.
+    `expected` are the estimated times of the served configuration, `outputs` are an encoder's. `program` is set for an
+    exported program, which has no vocabulary.
     """
 
     plan: ServingPlan
@@ -53,8 +53,6 @@ class Interrupted(Exception):
 
 
 class IdleMeasurement:
-    """One attempt to time the engine's steps."""
-
     def __init__(self, subject: IdleSubject, engine: Engine, is_wanted: Callable[[], bool]) -> None:
         self._subject, self._engine, self._is_wanted = subject, engine, is_wanted
         self._random = random.Random(0)
@@ -141,10 +139,7 @@ class IdleMeasurement:
         )
 
     def _samples(self, add: Callable[[], object], is_sample: Callable[[StepStats], bool]) -> list[float]:
-        """Return the seconds of `SAMPLES` steps, or fewer if the first requests give none.
-
-        `add` gives the engine one request.
-        """
+        """Return the seconds of `SAMPLES` steps, or fewer if the first requests give none. `add` adds one request."""
         found: list[float] = []
         for _ in range(FIRST_STEPS + SAMPLES):
             if len(found) == SAMPLES:
@@ -165,11 +160,7 @@ class IdleMeasurement:
         return tuple(self._random.randrange(self._subject.vocab_size) for _ in range(number))
 
     def _steps(self) -> list[StepStats]:
-        """Compute all our requests, and return the statistics of the steps.
-
-        Raises:
-            Interrupted: A command arrived.
-        """
+        """Compute all our requests, and return the steps' statistics. Raises `Interrupted`."""
         found = []
         while self._engine.has_work:
             if self._is_wanted():

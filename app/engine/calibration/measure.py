@@ -1,8 +1,7 @@
 """Calibration: times this machine with a checkpoint's shapes, within a time budget, before weights are read.
 
-The results are `Measurements`, which the plan uses as facts: peak rates of memory and products, and times of trial
-steps, with the KV memory and runners that serving uses. If samples vary too much for that, the least of them are kept
-and the trial says why it is noisy: the plan then takes it for a better estimate.
+The results are the peak rates of memory and products, and the times of trial steps with the KV memory and runners that
+serving uses. If samples vary too much, the least of them are kept and the trial says why it is noisy.
 """
 
 from __future__ import annotations
@@ -57,7 +56,6 @@ def measure_cpu_peaks(precisions: Iterable[str], threads: int, cache_bytes: int,
 
 
 def _product_kind(precision: str) -> tuple[torch.dtype, int]:
-    """Return the dtype in which the processor multiplies a precision, and the bits of its weights if they matter."""
     dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}.get(precision, torch.int8)
     return dtype, 4 if precision in INT4_PRECISIONS and is_faster_in_four_bits() else 8
 
@@ -96,11 +94,9 @@ AGAIN_SHARE, AGAIN_ROUNDS = 0.3, 4  # share of the time that is left for timing 
 def measure_machine(
     subject: CalibrationSubject, budget_seconds: float, report: ReportStage, clock: Clock | None = None
 ) -> Measurements:
-    """Measure on the thread that will serve.
+    """Measure on the thread that will serve, which keeps the last thread count until the backend is configured.
 
-    The thread pool keeps the thread count that was tried last, until the backend is configured. Under a CPU quota
-    that limits this process, the seconds are those under the quota, and the budget is extended to the same amount
-    of CPU time.
+    Under a CPU quota the seconds are those under the quota, and the budget is the same CPU time.
     """
     quota, threads = subject.plans[0].cpu.throttling_quota, subject.threads[0]
     part = 1.0 if quota is None else quota / threads
@@ -128,10 +124,7 @@ def measure_machine(
 
 
 def _compile_kernels(subject: CalibrationSubject, report: ReportStage) -> None:
-    """Compile the kernels of a device on their first use.
-
-    This can take minutes if no earlier start kept them, so the budget excludes it.
-    """
+    """Compile the kernels of a device on first use, outside the budget: without a cache this takes minutes."""
     report("calibrating: compiling kernels")
     model_trial = TrialSession(subject, subject.plans[0], CalibrationTimer(0.0, report)).model_trial(
         TrialScope(0, COARSE_LAYERS, COARSE_TRIAL.most_outputs)
@@ -149,10 +142,7 @@ def _peaks(subject: CalibrationSubject, backend: BaseBackend, part: float = 1.0)
 
 
 def _with_peaks(before: Measurements, found: Measurements, after: Measurements) -> Measurements:
-    """Combine the trials with the peaks measured before and after them.
-
-    Bandwidth is the mean of both. For products the faster one counts, since only other processes can slow them down.
-    """
+    """Combine the trials with the peaks before and after them: the mean bandwidth, the faster products."""
     assert before.read_bytes_per_second and after.read_bytes_per_second, "both were read"
     read = (before.read_bytes_per_second + after.read_bytes_per_second) / 2
     rates = {
@@ -162,10 +152,7 @@ def _with_peaks(before: Measurements, found: Measurements, after: Measurements) 
 
 
 def _measure_trials(subject: CalibrationSubject, timer: CalibrationTimer, found: Measurements) -> Measurements:
-    """Try every precision that may be chosen, then every thread count, then measure the full table of the plan.
-
-    A single precision is tried, too: on a slow machine there is no time for the full table.
-    """
+    """Try every precision that may be chosen, then every thread count, then measure the full table of the plan."""
     plan, threads = subject.plans[0], subject.threads[0]
     found = _try_precisions(subject, timer, found)
     coarse = [*found.trials]
@@ -193,10 +180,10 @@ def _measure_trials(subject: CalibrationSubject, timer: CalibrationTimer, found:
 
 
 def _try_precisions(subject: CalibrationSubject, timer: CalibrationTimer, found: Measurements) -> Measurements:
-    """Time every precision briefly, in the order of the plans: the fastest first.
+    """Time every precision briefly, the fastest first.
 
-    A precision that is so slow in its first step that it cannot be chosen is dropped, and so leaves its time to the
-    others. Where making the models takes the time, the first steps alone are known.
+    A precision whose first step is so slow that it cannot be chosen leaves its time to the others. Where making the
+    models takes the time, the first steps alone are known.
     """
     threads, precisions_timer = subject.threads[0], timer.share(PRECISIONS_SHARE)
     sessions: dict[str, TrialSession] = {}
@@ -231,10 +218,7 @@ def _seems_busy(found: Measurements, sessions: Mapping[str, TrialSession]) -> bo
 def _with_steps_again(
     found: Measurements, sessions: Mapping[str, TrialSession], threads: int, timer: CalibrationTimer
 ) -> Measurements:
-    """Time the single steps again, in turns, and leave out those that are implausible even then.
-
-    On a busy machine the time of one precision depends on when it was measured more than on the precision.
-    """
+    """Time the single steps again, in turns, and leave out the ones that are implausible even then."""
     steps = dict(found.single_steps)
     seconds = max(0.0, timer.deadline - timer.clock()) / (AGAIN_ROUNDS * max(1, len(steps)))
     while steps and not timer.is_over:
@@ -248,10 +232,7 @@ def _with_steps_again(
 def _with_trials_again(
     found: Measurements, sessions: Mapping[str, TrialSession], threads: int, timer: CalibrationTimer
 ) -> Measurements:
-    """Try precisions again whose steps took far longer than the best rates allow; the faster of both trials counts.
-
-    A disturbance that lasts as long as a trial leaves samples that agree.
-    """
+    """Try precisions again whose steps took far longer than the best rates allow; the faster of both trials counts."""
     least, trials = _least_seconds(found, sessions), list(found.trials)
     slow = [
         index
@@ -305,10 +286,7 @@ def _not_remeasured(older: Iterable[TrialTimes], newer: Sequence[TrialTimes]) ->
 def _with_int8_copy(
     subject: CalibrationSubject, timer: CalibrationTimer, found: Measurements, int4: TrialTimes
 ) -> Measurements:
-    """Measure four bits for few rows with eight bits for many.
-
-    Find the number of rows above which eight bits are faster, and the resulting step times.
-    """
+    """Measure four bits for few rows with eight bits for many, and above how many rows eight bits are faster."""
     assert subject.copy is not None, "the caller has checked it"
     sizes = tuple(sorted({64, 128, max(int4.prefill_seconds)}))
     eight = TrialSession(subject, subject.copy, timer).trials(

@@ -65,11 +65,14 @@ class CalibrationSubject:
     """The model and the plans to measure.
 
     - `plans`: a plan for each precision that may be chosen, the fastest first as far as that is known.
+
     - `threads`: the thread counts that may serve, the largest first.
-    - `choose`: returns the precision and the thread count that the plan takes after a coarse trial of all.
+
+    - `choose`: returns the precision and threads that the plan takes after a coarse trial of all.
+
     - `copy`: a plan that holds eight bits in addition to four, if that may be chosen.
+
     - `cache_bytes`: size of the largest cache, as far as the threads profit from it.
-    - `memory`: what the weights of all trials are in.
     """
 
     config: ModelConfig | EncoderConfig | ProgramCheckpoint
@@ -100,15 +103,11 @@ class CalibrationTimer:
         return replace(self, deadline=now + part * max(0.0, self.deadline - now))
 
     def reserving(self, seconds: float) -> CalibrationTimer:
-        """Return a timer that ends `seconds` earlier."""
         return replace(self, deadline=self.deadline - seconds)
 
 
 class TrialSession:
-    """A trial of one plan.
-
-    `noise` is the reason if it gave no result. `is_disturbed`: other work seems to have lengthened a first step.
-    """
+    """A trial of one plan. `noise` is the reason if it gave no result; `is_disturbed`: other work seems to run."""
 
     def __init__(self, subject: CalibrationSubject, plan: ServingPlan, timer: CalibrationTimer) -> None:
         self.subject, self.plan, self.timer = subject, plan, timer
@@ -177,10 +176,7 @@ class TrialSession:
         return model_trial.read_bytes, model_trial.operations_per_token
 
     def _repeat(self, runs: Sequence[Callable[[], object]], seconds: float) -> list[list[float]]:
-        """Return the seconds of each function, run in turns for a while, so that other work disturbs all alike.
-
-        Each runs at least `LEAST_RUNS` times, unless that takes longer than `FIRST_STEP_SECONDS`.
-        """
+        """Return the seconds of each function, run in turns, so that other work disturbs all alike."""
         clock, took = self.timer.clock, [list[float]() for _ in runs]
         began = clock()
         while not took[-1] or clock() < began + (FIRST_STEP_SECONDS if len(took[-1]) < LEAST_RUNS else seconds):
@@ -205,7 +201,6 @@ class TrialSession:
         return self._built[1]
 
     def model_trial(self, scope: TrialScope) -> ModelTrial:
-        """Build the model to time."""
         config, plan = self.subject.config, self.plan
         if isinstance(config, ProgramCheckpoint):
             return ProgramTrial(config, plan)
@@ -238,10 +233,7 @@ def _device_trial(config: ModelConfig | EncoderConfig, plan: ServingPlan, scope:
 
 
 class DeviceTrialStage:
-    """The resources that trial steps of a decoder need on a device, created as `build_device_decoder_engine` does.
-
-    The KV cache has only as many pages as trial steps write.
-    """
+    """What trial steps of a decoder need on a device, with only as many KV pages as they write."""
 
     def __init__(self, backend: DeviceBackend, config: ModelConfig, plan: ServingPlan, shape: KvShape) -> None:
         self._backend, self._plan = backend, plan
@@ -250,7 +242,6 @@ class DeviceTrialStage:
         self.bytes_per_token = self._kv_cache.bytes_per_token
 
     def runner(self, model: Decoder) -> RunBatch:
-        """Return the function that computes batches with this model."""
         limits = EngineLimits(
             self._kv_cache.shape.max_len, self._kv_cache.shape.num_slots, self._plan.memory.max_batch_tokens
         )
@@ -263,7 +254,6 @@ class DeviceTrialStage:
         ).run
 
     def fill_context(self, slot: int, num_tokens: int) -> None:
-        """Fill a slot with synthetic keys and values for `num_tokens` tokens of context."""
         request = Generate(f"remembered-{slot}", (0,) * num_tokens, SamplingParams(max_tokens=1), arrived_at=0.0)
         sequence = make_sequence(request, 0, frozenset())
         span = ScheduledSpan(sequence, 0, num_tokens, slot=slot, prefix_slot=None, prefix_tokens=0, samples=False)

@@ -1,7 +1,4 @@
-"""Defines the steps that a trial times and the part of the model that it builds for that, and runs them on a CPU.
-
-`DeviceTrialStage` runs the steps on other devices.
-"""
+"""The steps that a trial times, the part of the model that it builds for that, and the stage of a CPU."""
 
 from __future__ import annotations
 
@@ -29,10 +26,9 @@ COARSE_OUTPUTS = 2048
 
 @dataclass(frozen=True, slots=True)
 class TrialStep:
-    """A step through `layers` layers of the model.
+    """A step through `layers` layers: `size` decodes or `size` tokens of a prompt, after `context` tokens each.
 
-    Kind `decode`: `size` sequences. Kind `prefill`: `size` tokens of a prompt. Both have `context` earlier tokens
-    in each sequence. Kind `encode`: `size` tokens of texts that have `context` tokens each (0: as in the table).
+    Kind `encode`: `size` tokens of texts that have `context` tokens each (0: as in the table).
     """
 
     kind: str
@@ -45,9 +41,10 @@ class TrialStep:
 class TrialScope:
     """The part of a model that is built with synthetic weights.
 
-    - `cache_bytes`: size of the machine's largest cache, which the weights of a step must exceed as those of the
-      whole model do.
-    - `layers_share`: at least one layer in this many is built. A larger share means fewer layers.
+    - `cache_bytes`: size of the largest cache, which the weights of a step must exceed.
+
+    - `layers_share`: at least one layer in this many is built.
+
     - `most_outputs`: limit for the output layer; the rest of it is counted as layers.
     """
 
@@ -115,15 +112,10 @@ class TrialStage(Protocol):
 
     bytes_per_token: int
 
-    def runner(self, model: Decoder) -> RunBatch:
-        """Return a function that runs batches of this model, each to its end."""
-        ...
+    def runner(self, model: Decoder) -> RunBatch: ...
 
     def fill_context(self, slot: int, num_tokens: int) -> None:
-        """Write keys and values at the beginning of a slot.
-
-        Memory that was never written would be read from a single page.
-        """
+        """Write keys and values at the beginning of a slot: memory never written is read from a single page."""
         ...
 
 
@@ -136,7 +128,6 @@ class CpuTrialStage:
         self.bytes_per_token = self._kv_cache.bytes_per_token
 
     def runner(self, model: Decoder) -> RunBatch:
-        """Return a function that runs batches of this model, recorded if the plan compiles."""
         off = "" if self._plan.steps.compile else self._plan.decisions["compile"].reason
         replay = DecoderReplay(model, off, record_after=0)
         sampler, few = Sampler(self._config.vocab_size), deterministic_query_limit(self._config, self._plan)

@@ -62,7 +62,6 @@ def default_text() -> str:
 
 
 def read_text(file: Path) -> str:
-    """Return the content of a text file. Raises `SettingsInvalid` if it cannot be read."""
     try:
         return file.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
@@ -97,7 +96,6 @@ def read_windows(
 
 
 def _documents(text: str) -> Iterator[str]:
-    """Yield the parts between separator lines, without leading and trailing line breaks."""
     lines: list[str] = []
     for line in [*text.split("\n"), DOCUMENT_SEPARATOR]:
         if line.strip() != DOCUMENT_SEPARATOR:
@@ -108,10 +106,7 @@ def _documents(text: str) -> Iterator[str]:
 
 
 def window_span(window: Window, start: int, end: int, samples: bool) -> ScheduledSpan:
-    """Return the step that reads tokens [start, end) of a window in the only slot of a KV cache.
-
-    `samples`: logits are computed.
-    """
+    """Return the step that reads tokens [start, end) of a window in slot 0. `samples`: logits are computed."""
     request = Generate("reading", tuple(window), SamplingParams(max_tokens=1), arrived_at=0.0)
     return ScheduledSpan(
         make_sequence(request), start, end - start, slot=0, prefix_slot=None, prefix_tokens=0, samples=samples
@@ -177,18 +172,14 @@ class WatchedForm:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the exact form."""
         return self.form.nbytes
 
-    def activation_group(self, rows: int) -> None:
-        """Return None: activations are not quantized."""
+    def activation_group(self, rows: int) -> None: ...
 
     def multiply(self, x: Activations) -> Tensor:
-        """Multiply x [tokens, in] to [tokens, out]."""
         return self.form.multiply(x)
 
     def add_to(self, hidden: Tensor, x: Activations) -> None:
-        """Add the product to hidden [tokens, out] in place."""
         hidden += self.multiply(x)
 
 
@@ -203,29 +194,23 @@ class InputSums:
 
     @classmethod
     def of(cls, size: int, correlate: bool, least_rows: int = 0) -> InputSums:
-        """Return sums of inputs [tokens, size]."""
         sizes = [min(MAX_CORRELATED, size - first) for first in range(0, size, MAX_CORRELATED)] if correlate else []
         return cls(torch.zeros(size), [torch.zeros(part, part) for part in sizes], least_rows)
 
     def observe(self, rows: Tensor) -> None:
-        """Add rows [tokens, in] FP32."""
         self.squares += rows.square().sum(0)
         self.num_rows += len(rows)
         for total, part in zip(self.correlations, torch.split(rows, MAX_CORRELATED, dim=1), strict=False):
             total.addmm_(part.T, part)
 
     def statistics(self) -> InputStatistics:
-        """Return the statistics of all rows."""
         correlations = tuple(self.correlations) if self.num_rows >= self.least_rows else ()
         return InputStatistics(self.squares / max(1, self.num_rows), correlations, self.num_rows)
 
 
 @dataclass(slots=True)
 class InputMeter(WatchedForm):
-    """Collects the statistics of its inputs, as long as `counts`.
-
-    `product`: the result to return for any input, instead of multiplying again.
-    """
+    """Collects statistics of its inputs while `counts`; returns `product`, if set, instead of multiplying."""
 
     sums: InputSums
     counts: bool = True
@@ -233,24 +218,20 @@ class InputMeter(WatchedForm):
 
     @classmethod
     def of(cls, form: ExactLinear, size: int, correlate: bool) -> InputMeter:
-        """Return a meter for inputs [tokens, size]."""
         return cls(form, InputSums.of(size, correlate))
 
     def multiply(self, x: Activations) -> Tensor:
-        """Multiply x and collect its statistics."""
         if self.product is not None:
             return self.product.clone()
         self.observe(unquantized(x))
         return self.form.multiply(x)
 
     def observe(self, x: Tensor) -> None:
-        """Add rows [tokens, in] to the statistics."""
         if not self.counts:
             return
         self.sums.observe(x.float())
 
     def statistics(self) -> InputStatistics:
-        """Return the statistics of all rows."""
         return self.sums.statistics()
 
 
@@ -277,8 +258,6 @@ class _RoundedForm(WatchedForm):
 
 @dataclass(slots=True)
 class _RecordingForm(WatchedForm):
-    """Records its product."""
-
     linear: Linear
     products: dict[Linear, Tensor]
 
@@ -294,11 +273,7 @@ class StreamedCalibration:
     def __init__(
         self, checkpoint: Checkpoint, plan: ServingPlan, backend: HostBackend, text: Path | None = None
     ) -> None:
-        """Read the text: the built-in one if None.
-
-        Raises:
-            SettingsInvalid: The text cannot be read.
-        """
+        """Read the text, the built-in one if None. Raises `SettingsInvalid` if it cannot be read."""
         config, self._correlate = checkpoint.decoder, plan.weights.precision in INT4_PRECISIONS
         size = checkpoint.needs().num_parameters
         is_small, limit = size < SMALL_MODEL, min(config.max_model_len, plan.memory.max_model_len)
@@ -355,7 +330,7 @@ class StreamedCalibration:
         exact: Callable[[Linear], ExactLinear],
         run: Callable[[], Iterator[int]],
     ) -> Iterator[Mapping[Linear, InputStatistics]]:
-        """Run a part before or after the layers on all windows, and yield the statistics of its products, if it has any.
+        """Run a part before or after the layers on all windows, and yield the statistics of its products.
 
         `run` yields the number of each window before it runs it.
         """
@@ -381,15 +356,14 @@ class StreamedCalibration:
             hidden[number] = model.merged(rows)
 
     def _count(self, meters: Mapping[Linear, InputMeter], number: int) -> None:
-        """Let the meters count the inputs of a window if it is shown."""
         for meter in meters.values():
             meter.counts = self._is_shown(number)
 
     def _meters(self, linears: Sequence[Linear], exact: Callable[[Linear], ExactLinear]) -> dict[Linear, InputMeter]:
         """Return a meter for each product of a layer.
 
-        The first products of all experts share sums, since they read parts of the same rows. What an expert's second
-        product reads is its own; if it saw fewer rows than it has inputs, its weights are rounded without GPTQ.
+        The first products of all experts share sums, since they read parts of the same rows. An expert's second product
+        that saw fewer rows than it has inputs is rounded without GPTQ.
         """
         meters, shared = dict[Linear, InputMeter](), dict[int, InputSums]()
         for one in linears:
@@ -406,10 +380,7 @@ class StreamedCalibration:
         return meters
 
     def measure_cost(self, model: Decoder, exact: Callable[[Linear], ExactLinear]) -> float | None:
-        """Return the relative increase of perplexity (`PackCalibrator.measure_cost`).
-
-        It is unknown for a model that predicts the text no better than chance, for example one with random weights.
-        """
+        """Return the relative increase of perplexity; None if the model predicts the text no better than chance."""
         packed, stored = model.output.form, exact(model.output)
         nats, surprise, count, step = 0.0, 0.0, 0, max(1, LOGITS_ELEMENTS // model.output.out_features)
         for number, rows in self._expected.items():
@@ -442,10 +413,7 @@ class StreamedCalibration:
         return result
 
     def _measure_losses(self, model: Decoder, index: int, probe: Tensor, meters: Mapping[Linear, InputMeter]) -> None:
-        """Run the probe with the packed weight of each product, the others exact.
-
-        Products that run before it have the same inputs as without it, so they are not computed again.
-        """
+        """Run the probe with the packed weight of each product, the others exact."""
         packed, products = {linear: linear.form for linear in meters}, dict[Linear, Tensor]()
         window = self._windows[self._probed]
         for linear, meter in meters.items():
@@ -475,8 +443,7 @@ def _rounded_form(packed: LinearForm, exact: ExactLinear, product: Tensor) -> Li
 def _relative_error(error: Tensor, expected: Tensor) -> float:
     """Return the mean over rows of |error|² / |expected|², from rows [tokens, hidden].
 
-    Each token counts alike. In many models the residual stream of the first token is hundreds of times larger than
-    that of the others; in a ratio of two sums over all tokens only this one would count.
+    Each token counts alike: the first token's residual stream is often hundreds of times larger.
     """
     return float((error.square().sum(-1) / expected.square().sum(-1).clamp_min(1e-30)).mean())
 
@@ -503,8 +470,7 @@ def calibration_for(
 ) -> StreamedCalibration | None:
     """Return the calibration of a quantized decoder; None for other models, and without a tokenizer.
 
-    Raises:
-        SettingsInvalid: `text` cannot be read.
+    Raises `SettingsInvalid` if `text` cannot be read.
     """
     if (
         plan.weights.precision not in QUANTIZED_PRECISIONS

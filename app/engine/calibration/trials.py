@@ -1,7 +1,6 @@
 """Times steps of a model that is not loaded, with synthetic weights and run as in serving: a few layers of its shapes.
 
-Nothing is read from the checkpoint (see `synthetic_weights.py`). The time of a step of all layers is extrapolated from
-steps with different numbers of layers (armature_kernels/timing.py).
+The time of all layers is extrapolated from different numbers of layers (armature_kernels/timing.py).
 """
 
 from __future__ import annotations
@@ -61,10 +60,7 @@ _PARAMS = SamplingParams(max_tokens=2, temperature=0.0, ignore_eos=True)
 
 
 class DecoderTrial:
-    """A few layers of a decoder under one plan, ready to be timed. The memory is released with the object.
-
-    If the plan holds eight bits in addition to four, only the eight-bit form is used.
-    """
+    """A few layers of a decoder under one plan. If the plan also holds eight bits, only they are used."""
 
     def __init__(
         self,
@@ -108,21 +104,16 @@ class DecoderTrial:
         )
 
     def prefill_tokens(self) -> list[int]:
-        """Return the numbers of prompt tokens in prefill steps."""
         most = min(self.plan.memory.max_batch_tokens, self.plan.memory.max_model_len)
         return doubling_sizes(min(32, most), most)
 
     @property
     def context(self) -> int:
-        """Number of context tokens in sequences that have context; 0 if the model allows too few.
-
-        Limited by the KV memory of the plan.
-        """
+        """Context tokens of sequences that have context, limited by the KV memory; 0 if the model allows too few."""
         fits = self.plan.memory.kv_cache_bytes // (CONTEXT_ROWS * self._stage.bytes_per_token)
         return max(0, min(CONTEXT_TOKENS, self.max_len - CHUNK_TOKENS - 1, fits))
 
     def step(self, shape: TrialStep) -> Callable[[], object]:
-        """Return a function that runs that step; it may be called any number of times."""
         if shape.context and not self._has_context:
             self._fill_context()
         run = self._runners[shape.layers]
@@ -142,7 +133,6 @@ class DecoderTrial:
         return ScheduledSpan(sequence, start, num_tokens, slot=slot, prefix_slot=None, prefix_tokens=0, samples=True)
 
     def trial_steps(self, trial_shape: TrialShape) -> list[TrialStep]:
-        """Return the steps to time, the fastest first, since time may run out."""
         two, around = self.layer_counts[:2], sorted({self.layer_counts[0], self.layer_counts[-1]})
         most_rows, most_tokens = max(self.decode_rows()), max(self.prefill_tokens())
         rows = sorted({min(size, most_rows) for size in trial_shape.rows or self.decode_rows()})
@@ -171,7 +161,6 @@ class DecoderTrial:
 
     @property
     def operations_per_token(self) -> float:
-        """Operations of all layers for one token: two for each multiply-add."""
         return 2.0 * active_weights(self._whole)
 
     @property
@@ -183,7 +172,6 @@ class DecoderTrial:
     def summarize(
         self, threads: int, seconds: Mapping[TrialStep, float], max_adjustment: float = MAX_ADJUSTMENT
     ) -> TrialTimes | None:
-        """Return the result for the whole model, or None if steps are missing or their times are inconsistent."""
         layers = self.config.num_layers
         decode, prefill = (
             monotone_table(
@@ -210,10 +198,7 @@ class DecoderTrial:
     # ---- the model -------------------------------------------------------------------------------------------------
 
     def _sizes(self, config: ModelConfig) -> tuple[float, int]:
-        """Return the bytes that the products of a layer read on average, and those of the output layer.
-
-        The modules are made for it, which takes a tenth of a second with many experts.
-        """
+        """Return the bytes that the products of a layer read on average, and the bytes of the output layer."""
         model = build_decoder_model(config, self._dtype, 1, torch.device("cpu"))
         layers, output = self._forms.read_sizes(model.modules())
         return layers / config.num_layers, output
@@ -237,7 +222,6 @@ class DecoderTrial:
         return self._stage.runner(model)
 
     def _embed(self, embedding: Embedding) -> None:
-        """Give an embedding its table, as loading does."""
         tied = self._forms.tied_form(embedding.source, self.config.vocab_size)
         if isinstance(tied, Bf16PanelLinear | IntPanelLinear | HybridLinear | DeviceLinear):
             embedding.tie(tied)
@@ -274,7 +258,7 @@ FILLED_BYTES = 2**28  # a larger tensor is a table of which a step reads some ro
 
 
 class ProgramTrial:
-    """A program under one plan, ready to be timed. The memory is released with the object."""
+    """A program under one plan, ready to be timed."""
 
     def __init__(self, checkpoint: ProgramCheckpoint, plan: ServingPlan) -> None:
         """Build the program. Raises `CheckpointInvalid` if it calls an operator that is not served."""
@@ -285,22 +269,17 @@ class ProgramTrial:
         self._served = served_program(checkpoint, program)
 
     def step_sizes(self) -> list[int]:
-        """Return the numbers of rows of the steps to time."""
         asked = self.plan.memory.batch_target_tokens
         most = max_step_rows(self.checkpoint, asked if asked < DEFAULT_STEP_ROWS else max(asked, MAX_STEP_ROWS))
         return doubling_sizes(min(self.checkpoint.min_rows, most), most)
 
     def trial_steps(self, trial_shape: TrialShape) -> list[TrialStep]:
-        """Return the steps to time, the fastest first, since time may run out."""
         sizes = self.step_sizes()
         wanted = {min(max(rows, sizes[0]), sizes[-1]) for rows in trial_shape.rows or sizes}
         return [TrialStep("encode", rows, layers=1) for rows in sorted(wanted)]
 
     def step(self, shape: TrialStep) -> Callable[[], object]:
-        """Return a function that runs that step any number of times.
-
-        It raises `StepFailed` if the program cannot be run.
-        """
+        """Return a function that runs that step any number of times; `StepFailed` if the program cannot be run."""
         inputs = synthetic_inputs(self.checkpoint.signature, shape.size)
 
         def run() -> object:
@@ -314,7 +293,6 @@ class ProgramTrial:
     def summarize(
         self, threads: int, seconds: Mapping[TrialStep, float], max_adjustment: float = MAX_ADJUSTMENT
     ) -> TrialTimes | None:
-        """Return the result, or None if too few steps were measured or their times are inconsistent."""
         encode = monotone_table({shape.size: took for shape, took in seconds.items()}, max_adjustment)
         if not encode:
             return None
@@ -360,16 +338,13 @@ TextRunnerFactory = Callable[[Encoder, int], RunTexts]
 
 
 def cpu_text_runner(plan: ServingPlan, recorded_tokens: int) -> TextRunnerFactory:
-    """Run batches as `build_encoder_engine` does, recorded up to `recorded_tokens` tokens.
-
-    `device_text_runner` does this for other devices.
-    """
+    """Run batches as `build_encoder_engine` does, recorded up to `recorded_tokens` tokens."""
     off = "" if plan.steps.compile else plan.decisions["compile"].reason
     return lambda model, room: EncoderRunner(model, room, off, recorded_tokens).run
 
 
 class EncoderTrial:
-    """A few layers of an encoder under one plan, ready to be timed. The memory is released with the object."""
+    """A few layers of an encoder under one plan, ready to be timed."""
 
     def __init__(
         self,
@@ -396,13 +371,11 @@ class EncoderTrial:
     # ---- steps -----------------------------------------------------------------------------------------------------
 
     def step_sizes(self) -> list[int]:
-        """Return the numbers of tokens of the steps to time."""
         target = self.plan.memory.batch_target_tokens
         most = target if target < DEFAULT_STEP_TOKENS else max(target, MAX_STEP_TOKENS)
         return doubling_sizes(min(MIN_STEP_TOKENS, most), most)
 
     def trial_steps(self, trial_shape: TrialShape) -> list[TrialStep]:
-        """Return the steps to time, the fastest first, since time may run out."""
         two, around = self.layer_counts[:2], sorted({self.layer_counts[0], self.layer_counts[-1]})
         most = max(self.step_sizes())
         sizes = sorted({min(size, most) for size in trial_shape.texts or self.step_sizes()})
@@ -418,7 +391,6 @@ class EncoderTrial:
         return shapes
 
     def step(self, shape: TrialStep) -> Callable[[], object]:
-        """Return a function that runs that step; it may be called any number of times."""
         run = self._runners[shape.layers]
         spans = self._spans(shape.size, shape.context or min(TABLE_TEXT_TOKENS, self.plan.memory.max_model_len))
         return lambda: run(spans)
@@ -434,7 +406,6 @@ class EncoderTrial:
     def summarize(
         self, threads: int, seconds: Mapping[TrialStep, float], max_adjustment: float = MAX_ADJUSTMENT
     ) -> TrialTimes | None:
-        """Return the result for the whole model, or None if steps are missing or their times are inconsistent."""
         layers = self.config.num_layers
         usual = ((shape.size, shape.layers, took) for shape, took in seconds.items() if not shape.context)
         encode = monotone_table(extrapolate_by_size(usual, float(layers)), max_adjustment)
@@ -458,7 +429,6 @@ class EncoderTrial:
 
     @property
     def operations_per_token(self) -> float:
-        """Operations of all layers for one token: two for each multiply-add."""
         return 2.0 * sum(rows * columns for (rows, columns), _ in encoder_products_of(self.config))
 
     # ---- the model -------------------------------------------------------------------------------------------------
@@ -494,7 +464,6 @@ class EncoderTrial:
 
 
 def truncated_encoder_config(config: EncoderConfig, layers: int) -> EncoderConfig:
-    """Return the config with only its first `layers` layers."""
     cut = replace(config, num_layers=layers, windows=config.windows[:layers], ropes=config.ropes[:layers])
     if config.decoder is None:
         return cut

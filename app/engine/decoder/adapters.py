@@ -1,7 +1,6 @@
 """The LoRA adapters of a decoder on a CPU: slots for their weights, and which rows of a step use which of them.
 
-A step is one batch whatever the adapters of its sequences are: the model's own products serve all rows together, and
-each product then adds the adapters of the rows that have one (`armature_kernels/linear/lora.py`).
+A step is one batch whatever the adapters of its sequences are (`armature_kernels/linear/lora.py`).
 """
 
 from __future__ import annotations
@@ -25,13 +24,7 @@ class AdapterSlots:
     """The adapters of one model. It is used on the worker thread only, except `read` and `read_for`."""
 
     def __init__(self, model: Decoder, layers: Iterable[str], slots: LoraSlots) -> None:
-        """Let the products of these layers add adapters.
-
-        Args:
-            model: The model, with its weights.
-            layers: Names of the layers that adapters may change (`adapted_layers`).
-            slots: Number of adapters, their highest rank and their dtype.
-        """
+        """Let the products of these layers (`adapted_layers`) add adapters."""
         self._dtype = slots.dtype
         self._input_scales: dict[str, Tensor] = {}  # what the inputs of a layer are divided by
         self._read: dict[int, Mapping[str, LoraWeights]] = {}  # weights by slot that are not used yet
@@ -49,24 +42,15 @@ class AdapterSlots:
         assert names == self._places.keys(), "every layer that an adapter may change is a product of the model"
 
     def read(self, adapter: LoraAdapter) -> dict[str, LoraWeights]:
-        """Return the packed weights of an adapter. Any thread may call it.
-
-        Raises:
-            CheckpointInvalid: The file is damaged or cannot be read.
-        """
+        """Return the packed weights of an adapter, on any thread. Raises `CheckpointInvalid` if the file is damaged."""
         with readable_or_invalid(adapter.directory):
             return load_adapter(adapter, self._dtype, self._input_scales)
 
     def read_for(self, slot: int, adapter: LoraAdapter) -> None:
-        """Read the weights that `use_read_weights` puts into a slot. Any thread may call it.
-
-        Raises:
-            CheckpointInvalid: The file is damaged or cannot be read.
-        """
+        """Read the weights that `use_read_weights` puts into a slot, on any thread. Raises `CheckpointInvalid`."""
         self._read[slot] = self.read(adapter)
 
     def use_read_weights(self, slot: int, is_loaded: bool) -> None:
-        """Put the weights that were read for a slot into it, or empty it."""
         self.set_weights(slot, self._read.pop(slot) if is_loaded else None)
 
     def set_weights(self, slot: int, weights: Mapping[str, LoraWeights] | None) -> None:
@@ -75,7 +59,6 @@ class AdapterSlots:
             product.set_weights(slot, source, None if weights is None else weights.get(name))
 
     def begin(self, spans: Iterable[ScheduledSpan]) -> None:
-        """Set the rows of the next step."""
         tokens: list[RowRun] = []
         wanted: list[RowRun] = []
         num_tokens = num_wanted = 0
@@ -91,8 +74,7 @@ class AdapterSlots:
 def load_adapter_slots(model: Decoder, served: ServedAdapters, report: Callable[[str], None]) -> AdapterSlots:
     """Return the slots of a loaded model, with the weights of the named adapters in the first ones.
 
-    Raises:
-        CheckpointInvalid: The weights of an adapter are damaged.
+    Raises `CheckpointInvalid` if the weights of an adapter are damaged.
     """
     slots = AdapterSlots(model, served.layers, LoraSlots(served.slots, served.max_rank, model.norm.dtype))
     for slot, (name, adapter) in enumerate(served.named.items()):

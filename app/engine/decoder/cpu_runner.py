@@ -1,10 +1,9 @@
 """CPU runner of a decoder: it moves KV memory, builds the inputs of a step, runs the model and samples the tokens.
 
-The scheduler decides which sequences are in the batch, and the backend computes attention. A decode step whose shape
-was seen before is replayed natively, without the Python interpreter. A recording covers the model from token ids to
-each row's top logits, or to the input of the output layer if full logits are needed. Only values at fixed addresses
-change from step to step. If a model or machine uses operations that cannot be recorded, all steps stay eager and the
-reason is kept.
+A decode step whose shape was seen before is replayed natively, without the Python interpreter: from token ids to each
+row's top logits, or to the input of the output layer if full logits are needed. Only values at fixed addresses change
+from step to step. If a model or machine uses operations that cannot be recorded, all steps stay eager and the reason is
+kept.
 """
 
 from __future__ import annotations
@@ -50,25 +49,18 @@ _MAX_BATCHED_QUERIES = 64
 class StepModel(Protocol):
     """The model of a runner: a `Decoder`, or its recorded steps."""
 
-    def __call__(self, context: StepContext) -> Tensor | TopLogits:
-        """Return what `Decoder.forward` does."""
-        ...
+    def __call__(self, context: StepContext) -> Tensor | TopLogits: ...
 
-    def hidden(self, context: StepContext) -> Tensor:
-        """Return what `Decoder.hidden` does."""
-        ...
+    def hidden(self, context: StepContext) -> Tensor: ...
 
-    def logits(self, hidden: Tensor, wanted: TopLogitsRequest | None = None) -> Tensor | TopLogits:
-        """Return what `Decoder.logits` does."""
-        ...
+    def logits(self, hidden: Tensor, wanted: TopLogitsRequest | None = None) -> Tensor | TopLogits: ...
 
 
 class CpuDecoderRunner:
-    """The decode runner of a CPU. It is used on the worker thread only.
+    """The decode runner of a CPU, for the worker thread only.
 
-    Between two calls it keeps no state except the KV cache and reusable buffers. If `max_queries_together` is set,
-    the result of a sequence does not depend on the other sequences of the batch, not even in one bit: at most that
-    number of its queries attend together, and tokens are always sampled from full logits.
+    With `max_queries_together` the result of a sequence does not depend on the batch, not even in one bit: at most that
+    number of its queries attend together, and tokens are sampled from full logits.
     """
 
     def __init__(
@@ -112,25 +104,17 @@ class CpuDecoderRunner:
         return CompletedStep(batch, self.run(batch))
 
     def wait(self, in_flight: InFlightStep) -> Items[SampledTokens]:
-        """Return the samples of a completed step."""
         assert isinstance(in_flight, CompletedStep), "the step must come from this runner"
         return in_flight.samples
 
     def can_run_ahead(self, batch: Batch) -> bool:
-        """Return False: no step is launched ahead on the CPU."""
         return False
 
     def survives(self, error: Exception) -> bool:
-        """Return False: a system that is out of memory ends the process."""
         return False
 
     def run(self, batch: Batch) -> list[SampledTokens]:
-        """Compute a batch and return one `SampledTokens` for each row that samples.
-
-        The rows are in the order of the spans, and within a span the last known token comes before the draft
-        tokens. Copies are done before releases, because a released page may be the source of a copy. Released
-        pages hold nothing that this step needs.
-        """
+        """Compute a batch and return the samples of each row that samples, in order of spans and positions."""
         with torch.inference_mode():
             self.kv_cache.move(batch.copies, batch.released)
             rows = logit_rows_of(batch.spans)
@@ -199,16 +183,15 @@ class CpuDecoderRunner:
 
 
 def to_model_device(values: Tensor, device: torch.device) -> Tensor:
-    """Return the tensor on the device of the model. On a CPU it is returned as it is, without a call to torch."""
+    """Return the tensor on the device of the model, on a CPU without a call to torch."""
     return values if device.type == "cpu" else values.to(device)
 
 
 class StepAttention:
     """The attention of every step. It implements `Attend`.
 
-    Everything that does not depend on the layer is prepared once per step, at fixed addresses. If
-    `max_queries_together` is set, at most that number of a sequence's queries attend together. All queries then
-    use the same computation, independent of the prefill chunk that they came in.
+    What does not depend on the layer is prepared once per step, at fixed addresses. With `max_queries_together` all
+    queries use the same computation, whatever prefill chunk they came in.
     """
 
     def __init__(self, kv_cache: KvCache, backend: HostBackend, max_queries_together: int | None = None) -> None:
@@ -240,10 +223,7 @@ class StepAttention:
 
     @property
     def is_replayable(self) -> bool:
-        """True if the step can be replayed for other steps of the same shape.
-
-        Then no layer's operations depend on the sequences in the batch.
-        """
+        """True if no layer's operations depend on the sequences in the batch, only on its shape."""
         return len(self._parts) < 2 and self._rows.stays and self._step.is_replayable
 
     def __call__(self, layer: int, heads: QkvHeads, spec: AttentionSpec) -> Tensor:
@@ -292,7 +272,6 @@ class DecoderReplay:
         self.recorded: OrderedDict[RecordedShape, RecordedOperations] = OrderedDict()
 
     def __call__(self, context: StepContext) -> Tensor | TopLogits:
-        """Compute a step as the model's `forward` does."""
         result = self._compute(context, context.top_logits)
         return result if isinstance(result, TopLogits) else self.model.outputs(result, context.top_logits)
 
@@ -302,11 +281,9 @@ class DecoderReplay:
         return result
 
     def logits(self, hidden: Tensor, wanted: TopLogitsRequest | None = None) -> Tensor | TopLogits:
-        """Compute logits as the model's `logits` does, without a recording."""
         return self.model.logits(hidden, wanted)
 
     def _body(self, wanted: TopLogitsRequest | None) -> Callable[[StepContext], Any]:
-        """Return the part of the model that is recorded: as much of it as has native operations."""
         model = self.model
         if wanted is HIDDEN_ROWS:
             return model.hidden

@@ -1,7 +1,4 @@
-"""Dynamic batching of an encoder.
-
-The queue selects the texts of a step, the runner computes them, and the engine assembles the answers.
-"""
+"""Dynamic batching of an encoder: the queue selects a step's texts, the runner computes, the engine answers."""
 
 from __future__ import annotations
 
@@ -58,8 +55,6 @@ class TextRunner(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class _InFlightBatch:
-    """A batch in flight, and the time when it was started."""
-
     spans: tuple[TextSpan, ...]
     in_flight: Any
     launched_at: float
@@ -67,19 +62,13 @@ class _InFlightBatch:
 
 @dataclass(frozen=True, slots=True)
 class EncoderLimits:
-    """The limits of a request: the most tokens of a text, and the outputs that exist.
-
-    A step has at most `max_running_seqs` texts.
-
-    The service refuses the same requests earlier, with messages in terms of its API.
-    """
+    """The limits of a request: the most tokens of a text, the texts of a step, and the outputs that exist."""
 
     max_model_len: int
     max_running_seqs: int
     outputs: tuple[str, ...]
 
     def refusal(self, message: Encode) -> RequestError | None:
-        """Return the error of a request that can never be computed, or None."""
         if not message.texts or not message.outputs:
             return InvalidRequest("There is nothing to encode.", field="input")
         missing = next((name for name in message.outputs if name not in self.outputs), None)
@@ -97,10 +86,9 @@ class EncoderLimits:
 class EncoderEngine:
     """The engine of encoders, as the worker calls it. `stats` describes the last step.
 
-    A step that fails is tried again request by request, each alone. Only a request whose texts cannot be computed
-    ends with `StepFailed`. A step that needs more memory than there is is tried again in parts. If enough texts
-    are queued to fill the next step, a runner that overlaps launches it before this one is waited for: texts are
-    described and answers are assembled while the device computes.
+    A step that fails is tried again request by request. A step that needs too much memory is tried again in parts. If
+    enough texts are queued to fill the next step, a runner that overlaps launches it before this one is waited for:
+    texts are described and answers are assembled while the device computes.
     """
 
     def __init__(
@@ -123,7 +111,6 @@ class EncoderEngine:
 
     @property
     def has_work(self) -> bool:
-        """True if texts are queued or a batch is in flight."""
         return len(self.queue) > 0 or self._launched_ahead is not None
 
     @property
@@ -188,19 +175,13 @@ class EncoderEngine:
         return None
 
     def _next_is_full(self) -> bool:
-        """Return True if waiting cannot add texts to the next step.
-
-        A request that is computed alone shares its step with no other.
-        """
+        """Return True if waiting cannot add texts to the next step."""
         if not self.runner.overlaps or self.queue.num_tokens < self._delay.target_tokens:
             return False
         return not any(request.runs_alone for request in self.queue.requests)
 
     def fail(self) -> list[Event]:
-        """Handle a step that raised: its requests are queued again to run alone, and one that was alone already ends.
-
-        If no batch was in flight, all requests end.
-        """
+        """Queue the requests of a step that raised again, to run alone; one that was alone already ends."""
         error = StepFailed(
             "The step that computed this request failed; the server's log says why. It may be sent again."
         )
@@ -223,11 +204,9 @@ class EncoderEngine:
             raise StepFailed("The outputs for a text of one token are not finite.")
 
     def fail_all(self, error: RequestError) -> list[Event]:
-        """End every request with this error."""
         return self._end(list(self.queue.requests), error)
 
     def snapshot(self) -> EngineSnapshot:
-        """Return the state of the queue for the service and the metrics."""
         requests = self.queue.requests
         running = sum(bool(request.results) for request in requests)
         return EngineSnapshot(
