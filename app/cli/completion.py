@@ -1,7 +1,6 @@
 """`armature completion`: scripts that complete commands, flags and their values in bash, zsh and fish.
 
-The words come from the argument parser, so a new setting or flag is completed without a change here. The scripts are
-static: a completion starts no Python.
+The words come from the argument parser. The scripts are static: a completion starts no Python.
 """
 
 from __future__ import annotations
@@ -30,10 +29,7 @@ class CompletedCommand:
 
 @dataclass(frozen=True, slots=True)
 class CompletedFlag:
-    """A flag with its description, the commands that have it, and its values.
-
-    `values` are the words to choose from, separated by spaces, or one of the kinds `SWITCH`, `TEXT` and `PATH`.
-    """
+    """A flag, the commands that have it, and its values: words separated by spaces, `SWITCH`, `TEXT` or `PATH`."""
 
     flag: str
     values: str
@@ -55,7 +51,6 @@ def _commands(parser: argparse.ArgumentParser, before: tuple[str, ...] = ()) -> 
 
 
 def _children(parser: argparse.ArgumentParser) -> dict[str, tuple[str, argparse.ArgumentParser]]:
-    """Return the parsers of the commands below, with their descriptions, by name."""
     for action in parser._actions:
         if isinstance(action, argparse._SubParsersAction):
             texts = {choice.dest: choice.help or "" for choice in action._choices_actions}
@@ -114,7 +109,6 @@ def _shorten(text: str) -> str:
 
 
 def _names(commands: list[CompletedCommand], *before: str) -> str:
-    """Return the names of the commands right below `before`."""
     return " ".join(one.words[-1] for one in commands if one.words[:-1] == before)
 
 
@@ -123,7 +117,6 @@ def _file_commands(commands: list[CompletedCommand]) -> str:
 
 
 def _parents(commands: list[CompletedCommand]) -> list[str]:
-    """Return the commands that have commands below."""
     return list(dict.fromkeys(one.words[0] for one in commands if len(one.words) > 1))
 
 

@@ -38,12 +38,9 @@ _SHORT_COMMIT = 12  # digits of a commit in a table
 
 
 def pull_model(settings: Settings) -> str:
-    """Fetch the model of the settings, as far as it is not in the cache, and return one line on it.
+    """Fetch the newest commit of the settings' model, as far as it is not cached, and return one line on it.
 
-    The hub is asked for the newest commit of the revision. Progress is a bar on a terminal, else lines.
-
-    Raises:
-        StartupError: The model cannot be fetched, or cannot be served.
+    Raises `StartupError` if the model cannot be fetched, or cannot be served.
     """
     name = _required_name(str(settings.model))
     if is_offline(settings):
@@ -128,8 +125,7 @@ def _lacks_files(name: HubName) -> bool:
 def remove_models(texts: Sequence[str], is_confirmed: bool) -> int:
     """Remove models from the hub's cache, after asking on a terminal, and return the exit status.
 
-    Raises:
-        SettingsInvalid: A name is none of a cached model, or nobody can be asked.
+    Raises `SettingsInvalid` if a name is none of a cached model, or nobody can be asked.
     """
     chosen = [each for text in texts for each in _chosen_revisions(_required_name(text))]
     chosen = list(dict.fromkeys(chosen))

@@ -1,8 +1,4 @@
-"""The argument parser of `armature`: commands and their flags.
-
-Every command that loads a model has one flag for each setting. This module only parses; the module `cli` runs the
-commands.
-"""
+"""The argument parser of `armature`: commands and their flags, one for each setting where a model is loaded."""
 
 from __future__ import annotations
 
@@ -43,10 +39,7 @@ LEAST_INTERVAL = 0.2
 
 @dataclass(frozen=True, slots=True)
 class SettingRow:
-    """One setting as text. `values` is the accepted form; `default` is empty if there is none.
-
-    `is_list`: the flag takes several values, and the environment variable has them separated by commas.
-    """
+    """One setting as text: accepted form, default, and `is_list` if the flag takes several values."""
 
     name: str
     flag: str
@@ -106,9 +99,7 @@ def _accepted_forms(annotation: Any) -> list[str]:
 def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     """Parse the command line into a namespace with `command` (and `bench`) and their flags.
 
-    Raises:
-        UnknownArgument: There is no argument, or a flag or argument is unknown. For a bad value, argparse itself exits
-            with status 2.
+    Raises `UnknownArgument` if there is no argument, or an unknown one. For a bad value, argparse exits with status 2.
     """
     words = sys.argv[1:] if argv is None else argv
     if not words:
@@ -125,11 +116,7 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def _require_known_command(parser: argparse.ArgumentParser, words: Sequence[str]) -> None:
-    """Refuse an unknown command, or an unknown benchmark, with the nearest one that exists.
-
-    Raises:
-        UnknownArgument: The command is unknown.
-    """
+    """Raise `UnknownArgument`, with the nearest one that exists, for an unknown command or benchmark."""
     given, known = "armature", subcommands(parser)
     for word in words[:2]:
         if word.startswith("-") or not known:
@@ -147,7 +134,6 @@ def _require_known_command(parser: argparse.ArgumentParser, words: Sequence[str]
 
 
 def subcommands(parser: argparse.ArgumentParser) -> Mapping[str, argparse.ArgumentParser]:
-    """Return the commands of a parser by name; empty if it has none."""
     for action in parser._actions:
         if isinstance(action, argparse._SubParsersAction):
             return action.choices
@@ -159,11 +145,7 @@ def _looks_like_model(word: str) -> bool:
 
 
 def _take_model_argument(arguments: argparse.Namespace) -> None:
-    """Store a model that was given without its flag as the setting `model`.
-
-    Raises:
-        UnknownArgument: It was given twice.
-    """
+    """Store a model that was given without its flag. Raises `UnknownArgument` if it was given twice."""
     model = vars(arguments).pop("model_argument", None)
     if model is None:
         return
@@ -217,7 +199,6 @@ def make_parser(measures: bool = True) -> argparse.ArgumentParser:
 
 
 def _add_model_commands(commands: Any) -> None:
-    """Add the commands for models of Hugging Face's hub."""
     pull = _command(commands, "pull", "fetch a model of Hugging Face's hub into the hub's cache", files="NAME ")
     pull.add_argument("name", metavar="NAME", help="ORG/NAME, ORG/NAME@REVISION or ORG/NAME:FILE.gguf")
     listing = _command(commands, "list", "list the models in the hub's cache, and whether they can be served")
@@ -230,7 +211,6 @@ def _add_model_commands(commands: Any) -> None:
 
 
 def _add_client_commands(commands: Any) -> None:
-    """Add the commands that talk to a server in a terminal."""
     chat = _command(
         commands,
         "chat",
@@ -339,7 +319,6 @@ def _describe_unknown(unknown: list[str], takes_files: bool) -> str:
 
 
 def server_flags() -> dict[str, dict[str, Any]]:
-    """Return the flags that name a running server."""
     return {
         "--url": {"help": "address of a running server, such as http://127.0.0.1:8000 or unix:/run/armature.sock"},
         "--api-key": {"metavar": "KEY", "help": "sent as a bearer token; default: the first of ARMATURE_API_KEYS"},
@@ -347,7 +326,6 @@ def server_flags() -> dict[str, dict[str, Any]]:
 
 
 def chat_flags() -> dict[str, dict[str, Any]]:
-    """Return the flags of `armature chat`."""
     return {
         "prompt": {
             "nargs": "*",
@@ -364,7 +342,6 @@ def chat_flags() -> dict[str, dict[str, Any]]:
 
 
 def top_flags() -> dict[str, dict[str, Any]]:
-    """Return the flags of `armature top`."""
     return {
         **server_flags(),
         "--interval": {

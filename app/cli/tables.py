@@ -1,8 +1,4 @@
-"""Output of `armature probe` without `--json`: the machine's facts, the plan, and one model's choices.
-
-`render_probe` shows the facts and the plan with its reasons. With `--model`, `explain_plan` and `render_explanation`
-show the choices made for that model and the measurements behind them.
-"""
+"""Output of `armature probe` without `--json`: the machine's facts, the plan, and one model's choices."""
 
 from __future__ import annotations
 
@@ -42,7 +38,6 @@ def render_probe(facts: Facts, plan: ServingPlan | None) -> RenderableType:
 
 
 def render_facts(facts: Facts) -> Table:
-    """Return the table of facts about this machine."""
     table = Table(title="This machine", title_justify="left", show_header=False, box=None, padding=(0, 2, 0, 0))
     table.add_column(style="bold", no_wrap=True)
     table.add_column()
@@ -53,7 +48,6 @@ def render_facts(facts: Facts) -> Table:
 
 
 def render_plan(plan: ServingPlan) -> Table:
-    """Return the table of the plan's decisions with values and reasons."""
     table = Table(title="Serving plan", title_justify="left", header_style="bold", box=None, padding=(0, 2, 0, 0))
     table.add_column("decision", style="bold", no_wrap=True)
     table.add_column("value", overflow="fold", max_width=28)
@@ -288,11 +282,7 @@ class PlanExplanation:
 
 
 def explain_plan(settings: Settings, facts: Facts) -> PlanExplanation:
-    """Return the plan that a start would make, with cached measurements. Nothing is measured here.
-
-    Raises:
-        StartupError: The model cannot be opened or planned.
-    """
+    """Return the plan that a start would make, with cached measurements. Raises `StartupError`."""
     checkpoint = open_or_fetch_model(settings)
     found = with_kept_calibration(facts, settings, checkpoint)
     measurements = None if found.calibration is None else found.calibration.measurements
@@ -357,10 +347,7 @@ def _device(explained: PlanExplanation) -> str:
 
 
 def _speeds(shown: list[TrialTimes], explained: PlanExplanation) -> Table:
-    """Return the table of tokens (or rows) per second of each trial, measured with almost no context.
-
-    The chosen trial is marked.
-    """
+    """Return the table of tokens (or rows) per second of each trial, with almost no context; the choice is marked."""
     phases, unit = ((_PROGRAM_STEPS,), "rows") if explained.needs.kind == "program" else (STEP_KINDS, "tokens")
     columns = [(phase, *column) for phase in phases for column in phase.columns(shown)]
     table = Table(title=f"Measured {unit}/s", title_justify="left", header_style="bold", box=None, padding=(0, 2, 0, 0))

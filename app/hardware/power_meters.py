@@ -1,8 +1,8 @@
 """Energy meters: joules since the start, from counters, from sampled power sensors, or from a declared model.
 
-`joules()` is fast, never decreases, and is called by one thread. A meter whose readings are slow or must be regular
-has its own thread. The meter of NVIDIA devices uses the driver's NVML library: nvmlDeviceGetTotalEnergyConsumption
-counts millijoules of the whole board since the driver was loaded (Volta and newer); not tested on a device yet.
+`joules()` is fast, never decreases, and is called by one thread. A meter whose readings are slow or must be regular has
+its own thread. NVML's nvmlDeviceGetTotalEnergyConsumption counts millijoules of the whole board since the driver was
+loaded (Volta and newer); not tested on a device yet.
 """
 
 from __future__ import annotations
@@ -33,27 +33,17 @@ POWERMETRICS = ["powermetrics", "--samplers", "cpu_power", "-f", "plist", "-i", 
 
 
 class EnergyMeter(Protocol):
-    """Interface of energy meters.
-
-    `source` is the value of the metrics' label: rapl, scmi, hwmon, powermetrics, nvml or modelled.
-    """
+    """Energy meter; `source` is the metrics' label: rapl, scmi, hwmon, powermetrics, nvml or modelled."""
 
     source: str
 
-    def joules(self) -> float:
-        """Return the joules since the meter was opened."""
-        ...
+    def joules(self) -> float: ...
 
-    def close(self) -> None:
-        """Release the meter's resources."""
-        ...
+    def close(self) -> None: ...
 
 
 class CounterMeter:
-    """Meter that reads files which count microjoules.
-
-    It must be read more often than the fastest counter wraps, which takes two minutes at 500 W.
-    """
+    """Meter of microjoule files, read more often than one wraps, which takes two minutes at 500 W."""
 
     def __init__(
         self, source: str, counters: tuple[PowerCounter, ...], files: HostFiles, clock: Clock = time.monotonic
@@ -75,8 +65,7 @@ class CounterMeter:
                 self._last[counter.file] = (moment, now)
         return self._microjoules * MICRO
 
-    def close(self) -> None:
-        """Do nothing: no file stays open."""
+    def close(self) -> None: ...
 
 
 def _counter_difference(last: int, now: int, wraps_at: int | None, seconds: float) -> int:
@@ -97,10 +86,7 @@ class _PowerSample:
 
 
 class SampledMeter:
-    """Meter that samples power on its own thread and integrates it.
-
-    One reading through a board's controller can take many milliseconds.
-    """
+    """Meter that samples power on its own thread: a reading through a board's controller can take milliseconds."""
 
     def __init__(self, source: str, watts: ReadWatts, clock: Clock = time.monotonic) -> None:
         self.source = source
@@ -110,15 +96,11 @@ class SampledMeter:
         self._closed = threading.Event()
 
     def start(self) -> SampledMeter:
-        """Start the sampling thread and return self."""
         threading.Thread(target=self._run, name="armature-power", daemon=True).start()
         return self
 
     def joules(self) -> float:
-        """Return the joules up to the last sample plus its power times the time since then.
-
-        If the next sample is lower, the value stays constant until the integral has caught up.
-        """
+        """Return the joules up to the last sample plus its power times the time since then, never falling."""
         last = self._last
         if last is not None:
             since = min(self._clock() - last.at, 2 * SAMPLE_SECONDS)
@@ -126,7 +108,6 @@ class SampledMeter:
         return self._reported
 
     def close(self) -> None:
-        """Stop the sampling thread."""
         self._closed.set()
 
     def sample(self) -> None:
@@ -152,22 +133,18 @@ class PowermetricsMeter:
         self._process = (start or _start_powermetrics)()
 
     def start(self) -> PowermetricsMeter:
-        """Start the thread that reads the output, and return self."""
         assert self._process.stdout is not None, "powermetrics was started with a pipe"
         threading.Thread(target=self.follow, args=(self._process.stdout,), name="armature-power", daemon=True).start()
         return self
 
     def joules(self) -> float:
-        """Return the joules since the start."""
         return self._joules
 
     def close(self) -> None:
-        """Terminate powermetrics."""
         self._process.terminate()
         self._process.wait()
 
     def follow(self, stream: IO[bytes]) -> None:
-        """Read property lists until the stream ends."""
         text = b""
         for line in stream:
             text = text[-MAX_PLIST_BYTES:] + line.lstrip(b"\0")  # zero bytes separate the lists
@@ -181,10 +158,7 @@ def _start_powermetrics() -> subprocess.Popen[bytes]:
 
 
 def parse_powermetrics(text: bytes) -> float:
-    """Return the joules of one sample, or 0 if it has no valid values.
-
-    The sample has the milliwatts of processor, graphics and neural engine together, and its duration.
-    """
+    """Return the joules of one sample (processor, graphics and neural engine), or 0 without valid values."""
     try:
         fields = plistlib.loads(text)
         return float(fields["processor"]["combined_power"]) / 1e3 * float(fields["elapsed_ns"]) / 1e9
@@ -201,11 +175,9 @@ class ModelledMeter:
         self._watts, self._busy_seconds = watts, busy_seconds
 
     def joules(self) -> float:
-        """Return the declared watts times the seconds in which steps ran."""
         return self._watts * self._busy_seconds()
 
-    def close(self) -> None:
-        """Do nothing: there is nothing to release."""
+    def close(self) -> None: ...
 
 
 def open_energy_meter(
@@ -249,7 +221,6 @@ class NvmlMeter:
         return (self._last - self._first) * MILLI
 
     def close(self) -> None:
-        """Shut NVML down."""
         self._library.nvmlShutdown()
 
 

@@ -1,8 +1,7 @@
 """Discovery of power counters on Linux: powercap zones first, then sensors with a known meaning.
 
-Sensors of unknown meaning are left out. Formats: Linux Documentation/power/powercap/powercap.rst,
-ABI/testing/sysfs-class-powercap, hwmon/sysfs-interface.rst and the drivers named below. All counters cover the
-whole machine, or its processors, including the work of other containers.
+Formats: Linux Documentation/power/powercap/powercap.rst, ABI/testing/sysfs-class-powercap, hwmon/sysfs-interface.rst
+and the drivers named below. All counters cover the whole machine, or its processors.
 """
 
 from __future__ import annotations
@@ -53,10 +52,7 @@ def _zones(files: HostFiles, control_type: str) -> list[_PowerZone]:
 
 
 def _rapl(files: HostFiles) -> PowerMeter | None:
-    """Return the packages and their memory.
-
-    `core` and `uncore` are parts of a package, and `psys` includes packages, so none of them is added.
-    """
+    """Return the packages and their memory, without `core` and `uncore` (parts) and `psys` (their sum)."""
     for control_type in _RAPL_TYPES:
         zones = _zones(files, control_type)
         packages = _packages(zones, mirrored=_dies_mirror(files))
@@ -72,10 +68,7 @@ def _rapl(files: HostFiles) -> PowerMeter | None:
 
 
 def _packages(zones: list[_PowerZone], mirrored: bool) -> list[_PowerZone]:
-    """Return zones named `package-0`, or `package-0-die-1` if a package has several dies.
-
-    With `mirrored` dies, only the first die of each package is returned.
-    """
+    """Return zones named `package-0` or `package-0-die-1`; of `mirrored` dies only the first of a package."""
     found: dict[str, _PowerZone] = {}
     for zone in zones:
         match = re.fullmatch(r"(package-\d+)(-die-\d+)?", zone.name)
@@ -111,10 +104,7 @@ def _rapl_meter(files: HostFiles, zones: list[_PowerZone]) -> PowerMeter:
 
 
 def _scmi(files: HostFiles) -> PowerMeter | None:
-    """Return the outermost zones whose power an Arm server's firmware reports; inner zones are parts of outer ones.
-
-    Source: drivers/powercap/arm_scmi_powercap.c.
-    """
+    """Return the outermost zones of an Arm server's firmware. Source: drivers/powercap/arm_scmi_powercap.c."""
     zones = [zone for zone in _zones(files, "arm-scmi") if len(zone.numbers) == 1]
     counters = tuple(PowerCounter(zone.name, f"{zone.directory}/power_uw", "power") for zone in zones)
     if not counters:
@@ -145,19 +135,13 @@ def _named(pattern: str) -> Callable[[list[PowerCounter]], list[PowerCounter]]:
 
 
 def _same_kind_sensors(sensors: list[PowerCounter]) -> list[PowerCounter]:
-    """Return the only sensor, or all of them if their names differ only by a number, like those of sockets.
-
-    Energy counters are preferred to power sensors. Sensors with other names may include each other.
-    """
+    """Return the only sensor, or all if names differ only by a number; energy counters before power sensors."""
     counts = [sensor for sensor in sensors if sensor.unit == "energy"] or sensors
     return counts if len({re.sub(r"\d+", "", sensor.name) for sensor in counts}) == 1 else []
 
 
 def _grace_or_single_sensor(sensors: list[PowerCounter]) -> list[PowerCounter]:
-    """Return the socket sensors of NVIDIA Grace, which also reports rails of each socket.
-
-    Elsewhere a single meter covers the whole machine.
-    """
+    """Return the socket sensors of NVIDIA Grace, which also reports rails; elsewhere the only sensor."""
     return _named(r"Grace Power Socket \d+")(sensors) or (sensors if len(sensors) == 1 else [])
 
 
@@ -175,11 +159,7 @@ _SENSOR_DRIVERS = (
 
 
 def _sensors(files: HostFiles) -> PowerMeter | None:
-    """Return the sensors of a known driver.
-
-    Sensors of disks, batteries, graphics cards and single rails are ignored, because no sum of them is the
-    machine's power.
-    """
+    """Return the sensors of a known driver, without disks, batteries, graphics cards and single rails."""
     unsure = None
     for chip in _SENSOR_DRIVERS:
         sensors = [

@@ -19,17 +19,13 @@ class MetricSamples:
     by_name: dict[str, list[tuple[Labels, float]]]
 
     def value(self, name: str, **labels: str) -> float | None:
-        """Return the sum of the series with these labels, or None if there is none that is a number.
-
-        The name is without our prefix, which a few metrics do not have.
-        """
+        """Return the sum of the series with these labels, None without one. Our prefix may be left out of the name."""
         series = self.by_name.get(f"{_PREFIX}{name}") or self.by_name.get(name, [])
         found = [value for has, value in series if labels.items() <= has.items() and not math.isnan(value)]
         return sum(found) if found else None
 
 
 def parse_samples(text: str) -> MetricSamples:
-    """Return the samples of a text in Prometheus' format."""
     found: dict[str, list[tuple[Labels, float]]] = {}
     for family in text_string_to_metric_families(text):
         for sample in family.samples:

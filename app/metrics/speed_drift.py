@@ -1,7 +1,6 @@
-"""Detection of speed drift: the step times of the last 128 steps compared with the measured ones.
+"""Speed drift: the step times of the last 128 steps compared with the measured ones.
 
-The worker thread updates it; any thread may read the result. The capacity that the plan reported before the
-first request is corrected by what steps really take.
+The worker thread updates it; any thread may read the result.
 """
 
 from __future__ import annotations
@@ -26,8 +25,8 @@ class ExpectedSpeed:
     """Speeds that the plan expected before the first request.
 
     `capacity` is tokens per second by phase and number of rows, and `roofline` the part of the hardware ceiling
-    reached, by phase. With `is_estimated`, no step was timed before, or not well: then there is nothing that the machine
-    could drift from. `spread` is the relative spread of the samples of the calibration (None: there are none).
+    reached, by phase. With `is_estimated` there is nothing to drift from. `spread` is the relative spread of the
+    calibration's samples.
     """
 
     capacity: Mapping[str, Mapping[int, float]]
@@ -39,8 +38,7 @@ class ExpectedSpeed:
 class SpeedDrift:
     """The factor between measured and current step times, by phase.
 
-    `on_stale` is called once, on the worker thread, when the measurements no longer hold, so that the next start
-    measures again.
+    `on_stale` is called once, on the worker thread, when the measurements no longer hold.
     """
 
     def __init__(
@@ -52,10 +50,7 @@ class SpeedDrift:
         self.drifted = False
 
     def update(self) -> None:
-        """Read the factors of the recent steps. It takes a tenth of a millisecond, so call it only now and then.
-
-        Drift of the machine is judged from the model's part of steps that only decode, or that encode texts.
-        """
+        """Read the factors of the recent steps, which takes a tenth of a millisecond."""
         self._factors = self._model.window_factors()
         factor = None if self.is_estimated else self._model.window_model_factor()
         if factor is not None:
@@ -63,23 +58,17 @@ class SpeedDrift:
 
     @property
     def is_estimated(self) -> bool:
-        """True while capacity and predicted wait come from an estimate, which recent steps correct."""
         return self._expected.is_estimated
 
     @property
     def spread(self) -> float | None:
-        """Relative spread of the samples of the calibration; None if there are none."""
         return self._expected.spread
 
     def factor(self, phase: str) -> float:
-        """Return the current step time over the measured one: 1 until enough steps were seen.
-
-        `decode_full` counts as decode, and `encode_few` as encode.
-        """
+        """Return the current step time over the measured one, 1 until enough steps were seen."""
         return next((factor for known, factor in self._factors.items() if phase.startswith(known)), 1.0)
 
     def capacity(self) -> Mapping[str, Mapping[int, float]]:
-        """Return tokens per second by phase and number of rows, at the machine's current speed."""
         return {
             phase: {rows: speed / self.factor(phase) for rows, speed in by_rows.items()}
             for phase, by_rows in self._expected.capacity.items()

@@ -29,8 +29,6 @@ _CAUSE_NUMBERS = {cause: number for number, cause in enumerate(_CAUSES)}
 
 @dataclass(frozen=True, slots=True)
 class StepStats:
-    """Statistics of one engine step, for the metrics: counts and seconds, no tensors."""
-
     seconds: float
     prefill_tokens: int = 0
     decode_tokens: int = 0
@@ -57,7 +55,7 @@ class StepStats:
 
     @property
     def phase(self) -> Phase:
-        """Phase of the step; any prefill makes it `prefill`, since prefill takes most of its time."""
+        """Phase of the step; any prefill makes it `prefill`."""
         return "encode" if self.encode_tokens else "prefill" if self.prefill_tokens else "decode"
 
     @property
@@ -71,15 +69,11 @@ class StepStats:
 
     @property
     def num_rows(self) -> int:
-        """Number of decode rows. A draft token is one more row of its sequence."""
         return self.num_decode_sequences + self.draft_tokens
 
     @property
     def corrected_seconds(self) -> float:
-        """Throttle-corrected seconds, to be compared with the step time table.
-
-        Under a CPU quota, the time of a single step is off by whole quota periods.
-        """
+        """Throttle-corrected seconds: under a CPU quota, a single step's time is off by whole quota periods."""
         return self.seconds * self.throttle_correction
 
     @property
@@ -104,10 +98,9 @@ _INFO_KEYS = {"step_times": "tempo", "draft_tokens": "guesses", "tokens_per_step
 class EngineSnapshot:
     """The worker's state after a step, replaced as a whole, so that any thread reads one consistent value.
 
-    `stepped_at` is the `time.monotonic()` at which it was made. `rows` are the decoding sequences, each as (tokens
-    generated, most tokens still to come). `prompts` are the sequences in prefill, each as (tokens computed, tokens
-    to compute). `queue` has the token counts of the sequences that wait for a slot. All are in order. Texts and
-    program batches, which one step completes, all wait in `queue`: for each request what is still to be computed.
+    `stepped_at` is its `time.monotonic()`. `rows` are the decoding sequences, as (tokens generated, most tokens still
+    to come), `prompts` the sequences in prefill, as (tokens computed, tokens to compute). `queue` has the tokens of
+    each sequence that waits for a slot, and of texts and program batches. All are in order.
     """
 
     num_running: int = 0
@@ -127,8 +120,6 @@ class EngineSnapshot:
         return self.kv_used_tokens / self.kv_capacity_tokens if self.kv_capacity_tokens else 0.0
 
     def to_json(self) -> dict[str, Any]:
-        """Return the `capacity` object of `GET /info`."""
-
         def renamed(items: list[tuple[str, Any]]) -> dict[str, Any]:
             return {_INFO_KEYS.get(name, name): value for name, value in items if name not in _NOT_IN_INFO}
 
@@ -136,9 +127,9 @@ class EngineSnapshot:
 
 
 class StepLog:
-    """A ring of the last `capacity` steps in plain columns, numbered from 0: for timelines of the engine.
+    """A ring of the last `capacity` steps in plain columns: one thread adds, any thread reads.
 
-    One thread adds, any thread reads. 65,536 steps take 2 MB, and adding a row allocates no lasting object.
+    65,536 steps take 2 MB, and adding a row allocates no lasting object.
     """
 
     def __init__(self, capacity: int = CAPACITY_STEPS) -> None:
@@ -149,13 +140,7 @@ class StepLog:
         self.num_steps = 0  # written last: a row is complete before it is counted
 
     def add(self, began_at: float, step: StepStats, cause: Cause | None) -> None:
-        """Add a step.
-
-        Args:
-            began_at: Start of the step in seconds since 1970.
-            step: Its statistics.
-            cause: The cause if the step was slow.
-        """
+        """Add a step that began at this Unix time; `cause` if it was slow."""
         place = self.num_steps % self._capacity
         self._at[place] = began_at
         self._seconds[place] = step.seconds
@@ -165,11 +150,9 @@ class StepLog:
         self.num_steps += 1
 
     def since(self, after: int) -> dict[str, Any]:
-        """Return the steps from number `after` on, oldest first and at most `MAX_STEPS`.
+        """Return at most `MAX_STEPS` steps from number `after` on, oldest first.
 
-        Returns:
-            `next`, the number to request next; `dropped`, how many of the requested steps were overwritten; and
-            `steps`, the columns.
+        `next` is the number to request next, `dropped` how many of the requested steps were overwritten.
         """
         first = min(max(after, self.num_steps - self._capacity), self.num_steps)
         following = min(first + MAX_STEPS, self.num_steps)

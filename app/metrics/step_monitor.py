@@ -1,14 +1,10 @@
-"""Detection of slow steps and of their causes.
+"""Monitoring of the worker's loop: each step is logged with its time and, if it was slow, its cause.
 
-The worker thread calls this before and after each step; expensive sources are read only after a slow step. The usual
-time of a step comes from the step time model. A cause is reported only if there is evidence for it, else `unknown`.
+The usual time of a step comes from the step time model. Expensive sources are read only after a slow step. A cause is
+reported only if there is evidence for it, else `unknown`.
 
-Monitoring of the worker's loop: each step is logged with its time and, if it was slow, its cause.
-
-`StepLog` keeps the last 65,536 steps in plain columns (2 MB), for timelines of the engine rather than histograms; one
-thread adds, any thread reads. `GcControl` disables garbage collection during a step and runs it between two steps when
-it is due. Reference counting still frees most objects at once; only reference cycles wait. Work that does not belong
-to one step, such as updating the speed drift, runs once a second between two steps.
+`GcControl` runs garbage collection between two steps when it is due; reference counting still frees most objects at
+once. Other work between steps, such as updating the speed drift, runs once a second.
 """
 
 from __future__ import annotations
@@ -38,11 +34,7 @@ _PROBED_PAGES, _PROBES = 256, 3
 
 @dataclass(frozen=True, slots=True)
 class ProcessCounters:
-    """Events of the process during a step.
-
-    These are page faults without and with a disk read, involuntary context switches, and seconds of garbage
-    collection. All threads count together, since several compute.
-    """
+    """Events of the process during a step, of all threads, page faults with and without a disk read among them."""
 
     minor_faults: int = 0
     major_faults: int = 0
@@ -53,7 +45,6 @@ class ProcessCounters:
     def between(
         cls, before: resource.struct_rusage, after: resource.struct_rusage, garbage_seconds: float
     ) -> ProcessCounters:
-        """Return the differences of two `getrusage` results."""
         return cls(
             after.ru_minflt - before.ru_minflt,
             after.ru_majflt - before.ru_majflt,
@@ -66,8 +57,7 @@ class ProcessCounters:
 class SlowStep:
     """A slow step: its seconds beyond the usual time, and what happened meanwhile.
 
-    `throttled_seconds` is how long the CPU quota stopped the control group. `slowed_by` is heat or a low frequency,
-    if the processor has one of them at present.
+    `throttled_seconds` is how long the CPU quota stopped the control group. `slowed_by` is heat or a low frequency.
     """
 
     step: StepStats
@@ -78,12 +68,7 @@ class SlowStep:
     slowed_by: Cause | None = None
 
     def cause(self) -> Cause:
-        """Return the most likely cause.
-
-        It is what took at least half of the excess; else a property of the step; else other evidence. The side
-        effects of a first step of its shape or of a recomputation, such as page faults, are attributed to that
-        step's property.
-        """
+        """Return what took at least half of the excess, else a property of the step, else other evidence."""
         enough = CAUSE_SHARE * self.excess_seconds
         if self.during.garbage_seconds >= enough:
             return "garbage_collection"
@@ -105,9 +90,8 @@ class SlowStep:
 class SlowStepDetector:
     """Detects slow steps; call `begin` and `end` around each step.
 
-    `model` has observed the step when `end` is called.
-    `garbage_seconds` and `throttled_seconds` return running totals; the latter returns None if it cannot be read.
-    `slowed_by` returns `thermal` or `frequency` while a recent reading of the sensors shows one of them.
+    `model` has observed the step when `end` is called. `garbage_seconds` and `throttled_seconds` return running totals;
+    the latter returns None if it cannot be read. `slowed_by` returns what recent sensor readings show.
     """
 
     def __init__(
@@ -129,15 +113,10 @@ class SlowStepDetector:
         self._throttled = self._throttled_seconds() or 0.0
 
     def begin(self) -> None:
-        """Record the counters before a step: one system call of one to two microseconds."""
         self._usage, self._garbage = process_usage(), self._garbage_seconds()
 
     def end(self, step: StepStats) -> Cause | None:
-        """Return the cause if the step was slow, else None; call it right after the step.
-
-        A step is slow if it took over 1.5 times the usual time of similar steps, or of the decodes that waited for
-        its prompts.
-        """
+        """Return the cause if the step took over 1.5 times the usual time of similar steps, or of its decodes alone."""
         usual = self._model.usual_seconds
         if usual is not None and step.seconds > SLOW_FACTOR * usual:
             return self._find_cause(step, step.seconds - usual)
@@ -183,10 +162,7 @@ FULL_COLLECTION_SECONDS = 60.0  # between two collections of the oldest generati
 
 
 class GcControl:
-    """Control over Python's garbage collector; used by the thread that steps only.
-
-    `seconds` and `collections` count the collections since `freeze`, by any thread.
-    """
+    """Control over Python's garbage collector for the stepping thread; counts collections since `freeze`."""
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
         self.seconds, self.collections = 0.0, 0
@@ -207,11 +183,9 @@ class GcControl:
             gc.callbacks.remove(self._on_gc_event)
 
     def disable(self) -> None:
-        """Disable collection for a step, until `collect_if_due` or `enable`."""
         gc.disable()
 
     def enable(self) -> None:
-        """Enable automatic collection, as no step is running."""
         gc.enable()
 
     def collect_if_due(self) -> None:
@@ -245,10 +219,10 @@ _PATHS = {True: "native", False: "interpreter"}
 
 
 class StepMonitor:
-    """The worker's step hooks, all called on the worker thread: `begin`, `end`, `events_sent`, `idle`, `close`.
+    """The worker's step hooks, called on the worker thread.
 
-    It logs each step from the start. Slow steps are detected after `watch_slow_steps`, and drift after
-    `watch_drift`, since both need step times that are known only when the machine is calibrated.
+    Slow steps are detected after `watch_slow_steps`, and drift after `watch_drift`: both need step times that are known
+    only when the machine is calibrated.
     """
 
     def __init__(self, metrics: Metrics, clock: Callable[[], float] = time.monotonic) -> None:
@@ -266,7 +240,6 @@ class StepMonitor:
         metrics.gauges(self._gauges)
 
     def watch_drift(self, drift: SpeedDrift) -> None:
-        """Update the drift once a second from now on, and report it in the metrics."""
         self.drift = drift
 
     def capacity(self) -> Mapping[str, Mapping[int, float]]:
@@ -279,14 +252,12 @@ class StepMonitor:
         self._slow_steps = detector
 
     def begin(self) -> None:
-        """Mark the start of a step."""
         self._step_began = self._clock()
         self.gc_control.disable()
         if self._slow_steps is not None:
             self._slow_steps.begin()
 
     def end(self, step: StepStats) -> None:
-        """Mark the end of a step, which the engine's step time model has observed, and log it."""
         self._step_began = None
         cause = None if self._slow_steps is None else self._slow_steps.end(step)
         self._log.add(time.time() - step.seconds, step, cause)
@@ -301,16 +272,12 @@ class StepMonitor:
         self._update()
 
     def idle(self) -> None:
-        """Mark that there is nothing to compute until the next request."""
         self._step_began = None
         self.gc_control.enable()
         self._update()
 
     def step_age_seconds(self) -> float:
-        """Return how long the running step has taken so far, from any thread.
-
-        A step that never ends is visible only here.
-        """
+        """Return how long the running step has taken so far, from any thread."""
         began = self._step_began
         return 0.0 if began is None else max(0.0, self._clock() - began)
 
@@ -319,7 +286,6 @@ class StepMonitor:
         return {name: self._num_steps[is_native] for is_native, name in _PATHS.items()}
 
     def close(self) -> None:
-        """Restore Python's automatic garbage collection."""
         self.gc_control.close()
 
     def _update(self) -> None:

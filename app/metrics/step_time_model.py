@@ -1,7 +1,6 @@
 """Live model of the step times of one engine: the measured table, corrected by every step that was computed.
 
-The prefill budget, speculation, the batching delay, the detection of slow steps, the speed drift and the predicted
-wait all read this model, and none of them keeps an estimate of its own. Without a table, the times are learned.
+All users of step times read this model. Without a table, the times are learned.
 """
 
 from __future__ import annotations
@@ -51,14 +50,10 @@ FORGOTTEN_AFTER = 500
 
 
 class StepTimeModel:
-    """Step times of one engine.
+    """Step times of one engine, for the worker thread; other threads get the immutable `StepTimes`.
 
-    The worker thread calls `observe` once for each step; only that thread may use the model. Other threads get the
-    immutable `StepTimes`. A table that was not measured (`is_measured` is False) has the right proportions at best: then
-    a step's usual time is known only after some steps.
-
-    `usual_seconds` is the usual time of the last observed step, as it was known before that step; None if it was
-    unknown.
+    A table that was not measured has the right proportions at best: then a step's usual time is known only after some
+    steps. `usual_seconds` is the usual time of the last observed step, as known before it.
     """
 
     def __init__(self, table: StepTimeTable | None = None, is_measured: bool = True) -> None:
@@ -81,7 +76,6 @@ class StepTimeModel:
     # ---- observe ---------------------------------------------------------------------------------------------------
 
     def observe(self, step: StepStats) -> None:
-        """Record the work and the time of a step."""
         kind, table = step.kind, self.table
         expected = 1.0 if table is None else step.expected_seconds(table)
         if expected <= 0.0 or step.scored_tokens:  # scores of prompts take time that no table knows
@@ -136,8 +130,8 @@ class StepTimeModel:
     ) -> StepTimes | None:
         """Return the current step times for any thread; None if there is no table and too few steps have been seen.
 
-        The arguments are the limits of a step, and are fields of the result. Without a table, the result is a
-        straight line. While the price of a prefill token is unknown, only the first few prefill tokens fit.
+        The arguments are the limits of a step. Without a table, the result is a straight line. While the price of a
+        prefill token is unknown, only the first few prefill tokens fit.
         """
         if self.table is None:
             table = self._learned.table()
@@ -169,27 +163,20 @@ class StepTimeModel:
         return self._usual.seconds((step.kind, _size_class(step)), 1.0)
 
     def predict_without_prefill(self, step: StepStats) -> float | None:
-        """Return the usual seconds of the decodes of `step` alone; None if they are unknown.
-
-        A step that only recomputes preempted sequences counts as one decode row.
-        """
+        """Return the usual seconds of the decodes of `step` alone, one row at least; None if they are unknown."""
         rows = max(step.num_decode_sequences, 1)
         return self.predict(StepStats(0.0, num_decode_sequences=rows, context_tokens=step.context_tokens))
 
     def decode(self, rows: int, context_tokens: int = 0) -> float:
         """Return the typical cost of a decode step with this many rows and this total context.
 
-        Only proportions matter: without a table it has no unit until steps have been seen. A number of rows that
-        was not seen is interpolated from its neighbors.
+        Only proportions matter: without a table it has no unit until steps have been seen.
         """
         table = DEFAULT_STEP_TIMES if self.table is None else self.table
         return table.decode(rows, context_tokens) * self._rows.factor(rows)
 
     def window_factors(self) -> dict[Phase, float]:
-        """Return the median step time over the table's in the long window, for each phase that has enough steps.
-
-        This takes a tenth of a millisecond, so call it only now and then.
-        """
+        """Return the median step time over the table's in the long window, for each phase with enough steps."""
         return {phase: median(ratios) for phase, ratios in self._windows.items() if len(ratios) >= MIN_WINDOW_STEPS}
 
     def window_model_factor(self) -> float | None:
@@ -198,10 +185,10 @@ class StepTimeModel:
 
 
 class _UsualTimes:
-    """Median times of steps, by kind and size. The median moves a little with each step, so it keeps no window.
+    """Median times of steps, by kind and size; the median moves a little with each step.
 
-    With a table, they are multiples of the table's time; if it was measured, a kind of step that was not seen takes as
-    long as measured. Otherwise, and without a table, they are unknown until enough steps were seen.
+    With a measured table, a kind of step that was not seen takes as long as measured. Otherwise usual times are unknown
+    until enough steps were seen.
     """
 
     def __init__(self, is_measured: bool) -> None:
@@ -209,7 +196,6 @@ class _UsualTimes:
         self._medians: dict[tuple[StepKind, int], tuple[float, int]] = {}  # median and number of steps
 
     def observe(self, key: tuple[StepKind, int], seconds: float, expected: float) -> float | None:
-        """Record a step, and return the seconds that were usual before it."""
         before = self.seconds(key, expected)
         if seconds > 0.0:
             now = seconds / expected
@@ -237,11 +223,7 @@ class _ObservedRows:
 
 
 class _RowFactors:
-    """Typical time of decode steps over the table's, by number of rows.
-
-    Kernels have tiles and recordings have sizes, so one factor for all numbers of rows would be too coarse for
-    speculation.
-    """
+    """Typical time of decode steps over the table's, by number of rows, since kernels have tiles."""
 
     def __init__(self) -> None:
         self._observed: dict[int, _ObservedRows] = {}
@@ -249,7 +231,6 @@ class _RowFactors:
         self._num_steps = 0
 
     def observe(self, rows: int, ratio: float) -> None:
-        """Record a decode step."""
         self._num_steps += 1
         if self._num_steps % FORGOTTEN_AFTER == 0:
             self._forget()
@@ -282,8 +263,7 @@ class _RowFactors:
 class _LearnedTimes:
     """Step times without a table: the time of decode steps, and what the tokens of prompts add to it.
 
-    They add `token_seconds` each, which steps without decodes show, and a fixed time: that of operations that are not
-    recorded, for example, or a negative one, where a few more rows are free. Its errors favor the streams.
+    They add `token_seconds` each, which steps without decodes show, and a fixed time, which may be negative.
     """
 
     def __init__(self) -> None:
@@ -292,7 +272,6 @@ class _LearnedTimes:
         self._added: deque[tuple[int, float]] = deque(maxlen=_RECENT_STEPS)  # by prompts: tokens, and their seconds
 
     def table(self) -> StepTimeTable | None:
-        """Return a table of the line; None before the first decode step."""
         if not self._decodes:
             return None
         decode_seconds, token_seconds = median(self._decodes), self.token_seconds or 0.0
@@ -304,7 +283,6 @@ class _LearnedTimes:
         )
 
     def observe(self, step: StepStats) -> None:
-        """Record a step."""
         if step.decode_tokens and not step.prefill_tokens:
             self._decodes.append(step.corrected_seconds)
         elif step.prefill_tokens >= (MIN_PREFILL_TOKENS if step.decode_tokens else FIRST_PREFILL_TOKENS):
@@ -316,11 +294,7 @@ class _LearnedTimes:
         return median(added - tokens * price for tokens, added in self._added) if self._added else 0.0
 
     def _learn_price(self, step: StepStats) -> None:
-        """Update the price of a prefill token, and what prompts add to decodes.
-
-        A step without decodes, which has many tokens, shows the price. Beside decodes, no token costs more than its
-        share of the time that the decodes alone do not take.
-        """
+        """Update the price of a prefill token, which steps without decodes show, and what prompts add to decodes."""
         tokens, known = step.prefill_tokens, self.token_seconds
         if not step.decode_tokens:
             added = max(step.corrected_seconds - max(self._fixed_seconds(), 0.0), 0.0)

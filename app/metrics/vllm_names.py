@@ -1,7 +1,6 @@
 """The metrics under vLLM's names, so that dashboards and gateways made for vLLM show this server.
 
-They are computed at a scrape from the metrics that exist already: nothing is counted twice, and a token costs nothing
-more.
+They are computed at a scrape from the metrics that exist already.
 """
 
 from __future__ import annotations
@@ -49,15 +48,7 @@ _FINISHED: Mapping[str, str] = {
 
 
 def vllm_metrics(metrics: Metrics, now: EngineSnapshot, num_reading: int, model: str) -> Iterator[Metric]:
-    """Yield all of them.
-
-    Args:
-        metrics: What is told again.
-        now: State of the engine.
-        num_reading: Requests that are being tokenized; they count as waiting.
-        model: Name of the served model, the label `model_name`; empty while it is not known, and then only the engine's
-            state is told.
-    """
+    """Yield the metrics; without the name of a served model, only the engine's state. `num_reading` requests wait."""
     labels = {"model_name": model}
     yield gauge_family("vllm:num_requests_running", "Same as armature_requests_running.", now.num_running, labels)
     waiting = now.num_waiting + num_reading

@@ -1,8 +1,8 @@
 """Reads single values of a config.json and describes errors in them, for decoders and encoders.
 
-Readers ask for the values that they follow. Of the others, some have no effect and some are refused (`unknown_keys`).
-`tests/unit/models/test_config_keys.py` walks the values of transformers' configuration classes of every family, and
-fails for a value that is neither asked for nor listed here.
+Of the values that no reader asks for, some have no effect and some are refused (`unknown_keys`).
+`tests/unit/models/test_config_keys.py` walks transformers' configuration classes of every family, and fails for a value
+that is neither asked for nor listed here.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ MAX_LAYERS = (
 
 @dataclass(frozen=True, slots=True)
 class ConfigReader:
-    """A JSON object with a name for messages. A null counts as absent, as in transformers.
+    """A JSON object with a name for messages; a null counts as absent, as in transformers.
 
     Every reader raises `CheckpointInvalid` if the value is missing without a default, or has the wrong type.
     """
@@ -35,7 +35,6 @@ class ConfigReader:
     where: str = "config.json"
 
     def has(self, name: str) -> bool:
-        """Return True if the value is present and not null."""
         return self.values.get(name) is not None
 
     def integer(
@@ -50,14 +49,12 @@ class ConfigReader:
         return value
 
     def integers(self, name: str) -> tuple[int, ...]:
-        """Return a list of at least one positive integer."""
         value = self._get(name, _REQUIRED)
         if not isinstance(value, list) or not value:
             raise self._wrong(name, "a list of integers", value)
         return tuple(ConfigReader({name: item}, self.where).integer(name) for item in value)
 
     def optional_integer(self, name: str, default: int | None = None) -> int | None:
-        """Return a positive integer, or `default` if it is absent."""
         return self.integer(name) if self.has(name) else default
 
     def number(self, name: str, default: float | object = _REQUIRED) -> float:
@@ -69,25 +66,21 @@ class ConfigReader:
         return float(value)
 
     def optional_number(self, name: str) -> float | None:
-        """Return a number greater than 0, or None if it is absent."""
         return self.number(name) if self.has(name) else None
 
     def boolean(self, name: str, default: bool | object = _REQUIRED) -> bool:
-        """Return true or false."""
         value = self._get(name, default)
         if not isinstance(value, bool):
             raise self._wrong(name, "true or false", value)
         return value
 
     def text(self, name: str, default: str | object = _REQUIRED) -> str:
-        """Return a string."""
         value = self._get(name, default)
         if not isinstance(value, str):
             raise self._wrong(name, "a string", value)
         return value
 
     def numbers(self, name: str, length: int) -> tuple[float, ...]:
-        """Return a list of exactly `length` finite numbers."""
         value = self._get(name, _REQUIRED)
         if not isinstance(value, list) or len(value) != length or not all(map(_is_finite, value)):
             raise self._wrong(name, f"a list of {length} numbers", value)
@@ -101,14 +94,12 @@ class ConfigReader:
         return tuple(value)
 
     def section(self, name: str) -> ConfigReader:
-        """Return a nested object, empty if it is absent."""
         value = self.values.get(name) or {}
         if not isinstance(value, Mapping):
             raise self._wrong(name, "an object", value)
         return ConfigReader(value, f"{self.where}: {name}")
 
     def offset(self, name: str) -> float:
-        """Return a finite number of any sign."""
         value = self._get(name, _REQUIRED)
         if not _is_finite(value):
             raise self._wrong(name, "a number", value)
@@ -236,7 +227,6 @@ class AskedValues(dict[str, Any]):
     """The values of a config.json that remember which of them were asked for."""
 
     def __init__(self, values: Mapping[str, Any]) -> None:
-        """Wrap the sections too, whose values are looked at one by one."""
         super().__init__(values)
         self.asked: set[str] = set()
         for name in _SECTIONS:
@@ -244,17 +234,14 @@ class AskedValues(dict[str, Any]):
                 self[name] = AskedValues(values[name])
 
     def get(self, key: str, default: Any = None) -> Any:
-        """Return a value, or the default."""
         self.asked.add(key)
         return super().get(key, default)
 
     def __getitem__(self, key: str) -> Any:
-        """Return a value."""
         self.asked.add(key)
         return super().__getitem__(key)
 
     def __contains__(self, key: object) -> bool:
-        """Return True if a value is there."""
         self.asked.add(str(key))
         return super().__contains__(key)
 
@@ -277,8 +264,7 @@ def unknown_keys(
 ) -> list[str]:
     """Return the names that no reader asked for and that no table has.
 
-    Raises:
-        CheckpointInvalid: A value changes what is computed, and no reader asked for it.
+    Raises `CheckpointInvalid` if a value changes what is computed, and no reader asked for it.
     """
     unknown = []
     for place, value in values.not_asked().items():

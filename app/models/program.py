@@ -1,7 +1,7 @@
 """Runs the graph of an exported program. Calls run in order, and values are released after their last use.
 
-Products of rows use this package's own linear forms. torch's loader resolves any name below `torch.`; here the
-operator of a call must be in a table or be an aten operator that accesses no file.
+torch's loader resolves any name below `torch.`; here the operator of a call must be in a table or be an aten operator
+that accesses no file.
 """
 
 from __future__ import annotations
@@ -25,8 +25,6 @@ Values = dict[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """One node, ready to run. `drops` are the names that no later call uses."""
-
     function: Callable[..., Any]
     arguments: tuple[Any, ...]
     keywords: Mapping[str, Any]
@@ -35,16 +33,12 @@ class Call:
 
 
 class PackedProduct:
-    """A product of rows with a packed weight and an optional bias: [..., in] to [..., out].
-
-    The result has the form's dtype if `bf16`, otherwise that of x.
-    """
+    """A product of rows [..., in] to [..., out], in the form's dtype if `bf16`, otherwise that of x."""
 
     def __init__(self, form: LinearForm, dtype: torch.dtype, bf16: bool) -> None:
         self._form, self._dtype, self._bf16 = form, dtype, bf16
 
     def __call__(self, x: Tensor) -> Tensor:
-        """Return the product for x [..., in]."""
         rows = x.reshape(-1, x.shape[-1]).to(self._dtype).contiguous()
         result = self._form.multiply(rows).view(*x.shape[:-1], -1)
         return result if self._bf16 else result.to(x.dtype)
@@ -67,9 +61,8 @@ class Subgraph:
 class Program:
     """A program that can run.
 
-    `states` are the graph's tensors by name, `products` the packed weights of its linear layers.
-
-    With `bf16`, the operations that torch's autocast allows run in BF16.
+    `states` are the graph's tensors by name, `products` the packed weights of its linear layers. With `bf16`, the
+    operations that torch's autocast allows run in BF16.
     """
 
     def __init__(
@@ -114,7 +107,6 @@ def _call(node: Node, products: Mapping[str, PackedProduct]) -> Call:
 
 
 def _subgraph(node: Node) -> Call:
-    """Build a call from (setting, …, graph, operands …): the arguments before the graph are the setting."""
     arguments = [*node.arguments, *node.keywords.values()]
     at = next((index for index, item in enumerate(arguments) if isinstance(item, Graph)), None)
     if at is None:
@@ -131,7 +123,6 @@ def _autocast(device: str, dtype: torch.dtype | None, enabled: bool, *_: Any) ->
 
 
 def _with_torch_constants(argument: Any) -> Any:
-    """Replace constants by torch objects once, instead of at every run."""
     if isinstance(argument, TorchConstant):
         return torch_constant(argument)
     if isinstance(argument, list):
@@ -224,5 +215,4 @@ def resolve_operator(target: str) -> Callable[..., Any]:
 
 
 def torch_constant(value: TorchConstant) -> Any:
-    """Return the torch object of a constant."""
     return torch.device("cpu") if value.kind == "device" else getattr(torch, value.name)

@@ -1,7 +1,7 @@
 """Reads the graph of an exported program and its output names from the JSON that `torch.export.save` writes.
 
-It needs no torch and evaluates nothing. Targets stay names here; `models/program.py` defines which may run. Any
-content that can hold code or objects is rejected by name. Follows torch/_export/serde/schema.py, major version 8.
+It needs no torch and evaluates nothing. Targets stay names here; `models/program.py` defines which may run. Any content
+that can hold code or objects is rejected by name. Follows torch/_export/serde/schema.py, major version 8.
 """
 
 from __future__ import annotations
@@ -68,12 +68,10 @@ class Dimension:
         return None if rest % self.factor else rest // self.factor
 
     def size(self, value: int) -> int:
-        """Return the size for a value of the symbol."""
         return self.factor * value + self.offset
 
     @property
     def values(self) -> Range:
-        """The range of the symbol's values."""
         low = -(-(self.low - self.offset) // self.factor)
         return low, None if self.high is None else (self.high - self.offset) // self.factor
 
@@ -85,10 +83,7 @@ class Dimension:
 
 
 def read_dimension(name: str, size: str, ranges: Mapping[str, Any]) -> Dimension:
-    """Return the dimension of that text, with its range, else with that of its symbol.
-
-    Raises `CheckpointInvalid` for any other form.
-    """
+    """Return the dimension of that text, with its or its symbol's range. Raises `CheckpointInvalid`."""
     found = _LINEAR.fullmatch(size)
     if found is None or found[1] == "0":
         raise CheckpointInvalid(
@@ -148,7 +143,6 @@ class Condition:
     """A condition on the sizes of the inputs, as the archive states it."""
 
     def __init__(self, text: str, names: Sequence[str]) -> None:
-        """Parse it. Raises `CheckpointInvalid` for what is not understood."""
         self.inputs: list[str] = []
         self._places: list[tuple[str, str, int]] = []
         self._names = names
@@ -167,7 +161,6 @@ class Condition:
         )
 
     def holds(self, shapes: Shapes) -> bool:
-        """Return True if sizes meet it."""
         try:
             return bool(self._result([_read_place(place, shapes) for place in self._places]))
         except _EVALUATION_ERRORS:
@@ -197,10 +190,7 @@ _Evaluate = Callable[[Sequence[int]], Any]
 
 
 def _compiled(node: ast.AST) -> _Evaluate:
-    """Return a function from the values of `_size_0`, `_size_1` … to the expression's value.
-
-    Raises `ValueError` for a node that is not arithmetic.
-    """
+    """Return a function from `_size_0`, `_size_1` … to the value. Raises `ValueError` if it is no arithmetic."""
     reader = _NODES.get(type(node))
     if reader is None:
         raise ValueError("not arithmetic")
@@ -306,9 +296,12 @@ def _small_value(dimensions: Sequence[Dimension]) -> int:
 class ProgramSizes:
     """What a program demands of the sizes of its inputs.
 
-    - `dimensions`: the dimensions of each input after the batch, which is the first.
+    - `dimensions`: the dimensions of each input after the batch.
+
     - `conditions`: the archive's conditions, as texts.
-    - `examples`: the sizes with which the program was exported, by input, without the batch.
+
+    - `examples`: the sizes of the export, by input, without the batch.
+
     - `min_rows`, `max_rows`: the rows of a step, None: any number.
     """
 
@@ -319,11 +312,7 @@ class ProgramSizes:
     max_rows: int | None = None
 
     def check(self, shapes: Shapes) -> None:
-        """Check the shapes of a request's inputs, of which the first dimension is its own number of rows.
-
-        Raises:
-            InvalidRequest: The program was not exported for them; the message names the input and the dimension.
-        """
+        """Check a request's shapes, with its own number of rows. Raises `InvalidRequest`, with input and dimension."""
         known: dict[str, tuple[int, str]] = {}
         for name, at, dimension in self._free():
             self._check_dimension(name, at, dimension, shapes[name][at], known)
@@ -354,11 +343,7 @@ class ProgramSizes:
             )
 
     def check_batches(self) -> None:
-        """Check that the conditions do not depend on the number of rows, since requests share steps.
-
-        Raises:
-            CheckpointInvalid: They do.
-        """
+        """Check that conditions do not depend on rows, as requests share steps. Raises `CheckpointInvalid`."""
         inner = self.samples
         counts = range(self.min_rows, min(self.min_rows + 8, (self.max_rows or 2**31) + 1))
         for condition in self._conditions:
@@ -424,8 +409,6 @@ _MAX_DEPTH = 16  # nesting of graphs and lists
 
 @dataclass(frozen=True, slots=True)
 class Ref:
-    """A reference to the value of that name, which an earlier node returned or the caller passed."""
-
     name: str
 
 
@@ -439,10 +422,7 @@ class TorchConstant:
 
 @dataclass(frozen=True, slots=True)
 class Node:
-    """One call.
-
-    `outputs` has a name for each returned value, a list of names for a list, and None for a value that is not used.
-    """
+    """One call. `outputs` has a name per value, a list of names for a list, and None for unused values."""
 
     target: str
     arguments: tuple[Any, ...]
@@ -568,7 +548,6 @@ def _plain(value: Any) -> Any:
 
 
 def _float(value: Any) -> float:
-    """Parse a float. JSON has no infinity, so the schema writes it as text."""
     return float(value)
 
 
@@ -616,10 +595,7 @@ _READERS: Mapping[str, Callable[[Any], Any]] = {
 
 
 def output_names(calls: Sequence[Mapping[str, Any]], count: int) -> list[str]:
-    """Return the names of `count` outputs.
-
-    `calls` is the archive's module_call_graph, whose first entry describes the structure of the whole result.
-    """
+    """Return the names of `count` outputs, from the archive's module_call_graph."""
     signature = calls[0].get("signature") if calls else None
     try:
         spec = json.loads(signature["out_spec"])[1] if signature else None

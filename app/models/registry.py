@@ -17,10 +17,7 @@ def build_decoder_model(config: ModelConfig, dtype: torch.dtype, max_model_len: 
 
 
 def build_encoder_model(config: EncoderConfig, dtype: torch.dtype, max_model_len: int, device: torch.device) -> Encoder:
-    """Build an encoder on `meta`, without weights.
-
-    A decoder served for its hidden states has that decoder's layers.
-    """
+    """Build an encoder on `meta`, without weights. A decoder served for its hidden states has that decoder's layers."""
     with torch.device("meta"):
         if config.decoder is None:
             return Encoder(config, BertBody(config, dtype, max_model_len, device)).eval()

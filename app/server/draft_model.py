@@ -19,11 +19,9 @@ MAX_MISSING_TOKENS = 128  # ids that only one of the two vocabularies may have: 
 
 
 def planned_draft(settings: Settings, model: OpenedModel) -> Checkpoint | None:
-    """Open the draft model of the settings, which is fetched before if it must be; None if there is none.
+    """Open the draft model of the settings, fetched before if needed; None if there is none.
 
-    Raises:
-        SettingsInvalid: It cannot draft for the model.
-        StartupError: It cannot be fetched or opened.
+    Raises `SettingsInvalid` if it cannot draft for the model, or `StartupError`.
     """
     if settings.draft_model is None:
         return None
@@ -41,12 +39,9 @@ def planned_draft(settings: Settings, model: OpenedModel) -> Checkpoint | None:
 
 
 def check_vocabulary(tokenizer: Tokenizer, draft: Checkpoint, cache: Path | None = None) -> None:
-    """Check that the draft model's tokens are those of the model. The message names the first difference.
+    """Raise `CheckpointInvalid` with the first difference unless the draft model's tokens are the model's.
 
     Its tokenizer is tried first, and noted in the folder `cache` if it passes.
-
-    Raises:
-        CheckpointInvalid: They are not.
     """
     from app.text.tokenizer_check import try_and_load  # with numpy, which settings and plans do without
 

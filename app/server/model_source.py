@@ -17,11 +17,7 @@ from app.weights.open import OpenedModel, is_here, open_model
 def missing_model(settings: Settings, path: Path | None = None) -> HubName | None:
     """Return the hub's name of the model if files of it must be fetched; None if it can be opened, or only refused.
 
-    `path` is that of another model than the one to serve.
-
-    Raises:
-        ModelUnavailable: It must be fetched, and nothing may be.
-        CheckpointInvalid: It is of a kind that is not served.
+    `path` is another model than the one to serve. Raises `ModelUnavailable` or `CheckpointInvalid`.
     """
     path = path or settings.checkpoint_directory
     name = None if is_here(path) else parse_hub_name(path)
@@ -36,15 +32,13 @@ def missing_model(settings: Settings, path: Path | None = None) -> HubName | Non
 
 
 def is_offline(settings: Settings) -> bool:
-    """Return True if nothing may be fetched, by our setting or by the library's variable."""
     return settings.offline == "on" or library_is_offline()
 
 
 def open_or_fetch_model(settings: Settings, path: Path | None = None) -> OpenedModel:
-    """Open the model of the settings, or another one at `path`. If it is fetched before, a terminal shows the progress.
+    """Open the model of the settings, or another one at `path`, fetched before with progress on a terminal.
 
-    Raises:
-        StartupError: It cannot be fetched or opened.
+    Raises `StartupError` if it cannot be fetched or opened.
     """
     name = missing_model(settings, path)
     if name is not None:

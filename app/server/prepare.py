@@ -1,7 +1,7 @@
 """Decisions made before weights are read: host facts, the checkpoint, measurements and the plan.
 
-Measurements come from this start, or from the calibration file of an earlier one. Without them the plan is
-provisional: it sets the environment that torch reads when it is imported, and decides what to measure.
+Without measurements, of this start or an earlier one, the plan is provisional: it sets the environment that torch reads
+when it is imported, and decides what to measure.
 """
 
 from __future__ import annotations
@@ -63,11 +63,7 @@ ReportStage = Callable[[str | LoadProgress], None]
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
-    """The result of `prepare`.
-
-    `needs` are the checkpoint's with these settings. `calibration` is None if nothing was measured, yet or at all.
-    `is_final`: the plan will not change.
-    """
+    """The result of `prepare`. `calibration` is None if nothing was measured; `is_final`: the plan stays."""
 
     settings: Settings
     facts: Facts
@@ -82,7 +78,6 @@ class Prepared:
 
     @property
     def model_name(self) -> str:
-        """Name of the model in requests and responses."""
         return next(iter(self.settings.served_model_name), self.checkpoint.name)
 
     @property
@@ -116,9 +111,8 @@ class Prepared:
     def with_idle_trial(self, trial: TrialTimes) -> Prepared:
         """Return a copy with the step times that the idle server measured, and keep them for the next start.
 
-        Only the expected speed changes: what is served stays as it was planned. Noisy times of other precisions are
-        dropped, and single steps measured beside them: whatever slowed them down did not slow these times down, so they
-        cannot be compared. The next start estimates those precisions in proportion to these times.
+        Only the expected speed changes. Noisy times of other precisions and single steps are dropped: they cannot be
+        compared. The next start estimates those precisions in proportion to these times.
         """
         before = Measurements() if self.calibration is None else self.calibration.measurements
         steady = tuple(one for one in before.trials if not one.noise)
@@ -154,10 +148,7 @@ class Prepared:
         return replace(self, plan=plan, calibration=calibration, is_final=True)
 
     def with_quality_cost(self, cost: float) -> Prepared:
-        """Return a copy whose plan knows what its precision costs in quality; `auto` may choose another one then.
-
-        The figure is noted for the next start.
-        """
+        """Return a copy whose plan knows the cost in quality, noted for the next start; it may change `auto`."""
         costs = {**self.needs.quality_costs, self.plan.weights.precision: cost}
         QualityNotes(self.checkpoint, self.settings).write(costs)
         needs = replace(self.needs, quality_costs=costs)
@@ -168,10 +159,7 @@ class Prepared:
 def prepare(settings: Settings) -> Prepared:
     """Probe the machine, open the checkpoint, read earlier measurements, and make a plan.
 
-    This takes milliseconds and does not import torch; a model of the hub that is not in its cache is fetched before.
-
-    Raises:
-        StartupError: The settings, the checkpoint and the machine do not fit together.
+    It takes milliseconds without torch, unless the model must be fetched. Raises `StartupError`.
     """
     facts = probe()
     checkpoint = open_or_fetch_model(settings)
@@ -189,25 +177,16 @@ class UnfetchedModel:
 
     @property
     def model_name(self) -> str:
-        """Name of the model in requests and responses."""
         return next(iter(self.settings.served_model_name), self.name.repo_id)
 
     def fetch(self, report: ReportStage) -> Prepared:
-        """Fetch the model and prepare the start as for any other.
-
-        Raises:
-            StartupError: It cannot be fetched, opened or planned.
-        """
+        """Fetch the model and prepare the start as for any other. Raises `StartupError`."""
         fetch_or_use_cached(self.name, report)
         return prepare(self.settings)
 
 
 def prepare_start(settings: Settings) -> Prepared | UnfetchedModel:
-    """Prepare a start as far as the model's files are on this machine.
-
-    Raises:
-        StartupError: The settings, the model and the machine do not fit together.
-    """
+    """Prepare a start as far as the model's files are on this machine. Raises `StartupError`."""
     name = missing_model(settings)
     if name is None:
         return prepare(settings)
@@ -235,10 +214,7 @@ def with_kept_calibration(facts: Facts, settings: Settings, checkpoint: OpenedMo
 
 
 def calibrate(prepared: Prepared, report: ReportStage, budget_seconds: float | None = None) -> Prepared:
-    """Measure if needed and return the final plan.
-
-    Run this on the thread that will compute; it imports torch.
-    """
+    """Measure if needed and return the final plan, on the thread that will compute; it imports torch."""
     if prepared.is_final:
         return prepared
     from app.engine.calibration.measure import measure_machine
@@ -280,10 +256,7 @@ def calibrate(prepared: Prepared, report: ReportStage, budget_seconds: float | N
 
 
 def measured_under_load(before: Prepared, after: Prepared) -> bool:
-    """Return True if other work seems to have used the cores while they were measured.
-
-    Such measurements serve this start as they are, and later ones as noisy ones.
-    """
+    """Return True if other work seems to have used the cores: later starts then take the times as noisy."""
     trials = TrialTimings.from_measurements(after.calibration.measurements if after.calibration else None)
     fewer = trials.find(*_precision_and_threads(after.plan))
     planned = trials.find(after.plan.weights.precision, before.plan.cpu.threads)
@@ -291,7 +264,6 @@ def measured_under_load(before: Prepared, after: Prepared) -> bool:
 
 
 def _shapes(checkpoint: OpenedModel) -> object:
-    """Return the object whose text identifies the shapes that decide the step times."""
     return checkpoint.model_config if isinstance(checkpoint, Checkpoint) else checkpoint.fingerprint
 
 

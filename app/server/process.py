@@ -47,12 +47,7 @@ EXIT_SECONDS = 1.0  # from the end of serving to the end of the process, at most
 
 
 def serve(settings: Settings) -> int:
-    """Serve until SIGTERM or Ctrl-C and return the exit status.
-
-    Raises:
-        StartupError: The server could not start.
-        ServingFailed: The worker failed while serving.
-    """
+    """Serve until SIGTERM or Ctrl-C and return the exit status. Raises `StartupError` or `ServingFailed`."""
     log_to_stderr(settings)
     sys.setswitchinterval(SWITCH_SECONDS)
     tls = tls_context(settings)
@@ -106,10 +101,7 @@ def serve(settings: Settings) -> int:
 
 
 def announce(addresses: Sequence[str]) -> None:
-    """Print each address on a line of standard output.
-
-    A server whose standard output is closed or full serves all the same.
-    """
+    """Print each address on standard output, which may be closed or full."""
     try:
         if sys.stdout is None:  # it was closed when Python started
             raise OSError("it is closed")
@@ -129,9 +121,9 @@ def _read_keys_on_hangup(keys: ApiKeys | tuple[str, ...]) -> None:
 
 
 class PunctualServer(uvicorn.Server):
-    """uvicorn's server, whose process ends after a stop signal at `drain_seconds` and a few more, in any state.
+    """uvicorn's server, whose process ends at `drain_seconds` and a few more after a stop signal, in any state.
 
-    With `tls`, TCP connections speak TLS, and are counted before their handshakes. UNIX sockets never do.
+    With `tls`, TCP connections are counted before their handshakes.
     """
 
     def __init__(self, config: uvicorn.Config, drain_seconds: float, tls: ssl.SSLContext | None = None) -> None:
@@ -140,7 +132,6 @@ class PunctualServer(uvicorn.Server):
         self.listeners = Listeners(())
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Start the application, and accept connections on all sockets."""
         given = sockets or []
         unix = [each for each in given if each.family == socket.AF_UNIX]
         own = [] if self._tls is None else [each for each in given if each.family != socket.AF_UNIX]
@@ -171,8 +162,6 @@ class PunctualServer(uvicorn.Server):
 
 
 def _end_process_after(seconds: float, status: int = 0) -> None:
-    """End this process in `seconds` with the exit status if it has not ended by then."""
-
     def end() -> None:
         log.warning("stopping took longer than expected: the process ends now")
         logging.shutdown()
@@ -228,11 +217,7 @@ def connection_limits(settings: Settings) -> ConnectionLimits:
 
 
 def tls_context(settings: Settings) -> ssl.SSLContext | None:
-    """Return the context with the certificate and its key; None without TLS.
-
-    Raises:
-        SettingsInvalid: One is given without the other, or they cannot be read or do not belong together.
-    """
+    """Return the context with the certificate and its key; None without TLS. Raises `SettingsInvalid`."""
     if settings.tls_cert is None and settings.tls_key is None:
         return None
     if settings.tls_cert is None or settings.tls_key is None:

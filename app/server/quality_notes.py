@@ -1,7 +1,6 @@
 """What quantizing a checkpoint costs in quality, noted when its weights were packed, for the plan of the next start.
 
-A note is found by the identity of the weight files (path, size and time), which takes no reading of weights and no
-torch. The pack holds the same figure, so a note that is lost is written again when the pack is read.
+A note is found by the identity of the weight files (path, size and time), without reading weights.
 """
 
 from __future__ import annotations
@@ -35,7 +34,6 @@ class QualityNotes:
     """The note of one checkpoint with these settings, which may not exist yet."""
 
     def __init__(self, checkpoint: OpenedModel, settings: Settings) -> None:
-        """Compute the file's path; without a cache folder nothing is read or kept."""
         self._file: Path | None = None
         folder = settings.cache_directory
         if folder is None or not isinstance(checkpoint, Checkpoint):
@@ -56,7 +54,6 @@ class QualityNotes:
             return {}
 
     def write(self, costs: Mapping[str, float]) -> None:
-        """Write the note, or log that it cannot be written."""
         if self._file is None or costs == self.read():
             return
         try:
@@ -69,8 +66,7 @@ class QualityNotes:
 def planned_needs(checkpoint: OpenedModel, settings: Settings) -> Needs:
     """Return a checkpoint's needs with its noted costs, and with the bytes of the layers in `keep_layers`.
 
-    Raises:
-        SettingsInvalid: `keep_layers` names a layer that the model does not have.
+    Raises `SettingsInvalid` if `keep_layers` names a layer that the model does not have.
     """
     needs = checkpoint.needs()
     with suppress(OSError):  # a file that vanished is reported when it is read

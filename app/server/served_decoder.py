@@ -57,7 +57,6 @@ def make_served_decoder(
     checkpoint: Checkpoint,
     settings: Settings,
 ) -> ServedDecoder:
-    """Return the description of a decoder for the service."""
     template = None if chat is None else chat.evidence
     tools = settings.tool_call_parser
     defaults = sampling_defaults(_generation_config(checkpoint)) if settings.generation_config == "auto" else {}
@@ -84,10 +83,9 @@ def prepare_grammars(model: ServedModel) -> Sequence[Future[None]]:
 
 
 def sampling_defaults(config: Mapping[str, Any]) -> dict[str, float]:
-    """Return the sampling parameters of a generation_config.json, as vLLM reads it. Values out of range are left out.
+    """Return the sampling parameters of a generation_config.json, as vLLM reads it, without values out of range.
 
-    Raises:
-        CheckpointInvalid: It asks for a way of sampling that is not offered.
+    Raises `CheckpointInvalid` if it asks for a way of sampling that is not offered.
     """
     for name, neutral in REFUSED.items():
         if config.get(name) is not None and config[name] not in neutral:

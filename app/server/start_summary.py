@@ -17,14 +17,7 @@ _LOOPBACK = {"//0.0.0.0:": "//127.0.0.1:", "//[::]:": "//[::1]:"}
 
 
 def start_summary(prepared: Prepared, url: str, seconds: float, has_chat: bool) -> Iterator[tuple[str, str]]:
-    """Yield the label and the text of each line.
-
-    Args:
-        prepared: The start, with its final plan.
-        url: Address of the listening socket.
-        seconds: Time from the start of the process's work to the ready server.
-        has_chat: True for a decoder with a chat template.
-    """
+    """Yield the label and the text of each line; `seconds` is the time of the start."""
     plan, needs = prepared.plan, prepared.needs
     stored = needs.stored_quantization or needs.stored_dtype
     yield (

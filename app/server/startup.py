@@ -1,7 +1,6 @@
 """Composition of the server: from settings to a plan, then to a running worker and service.
 
-Torch is imported on the worker thread only, after the plan has set the environment that torch's thread pools read.
-So the port opens at once.
+Torch is imported on the worker thread only, after the plan has set the environment that thread pools read.
 """
 
 from __future__ import annotations
@@ -89,8 +88,7 @@ ISA_RANKS = ("amx_bf16", "avx512_bf16", "avx512_vnni", "avx512f", "avx2", "sve2"
 def accepts_any_name(settings: Settings, num_keys: int) -> tuple[bool, bool]:
     """Return whether a request may name any model in its body, and in its path.
 
-    Without being told, not where a wrong name may be a mistake: it could be meant for an adapter, or clients with
-    different keys could expect different models.
+    By default not where a wrong name may be meant for an adapter, or clients with other keys could expect other models.
     """
     is_clear = not settings.lora and settings.lora_root is None and num_keys <= 1
     on = settings.any_model_name == "on"
@@ -98,12 +96,9 @@ def accepts_any_name(settings: Settings, num_keys: int) -> tuple[bool, bool]:
 
 
 def read_api_keys(settings: Settings) -> tuple[str, ...]:
-    """Return the API keys of the setting and of the key file.
+    """Return the API keys of the setting and of the key file, one per line, without comments after #.
 
-    The file has one key per line; empty lines and lines that start with # are ignored.
-
-    Raises:
-        SettingsInvalid: The file cannot be read or holds no key.
+    Raises `SettingsInvalid` if the file cannot be read or holds no key.
     """
     if settings.api_key_file is None:
         return settings.api_keys
@@ -145,10 +140,7 @@ def isa_label(facts: Facts, plan: ServingPlan) -> str:
 def read_tokenizer(
     checkpoint: Checkpoint | ProgramCheckpoint, report_stage: Callable[[str], None], cache: Path | None = None
 ) -> Tokenizer | None:
-    """Try the checkpoint's tokenizer and read it; None for an exported program, which takes no text.
-
-    A tokenizer that passed is noted in the folder `cache`, if there is one.
-    """
+    """Try the checkpoint's tokenizer, noted in `cache` if it passes, and read it; None for a program."""
     if isinstance(checkpoint, ProgramCheckpoint):
         return None
     from app.text.tokenizer_check import try_and_load
@@ -189,7 +181,6 @@ def read_chat_template(prepared: Prepared, tokenizer: Tokenizer | None) -> ChatT
 
 
 def make_served_model(prepared: Prepared, tokenizer: Tokenizer | None, chat: ChatTemplate | None) -> ServedModel:
-    """Return the torch-free part of the model, with the limits of the final plan."""
     checkpoint, plan, name = prepared.checkpoint, prepared.plan, prepared.model_name
     limits = ServingLimits(
         max_model_len=plan.memory.max_model_len,
@@ -213,10 +204,7 @@ def make_served_model(prepared: Prepared, tokenizer: Tokenizer | None, chat: Cha
 
 
 def hash_ahead(prepared: Prepared) -> Sequence[Future[str]]:
-    """Hash the checkpoint's files on other threads if packed weights are kept, which are named by the hash.
-
-    The result is noted where `PackFolder.open` finds it; an error is raised there again. Return what to wait for.
-    """
+    """Hash the checkpoint's files on other threads if packs are kept, for `PackFolder.open`, which raises errors."""
     folder, checkpoint = prepared.plan.weights.pack_folder, prepared.checkpoint
     if folder is None or not isinstance(checkpoint, Checkpoint):
         return ()
@@ -227,11 +215,9 @@ def hash_ahead(prepared: Prepared) -> Sequence[Future[str]]:
 
 
 def bind_service_threads(cpu_ids: tuple[int, ...]) -> None:
-    """Restrict all threads of this process that Python started, except the calling one, to these CPUs; empty: none.
+    """Restrict all other threads that Python started, and the ones that they start, to these CPUs; empty: none.
 
-    They serve HTTP, tokenize, log and read the power; the compute threads are not Python's. A thread inherits the mask
-    of the one that starts it, so threads that the bound ones start later run there too. Without the mask the server
-    works as well, so a refusal is only logged.
+    They serve HTTP, tokenize, log and read the power. A refusal is only logged.
     """
     if not cpu_ids:
         return
@@ -257,7 +243,7 @@ class ServerRuntime:
     """The worker, the service and the metrics of one process, connected.
 
     `on_fatal` is called from the worker thread when the worker cannot continue; `on_ready` when it can serve, with the
-    final plan, the seconds since the start, and whether the model has a chat template. `tracer` None: nothing is traced.
+    final plan, the seconds since the start, and whether the model has a chat template.
     """
 
     def __init__(
@@ -288,7 +274,6 @@ class ServerRuntime:
         DeploymentGauges(self.metrics, self._deployment)
 
     def runtime(self) -> ApiRuntime:
-        """Return the runtime that the API routes use."""
         settings = self._start.settings
         keys = ApiKeys(lambda: read_api_keys(settings), settings.api_key_file)
         rates, is_local = parse_rate_limit(settings.rate_limit), is_local_only(settings)
@@ -302,7 +287,6 @@ class ServerRuntime:
         )
 
     async def start(self) -> None:
-        """Start the thread pool, the service, the power meter and the worker."""
         pool = ThreadPoolExecutor(self._start.plan.cpu.http_threads, thread_name_prefix="armature-http")
         asyncio.get_running_loop().set_default_executor(pool)
         await self.service.start()
@@ -318,10 +302,7 @@ class ServerRuntime:
         self.worker.start(callbacks)
 
     async def stop(self) -> None:
-        """Stop everything after responses were sent or cut off.
-
-        Returns when the worker has ended or does not end in time.
-        """
+        """Stop everything after responses were sent or cut off, waiting for the worker for limited time."""
         self._power_monitor.stop()
         self._thermal_monitor.stop()
         self._stopping.set()
@@ -360,10 +341,7 @@ class ServerRuntime:
         return engine
 
     def _build_calibrated(self, report_stage: Callable[[str | LoadProgress], None]) -> tuple[Engine, bool]:
-        """Measure the machine, and build the engine; again if its measured quality changes the plan.
-
-        Return also whether the model has a chat template.
-        """
+        """Measure the machine, and build the engine, again if its quality changes the plan; True: a chat template."""
         if isinstance(self._start, UnfetchedModel):
             self._start = self._start.fetch(report_stage)
         os.environ.update(self._prepared.plan.environment())  # torch's thread pools read it at import
@@ -394,11 +372,7 @@ class ServerRuntime:
     def _build_planned(
         self, tokenizer: Tokenizer | None, chat: ChatTemplate | None, report_stage: Callable[[str | LoadProgress], None]
     ) -> Engine:
-        """Build the engine of the present plan.
-
-        Raises:
-            PrecisionTooCostly: The weights were packed, and their precision costs more quality than `auto` may spend.
-        """
+        """Build the engine of the present plan. Raises `PrecisionTooCostly` if `auto` may not spend its quality."""
         from app.engine.build import BuildRequest, build
         from app.server.served_decoder import prepare_grammars
 
@@ -437,11 +411,7 @@ class ServerRuntime:
         return engine
 
     def _take_quality_cost(self, cost: float) -> None:
-        """Plan again with the measured cost of the precision.
-
-        Raises:
-            PrecisionTooCostly: The plan chooses another precision now.
-        """
+        """Plan again with the measured cost. Raises `PrecisionTooCostly` if the plan chooses another precision."""
         before = self._prepared.plan.decisions["precision"]
         self._prepared = self._prepared.with_quality_cost(cost)
         now = self._prepared.plan.decisions["precision"]

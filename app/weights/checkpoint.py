@@ -1,7 +1,6 @@
 """Opens a Hugging Face checkpoint directory and validates it completely before anything is loaded.
 
-This takes milliseconds and does not need torch. Anything that is missing, damaged or not supported is refused with
-a message that names it and says what would be right.
+It takes milliseconds, without torch. What is missing, damaged or not supported is refused by name.
 """
 
 from __future__ import annotations
@@ -89,22 +88,16 @@ class Checkpoint:
 
     @property
     def content_files(self) -> list[Path]:
-        """Files that decide the model's results: those with weights, and config.json."""
         config = self.gguf or self.directory / "config.json"
         return sorted({config, *(entry.file for entry in self.tensors.values())})
 
     @property
     def kind(self) -> Literal["decoder", "encoder"]:
-        """Kind of the model."""
         return self.model_config.kind
 
     @property
     def decoder(self) -> ModelConfig:
-        """Configuration of a decoder.
-
-        Raises:
-            CheckpointInvalid: The checkpoint is an encoder.
-        """
+        """Configuration of a decoder. Raises `CheckpointInvalid` for an encoder."""
         if isinstance(self.model_config, ModelConfig):
             return self.model_config
         raise CheckpointInvalid(
@@ -113,11 +106,7 @@ class Checkpoint:
 
     @property
     def encoder(self) -> EncoderConfig:
-        """Configuration of an encoder.
-
-        Raises:
-            CheckpointInvalid: The checkpoint is a decoder.
-        """
+        """Configuration of an encoder. Raises `CheckpointInvalid` for a decoder."""
         if isinstance(self.model_config, EncoderConfig):
             return self.model_config
         raise CheckpointInvalid(
@@ -173,14 +162,9 @@ class Checkpoint:
 
 
 def open_checkpoint(path: Path) -> Checkpoint:
-    """Read and check everything except the weights' values.
+    """Read and check everything except the weights' values of a directory or GGUF file.
 
-    Args:
-        path: A directory, or a GGUF file.
-
-    Raises:
-        CheckpointInvalid: Something is missing, damaged or not supported.
-        OSError: A file cannot be read.
+    Raises `CheckpointInvalid`, or `OSError` if a file cannot be read.
     """
     gguf = find_gguf(path)
     if gguf is not None:
@@ -232,9 +216,7 @@ def _open_directory(directory: Path) -> Checkpoint:
 def read_model_config(directory: Path) -> tuple[Mapping[str, Any], ModelConfig | EncoderConfig]:
     """Return config.json and the model that it and the files of sentence-transformers describe.
 
-    Raises:
-        CheckpointInvalid: The model is not supported.
-        OSError: A file cannot be read.
+    Raises `CheckpointInvalid`, or `OSError` if a file cannot be read.
     """
     sentence_config = read_sentence_config(directory)
     config = read_object(file_in(directory, "config.json"))
@@ -288,12 +270,7 @@ def _find_tensors(directory: Path, conversion: str) -> dict[str, TensorEntry]:
 
 
 def shard_names(directory: Path) -> list[str]:
-    """Return the names of the files that a checkpoint's index names.
-
-    Raises:
-        CheckpointInvalid: The index is damaged.
-        OSError: It cannot be read.
-    """
+    """Return the files that the index names. Raises `CheckpointInvalid` or `OSError`."""
     return sorted(set(_weight_map(directory).values()))
 
 
@@ -365,10 +342,7 @@ def _encoder_tensors(
 def _check_tensors(
     architecture: str, expected: Mapping[str, Shape], renamed_tensors: RenamedTensors
 ) -> dict[str, TensorEntry]:
-    """Return the tensors that serving uses.
-
-    Extra tensors are refused too: ignoring a weight would give wrong results.
-    """
+    """Return the tensors that serving uses. Extra tensors are refused: ignoring one would give wrong results."""
     found, extra = renamed_tensors.tensors, renamed_tensors.unused
     missing = [renamed_tensors.stored_names.get(name, name) for name in expected if name not in found]
     if missing:

@@ -1,8 +1,8 @@
 """Fills a model, or an exported program, with a checkpoint's weights.
 
-Weights that are used as stored are memory-mapped; the others are packed one at a time from the mapped file. Peak
-memory is the finished weights plus one tensor; the largest are packed first, while little is loaded. For a model in
-device memory, the host holds a few MiB at a time.
+Weights that are used as stored are memory-mapped; the others are packed one at a time from the mapped file. Peak memory
+is the finished weights plus one tensor; the largest are packed first. For a model in device memory, the host holds a
+few MiB at a time.
 """
 
 from __future__ import annotations
@@ -70,19 +70,12 @@ class PackCalibrator(Protocol):
     ) -> Iterator[Mapping[Linear, InputStatistics]]:
         """Yield the statistics of the products of each layer in turn; they must be packed before the next stage.
 
-        Args:
-            model: The model, with its embedding and norms.
-            exact: Returns the exact form of a product that is not packed yet.
+        The model has its embedding and norms. `exact` returns the exact form of a product not packed yet.
         """
         ...
 
     def measure_cost(self, model: Decoder, exact: Callable[[Linear], ExactLinear]) -> float | None:
-        """Return by which share the packed model raises perplexity on text that `stages` did not show; None: unknown.
-
-        Args:
-            model: The packed model.
-            exact: Returns the exact form of a product.
-        """
+        """Return by which share the packed model raises perplexity on other text; None: unknown."""
         ...
 
 
@@ -91,14 +84,18 @@ class Packing:
     """How weights are packed and kept.
 
     - `folder`: where packed weights are kept; None: they are not kept.
-    - `make_calibrator`: returns what improves the quantization, or None to pack without a text. It is called only if a
-      decoder's weights must be packed, because it reads the text.
+
+    - `make_calibrator`: returns what improves the quantization, or None. It is called only if a decoder's weights must
+    be packed, because it reads the text.
+
     - `replaces_pack`: weights are packed again although a pack exists.
-    - `measure_encoder`: returns what the packing of an encoder costs in quality; None: unknown. It takes the packed
-      model and a function that returns the exact form of a product.
-    - `report_layers`: called with the phase (`packing weights`, ...) and the number of linear layers done, of how many.
-    - `report_cost`: called with the cost in quality that was measured while packing, now or at an earlier start: the
-      relative increase of perplexity, or of an encoder 1 minus the lowest cosine of a vector with the exact one.
+
+    - `measure_encoder`: returns what the packing of an encoder costs in quality; None: unknown.
+
+    - `report_layers`: gets the phase (`packing weights`, ...), the linear layers done, and of how many.
+
+    - `report_cost`: gets the cost that was measured while packing, now or earlier: the increase of perplexity, or of an
+    encoder 1 minus the lowest cosine of a vector with the exact one.
     """
 
     folder: PackFolder | None = None
@@ -119,15 +116,7 @@ def load_model(
     progress: Progress | None = None,
     packing: Packing = NOT_KEPT,
 ) -> Model:
-    """Return the model with its weights, ready to run.
-
-    Args:
-        checkpoint: The checkpoint.
-        plan: The plan, which decides precision and device.
-        backend: The device.
-        progress: Called with (bytes done, bytes in total) after each tensor.
-        packing: How weights are packed and kept.
-    """
+    """Return the model with its weights, ready to run; `progress` gets (bytes done, bytes in total)."""
     loading = _ModelLoader(checkpoint, plan, backend, progress or (lambda done, total: None), packing)
     with closing(loading.streams), loading.threads:
         loading.fill()
@@ -141,18 +130,7 @@ def pack_weights(
     progress: Progress,
     packing: Packing,
 ) -> PackFile | None:
-    """Load as for serving, so that the weights are packed and kept.
-
-    Args:
-        checkpoint: The checkpoint.
-        plan: The plan.
-        backend: The device.
-        progress: Called with (bytes done, bytes in total) after each tensor.
-        packing: How weights are packed, and where they are kept.
-
-    Returns:
-        The pack file, or None if this form is not kept.
-    """
+    """Load as for serving, so that the weights are packed and kept; None if this form is not kept."""
     loading = _ModelLoader(checkpoint, plan, backend, progress, packing)
     with closing(loading.streams), loading.threads:
         return loading.fill()
@@ -193,7 +171,6 @@ class _ModelLoader:
 
     @torch.inference_mode()
     def fill(self) -> PackFile | None:
-        """Fill the model, and return the file of its packed weights if they are kept."""
         linears = [module for module in self.model.modules() if isinstance(module, Linear)]
         norms = [module for module in self.model.modules() if isinstance(module, Norm)]
         self.num_layers = len(linears)
@@ -263,11 +240,7 @@ class _ModelLoader:
         return layers
 
     def _check_torchao(self, layers: Sequence[LayerPacking]) -> None:
-        """Check that a config of torchao that was asked for suits a layer.
-
-        Raises:
-            PlanImpossible: It suits none.
-        """
+        """Raise `PlanImpossible` if a config of torchao that was asked for suits no layer."""
         if is_torchao(self.precision) and not any(isinstance(layer.packing, TorchaoFactory) for layer in layers):
             raise PlanImpossible(
                 f"{self.precision} suits no layer of this model: none has a whole number of its groups."
@@ -476,7 +449,6 @@ class _ModelLoader:
                 fill(first, block if factors is None else block * factors)
 
     def _begin(self, phase: str) -> None:
-        """Report the phase, and the linear layers that are done."""
         self.phase = phase
         self.packing.report_layers(phase, self.done_layers, self.num_layers)
 
@@ -512,7 +484,6 @@ def read_flat(archive: Archive, stored: StoredTensor) -> Tensor:
 
 
 def pack_weight(packing: FormFactory, weight: Tensor, bias: Tensor | None) -> LinearForm:
-    """Return a weight [out, in] packed in that form."""
     return packing.pack(weight.contiguous(), bias)
 
 

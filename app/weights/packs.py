@@ -1,9 +1,8 @@
 """Pack files: the packed weights of one checkpoint in one recipe, read if they are valid, else made and kept.
 
-The format is a JSON header, then blobs of bytes at multiples of 64, each with a checksum: like safetensors, but
-aligned for the kernels and verified before use. Several processes may share the folder and start at once, and a file
-exists completely or not at all. A pack that is damaged, or that a user other than this process's and root could have
-written, is never used; a pack that cannot be used or kept causes a warning and costs the packing.
+The format is a JSON header, then blobs of bytes at multiples of 64, each with a checksum: like safetensors, but aligned
+for the kernels and verified before use. Several processes may share the folder. A pack that is damaged, or that another
+user could have written, is never used; the weights are packed again.
 """
 
 from __future__ import annotations
@@ -58,20 +57,18 @@ Progress = Callable[[int, int], None]
 class PackNotes:
     """What was decided and measured while packing.
 
-    `upgraded` are the sources of the layers that are held in more bits (weights/forms.py). `cost` is the relative
-    increase of perplexity that was measured; None: not measured.
+    `upgraded` are the sources of the layers that are held in more bits. `cost` is the relative increase of perplexity
+    that was measured; None: not measured.
     """
 
     upgraded: frozenset[str] = frozenset()
     cost: float | None = None
 
     def to_json(self) -> dict[str, Any]:
-        """Return the fields of the header."""
         return {"upgraded": sorted(self.upgraded), "cost": self.cost}
 
     @classmethod
     def from_json(cls, header: Mapping[str, Any]) -> PackNotes:
-        """Return the notes of a header."""
         return cls(frozenset(header["upgraded"]), header["cost"])
 
 
@@ -94,17 +91,9 @@ def write_pack(
     progress: Progress,
     notes: PackNotes | None = None,
 ) -> int:
-    """Write a pack atomically and return its bytes. On any error, or Ctrl-C, no file is left behind.
+    """Write a pack atomically and return its bytes.
 
-    Args:
-        target: The path of the pack.
-        key: What the pack was made for.
-        blobs: Contiguous tensors by name.
-        progress: Called with (bytes done, bytes in total).
-        notes: What was decided and measured while packing.
-
-    Raises:
-        OSError: The file cannot be written.
+    `key` is what it was made for. Blobs are contiguous. `progress` gets (bytes done, bytes in total). Raises `OSError`.
     """
     with atomic_write(target) as stream:
         _check_room(stream.fileno(), sum(blob.nbytes for blob in blobs.values()))
@@ -112,10 +101,7 @@ def write_pack(
 
 
 def _check_room(file: int, nbytes: int) -> None:
-    """Raise the error of a full disk before anything is written.
-
-    Otherwise a disk that others use too would be full until the writing fails.
-    """
+    """Raise the error of a full disk before anything is written."""
     system = os.fstatvfs(file)
     if system.f_blocks and system.f_bavail * system.f_frsize < nbytes:  # some network file systems tell no numbers
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
@@ -131,7 +117,6 @@ def _write(file: int, about: Mapping[str, Any], blobs: Mapping[str, Tensor], pro
     done, total = 0, sum(blob.nbytes for blob in blobs.values())
 
     def write(name: str) -> int:
-        """Write a blob and return its checksum."""
         whole, checksum = _bytes_view(blobs[name]), 0
         for first in range(0, len(whole), _CHUNK_BYTES):
             chunk = whole[first : first + _CHUNK_BYTES]
@@ -185,11 +170,7 @@ class PackReader:
         self.notes = notes or PackNotes()
 
     def read(self, name: str) -> Tensor:
-        """Return a blob as uint8 in private memory, on huge pages if it is large.
-
-        Raises:
-            FileUnusable: The bytes do not match their checksum.
-        """
+        """Return a blob as uint8 in private memory, on huge pages if it is large. Raises `FileUnusable`."""
         blob = self.blobs[name]
         target, checksum = allocate_packed(blob.nbytes), 0
         view = _bytes_view(target)
@@ -230,12 +211,7 @@ class PackReader:
 
 
 def open_pack(file: Path, key: Mapping[str, str]) -> PackReader:
-    """Open a pack and verify its header.
-
-    Raises:
-        FileNotFoundError: There is no such file.
-        FileUnusable: The file is incomplete, was made for another key, or could have been written by another user.
-    """
+    """Open a pack and verify its header. Raises `FileNotFoundError` or `FileUnusable`."""
     descriptor = open_trusted(file)
     with ExitStack() as undo:
         undo.callback(os.close, descriptor)
@@ -248,12 +224,7 @@ def open_pack(file: Path, key: Mapping[str, str]) -> PackReader:
 
 
 def read_key(file: Path) -> Mapping[str, str]:
-    """Return the key of a pack.
-
-    Raises:
-        FileUnusable: The file cannot be used.
-        OSError: The file cannot be read.
-    """
+    """Return the key of a pack. Raises `FileUnusable` or `OSError`."""
     descriptor = open_trusted(file)
     try:
         key: Mapping[str, str] = _read_header(descriptor)["key"]
@@ -307,9 +278,8 @@ _QUANTIZATION_MODULES = (
 class PackFolder:
     """The folder of pack files.
 
-    `write_progress` is called with (bytes done, bytes in total) while one is written. `mapped`: weights stay in the
-    mapped file, shared with other processes, instead of being read into private memory. With huge pages (Linux, ext4),
-    a product of one row takes equally long with both, and a start is several times faster.
+    `mapped`: weights stay in the mapped file, shared with other processes, instead of being read into private memory.
+    With huge pages (Linux, ext4), products take equally long and a start is several times faster.
     """
 
     folder: Path
@@ -317,10 +287,7 @@ class PackFolder:
     mapped: bool = True
 
     def open(self, checkpoint: Checkpoint, choice: FormChoice, layers: Sequence[LayerPacking]) -> PackFile | None:
-        """Return the pack file of the weights in this choice of forms, which may not exist yet.
-
-        None if none of the layers is held in a form that can be kept.
-        """
+        """Return the pack file of this choice of forms, which may not exist; None if no form can be kept."""
         if not any(True for layer in layers for _ in layer.blob_bytes()):
             return None
         began = time.monotonic()
@@ -354,9 +321,7 @@ class PackFile:
     def read(self, blob_bytes: BlobBytes, progress: Progress) -> PackedWeights | None:
         """Return the kept weights, or None if they must be packed.
 
-        Args:
-            blob_bytes: Maps the upgraded sources to the names and bytes of the blobs that the file must contain.
-            progress: Called with (bytes done, bytes in total).
+        `blob_bytes` maps the upgraded sources to the names and bytes of the blobs that the file must contain.
         """
         try:
             pack = open_pack(self.file, self.key)
@@ -389,10 +354,7 @@ class PackFile:
             log.info("kept %d MiB of packed weights in %s", self.size >> 20, self.file)
 
     def _log_other_keys(self) -> None:
-        """Log that packs of this checkpoint exist for another architecture or version.
-
-        They are never used, and they are left for whatever made them.
-        """
+        """Log that packs of this checkpoint exist for another architecture or version. They are left for it."""
         others = []
         for file in self.file.parent.glob("*.pack"):
             with suppress(OSError, FileUnusable):

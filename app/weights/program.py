@@ -1,8 +1,7 @@
 """Opens an exported program (`.pt2`) and validates it completely, without torch.
 
-It checks the inputs, the outputs, and that the program can be batched and served. The first dimension of every input
-is the batch, one free symbol for all; the outputs that have it too are served. `Archive` reads the zip
-file. Lower bounds for a step, its operations and bytes read, are computed from the graph.
+The first dimension of every input is the batch, one free symbol for all; the outputs that have it too are served.
+`Archive` reads the zip file. Lower bounds for a step, its operations and bytes read, are computed from the graph.
 """
 
 from __future__ import annotations
@@ -95,7 +94,6 @@ class Archive:
         self._sizes = {member.filename.removeprefix(f"{self._root}/"): member.file_size for member in members}
 
     def close(self) -> None:
-        """Close the file."""
         self._zip.close()
 
     def names(self, folder: str) -> list[str]:
@@ -103,11 +101,9 @@ class Archive:
         return sorted(name.removeprefix(folder) for name in self._sizes if name.startswith(folder))
 
     def has(self, name: str) -> bool:
-        """Return True if the archive has this member."""
         return name in self._sizes
 
     def size(self, name: str) -> int:
-        """Return the bytes of a member."""
         return self._sizes[name]
 
     def read(self, name: str) -> bytes:
@@ -120,7 +116,6 @@ class Archive:
             raise CheckpointInvalid(f"{self.path.name}: {name} is damaged: {error}.") from error
 
     def read_json(self, name: str) -> Mapping[str, Any]:
-        """Return a member that is a JSON object."""
         if self._sizes.get(name, 0) > _MAX_JSON_BYTES:
             raise CheckpointInvalid(f"{self.path.name}: {name} is larger than the limit for a graph.")
         try:
@@ -132,11 +127,7 @@ class Archive:
         return values
 
     def stored_tensors(self, kind: str, model: str) -> dict[str, StoredTensor]:
-        """Return the tensors of `kind` (weights or constants) by name.
-
-        Raises:
-            CheckpointInvalid: A tensor could be read only by running code.
-        """
+        """Return the tensors of `kind` (weights or constants) by name. Raises `CheckpointInvalid` for code."""
         folder = f"data/{kind}/"
         if self.has(f"{folder}{model}.pt"):
             raise CheckpointInvalid(
@@ -220,7 +211,6 @@ class ProgramCheckpoint:
 
     @property
     def min_rows(self) -> int:
-        """The fewest rows of a step."""
         return self.sizes.min_rows
 
     @property
@@ -230,12 +220,10 @@ class ProgramCheckpoint:
 
     @property
     def location(self) -> Path:
-        """Path of the archive."""
         return self.path
 
     @property
     def directory(self) -> Path:
-        """Directory of the archive."""
         return self.path.parent
 
     @property
@@ -245,10 +233,7 @@ class ProgramCheckpoint:
 
     @cached_property
     def linears(self) -> Mapping[str, str | None]:
-        """Weights [out, in] that only linear layers read, each with the name of its bias.
-
-        They are held in this package's forms.
-        """
+        """Weights [out, in] that only linear layers read, each with the name of its bias; held in our forms."""
         others = {ref for ref, where in _operand_uses(self.graph) if where != (LINEAR_TARGET, 1)}
         biases: dict[str, set[str | None]] = {}
         for node in self.graph.nodes:
@@ -275,10 +260,7 @@ class ProgramCheckpoint:
         return hashlib.sha256(repr((self.graph, self.states, self.min_rows, self.max_rows)).encode()).hexdigest()
 
     def needs(self) -> Needs:
-        """Return the program's requirements, from which the plan is made.
-
-        Weights of linear layers are counted in the served precision, everything else as FP32.
-        """
+        """Return the program's requirements, with everything but weights of linear layers as FP32."""
         sizes = {ref: stored.num_elements for ref, stored in self.states.items()}
         linear_elements = sum(sizes[ref] for ref in self.linears)
         other_bytes = 4 * (sum(sizes.values()) - linear_elements)
@@ -305,12 +287,7 @@ class ProgramCheckpoint:
 
 
 def open_program(path: Path) -> ProgramCheckpoint:
-    """Read and check everything except the weights' values.
-
-    Raises:
-        CheckpointInvalid: Something is missing, damaged or not supported.
-        OSError: The file cannot be read.
-    """
+    """Read and check everything except the weights' values. Raises `CheckpointInvalid` or `OSError`."""
     check_not_lfs_pointer(path)
     archive = Archive(path)
     try:
@@ -460,10 +437,7 @@ def _example(sizes: Sequence[Mapping[str, Any]]) -> tuple[int, ...] | None:
 
 
 def _output_indices(graph: Graph, specs: Any) -> list[int]:
-    """Return the indices of the graph's outputs that the caller receives.
-
-    A program that changes its stored tensors is refused: requests would change each other's results.
-    """
+    """Return the graph's outputs that the caller receives. A program that changes its tensors is refused."""
     found = []
     for index, (kind, content) in enumerate(_specs(specs)):
         if kind == "user_output" and isinstance(read_argument(content["arg"]), Ref):
@@ -499,7 +473,6 @@ def _ref_name(argument: Any) -> str | None:
 
 
 def _linear_operands(names: list[str | None]) -> tuple[str | None, str | None, str | None]:
-    """Return x, weight and bias of a linear operation."""
     x, weight, bias = (*names, None, None, None)[:3]
     return x, weight, bias
 
@@ -518,10 +491,7 @@ def operations_per_row(checkpoint: ProgramCheckpoint, free_size: int) -> float:
 
 
 def read_bytes(checkpoint: ProgramCheckpoint, precision: str) -> int:
-    """Return the bytes of the weights of linear layers and convolutions as they are held.
-
-    Embedding tables are left out, since a step reads only some of their rows.
-    """
+    """Return the bytes of the held weights of linear layers and convolutions, without embedding tables."""
     in_forms = {"fp32": 4, "bf16": 2, "int8": 1}[precision]
     nodes = (node for node in checkpoint.graph.nodes if node.target in CONVOLUTIONS and len(node.arguments) > 1)
     weights = (node.arguments[1] for node in nodes)

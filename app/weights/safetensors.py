@@ -1,7 +1,7 @@
-"""Reads and validates headers of safetensors files, which are untrusted. Torch is not needed.
+"""Reads and validates headers of safetensors files, which are untrusted.
 
-The format: 8 bytes little-endian length, that many bytes of JSON (name to dtype, shape, offsets), then the tensors,
-end to end. A weight that torchao quantized is stored as several tensors, with its attributes in the header's metadata.
+The format: 8 bytes little-endian length, that many bytes of JSON (name to dtype, shape, offsets), then the tensors, end
+to end. A weight that torchao quantized is stored as several tensors, with its attributes in the header's metadata.
 """
 
 from __future__ import annotations
@@ -37,12 +37,10 @@ class TensorEntry:
 
     @property
     def nbytes(self) -> int:
-        """Number of stored bytes."""
         return self.end - self.start
 
     @property
     def num_elements(self) -> int:
-        """Number of elements."""
         return math.prod(self.shape)
 
     @property
@@ -60,8 +58,8 @@ class EncodedEntry(TensorEntry):
 class QuantizedEntry(EncodedEntry):
     """A weight that torchao quantized; the location is that of its codes.
 
-    `attributes` is torchao's JSON text, in which `kind` names one of `QUANTIZED_KINDS`. `parts` are the tensors that it
-    consists of, by torchao's names.
+    `attributes` is torchao's JSON text, in which `kind` names one of `QUANTIZED_KINDS`. `parts` are its tensors, by
+    torchao's names.
     """
 
     kind: str
@@ -95,10 +93,8 @@ _VALUE_DTYPES: Mapping[str, str] = {"float32": "F32", "float16": "F16", "bfloat1
 def join_quantized(found: Mapping[str, TensorEntry]) -> dict[str, TensorEntry]:
     """Return the tensors with those that torchao quantized joined to one entry each.
 
-    transformers stores the parts of `a.b.weight` as `a.b._weight_qdata`, `a.b._weight_scale` and so on.
-
-    Raises:
-        CheckpointInvalid: The metadata is damaged, parts are missing, or the format cannot be served.
+    transformers stores the parts of `a.b.weight` as `a.b._weight_qdata`, `a.b._weight_scale` and so on. Raises
+    `CheckpointInvalid`.
     """
     joined, metadata = dict(found), dict[str, str]()
     for file in sorted({entry.file for entry in found.values()}):
@@ -151,11 +147,7 @@ def _read_metadata(file: Path) -> dict[str, str]:
 
 
 def read_header(file: Path) -> dict[str, TensorEntry]:
-    """Return the location of every tensor by name.
-
-    Raises:
-        CheckpointInvalid: The file is damaged, truncated or not in this format.
-    """
+    """Return the location of every tensor by name. Raises `CheckpointInvalid`."""
     size = file.stat().st_size
     with BufferedReader(open_regular(file)) as stream:
         length = int.from_bytes(stream.read(8), "little")

@@ -1,7 +1,6 @@
-"""Maps the tensor names of a checkpoint to this package's names.
+"""Maps the tensor names of a checkpoint to this package's names: prefixes, layouts and fused tensors.
 
-It handles the prefixes and layouts of all families, and fused tensors. A part of a fused tensor is a range of its
-rows, so the header alone is enough: nothing is read or copied.
+A part of a fused tensor is a range of its rows, so the header alone is enough.
 """
 
 from __future__ import annotations
@@ -49,8 +48,8 @@ _HARMLESS = re.compile(
 class RenamedTensors:
     """Tensors by this package's names.
 
-    `unused` are the stored names of unused tensors. `stored_names` maps each of this package's names to the name in
-    the file, or to the one it would have.
+    `unused` are the stored names of unused tensors. `stored_names` maps each of this package's names to the name in the
+    file, or to the one it would have.
     """
 
     tensors: dict[str, TensorEntry]
@@ -69,10 +68,7 @@ def rename_tensors(found: Mapping[str, TensorEntry], config: EncoderConfig) -> R
 
 
 def _decoder_names(found: Mapping[str, TensorEntry]) -> RenamedTensors:
-    """Map the names of a decoder that is served for its hidden states.
-
-    Saved alone it has no prefix; saved with a head it has one. Missing and extra tensors are found later.
-    """
+    """Map the names of a decoder served for its hidden states, saved with or without a head and its prefix."""
     prefix = "" if any(name.startswith(DECODER_PREFIX) for name in found) else DECODER_PREFIX
     tensors, spare = {}, []
     for name, entry in found.items():

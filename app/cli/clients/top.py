@@ -77,15 +77,10 @@ class LiveFigures:
 
     @property
     def kind(self) -> str:
-        """Kind of the served model: decoder, encoder or program."""
         return str(self.info["model"]["kind"])
 
     def read(self) -> list[LiveFigure]:
-        """Return the figures of this moment; the last slow steps are then in `slow`.
-
-        Raises:
-            ServerRefused: The server cannot be reached, or needs another key.
-        """
+        """Return the figures of this moment, and set `slow`. Raises `ServerRefused`."""
         self._read_steps()
         samples = parse_samples(self.server.get_text("/metrics"))
         rates = self._rates(samples)
@@ -178,11 +173,7 @@ class LiveFigures:
 
 
 def open_figures(server: ServerConnection) -> LiveFigures:
-    """Return the reader of a server's figures.
-
-    Raises:
-        ServerRefused: It cannot be reached, is no Armature, or needs another key.
-    """
+    """Return the reader of a server's figures. Raises `ServerRefused`, also if it is no Armature."""
     try:
         server.get_json(f"/info/steps?after={PAST_END}")  # a wrong key is refused here, where /info only says less
     except ServerRefused as error:
@@ -255,10 +246,9 @@ def format_seconds(value: float | None) -> str:
 
 
 def show_figures(figures: LiveFigures, interval: float, once: bool) -> int:
-    """Show the figures until Ctrl-C, or once if it is asked for or there is no terminal; return the exit status.
+    """Show the figures until Ctrl-C, or once if asked for or without a terminal; return the exit status.
 
-    Raises:
-        ServerRefused: The first reading failed.
+    Raises `ServerRefused` if the first reading failed.
     """
     console = Console(highlight=False)
     read = figures.read()

@@ -1,8 +1,7 @@
-"""Masks of the tokens that each row of a step may sample.
+"""Masks of the tokens that each row of a step may sample: grammar, allowed tokens, bad words, `min_tokens`.
 
-A mask comes from a sequence's grammar, its allowed tokens, its bad words, and `min_tokens`. It is made before the step
-runs, because the output product reads it: only allowed tokens are compared there (csrc/pick.h). A grammar's mask of
-50,000 tokens takes 7 to 100 µs. Steps use all cores, so another thread would only take time from them.
+A mask is made before the step runs, because the output product compares only allowed tokens (csrc/pick.h). A grammar's
+mask of 50,000 tokens takes 7 to 100 µs. Steps use all cores, so another thread would only take time from them.
 """
 
 from __future__ import annotations
@@ -25,10 +24,7 @@ Words = NDArray[Any]  # uint32: bit t % 32 of word t // 32 is token t
 
 
 class TokenMasks:
-    """The masks of one step's rows, at a fixed address until a step has more rows than any before it.
-
-    `words` int32 [rows, ceil(vocab / 32)].
-    """
+    """The masks of one step's rows, `words` int32 [rows, ceil(vocab / 32)], at a fixed address until rows exceed it."""
 
     __slots__ = ("_array", "_vocab_size", "words")
 
@@ -38,10 +34,7 @@ class TokenMasks:
         self.words = torch.from_numpy(self._array.view(numpy.int32))
 
     def for_step(self, spans: Iterable[ScheduledSpan], num_rows: int) -> TokenMasks | None:
-        """Return the masks of a step's rows, in order; None if every row may sample every token.
-
-        The result is this object, or a larger one if the step has more rows than fit.
-        """
+        """Return the masks of a step's rows, in order, maybe in a larger object; None if no row is restricted."""
         sampling = [span for span in spans if span.samples]
         if not any(span.sequence.restricts_tokens for span in sampling):
             return None
@@ -56,13 +49,11 @@ class TokenMasks:
         return masks
 
     def allowed(self, num_rows: int) -> Tensor:
-        """Return the masks of the first rows as a tensor of booleans [num_rows, vocab]."""
         bits = numpy.unpackbits(self._array[:num_rows].view(numpy.uint8), axis=1, bitorder="little")
         return torch.from_numpy(bits[:, : self._vocab_size]).bool()
 
 
 def _fill(rows: Words, span: ScheduledSpan, vocab_size: int) -> None:
-    """Fill the masks of one span's rows: of its last known token and of each draft token."""
     sequence, params = span.sequence, span.sequence.params
     if sequence.grammar is None:
         rows[:] = 0xFFFFFFFF

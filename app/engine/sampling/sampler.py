@@ -1,8 +1,7 @@
 """Sampler: each sequence's next token, or a beam's best candidates, from one step's logits.
 
-Rows are grouped by their sampling method. Greedy sequences, and those that sample from a small top_k, need only each
-row's top logits; penalties, beams and random sampling without a limit need all logits. The scheduler decides where a
-sequence ends and which beams continue.
+Rows are grouped by their sampling method: greedy sequences and a small top_k need only each row's top logits;
+penalties, beams and random sampling without a limit need all logits.
 """
 
 from __future__ import annotations
@@ -33,18 +32,15 @@ SampleRows = Callable[[Tensor, Rows[LogitRow]], list[SampledTokens]]
 
 
 class Sampler:
-    """A stateless sampler.
-
-    The result depends only on the logits and the sequence, so neither the batch nor a preemption changes it.
-    """
+    """A stateless sampler: neither the batch nor a preemption changes a sampled token."""
 
     def __init__(self, vocab_size: int) -> None:
         self.vocab_size = vocab_size
 
     def sample(self, logits: Tensor, rows: Rows[LogitRow], masks: RowMasks | None = None) -> list[SampledTokens]:
-        """Return one `SampledTokens` per row of logits [rows, vocab], of the tokens that `masks` allow.
+        """Return the samples of each row of logits [rows, vocab], of the tokens that `masks` allow.
 
-        It is `NOT_SAMPLED` for a row whose logits are not finite. The other rows do not depend on it.
+        A row whose logits are not finite gets `NOT_SAMPLED`; the others do not depend on it.
         """
         expected = (len(rows), self.vocab_size)
         assert logits.shape == expected, (
@@ -85,7 +81,6 @@ def _sampling_function(sequence: Sequence) -> SampleRows:
 
 
 def _sample_greedy(logits: Tensor, rows: Rows[LogitRow]) -> list[SampledTokens]:
-    """Sample greedily, without converting the logits."""
     return [SampledTokens((token_id,)) for token_id in sample_greedy(logits).tolist()]
 
 
@@ -102,10 +97,7 @@ def _sample_random(logits: Tensor, rows: Rows[LogitRow]) -> list[SampledTokens]:
 
 
 def _beam_candidates(logits: Tensor, rows: Rows[LogitRow]) -> list[SampledTokens]:
-    """Return each parent's best candidates with log-probabilities, best first.
-
-    A beam search ignores the temperature.
-    """
+    """Return each parent's best candidates with log-probabilities, best first, without a temperature."""
     sequences = [row.sequence for row in rows]
     logprobs = _log_softmax(apply_penalties(logits, sequences))
     best = _top_tokens(logprobs, max(sequence.num_candidates for sequence in sequences))
@@ -117,10 +109,7 @@ def _beam_candidates(logits: Tensor, rows: Rows[LogitRow]) -> list[SampledTokens
 
 
 def _with_logprobs(samples: list[SampledTokens], logits: Tensor, rows: Rows[LogitRow]) -> list[SampledTokens]:
-    """Add log-probabilities to the rows that requested them.
-
-    They are natural logarithms under the model's distribution before penalties and temperature.
-    """
+    """Add natural log-probabilities, before penalties and temperature, to the rows that requested them."""
     requested = [index for index, row in enumerate(rows) if row.sequence.params.logprobs is not None]
     if not requested:
         return samples
@@ -140,7 +129,6 @@ def _with_logprobs(samples: list[SampledTokens], logits: Tensor, rows: Rows[Logi
 
 
 def _chosen_tokens(logprobs: Tensor, token_ids: Set[int]) -> tuple[tuple[int, float], ...]:
-    """Return these tokens with their log-probabilities of logprobs [vocab], best first."""
     ids = sorted(token_ids)
     return tuple(sorted(zip(ids, logprobs[ids].tolist(), strict=True), key=lambda pair: (-pair[1], pair[0])))
 
@@ -151,20 +139,14 @@ def _log_softmax(scores: Tensor) -> Tensor:
 
 
 def _top_tokens(logprobs: Tensor, count: int) -> list[list[tuple[int, float]]]:
-    """Return each row's `count` most likely tokens with log-probabilities, best first.
-
-    Among equals, the lower id comes first.
-    """
+    """Return each row's `count` most likely tokens with log-probabilities, best first, then the lower id."""
     values, token_ids = logprobs.topk(min(count, logprobs.shape[1]))
     pairs = (zip(ids, row, strict=True) for ids, row in zip(token_ids.tolist(), values.tolist(), strict=True))
     return [sorted(row, key=lambda pair: (-pair[1], pair[0])) for row in pairs]
 
 
 def top_logits_request(rows: Rows[LogitRow], masks: RowMasks | None = None) -> TopLogitsRequest | None:
-    """Return the number of top logits that is sufficient for all of these rows; None if a row needs full logits.
-
-    `masks` are those of the rows.
-    """
+    """Return the top logits that suffice for all of these rows, whose masks are `masks`; None: all logits."""
     max_count, logsumexp = 0, False
     for row in rows:
         enough = _sufficient_count(row.sequence)
@@ -188,8 +170,7 @@ def _sufficient_count(sequence: Sequence) -> int | None:
 def sample_top_logits(top_logits: TopLogits, rows: Rows[LogitRow]) -> list[SampledTokens]:
     """Sample one token per row, with the same result as the sampler has for full rows.
 
-    If several tokens tie for the last of the `top_k` places, only the one with the lower id is kept. From full
-    rows, all of them are kept.
+    But of tokens that tie for the last of the `top_k` places, only the one with the lower id is kept.
     """
     values, ids = top_logits.values.tolist(), top_logits.ids.tolist()
     finite = [isfinite(row[0]) for row in values]
@@ -212,10 +193,7 @@ def sample_top_logits(top_logits: TopLogits, rows: Rows[LogitRow]) -> list[Sampl
 
 
 def _sample_random_places(top_logits: TopLogits, rows: Rows[LogitRow], indices: list[int]) -> list[int]:
-    """Return, for each row, the index of the sampled token among its top logits.
-
-    Sampling is in vocabulary order, as it is for full rows.
-    """
+    """Return the index of each row's sampled token among its top logits, sampled in vocabulary order."""
     order = top_logits.ids[indices].argsort(-1)
     scores = top_logits.values[indices]
     for index, row in enumerate(rows):
@@ -242,10 +220,7 @@ MAX_SCORED_ROWS = 64
 
 @dataclass(frozen=True, slots=True)
 class ScoredRows:
-    """The scores of some rows as tensors, which may be on a device: all [rows], `top_*` [rows, most likely tokens].
-
-    `best` is the largest logit, from which rows that are not finite are found.
-    """
+    """The scores of some rows as tensors: all [rows], `top_*` [rows, most likely tokens]; `best` is the largest logit."""
 
     logprobs: Tensor
     ranks: Tensor
@@ -270,12 +245,9 @@ class SpanScores:
 
 
 def score_prompts(batch: Batch, hidden: Tensor, logits: Callable[[Tensor], Tensor]) -> list[SpanScores]:
-    """Return the scores of each of `batch.scored`, on the device of `hidden`.
+    """Return the scores of each of `batch.scored`, on the device of `hidden` [tokens, size].
 
-    Args:
-        batch: The batch of the step.
-        hidden: Hidden states [tokens, size] of all tokens of the step.
-        logits: Returns the logits [rows, vocab] of some rows of hidden states.
+    `logits` returns the logits [rows, vocab] of some rows of hidden states.
     """
     first_rows: dict[int, int] = {}
     row = 0
@@ -295,10 +267,7 @@ def score_prompts(batch: Batch, hidden: Tensor, logits: Callable[[Tensor], Tenso
 
 
 def score_rows(logits: Tensor, target_ids: Tensor, num_top: int) -> ScoredRows:
-    """Return the scores of target_ids int64 [rows] under logits [rows, vocab].
-
-    A token's rank is 1 plus the number of tokens that are more likely. Among equals in the top, the lower id is first.
-    """
+    """Return the scores of target_ids int64 [rows] under logits [rows, vocab]; a rank is 1 plus more likely tokens."""
     scores = logits.to(torch.float32, copy=True)
     own = scores.gather(1, target_ids.unsqueeze(1))
     ranks = (scores > own).sum(-1) + 1

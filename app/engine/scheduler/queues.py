@@ -1,8 +1,4 @@
-"""Request queues: waiting and running sequences, oldest first, the transitions between them, and request limits.
-
-It works on counts and never on tensors. The scheduler decides which sequences are computed in a step. `KvAllocator`
-assigns slots. `request_error` rejects a request that can never be served.
-"""
+"""Request queues on counts: waiting and running sequences, oldest first, their transitions, and request limits."""
 
 from __future__ import annotations
 
@@ -20,11 +16,7 @@ from app.metrics.stats import EngineSnapshot
 
 @dataclass(slots=True)
 class ActiveRequest:
-    """The active sequences of a request.
-
-    Further choices are held until the prompt is computed once, and then share it. The beams of a search count as
-    one choice.
-    """
+    """The active sequences of a request; its held choices wait for the prompt. A search's beams are one choice."""
 
     active: list[Sequence]
     held: list[Sequence] = field(default_factory=list)
@@ -32,10 +24,7 @@ class ActiveRequest:
 
 
 class RequestQueues:
-    """The active requests and their sequences.
-
-    A sequence is in at most one list: held, waiting (no slot) or running (a slot).
-    """
+    """The active requests, and their sequences: held, waiting (no slot) or running (a slot)."""
 
     def __init__(self, allocator: KvAllocator) -> None:
         self.requests: dict[str, ActiveRequest] = {}
@@ -50,7 +39,6 @@ class RequestQueues:
         insort(self.waiting, choices[0], key=attrgetter("order"))
 
     def start(self, sequence: Sequence) -> None:
-        """Add a sequence that has a slot to the running list."""
         insort(self.running, sequence, key=attrgetter("order"))
 
     def admit(self, sequence: Sequence | None = None) -> Sequence | None:
@@ -63,22 +51,15 @@ class RequestQueues:
         return sequence
 
     def oldest_width(self) -> int:
-        """Return the number of places that the oldest waiting sequence needs; 0 if none waits."""
         return self.waiting[0].params.beam_width if self.waiting else 0
 
     def num_occupied(self) -> int:
-        """Return the number of occupied places.
-
-        These are the running sequences and the places into which a beam search may still grow.
-        """
+        """Return the occupied places: running sequences, and places into which a beam search may still grow."""
         growing = {one.request_id: one.params.beam_width for one in self.running if one.is_beam}
         return sum(growing.values()) + sum(not one.is_beam for one in self.running)
 
     def preempt(self) -> None:
-        """Take the slot of the youngest running sequence, or all slots of its beam search.
-
-        It goes back to the waiting list with its tokens and computes them again.
-        """
+        """Take the slot of the youngest running sequence, or its search's slots. It waits and computes again."""
         victim = self.running[-1]
         group = self.requests[victim.request_id].group
         for sequence in list(group.beams) if group else [victim]:
@@ -86,10 +67,7 @@ class RequestQueues:
         insort(self.waiting, group.restart() if group else victim, key=attrgetter("order"))
 
     def release_slot(self, sequence: Sequence, keep_tokens: bool = True) -> None:
-        """Take a sequence out of its slot.
-
-        All computed tokens stay cached for other requests; for a beam only the prompt does.
-        """
+        """Take a sequence out of its slot. Its computed tokens stay cached; of a beam only the prompt does."""
         if sequence.slot is None:
             return
         keep = sequence.num_prompt_tokens if sequence.is_beam else len(sequence.token_ids)
@@ -121,10 +99,7 @@ class RequestQueues:
             del self.requests[sequence.request_id]
 
     def snapshot(self) -> EngineSnapshot:
-        """Return the counts of running and waiting sequences.
-
-        Cached slots that can be evicted do not count as used.
-        """
+        """Return the counts of running and waiting sequences. Cached slots do not count as used."""
         pool = self._allocator.pool
         rows: list[tuple[int, int]] = []
         prompts: list[tuple[int, int]] = []
@@ -150,20 +125,14 @@ class RequestQueues:
 
 @dataclass(frozen=True, slots=True)
 class EngineLimits:
-    """Limits of the engine.
-
-    `max_model_len` counts prompt and completion together. `max_running_seqs` and `max_batch_tokens` bound a step.
-    """
+    """Limits of the engine; `max_model_len` counts prompt and completion together."""
 
     max_model_len: int
     max_running_seqs: int
     max_batch_tokens: int
 
     def limited_by(self, pool: KvSlots) -> EngineLimits:
-        """Return these limits, reduced to the capacity of the KV pool.
-
-        One sequence alone then fits the pool, and all decodes fit one step.
-        """
+        """Return these limits, reduced so that one sequence alone fits the pool and all decodes fit one step."""
         return replace(
             self,
             max_model_len=min(self.max_model_len, pool.capacity_tokens),
@@ -198,10 +167,7 @@ def request_error(request: Generate, limits: EngineLimits, pool: KvSlots) -> Req
 
 
 def max_sequence_tokens(request: Generate, limits: EngineLimits, pool: KvSlots) -> int:
-    """Return the maximum length of the request's sequences, in tokens.
-
-    A request that is alone in the pool always fits with this length, so the oldest request always makes progress.
-    """
+    """Return the most tokens of the request's sequences, with which it fits if it is alone in the pool."""
     num_prompt, params = len(request.token_ids), request.params
     bound = (
         limits.max_model_len if params.max_tokens is None else min(limits.max_model_len, num_prompt + params.max_tokens)

@@ -1,8 +1,6 @@
 """Scheduler: decides how many tokens of each sequence the next step computes, and processes the sampled tokens.
 
-It works on counts and never on tensors. The oldest request goes first and is preempted last, so no request
-starves. `RequestQueues` keeps the waiting and running sequences, `KvAllocator` assigns slots, and `BeamGroup`
-selects beams.
+It works on counts. The oldest request goes first and is preempted last, so no request starves.
 """
 
 from __future__ import annotations
@@ -54,9 +52,9 @@ _NOT_FINITE_MESSAGE = (
 class Scheduler:
     """The scheduler of one engine.
 
-    `schedule` and `update` alternate; `add` and `abort` come between steps. `schedule_ahead` may come between a
-    step and its `update`. If `speculation` is set, steps that only decode carry draft tokens if they pay off. Prefixes
-    in `prefix_store` are read in place of being computed.
+    `schedule` and `update` alternate; `schedule_ahead` may come between them, `add` and `abort` come between steps.
+    Steps that only decode carry draft tokens of `speculation` if they pay off. Prefixes in `prefix_store` are read in
+    place of being computed.
     """
 
     def __init__(
@@ -84,11 +82,9 @@ class Scheduler:
 
     @property
     def has_work(self) -> bool:
-        """True while any request is active."""
         return bool(self.queues.requests)
 
     def add(self, request: Generate, grammar: Grammar | None = None) -> list[Event]:
-        """Queue a request, with its compiled grammar. A request that can never be served is rejected at once."""
         assert request.request_id not in self.queues.requests, "request ids must be unique"
         error = request_error(request, self._limits, self.pool)
         if error is not None:
@@ -117,10 +113,7 @@ class Scheduler:
         return events
 
     def schedule(self) -> Batch | None:
-        """Return the next step's batch; None if there is nothing to compute.
-
-        Every decode comes first, then prefill of running sequences, then newly admitted ones, within the budgets.
-        """
+        """Return the next step's batch: decodes, then running prefills, then admitted ones; None if there is no work."""
         self._num_preempted = 0
         self._grow_decodes()
         spans = [next_span(sequence, 1) for sequence in self._ready()]
@@ -151,9 +144,8 @@ class Scheduler:
     def schedule_ahead(self, batch: Batch) -> Batch | None:
         """Return the batch that follows `batch`, which is in flight: the same sequences, one position further.
 
-        Sequences that reach their maximum length in `batch` are left out. A sequence that ends in `batch` for
-        another reason has a finished row in the result. `batch` must contain no finished rows. Returns None if the
-        next step has to do anything else than decode these sequences.
+        Sequences that reach their maximum length in `batch` are left out; one that ends for another reason has a
+        finished row. `batch` must contain no finished rows. None: the next step has to do something else.
         """
         spans = batch.spans
         if (
@@ -170,19 +162,13 @@ class Scheduler:
         return Batch(tuple([span.next_position() for span in lasting]), (), self.pool.take_released(), ahead=True)
 
     def shrink(self, batch: Batch) -> bool:
-        """Give up a step that ran out of memory, and make the next ones smaller.
-
-        Returns False if the step cannot be made smaller.
-        """
+        """Give up a step that ran out of memory, and make the next ones smaller; False if that is not possible."""
         for span in batch.spans:
             self._allocator.trim(span.sequence)
         return self._token_budget.shrink(batch)
 
     def update_scores(self, scored: Items[ScoredSpan], scores: Items[tuple[TokenScore, ...]]) -> list[Event]:
-        """Process the scores of a step's prompts, which are given for each of `scored`. Call it before `update`.
-
-        A part without scores has logits that are not finite: `update` ends its request.
-        """
+        """Process the scores of a step's prompts, given for each of `scored`, before `update`."""
         events: list[Event] = []
         for part, own in zip(scored, scores, strict=True):
             scoring = part.span.sequence.scoring
@@ -195,10 +181,7 @@ class Scheduler:
         return events
 
     def update(self, batch: Batch, sampled: Items[SampledTokens]) -> list[Event]:
-        """Process the result of a step, one `SampledTokens` per row that samples, in order.
-
-        A request with a row that is not finite fails alone. Returns the events.
-        """
+        """Process the samples of each row, in order; a request with a row that is not finite fails alone."""
         now = self._clock()
         events: list[Event] = []
         searches: dict[str, list[tuple[Sequence, SampledTokens]]] = {}
@@ -229,15 +212,12 @@ class Scheduler:
         return events + self._fail_not_finite()
 
     def fail(self, batch: Batch, error: RequestError) -> list[Event]:
-        """End every request of the batch with this error. The other requests continue."""
         return self._fail(dict.fromkeys(span.sequence.request_id for span in batch.spans), error)
 
     def fail_all(self, error: RequestError) -> list[Event]:
-        """End every request with this error."""
         return self._fail(list(self.queues.requests), error)
 
     def observe(self, step: StepStats) -> None:
-        """Record the statistics of a step that was computed."""
         self._token_budget.grow()
         self._prefill.observe(step)
 
@@ -254,19 +234,13 @@ class Scheduler:
     # ---- schedule --------------------------------------------------------------------------------------------------
 
     def _grow_decodes(self) -> None:
-        """Reserve memory for the token that each decode computes.
-
-        If there is none left, preempt the youngest sequences.
-        """
+        """Reserve memory for each decode's token, preempting the youngest sequences if there is none left."""
         for sequence in list(self.queues.running):
             while sequence.slot is not None and sequence.num_uncomputed == 1 and not self._allocator.grow(sequence):
                 self._preempt()
 
     def _ready(self) -> list[Sequence]:
-        """Return the running sequences with one token to compute, at most as many as the token budget allows.
-
-        The beams of one search are never split.
-        """
+        """Return the running sequences with one token to compute, within the budget; beams are never split."""
         ready = [sequence for sequence in self.queues.running if sequence.num_uncomputed == 1]
         end = max_tokens = self._token_budget.tokens
         if len(ready) <= max_tokens:
@@ -289,9 +263,8 @@ class Scheduler:
     def _smaller(self, prompts: list[Sequence], oldest: Sequence, tokens: int) -> Iterator[Sequence]:
         """Yield the prompts that go before the rest of the oldest one, which could fill a step of `tokens` tokens.
 
-        Those before it in `prompts`, which are running, have their share already. A waiting one is admitted when it is
-        taken. None overtakes the first that waits unless that one fits too, so memory and places that it lacks are not
-        taken from it. Only prompts of the same priority overtake.
+        Prompts before it in `prompts` have their share already. A waiting one is admitted when it is taken. None
+        overtakes the first that waits unless that one fits too. Only prompts of the same priority overtake.
         """
         queues, later = self.queues, prompts[prompts.index(oldest) + 1 :] if oldest in prompts else []
         others = (one for one in chain(later, queues.waiting) if one.params.priority == oldest.params.priority)
@@ -314,8 +287,8 @@ class Scheduler:
     ) -> tuple[Iterator[tuple[Sequence, int]], int]:
         """Read stored prefixes of the sequences that prefill now.
 
-        Returns the tokens that each of them still computes, and the number of cached tokens of prompts whose first
-        step was an earlier one.
+        Returns the tokens that each of them still computes, and the number of cached tokens of prompts whose first step
+        was an earlier one.
         """
         store.move(self._allocator.take_copies(), self.pool.take_released())
         max_seconds = READ_SECONDS_BESIDE_DECODES if beside_decodes else READ_SECONDS_ALONE
@@ -333,10 +306,7 @@ class Scheduler:
         return iter(left), cached
 
     def _record_first_step(self, sequence: Sequence) -> int:
-        """Record a sequence's first step, and return the number of cached tokens of its request's prompt.
-
-        Later steps return 0, and so do further choices, because they always find the prompt cached.
-        """
+        """Record a sequence's first step; return its prompt's cached tokens, 0 for later steps and further choices."""
         if sequence.scheduled_at is not None:
             return 0
         sequence.scheduled_at = self._clock()
@@ -380,10 +350,7 @@ class Scheduler:
         return events
 
     def _fork_beams(self, group: BeamGroup, chosen: list[Continuation]) -> None:
-        """Continue each parent with its best continuation, and fork new beams for the others.
-
-        Parents without a continuation leave their slots first.
-        """
+        """Continue each parent with its best continuation, and fork new beams for the others."""
         best = {one.parent: one for one in reversed(chosen)}
         for beam in group.beams:
             if beam not in best:

@@ -1,7 +1,6 @@
-"""The serving plan: `make_plan` decides everything about one process on one machine.
+"""The serving plan: `make_plan` decides everything about one process on one machine, with reasons.
 
-Every choice has a reason. The function is pure and needs no torch. It never changes a setting silently: a value
-that was set is used, or `PlanImpossible` says why not. The choices are made in the other modules of this folder.
+The function is pure. A value that was set is used, or `PlanImpossible` says why not.
 """
 
 from __future__ import annotations
@@ -30,10 +29,7 @@ from app.settings import Settings
 
 @dataclass(frozen=True)
 class ServingPlan:
-    """Every choice for one process on one machine, in the parts that name and explain them.
-
-    `plan.memory.max_model_len` is a value, and `plan.decisions["max_model_len"].reason` says why.
-    """
+    """Every choice for one process, in parts: `plan.memory.max_model_len`, `plan.decisions["..."].reason`."""
 
     placement: DevicePlan
     weights: WeightsAndKv
@@ -44,7 +40,6 @@ class ServingPlan:
 
     @property
     def decisions(self) -> Mapping[str, Decision[Any]]:
-        """Every decision by its name, which is unique in all parts."""
         return {name: decision for part in vars(self).values() for name, decision in part.decisions.items()}
 
     def changed(self, **values: Any) -> ServingPlan:
@@ -59,7 +54,6 @@ class ServingPlan:
         )
 
     def to_json(self) -> dict[str, Any]:
-        """Return the value and the reason of each choice."""
         return {
             name: {"value": to_json_value(decision.value), "reason": decision.reason}
             for name, decision in self.decisions.items()
@@ -119,12 +113,7 @@ def make_plan(
     needs: Needs | None,
     recipes: Collection[RecipeKey],
 ) -> ServingPlan:
-    """Decide everything.
-
-    Raises:
-        PlanImpossible: a setting cannot be satisfied on this machine.
-        NoRecipe: no weights recipe exists for what was asked for.
-    """
+    """Decide everything. Raises `PlanImpossible` or `NoRecipe` for what cannot be satisfied."""
     check_torch_can_run(facts)
     inputs = _PlanInputs(facts, measurements, settings, needs, recipes)
     choice = devices.choose_device(facts, settings, needs, recipes)

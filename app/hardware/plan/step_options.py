@@ -20,9 +20,8 @@ from armature_kernels.linear.torchao_config import is_torchao
 class StepOptions(PlanPart):
     """Decisions about steps.
 
-    `itl_target_seconds` is None if the target is relative to the decode steps measured while serving. `compile` is
-    true if steps are recorded and replayed, natively or by the device. `draft_model` names the draft model, if there
-    is one. `prompt_cache` is the folder in which prefixes are kept, if any.
+    `itl_target_seconds` None: relative to the decode steps measured while serving. `compile`: steps are recorded and
+    replayed. `prompt_cache` is the folder in which prefixes are kept.
     """
 
     itl_target_seconds: Decided[float | None] = Decided(("decoder",))
@@ -37,8 +36,6 @@ class StepOptions(PlanPart):
 
 @dataclass(frozen=True, slots=True)
 class StepOptionInputs:
-    """The model to serve, the kind of device, the level of the native kernels, and the form of the weights."""
-
     needs: Needs | None
     device: str
     level: str
@@ -48,7 +45,6 @@ class StepOptionInputs:
 
 
 def decide_step_options(settings: Settings, measurements: Measurements | None, served: StepOptionInputs) -> StepOptions:
-    """Decide the options of steps."""
     return StepOptions(
         itl_target_seconds=_itl_target(settings, served),
         compile=_decide_recording(settings, served),
@@ -66,11 +62,7 @@ def decide_step_options(settings: Settings, measurements: Measurements | None, s
 
 
 def _itl_target(settings: Settings, served: StepOptionInputs) -> Decision[float | None]:
-    """Decide the target of the inter-token latency.
-
-    By default it follows the measured decode steps: with a fixed target, steps of many sequences would always miss
-    it, and steps of few would cut prompts into small chunks.
-    """
+    """Decide the target of the inter-token latency; None: relative to decode steps, so that all can meet it."""
     if settings.itl_target_ms != "auto":
         return Decision(settings.itl_target_ms / 1000, "Asked for.")
     if served.needs is not None and not served.needs.generates:
@@ -182,11 +174,7 @@ def _speculation(settings: Settings, served: StepOptionInputs) -> Decision[bool]
 
 
 def _draft_model(settings: Settings, served: StepOptionInputs) -> Decision[str | None]:
-    """Decide which model drafts beside n-gram lookup; None: no model does.
-
-    Raises:
-        PlanImpossible: One was asked for where nothing is drafted.
-    """
+    """Decide which model drafts beside n-gram lookup. Raises `PlanImpossible` where nothing is drafted."""
     if settings.draft_model is None:
         return Decision(None, "Not asked for: only n-gram lookup drafts.")
     if settings.speculation == "off":
@@ -230,10 +218,7 @@ def decide_deterministic(
 ) -> Decision[bool]:
     """Decide if results are bit for bit independent of the other rows of the batch.
 
-    `level` is the level of the native kernels, or the name of the kernels used instead.
-
-    Raises:
-        PlanImpossible: deterministic is on, but this configuration cannot provide it.
+    `level` is that of the native kernels, or the name of others. Raises `PlanImpossible` if it cannot be provided.
     """
     if settings.deterministic == "off":
         what = ", and so occasionally a token" if generates else ""

@@ -1,7 +1,6 @@
 """Decisions about weight and KV cache precision, activation dtype, determinism and the folder of packed weights.
 
-The precisions of weights, activations and KV cache are decided together because they share one memory. The module also
-checks that torch can run here at all.
+They share one memory. The module also checks that torch can run here at all.
 """
 
 from __future__ import annotations
@@ -47,9 +46,8 @@ MEMORY_DIVISOR = 4  # a copy may take at most 1/4 of the available memory
 class WeightsAndKv(PlanPart):
     """Decisions about precisions and dtypes, about what is kept of the weights, and about kernels.
 
-    `most_few_rows` is the number of rows up to which 4-bit weights are used if there is an int8 copy; None: the
-    recipe's value. `pack_folder` is None if packed weights are not kept. `kernel_folder` is None if nothing is
-    compiled while serving, or no folder is known.
+    Up to `most_few_rows` rows 4-bit weights are used if there is an int8 copy; None: the recipe's value. A folder of
+    None is not used.
     """
 
     precision: Decided[str] = Decided(ALL_KINDS)
@@ -66,10 +64,7 @@ class WeightsAndKv(PlanPart):
 def decide_weights_and_kv(
     candidates: PrecisionCandidates, kernels: Decision[str], measurements: Measurements | None, threads: int
 ) -> WeightsAndKv:
-    """Decide the precision of the weights, the dtype of activations, the KV precision and the int8 copy.
-
-    Precisions are compared with the step times at `threads` threads.
-    """
+    """Decide the precision of the weights, activations and KV, and the int8 copy, at `threads` threads."""
     settings, trials = candidates.settings, TrialTimings.from_measurements(measurements)
     auto = settings.weight_format == "auto"
     generates = candidates.needs is None or candidates.needs.generates
@@ -136,10 +131,7 @@ def _codes_precision(candidates: PrecisionCandidates) -> Decision[str] | None:
 
 
 def _insufficient_budget(candidates: PrecisionCandidates, demand: MemoryDemand) -> MemoryBudget | None:
-    """Return the memory left for a KV cache in the activations' dtype if it is less than the useful minimum.
-
-    None if there is enough, or if `kv_cache_bytes` was set.
-    """
+    """Return the memory left for a KV cache in the activations' dtype if it is too little, else None."""
     if demand.needs is None or candidates.settings.kv_cache_bytes != "auto":
         return None
     left = smallest_step_budget(candidates.facts, candidates.settings, demand)
@@ -178,11 +170,7 @@ _ARM_REQUIRED = frozenset({"lse"})
 
 
 def check_torch_can_run(facts: Facts) -> None:
-    """Check that importing torch will not crash this process; a plan checks this first.
-
-    Raises:
-        PlanImpossible: the system or the processor is not supported.
-    """
+    """Raise `PlanImpossible` if importing torch would crash this process."""
     if facts.os not in ("linux", "macos"):
         raise PlanImpossible(f"{facts.os} is not supported: use Linux or macOS (on Windows, WSL or a container).")
     if facts.architecture not in _ARCHITECTURES:
@@ -213,7 +201,6 @@ def check_torch_can_run(facts: Facts) -> None:
 
 
 def decide_dtype(candidates: PrecisionCandidates, chosen: str) -> Decision[Dtype]:
-    """Decide the dtype of activations."""
     facts, kind = candidates.facts, candidates.kind
     if chosen == "fp32":
         return Decision("float32", "The dtype of the weights.")
@@ -239,13 +226,9 @@ def decide_dtype(candidates: PrecisionCandidates, chosen: str) -> Decision[Dtype
 def decide_kv_precision(
     settings: Settings, chosen: Dtype, insufficient_budget: MemoryBudget | None, kind: str = "cpu"
 ) -> Decision[str]:
-    """Decide the precision of the KV cache.
+    """Decide the precision of the KV cache. Raises `PlanImpossible` if it is not available here.
 
-    `insufficient_budget` is the memory left for a KV cache in the activations' dtype if that is less than the useful
-    minimum, else None.
-
-    Raises:
-        PlanImpossible: the requested precision is not available here.
+    `insufficient_budget` is set if a KV cache in the activations' dtype has less than the useful minimum.
     """
     activation_precision = _kv_precision_of(chosen)
     if activation_precision != "bf16":
@@ -275,7 +258,6 @@ def decide_kv_precision(
 
 
 def _kv_precision_of(dtype: Dtype) -> str:
-    """Return the precision of keys and values that have the activations' dtype."""
     return next(name for name, (kv_dtype, _) in KV_PRECISIONS.items() if kv_dtype == dtype)
 
 
@@ -298,10 +280,7 @@ def decide_pack_folder(settings: Settings, chosen: str, kind: str = "cpu") -> De
 
 @dataclass(frozen=True, slots=True)
 class Int8CopyGain:
-    """Cost and gain of a copy for prompts in steps of `tokens`.
-
-    `without_copy` are the step times without the copy and `with_copy` those with it; None: not measured.
-    """
+    """Cost and gain of a copy for prompts in steps of `tokens`, with step times, if measured."""
 
     nbytes: int
     has_room: bool
@@ -311,22 +290,14 @@ class Int8CopyGain:
 
 
 def refuse_on_device(settings: Settings, kind: str) -> Decision[bool]:
-    """Decide against a copy on a GPU, which dequantizes 4-bit weights for products with many rows.
-
-    Raises:
-        PlanImpossible: int8_copy is on.
-    """
+    """Decide against a copy on a GPU. Raises `PlanImpossible` if int8_copy is on."""
     if settings.int8_copy == "on":
         raise PlanImpossible(f"int8_copy is on, but on {kind} 4-bit weights have no 8-bit copy: leave it at auto.")
     return Decision(False, "Only processors use an int8 copy.")
 
 
 def decide_int8_copy(settings: Settings, chosen: str, candidate: Int8CopyGain) -> Decision[bool]:
-    """Decide if layers also have an 8-bit copy.
-
-    Raises:
-        PlanImpossible: int8_copy is on, but the precision is not int4.
-    """
+    """Decide if layers also have an 8-bit copy. Raises `PlanImpossible` if it is on without int4."""
     if chosen not in INT4_PRECISIONS:
         if settings.int8_copy == "on":
             raise PlanImpossible(

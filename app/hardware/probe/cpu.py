@@ -1,9 +1,8 @@
 """Identification of x86 and Arm processors on Linux: core or microarchitecture, and instruction sets.
 
-On x86, the microarchitecture comes from the vendor, family and model of CPUID, the instruction sets from the kernel's
-flags. The brand string is only displayed, because a virtual machine can set it to anything. On Arm, cores are
-identified by the implementer and part numbers of the MIDR register. One core is sold in several products, so the
-product comes from what the firmware reports.
+On x86, the microarchitecture comes from CPUID and instruction sets from the kernel's flags; a virtual machine can set
+the brand string to anything. Arm cores are identified by the MIDR register. One core is sold in several products, so
+the product comes from what the firmware reports.
 """
 
 from __future__ import annotations
@@ -126,7 +125,6 @@ def microarchitecture(vendor: str, family: int, model: int, stepping: int) -> st
 
 
 def x86_instruction_sets(fields: Mapping[str, str]) -> frozenset[str]:
-    """Return the kernel's flags that are in `INSTRUCTION_SETS`."""
     return frozenset(fields.get("flags", "").split()) & INSTRUCTION_SETS
 
 
@@ -268,10 +266,7 @@ def _product(core: str | None, files: HostFiles) -> str | None:
 
 
 def arm_instruction_sets(fields: Mapping[str, str], files: HostFiles) -> frozenset[str]:
-    """Return the instruction sets in the Features line, else those in the auxiliary vector.
-
-    Emulators that show the host's /proc/cpuinfo still provide the right auxiliary vector.
-    """
+    """Return the instruction sets in the Features line, else in the auxiliary vector, right in emulators."""
     stated = fields.get("Features")
     if stated is None:
         return _from_auxiliary_vector(files.read_bytes("/proc/self/auxv"))
@@ -286,10 +281,7 @@ def _from_auxiliary_vector(octets: bytes) -> frozenset[str]:
 
 
 def sve_bits(files: HostFiles, isa: frozenset[str]) -> int | None:
-    """Return the SVE vector length in bits; None without SVE.
-
-    The kernel reports the default length of a new process in bytes.
-    """
+    """Return the SVE vector length in bits (the default of a new process); None without SVE."""
     length = files.number("/proc/sys/abi/sve_default_vector_length")
     return length * 8 if length is not None and "sve" in isa else None
 

@@ -1,6 +1,6 @@
 """Probe of the machine: reads its facts, decides nothing, changes nothing and never imports torch.
 
-All files are read below `root`, and other programs are called through `run`, so tests can probe recorded hosts.
+All files are read below `root`, and other programs are called through `run`.
 """
 
 from __future__ import annotations
@@ -26,10 +26,7 @@ _COMMAND_SECONDS = 10.0  # nvidia-smi takes seconds if the driver has to wake th
 
 
 def run_command(command: list[str]) -> str | None:
-    """Return the command's output; None if it is missing, fails or hangs.
-
-    sysctl fails if one name is unknown but still prints the others, so its output is always returned.
-    """
+    """Return the command's output, even if it fails, as sysctl does; None if it is missing or hangs."""
     try:
         done = subprocess.run(
             command, capture_output=True, text=True, timeout=_COMMAND_SECONDS, check=False, stdin=subprocess.DEVNULL
@@ -47,8 +44,7 @@ def probe(
 ) -> Facts:
     """Return the facts of the machine below `root`.
 
-    The installed torch and the native library are included for this machine, not for a recorded one. For a
-    recorded host, `torch_directory` and `affinity` supply what its files do not.
+    For a recorded host, `torch_directory` and `affinity` supply what its files do not.
     """
     files = HostFiles(root)
     facts = _linux(files, run, affinity) if files.is_directory("/proc") else macos.mac_facts(run) or _unknown_facts()
@@ -95,10 +91,7 @@ def _linux(files: HostFiles, run: CommandRunner, affinity: tuple[int, ...] | Non
 
 
 def _architecture(files: HostFiles) -> str:
-    """Return the architecture of the running kernel.
-
-    A recorded host states it in /proc/sys/kernel/arch (Linux 6.1), else the format of its cpuinfo shows it.
-    """
+    """Return the architecture from /proc/sys/kernel/arch (Linux 6.1), else the format of cpuinfo."""
     stated = os.uname().machine if files.is_this_machine else files.text("/proc/sys/kernel/arch")
     if stated is None:
         stated = "aarch64" if "CPU implementer" in (files.text("/proc/cpuinfo") or "") else "x86_64"

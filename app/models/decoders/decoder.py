@@ -1,6 +1,6 @@
 """The decoders: embedding, RoPE angles, last norm and output layer around their layers (`layers/`).
 
-`DecoderBody` is a decoder that is served for its hidden states, such as Qwen3-Embedding or the bidirectional EuroBERT.
+`DecoderBody` is a decoder that is served for its hidden states, such as Qwen3-Embedding.
 """
 
 from __future__ import annotations
@@ -30,9 +30,7 @@ class Embedding(nn.Module):
     """Ids [tokens] to FP32 [tokens, size], times `scale`.
 
     Ids count from row `first` of the stored table (RoBERTa's positions). `absent_first`: an id without a row has row 0.
-
-    The table keeps its stored dtype and memory, where only used rows are read. If it is tied to an output layer
-    that can return its rows, there is no second table.
+    The table keeps its stored dtype and memory, unless it is tied to an output layer that can return its rows.
     """
 
     def __init__(
@@ -45,7 +43,6 @@ class Embedding(nn.Module):
         self.factor: RowFactor = self.scale  # multiplied with the rows
 
     def set_weight(self, tensor: Tensor) -> None:
-        """Set the table to the stored tensor, without its first rows."""
         self.weight = nn.Parameter(tensor[self.first :], requires_grad=False)
 
     def tie(self, form: EmbeddingForm, even: Tensor | None = None) -> None:
@@ -72,14 +69,12 @@ def output_layer(config: ModelConfig) -> Linear:
 
 
 def decoder_layer(config: ModelConfig, layer: int, dtype: torch.dtype) -> DecoderLayer | AltUpLayer:
-    """Return a layer."""
     return (
         DecoderLayer(config, layer, dtype) if config.altup is None else AltUpLayer(config, config.altup, layer, dtype)
     )
 
 
 def position_embedding(config: ModelConfig) -> Embedding | None:
-    """Return the table of learned positions; None if the config has none."""
     if not config.num_positions:
         return None
     rows, first = config.num_positions, config.first_position
@@ -100,10 +95,7 @@ def last_norm(config: ModelConfig) -> NormConfig:
 
 
 class Decoder(nn.Module):
-    """Token ids to logits.
-
-    With several streams, rows of hidden states are those of `layers/altup.py` between `embedded` and `merged`.
-    """
+    """Token ids to logits. With several streams, rows between `embedded` and `merged` are as in `layers/altup.py`."""
 
     def __init__(self, config: ModelConfig, dtype: torch.dtype, max_model_len: int, device: torch.device) -> None:
         super().__init__()
@@ -125,14 +117,10 @@ class Decoder(nn.Module):
         self.angles = LayerRopeAngles(config.ropes, max_model_len, device)
 
     def forward(self, context: StepContext) -> Tensor | TopLogits:
-        """Return logits [rows, vocab] of the tokens in `logit_rows`, or the top ones of each row."""
         return self.outputs(self.body(context), context.top_logits)
 
     def body(self, context: StepContext) -> Activations:
-        """Compute the input of the output layer, for the tokens in `logit_rows`.
-
-        For the other tokens, the last layer computes only keys and values.
-        """
+        """Compute the input of the output layer, for the tokens in `logit_rows`; others stop at the last KV."""
         result: Activations = self.norm(self.hidden(context))
         return result
 
@@ -164,7 +152,6 @@ class Decoder(nn.Module):
         return hidden
 
     def layer_angles(self, positions: Tensor) -> list[RopeAngles | None]:
-        """Return the angles of rotary embeddings of each layer at these positions."""
         return self.angles.by_layer(self.angles(positions))
 
     def logits(self, hidden: Tensor, wanted: TopLogitsRequest | None = None) -> Tensor | TopLogits:

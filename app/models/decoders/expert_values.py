@@ -15,11 +15,7 @@ from armature_kernels.native.arguments import SWIGLU_ALPHA, SWIGLU_LIMIT
 
 
 def _checked(config: ConfigReader, experts: ExpertsConfig) -> Fields:
-    """Return the field of the experts.
-
-    Raises:
-        CheckpointInvalid: The numbers contradict each other, or are too large.
-    """
+    """Return the field of the experts. Raises `CheckpointInvalid` for numbers that are contradictory or too large."""
     routing = experts.routing
     if routing.num_experts > MAX_EXPERTS:
         raise CheckpointInvalid(f"{config.where}: {routing.num_experts} experts are more than {MAX_EXPERTS}.")
@@ -59,7 +55,6 @@ def _routing(config: ConfigReader, number: str, count: int, top_k: int) -> Routi
 
 
 def mixtral(config: ConfigReader, fields: Fields) -> Fields:
-    """Read the experts of Mixtral, whose weights always have the sum 1."""
     routing = Routing(config.integer("num_local_experts", 8), config.integer("num_experts_per_tok", 2))
     return _checked(config, ExpertsConfig(routing, fields["intermediate_size"], _everywhere(fields)))
 
@@ -79,7 +74,6 @@ def granite_moe(config: ConfigReader, fields: Fields) -> Fields:
 
 
 def olmoe(config: ConfigReader, fields: Fields) -> Fields:
-    """Read the experts of OLMoE."""
     refuse(config, "clip_qkv", None, "clipping queries, keys and values")
     routing = _routing(config, "num_experts", 64, 8)
     return _checked(config, ExpertsConfig(routing, fields["intermediate_size"], _everywhere(fields)))
@@ -98,7 +92,6 @@ def qwen2_moe(config: ConfigReader, fields: Fields) -> Fields:
 
 
 def qwen3_moe(config: ConfigReader, fields: Fields) -> Fields:
-    """Read the experts of Qwen 3."""
     size = config.integer("moe_intermediate_size", 768)
     routing = _routing(config, "num_experts", 128, 8)
     return _checked(config, ExpertsConfig(routing, size, _sparse_layers(config, fields)))
@@ -229,7 +222,6 @@ def deepseek_v2(config: ConfigReader, fields: Fields) -> Fields:
 
 
 def deepseek_v3(config: ConfigReader, fields: Fields) -> Fields:
-    """Read latent attention and the experts of DeepSeek-V3."""
     refuse(config, "scoring_func", "sigmoid", "another score of experts than sigmoid")
     refuse(config, "topk_method", "noaux_tc", "another selection of experts than noaux_tc")
     refuse(config, "moe_layer_freq", 1, "a dense layer between layers with experts")

@@ -16,22 +16,14 @@ from armature_kernels.elementwise.latent_sizes import LatentHeads
 
 
 def refuse(config: ConfigReader, name: str, unless: object, reason: str) -> None:
-    """Check that a value is absent or `unless`.
-
-    Raises:
-        CheckpointInvalid: It is something else; the message says that `reason` is not offered.
-    """
+    """Check that a value is absent or `unless`. Raises `CheckpointInvalid`: `reason` is not offered."""
     value = config.values.get(name)
     if value is not None and value != unless:
         raise CheckpointInvalid(f"{config.where}: {name} is {value!r}, and {reason} is not offered.")
 
 
 def known_texts(config: ConfigReader, name: str, length: int, known: str) -> tuple[str, ...]:
-    """Return a list of so many words.
-
-    Raises:
-        CheckpointInvalid: One is not in `known`, which are separated by spaces.
-    """
+    """Return a list of so many words. Raises `CheckpointInvalid` if one is not in `known`, separated by spaces."""
     found = config.texts(name, length)
     unknown = sorted(set(found).difference(known.split()))
     if unknown:
@@ -64,7 +56,6 @@ def _without_rope(ropes: Sequence[RopeConfig | None], kept: Sequence[bool]) -> t
 
 
 def qwen_slides(config: ConfigReader, layer: int) -> bool:
-    """Return True for the layers of Qwen 2 and 3 with a window."""
     return config.boolean("use_sliding_window", False) and layer >= config.integer("max_window_layers", 28, at_least=0)
 
 
@@ -159,7 +150,6 @@ def jais2(config: ConfigReader, fields: Fields) -> Fields:
 
 
 def olmo(config: ConfigReader, fields: Fields) -> Fields:
-    """Refuse clipped queries, keys and values."""
     refuse(config, "clip_qkv", None, "clipping queries, keys and values")
     return {}
 
@@ -246,8 +236,6 @@ def exaone4_slides(config: ConfigReader, layer: int) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class LatentDefaults:
-    """What config.json omits if it is so: sizes of a head, and ranks. `value` None: hidden_size / num_attention_heads."""
-
     plain: int = 128
     value: int | None = 128
     rank: int = 512
@@ -258,10 +246,7 @@ LATENT = LatentDefaults()
 
 
 def latent(config: ConfigReader, fields: Fields, defaults: LatentDefaults, interleaved: bool = True) -> Fields:
-    """Read latent attention; `head_dim` of the fields so far is that of the rotated part.
-
-    With YaRN, `mscale_all_dim` also scales the scores.
-    """
+    """Read latent attention; `head_dim` so far is the rotated part. With YaRN, `mscale_all_dim` scales scores too."""
     value = defaults.value or fields["hidden_size"] // fields["num_heads"]
     heads = LatentHeads(
         fields["num_heads"],
@@ -290,7 +275,6 @@ def latent(config: ConfigReader, fields: Fields, defaults: LatentDefaults, inter
 
 
 def youtu(config: ConfigReader, fields: Fields) -> Fields:
-    """Read latent attention as in DeepSeek-V3, without experts."""
     return latent(config, fields, LATENT)
 
 
@@ -331,7 +315,6 @@ def cohere2(config: ConfigReader, fields: Fields) -> Fields:
 
 
 def phi(config: ConfigReader, fields: Fields) -> Fields:
-    """Read the norms of queries and keys."""
     refuse(config, "qk_layernorm", False, "LayerNorm of queries and keys with biases")
     return {}
 

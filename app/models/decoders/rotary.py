@@ -16,10 +16,8 @@ from armature_kernels.elementwise.rope import rope_angles
 class RotaryEmbedding:
     """The angles of one `RopeConfig`.
 
-    With longrope, a server whose contexts may exceed the original length always uses the long factors.
-
-    (transformers uses the short factors while a sequence is short. Keys cached before the border then have wrong
-    angles after it.)
+    With longrope, a server whose contexts may exceed the original length always uses the long factors. (transformers
+    uses the short ones while a sequence is short; keys cached before the border then have wrong angles.)
     """
 
     def __init__(self, rope: RopeConfig, max_model_len: int, device: torch.device) -> None:
@@ -72,10 +70,7 @@ def _proportional(rope: RopeConfig, max_model_len: int) -> tuple[Tensor, float]:
 
 
 def _llama3(rope: RopeConfig, max_model_len: int) -> tuple[Tensor, float]:
-    """Divide the frequencies of long waves by `factor`, keep short ones, and blend those between.
-
-    The blend depends on how many waves fit in the original context.
-    """
+    """Divide the frequencies of waves long against the original context by `factor`, and blend at the border."""
     plain, length = _plain(rope), rope.original_max_position_embeddings
     waves = length * plain / (2 * math.pi)  # number of waves that fit
     blend = ((waves - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)).clamp(0, 1)
@@ -83,10 +78,7 @@ def _llama3(rope: RopeConfig, max_model_len: int) -> tuple[Tensor, float]:
 
 
 def _yarn(rope: RopeConfig, max_model_len: int) -> tuple[Tensor, float]:
-    """Blend as in llama3, but over the element index.
-
-    The borders are the pairs that rotate `beta_fast` and `beta_slow` times in the original context.
-    """
+    """Blend as in llama3, over the index, from `beta_fast` to `beta_slow` rotations in the original context."""
 
     def index_of(rotations: float) -> float:
         return (

@@ -1,7 +1,6 @@
-"""Reads an encoder's config.json. Absent values get the family's default, as in transformers.
+"""Reads an encoder's config.json.
 
-Values that are not understood are rejected by name. Torch is not needed. The other files of a
-sentence-transformers directory are passed as `SentenceConfig`.
+Absent values get the family's default, as in transformers; values that are not understood are rejected by name.
 """
 
 from __future__ import annotations
@@ -57,7 +56,6 @@ _DEFAULT_LABELS = 2  # default of transformers
 
 
 def read_head(kind: EncoderClass, config: ConfigReader) -> HeadConfig:
-    """Return the head of the family's ForSequenceClassification."""
     if kind.stem == "EuroBert":
         return HeadConfig(
             pooling=_pooling(config, {"bos": "cls", "mean": "mean", "late": "late"}, "late"), activation="gelu"
@@ -102,10 +100,8 @@ def read_labels(config: ConfigReader) -> tuple[str, ...]:
 def read_score_function(config: ConfigReader, num_labels: int) -> ScoreFunction:
     """Return the function that turns logits into scores.
 
-    A single label gets the function that the checkpoint names. Otherwise `problem_type` decides: the values of a
-    regression are the scores, one label and several independent ones get a sigmoid, and others a softmax.
-
-    Source: transformers' pipelines/text_classification.py.
+    A single label gets the function that the checkpoint names. Otherwise `problem_type` decides. Source: transformers'
+    pipelines/text_classification.py.
     """
     named = config.section("sentence_transformers").values.get("activation_fn")
     named = config.values.get("sbert_ce_default_activation_function") if named is None else named
@@ -121,7 +117,6 @@ def read_score_function(config: ConfigReader, num_labels: int) -> ScoreFunction:
 
 
 def score_function(path: Any) -> ScoreFunction:
-    """Return the score function for the name of a torch module."""
     name = str(path).rpartition(".")[2]
     if name not in ("Sigmoid", "Identity", "Softmax"):
         raise CheckpointInvalid(
@@ -143,8 +138,8 @@ MPNET_BUCKETS = 32  # fixed, whatever config.json contains: transformers always 
 class SentenceConfig:
     """The settings of a sentence-transformers directory apart from config.json; empty for other checkpoints.
 
-    `pooling` is None if the directory does not define it. `max_tokens` is the length to which texts were cut in
-    training. `prompts` and `default_prompt` are those of a cross-encoder; an embedding model has them in `pooling`.
+    `max_tokens` is the length to which texts were cut in training. `prompts` and `default_prompt` are those of a cross-
+    encoder; an embedding model has them in `pooling`.
     """
 
     pooling: PoolingConfig | None = None
@@ -237,10 +232,7 @@ def _by_model_type(model_type: Any) -> list[str]:
 
 
 def _read_decoder(kind: EncoderClass, config: ConfigReader) -> EncoderConfig:
-    """Read a decoder that is served as an encoder.
-
-    Its vector is that of the last token, which has seen all of a text, or the mean if attention is bidirectional.
-    """
+    """Read a decoder served as an encoder: the vector is the last token's, or the mean if bidirectional."""
     assert kind.decoder is not None, "a class of no family is a decoder's"
     is_eurobert = kind.stem == "EuroBert"
     bidirectional = is_eurobert or config.boolean("use_bidirectional_attention", False)
@@ -337,7 +329,6 @@ def _integer(config: ConfigReader, family: EncoderFamily, name: str, at_most: in
 
 
 def _reject_unsupported(config: ConfigReader) -> None:
-    """Raise `CheckpointInvalid` for settings whose computation is not supported."""
     positions = config.text("position_embedding_type", "absolute")
     if positions not in ("absolute", "rotary", "rope"):
         raise CheckpointInvalid(

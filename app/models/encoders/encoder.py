@@ -1,9 +1,8 @@
 """Encoders: a body that computes the hidden states of texts, and heads that turn them into vectors or logits.
 
-The body is that of BERT and of the encoders that differ from it only by config values: RoBERTa, XLM-RoBERTa,
-DistilBERT and MPNet (with a bias for each bucket of relative positions), and with rotary positions Nomic's, Jina's and
-GTE's encoders. ModernBERT normalises the input of a branch instead of the residual stream. Every norm produces the
-input of the next product, so one layer class serves both kinds.
+The body is BERT's, and that of encoders that differ from it only by config values. ModernBERT normalises the input of a
+branch instead of the residual stream. Every norm produces the input of the next product, so one layer class serves both
+kinds.
 """
 
 from __future__ import annotations
@@ -28,10 +27,7 @@ from armature_kernels.linear.linear import Linear
 
 
 class Encoder(nn.Module):
-    """Token ids to the requested outputs: `embedding` or `logits`, and `last_hidden_state`.
-
-    The parts are separate methods, so that the body can be recorded.
-    """
+    """Token ids to `embedding` or `logits`, and `last_hidden_state`. Parts are methods, so the body can be recorded."""
 
     def __init__(self, config: EncoderConfig, body: BertBody | DecoderBody) -> None:
         super().__init__()
@@ -40,10 +36,7 @@ class Encoder(nn.Module):
         self.labels = None if config.head is None else LabelHead(config, config.head)
 
     def rows(self, starts: Tensor, names: Collection[str]) -> Tensor | None:
-        """Return the tokens [texts] int64 whose hidden states these outputs need, or None for all.
-
-        The texts begin at `starts` [texts + 1].
-        """
+        """Return the tokens [texts] int64 whose hidden states these outputs need, or None for all."""
         if "last_hidden_state" in names:
             return None
         head = self.vectors or self.labels
@@ -51,10 +44,7 @@ class Encoder(nn.Module):
         return head.needed_rows(starts)
 
     def hidden(self, context: EncodeContext, rows: Tensor | None = None) -> Tensor:
-        """Return hidden states FP32 [tokens, size], or those of `rows` only.
-
-        Only native operations are used, if the precision has them all.
-        """
+        """Return hidden states FP32 [tokens, size], or those of `rows` only, by native operations if they exist."""
         result: Tensor = self.body(context, rows)
         return result
 
@@ -69,11 +59,12 @@ class Encoder(nn.Module):
         """Return the requested outputs, FP32.
 
         - `embedding` [texts, size], not normalised.
+
         - `logits` [texts, labels].
+
         - `last_hidden_state` of all tokens.
 
-        `rows` must be those that `hidden` was called with. The first `skipped` [texts] tokens of a text are not
-        pooled.
+        `rows` must be those that `hidden` was called with. The first `skipped` [texts] tokens of a text are not pooled.
         """
         hidden, results = self.body.finished(hidden), {}
         for name in names:
@@ -91,8 +82,6 @@ class Encoder(nn.Module):
 
 
 class BertBody(nn.Module):
-    """Token ids to hidden states."""
-
     def __init__(self, config: EncoderConfig, dtype: torch.dtype, max_model_len: int, device: torch.device) -> None:
         super().__init__()
         layers = [BertLayer(config, index, dtype) for index in range(config.num_layers)]
@@ -152,10 +141,7 @@ def _types_of(context: EncodeContext) -> Tensor:
 
 
 class BertLayer(nn.Module):
-    """h + attention, a norm, h + mlp, a norm.
-
-    The caller sets the last norm (`end`), since it knows which product that feeds.
-    """
+    """h + attention, a norm, h + mlp, a norm. The caller sets the last norm (`end`), which feeds its next product."""
 
     end_norm: LayerNorm
 
@@ -177,10 +163,9 @@ class BertLayer(nn.Module):
     def forward(
         self, hidden: Tensor, x: Activations, angles: RopeAngles | None, attend: Attend, rows: Tensor | None
     ) -> tuple[Tensor, Activations]:
-        """Run the layer and return both inputs of the next layer.
+        """Run the layer and return both inputs of the next: `hidden` [tokens, size] FP32, overwritten, and its norm.
 
-        `hidden` [tokens, size] FP32 is overwritten; `x` is the normalised input of the products. `rows` are the
-        only tokens needed after this layer (None: all).
+        `rows` are the only tokens needed after this layer (None: all).
         """
         config = self.config
         heads = QkvHeads(self.qkv(x), config.num_heads, config.num_kv_heads, config.head_dim, angles=angles)
@@ -192,7 +177,6 @@ class BertLayer(nn.Module):
         return hidden, self.end_norm(hidden)
 
     def _mlp_input(self, x: Activations) -> Activations:
-        """Return the input of `down`."""
         if not self.config.gated:
             return self.up.multiply_activated(x, self.config.activation, self.down)
         gate_up = self.up(x)
@@ -228,8 +212,8 @@ class DistanceBias(nn.Module):
 def distance_bucket_table(buckets: int) -> Tensor:
     """Return the bucket of each distance (key position minus query position) from -MAX_DISTANCE to MAX_DISTANCE.
 
-    Half of the buckets are for keys after the query. In each half, half of the buckets are for one distance each;
-    the others grow with the logarithm, up to MAX_DISTANCE.
+    Half of the buckets are for keys after the query. In each half, half of the buckets are for one distance each; the
+    others grow with the logarithm.
     """
     half = buckets // 2
     exact = half // 2

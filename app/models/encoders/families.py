@@ -1,8 +1,7 @@
 """Families of encoders: the defaults of their config.json, and the names of their tensors in checkpoints.
 
-A served encoder has one set of tensor names for all families: `query` is always the query projection. The first
-config.json files of Nomic's encoders use GPT-2's names and are translated to those of transformers. Torch is not
-needed.
+A served encoder has one set of tensor names for all families. The first config.json files of Nomic's encoders use
+GPT-2's names and are translated to those of transformers.
 """
 
 from __future__ import annotations
@@ -19,10 +18,7 @@ from app.models.decoders.families import DECODER_FAMILIES
 
 @dataclass(frozen=True, slots=True)
 class StoredName:
-    """A tensor in a file, by its name without `.weight`.
-
-    If it is fused, ours is `part` of `parts` equal blocks of rows.
-    """
+    """A tensor in a file, by its name without `.weight`. If it is fused, ours is `part` of `parts` blocks of rows."""
 
     name: str
     part: int = 0
@@ -40,11 +36,15 @@ def _fused(name: str, *ours: str) -> dict[str, StoredName]:
 class EncoderFamily:
     """A family of encoders.
 
-    - `prefixes`: if a head is saved, one of these precedes the names of all tensors except the head's.
+    - `prefixes`: if a head is saved, one precedes the names of all tensors except the head's.
+
     - `layouts`: the sets of tensor names that checkpoints use.
+
     - `padding_offset`: learned positions begin after the padding id.
+
     - `theta`: base of the rotary positions; None if there are none.
-    - `head`: the kind of classification head, see `models/encoders/config_reader.py`.
+
+    - `head`: the kind of classification head (`models/encoders/config_reader.py`).
     """
 
     stem: str
@@ -219,11 +219,7 @@ _BY_STEM = {family.stem: family for family in ENCODER_FAMILIES}
 
 @dataclass(frozen=True, slots=True)
 class EncoderClass:
-    """The parts of an architecture's name.
-
-    `family` is the encoder's family, `decoder` the architecture whose layers it has, and `classifies` is True if
-    it ends in labels.
-    """
+    """The parts of an architecture's name: its family, the decoder whose layers it has, and if it ends in labels."""
 
     name: str
     family: EncoderFamily | None
@@ -232,15 +228,11 @@ class EncoderClass:
 
     @property
     def stem(self) -> str:
-        """Prefix of the name that identifies the family."""
         return _stem(self.name) or ""
 
 
 def parse_encoder_class(name: str, pools: bool) -> EncoderClass | None:
-    """Parse the name of an architecture; return None if it is not a supported encoder.
-
-    `pools` means that the directory defines the pooling, so any head is left out.
-    """
+    """Parse the name of a supported encoder, else None. `pools`: the directory defines the pooling, not the head."""
     stem = _stem(name)
     if stem is None:
         return None
@@ -251,7 +243,6 @@ def parse_encoder_class(name: str, pools: bool) -> EncoderClass | None:
 
 
 def encoder_family(name: str) -> EncoderFamily:
-    """Return the family of an encoder's architecture."""
     return _BY_STEM[_stem(name) or ""]
 
 
@@ -260,7 +251,6 @@ def _stem(name: str) -> str | None:
 
 
 def supported_encoders() -> str:
-    """Return the supported architectures, for error messages."""
     return ", ".join(f"{stem}Model" for stem in (*_BY_STEM, *DECODER_STEMS))
 
 

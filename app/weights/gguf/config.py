@@ -46,15 +46,9 @@ SOFTMAX, SIGMOID, SOFTMAX_WEIGHT = 1, 2, 3  # `enum llama_expert_gating_func_typ
 
 
 def expert_values(model_type: str, read: ConfigReader) -> dict[str, Any]:
-    """Return the values of config.json about experts.
+    """Return the values of config.json about experts, from the architecture's metadata without its prefix.
 
-    Args:
-        model_type: The model type of config.json.
-        read: The metadata of the architecture, without its prefix.
-
-    Raises:
-        CheckpointInvalid: A value is missing or wrong, or experts are selected by another rule than llama.cpp's for
-            this architecture.
+    Raises `CheckpointInvalid` for a missing or wrong value, or another rule of selection than llama.cpp's.
     """
     used, inner = read.integer("expert_used_count"), read.integer("feed_forward_length")
     values: dict[str, Any] = {
@@ -92,10 +86,7 @@ def factor(read: ConfigReader, name: str, default: float = 1.0) -> float:
 
 
 def expert_tensors(name: str, tensor: GgufTensor, experts: int) -> Iterator[tuple[str, GgufTensor]]:
-    """Yield the checkpoint's names of a tensor of experts with their parts of it.
-
-    Nothing is yielded for other tensors, and for those that do not hold this number of experts.
-    """
+    """Yield the checkpoint's names of a tensor of so many experts with their parts of it; none for others."""
     single, merged = _SINGLE.fullmatch(name), _MERGED.fullmatch(name)
     if single is not None:
         yield f"model.layers.{single[1]}.mlp.experts.{single[3]}.{single[2]}_proj.weight", tensor
@@ -244,11 +235,7 @@ WITHOUT_EFFECT = frozenset(
 
 
 def family_of(model: GgufModel) -> GgufFamily:
-    """Return the family of a model's architecture.
-
-    Raises:
-        CheckpointInvalid: The file holds no model, or one of another architecture.
-    """
+    """Return the family of a model's architecture. Raises `CheckpointInvalid` for another, or no model."""
     read = ConfigReader(model.metadata, model.file.name)
     kind = _OTHER_FILES.get(read.text("general.type", "model"))
     if kind is None and not model.tensors:
@@ -269,11 +256,7 @@ def family_of(model: GgufModel) -> GgufFamily:
 
 
 def config_values(model: GgufModel) -> dict[str, Any]:
-    """Return the values of config.json that the model families read.
-
-    Raises:
-        CheckpointInvalid: The architecture is not supported, or a value is missing or wrong.
-    """
+    """Return the values of config.json that the model families read. Raises `CheckpointInvalid`."""
     family, name = family_of(model), model.metadata["general.architecture"]
     # Without its prefix a key has one name in all architectures.
     own = AskedValues(
@@ -357,7 +340,6 @@ def _gemma(name: str, read: ConfigReader, hidden_per_head: int, head_dim: int) -
 
 
 def _granite(read: ConfigReader, head_dim: int) -> dict[str, Any]:
-    """Return the four multipliers."""
     return {
         "attention_multiplier": factor(read, "attention.scale", head_dim**-0.5),
         "embedding_multiplier": factor(read, "embedding_scale"),
@@ -367,10 +349,7 @@ def _granite(read: ConfigReader, head_dim: int) -> dict[str, Any]:
 
 
 def _rope(model: GgufModel, read: ConfigReader, head_dim: int) -> dict[str, Any]:
-    """Return the values of the rotary embedding.
-
-    Divisors of single frequencies are given as longrope's factors, which divide frequencies too.
-    """
+    """Return the values of the rotary embedding; single frequencies' divisors are given as longrope's factors."""
     longest, dim = read.integer("context_length"), read.integer("rope.dimension_count", head_dim)
     values: dict[str, Any] = {"partial_rotary_factor": dim / head_dim}
     original = read.integer("rope.scaling.original_context_length", longest)

@@ -79,10 +79,7 @@ _STRING, _ARRAY = 8, 9
 
 @dataclass(frozen=True, slots=True)
 class GgufTensor:
-    """The location of one tensor: bytes `[start, end)` of `file`, of type `kind` such as Q4_K.
-
-    `shape` is in torch's order; the file has the reverse.
-    """
+    """The location of one tensor: bytes `[start, end)` of `file`. `shape` is in torch's order, not the file's."""
 
     file: Path
     kind: str
@@ -103,9 +100,7 @@ class GgufModel:
 def read_gguf(file: Path) -> GgufModel:
     """Return the metadata and the location of every tensor; of a divided model, those of all parts.
 
-    Raises:
-        CheckpointInvalid: The file is damaged, truncated, incomplete, or has values that are not supported.
-        OSError: It cannot be read.
+    Raises `CheckpointInvalid`, or `OSError` if it cannot be read.
     """
     files = part_files(file)
     missing = [part for part in files if not part.is_file()]
@@ -133,9 +128,7 @@ def read_gguf(file: Path) -> GgufModel:
 def find_gguf(path: Path) -> Path | None:
     """Return the GGUF file that a path means: itself, or the only model in a directory without safetensors.
 
-    Raises:
-        CheckpointInvalid: The directory has several GGUF models, or a link leads out of it.
-        OSError: The directory cannot be read.
+    Raises `CheckpointInvalid` for several GGUF models or a link that leads out, or `OSError`.
     """
     if path.is_file():
         return path if path.suffix == SUFFIX else None
@@ -150,11 +143,7 @@ def find_gguf(path: Path) -> Path | None:
 
 
 def part_files(file: Path) -> list[Path]:
-    """Return the files of the model that a file belongs to: itself, or all parts in order.
-
-    Raises:
-        CheckpointInvalid: The name counts more parts than a model has.
-    """
+    """Return the files of the model that a file belongs to, in order. Raises `CheckpointInvalid`."""
     matched = _PART_NAME.match(file.name)
     if matched is None:
         return [file]
@@ -183,8 +172,6 @@ def _read_part(file: Path) -> GgufModel:
 
 
 class _HeaderReader:
-    """The position in one file's header."""
-
     def __init__(self, file: Path, data: mmap.mmap, size: int) -> None:
         self._file, self._data, self._size, self._at = file, data, size, 8
         self._num_values = 0

@@ -54,8 +54,8 @@ NAMES: Mapping[str, Mapping[str, str]] = {
 class BlockEntry(EncodedEntry):
     """A tensor of a GGUF file whose values are computed when they are read.
 
-    `kind` is the type in the file. With `heads`, the rows of each head are interleaved: row 2i + j of a head in the
-    file is row i + j · (half a head) here. `added` was added to each value in the file.
+    `kind` is the type in the file. With `heads`, row 2i + j of a head in the file is row i + j · (half a head) here.
+    `added` was added to each value in the file.
     """
 
     kind: str

@@ -1,7 +1,7 @@
 """Translates the vocabulary of a GGUF file into a tokenizer.json and a tokenizer_config.json.
 
-Two kinds are known: `gpt2`, a byte-level BPE with merges whose text is split by a regular expression that the file names
-(`tokenizer.ggml.pre`), and `llama`, a sentencepiece BPE with scores and tokens for single bytes.
+`gpt2` is a byte-level BPE with merges, whose text is split by a regular expression that the file names
+(`tokenizer.ggml.pre`); `llama` is a sentencepiece BPE with scores and tokens for single bytes.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ _UPPER, _LOWER = r"\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}", r"\p{Ll}\p{Lm}\p{Lo}\p{M}"
 class _Split:
     """How a byte-level BPE splits text before its merges, as in the tokenizer.json of the models that use it.
 
-    `patterns`: what matches each in turn is a word of its own, and so is what is between; without any they are GPT-2's words.
-    `separates_digits`: each digit is one too. `keeps_words`: a word that is a token is not split. `adds_bos`: texts begin with
-    the beginning-of-text token if the file does not say otherwise.
+    `patterns`: what matches each in turn is a word, and so is what is between; without any, as GPT-2.
+    `separates_digits`: each digit is one too. `keeps_words`: a word that is a token is not split. `adds_bos`: texts
+    begin with that token unless the file says otherwise.
     """
 
     patterns: tuple[str, ...] = ()
@@ -122,20 +122,12 @@ class GgufTokenizer:
 
 
 def convert_tokenizer(model: GgufModel) -> GgufTokenizer:
-    """Return the tokenizer of a GGUF file, with its chat template.
-
-    Raises:
-        CheckpointInvalid: The file has no tokenizer, a damaged one, or one of an unknown kind.
-    """
+    """Return the tokenizer of a GGUF file, with its chat template. Raises `CheckpointInvalid` if it has none."""
     return _TokenizerConverter(model).convert()
 
 
 def check_tokenizer(model: GgufModel) -> None:
-    """Check that a GGUF file has a tokenizer of a known kind.
-
-    Raises:
-        CheckpointInvalid: It has none, or another kind.
-    """
+    """Raise `CheckpointInvalid` unless a GGUF file has a tokenizer of a known kind."""
     _TokenizerConverter(model)
 
 
@@ -274,7 +266,6 @@ class _TokenizerConverter:
         ]
 
     def _template(self, first: str | None, last: str | None) -> dict[str, Any] | None:
-        """Return the post-processor that adds tokens before and after a text."""
         tokens = [token for token in (first, last) if token is not None]
         if not tokens:
             return None

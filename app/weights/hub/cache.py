@@ -38,7 +38,6 @@ class HubName:
     file: str = ""
 
     def __str__(self) -> str:
-        """Return the name as `--model` takes it."""
         revision = "" if self.revision == MAIN else f"@{self.revision}"
         return f"{self.repo_id}{revision}{f':{self.file}' if self.file else ''}"
 
@@ -84,7 +83,7 @@ class CachedRevision:
 
 
 def library_constants() -> ModuleType:
-    """Import the values that huggingface_hub takes from its variables, with its telemetry off unless its variable says else.
+    """Import the values that huggingface_hub takes from its variables, with its telemetry off by default.
 
     This comes before any other import of the library, which reads the variables once.
     """
@@ -117,7 +116,7 @@ def find_snapshot(name: HubName) -> Path | None:
 def model_of_folder(folder: Path) -> tuple[HubName, Path] | None:
     """Return the model of a cache's folder `models--ORG--NAME` or of a snapshot in it, and the snapshot.
 
-    The snapshot of the former is that of `main` or the only one. None for any other folder.
+    A model's snapshot is that of `main` or the only one. None for any other folder.
     """
     real = folder.resolve()
     is_snapshot = real.parent.name == "snapshots"
@@ -159,12 +158,9 @@ def read_listing(repo_id: str, commit: str) -> Mapping[str, int] | None:
 
 
 def is_complete(name: HubName) -> bool:
-    """Return True if the cache has every file that serving a model needs.
+    """Return True if the cache has every file that serving a model needs; False if it cannot know.
 
-    False if it does not know the files that the model has on the hub, as after a download by an older library.
-
-    Raises:
-        CheckpointInvalid: The model's files are of a kind that is not served.
+    Raises `CheckpointInvalid` if the files are of a kind that is not served.
     """
     snapshot = find_snapshot(name)
     listing = None if snapshot is None else read_listing(name.repo_id, snapshot.name)
@@ -199,11 +195,7 @@ def cached_revisions() -> list[CachedRevision]:
 
 
 def remove_revisions(repo_id: str, commits: list[str]) -> None:
-    """Remove snapshots of a model, with the files that no other snapshot uses.
-
-    Raises:
-        OSError: A file cannot be removed.
-    """
+    """Remove snapshots of a model, with the files that no other snapshot uses. Raises `OSError`."""
     from huggingface_hub import scan_cache_dir
 
     scan_cache_dir(cache_directory()).delete_revisions(*commits).execute()
@@ -216,7 +208,6 @@ def remove_revisions(repo_id: str, commits: list[str]) -> None:
 
 
 def cached_names() -> list[str]:
-    """Return the names of the models in the cache, without looking at their files."""
     folders = cache_directory().glob("models--*--*/snapshots")
     return sorted(
         f"{found['org']}/{found['name']}" for each in folders if (found := _FOLDER.fullmatch(each.parent.name))
@@ -243,14 +234,8 @@ _GGUF_PART = re.compile(r"(?P<stem>.+)-\d{5}-of-(?P<count>\d{5})\.gguf")  # one 
 def needed_files(name: HubName, listing: Collection[str], snapshot: Path) -> list[str]:
     """Return the files that serving a model needs, in the order of fetching.
 
-    Args:
-        name: The model.
-        listing: The paths of all its files on the hub.
-        snapshot: The folder into which they are fetched. While some of `METADATA` is missing there, only that is
-            returned.
-
-    Raises:
-        CheckpointInvalid: Files are missing, or are of a kind that is not served.
+    While some of `METADATA` is missing in `snapshot`, only that is returned. Raises `CheckpointInvalid` if files of
+    `listing` are missing, or of a kind that is not served.
     """
     if name.file:
         return _gguf_files(name, listing)

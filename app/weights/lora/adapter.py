@@ -1,7 +1,6 @@
 """Opens a LoRA adapter's directory as peft saves it, and checks it against the model before anything is read.
 
-An adapter is untrusted, like a checkpoint. What cannot be served exactly is refused by its name in peft's configuration:
-ignoring it would give other results than peft. Torch is not needed.
+An adapter is untrusted. What cannot be served exactly is refused by its name in peft's configuration.
 """
 
 from __future__ import annotations
@@ -66,7 +65,7 @@ _CHANGING_STARTS = ("pissa", "olora", "corda", "loftq", "lora_ga")  # initializa
 
 @dataclass(frozen=True, slots=True)
 class LoraMatrices:
-    """The adapter's matrices for one layer, A [rank, inputs] and B [outputs, rank], and the scale of their product.
+    """The matrices for one layer, A [rank, inputs] and B [outputs, rank], and the scale of their product.
 
     `rows`: the row of B for each output of our layer, if the family stores its weights in another order.
     """
@@ -78,7 +77,6 @@ class LoraMatrices:
 
     @property
     def rank(self) -> int:
-        """Rank of the product."""
         return self.a.shape[0]
 
 
@@ -91,7 +89,6 @@ class LoraAdapter:
 
     @property
     def rank(self) -> int:
-        """Highest rank of a layer."""
         return max(each.rank for each in self.matrices.values())
 
 
@@ -105,7 +102,6 @@ def adapted_layers(config: ModelConfig) -> dict[str, Shape]:
 
 
 def is_adapter(directory: Path) -> bool:
-    """Return True if a directory has the files of an adapter."""
     return (directory / CONFIG).exists() or (directory / WEIGHTS).exists()
 
 
@@ -125,14 +121,7 @@ def adapter_as_model_message(directory: Path) -> str:
 def open_adapter(directory: Path, config: ModelConfig, max_rank: int = MAX_LORA_RANK) -> LoraAdapter:
     """Read and check everything except the weights' values.
 
-    Args:
-        directory: The adapter, as peft saves it.
-        config: The model that it changes.
-        max_rank: The highest rank that may be loaded.
-
-    Raises:
-        CheckpointInvalid: Something is missing, damaged, not supported, or made for another model.
-        OSError: A file cannot be read.
+    Raises `CheckpointInvalid`, also for an adapter of another model, or `OSError` if a file cannot be read.
     """
     if not directory.is_dir():
         raise CheckpointInvalid(f"The LoRA adapter {directory} is no directory here.")
@@ -279,7 +268,7 @@ def _check_layer(
 class ServedAdapters:
     """The adapters that a server may serve: those that it loads at its start, by name, and places for as many as `slots`.
 
-    `layers` are those that adapters may change, with the shapes of their weights.
+    `layers` are the layers that adapters may change, with the shapes of their weights.
     """
 
     layers: Mapping[str, Shape]

@@ -20,16 +20,10 @@ _DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 def load_adapter(
     adapter: LoraAdapter, dtype: torch.dtype, input_scales: Mapping[str, Tensor]
 ) -> dict[str, LoraWeights]:
-    """Return the packed weights by the name of the layer. B has the adapter's scale.
+    """Return the packed weights by the name of the layer; B has the adapter's scale.
 
-    Args:
-        adapter: The adapter.
-        dtype: The dtype of the packed weights, bf16 or fp32.
-        input_scales: What the inputs of a layer are divided by [inputs], for layers whose inputs are.
-
-    Raises:
-        CheckpointInvalid: The file changed since it was checked, or a value is not finite.
-        OSError: The file cannot be read.
+    `dtype` is bf16 or fp32. `input_scales` [inputs]: what the inputs of a layer are divided by. Raises
+    `CheckpointInvalid` if the file changed or a value is not finite, `OSError` if it cannot be read.
     """
     packed = {}
     for layer, matrices in adapter.matrices.items():
@@ -47,7 +41,6 @@ def load_adapter(
 
 
 def _read(entry: TensorEntry) -> Tensor:
-    """Return a stored matrix in FP32."""
     with BufferedReader(open_regular(entry.file)) as stream:
         stream.seek(entry.start)
         content = bytearray(stream.read(entry.nbytes))

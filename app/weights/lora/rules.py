@@ -1,8 +1,8 @@
 """What peft's configuration says about single modules: which have an adapter, of which rank, and with which scale.
 
-Regular expressions over names come with an untrusted adapter, and Python's `re` can take exponential time for one, so
-`NamePattern` matches them by sets of states. RE2 (google-re2) is bounded too, but has no look-ahead, with which
-LLaMA-Factory writes its patterns (`^(?!.*visual).*proj`).
+Regular expressions come with an untrusted adapter, and Python's `re` can take exponential time for one, so
+`NamePattern` matches them by sets of states. RE2 has no look-ahead, with which LLaMA-Factory writes its patterns
+(`^(?!.*visual).*proj`).
 """
 
 from __future__ import annotations
@@ -35,11 +35,7 @@ class Steps:
     left: int = 2_000_000
 
     def take(self) -> None:
-        """Count one step.
-
-        Raises:
-            UnsupportedPattern: There were too many.
-        """
+        """Count one step. Raises `UnsupportedPattern` if there were too many."""
         self.left -= 1
         if self.left < 0:
             raise UnsupportedPattern("takes too many steps")
@@ -49,17 +45,12 @@ class NamePattern:
     """A pattern that names are compared with."""
 
     def __init__(self, pattern: str, steps: Steps) -> None:
-        """Parse the pattern.
-
-        Raises:
-            UnsupportedPattern: It is not supported.
-        """
+        """Parse the pattern. Raises `UnsupportedPattern`."""
         self.text, self._steps = pattern, steps
         self._plain = re.compile(pattern) if _PLAIN.fullmatch(pattern) else None
         self._node = _Parser(pattern).parse() if self._plain is None else None
 
     def matches(self, name: str) -> bool:
-        """Return True if the whole name matches."""
         if self._node is None:
             return self._plain is not None and self._plain.fullmatch(name) is not None
         return len(name) in _Matching(name, self._steps).ends(self._node, 0)
@@ -77,8 +68,8 @@ class NamePattern:
 class _Node:
     """A part of a pattern: the ends that it can have from a position.
 
-    One of: a character that `accepts`, a place where `holds`, `sequence`, `choice`, or `repeated` from `low` to `high` times
-    (None: without end). `ahead` True or False: only whether `repeated` matches or not.
+    One of: a character that `accepts`, a place where `holds`, `sequence`, `choice`, or `repeated` from `low` to `high`
+    times (None: without end). `ahead`: only whether `repeated` matches or not.
     """
 
     accepts: Callable[[str], bool] | None = None
@@ -282,15 +273,7 @@ class AdapterRules:
     """
 
     def __init__(self, where: str, values: Mapping[str, Any]) -> None:
-        """Parse all patterns.
-
-        Args:
-            where: The file, for messages.
-            values: The content of adapter_config.json.
-
-        Raises:
-            CheckpointInvalid: A value is wrong or not supported.
-        """
+        """Parse all patterns of adapter_config.json. Raises `CheckpointInvalid`; `where` is for messages."""
         self._where, self._values, self._steps = where, values, Steps()
         self._alphas = self._numbers("lora_alpha", "alpha_pattern", _MAX_ALPHA)
         self._ranks = self._numbers("r", "rank_pattern", _MAX_RANK)
@@ -307,11 +290,7 @@ class AdapterRules:
         self._lists = [self._pattern("layers_pattern", one) for one in lists]
 
     def check_adapted(self, module: str, rank: int) -> None:
-        """Check that peft would give a module the adapter of the file, with this rank.
-
-        Raises:
-            CheckpointInvalid: It would not.
-        """
+        """Raise `CheckpointInvalid` unless peft would give a module the file's adapter, with this rank."""
         if not self._is_adapted(module):
             raise CheckpointInvalid(
                 f"{self._where}: the file has matrices of {module[:_MAX_SHOWN]}, which target_modules, exclude_modules and"

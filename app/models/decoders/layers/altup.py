@@ -1,7 +1,7 @@
 """Layers of models with several hidden states for each token (AltUp), and how these begin and end.
 
-A layer reads and writes one row of *states* for each token, FP32: its streams one after the other, and then what each
-layer reads of the token (per-layer inputs). So what surrounds the layers need not know of them.
+A layer reads and writes one row of *states* for each token, FP32: its streams one after the other, then what each layer
+reads of the token (per-layer inputs).
 """
 
 from __future__ import annotations
@@ -42,10 +42,7 @@ class StreamMatrix(StoredVector):
 
 
 class StreamMixer(nn.Module):
-    """Predicts the streams that a layer finds, and corrects them by what it made of the first one.
-
-    The layer's result comes as sqrt(2) times the stream.
-    """
+    """Predicts the streams that a layer finds, and corrects them by its result, sqrt(2) times the first stream."""
 
     def __init__(self, config: ModelConfig, altup: AltUpConfig, layer: int, dtype: torch.dtype) -> None:
         super().__init__()
@@ -61,7 +58,6 @@ class StreamMixer(nn.Module):
         self.factors = StoredVector(at, "correct_output_scale", size)
 
     def predict(self, states: Tensor) -> None:
-        """Overwrite the streams by the predicted ones."""
         predict_streams(states, self._mix(self.before, states[:, : self.size], self.predictions))
 
     def correct(self, states: Tensor, activated: Tensor, feeds: Linear) -> Activations:
@@ -122,8 +118,8 @@ class LayerInput(nn.Module):
 class AltUpLayer(nn.Module):
     """Attention and MLP with norms around them, which read and change the first of several streams.
 
-    The sum of the stream, attention and the branch beside it is divided by sqrt(2). The division is left to what reads the
-    sum, whose norm does not change, and to the correction.
+    The sum of the stream, attention and the branch beside it is divided by sqrt(2): by what reads the sum, whose norm
+    does not change, and by the correction.
     """
 
     def __init__(self, config: ModelConfig, altup: AltUpConfig, layer: int, dtype: torch.dtype) -> None:
@@ -140,10 +136,7 @@ class AltUpLayer(nn.Module):
         self.gated_norm = Norm(f"{at}.post_feedforward_layernorm", size, norm, gain=1 / _ROOT_HALF)
 
     def forward(self, states: Tensor, angles: RopeAngles | None, attend: Attend, rows: Tensor | None) -> Tensor:
-        """Run the layer on states [tokens, width], which are overwritten.
-
-        `rows` are the only tokens needed after this layer (None: all).
-        """
+        """Run the layer on states [tokens, width], overwritten; `rows` are needed after it (None: all)."""
         self.mixer.predict(states)
         mixed = self.attention(self.attention_norm(states[:, : self.size]), angles, attend)
         if rows is not None:
@@ -159,7 +152,7 @@ class AltUpLayer(nn.Module):
 class AltUpEntry(nn.Module):
     """The states before the first layer: products of the embeddings beside them, and what each layer reads.
 
-    What a layer reads is the mean of a row of `table` and the norm of a product, times sqrt(2).
+    A layer reads the mean of a row of `table` and the norm of a product, times sqrt(2).
     """
 
     def __init__(self, config: ModelConfig, altup: AltUpConfig, table: nn.Module, dtype: torch.dtype) -> None:
@@ -193,8 +186,6 @@ class AltUpEntry(nn.Module):
 
 
 class AltUpExit(nn.Module):
-    """The sum of the streams, as many times their mean, after products that bring the others to the first one."""
-
     def __init__(self, config: ModelConfig, altup: AltUpConfig, dtype: torch.dtype) -> None:
         super().__init__()
         self.size, self.dtype = config.hidden_size, dtype

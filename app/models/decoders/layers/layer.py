@@ -26,7 +26,6 @@ from armature_kernels.linear.linear import Linear, LinearForm
 
 
 def linear_of(product: Product, layer: int) -> Linear:
-    """Return the linear layer of a product of a layer."""
     sources = tuple(f"model.layers.{layer}.{name}" for name in product.sources)
     return Linear(sources, product.inputs, sum(product.rows), product.bias, product.rows)
 
@@ -34,9 +33,8 @@ def linear_of(product: Product, layer: int) -> Linear:
 class Attention(nn.Module):
     """Grouped-query attention: one product for queries, keys and values, then `attend`, which also applies RoPE.
 
-    If the layer reads keys and values of another one, the product has queries alone.
-
-    The layer calls the product `out`, since it knows for which tokens the result is needed and where it is added.
+    A layer that reads keys and values of another one has queries alone. The layer calls the product `out`, since it
+    knows for which tokens the result is needed and where it is added.
     """
 
     def __init__(self, config: ModelConfig, layer: int, dtype: torch.dtype) -> None:
@@ -89,7 +87,7 @@ class Attention(nn.Module):
 
 
 class LatentAttention(nn.Module):
-    """Multi-head latent attention: queries, keys and values come from short rows, and then `attend` as in `Attention`.
+    """Multi-head latent attention: queries, keys and values come from short rows.
 
     The cache has the keys and values of all heads, values padded to the size of keys.
     """
@@ -144,10 +142,7 @@ class ShortConvolution(nn.Module):
 
 
 class DecoderMLP(nn.Module):
-    """down(act(gate x) * up x), with gate and up in one product; or down(act(up x)).
-
-    With deviations in the config, most gates of a row are 0.
-    """
+    """down(act(gate x) * up x), gate and up in one product, or down(act(up x)); deviations make most gates 0."""
 
     def __init__(self, config: ModelConfig, layer: int, name: str = "mlp", inner: int | None = None) -> None:
         super().__init__()
@@ -171,7 +166,6 @@ class DecoderMLP(nn.Module):
         return result
 
     def add_to(self, hidden: Tensor, x: Activations) -> None:
-        """Add the MLP of x to hidden [tokens, hidden]."""
         self.down.add_to(hidden, self._activated(x))
 
     def _activated(self, x: Activations) -> Activations:
@@ -224,7 +218,6 @@ class MixtureOfExperts(nn.Module):
         return result
 
     def add_to(self, hidden: Tensor, x: Activations) -> None:
-        """Add the experts of x to hidden [tokens, hidden]."""
         rows, number = unquantized(x), self.routing.num_experts
         logits = self.router.multiply_wide(rows)
         ids, weights = route(logits, self.routing, None if self.bias is None else self.bias.weight)
@@ -253,7 +246,6 @@ _GATE = Routing(1, 1, "sigmoid", renormalize=False)
 
 
 def attention_of(config: ModelConfig, layer: int, dtype: torch.dtype) -> Attention | LatentAttention | ShortConvolution:
-    """Return the attention of a layer, or its convolution."""
     if config.convolution is not None and config.has_convolution(layer):
         return ShortConvolution(config, config.convolution, layer)
     if config.latent is None:
@@ -262,7 +254,6 @@ def attention_of(config: ModelConfig, layer: int, dtype: torch.dtype) -> Attenti
 
 
 def mlp_of(config: ModelConfig, layer: int) -> DecoderMLP | MixtureOfExperts:
-    """Return the MLP of a layer, or its experts."""
     if config.experts is None or not config.has_experts(layer):
         return DecoderMLP(config, layer)
     return MixtureOfExperts(config, config.experts, layer)
@@ -287,10 +278,7 @@ class DecoderLayer(nn.Module):
             self.gated_norm = Norm(f"{at}.post_feedforward_layernorm", size, norm)
 
     def forward(self, hidden: Tensor, angles: RopeAngles | None, attend: Attend, rows: Tensor | None) -> Tensor:
-        """Run the layer on hidden [tokens, hidden], which is overwritten.
-
-        `rows` are the only tokens needed after this layer (None: all).
-        """
+        """Run the layer on hidden [tokens, hidden], overwritten; `rows` are needed after it (None: all)."""
         mixed = self.attention(self._input(hidden, self.attention_norm, self.attention.first), angles, attend)
         if rows is not None:
             hidden, mixed = gather(hidden, rows), gather(mixed, rows)
@@ -307,7 +295,6 @@ class DecoderLayer(nn.Module):
         return hidden
 
     def _input(self, hidden: Tensor, norm: Norm | None, product: Linear) -> Activations:
-        """Return what a product reads: the norm of hidden, or hidden itself."""
         if norm is None:
             return convert_rows(hidden, self.dtype, product.activation_group(hidden.shape[0]))
         result: Activations = norm(hidden)

@@ -16,10 +16,7 @@ from armature_kernels.linear.linear import Linear
 
 
 class Norm(nn.Module):
-    """An RMSNorm or a LayerNorm, in FP32.
-
-    The result is in `dtype`, or in the input format of the product that it `feeds`. The result is multiplied by `gain`.
-    """
+    """An RMSNorm or a LayerNorm in FP32, times `gain`, in `dtype` or the input format of the product it `feeds`."""
 
     def __init__(
         self,
@@ -41,14 +38,12 @@ class Norm(nn.Module):
         return ("weight",) * self.norm.has_weight + ("bias",) * self.norm.has_bias
 
     def set_weight(self, *tensors: Tensor) -> None:
-        """Set the stored tensors of `kinds` [size], converted to FP32."""
         wide = {kind: tensor.to(torch.float32, copy=True) for kind, tensor in zip(self.kinds, tensors, strict=True)}
         self.weight = nn.Parameter((wide["weight"] + self.norm.offset) * self.gain, requires_grad=False)
         if self.bias is not None:
             self.bias = nn.Parameter(wide["bias"] * self.gain, requires_grad=False)
 
     def fill(self, weight: float, device: torch.device | None) -> None:
-        """Set all weights to one value, and the bias to 0."""
         self.weight = nn.Parameter(
             torch.full(self.weight.shape, weight * self.gain, device=device), requires_grad=False
         )
@@ -62,10 +57,7 @@ class Norm(nn.Module):
             self.bias.div_(factors)
 
     def forward(self, x: Tensor) -> Activations:
-        """Return the norm of x [tokens, size].
-
-        Without `feeds`, x may have more dimensions and the result is a tensor.
-        """
+        """Return the norm of x [tokens, size]; without `feeds`, x may have more dimensions."""
         group = None if self.feeds is None else self.feeds.activation_group(x.shape[0])
         if self.norm.kind == "layer":
             return layer_norm(x, (self.weight, self.bias, self.norm.eps), self.dtype, group)
@@ -91,11 +83,9 @@ class HeadNorm(nn.Module):
         self.weight = nn.Parameter(torch.empty(norm.num_weights(heads, head_dim)), requires_grad=False)
 
     def set_weight(self, tensor: Tensor) -> None:
-        """Set the weights, converted to FP32."""
         self.weight = nn.Parameter(tensor.to(torch.float32, copy=True) + self.norm.offset, requires_grad=False)
 
     def fill(self, weight: float, device: torch.device | None) -> None:
-        """Set all weights to one value."""
         self.weight = nn.Parameter(torch.full(self.weight.shape, weight, device=device), requires_grad=False)
 
 
@@ -110,11 +100,9 @@ class StoredVector(nn.Module):
         self.weight = nn.Parameter(torch.empty(shape), requires_grad=False)
 
     def fill(self, weight: float, device: torch.device | None) -> None:
-        """Set all elements to one value."""
         self.weight = nn.Parameter(torch.full(self.weight.shape, weight, device=device), requires_grad=False)
 
     def set_weight(self, tensor: Tensor) -> None:
-        """Set the vector, converted to FP32."""
         self.weight = nn.Parameter(tensor.to(torch.float32, copy=True), requires_grad=False)
 
 
@@ -126,7 +114,6 @@ class AlibiSlopes(StoredVector):
         self.slopes = tuple(slopes)
 
     def fill(self, weight: float, device: torch.device | None) -> None:
-        """Compute the slopes."""
         self.weight = nn.Parameter(torch.tensor(self.slopes, device=device or "cpu"), requires_grad=False)
 
 
@@ -145,7 +132,6 @@ class Filters(nn.Module):
         self.weight = nn.Parameter(tensor.float().squeeze(1).T.contiguous(), requires_grad=False)
 
     def fill(self, weight: float, device: torch.device | None) -> None:
-        """Set all elements to one value."""
         self.weight = nn.Parameter(torch.full(self.weight.shape, weight, device=device), requires_grad=False)
 
 
@@ -165,7 +151,6 @@ class Xielu(nn.Module):
         self.negative = 0.5 + float(F.softplus(negative.float()))
 
     def fill(self, weight: float, device: torch.device | None) -> None:
-        """Set both factors to one value."""
         self.positive = self.negative = weight
 
     def forward(self, x: Tensor, group: RowGroups | None) -> Activations:
