@@ -15,7 +15,7 @@ from app.engine.worker import Engine
 from app.errors import PlanImpossible, raise_kernel_errors_as
 from app.hardware.plan.plan import ServingPlan
 from app.metrics.load_progress import LoadProgress
-from app.metrics.step_time_model import StepTimeModel
+from app.metrics.steps import StepTimeModel
 from app.models.encoders.encoder import Encoder
 from app.weights.checkpoint import Checkpoint
 from app.weights.load import Model, PackCalibrator, Packing, ReportCost, load_model

@@ -22,7 +22,7 @@ from app.engine.scheduler.policy import share_in_order
 from app.errors import CheckpointInvalid, InvalidRequest, RequestError, StepFailed
 from app.hardware.step_times import ThrottleCorrection
 from app.messages import Abort, Array, ArraysReady, Event, Infer, RequestFailed, Signature, TensorSpec, Timings
-from app.metrics.stats import EngineSnapshot, StepStats
+from app.metrics.steps import EngineSnapshot, StepStats
 from app.models.program import Program
 from app.models.program_graph import SAMPLE_SIZE
 from app.weights.load import load_program

@@ -18,7 +18,7 @@ from typing import Any, Literal, Protocol, TypeVar
 from app.errors import ArmatureError, RequestError, ServiceStopping, StepFailed
 from app.messages import Abort, Command, EngineRequest, Event, RequestFailed, Stop
 from app.metrics.load_progress import LoadProgress
-from app.metrics.stats import EngineSnapshot, StepStats
+from app.metrics.steps import EngineSnapshot, StepStats
 
 log = logging.getLogger(__name__)
 

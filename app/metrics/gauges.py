@@ -11,8 +11,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.metrics_core import Metric
 
 from app.metrics.instruments import Metrics
-from app.metrics.speed_drift import SpeedDrift
-from app.metrics.stats import EngineSnapshot
+from app.metrics.steps import EngineSnapshot, SpeedDrift
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,7 +23,7 @@ from prometheus_client.samples import Sample
 
 from app.errors import NotReady, Overloaded, RequestError, ServiceStopping
 from app.messages import FinishReason, Timings
-from app.metrics.stats import EngineSnapshot, Phase, StepLog, StepStats
+from app.metrics.steps import EngineSnapshot, Phase, StepLog, StepStats
 
 WINDOW_SECONDS = 60.0
 T = TypeVar("T")

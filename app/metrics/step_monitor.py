@@ -20,16 +20,15 @@ from typing import Any, get_args
 from prometheus_client import Counter
 from prometheus_client.metrics_core import Metric
 
-from app.hardware.kernel_advice import advise, process_usage
+from app.hardware.kernel_advice import advise
 from app.metrics.gauges import gauge_family, speed_gauges
 from app.metrics.instruments import Metrics
-from app.metrics.speed_drift import SpeedDrift
-from app.metrics.stats import Cause, StepStats
-from app.metrics.step_time_model import StepTimeModel
+from app.metrics.steps import Cause, SpeedDrift, StepStats, StepTimeModel
 
 SLOW_FACTOR = 1.5  # times the usual time of similar steps
 CAUSE_SHARE = 0.5  # share of the excess time that makes something the cause
 _PROBED_PAGES, _PROBES = 256, 3
+_NO_USAGE = resource.struct_rusage((0.0,) * 16)
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +50,14 @@ class ProcessCounters:
             after.ru_nivcsw - before.ru_nivcsw,
             garbage_seconds,
         )
+
+
+def process_usage() -> resource.struct_rusage:
+    """Return the counters of this process (man 2 getrusage), or zeros where a sandbox refuses them."""
+    try:
+        return resource.getrusage(resource.RUSAGE_SELF)
+    except (OSError, ValueError):  # Python turns EINVAL into a ValueError
+        return _NO_USAGE
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,7 +13,7 @@ from prometheus_client.metrics_core import Metric
 
 from app.metrics.gauges import gauge_family
 from app.metrics.instruments import Metrics
-from app.metrics.stats import EngineSnapshot
+from app.metrics.steps import EngineSnapshot
 
 # Paged engines count KV memory in blocks, this engine in tokens. Routers that hash a prompt by blocks need blocks of a
 # useful size.

@@ -6,10 +6,15 @@ when it is imported, and decides what to measure.
 
 from __future__ import annotations
 
+import hashlib
+import json
 import logging
+import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from app.engine.calibration.cache import Calibration, CalibrationFile, calibration_key
@@ -32,23 +37,23 @@ from app.hardware.plan.threads import CONTENDED_GAIN
 from app.hardware.probe.probe import probe
 from app.hardware.step_times import StepTimeTable
 from app.metrics.load_progress import LoadProgress
+from app.models.decoders.config import ModelConfig
 from app.server.adapters import check_device, planned_adapters
-from app.server.draft_model import planned_draft
-from app.server.model_source import missing_model, open_or_fetch_model
-from app.server.quality_notes import QualityNotes, planned_needs
-from app.settings import Settings
+from app.server.model_source import missing_model, open_or_fetch_model, planned_draft
+from app.settings import Settings, parse_kept_layers
+from app.version import VERSION
+from app.weights.cache_file import FileUnusable, atomic_write, file_identity, log_not_kept, open_trusted
 from app.weights.checkpoint import Checkpoint
-from app.weights.forms import RECIPES
+from app.weights.forms import QUANTIZED, RECIPES, kept_layer_bytes
 from app.weights.hub.cache import HubName
 from app.weights.hub.fetch import fetch_or_use_cached
 from app.weights.lora.adapter import ServedAdapters
 from app.weights.open import OpenedModel
 
 if TYPE_CHECKING:
-    from app.engine.calibration.session import CalibrationSubject
+    from app.engine.calibration.measure import CalibrationSubject
 
 log = logging.getLogger(__name__)
-
 UNDER_LOAD = "fewer threads were much faster, so other work probably used the cores"
 BUDGET_SECONDS = 5.0  # budget for measuring at a start; the first one packs weights too, which takes longer
 CALIBRATE_COMMAND_SECONDS = 10.0  # budget of the command `armature calibrate`
@@ -59,6 +64,61 @@ SMALL_BUDGET_SECONDS = 0.3
 THREAD_CACHE_BYTES = 64 * 2**20
 FEW_THREADS = 3  # up to this many, every number of threads is tried; above it, the planned number and one fewer
 ReportStage = Callable[[str | LoadProgress], None]
+log = logging.getLogger(__name__)
+FORMAT = 1  # version of the formats and of the measurement: raise it when older figures would mislead
+FOLDER = "packs"
+_MAX_BYTES = 2**12
+
+
+class QualityNotes:
+    """The note of one checkpoint with these settings, which may not exist yet."""
+
+    def __init__(self, checkpoint: OpenedModel, settings: Settings) -> None:
+        self._file: Path | None = None
+        folder = settings.cache_directory
+        if folder is None or not isinstance(checkpoint, Checkpoint):
+            return
+        key = [VERSION, FORMAT, settings.keep_layers, *(file_identity(file) for file in checkpoint.content_files)]
+        digest = hashlib.sha256(json.dumps(key).encode()).hexdigest()
+        self._file = folder / FOLDER / f"{digest[:32]}.quality"
+
+    def read(self) -> dict[str, float]:
+        """Return the cost of each precision that was measured; empty if there is no usable note."""
+        if self._file is None:
+            return {}
+        try:
+            with os.fdopen(open_trusted(self._file), encoding="utf-8") as stream:
+                noted = json.loads(stream.read(_MAX_BYTES))
+            return {name: float(noted[name]) for name in QUANTIZED if name in noted}
+        except (OSError, ValueError, TypeError, FileUnusable, RecursionError):
+            return {}
+
+    def write(self, costs: Mapping[str, float]) -> None:
+        if self._file is None or costs == self.read():
+            return
+        try:
+            with atomic_write(self._file) as stream:
+                stream.write(json.dumps(dict(costs)).encode())
+        except OSError as error:
+            log_not_kept(self._file, "the measured cost in quality", error)
+
+
+def planned_needs(checkpoint: OpenedModel, settings: Settings) -> Needs:
+    """Return a checkpoint's needs with its noted costs, and with the bytes of the layers in `keep_layers`.
+
+    Raises `SettingsInvalid` if `keep_layers` names a layer that the model does not have.
+    """
+    needs = checkpoint.needs()
+    with suppress(OSError):  # a file that vanished is reported when it is read
+        needs = replace(needs, quality_costs=QualityNotes(checkpoint, settings).read())
+    kept = parse_kept_layers(settings.keep_layers)
+    if not kept or not isinstance(checkpoint, Checkpoint) or not isinstance(checkpoint.model_config, ModelConfig):
+        return needs
+    changed = {
+        name: size + kept_layer_bytes(checkpoint.model_config, name, kept) if name in QUANTIZED else size
+        for name, size in needs.bytes_by_precision.items()
+    }
+    return replace(needs, bytes_by_precision=changed)
 
 
 @dataclass(frozen=True, slots=True)
@@ -275,7 +335,7 @@ def measuring_budget_seconds(checkpoint: OpenedModel) -> float:
 
 def measurement_subject(prepared: Prepared) -> CalibrationSubject:
     """Return what to measure: each precision that may be chosen, the fastest first, and the numbers of threads."""
-    from app.engine.calibration.session import CalibrationSubject
+    from app.engine.calibration.measure import CalibrationSubject
 
     facts, settings, checkpoint, plan = prepared.facts, prepared.settings, prepared.checkpoint, prepared.plan
     names = [plan.weights.precision, *_other_precisions(prepared)]

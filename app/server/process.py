@@ -28,7 +28,7 @@ from app.server.app import create_app
 from app.server.listeners import BACKLOG, Listeners, TlsListener, listen
 from app.server.log_output import log_to_stderr
 from app.server.prepare import Prepared, prepare_start
-from app.server.start_summary import start_summary
+from app.server.start_console import start_summary
 from app.server.startup import ServerRuntime
 from app.server.termination_log import describe_exception
 from app.settings import Settings

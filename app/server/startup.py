@@ -34,9 +34,8 @@ from app.messages import Stop
 from app.metrics.gauges import DeploymentGauges, DeploymentInfo, ServerInfo, throttled_seconds
 from app.metrics.instruments import Metrics
 from app.metrics.power_monitor import PowerMonitor
-from app.metrics.speed_drift import ExpectedSpeed, SpeedDrift
 from app.metrics.step_monitor import SlowStepDetector, StepMonitor, first_touch_seconds
-from app.metrics.step_time_model import StepTimeModel
+from app.metrics.steps import ExpectedSpeed, SpeedDrift, StepTimeModel
 from app.metrics.thermal_monitor import ThermalMonitor
 from app.models.encoders.config import EncoderConfig
 from app.server.adapters import adapter_store
@@ -349,7 +348,7 @@ class ServerRuntime:
         cache = self._prepared.settings.cache_directory
         tokenizer = read_tokenizer(self._prepared.checkpoint, report_stage, cache)
         if tokenizer is not None and self._prepared.draft is not None:
-            from app.server.draft_model import check_vocabulary
+            from app.server.model_source import check_vocabulary
 
             check_vocabulary(tokenizer, self._prepared.draft, cache)
         chat = read_chat_template(self._prepared, tokenizer)

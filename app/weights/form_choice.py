@@ -10,7 +10,7 @@ from torch import Tensor
 
 from app.hardware.plan.plan import ServingPlan
 from app.models.decoders.config import ModelConfig
-from app.models.decoders.layers.vectors import Norm
+from app.models.decoders.layers import Norm
 from app.models.decoders.shapes import is_expert, is_router
 from app.weights.forms import (
     DETERMINISTIC_RECIPES,

@@ -20,7 +20,7 @@ from app.backends.base import BaseBackend
 from app.errors import CheckpointInvalid, PlanImpossible
 from app.hardware.plan.plan import ServingPlan
 from app.models.decoders.decoder import Decoder, Embedding
-from app.models.decoders.layers.vectors import Filters, HeadNorm, Norm, StoredVector, Xielu
+from app.models.decoders.layers import Filters, HeadNorm, Norm, StoredVector, Xielu
 from app.models.decoders.shapes import narrow_products
 from app.models.encoders.encoder import DistanceBias, Encoder
 from app.models.encoders.heads import DenseLayer, LayerNorm

@@ -14,7 +14,7 @@ from itertools import count
 from pathlib import Path
 
 from app.messages import ArraysReady, Encode, Text
-from app.metrics.step_time_model import StepTimeModel
+from app.metrics.steps import StepTimeModel
 from app.server.prepare import calibrate, prepare
 from app.settings import load_settings
 from app.version import VERSION

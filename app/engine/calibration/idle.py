@@ -17,7 +17,7 @@ from app.engine.worker import Engine
 from app.hardware.decision import TrialTimes
 from app.hardware.plan.plan import ServingPlan
 from app.messages import Abort, Encode, Generate, Infer, SamplingParams, Text
-from app.metrics.stats import StepStats
+from app.metrics.steps import StepStats
 from app.weights.program import ProgramCheckpoint
 from armature_kernels.timing import MAX_SPREAD, MIN_SAMPLES, monotone_table, relative_spread
 

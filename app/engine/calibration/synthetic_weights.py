@@ -8,10 +8,9 @@ from collections.abc import Callable, Iterable
 import torch
 from torch import Tensor, nn
 
-from app.engine.calibration.stages import TrialScope
+from app.engine.calibration.trials import TrialScope
 from app.models.decoders.decoder import Embedding
-from app.models.decoders.layers.layer import MixtureOfExperts
-from app.models.decoders.layers.vectors import Filters, HeadNorm, Norm, StoredVector, Xielu
+from app.models.decoders.layers import Filters, HeadNorm, MixtureOfExperts, Norm, StoredVector, Xielu
 from app.models.decoders.shapes import is_router
 from app.weights.form_choice import CacheablePacking, FormChoice
 from app.weights.forms import OUTPUT_SOURCES

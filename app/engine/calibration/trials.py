@@ -5,13 +5,14 @@ The time of all layers is extrapolated from different numbers of layers (armatur
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from app.engine.calibration.stages import RunBatch, TrialScope, TrialShape, TrialStage, TrialStep, doubling_sizes
+from app.backends.base import HostBackend
 from app.engine.calibration.synthetic_weights import (
     FILL_BYTE,
     MAX_TOKEN_IDS,
@@ -22,11 +23,14 @@ from app.engine.calibration.synthetic_weights import (
     num_trial_layers,
     synthetic_form,
 )
+from app.engine.decoder.build import deterministic_query_limit
+from app.engine.decoder.cpu_runner import CpuDecoderRunner, DecoderReplay
 from app.engine.decoder.cuda_graphs import LARGEST_BUCKET
-from app.engine.decoder.kv_cache import KvShape
+from app.engine.decoder.kv_cache import KvCache, KvShape, kv_dtype
 from app.engine.encoder.batching import EncodeState, TextSpan
 from app.engine.encoder.cpu_runner import EncoderRunner
 from app.engine.program import INPUT_ERRORS, cannot_run, max_step_rows, served_program, synthetic_inputs
+from app.engine.sampling.sampler import Sampler
 from app.engine.scheduler.batch import Batch, ScheduledSpan, make_sequence
 from app.errors import StepFailed
 from app.hardware.decision import TrialTimes
@@ -34,7 +38,7 @@ from app.hardware.plan.plan import ServingPlan
 from app.hardware.step_times import TABLE_TEXT_TOKENS
 from app.messages import Encode, Generate, SamplingParams, Text
 from app.models.decoders.config import ModelConfig
-from app.models.decoders.decoder import Embedding
+from app.models.decoders.decoder import Decoder, Embedding
 from app.models.decoders.shapes import active_weights
 from app.models.encoders.config import EncoderConfig, encoder_products_of
 from app.models.encoders.encoder import DistanceBias, Encoder
@@ -55,8 +59,149 @@ CONTEXT_ROWS = 8
 CHUNK_TOKENS = 64  # tokens of a prompt that follow this context
 OPTIONAL_ROWS = 32  # decode steps with more rows are timed last, if there is time
 MAX_DECODE_ROWS = {"cpu": 64}  # sequences of a step; with more, products gain little on a CPU
-StageFactory = Callable[[ModelConfig, ServingPlan, KvShape], TrialStage]
 _PARAMS = SamplingParams(max_tokens=2, temperature=0.0, ignore_eos=True)
+DEFAULT_STEP_ROWS = 32  # a plan has smaller steps only if the user asked for them
+MAX_STEP_ROWS = 256  # rows of a step
+LARGE_BYTES = 4 * 2**20  # bytes of a tensor
+FILLED_BYTES = 2**28  # a larger tensor is a table of which a step reads some rows: its pages stay untouched
+MIN_STEP_TOKENS = 16  # tokens of one short text
+MAX_STEP_TOKENS = 2048  # tokens of a step; products have reached their best rate long before
+# a plan has smaller steps only if the user or the memory requires it: then larger ones are not timed
+DEFAULT_STEP_TOKENS = 512
+# up to this many tokens, reading weights may cost more than multiplying, so steps read as much as in the whole model
+MEMORY_BOUND_TOKENS = 64
+LONG_TEXT_TOKENS = 512  # tokens of the one text that shows the cost of attention
+RunTexts = Callable[[Sequence[TextSpan]], object]
+# (model, most tokens of a batch) -> a function that runs a batch to its end
+TextRunnerFactory = Callable[[Encoder, int], RunTexts]
+COARSE_LAYERS, FULL_LAYERS = 8, 4  # one layer in this many is built
+COARSE_OUTPUTS = 2048
+RunBatch = Callable[[Batch], object]
+
+
+@dataclass(frozen=True, slots=True)
+class TrialStep:
+    """A step through `layers` layers: `size` decodes or `size` tokens of a prompt, after `context` tokens each.
+
+    Kind `encode`: `size` tokens of texts that have `context` tokens each (0: as in the table).
+    """
+
+    kind: str
+    size: int
+    layers: int
+    context: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class TrialScope:
+    """The part of a model that is built with synthetic weights.
+
+    - `cache_bytes`: size of the largest cache, which the weights of a step must exceed.
+
+    - `layers_share`: at least one layer in this many is built.
+
+    - `most_outputs`: limit for the output layer; the rest of it is counted as layers.
+    """
+
+    cache_bytes: int
+    layers_share: int
+    most_outputs: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class TrialShape:
+    """The steps of a trial: rows of decodes, tokens of a prompt and tokens of texts (empty: all that matter).
+
+    `layers_share` and `most_outputs` limit the part of the model that is built. `context` adds steps with context.
+    """
+
+    layers_share: int
+    rows: tuple[int, ...] = ()
+    tokens: tuple[int, ...] = ()
+    texts: tuple[int, ...] = ()
+    most_outputs: int | None = None
+    context: bool = False
+
+
+FULL_TRIAL = TrialShape(FULL_LAYERS, context=True)
+
+
+COARSE_TRIAL = TrialShape(COARSE_LAYERS, rows=(1, 8), tokens=(128,), texts=(16, 256), most_outputs=COARSE_OUTPUTS)
+
+
+class ModelTrial(Protocol):
+    """A model under one plan that can be timed step by step."""
+
+    def trial_steps(self, trial_shape: TrialShape) -> list[TrialStep]:
+        """Return the steps to time, the fastest first, since time may run out."""
+        ...
+
+    def step(self, shape: TrialStep) -> Callable[[], object]:
+        """Return a function that runs that step; it may be called any number of times."""
+        ...
+
+    def summarize(
+        self, threads: int, seconds: Mapping[TrialStep, float], max_adjustment: float = MAX_ADJUSTMENT
+    ) -> TrialTimes | None:
+        """Return the result for the whole model, or None if steps are missing or their times are inconsistent.
+
+        They are if times that rise with the size differ from them by more than `max_adjustment`, relative.
+        """
+        ...
+
+
+def doubling_sizes(first: int, most: int) -> list[int]:
+    """Return first, 2 · first, 4 · first, … and finally `most` itself."""
+    return [*_powers(first, most), most]
+
+
+def _powers(first: int, most: int) -> Iterator[int]:
+    while first < most:
+        yield first
+        first *= 2
+
+
+class TrialStage(Protocol):
+    """The KV memory for the models of a trial, which have few layers and share it."""
+
+    bytes_per_token: int
+
+    def runner(self, model: Decoder) -> RunBatch: ...
+
+    def fill_context(self, slot: int, num_tokens: int) -> None:
+        """Write keys and values at the beginning of a slot: memory never written is read from a single page."""
+        ...
+
+
+StageFactory = Callable[[ModelConfig, ServingPlan, KvShape], TrialStage]
+
+
+class CpuTrialStage:
+    """The stage on a CPU, built as `build_decoder_engine` does it."""
+
+    def __init__(self, backend: HostBackend, config: ModelConfig, plan: ServingPlan, shape: KvShape) -> None:
+        self._backend, self._config, self._plan = backend, config, plan
+        self._kv_cache = KvCache(shape, kv_dtype(plan))
+        self.bytes_per_token = self._kv_cache.bytes_per_token
+
+    def runner(self, model: Decoder) -> RunBatch:
+        off = "" if self._plan.steps.compile else self._plan.decisions["compile"].reason
+        replay = DecoderReplay(model, off, record_after=0)
+        sampler, few = Sampler(self._config.vocab_size), deterministic_query_limit(self._config, self._plan)
+        return CpuDecoderRunner(replay, self._kv_cache, self._backend, sampler, few).run
+
+    def fill_context(self, slot: int, num_tokens: int) -> None:
+        """Write random keys and values for the first `num_tokens` tokens of a slot."""
+        some = random_heads(self._kv_cache.shape, num_tokens)
+        rows = torch.arange(num_tokens) + self._kv_cache.row(slot, 0)
+        for layer in range(self._kv_cache.shape.num_layers):
+            self._kv_cache.write(layer, rows, some, some)
+
+
+def random_heads(shape: KvShape, num_tokens: int) -> torch.Tensor:
+    """Return random keys or values [tokens, kv_heads, head_dim]."""
+    generator = torch.Generator().manual_seed(0)
+    return torch.randn((num_tokens, shape.num_kv_heads, shape.head_dim), generator=generator)
 
 
 class DecoderTrial:
@@ -251,12 +396,6 @@ def _context_token_seconds(own: Mapping[TrialStep, float], kind: str, size: int,
     return 0.0
 
 
-DEFAULT_STEP_ROWS = 32  # a plan has smaller steps only if the user asked for them
-MAX_STEP_ROWS = 256  # rows of a step
-LARGE_BYTES = 4 * 2**20  # bytes of a tensor
-FILLED_BYTES = 2**28  # a larger tensor is a table of which a step reads some rows: its pages stay untouched
-
-
 class ProgramTrial:
     """A program under one plan, ready to be timed."""
 
@@ -321,20 +460,6 @@ def _synthetic_tensor(archive: Archive, stored: StoredTensor) -> Tensor:
 def _synthetic_product(packing: FormFactory, weight: Tensor, bias: Tensor | None) -> LinearForm:
     outputs, inputs = weight.shape
     return synthetic_form(packing, Linear(("program",), inputs, outputs, bias is not None), bias, weight.dtype)
-
-
-MIN_STEP_TOKENS = 16  # tokens of one short text
-MAX_STEP_TOKENS = 2048  # tokens of a step; products have reached their best rate long before
-# a plan has smaller steps only if the user or the memory requires it: then larger ones are not timed
-DEFAULT_STEP_TOKENS = 512
-# up to this many tokens, reading weights may cost more than multiplying, so steps read as much as in the whole model
-MEMORY_BOUND_TOKENS = 64
-LONG_TEXT_TOKENS = 512  # tokens of the one text that shows the cost of attention
-
-
-RunTexts = Callable[[Sequence[TextSpan]], object]
-# (model, most tokens of a batch) -> a function that runs a batch to its end
-TextRunnerFactory = Callable[[Encoder, int], RunTexts]
 
 
 def cpu_text_runner(plan: ServingPlan, recorded_tokens: int) -> TextRunnerFactory:

@@ -21,15 +21,14 @@ from app.engine.sampling.sampler import Sampler
 from app.engine.scheduler.batch import Batch, ScheduledSpan, Sequence, make_sequence
 from app.engine.scheduler.kv_allocator import KvSlots
 from app.engine.scheduler.policy import PrefillBudget
-from app.engine.scheduler.queues import EngineLimits
-from app.engine.scheduler.scheduler import Scheduler
+from app.engine.scheduler.scheduler import EngineLimits, Scheduler
 from app.engine.scheduler.speculation import MAX_DRAFT_TOKENS, Speculation, ngram_drafter
 from app.errors import PlanImpossible, StepFailed
 from app.hardware.plan.memory_budget import DRAFT_SEQS, draft_kv_tokens, draft_precision
 from app.hardware.plan.plan import ServingPlan
 from app.hardware.step_times import ThrottleCorrection
 from app.messages import Generate, SamplingParams
-from app.metrics.step_time_model import StepTimeModel
+from app.metrics.steps import StepTimeModel
 from app.models.decoders.config import ModelConfig
 from app.models.decoders.decoder import Decoder
 from app.weights.checkpoint import Checkpoint

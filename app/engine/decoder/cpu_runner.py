@@ -20,8 +20,7 @@ from torch import Tensor
 from app.backends.base import HostBackend
 from app.engine.decoder.adapters import AdapterSlots
 from app.engine.decoder.kv_cache import KvCache
-from app.engine.sampling.masks import TokenMasks
-from app.engine.sampling.sampler import Sampler, sample_top_logits, score_prompts, top_logits_request
+from app.engine.sampling.sampler import Sampler, TokenMasks, sample_top_logits, score_prompts, top_logits_request
 from app.engine.scheduler.batch import (
     Batch,
     CompletedStep,

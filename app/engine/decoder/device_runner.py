@@ -32,11 +32,10 @@ from app.engine.decoder.device_inputs import (
     table_update_views,
 )
 from app.engine.decoder.paged_kv_cache import PagedKvCache
-from app.engine.sampling.masks import TokenMasks
 from app.engine.sampling.rows import SamplingTensors, sample_greedy, sample_random, scratch_rows
-from app.engine.sampling.sampler import Sampler, SpanScores, score_prompts
+from app.engine.sampling.sampler import Sampler, SpanScores, TokenMasks, score_prompts
 from app.engine.scheduler.batch import Batch, InFlightStep, LogitRow, SampledTokens, ScheduledSpan, logit_rows_of
-from app.engine.scheduler.queues import EngineLimits
+from app.engine.scheduler.scheduler import EngineLimits
 from app.messages import TokenScore
 from app.models.decoders.decoder import Decoder
 from armature_kernels.attention.attention import QkvHeads

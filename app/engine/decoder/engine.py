@@ -25,7 +25,7 @@ from app.engine.scheduler.scheduler import Scheduler
 from app.errors import RequestError, StepFailed
 from app.hardware.step_times import ThrottleCorrection
 from app.messages import Abort, Event, Generate, RequestFailed, SamplingParams, SetAdapter, TokenScore
-from app.metrics.stats import EngineSnapshot, StepStats
+from app.metrics.steps import EngineSnapshot, StepStats
 
 if TYPE_CHECKING:
     from app.engine.decoder.adapters import AdapterSlots

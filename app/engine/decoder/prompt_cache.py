@@ -33,7 +33,7 @@ from app.engine.decoder.kv_cache import KvCache
 from app.engine.scheduler.batch import KvCopy, Sequence
 from app.engine.scheduler.kv_allocator import KvSlot
 from app.errors import SettingsInvalid
-from app.metrics.step_time_model import StepTimeModel
+from app.metrics.steps import StepTimeModel
 from app.version import VERSION
 from app.weights.cache_file import PACKS, FileUnusable, atomic_write, checkpoint_fingerprint, open_trusted
 from app.weights.checkpoint import Checkpoint

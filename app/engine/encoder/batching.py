@@ -24,8 +24,7 @@ from typing import Protocol, TypeVar
 from app.engine.scheduler.policy import size_class
 from app.hardware.step_times import StepTimes
 from app.messages import Array, Encode, Text
-from app.metrics.stats import StepStats
-from app.metrics.step_time_model import StepTimeModel
+from app.metrics.steps import StepStats, StepTimeModel
 
 FLOAT_BYTES = 4
 TextLength = tuple[int, int]  # (tokens of a text, its negative index), so that the first of equal texts sorts last

@@ -14,7 +14,7 @@ from app.engine.encoder.batching import BatchingDelay, EncodeState, TextBudget, 
 from app.errors import ContextLengthExceeded, InvalidRequest, RequestError, StepFailed, WrongModelKind
 from app.hardware.step_times import ThrottleCorrection
 from app.messages import Abort, ArraysReady, Encode, Event, RequestFailed, Text, Timings
-from app.metrics.stats import EngineSnapshot, StepStats
+from app.metrics.steps import EngineSnapshot, StepStats
 
 _NOT_FINITE_MESSAGE = (
     "The model's output for this request is not finite, so there is no result: its weights do not suit a token of these "

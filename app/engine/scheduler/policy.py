@@ -11,8 +11,7 @@ from typing import TypeVar
 
 from app.engine.scheduler.batch import Batch
 from app.hardware.step_times import StepTimes
-from app.metrics.stats import StepStats
-from app.metrics.step_time_model import StepTimeModel
+from app.metrics.steps import StepStats, StepTimeModel
 
 T = TypeVar("T")
 

@@ -15,8 +15,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor, nn
 
-from app.models.decoders.decoder import DecoderBody, Embedding
-from app.models.decoders.rotary import LayerRopeAngles
+from app.models.decoders.decoder import DecoderBody, Embedding, LayerRopeAngles
 from app.models.encoders.config import EncoderConfig
 from app.models.encoders.heads import LabelHead, LayerNorm, VectorHead
 from armature_kernels.attention.attention import QkvHeads, RopeAngles

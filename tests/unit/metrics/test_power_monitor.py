@@ -15,7 +15,7 @@ from app.hardware.power_meters import ModelledMeter
 from app.messages import Timings
 from app.metrics.instruments import Metrics
 from app.metrics.power_monitor import EnergyReport, PowerMonitor
-from app.metrics.stats import EngineSnapshot, StepStats
+from app.metrics.steps import EngineSnapshot, StepStats
 
 RAPL = PowerMeter(
     "rapl", (PowerCounter("package-0", "/energy_uj", "energy", 1_000_000_000),), "The processor's own counters."

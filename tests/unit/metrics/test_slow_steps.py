@@ -12,9 +12,8 @@ import pytest
 from app.hardware.decision import TrialTimes
 from app.hardware.step_times import StepTimeTable
 from app.metrics.gauges import throttled_seconds
-from app.metrics.stats import StepStats
 from app.metrics.step_monitor import ProcessCounters, SlowStep, SlowStepDetector, first_touch_seconds
-from app.metrics.step_time_model import StepTimeModel
+from app.metrics.steps import StepStats, StepTimeModel
 
 TABLE = StepTimeTable.from_trial(TrialTimes("int4", 2, {1: 0.016, 8: 0.030}, {128: 0.2}, context_token_seconds=1e-6))
 DECODE = StepStats(0.030, decode_tokens=8, num_decode_sequences=8)
