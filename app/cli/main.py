@@ -269,8 +269,7 @@ def _pack_weights(
 ) -> tuple[PackFile | None, float | None]:
     """Return the pack, and the measured cost in quality, which is also noted for later starts."""
     from app.backends.selection import select_host_backend
-    from app.engine.calibration.encoder_cost import measure_encoder_cost
-    from app.engine.calibration.streaming import calibration_for
+    from app.engine.calibration.streaming import calibration_for, measure_encoder_cost
     from app.weights.load import Packing, pack_weights
     from app.weights.packs import PackFolder
 

@@ -101,7 +101,7 @@ def load_on_device(request: BuildRequest[Checkpoint], select: SelectDevice[Devic
         return calibration_for(request.checkpoint, plan, cast(HostBackend, backend))
 
     def measure_encoder(model: Encoder, exact: Callable[[Linear], ExactLinear]) -> float | None:
-        from app.engine.calibration.encoder_cost import measure_encoder_cost
+        from app.engine.calibration.streaming import measure_encoder_cost
 
         return measure_encoder_cost(request.checkpoint, plan, model, exact)
 

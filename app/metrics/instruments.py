@@ -18,6 +18,7 @@ from prometheus_client import CollectorRegistry, Counter, Histogram, ProcessColl
 from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.exposition import choose_encoder
 from prometheus_client.metrics_core import Metric
+from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.registry import Collector
 from prometheus_client.samples import Sample
 
@@ -27,7 +28,6 @@ from app.metrics.steps import EngineSnapshot, Phase, StepLog, StepStats
 
 WINDOW_SECONDS = 60.0
 T = TypeVar("T")
-
 # Buckets grow by 4%. A value is reported as the middle of its bucket, an error of at most 1.97% (Masson et al.,
 # "DDSketch", VLDB 2019).
 GROWTH = 1.04
@@ -35,6 +35,31 @@ _LOWEST_SECONDS = 1e-5
 _HIGHEST_SECONDS = 1e4
 _PER_LOG = 1.0 / math.log(GROWTH)
 _NUM_BUCKETS = math.ceil(math.log(_HIGHEST_SECONDS / _LOWEST_SECONDS) * _PER_LOG) + 1
+Clock = Callable[[], float]
+Exemplar = dict[str, str]  # trace_id and span_id in hexadecimal
+Api = Literal[
+    "chat", "completions", "responses", "messages", "ollama", "llama_cpp",
+    "embeddings", "rerank", "classify", "native", "oip",
+]  # fmt: skip
+# Why a request was not admitted: it can never be served, the queue is full, or the server does not serve at present.
+Refusal = Literal["invalid", "overloaded", "unavailable"]
+Outcome = FinishReason | Refusal | Literal["failed"]
+# Choices end with calls of tools; their request has stopped.
+OUTCOMES: tuple[Outcome, ...] = (
+    *(reason for reason in get_args(FinishReason) if reason != "tool_calls"),
+    *get_args(Refusal),
+    "failed",
+)
+SUCCESSES: tuple[Outcome, ...] = ("stop", "length")
+QUANTILES = (0.5, 0.9, 0.95, 0.99)
+# Each bound is 1.6 times the last, and one is half a millisecond. They reach from a small encoder's step to over ten
+# minutes, since a request may take `request_timeout_seconds`.
+SECONDS_BUCKETS = tuple(float(f"{0.0005 * 1.6**power:.4g}") for power in range(-4, 31))
+RATIO_BUCKETS = (0.05, 0.1, 0.15, 0.2, 0.25, 0.3, 0.4, 0.5, 0.75, 1.0, 1.5, 2.0, 4.0)
+COUNT_BUCKETS = tuple(float(2**power) for power in range(15))  # 1 to 16,384 tokens or sequences in a step
+LENGTH_BUCKETS = tuple(float(2**power) for power in range(21))  # 1 to 1,048,576 tokens of a request
+_PREFIX = "armature_"
+Labels = dict[str, str]
 
 
 class TimeSlices(Generic[T]):
@@ -109,32 +134,6 @@ class RecentRate:
     def per_second(self) -> float:
         age = max(self._clock() - self._began, 1.0)
         return sum(content[0] for content in self._slices.recent()) / min(age, self._slices.covered_seconds())
-
-
-Clock = Callable[[], float]
-Exemplar = dict[str, str]  # trace_id and span_id in hexadecimal
-Api = Literal[
-    "chat", "completions", "responses", "messages", "ollama", "llama_cpp",
-    "embeddings", "rerank", "classify", "native", "oip",
-]  # fmt: skip
-# Why a request was not admitted: it can never be served, the queue is full, or the server does not serve at present.
-Refusal = Literal["invalid", "overloaded", "unavailable"]
-Outcome = FinishReason | Refusal | Literal["failed"]
-# Choices end with calls of tools; their request has stopped.
-OUTCOMES: tuple[Outcome, ...] = (
-    *(reason for reason in get_args(FinishReason) if reason != "tool_calls"),
-    *get_args(Refusal),
-    "failed",
-)
-SUCCESSES: tuple[Outcome, ...] = ("stop", "length")
-
-QUANTILES = (0.5, 0.9, 0.95, 0.99)
-# Each bound is 1.6 times the last, and one is half a millisecond. They reach from a small encoder's step to over ten
-# minutes, since a request may take `request_timeout_seconds`.
-SECONDS_BUCKETS = tuple(float(f"{0.0005 * 1.6**power:.4g}") for power in range(-4, 31))
-RATIO_BUCKETS = (0.05, 0.1, 0.15, 0.2, 0.25, 0.3, 0.4, 0.5, 0.75, 1.0, 1.5, 2.0, 4.0)
-COUNT_BUCKETS = tuple(float(2**power) for power in range(15))  # 1 to 16,384 tokens or sequences in a step
-LENGTH_BUCKETS = tuple(float(2**power) for power in range(21))  # 1 to 1,048,576 tokens of a request
 
 
 def refusal_of(error: RequestError) -> Refusal:
@@ -385,3 +384,25 @@ class _ComputedGauges(Collector):
 
     def collect(self) -> Iterable[Metric]:
         return self._collect()
+
+
+@dataclass(frozen=True, slots=True)
+class MetricSamples:
+    """Samples by metric name, without the buckets of histograms."""
+
+    by_name: dict[str, list[tuple[Labels, float]]]
+
+    def value(self, name: str, **labels: str) -> float | None:
+        """Return the sum of the series with these labels, None without one. Our prefix may be left out of the name."""
+        series = self.by_name.get(f"{_PREFIX}{name}") or self.by_name.get(name, [])
+        found = [value for has, value in series if labels.items() <= has.items() and not math.isnan(value)]
+        return sum(found) if found else None
+
+
+def parse_samples(text: str) -> MetricSamples:
+    found: dict[str, list[tuple[Labels, float]]] = {}
+    for family in text_string_to_metric_families(text):
+        for sample in family.samples:
+            if not sample.name.endswith("_bucket"):
+                found.setdefault(sample.name, []).append((sample.labels, sample.value))
+    return MetricSamples(found)

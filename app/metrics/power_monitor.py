@@ -18,7 +18,7 @@ from prometheus_client.core import CounterMetricFamily
 from prometheus_client.metrics_core import Metric
 
 from app.hardware.facts import CudaDevice, PowerMeter
-from app.hardware.power_meters import EnergyMeter, open_energy_meter, open_nvml_meter
+from app.hardware.power import EnergyMeter, open_energy_meter, open_nvml_meter
 from app.hardware.probe.host_files import HostFiles
 from app.metrics.gauges import gauge_family
 from app.metrics.instruments import Metrics

@@ -297,11 +297,8 @@ class ProgramSizes:
     """What a program demands of the sizes of its inputs.
 
     - `dimensions`: the dimensions of each input after the batch.
-
     - `conditions`: the archive's conditions, as texts.
-
     - `examples`: the sizes of the export, by input, without the batch.
-
     - `min_rows`, `max_rows`: the rows of a step, None: any number.
     """
 

@@ -84,16 +84,11 @@ class Packing:
     """How weights are packed and kept.
 
     - `folder`: where packed weights are kept; None: they are not kept.
-
     - `make_calibrator`: returns what improves the quantization, or None. It is called only if a decoder's weights must
     be packed, because it reads the text.
-
     - `replaces_pack`: weights are packed again although a pack exists.
-
     - `measure_encoder`: returns what the packing of an encoder costs in quality; None: unknown.
-
     - `report_layers`: gets the phase (`packing weights`, ...), the linear layers done, and of how many.
-
     - `report_cost`: gets the cost that was measured while packing, now or earlier: the increase of perplexity, or of an
     encoder 1 minus the lowest cosine of a vector with the exact one.
     """

@@ -18,7 +18,7 @@ from rich.text import Text
 
 from app.cli.clients.connection import ServerConnection, ServerRefused
 from app.hardware.decision import format_bytes
-from app.metrics.samples import MetricSamples, parse_samples
+from app.metrics.instruments import MetricSamples, parse_samples
 
 MAX_POINTS = 60
 MAX_SLOW_STEPS = 10

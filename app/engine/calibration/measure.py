@@ -21,7 +21,7 @@ import torch
 from app.backends.base import BaseBackend, DeviceBackend
 from app.backends.selection import select_backend, select_device_backend, select_host_backend
 from app.engine.build import ReportStage
-from app.engine.calibration.synthetic_weights import SyntheticMemory
+from app.engine.calibration.synthetic_weights import SyntheticMemory, TrialScope
 from app.engine.calibration.trials import (
     COARSE_LAYERS,
     COARSE_TRIAL,
@@ -34,7 +34,6 @@ from app.engine.calibration.trials import (
     RunBatch,
     RunTexts,
     TextRunnerFactory,
-    TrialScope,
     TrialShape,
     TrialStep,
     random_heads,
@@ -117,13 +116,9 @@ class CalibrationSubject:
     """The model and the plans to measure.
 
     - `plans`: a plan for each precision that may be chosen, the fastest first as far as that is known.
-
     - `threads`: the thread counts that may serve, the largest first.
-
     - `choose`: returns the precision and threads that the plan takes after a coarse trial of all.
-
     - `copy`: a plan that holds eight bits in addition to four, if that may be chosen.
-
     - `cache_bytes`: size of the largest cache, as far as the threads profit from it.
     """
 

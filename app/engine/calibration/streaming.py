@@ -21,19 +21,23 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from app.backends.base import HostBackend
 from app.engine.decoder.cpu_runner import StepAttention
 from app.engine.decoder.kv_cache import KvCache, KvShape, kv_dtype
+from app.engine.encoder.batching import EncodeState
+from app.engine.encoder.cpu_runner import EncoderRunner
 from app.engine.scheduler.batch import ScheduledSpan, make_sequence
 from app.errors import ArmatureError, SettingsInvalid
 from app.hardware.plan.plan import ServingPlan
 from app.hardware.plan.precision import INT4_PRECISIONS, QUANTIZED_PRECISIONS
-from app.messages import Generate, SamplingParams
+from app.messages import Encode, Generate, SamplingParams, Text
 from app.models.decoders.config import ModelConfig
 from app.models.decoders.decoder import Decoder
 from app.models.decoders.shapes import is_expert, is_router
+from app.models.encoders.encoder import Encoder
 from app.text.tokenizer import Tokenizer
 from app.weights.checkpoint import Checkpoint
 from app.weights.forms import is_value
@@ -50,8 +54,21 @@ WINDOW_TOKENS = 512  # tokens that attend to each other
 LOGITS_TOKENS = 128  # tokens whose logits are computed at once: with a vocabulary of 128k these are 64 MB
 DEFAULT_TEXT_CHARACTERS = 60_000  # about 15,000 tokens
 DOCUMENT_SEPARATOR = "---"  # separator line between documents, which do not attend to each other
-
 Window = list[int]
+CALIBRATION_TEXT = Path(__file__).with_name("calibration_text.txt")
+# Tokens that attend to each other in a large model, of which few are read. The first token of a window is an outlier, so
+# long windows give better statistics: on SmolLM2-135M windows of 512 instead of 256 cost 4.4 instead of 4.8% in int4.
+SHORT_WINDOW = 256
+MEASURED_WINDOWS = 4  # every fourth window is not part of the statistics, and measures the whole model
+# Tokens that show the loss of each product of a layer, of a small model and of a large one, which takes longer.
+SMALL_PROBE_TOKENS, PROBE_TOKENS = 128, 32
+# Tokens times weights that run through a large model: about 20 s of two cores in FP32. A small one reads more.
+TOKEN_WEIGHTS = 0.8e12
+SMALL_MODEL, SMALL_MODEL_TOKENS = 300_000_000, 13_000
+MIN_TOKENS = 512
+LOGITS_ELEMENTS = 2**25  # logits that are compared at a time: 128 MiB in each of the two models
+SCALES_SHARE = 4  # int8 needs only mean squares, for which a fourth of the tokens is enough
+WORDS = (1, 2, 4, 8, 16, 32, 64) * 2  # of the texts
 
 
 def default_text() -> str:
@@ -147,21 +164,6 @@ class WindowScorer:
 
     def _logits(self, window: Window, start: int, end: int) -> Tensor:
         return window_logits(self._model, self._attention, window, start, end)
-
-
-CALIBRATION_TEXT = Path(__file__).with_name("calibration_text.txt")
-# Tokens that attend to each other in a large model, of which few are read. The first token of a window is an outlier, so
-# long windows give better statistics: on SmolLM2-135M windows of 512 instead of 256 cost 4.4 instead of 4.8% in int4.
-SHORT_WINDOW = 256
-MEASURED_WINDOWS = 4  # every fourth window is not part of the statistics, and measures the whole model
-# Tokens that show the loss of each product of a layer, of a small model and of a large one, which takes longer.
-SMALL_PROBE_TOKENS, PROBE_TOKENS = 128, 32
-# Tokens times weights that run through a large model: about 20 s of two cores in FP32. A small one reads more.
-TOKEN_WEIGHTS = 0.8e12
-SMALL_MODEL, SMALL_MODEL_TOKENS = 300_000_000, 13_000
-MIN_TOKENS = 512
-LOGITS_ELEMENTS = 2**25  # logits that are compared at a time: 128 MiB in each of the two models
-SCALES_SHARE = 4  # int8 needs only mean squares, for which a fourth of the tokens is enough
 
 
 @dataclass(slots=True)
@@ -484,3 +486,57 @@ def calibration_for(
         if text is not None:
             raise
         return None
+
+
+@dataclass(slots=True)
+class _ReleasedForm(WatchedForm):
+    """Frees its FP32 copy after each product, so that one layer is in memory at a time."""
+
+    def multiply(self, x: Activations) -> Tensor:
+        product = self.form.multiply(x)
+        self.form.release()
+        return product
+
+
+def measure_encoder_cost(
+    checkpoint: Checkpoint, plan: ServingPlan, model: Encoder, exact: Callable[[Linear], ExactLinear]
+) -> float | None:
+    """Return 1 minus the lowest cosine of a vector of `model` with the vector of the stored weights.
+
+    `exact` returns the exact form of a product. None: the model has no vectors or no tokenizer, is not quantized, or
+    does not run on the processor.
+    """
+    if plan.weights.precision not in QUANTIZED_PRECISIONS or plan.placement.device != "cpu":
+        return None
+    if "embedding" not in model.config.outputs:
+        return None
+    try:
+        tokenizer = Tokenizer(checkpoint.location, model.config.lowercases)
+    except ArmatureError:
+        return None
+    texts = tokenizer.encode_texts(sample_texts(), plan.memory.max_model_len)
+    if any(max(text.token_ids, default=0) >= checkpoint.encoder.vocab_size for text in texts):
+        return None  # the tokenizer has tokens that the model does not know
+    found = _vectors(model, texts)
+    packed = {linear: linear.form for linear in model.modules() if isinstance(linear, Linear)}
+    for linear in packed:
+        linear.form = _ReleasedForm(exact(linear))
+    expected = _vectors(model, texts)
+    for linear, form in packed.items():
+        linear.form = form
+    cosine = float(F.cosine_similarity(found, expected).min())
+    return max(0.0, 1 - cosine) if cosine == cosine else None
+
+
+def sample_texts() -> list[str]:
+    words = CALIBRATION_TEXT.read_text(encoding="utf-8").split()
+    step = (len(words) - max(WORDS)) // len(WORDS)
+    return [" ".join(words[at * step : at * step + count]) for at, count in enumerate(WORDS)]
+
+
+def _vectors(model: Encoder, texts: list[Text]) -> Tensor:
+    """Return the vectors of the texts, FP32 [texts, size]."""
+    runner = EncoderRunner(model, sum(len(text.token_ids) for text in texts), "it runs once")
+    state = EncodeState.from_message(Encode("cost", tuple(texts), ("embedding",), arrived_at=0.0))
+    rows = runner.run(state.spans())
+    return torch.stack([torch.frombuffer(bytearray(row["embedding"]), dtype=torch.float32) for row in rows])

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
-from app.engine.calibration.trials import TrialScope
 from app.models.decoders.decoder import Embedding
 from app.models.decoders.layers import Filters, HeadNorm, MixtureOfExperts, Norm, StoredVector, Xielu
 from app.models.decoders.shapes import is_router
@@ -34,6 +34,20 @@ DevicePackings = DeviceFactory | DeviceInt4Factory
 # Address space of a region: enough for `MAX_LAYER_BYTES` and an output layer. Only what trials use takes memory.
 REGION_BYTES = 2**30
 ALIGNMENT = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class TrialScope:
+    """The part of a model that is built with synthetic weights.
+
+    - `cache_bytes`: size of the largest cache, which the weights of a step must exceed.
+    - `layers_share`: at least one layer in this many is built.
+    - `most_outputs`: limit for the output layer; the rest of it is counted as layers.
+    """
+
+    cache_bytes: int
+    layers_share: int
+    most_outputs: int | None = None
 
 
 class SyntheticMemory:

@@ -18,6 +18,7 @@ from app.engine.calibration.synthetic_weights import (
     MAX_TOKEN_IDS,
     SyntheticForms,
     SyntheticMemory,
+    TrialScope,
     fill_table,
     fill_vectors,
     num_trial_layers,
@@ -90,22 +91,6 @@ class TrialStep:
     size: int
     layers: int
     context: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class TrialScope:
-    """The part of a model that is built with synthetic weights.
-
-    - `cache_bytes`: size of the largest cache, which the weights of a step must exceed.
-
-    - `layers_share`: at least one layer in this many is built.
-
-    - `most_outputs`: limit for the output layer; the rest of it is counted as layers.
-    """
-
-    cache_bytes: int
-    layers_share: int
-    most_outputs: int | None = None
 
 
 @dataclass(frozen=True, slots=True)

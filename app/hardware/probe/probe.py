@@ -12,7 +12,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from app.hardware import power_sources, thermal_sensors
+from app.hardware import power, thermal_sensors
 from app.hardware.facts import Core, Cpu, Facts
 from app.hardware.probe import accelerators, cgroup, macos, software, topology
 from app.hardware.probe import cpu as cpu_arm
@@ -85,7 +85,7 @@ def _linux(files: HostFiles, run: CommandRunner, affinity: tuple[int, ...] | Non
         cuda=accelerators.cuda_devices(
             files, run, os.environ.get("CUDA_VISIBLE_DEVICES") if files.is_this_machine else None
         ),
-        power=power_sources.find_power_meter(files),
+        power=power.find_power_meter(files),
         thermal=thermal_sensors.find_thermal_sensors(files, cores),
     )
 

@@ -58,9 +58,7 @@ class Encoder(nn.Module):
         """Return the requested outputs, FP32.
 
         - `embedding` [texts, size], not normalised.
-
         - `logits` [texts, labels].
-
         - `last_hidden_state` of all tokens.
 
         `rows` must be those that `hidden` was called with. The first `skipped` [texts] tokens of a text are not pooled.

@@ -37,13 +37,9 @@ class EncoderFamily:
     """A family of encoders.
 
     - `prefixes`: if a head is saved, one precedes the names of all tensors except the head's.
-
     - `layouts`: the sets of tensor names that checkpoints use.
-
     - `padding_offset`: learned positions begin after the padding id.
-
     - `theta`: base of the rotary positions; None if there are none.
-
     - `head`: the kind of classification head (`models/encoders/config_reader.py`).
     """
 

@@ -11,7 +11,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families as parse_text
 
 from app.hardware.facts import CudaDevice, PowerCounter, PowerMeter
-from app.hardware.power_meters import ModelledMeter
+from app.hardware.power import ModelledMeter
 from app.messages import Timings
 from app.metrics.instruments import Metrics
 from app.metrics.power_monitor import EnergyReport, PowerMonitor

@@ -15,7 +15,8 @@ import torch
 from app.backends.selection import select_backend, select_host_backend
 from app.engine.calibration import measure as measuring
 from app.engine.calibration.measure import CalibrationSubject, TrialSession, measure_machine
-from app.engine.calibration.trials import CHUNK_TOKENS, CONTEXT_ROWS, CpuTrialStage, DecoderTrial, TrialScope, TrialStep
+from app.engine.calibration.synthetic_weights import TrialScope
+from app.engine.calibration.trials import CHUNK_TOKENS, CONTEXT_ROWS, CpuTrialStage, DecoderTrial, TrialStep
 from app.hardware.decision import Measurements, TrialTimes
 from app.hardware.plan.plan import ServingPlan, make_plan
 from app.hardware.probe.probe import probe
