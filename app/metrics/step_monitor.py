@@ -97,21 +97,21 @@ class SlowStep:
 class SlowStepDetector:
     """Detects slow steps; call `begin` and `end` around each step.
 
-    `model` has observed the step when `end` is called. `garbage_seconds` and `throttled_seconds` return running totals;
-    the latter returns None if it cannot be read. `slowed_by` returns what recent sensor readings show.
+    `model` has observed the step when `end` is called. `throttled_seconds` returns a running total, None if it cannot
+    be read. `slowed_by` returns what recent sensor readings show.
     """
 
     def __init__(
         self,
         model: StepTimeModel,
-        garbage_seconds: Callable[[], float] = lambda: 0.0,
+        garbage: GcControl,
         throttled_seconds: Callable[[], float | None] = lambda: None,
         fault_seconds: float = 0.0,
         slowed_by: Callable[[], Cause | None] = lambda: None,
     ) -> None:
         self._model, self._fault_seconds, self._slowed_by = model, fault_seconds, slowed_by
-        self._garbage_seconds, self._throttled_seconds = garbage_seconds, throttled_seconds
-        self._usage, self._garbage = process_usage(), garbage_seconds()
+        self._gc_control, self._throttled_seconds = garbage, throttled_seconds
+        self._usage, self._garbage = process_usage(), garbage.seconds
         self._throttled = 0.0
         self.update_throttled()
 
@@ -120,7 +120,7 @@ class SlowStepDetector:
         self._throttled = self._throttled_seconds() or 0.0
 
     def begin(self) -> None:
-        self._usage, self._garbage = process_usage(), self._garbage_seconds()
+        self._usage, self._garbage = process_usage(), self._gc_control.seconds
 
     def end(self, step: StepStats) -> Cause | None:
         """Return the cause if the step took over 1.5 times the usual time of similar steps, or of its decodes alone."""
@@ -134,7 +134,7 @@ class SlowStepDetector:
         return None
 
     def _find_cause(self, step: StepStats, excess_seconds: float) -> Cause:
-        garbage = self._garbage_seconds() - self._garbage
+        garbage = self._gc_control.seconds - self._garbage
         during = ProcessCounters.between(self._usage, process_usage(), garbage)
         before = self._throttled
         self.update_throttled()

@@ -618,10 +618,9 @@ class ServerRuntime:
         self._step_monitor.watch_drift(SpeedDrift(model, expected, forget))
 
     def _slow_step_detector(self, model: StepTimeModel) -> SlowStepDetector:
-        garbage = self._step_monitor.gc_control
         return SlowStepDetector(
             model,
-            lambda: garbage.seconds,
+            self._step_monitor.gc_control,
             lambda: throttled_seconds(self._cpu_stat),
             first_touch_seconds(),
             self._thermal_monitor.cause,

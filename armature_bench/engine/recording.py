@@ -188,12 +188,11 @@ class StepInstruments:
         self.watch = StepMonitor(self.metrics)
         self._model = StepTimeModel(STEP_TIMES)
         self.watch.watch_drift(SpeedDrift(self._model, ExpectedSpeed({}, {})))
-        garbage = self.watch.gc_control
         cpu_stat = find_cpu_stat(HostFiles(Path("/")))
         self.watch.watch_slow_steps(
             SlowStepDetector(
                 self._model,
-                lambda: garbage.seconds,
+                self.watch.gc_control,
                 lambda: throttled_seconds(cpu_stat),
                 first_touch_seconds(),
             )

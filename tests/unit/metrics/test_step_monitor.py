@@ -100,9 +100,8 @@ class Watched:
 
     def _settled(self, engine: Deeds) -> Deeds:
         if self._fault_seconds is not None:
-            garbage = self.watch.gc_control
             self.watch.watch_slow_steps(
-                SlowStepDetector(self.model, lambda: garbage.seconds, fault_seconds=self._fault_seconds)
+                SlowStepDetector(self.model, self.watch.gc_control, fault_seconds=self._fault_seconds)
             )
         return engine
 
