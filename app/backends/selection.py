@@ -13,6 +13,12 @@ from app.errors import PlanImpossible
 from app.hardware.plan.plan import ServingPlan
 
 BackendT = TypeVar("BackendT", bound=BaseBackend)
+HOST_BACKENDS: Mapping[str, Callable[[torch.dtype], HostBackend]] = {"cpu": CpuBackend}
+DTYPE_BY_NAME: Mapping[str, torch.dtype] = {
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+}
 
 
 def _cuda(dtype: torch.dtype) -> DeviceBackend:
@@ -27,13 +33,7 @@ def _mps(dtype: torch.dtype) -> DeviceBackend:
     return MpsBackend(dtype)
 
 
-HOST_BACKENDS: Mapping[str, Callable[[torch.dtype], HostBackend]] = {"cpu": CpuBackend}
 DEVICE_BACKENDS: Mapping[str, Callable[[torch.dtype], DeviceBackend]] = {"cuda": _cuda, "mps": _mps}
-DTYPE_BY_NAME: Mapping[str, torch.dtype] = {
-    "float32": torch.float32,
-    "bfloat16": torch.bfloat16,
-    "float16": torch.float16,
-}
 
 
 def select_backend(plan: ServingPlan) -> BaseBackend:

@@ -16,6 +16,148 @@ SWITCH, TEXT, PATH = "-", "text", "path"  # kinds of values that are not chosen 
 _MAX_DESCRIPTION = 70  # characters, so that one line shows it
 _WORD_LIST = re.compile(r"[\w.-]+(\|[\w.-]+)+")
 _PATH_NAMES = re.compile(r"PATH|DIR|FILE|RESULT")
+_BASH = """\
+# bash completion for armature. To use it now: source <(armature completion bash)
+
+_armature_rows=(  # flag|values|,commands,
+%(rows)s
+)
+
+_armature() {
+    local current=${COMP_WORDS[COMP_CWORD]} previous=${COMP_WORDS[COMP_CWORD-1]} command=${COMP_WORDS[1]}
+    local row flag values commands flags='' found='' IFS=$' \\t\\n'
+    COMPREPLY=()
+    if [[ $current == '=' ]]; then  # bash divides --flag=value
+        current=''
+    elif [[ $previous == '=' ]]; then
+        previous=${COMP_WORDS[COMP_CWORD-2]}
+    fi
+    if (( COMP_CWORD == 1 )); then
+        COMPREPLY=($(compgen -W '%(names)s --help --version' -- "$current"))
+        return
+    fi
+%(below)s
+    for row in "${_armature_rows[@]}"; do
+        flag=${row%%%%|*} commands=${row##*|}
+        values=${row#*|} values=${values%%%%|*}
+        if [[ $commands == *",$command,"* ]]; then
+            flags+=" $flag"
+            if [[ $flag == "$previous" ]]; then found=$values; fi
+        fi
+    done
+    case $found in
+    ''|-) ;;
+    text) return ;;
+    path) _armature_files "$current"; return ;;
+    *) COMPREPLY=($(compgen -W "$found" -- "$current")); return ;;
+    esac
+    if [[ $current == -* ]]; then
+        COMPREPLY=($(compgen -W "$flags" -- "$current"))
+    elif [[ '%(files)s' == *",$command,"* ]]; then
+        _armature_files "$current"
+    elif [[ $command == completion ]]; then
+        COMPREPLY=($(compgen -W '%(shells)s' -- "$current"))
+    fi
+}
+
+_armature_files() {
+    local IFS=$'\\n'
+    compopt -o filenames 2>/dev/null  # bash 3.2 has none
+    COMPREPLY=($(compgen -f -- "$1"))
+}
+
+complete -F _armature armature
+"""
+_BASH_BELOW = """\
+    if [[ $command == %(parent)s ]]; then
+        if (( COMP_CWORD == 2 )); then
+            COMPREPLY=($(compgen -W '%(names)s --help' -- "$current"))
+            return
+        fi
+        command="%(parent)s ${COMP_WORDS[2]}"
+    fi"""
+_ZSH = """\
+#compdef armature
+# zsh completion for armature. Put it into a folder of $fpath as _armature, or: source <(armature completion zsh)
+
+_armature() {
+    local command=$words[2] previous=$words[CURRENT-1] row flag values commands found=''
+    local -a names flags rows
+    rows=(  # flag|values|,commands,|description
+%(rows)s
+    )
+    if (( CURRENT == 2 )); then
+        names=(
+%(names)s
+            '--version:print the version'
+        )
+        _describe -t commands command names
+        return
+    fi
+%(below)s
+    if [[ $words[CURRENT] == --*=* ]]; then
+        previous=${words[CURRENT]%%%%=*}
+        compset -P '*='
+    fi
+    for row in $rows; do
+        flag=${row%%%%|*} values=${${row#*|}%%%%|*} commands=${${row#*|*|}%%%%|*}
+        if [[ $commands == *",$command,"* ]]; then
+            flags+=("$flag:${row##*|}")
+            [[ $flag == $previous ]] && found=$values
+        fi
+    done
+    case $found in
+    ''|-) ;;
+    text) _message value; return ;;
+    path) _files; return ;;
+    *) compadd -- ${=found}; return ;;
+    esac
+    if [[ $words[CURRENT] == -* ]]; then
+        _describe -o -t flags flag flags
+    elif [[ '%(files)s' == *",$command,"* ]]; then
+        _files
+    elif [[ $command == completion ]]; then
+        compadd -- %(shells)s
+    fi
+}
+
+if [[ $zsh_eval_context[-1] == loadautofunc ]]; then
+    _armature "$@"
+else
+    compdef _armature armature
+fi
+"""
+_ZSH_BELOW = """\
+    if [[ $command == %(parent)s ]]; then
+        if (( CURRENT == 3 )); then
+            names=(
+%(names)s
+            )
+            _describe -t commands command names
+            return
+        fi
+        command="%(parent)s $words[3]"
+    fi"""
+_FISH = """\
+# fish completion for armature. To use it: armature completion fish > ~/.config/fish/completions/armature.fish
+
+function __armature_at  # whether the command line has one of these commands
+    set -l words (commandline -opc)
+    set -l command "$words[2]"
+    if contains -- "$command" %(parents)s
+        set command "$command $words[3]"
+    end
+    contains -- "$command" $argv
+end
+
+function __armature_words  # whether the command line has this number of words before the cursor
+    test (count (commandline -opc)) -eq $argv[1]
+end
+
+complete -c armature -f
+complete -c armature -n "__armature_words 1" -l version -d 'print the version'
+%(lines)s
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,68 +262,6 @@ def _parents(commands: list[CompletedCommand]) -> list[str]:
     return list(dict.fromkeys(one.words[0] for one in commands if len(one.words) > 1))
 
 
-_BASH = """\
-# bash completion for armature. To use it now: source <(armature completion bash)
-
-_armature_rows=(  # flag|values|,commands,
-%(rows)s
-)
-
-_armature() {
-    local current=${COMP_WORDS[COMP_CWORD]} previous=${COMP_WORDS[COMP_CWORD-1]} command=${COMP_WORDS[1]}
-    local row flag values commands flags='' found='' IFS=$' \\t\\n'
-    COMPREPLY=()
-    if [[ $current == '=' ]]; then  # bash divides --flag=value
-        current=''
-    elif [[ $previous == '=' ]]; then
-        previous=${COMP_WORDS[COMP_CWORD-2]}
-    fi
-    if (( COMP_CWORD == 1 )); then
-        COMPREPLY=($(compgen -W '%(names)s --help --version' -- "$current"))
-        return
-    fi
-%(below)s
-    for row in "${_armature_rows[@]}"; do
-        flag=${row%%%%|*} commands=${row##*|}
-        values=${row#*|} values=${values%%%%|*}
-        if [[ $commands == *",$command,"* ]]; then
-            flags+=" $flag"
-            if [[ $flag == "$previous" ]]; then found=$values; fi
-        fi
-    done
-    case $found in
-    ''|-) ;;
-    text) return ;;
-    path) _armature_files "$current"; return ;;
-    *) COMPREPLY=($(compgen -W "$found" -- "$current")); return ;;
-    esac
-    if [[ $current == -* ]]; then
-        COMPREPLY=($(compgen -W "$flags" -- "$current"))
-    elif [[ '%(files)s' == *",$command,"* ]]; then
-        _armature_files "$current"
-    elif [[ $command == completion ]]; then
-        COMPREPLY=($(compgen -W '%(shells)s' -- "$current"))
-    fi
-}
-
-_armature_files() {
-    local IFS=$'\\n'
-    compopt -o filenames 2>/dev/null  # bash 3.2 has none
-    COMPREPLY=($(compgen -f -- "$1"))
-}
-
-complete -F _armature armature
-"""
-_BASH_BELOW = """\
-    if [[ $command == %(parent)s ]]; then
-        if (( COMP_CWORD == 2 )); then
-            COMPREPLY=($(compgen -W '%(names)s --help' -- "$current"))
-            return
-        fi
-        command="%(parent)s ${COMP_WORDS[2]}"
-    fi"""
-
-
 def _bash(commands: list[CompletedCommand], flags: list[CompletedFlag]) -> str:
     rows = "\n".join(f"    '{one.flag}|{one.values}|,{','.join(one.commands)},'" for one in flags)
     below = "\n".join(_BASH_BELOW % {"parent": name, "names": _names(commands, name)} for name in _parents(commands))
@@ -192,70 +272,6 @@ def _bash(commands: list[CompletedCommand], flags: list[CompletedFlag]) -> str:
         "files": _file_commands(commands),
         "shells": " ".join(SHELLS),
     }
-
-
-_ZSH = """\
-#compdef armature
-# zsh completion for armature. Put it into a folder of $fpath as _armature, or: source <(armature completion zsh)
-
-_armature() {
-    local command=$words[2] previous=$words[CURRENT-1] row flag values commands found=''
-    local -a names flags rows
-    rows=(  # flag|values|,commands,|description
-%(rows)s
-    )
-    if (( CURRENT == 2 )); then
-        names=(
-%(names)s
-            '--version:print the version'
-        )
-        _describe -t commands command names
-        return
-    fi
-%(below)s
-    if [[ $words[CURRENT] == --*=* ]]; then
-        previous=${words[CURRENT]%%%%=*}
-        compset -P '*='
-    fi
-    for row in $rows; do
-        flag=${row%%%%|*} values=${${row#*|}%%%%|*} commands=${${row#*|*|}%%%%|*}
-        if [[ $commands == *",$command,"* ]]; then
-            flags+=("$flag:${row##*|}")
-            [[ $flag == $previous ]] && found=$values
-        fi
-    done
-    case $found in
-    ''|-) ;;
-    text) _message value; return ;;
-    path) _files; return ;;
-    *) compadd -- ${=found}; return ;;
-    esac
-    if [[ $words[CURRENT] == -* ]]; then
-        _describe -o -t flags flag flags
-    elif [[ '%(files)s' == *",$command,"* ]]; then
-        _files
-    elif [[ $command == completion ]]; then
-        compadd -- %(shells)s
-    fi
-}
-
-if [[ $zsh_eval_context[-1] == loadautofunc ]]; then
-    _armature "$@"
-else
-    compdef _armature armature
-fi
-"""
-_ZSH_BELOW = """\
-    if [[ $command == %(parent)s ]]; then
-        if (( CURRENT == 3 )); then
-            names=(
-%(names)s
-            )
-            _describe -t commands command names
-            return
-        fi
-        command="%(parent)s $words[3]"
-    fi"""
 
 
 def _zsh(commands: list[CompletedCommand], flags: list[CompletedFlag]) -> str:
@@ -274,28 +290,6 @@ def _zsh(commands: list[CompletedCommand], flags: list[CompletedFlag]) -> str:
         "files": _file_commands(commands),
         "shells": " ".join(SHELLS),
     }
-
-
-_FISH = """\
-# fish completion for armature. To use it: armature completion fish > ~/.config/fish/completions/armature.fish
-
-function __armature_at  # whether the command line has one of these commands
-    set -l words (commandline -opc)
-    set -l command "$words[2]"
-    if contains -- "$command" %(parents)s
-        set command "$command $words[3]"
-    end
-    contains -- "$command" $argv
-end
-
-function __armature_words  # whether the command line has this number of words before the cursor
-    test (count (commandline -opc)) -eq $argv[1]
-end
-
-complete -c armature -f
-complete -c armature -n "__armature_words 1" -l version -d 'print the version'
-%(lines)s
-"""
 
 
 def _fish(commands: list[CompletedCommand], flags: list[CompletedFlag]) -> str:

@@ -35,6 +35,7 @@ armature serves small language models on ordinary processors. Type one of these 
   armature --help                         list all commands"""
 
 LEAST_INTERVAL = 0.2
+_TYPE_NAMES: dict[Any, str] = {int: "INTEGER", float: "NUMBER", str: "TEXT", Path: "PATH"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,9 +78,6 @@ def _shown_default(default: Any) -> str:
     if default in (None, ()):
         return ""
     return ",".join(default) if isinstance(default, tuple) else str(default)
-
-
-_TYPE_NAMES: dict[Any, str] = {int: "INTEGER", float: "NUMBER", str: "TEXT", Path: "PATH"}
 
 
 def _accepted_forms(annotation: Any) -> list[str]:

@@ -31,6 +31,9 @@ from app.server.model_source import open_or_fetch_model
 from app.server.prepare import Prepared, with_kept_calibration
 from app.settings import Settings
 
+_MAX_COLUMNS = 6  # per phase in the table of speeds: the number that fits into 120 columns with the names
+_MAX_TRIALS = 6
+
 
 def render_probe(facts: Facts, plan: ServingPlan | None) -> RenderableType:
     """Return two tables, the machine's facts and the plan with its reasons; without a plan, the facts alone."""
@@ -234,10 +237,6 @@ def format_cpu_ranges(cpus: list[int]) -> str:
         else:
             parts.append([cpu])
     return ",".join("-".join(str(end) for end in part) for part in parts)
-
-
-_MAX_COLUMNS = 6  # per phase in the table of speeds: the number that fits into 120 columns with the names
-_MAX_TRIALS = 6
 
 
 @dataclass(frozen=True, slots=True)

@@ -32,6 +32,14 @@ RunnerT = TypeVar("RunnerT")
 ModelT = TypeVar("ModelT")
 DeviceT = TypeVar("DeviceT", bound=BaseBackend)
 SelectDevice = Callable[[ServingPlan], DeviceT]  # a function of backends/selection.py that selects the kind of device
+# Module and function of each builder. Key: the kind, and True for a CPU. Programs are planned only for CPUs.
+_BUILDERS: Mapping[tuple[str, bool], tuple[str, str]] = {
+    ("decoder", True): ("app.engine.decoder.build", "build_decoder_engine"),
+    ("encoder", True): ("app.engine.encoder.build", "build_encoder_engine"),
+    ("program", True): ("app.engine.program", "build_program_engine"),
+    ("decoder", False): ("app.engine.decoder.build", "build_device_decoder_engine"),
+    ("encoder", False): ("app.engine.encoder.build", "build_device_encoder_engine"),
+}
 
 
 def ignore_stage(stage: str | LoadProgress) -> None: ...
@@ -67,16 +75,6 @@ class BuiltEngine(Generic[EngineT, RunnerT, ModelT]):
     runner: RunnerT
     model: ModelT
     backend: BaseBackend
-
-
-# Module and function of each builder. Key: the kind, and True for a CPU. Programs are planned only for CPUs.
-_BUILDERS: Mapping[tuple[str, bool], tuple[str, str]] = {
-    ("decoder", True): ("app.engine.decoder.build", "build_decoder_engine"),
-    ("encoder", True): ("app.engine.encoder.build", "build_encoder_engine"),
-    ("program", True): ("app.engine.program", "build_program_engine"),
-    ("decoder", False): ("app.engine.decoder.build", "build_device_decoder_engine"),
-    ("encoder", False): ("app.engine.encoder.build", "build_device_encoder_engine"),
-}
 
 
 def build(request: BuildRequest[Any]) -> Engine:

@@ -37,6 +37,20 @@ Tensors = Mapping[str, Tensor]
 
 # shapes of a request's inputs without the batch dimension; requests with equal shapes share a step
 InputShapes = tuple[tuple[int, ...], ...]
+_NO_MEMORY = "DefaultCPUAllocator"  # in the RuntimeError of a CPU tensor that does not fit the memory
+_RELATIVE_TOLERANCE = 0.05  # relative to the largest value, since products round differently for another number of rows
+DTYPES: Mapping[str, torch.dtype] = {
+    "BOOL": torch.bool,
+    "UINT8": torch.uint8,
+    "INT8": torch.int8,
+    "INT16": torch.int16,
+    "INT32": torch.int32,
+    "INT64": torch.int64,
+    "FP16": torch.float16,
+    "BF16": torch.bfloat16,
+    "FP32": torch.float32,
+    "FP64": torch.float64,
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -258,9 +272,6 @@ class ProgramEngine:
         return RequestFailed(request.message.request_id, error)
 
 
-_NO_MEMORY = "DefaultCPUAllocator"  # in the RuntimeError of a CPU tensor that does not fit the memory
-
-
 def program_error(error: Exception, computes_others: bool) -> RequestError:
     """Return the client's error if the program computes other inputs and memory sufficed, else an internal one."""
     said = str(error)
@@ -268,9 +279,6 @@ def program_error(error: Exception, computes_others: bool) -> RequestError:
         reason = (said.splitlines() or [type(error).__name__])[0][:200].rstrip(".")
         return InvalidRequest(f"The program cannot compute these inputs: {reason}.")
     return StepFailed("The program failed to compute these inputs; the server's log says why.")
-
-
-_RELATIVE_TOLERANCE = 0.05  # relative to the largest value, since products round differently for another number of rows
 
 
 def build_program_engine(
@@ -332,20 +340,6 @@ def _close_enough(one: Tensor, other: Tensor) -> bool:
     one, other = one.float(), other.float()
     largest = float(other.nan_to_num(0.0).abs().max()) if other.numel() else 0.0
     return torch.allclose(one, other, rtol=0.0, atol=_RELATIVE_TOLERANCE * max(largest, 1e-6), equal_nan=True)
-
-
-DTYPES: Mapping[str, torch.dtype] = {
-    "BOOL": torch.bool,
-    "UINT8": torch.uint8,
-    "INT8": torch.int8,
-    "INT16": torch.int16,
-    "INT32": torch.int32,
-    "INT64": torch.int64,
-    "FP16": torch.float16,
-    "BF16": torch.bfloat16,
-    "FP32": torch.float32,
-    "FP64": torch.float64,
-}
 
 
 def to_tensor(array: Array) -> Tensor:

@@ -9,6 +9,7 @@ from typing import Any, Generic, Literal, Self, TypeVar
 T = TypeVar("T")
 RecipeKey = tuple[str, str, str]  # device kind, CPU architecture, precision: the key of weights/forms.py
 Dtype = Literal["float32", "bfloat16", "float16"]
+ALL_KINDS = ("decoder", "encoder", "program")  # kinds of models
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,9 +18,6 @@ class Decision(Generic[T]):
 
     value: T
     reason: str
-
-
-ALL_KINDS = ("decoder", "encoder", "program")  # kinds of models
 
 
 class Decided(Generic[T]):

@@ -19,6 +19,20 @@ _CHUNK_CONTEXT_SHARE = 0.5
 TABLE_TEXT_TOKENS = 128  # tokens of each text in an encoder's table, or fewer if the step has fewer
 
 _Points = tuple[tuple[int, float], ...]  # (number of rows, seconds), both rising
+# A step is replayed from a recording of its size, so prompt chunks have only these sizes. The smallest is processed
+# even if the target is missed already, so that a long prompt makes progress. Without a target that an operator set, a
+# larger one is, too, if it takes at most `MISSED_TARGET_RATIO` times as long: steps that are not recorded on a GPU have a
+# long fixed time, and their tokens cost little.
+PREFILL_CHUNK_SIZES = tuple(size for power in range(2, 14) for size in (2**power, 3 * 2 ** (power - 1)))
+MIN_PREFILL_TOKENS = PREFILL_CHUNK_SIZES[0]
+# Goal: the p99 latency of running streams is at most 3 × their p50 while a long prompt arrives, if the p99 of steps is
+# 1.5 × their p50.
+MIXED_TO_DECODE_RATIO = 2.0
+MISSED_TARGET_RATIO = 1.1
+MIN_TARGET_SECONDS = (
+    0.010  # a hundred tokens a second, which is faster than people read; a lower target would only slow prompts
+)
+Clock = Callable[[], float]
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,21 +150,6 @@ def _interpolate(points: _Points, number: int) -> float:
     return low_seconds + (high_seconds - low_seconds) * (number - low) / (high - low)
 
 
-# A step is replayed from a recording of its size, so prompt chunks have only these sizes. The smallest is processed
-# even if the target is missed already, so that a long prompt makes progress. Without a target that an operator set, a
-# larger one is, too, if it takes at most `MISSED_TARGET_RATIO` times as long: steps that are not recorded on a GPU have a
-# long fixed time, and their tokens cost little.
-PREFILL_CHUNK_SIZES = tuple(size for power in range(2, 14) for size in (2**power, 3 * 2 ** (power - 1)))
-MIN_PREFILL_TOKENS = PREFILL_CHUNK_SIZES[0]
-# Goal: the p99 latency of running streams is at most 3 × their p50 while a long prompt arrives, if the p99 of steps is
-# 1.5 × their p50.
-MIXED_TO_DECODE_RATIO = 2.0
-MISSED_TARGET_RATIO = 1.1
-MIN_TARGET_SECONDS = (
-    0.010  # a hundred tokens a second, which is faster than people read; a lower target would only slow prompts
-)
-
-
 @dataclass(frozen=True, slots=True)
 class StepTimes:
     """Measured step times with correction factors for what recent steps took, by their content.
@@ -217,9 +216,6 @@ class StepTimes:
         if not fitting and self.target_seconds is None:
             fitting = bisect_right(sizes, MISSED_TARGET_RATIO * seconds(sizes[0]), key=seconds)
         return sizes[max(fitting - 1, 0)]
-
-
-Clock = Callable[[], float]
 
 
 def throttle_corrected_clock(quota_cores: float | None, cpu_seconds: Clock = time.process_time) -> Clock:

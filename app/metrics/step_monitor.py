@@ -29,6 +29,18 @@ SLOW_FACTOR = 1.5  # times the usual time of similar steps
 CAUSE_SHARE = 0.5  # share of the excess time that makes something the cause
 _PROBED_PAGES, _PROBES = 256, 3
 _NO_USAGE = resource.struct_rusage((0.0,) * 16)
+# Container objects allocated minus freed since the last collection: traversing these takes about a millisecond.
+MAX_NEW_OBJECTS = 10_000
+MAX_SECONDS = 1.0  # longest work without a collection, however few objects: a cycle may hold a large request body
+FULL_COLLECTION_SECONDS = 60.0  # between two collections of the oldest generation
+UPDATE_SECONDS = 1.0
+_STEPS_HELP = (
+    "Engine steps that one native call or graph replayed, and steps whose operations the interpreter called one by one."
+)
+_SLOW_STEPS_HELP = (
+    "Slow steps by cause: over 1.5 times the time of similar steps, or of the decodes that waited for a prompt."
+)
+_PATHS = {True: "native", False: "interpreter"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,12 +174,6 @@ def _touch_seconds(memory: mmap.mmap) -> float:
     return time.perf_counter() - began
 
 
-# Container objects allocated minus freed since the last collection: traversing these takes about a millisecond.
-MAX_NEW_OBJECTS = 10_000
-MAX_SECONDS = 1.0  # longest work without a collection, however few objects: a cycle may hold a large request body
-FULL_COLLECTION_SECONDS = 60.0  # between two collections of the oldest generation
-
-
 class GcControl:
     """Control over Python's garbage collector for the stepping thread; counts collections since `freeze`."""
 
@@ -211,18 +217,6 @@ class GcControl:
         else:
             self.seconds += self._clock() - self._began
             self.collections += 1
-
-
-UPDATE_SECONDS = 1.0
-_STEPS_HELP = (
-    "Engine steps that one native call or graph replayed, and steps whose operations the interpreter called one by one."
-)
-_SLOW_STEPS_HELP = (
-    "Slow steps by cause: over 1.5 times the time of similar steps, or of the decodes that waited for a prompt."
-)
-
-
-_PATHS = {True: "native", False: "interpreter"}
 
 
 class StepMonitor:

@@ -22,6 +22,98 @@ MAX_LAYERS = (
     # up
     4096
 )
+_SECTIONS = ("text_config", "attn_config")  # sections of which each value is looked at
+# Read only where another value asks for them: windows of a model whose windows are switched off, groups of experts, ...
+FOLLOWED_WHERE_NEEDED = frozenset(
+    "sliding_window max_window_layers sliding_window_pattern _sliding_window_pattern use_sliding_window no_rope_layers"
+    " no_rope_layer_interval n_group topk_group num_kv_heads multi_query first_k_dense_replace full_attn_idxs"
+    " original_max_position_embeddings intermediate_size hidden_act rope_scaling rope_parameters rope_theta num_labels"
+    " problem_type id2label partial_rotary_factor qk_rope_head_dim max_sequence_length global_attn_every_n_layers"
+    " local_attention attention_types num_key_value_heads head_dim num_experts parallel_attn".split()
+)
+# They describe the file, its origin, or what it was for.
+_ABOUT = (
+    "architectures model_type transformers_version _name_or_path auto_map tokenizer_class task_specific_params torch_dtype dtype"
+    " finetuning_task label2id quantization quantization_config sentence_transformers"
+    " sbert_ce_default_activation_function vision_config audio_config use_return_dict return_dict torchscript unsloth_fixed"
+    " unsloth_version model_name"
+)
+# Training, and the start of it.
+_TRAINING = (
+    "initializer_range initializer_factor init_std init_device embedding_initializer_range rescale_prenorm_residual"
+    " initializer_cutoff_factor attention_dropout attention_probs_dropout_prob hidden_dropout hidden_dropout_prob dropout"
+    " resid_pdrop embd_pdrop attn_pdrop emb_pdrop resid_dropout embed_dropout residual_dropout embedding_dropout ffn_dropout"
+    " attn_dropout layerdrop mlp_dropout classifier_dropout classifier_dropout_prob summary_first_dropout qa_dropout seq_classif_dropout"
+    " output_router_logits router_aux_loss_coef router_z_loss_coef aux_loss_alpha seq_aux input_jitter_noise"
+    " router_jitter_noise use_auxfree sparse_prediction sparse_pred_ignore_index repad_logits_with_grad altup_coef_clip"
+    " mtp_loss_scaling_factor gradient_checkpointing"
+)
+# What other implementations compute with, and what they return. `pretraining_tp` splits sums, `slow_but_exact` and
+# `reorder_and_upcast_attn` order them otherwise; `qk_head_dim` is a sum of two others.
+_IMPLEMENTATION = (
+    "use_cache output_attentions output_hidden_states chunk_size_feed_forward pretraining_tp ep_size attn_implementation"
+    " _attn_implementation _attn_implementation_autoset attn_impl slow_but_exact reorder_and_upcast_attn qk_head_dim"
+    " deterministic_flash_attn reference_compile use_flash_attn fused_bias_fc fused_dropout_add_ln use_xentropy"
+    " pad_vocab_size_multiple unpad_inputs use_memory_efficient_attention pack_qkv norm_type embedding_fraction"
+    " learned_pos_emb use_flash_rotary tie_encoder_decoder pruned_heads is_decoder"
+    " max_cache_len cache_implementation"
+)
+# Tokens, which the tokenizer's files and generation_config.json decide; eos_token_id is read with these.
+_TOKENS = (
+    "bos_token_id eos_token_id pad_token_id eod_token_id sep_token_id cls_token_id mask_token_id unk_token_id"
+    " decoder_start_token_id image_token_index image_token_id boi_token_index eoi_token_index boi_token_id eoi_token_id audio_token_id"
+    " boa_token_id eoa_token_id eoa_token_index mm_tokens_per_image vision_soft_tokens_per_image audio_soft_tokens_per_image"
+    " suppress_tokens begin_suppress_tokens forced_bos_token_id forced_eos_token_id bad_words_ids max_length min_length"
+    " do_sample temperature top_k top_p typical_p repetition_penalty length_penalty no_repeat_ngram_size num_beams"
+    " num_beam_groups diversity_penalty num_return_sequences early_stopping encoder_no_repeat_ngram_size prefix"
+    " remove_invalid_values exponential_decay_length_penalty return_dict_in_generate output_scores"
+)
+# The tensors show them: one that is not expected, or that is missing, is refused.
+_TENSORS = "tie_word_embeddings attention_bias mlp_bias use_bias"
+# Heads and layers that are not served: those that predict further tokens, answers or sums of a text.
+_HEADS = (
+    "num_nextn_predict_layers num_mtp_layers summary_type summary_use_proj summary_activation summary_proj_to_labels"
+    " summary_last_dropout decoder_bias classifier_bias classifier_pooling classifier_activation sinusoidal_pos_embds"
+    " matryoshka_dimensions lora_adaptations lora_rank lora_dropout_p lora_alpha"
+    " lora_main_params_trainable load_trained_adapters emb_pooler truncate_dim task_instructions"
+)
+WITHOUT_EFFECT = frozenset(" ".join((_ABOUT, _TRAINING, _IMPLEMENTATION, _TOKENS, _TENSORS, _HEADS)).split())
+# Names whose values change what is computed, with the values that do not. Any other value is refused in a family whose
+# reader does not ask for the name.
+REFUSED: Mapping[str, tuple[Any, ...]] = {
+    "is_encoder_decoder": (False,),
+    "add_cross_attention": (False,),
+    "cross_attention_hidden_size": (),
+    "use_bidirectional_attention": (False,),
+    "attn_logit_softcapping": (),
+    "final_logit_softcapping": (),
+    "logit_softcapping": (),
+    "clip_qkv": (),
+    "use_qk_norm": (False,),
+    "qk_layernorm": (False,),
+    "embedding_multiplier": (1,),
+    "residual_multiplier": (1,),
+    "attention_multiplier": (),
+    "logits_scaling": (1,),
+    "logit_scale": (1,),
+    "scale_emb": (1,),
+    "attn_uses_sequence_id": (False,),
+    "prefix_lm": (False,),
+    "alibi": (False,),
+    "use_alibi": (False,),
+    "causal": (False,),
+    "layer_norm_type": ("layer_norm",),
+    "swiglu_limit": (),
+    "swiglu_alpha": (),
+    "attention_chunk_size": (),
+    "use_sinks": (False,),
+    "add_swa_attention_sink_bias": (False,),
+    "logn_attention_scale": (False,),
+    "logn_attention_clip1": (False,),
+    "use_logn_attn": (False,),
+    "use_dynamic_ntk": (False,),
+    "attention_value_scale": (1,),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,102 +217,6 @@ def _is_number(value: object) -> bool:
 def _is_finite(value: Any) -> bool:
     """Return True for a number that FP32 can hold; JSON's integers have any length."""
     return _is_number(value) and abs(value) <= _LARGEST_NUMBER
-
-
-_SECTIONS = ("text_config", "attn_config")  # sections of which each value is looked at
-
-# Read only where another value asks for them: windows of a model whose windows are switched off, groups of experts, ...
-FOLLOWED_WHERE_NEEDED = frozenset(
-    "sliding_window max_window_layers sliding_window_pattern _sliding_window_pattern use_sliding_window no_rope_layers"
-    " no_rope_layer_interval n_group topk_group num_kv_heads multi_query first_k_dense_replace full_attn_idxs"
-    " original_max_position_embeddings intermediate_size hidden_act rope_scaling rope_parameters rope_theta num_labels"
-    " problem_type id2label partial_rotary_factor qk_rope_head_dim max_sequence_length global_attn_every_n_layers"
-    " local_attention attention_types num_key_value_heads head_dim num_experts parallel_attn".split()
-)
-# They describe the file, its origin, or what it was for.
-_ABOUT = (
-    "architectures model_type transformers_version _name_or_path auto_map tokenizer_class task_specific_params torch_dtype dtype"
-    " finetuning_task label2id quantization quantization_config sentence_transformers"
-    " sbert_ce_default_activation_function vision_config audio_config use_return_dict return_dict torchscript unsloth_fixed"
-    " unsloth_version model_name"
-)
-# Training, and the start of it.
-_TRAINING = (
-    "initializer_range initializer_factor init_std init_device embedding_initializer_range rescale_prenorm_residual"
-    " initializer_cutoff_factor attention_dropout attention_probs_dropout_prob hidden_dropout hidden_dropout_prob dropout"
-    " resid_pdrop embd_pdrop attn_pdrop emb_pdrop resid_dropout embed_dropout residual_dropout embedding_dropout ffn_dropout"
-    " attn_dropout layerdrop mlp_dropout classifier_dropout classifier_dropout_prob summary_first_dropout qa_dropout seq_classif_dropout"
-    " output_router_logits router_aux_loss_coef router_z_loss_coef aux_loss_alpha seq_aux input_jitter_noise"
-    " router_jitter_noise use_auxfree sparse_prediction sparse_pred_ignore_index repad_logits_with_grad altup_coef_clip"
-    " mtp_loss_scaling_factor gradient_checkpointing"
-)
-# What other implementations compute with, and what they return. `pretraining_tp` splits sums, `slow_but_exact` and
-# `reorder_and_upcast_attn` order them otherwise; `qk_head_dim` is a sum of two others.
-_IMPLEMENTATION = (
-    "use_cache output_attentions output_hidden_states chunk_size_feed_forward pretraining_tp ep_size attn_implementation"
-    " _attn_implementation _attn_implementation_autoset attn_impl slow_but_exact reorder_and_upcast_attn qk_head_dim"
-    " deterministic_flash_attn reference_compile use_flash_attn fused_bias_fc fused_dropout_add_ln use_xentropy"
-    " pad_vocab_size_multiple unpad_inputs use_memory_efficient_attention pack_qkv norm_type embedding_fraction"
-    " learned_pos_emb use_flash_rotary tie_encoder_decoder pruned_heads is_decoder"
-    " max_cache_len cache_implementation"
-)
-# Tokens, which the tokenizer's files and generation_config.json decide; eos_token_id is read with these.
-_TOKENS = (
-    "bos_token_id eos_token_id pad_token_id eod_token_id sep_token_id cls_token_id mask_token_id unk_token_id"
-    " decoder_start_token_id image_token_index image_token_id boi_token_index eoi_token_index boi_token_id eoi_token_id audio_token_id"
-    " boa_token_id eoa_token_id eoa_token_index mm_tokens_per_image vision_soft_tokens_per_image audio_soft_tokens_per_image"
-    " suppress_tokens begin_suppress_tokens forced_bos_token_id forced_eos_token_id bad_words_ids max_length min_length"
-    " do_sample temperature top_k top_p typical_p repetition_penalty length_penalty no_repeat_ngram_size num_beams"
-    " num_beam_groups diversity_penalty num_return_sequences early_stopping encoder_no_repeat_ngram_size prefix"
-    " remove_invalid_values exponential_decay_length_penalty return_dict_in_generate output_scores"
-)
-# The tensors show them: one that is not expected, or that is missing, is refused.
-_TENSORS = "tie_word_embeddings attention_bias mlp_bias use_bias"
-# Heads and layers that are not served: those that predict further tokens, answers or sums of a text.
-_HEADS = (
-    "num_nextn_predict_layers num_mtp_layers summary_type summary_use_proj summary_activation summary_proj_to_labels"
-    " summary_last_dropout decoder_bias classifier_bias classifier_pooling classifier_activation sinusoidal_pos_embds"
-    " matryoshka_dimensions lora_adaptations lora_rank lora_dropout_p lora_alpha"
-    " lora_main_params_trainable load_trained_adapters emb_pooler truncate_dim task_instructions"
-)
-WITHOUT_EFFECT = frozenset(" ".join((_ABOUT, _TRAINING, _IMPLEMENTATION, _TOKENS, _TENSORS, _HEADS)).split())
-
-# Names whose values change what is computed, with the values that do not. Any other value is refused in a family whose
-# reader does not ask for the name.
-REFUSED: Mapping[str, tuple[Any, ...]] = {
-    "is_encoder_decoder": (False,),
-    "add_cross_attention": (False,),
-    "cross_attention_hidden_size": (),
-    "use_bidirectional_attention": (False,),
-    "attn_logit_softcapping": (),
-    "final_logit_softcapping": (),
-    "logit_softcapping": (),
-    "clip_qkv": (),
-    "use_qk_norm": (False,),
-    "qk_layernorm": (False,),
-    "embedding_multiplier": (1,),
-    "residual_multiplier": (1,),
-    "attention_multiplier": (),
-    "logits_scaling": (1,),
-    "logit_scale": (1,),
-    "scale_emb": (1,),
-    "attn_uses_sequence_id": (False,),
-    "prefix_lm": (False,),
-    "alibi": (False,),
-    "use_alibi": (False,),
-    "causal": (False,),
-    "layer_norm_type": ("layer_norm",),
-    "swiglu_limit": (),
-    "swiglu_alpha": (),
-    "attention_chunk_size": (),
-    "use_sinks": (False,),
-    "add_swa_attention_sink_bias": (False,),
-    "logn_attention_scale": (False,),
-    "logn_attention_clip1": (False,),
-    "use_logn_attn": (False,),
-    "use_dynamic_ntk": (False,),
-    "attention_value_scale": (1,),
-}
 
 
 class AskedValues(dict[str, Any]):

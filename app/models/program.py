@@ -21,6 +21,25 @@ from app.models.program_graph import LINEAR_TARGET, Graph, Node, Ref, TorchConst
 from armature_kernels.linear.linear import LinearForm
 
 Values = dict[str, Any]
+ATEN = "torch.ops.aten."
+# They read or write files or arbitrary memory.
+_REFUSED = frozenset({"from_file", "data_ptr", "set_", "resize_", "resize_as_", "_resize_output_"})
+# Assertions of types. They are skipped: types may differ here, where products are BF16. Assertions of values are run.
+SKIPPED_OPERATORS = frozenset({f"{ATEN}_assert_tensor_metadata.default"})
+SET_GRAD = "torch.ops.higher_order.wrap_with_set_grad_enabled"
+AUTOCAST = "torch.ops.higher_order.wrap_with_autocast"
+_ARITHMETIC = "add sub mul truediv floordiv mod neg eq ne lt le gt ge and_ or_ getitem"
+_SIZES: Mapping[str, Callable[..., Any]] = {
+    **{f"_operator.{name}": getattr(operator, name) for name in _ARITHMETIC.split()},
+    **{f"math.{name}": getattr(math, name) for name in ("ceil", "floor", "trunc", "sqrt")},
+    "torch.sym_int": int,
+    "torch.sym_float": float,
+    "torch.sym_max": max,
+    "torch.sym_min": min,
+    "torch.sym_not": operator.not_,
+    "torch.sym_sum": sum,
+    "torch._sym_sqrt": math.sqrt,
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,33 +188,6 @@ def _bound_names(outputs: tuple[Any, ...]) -> set[str]:
     return {
         name for output in outputs for name in (output if isinstance(output, list) else [output]) if name is not None
     }
-
-
-ATEN = "torch.ops.aten."
-
-# They read or write files or arbitrary memory.
-_REFUSED = frozenset({"from_file", "data_ptr", "set_", "resize_", "resize_as_", "_resize_output_"})
-
-# Assertions of types. They are skipped: types may differ here, where products are BF16. Assertions of values are run.
-SKIPPED_OPERATORS = frozenset({f"{ATEN}_assert_tensor_metadata.default"})
-
-SET_GRAD = "torch.ops.higher_order.wrap_with_set_grad_enabled"
-
-AUTOCAST = "torch.ops.higher_order.wrap_with_autocast"
-
-_ARITHMETIC = "add sub mul truediv floordiv mod neg eq ne lt le gt ge and_ or_ getitem"
-
-_SIZES: Mapping[str, Callable[..., Any]] = {
-    **{f"_operator.{name}": getattr(operator, name) for name in _ARITHMETIC.split()},
-    **{f"math.{name}": getattr(math, name) for name in ("ceil", "floor", "trunc", "sqrt")},
-    "torch.sym_int": int,
-    "torch.sym_float": float,
-    "torch.sym_max": max,
-    "torch.sym_min": min,
-    "torch.sym_not": operator.not_,
-    "torch.sym_sum": sum,
-    "torch._sym_sqrt": math.sqrt,
-}
 
 
 def resolve_operator(target: str) -> Callable[..., Any]:

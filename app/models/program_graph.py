@@ -24,6 +24,57 @@ Range = tuple[int, int | None]
 SAMPLE_SIZE = 16  # of a dimension that a client may choose, in synthetic inputs, if the program accepts it
 _MAX_CONDITION = 10_000  # characters
 _LINEAR = re.compile(r"(?:(\d{1,9})\*)?([A-Za-z_]\w*)(?: ([+-]) (\d{1,9}))?")
+# ---- conditions ----------------------------------------------------------------------------------------------------
+
+_Number = int | float
+_BINARY: Mapping[type[ast.operator], Callable[[Any, Any], Any]] = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.Div: operator.truediv,
+    ast.FloorDiv: operator.floordiv,
+    ast.Mod: operator.mod,
+}
+_COMPARISONS: Mapping[type[ast.cmpop], Callable[[Any, Any], bool]] = {
+    ast.Eq: operator.eq,
+    ast.NotEq: operator.ne,
+    ast.Lt: operator.lt,
+    ast.LtE: operator.le,
+    ast.Gt: operator.gt,
+    ast.GtE: operator.ge,
+}
+_FUNCTIONS: Mapping[str, Callable[..., Any]] = {
+    **{function.__name__: function for function in (min, max, abs, int, float)},
+    **{f"math.{name}": getattr(math, name) for name in ("floor", "ceil", "trunc", "sqrt")},
+}
+_EVALUATION_ERRORS = (ArithmeticError, ValueError, TypeError)
+_SIZE = re.compile(
+    r"L((?:\[(?:'\w+'|\d+)\])+)\.(size|stride)\(\)\[(\d+)\]|L((?:\[(?:'\w+'|\d+)\])+)\.storage_offset\(\)"
+)
+_Evaluate = Callable[[Sequence[int]], Any]
+SCHEMA_MAJOR = 8
+# Scalar types: number in the schema -> name in torch.
+DTYPES: Mapping[int, str] = {
+    1: "uint8",
+    2: "int8",
+    3: "int16",
+    4: "int32",
+    5: "int64",
+    6: "float16",
+    7: "float32",
+    8: "float64",
+    12: "bool",
+    13: "bfloat16",
+}
+MEMORY_FORMATS: Mapping[int, str] = {
+    1: "contiguous_format",
+    2: "channels_last",
+    3: "channels_last_3d",
+    4: "preserve_format",
+}
+LINEAR_TARGET = "torch.ops.aten.linear.default"  # arguments: x, weight and an optional bias
+_KEYWORD = 2
+_MAX_DEPTH = 16  # nesting of graphs and lists
 
 
 def plain_size(text: str) -> str:
@@ -110,35 +161,6 @@ def read_range(limits: Any) -> Range:
     )
 
 
-# ---- conditions ----------------------------------------------------------------------------------------------------
-
-_Number = int | float
-_BINARY: Mapping[type[ast.operator], Callable[[Any, Any], Any]] = {
-    ast.Add: operator.add,
-    ast.Sub: operator.sub,
-    ast.Mult: operator.mul,
-    ast.Div: operator.truediv,
-    ast.FloorDiv: operator.floordiv,
-    ast.Mod: operator.mod,
-}
-_COMPARISONS: Mapping[type[ast.cmpop], Callable[[Any, Any], bool]] = {
-    ast.Eq: operator.eq,
-    ast.NotEq: operator.ne,
-    ast.Lt: operator.lt,
-    ast.LtE: operator.le,
-    ast.Gt: operator.gt,
-    ast.GtE: operator.ge,
-}
-_FUNCTIONS: Mapping[str, Callable[..., Any]] = {
-    **{function.__name__: function for function in (min, max, abs, int, float)},
-    **{f"math.{name}": getattr(math, name) for name in ("floor", "ceil", "trunc", "sqrt")},
-}
-_EVALUATION_ERRORS = (ArithmeticError, ValueError, TypeError)
-_SIZE = re.compile(
-    r"L((?:\[(?:'\w+'|\d+)\])+)\.(size|stride)\(\)\[(\d+)\]|L((?:\[(?:'\w+'|\d+)\])+)\.storage_offset\(\)"
-)
-
-
 class Condition:
     """A condition on the sizes of the inputs, as the archive states it."""
 
@@ -184,9 +206,6 @@ def _read_place(place: tuple[str, str, int], shapes: Shapes) -> int:
     if dimension >= len(shape):
         raise ValueError("no such dimension")
     return shape[dimension] if kind == "size" else math.prod(shape[dimension + 1 :])
-
-
-_Evaluate = Callable[[Sequence[int]], Any]
 
 
 def _compiled(node: ast.AST) -> _Evaluate:
@@ -377,31 +396,6 @@ class ProgramSizes:
             for at, size in enumerate(sizes, 1):
                 if isinstance(size, Dimension):
                     yield name, at, size
-
-
-SCHEMA_MAJOR = 8
-# Scalar types: number in the schema -> name in torch.
-DTYPES: Mapping[int, str] = {
-    1: "uint8",
-    2: "int8",
-    3: "int16",
-    4: "int32",
-    5: "int64",
-    6: "float16",
-    7: "float32",
-    8: "float64",
-    12: "bool",
-    13: "bfloat16",
-}
-MEMORY_FORMATS: Mapping[int, str] = {
-    1: "contiguous_format",
-    2: "channels_last",
-    3: "channels_last_3d",
-    4: "preserve_format",
-}
-LINEAR_TARGET = "torch.ops.aten.linear.default"  # arguments: x, weight and an optional bias
-_KEYWORD = 2
-_MAX_DEPTH = 16  # nesting of graphs and lists
 
 
 @dataclass(frozen=True, slots=True)

@@ -29,6 +29,9 @@ log = logging.getLogger(__name__)
 PACKS = "packs"  # the folder of packed weights, which has the hashes of checkpoints too
 PARTIAL, _ABANDONED_SECONDS = ".partial-", 3600.0
 _warned: set[Path] = set()  # folders for which a warning was logged
+_CHUNK_BYTES = 64 * 2**20  # bytes hashed by one thread at a time
+_READ_BYTES = 4 * 2**20
+_STABLE_NANOSECONDS = 2 * 10**9  # a younger file may change again within the same tick of the file system's clock
 
 
 class FileUnusable(Exception):
@@ -139,11 +142,6 @@ def _sync_folder(folder: Path) -> None:
             os.fsync(descriptor)
         finally:
             os.close(descriptor)
-
-
-_CHUNK_BYTES = 64 * 2**20  # bytes hashed by one thread at a time
-_READ_BYTES = 4 * 2**20
-_STABLE_NANOSECONDS = 2 * 10**9  # a younger file may change again within the same tick of the file system's clock
 
 
 def checkpoint_fingerprint(checkpoint: Checkpoint, notes: Path, threads: int) -> str:

@@ -35,6 +35,25 @@ from armature_kernels.linear.layout import LAYOUTS, PANEL_OUTPUTS, device_int4_b
 from armature_kernels.linear.torchao_config import INT4_REFERENCE, INT8_REFERENCE, KLEIDI_INT4, is_torchao
 
 OUTPUT_SOURCES = (("lm_head",), ("model.embed_tokens",))
+INT4 = "int4/32 double quantized"
+# Small models lose more by rounding, and their weights are few: there the output layer has eight bits too. llama.cpp's
+# Q4_K_M takes 4.8 bits for 8B weights and 6.2 for 135M, its Q4_0 4.5 and 5.3; ours of 135M must not be larger.
+SMALL_MODEL = 500_000_000
+INT4_BITS, INT4_SMALL_BITS = (5.5, 4.6), (4.4, 4.25)
+# ---- layers that the operator keeps in a precision -------------------------------------------------------------------
+
+KeptLayers = tuple[tuple[str, str], ...]  # patterns of tensor names, each with a precision
+# ---- codes of the checkpoint that are kept ---------------------------------------------------------------------------
+
+# The native form that holds the codes of a GGUF type. Q5_1, Q5_K and Q6_K have no equal form; int8/32 rounds their values
+# to 1/254 of a group's largest, 4 to 16 times finer than they do.
+STORED_FORMS: Mapping[str, str] = {
+    "Q4_0": "int4/32", "Q4_1": "int4/32 with zero points", "Q4_K": "int4/32 with zero points",
+    **dict.fromkeys(("Q8_0", "Q5_0", "Q5_1", "Q5_K", "Q6_K", "MXFP4"), "int8/32"),
+}  # fmt: skip
+PRECISION_BYTES: Mapping[str, int] = {"fp32": 4, "bf16": 2}
+DEVICE_PRECISION_BYTES: Mapping[str, int] = {"fp32": 4, "bf16": 2, "fp16": 2}
+QUANTIZED = ("int8", "int4", "int4-small")
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,11 +84,6 @@ class Recipe:
         return (self.upgrade, *self.linear) if is_upgraded else self.linear
 
 
-INT4 = "int4/32 double quantized"
-# Small models lose more by rounding, and their weights are few: there the output layer has eight bits too. llama.cpp's
-# Q4_K_M takes 4.8 bits for 8B weights and 6.2 for 135M, its Q4_0 4.5 and 5.3; ours of 135M must not be larger.
-SMALL_MODEL = 500_000_000
-INT4_BITS, INT4_SMALL_BITS = (5.5, 4.6), (4.4, 4.25)
 EXACT = Recipe(linear=("panels", "panels/widened", "panels/fp32", "onednn", "plain"))
 INT8 = Recipe(linear=("int8/32", INT8_REFERENCE, "plain"), equalise=True)
 
@@ -214,9 +228,6 @@ def _upgrade_costs(config: ModelConfig) -> dict[tuple[str, ...], int]:
     return costs
 
 
-# ---- layers that the operator keeps in a precision -------------------------------------------------------------------
-
-KeptLayers = tuple[tuple[str, str], ...]  # patterns of tensor names, each with a precision
 KEPT_FORMS: Mapping[str, tuple[str, ...]] = {"int4": _int4().linear, "int8": INT8.linear, "bf16": EXACT.linear}
 
 
@@ -250,16 +261,6 @@ def kept_layer_bytes(config: ModelConfig, precision: str, kept: KeptLayers) -> i
             exact = 2 * rows * columns
             added += (exact if held_in == "bf16" else LAYOUTS[KEPT_FORMS[held_in][0]].nbytes(rows, columns)) - held
     return added
-
-
-# ---- codes of the checkpoint that are kept ---------------------------------------------------------------------------
-
-# The native form that holds the codes of a GGUF type. Q5_1, Q5_K and Q6_K have no equal form; int8/32 rounds their values
-# to 1/254 of a group's largest, 4 to 16 times finer than they do.
-STORED_FORMS: Mapping[str, str] = {
-    "Q4_0": "int4/32", "Q4_1": "int4/32 with zero points", "Q4_K": "int4/32 with zero points",
-    **dict.fromkeys(("Q8_0", "Q5_0", "Q5_1", "Q5_K", "Q6_K", "MXFP4"), "int8/32"),
-}  # fmt: skip
 
 
 def stored_type(tensors: Mapping[str, TensorEntry]) -> str:
@@ -331,11 +332,6 @@ def _stored_bytes(config: ModelConfig, tensors: Mapping[str, TensorEntry], preci
             form = forms.get(source) or recipe.source_forms(source, is_upgraded)[0]
             held += LAYOUTS[form].nbytes(*shape)
     return held
-
-
-PRECISION_BYTES: Mapping[str, int] = {"fp32": 4, "bf16": 2}
-DEVICE_PRECISION_BYTES: Mapping[str, int] = {"fp32": 4, "bf16": 2, "fp16": 2}
-QUANTIZED = ("int8", "int4", "int4-small")
 
 
 def decoder_bytes(config: ModelConfig, tensors: Mapping[str, TensorEntry]) -> dict[str, int]:

@@ -51,6 +51,14 @@ ALIGNMENT = 64
 _BEGIN = len(MAGIC) + 16  # magic, then the header's length and checksum, little-endian
 _CHUNK_BYTES = 4 * 2**20  # bytes read and verified at a time, so that they stay in the processor's cache
 Progress = Callable[[int, int], None]
+log = logging.getLogger(__name__)
+FORMAT = 3  # version of the blobs' layout: raise it when csrc/ops.h changes the layout of packed weights
+_QUANTIZATION_MODULES = (
+    quantization,
+    int_panels,
+    layout,
+)  # their source decides a weight's codes
+BlobBytes = Callable[[frozenset[str]], Mapping[str, int]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -264,16 +272,6 @@ def _check(name: str, checksum: int, blob: Blob) -> None:
         raise FileUnusable(f"the bytes of {name} are damaged")
 
 
-log = logging.getLogger(__name__)
-
-FORMAT = 3  # version of the blobs' layout: raise it when csrc/ops.h changes the layout of packed weights
-_QUANTIZATION_MODULES = (
-    quantization,
-    int_panels,
-    layout,
-)  # their source decides a weight's codes
-
-
 @dataclass(frozen=True, slots=True)
 class PackFolder:
     """The folder of pack files.
@@ -294,9 +292,6 @@ class PackFolder:
         content = checkpoint_fingerprint(checkpoint, self.folder / PACKS, torch.get_num_threads())
         log.debug("the checkpoint is %s (%.1f s)", content, time.monotonic() - began)
         return PackFile(self, {"checkpoint": content, "choice": repr(choice), **_platform_key()})
-
-
-BlobBytes = Callable[[frozenset[str]], Mapping[str, int]]
 
 
 @dataclass(frozen=True, slots=True)

@@ -45,6 +45,33 @@ _MAX_JSON_BYTES = 256 * 2**20  # limit for a graph: a thousand layers take about
 # and ciphers.
 _DAMAGE_ERRORS = (OSError, EOFError, ValueError, RuntimeError, zipfile.BadZipFile)
 _SAVE_AGAIN = "Save it again with torch.export.save of torch 2.10 or newer"
+_ITEM_BYTES: Mapping[str, int] = {
+    **dict.fromkeys(("uint8", "int8", "bool"), 1),
+    **dict.fromkeys(("int16", "float16", "bfloat16"), 2),
+    **dict.fromkeys(("int32", "float32"), 4),
+    **dict.fromkeys(("int64", "float64"), 8),
+}
+# torch's dtype names to those of the Open Inference Protocol.
+DATATYPES: Mapping[str, str] = {
+    "bool": "BOOL",
+    "uint8": "UINT8",
+    "int8": "INT8",
+    "int16": "INT16",
+    "int32": "INT32",
+    "int64": "INT64",
+    "float16": "FP16",
+    "bfloat16": "BF16",
+    "float32": "FP32",
+    "float64": "FP64",
+}
+_SYMBOL = re.compile(r"[A-Za-z_]\w*")
+_EVAL_HINT = "Was the model in eval() when it was exported?"
+_EXPORT_EXAMPLE = (
+    'torch.export.export(model.eval(), (example,), dynamic_shapes={"NAME": {0: torch.export.Dim("batch", min=1, max=1024)}}), '
+    "with at least two rows in the example"
+)
+CONVOLUTIONS = frozenset(f"torch.ops.aten.{name}.default" for name in ("conv1d", "conv2d", "conv3d", "convolution"))
+_TRANSPOSED_POSITION = 6  # position of `transposed` among a convolution's arguments
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,40 +188,11 @@ class Archive:
         return stored
 
 
-_ITEM_BYTES: Mapping[str, int] = {
-    **dict.fromkeys(("uint8", "int8", "bool"), 1),
-    **dict.fromkeys(("int16", "float16", "bfloat16"), 2),
-    **dict.fromkeys(("int32", "float32"), 4),
-    **dict.fromkeys(("int64", "float64"), 8),
-}
-
-
 def _static_size(size: Mapping[str, Any]) -> int:
     number = read_size(size)
     if not isinstance(number, int) or number < 0:
         raise ValueError(f"the size {number!r} of a stored tensor is not a number >= 0")
     return number
-
-
-# torch's dtype names to those of the Open Inference Protocol.
-DATATYPES: Mapping[str, str] = {
-    "bool": "BOOL",
-    "uint8": "UINT8",
-    "int8": "INT8",
-    "int16": "INT16",
-    "int32": "INT32",
-    "int64": "INT64",
-    "float16": "FP16",
-    "bfloat16": "BF16",
-    "float32": "FP32",
-    "float64": "FP64",
-}
-_SYMBOL = re.compile(r"[A-Za-z_]\w*")
-_EVAL_HINT = "Was the model in eval() when it was exported?"
-_EXPORT_EXAMPLE = (
-    'torch.export.export(model.eval(), (example,), dynamic_shapes={"NAME": {0: torch.export.Dim("batch", min=1, max=1024)}}), '
-    "with at least two rows in the example"
-)
 
 
 @dataclass(frozen=True)
@@ -475,10 +473,6 @@ def _ref_name(argument: Any) -> str | None:
 def _linear_operands(names: list[str | None]) -> tuple[str | None, str | None, str | None]:
     x, weight, bias = (*names, None, None, None)[:3]
     return x, weight, bias
-
-
-CONVOLUTIONS = frozenset(f"torch.ops.aten.{name}.default" for name in ("conv1d", "conv2d", "conv3d", "convolution"))
-_TRANSPOSED_POSITION = 6  # position of `transposed` among a convolution's arguments
 
 
 def operations_per_row(checkpoint: ProgramCheckpoint, free_size: int) -> float:

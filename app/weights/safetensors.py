@@ -23,6 +23,10 @@ DTYPE_BYTES: Mapping[str, int] = {
     "U32": 4, "I32": 4, "F32": 4, "U64": 8, "I64": 8, "F64": 8,
 }  # fmt: skip
 MAX_HEADER_BYTES = 100_000_000  # the format's limit
+# Tensor classes of torchao whose codes have the weight's shape, so that any rows can be dequantized on any machine.
+QUANTIZED_KINDS = ("Int8Tensor", "IntxUnpackedToInt8Tensor", "Float8Tensor")
+_WEIGHT_PARTS = {"qdata", "scale", "zero_point"}
+_VALUE_DTYPES: Mapping[str, str] = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,12 +86,6 @@ class RearrangedEntry(EncodedEntry):
     source: TensorEntry
     rows: tuple[int, ...] | range | None = field(default=None, repr=False)
     transposed: bool = False
-
-
-# Tensor classes of torchao whose codes have the weight's shape, so that any rows can be dequantized on any machine.
-QUANTIZED_KINDS = ("Int8Tensor", "IntxUnpackedToInt8Tensor", "Float8Tensor")
-_WEIGHT_PARTS = {"qdata", "scale", "zero_point"}
-_VALUE_DTYPES: Mapping[str, str] = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
 
 
 def join_quantized(found: Mapping[str, TensorEntry]) -> dict[str, TensorEntry]:

@@ -47,6 +47,7 @@ _COPY_BYTES = 8 * 2**20  # bytes of source pages held while a tensor is converte
 # Bytes read at a time. Each thread holds one block, and while it quantizes the block its values in FP32 and its codes:
 # with 4 MiB, two threads held up to 34 MB beside the weights, with 2 MiB 20 MB; packing took as long.
 _BLOCK_BYTES = 2 * 2**20
+_FP16_MAX = torch.finfo(torch.float16).max
 
 
 class MappedFiles:
@@ -296,9 +297,6 @@ def _are_contiguous(entries: Sequence[TensorEntry]) -> bool:
     return all(
         (left.file, left.dtype, left.end) == (right.file, right.dtype, right.start) for left, right in pairwise(entries)
     )
-
-
-_FP16_MAX = torch.finfo(torch.float16).max
 
 
 def largest_magnitude(values: Tensor) -> float:

@@ -43,6 +43,14 @@ from armature_kernels.native.recording import NotRecordable, RecordedOperations,
 _MAX_FIXED_TOKENS = 2**16  # step size up to which the inputs keep a fixed address
 # queries per attention call if the queries per sequence are limited; this bounds the scratch memory
 _MAX_BATCHED_QUERIES = 64
+RECORD_AFTER_STEPS = 2  # number of steps of a shape before one is recorded
+# Per step: more than any plan for a CPU allows unasked. A recording keeps the results of its step: at 512 tokens about
+# 50 MB for a model of 1B parameters, shared by all recordings.
+MAX_RECORDED_TOKENS = 1024
+MAX_RECORDINGS = 128  # the least recently used recording is dropped
+_MAX_COUNTED_SHAPES = 4096  # number of shapes that are counted
+HIDDEN_ROWS = TopLogitsRequest(0)  # in place of top logits in the shape of a step that returns hidden states
+RecordedShape = tuple[int, int, TopLogitsRequest | None]  # tokens, rows of logits, required top logits
 
 
 class StepModel(Protocol):
@@ -241,18 +249,6 @@ class StepAttention:
         if spec.filters is not None:
             return convolve(query, kv, self._step, spec.filters)
         return self._backend.attention(query, kv, self._step, spec)
-
-
-RECORD_AFTER_STEPS = 2  # number of steps of a shape before one is recorded
-# Per step: more than any plan for a CPU allows unasked. A recording keeps the results of its step: at 512 tokens about
-# 50 MB for a model of 1B parameters, shared by all recordings.
-MAX_RECORDED_TOKENS = 1024
-MAX_RECORDINGS = 128  # the least recently used recording is dropped
-_MAX_COUNTED_SHAPES = 4096  # number of shapes that are counted
-
-HIDDEN_ROWS = TopLogitsRequest(0)  # in place of top logits in the shape of a step that returns hidden states
-
-RecordedShape = tuple[int, int, TopLogitsRequest | None]  # tokens, rows of logits, required top logits
 
 
 class DecoderReplay:

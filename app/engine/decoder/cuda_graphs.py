@@ -17,6 +17,9 @@ from app.hardware.plan.memory_budget import GRAPHS_BYTES
 
 _LOG = logging.getLogger(__name__)
 LARGEST_STARTUP_BUCKET = 64  # sequences; steps of up to this size are captured while loading
+LARGEST_BUCKET = 256  # sequences; above this the step takes the device longer than the host needs to launch it
+# (up to, in steps of). Small batches are the common case, and there a padding row costs the most.
+_BUCKET_STEPS = ((2, 1), (4, 2), (8, 4), (64, 8), (LARGEST_BUCKET, 16))
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,11 +119,6 @@ def startup_shapes(buckets: tuple[int, ...]) -> Iterator[GraphShape]:
     for bucket in reversed([bucket for bucket in buckets if bucket <= LARGEST_STARTUP_BUCKET]):
         for mode in (SamplingMode.GREEDY, SamplingMode.RANDOM, SamplingMode.FILTERED):
             yield GraphShape(bucket, mode)
-
-
-LARGEST_BUCKET = 256  # sequences; above this the step takes the device longer than the host needs to launch it
-# (up to, in steps of). Small batches are the common case, and there a padding row costs the most.
-_BUCKET_STEPS = ((2, 1), (4, 2), (8, 4), (64, 8), (LARGEST_BUCKET, 16))
 
 
 def bucket_sizes(max_sequences: int) -> tuple[int, ...]:

@@ -21,6 +21,11 @@ from app.engine.sampling.rows import COLUMNS, filters_of, stream_start, uniform_
 from app.engine.scheduler.batch import LogitRow, ScheduledSpan, Sequence
 from armature_kernels.attention.paged import PAGE_TOKENS
 
+ColumnArray = NDArray[Any]
+View = TypeVar("View", Tensor, ColumnArray)
+# returns the rows of the KV cache that spans write, and allocates the pages that they begin
+KvRowsOfSpans = Callable[[Items[ScheduledSpan]], list[int]]
+
 
 class SamplingMode(Enum):
     GREEDY = "greedy"  # most likely token, on the device
@@ -60,10 +65,6 @@ class StepSizes:
     def of(cls, spans: Items[ScheduledSpan], samples: int) -> StepSizes:
         """Return the sizes of these spans, with at least one row of logits: a product of zero rows is an error."""
         return cls(sum(span.num_tokens for span in spans), len(spans), max(1, samples))
-
-
-ColumnArray = NDArray[Any]
-View = TypeVar("View", Tensor, ColumnArray)
 
 
 @dataclass(frozen=True, slots=True)
@@ -237,10 +238,6 @@ def write_column(view: ColumnArray, values: list[int] | list[float] | ColumnArra
     view[: len(values)] = values
     if rest is not None:
         view[len(values) :] = rest
-
-
-# returns the rows of the KV cache that spans write, and allocates the pages that they begin
-KvRowsOfSpans = Callable[[Items[ScheduledSpan]], list[int]]
 
 
 @dataclass(frozen=True, slots=True)

@@ -44,6 +44,8 @@ from armature_kernels.attention.convolution import paged_convolve_torch
 from armature_kernels.attention.paged import PagedStep
 from armature_kernels.elementwise.rope import apply_rope_and_write_kv
 
+MAX_TABLE_UPDATES = 4096  # page table entries that are sent with a step's inputs; a long cached prefix may need more
+
 
 @dataclass(frozen=True, slots=True)
 class StepBounds:
@@ -189,9 +191,6 @@ class HostBuffer:
             if keep:
                 self.views[sizes] = views
         return views
-
-
-MAX_TABLE_UPDATES = 4096  # page table entries that are sent with a step's inputs; a long cached prefix may need more
 
 
 @dataclass(frozen=True, slots=True)

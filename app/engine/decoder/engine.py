@@ -31,6 +31,8 @@ if TYPE_CHECKING:
     from app.engine.decoder.adapters import AdapterSlots
 
 log = logging.getLogger(__name__)
+# types that an out-of-memory error can have; the runner decides whether an error is one
+_MEMORY_ERRORS = (RuntimeError, MemoryError)
 
 
 class DecoderRunner(Protocol):
@@ -76,10 +78,6 @@ class DecoderRunner(Protocol):
     def survives(self, error: Exception) -> bool:
         """Return True if the error is a lack of memory that has been freed again, so a step may be retried."""
         ...
-
-
-# types that an out-of-memory error can have; the runner decides whether an error is one
-_MEMORY_ERRORS = (RuntimeError, MemoryError)
 
 
 class DecoderEngine:

@@ -22,6 +22,9 @@ PADDING_PAGE = 0  # the page that no slot owns; padding rows are written to it
 
 RowMoves = tuple[list[int], list[int]]  # rows to read, and the row that each is copied to
 SlotRange = tuple[int, int, int]  # positions of a slot: (slot, start, end)
+_MAX_MOVED_ROWS = (
+    4096  # rows of one layer that are read before they are written; this bounds the memory that a move takes
+)
 
 
 class PageTables:
@@ -169,11 +172,6 @@ def _original_ranges(earlier: Items[KvCopy], positions: SlotRange) -> Iterator[S
                     yield from _original_ranges(earlier[:at], part)
             return
     yield positions
-
-
-_MAX_MOVED_ROWS = (
-    4096  # rows of one layer that are read before they are written; this bounds the memory that a move takes
-)
 
 
 class PagedKvCache:

@@ -53,6 +53,11 @@ _TOKEN_BYTES = 4
 _FREE_DIVISOR = 20
 _CHUNK_BYTES = 2**20  # bytes written or verified at a time
 _RECENT_STEP_NANOSECONDS = 1000  # between the times of use of the blocks of one prefix
+BLOCK_TOKENS = 128  # of a file: 3 MB for a model of 135M parameters, 15 MB for one of 1.7B
+MOST_PROMPTS = 64  # whose names are held
+_READ_GAIN = 0.3  # weight of a new measurement in the time of reading a block
+# Each time that computing is preferred, the estimate shrinks by this factor, so that reading is tried again.
+_FORGET_FACTOR = 0.95
 
 
 @dataclass(frozen=True, slots=True)
@@ -260,13 +265,6 @@ def private_folder(folder: Path) -> Path:
     if not os.access(folder, os.W_OK | os.X_OK):
         raise SettingsInvalid(f"prompt_cache: {folder} cannot be written: give a writable folder.")
     return folder
-
-
-BLOCK_TOKENS = 128  # of a file: 3 MB for a model of 135M parameters, 15 MB for one of 1.7B
-MOST_PROMPTS = 64  # whose names are held
-_READ_GAIN = 0.3  # weight of a new measurement in the time of reading a block
-# Each time that computing is preferred, the estimate shrinks by this factor, so that reading is tried again.
-_FORGET_FACTOR = 0.95
 
 
 class PromptCache:

@@ -28,6 +28,11 @@ from app.metrics.steps import StepStats, StepTimeModel
 
 FLOAT_BYTES = 4
 TextLength = tuple[int, int]  # (tokens of a text, its negative index), so that the first of equal texts sorts last
+_RECENT_RETURNS = 8
+_RECENT_ENDS = 4
+_MIN_SAVING_RATIO = 4  # waiting pays as long as a return takes no more than a quarter of what it saves
+_RETURN_TIMES_TO_WAIT = 2  # number of usual return times to wait
+_GOOD_STEPS = 32  # steps, after which the limit is doubled; a step that then fails is repeated, and no request fails
 
 
 class TakenText(Protocol):
@@ -203,12 +208,6 @@ class TextQueue:
         return tuple(share_step(left, capacity))
 
 
-_RECENT_RETURNS = 8
-_RECENT_ENDS = 4
-_MIN_SAVING_RATIO = 4  # waiting pays as long as a return takes no more than a quarter of what it saves
-_RETURN_TIMES_TO_WAIT = 2  # number of usual return times to wait
-
-
 class BatchingDelay:
     """The batching delay of one engine, whose steps are planned for at most `target_tokens` tokens."""
 
@@ -257,9 +256,6 @@ class BatchingDelay:
         together = min(tokens + int(median(each for _, each in self._returns)), self.target_tokens)
         saved = step_times.encode(tokens) + step_times.encode(together - tokens) - step_times.encode(together)
         return until - now if _MIN_SAVING_RATIO * (until - self._answered_at) <= _RETURN_TIMES_TO_WAIT * saved else 0.0
-
-
-_GOOD_STEPS = 32  # steps, after which the limit is doubled; a step that then fails is repeated, and no request fails
 
 
 class TextBudget:

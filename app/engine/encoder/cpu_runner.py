@@ -49,6 +49,9 @@ DEFAULT_PAIR_TOKENS = 1 / 256
 # Load of the busiest thread relative to the mean. Beyond this, dividing every operation is faster, even though
 # threads wait for each other.
 MAX_IMBALANCE = 1.25
+MIN_RECORDED_TOKENS = 16  # a model that cannot be recorded with this few tokens is never recorded
+_MAX_LANES = 4096
+HiddenFunction = Callable[[EncodeContext, Tensor | None], Tensor]
 
 
 @dataclass(frozen=True, slots=True)
@@ -205,12 +208,6 @@ class TextBatch:
     def __call__(self, layer: int, heads: QkvHeads, spec: AttentionSpec) -> Tensor:
         """Attend within each text, as `Attend` defines it."""
         return attend_texts(heads, self._texts, spec)
-
-
-MIN_RECORDED_TOKENS = 16  # a model that cannot be recorded with this few tokens is never recorded
-_MAX_LANES = 4096
-
-HiddenFunction = Callable[[EncodeContext, Tensor | None], Tensor]
 
 
 class _LayerRecording:

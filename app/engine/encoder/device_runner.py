@@ -33,6 +33,10 @@ from armature_kernels.attention.paged import PackedTexts
 RECORDED_TOKENS = (16, 32, 48, 80, 144, 272, 528)
 RECORDED_TEXTS = (2, 8, 32, 128)
 _SHORT_TEXT = 3  # tokens; texts are rarely shorter, so a batch rarely has more texts than its tokens divided by this
+Int64Array = NDArray[np.int64]
+_ALIGNED = 16  # elements; kernels are compiled for aligned addresses, and compiled again for others
+_LOG = logging.getLogger(__name__)
+ProgressCallback = Callable[[int, int], None]  # done, total
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -57,10 +61,6 @@ def recorded_shapes(most_tokens: int) -> tuple[TextBatchShape, ...]:
 def padded_shape(tokens: int, texts: int, shapes: Iterable[TextBatchShape]) -> TextBatchShape | None:
     """Return the smallest shape that fits the batch and one more text of at least one token, or None."""
     return min((shape for shape in shapes if shape.tokens > tokens and shape.texts > texts), default=None)
-
-
-Int64Array = NDArray[np.int64]
-_ALIGNED = 16  # elements; kernels are compiled for aligned addresses, and compiled again for others
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,9 +150,7 @@ def _fill_numbers(target: Int64Array, rows: Sequence[Sequence[int]]) -> None:
     target[len(numbers) :] = 0
 
 
-_LOG = logging.getLogger(__name__)
 ComputeTexts = Callable[[TextBatchShape], Tensor]
-ProgressCallback = Callable[[int, int], None]  # done, total
 
 
 class DeviceEncoderReplay:

@@ -44,6 +44,15 @@ _BISECTION_ROUNDS, _BISECTION_ROUNDS_TO_ONE = (
     32,
     30,
 )  # there are fewer than 2^32 floats, and fewer than 2^30 between 0 and 1
+TensorColumns = Mapping[str, Tensor]  # for each of `COLUMNS` by name, a tensor [rows] of its dtype
+Threshold = Callable[[Tensor, Tensor], Tensor]  # (scores or probabilities [rows, vocab], column [rows]) -> [rows, 1]
+# ---- random numbers ------------------------------------------------------------------------------------------------
+
+# SplitMix64 from Steele, Lea, Flood, "Fast splittable pseudorandom number generators", OOPSLA 2014; it passes
+# BigCrush.
+Bits = TypeVar("Bits", int, NDArray[Any])
+_GAMMA = 0x9E3779B97F4A7C15
+_MASK = 2**64 - 1
 
 
 # ---- the table of sampling parameters ------------------------------------------------------------------------------
@@ -84,8 +93,6 @@ COLUMNS: tuple[SamplerColumn, ...] = (
     SamplerColumn("min_p", torch.float32, 0.0, lambda params: [one.min_p for one in params]),
 )
 FILTERS = tuple(column for column in COLUMNS if column.is_filter)
-
-TensorColumns = Mapping[str, Tensor]  # for each of `COLUMNS` by name, a tensor [rows] of its dtype
 
 
 def filters_of(params: abc.Sequence[SamplingParams]) -> tuple[str, ...]:
@@ -141,9 +148,6 @@ def _apply_penalties_to_row(scores: Tensor, sequence: Sequence) -> None:
         scores[completion_ids] -= occurrences * params.frequency_penalty + params.presence_penalty
     for token_id, bias in params.logit_bias:
         scores[token_id] += bias
-
-
-Threshold = Callable[[Tensor, Tensor], Tensor]  # (scores or probabilities [rows, vocab], column [rows]) -> [rows, 1]
 
 
 @dataclass(frozen=True, slots=True)
@@ -318,15 +322,6 @@ def sample_random_torch(logits: Tensor, sampling: SamplingTensors, filtered: boo
     probs = _filter(logits.to(torch.float32, copy=True), sampling.columns, filters, _BY_BISECTION)
     drawn = multinomial_on_device(probs, sampling.uniforms)
     return torch.where((sampling.columns["temperature"] > 0) & (likeliest != NOT_FINITE), drawn, likeliest)
-
-
-# ---- random numbers ------------------------------------------------------------------------------------------------
-
-# SplitMix64 from Steele, Lea, Flood, "Fast splittable pseudorandom number generators", OOPSLA 2014; it passes
-# BigCrush.
-Bits = TypeVar("Bits", int, NDArray[Any])
-_GAMMA = 0x9E3779B97F4A7C15
-_MASK = 2**64 - 1
 
 
 def uniform_number(seed: int, position: int) -> float:

@@ -22,6 +22,13 @@ MIN_SHARED_TOKENS = 16
 PositionRange = tuple[int, int]
 _EMPTY_RANGE: PositionRange = (0, 0)
 _PLAIN = PrefixScope()
+# tokens compared at once by list equality, which runs in C; only a block that differs is compared token by token
+_COMPARED_TOKENS = 128
+_MIN_REUSE_RATIO = (
+    4  # a cached slot is reused in place if at most a quarter of the reused length would be lost with its end
+)
+# Time that a step may spend on reading prefixes: while other sequences decode, and while none does.
+READ_SECONDS_BESIDE_DECODES, READ_SECONDS_ALONE = 0.03, 1.0
 
 
 @dataclass(slots=True, eq=False)
@@ -238,13 +245,6 @@ def _hull(first: PositionRange, second: PositionRange) -> PositionRange:
     return (min(first[0], second[0]), max(first[1], second[1]))
 
 
-# tokens compared at once by list equality, which runs in C; only a block that differs is compared token by token
-_COMPARED_TOKENS = 128
-_MIN_REUSE_RATIO = (
-    4  # a cached slot is reused in place if at most a quarter of the reused length would be lost with its end
-)
-
-
 def placements(
     slots: Items[KvSlot],
     token_ids: list[int],
@@ -406,10 +406,6 @@ class KvAllocator:
         sequence.prefix_slot, sequence.prefix_tokens = placement.prefix_slot, placement.prefix_tokens
         self._copies += [KvCopy(source, slot, start, end) for source, start, end in placement.copies]
         return True
-
-
-# Time that a step may spend on reading prefixes: while other sequences decode, and while none does.
-READ_SECONDS_BESIDE_DECODES, READ_SECONDS_ALONE = 0.03, 1.0
 
 
 class PrefixStore(Protocol):

@@ -14,6 +14,14 @@ from app.hardware.step_times import StepTimes
 from app.metrics.steps import StepStats, StepTimeModel
 
 T = TypeVar("T")
+# Every n-th step in a run of mixed steps carries no prefill, so that the decode time stays measured. Without a
+# table this happens often, because the price of a token is all that is known (it costs 6%). With a table it is so
+# rare that a prompt of a few thousand tokens sees at most one such step.
+PROBE_EVERY_STEPS, PROBE_EVERY_STEPS_WITH_TABLE = 16, 48
+# The budget grows by 1/64 at each step that was computed, so it doubles after about 45 steps. A size that failed
+# once may fit later (for example once a prompt that needed much memory is done), but each failed try costs a step.
+# Slow growth makes retries rare enough to be cheap.
+_GROWTH_DIVISOR = 64
 
 
 def share_in_order(requests: Iterable[T], tokens: int, needed: Callable[[T], int]) -> Iterator[tuple[T, int]]:
@@ -72,12 +80,6 @@ def admit_oldest(free_places: int, oldest_width: Callable[[], int], admit: Calla
         yield request
 
 
-# Every n-th step in a run of mixed steps carries no prefill, so that the decode time stays measured. Without a
-# table this happens often, because the price of a token is all that is known (it costs 6%). With a table it is so
-# rare that a prompt of a few thousand tokens sees at most one such step.
-PROBE_EVERY_STEPS, PROBE_EVERY_STEPS_WITH_TABLE = 16, 48
-
-
 class PrefillBudget:
     """The prefill tokens of each step; an inter-token latency target replaces the ratio to decode steps."""
 
@@ -110,12 +112,6 @@ class PrefillBudget:
         if self._mixed_in_a_row >= self._probe_every_steps or (step_times := self.step_times) is None:
             return 0
         return step_times.prefill_tokens(num_decodes, context_tokens, prompt_context_tokens, num_prompts)
-
-
-# The budget grows by 1/64 at each step that was computed, so it doubles after about 45 steps. A size that failed
-# once may fit later (for example once a prompt that needed much memory is done), but each failed try costs a step.
-# Slow growth makes retries rare enough to be cheap.
-_GROWTH_DIVISOR = 64
 
 
 class TokenBudget:

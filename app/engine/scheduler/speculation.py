@@ -21,6 +21,19 @@ MIN_PAUSE_STEPS, MAX_PAUSE_STEPS = 4, 32  # steps
 DECAY = 0.9  # decay of earlier observations at each new one: about the last ten count
 SHARED_DECAY = 0.99
 PRIOR_WEIGHT = 2.0  # number of observations that the rate of all sequences counts for in a sequence's estimate
+NGRAM_SIZES = (3, 2)  # lengths of the n-grams to match; the longest match is used
+# Number of tokens whose n-grams are indexed per step, which takes 0.3 ms. A long prompt is indexed from its end
+# over many steps, so that no step waits for it.
+MAX_INDEXED_PER_STEP = 512
+# maximum rows of a step with draft tokens; larger products are compute-bound, and each step size is recorded
+MAX_SPECULATIVE_ROWS = 64
+MAX_DRAFT_TOKENS = 7  # per sequence and step
+MAX_FORCED_TOKENS = 32  # per sequence and step: draft tokens that a grammar forces
+_METHODS = ("ngram", "grammar", "draft_model")  # of drafting, as `GET /info` names them
+_FORCED_ACCEPTED = 19.0  # initial observations of forced tokens; only another split of the same text is rejected
+# reserves capacity for draft tokens in a sequence's slot; returns False if there is none
+ReserveDraftTokens = Callable[[Sequence, int], bool]
+DraftProposal = tuple[ScheduledSpan, tuple[int, ...]]  # a decoding span and its proposed draft tokens
 
 
 class DecodeCostModel(Protocol):
@@ -67,12 +80,6 @@ class DraftHistory:
             self.next_pause = MIN_PAUSE_STEPS
         elif self.is_probe:
             self.next_pause = min(2 * self.next_pause, MAX_PAUSE_STEPS)
-
-
-NGRAM_SIZES = (3, 2)  # lengths of the n-grams to match; the longest match is used
-# Number of tokens whose n-grams are indexed per step, which takes 0.3 ms. A long prompt is indexed from its end
-# over many steps, so that no step waits for it.
-MAX_INDEXED_PER_STEP = 512
 
 
 class Drafter(Protocol):
@@ -131,25 +138,12 @@ def ngram_drafter(sequence: Sequence) -> NgramDrafter:
     return NgramDrafter()
 
 
-# maximum rows of a step with draft tokens; larger products are compute-bound, and each step size is recorded
-MAX_SPECULATIVE_ROWS = 64
-MAX_DRAFT_TOKENS = 7  # per sequence and step
-MAX_FORCED_TOKENS = 32  # per sequence and step: draft tokens that a grammar forces
-_METHODS = ("ngram", "grammar", "draft_model")  # of drafting, as `GET /info` names them
-_FORCED_ACCEPTED = 19.0  # initial observations of forced tokens; only another split of the same text is rejected
-
-
 @dataclass(slots=True)
 class DraftState:
     drafter: Drafter
     history: DraftHistory = field(default_factory=DraftHistory)
     has_paused: bool = False
     is_forced: bool = False  # a grammar forces the text of the current draft
-
-
-# reserves capacity for draft tokens in a sequence's slot; returns False if there is none
-ReserveDraftTokens = Callable[[Sequence, int], bool]
-DraftProposal = tuple[ScheduledSpan, tuple[int, ...]]  # a decoding span and its proposed draft tokens
 
 
 class Speculation:

@@ -47,6 +47,8 @@ _NARROW_HIDDEN_SIZE = 384  # up to this hidden size, a GPU's products need twice
 _WAITING_SECONDS = 10.0  # if the speed is known, the short texts of this many seconds may wait
 _WAITING_REQUESTS = 256
 _MAX_WAITING_REQUESTS = 4096  # requests at any speed, because each is an open connection
+_MIN_RATE_SHARE = 0.95  # share of the best measured rate that a shorter step must reach to be preferred
+_WAITING_PER_RUNNING = 4  # waiting requests for each running sequence
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,8 +81,6 @@ _ON_MAC = DefaultStepSizes(
     1024, "Products reach their best rate at this size; a longer step would only make the other sequences wait.",
 )  # fmt: skip
 _DEFAULT_SIZES: Mapping[str, DefaultStepSizes] = {"cpu": _ON_PROCESSOR, "cuda": _ON_GPU, "mps": _ON_MAC}
-_MIN_RATE_SHARE = 0.95  # share of the best measured rate that a shorter step must reach to be preferred
-_WAITING_PER_RUNNING = 4  # waiting requests for each running sequence
 
 
 @dataclass(frozen=True)

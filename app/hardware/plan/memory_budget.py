@@ -56,6 +56,21 @@ USEFUL_SEQS, USEFUL_TOKENS = 8, 1024
 # Sequences that a draft model drafts for at the same time; its KV cache holds this number of sequences of
 # `USEFUL_TOKENS` tokens each. With more sequences, steps are too full for draft tokens to pay.
 DRAFT_SEQS = USEFUL_SEQS
+# Estimates that were not verified on a device yet (docs/hardware.md). The context is the driver's, with the kernels of
+# torch, cuBLAS and this package, and cuBLAS' workspaces (32 MiB a stream on Hopper). The graphs are what captured
+# steps keep in addition to the shared activations.
+CONTEXT_BYTES = 768 * MIB
+GRAPHS_BYTES = 512 * MIB
+METAL_BYTES = 256 * MIB  # the GPU's pipelines and command buffers
+HOST_BYTES = (
+    GIB  # Python, torch with its CUDA libraries and pinned buffers, without a model; mapped weight files can be dropped
+)
+PROCESS_BYTES = 400 * MIB  # like on a processor, used if the device shares the machine's memory
+# 1/32 of the memory, at most 2 GiB, is left for the allocator's fragmentation.
+SLACK_DIVISOR, MAX_SLACK_BYTES = 32, 2 * GIB
+# Apple, recommendedMaxWorkingSetSize as reported for Macs of 8 to 192 GB: two thirds up to 36 GiB of memory, three
+# quarters above.
+_SMALL_MAC_BYTES = 36 * GIB
 
 
 @dataclass(frozen=True, slots=True)
@@ -286,29 +301,6 @@ def useful_kv_cache_bytes(settings: Settings, demand: MemoryDemand) -> int:
     seqs = USEFUL_SEQS if settings.max_running_seqs == "auto" else min(USEFUL_SEQS, settings.max_running_seqs)
     tokens = seqs * min(length, USEFUL_TOKENS)
     return max(tokens, 0 if settings.max_model_len == "auto" else length) * demand.kv_bytes_per_token
-
-
-# Estimates that were not verified on a device yet (docs/hardware.md). The context is the driver's, with the kernels of
-# torch, cuBLAS and this package, and cuBLAS' workspaces (32 MiB a stream on Hopper). The graphs are what captured
-# steps keep in addition to the shared activations.
-CONTEXT_BYTES = 768 * MIB
-
-GRAPHS_BYTES = 512 * MIB
-
-METAL_BYTES = 256 * MIB  # the GPU's pipelines and command buffers
-
-HOST_BYTES = (
-    GIB  # Python, torch with its CUDA libraries and pinned buffers, without a model; mapped weight files can be dropped
-)
-
-PROCESS_BYTES = 400 * MIB  # like on a processor, used if the device shares the machine's memory
-
-# 1/32 of the memory, at most 2 GiB, is left for the allocator's fragmentation.
-SLACK_DIVISOR, MAX_SLACK_BYTES = 32, 2 * GIB
-
-# Apple, recommendedMaxWorkingSetSize as reported for Macs of 8 to 192 GB: two thirds up to 36 GiB of memory, three
-# quarters above.
-_SMALL_MAC_BYTES = 36 * GIB
 
 
 @dataclass(frozen=True, slots=True)

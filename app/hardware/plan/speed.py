@@ -68,6 +68,7 @@ _PROGRAM_ROWS = (1, 2, 4, 8, 16, 32)
 _UNKNOWN = "Known when a model is given and the machine is measured."
 _NOT_GENERATING = "This model does not generate: see capacity and roofline for its expected speed."
 INT8_COPY_ROWS = 128  # steps of more rows use the 8-bit copy, if there is one
+_LabelledRatios = tuple[dict[str, float], dict[str, str]]  # ratios and descriptions of the steps, by phase
 
 
 @dataclass(frozen=True, slots=True)
@@ -564,9 +565,6 @@ def _roofline(measured: Measurements | None, served: SpeedInputs) -> Decision[Ma
         f"Share of what this machine's memory and products allow: {shares}." if valid else "The limits are not known."
     )
     return Decision(valid, summary + (left_out if wrong else ""))
-
-
-_LabelledRatios = tuple[dict[str, float], dict[str, str]]  # ratios and descriptions of the steps, by phase
 
 
 def _encode_ratios(measured: Measurements, timing: TrialTiming, batch_tokens: int) -> _LabelledRatios:

@@ -40,6 +40,13 @@ from armature_kernels.linear.torchao_config import is_torchao
 
 MIN_COPY_GAIN = 1.1  # least ratio of prompt rates that justifies one more byte for each weight
 MEMORY_DIVISOR = 4  # a copy may take at most 1/4 of the available memory
+_ARCHITECTURES = ("x86_64", "arm64")
+# torch imports NumPy, whose wheels (2.4.6) use AVX without a check and refuse processors below x86-64-v2. Under
+# emulation, the import stops on Westmere and works on Sandy Bridge. torch alone would run on older processors.
+_X86_REQUIRED = frozenset({"sse4_2", "popcnt", "avx"})
+# torch 2.10's aarch64 wheel uses Armv8.1's atomic instructions without a check, so it dies with SIGILL on Armv8.0
+# cores.
+_ARM_REQUIRED = frozenset({"lse"})
 
 
 @dataclass(frozen=True)
@@ -156,17 +163,6 @@ def _copy_gain(
     )
     with_copy = trials.find(name, threads, int8_copy=True) or trials.find("int8", threads)
     return Int8CopyGain(needs.int8_copy_bytes, fits, tokens, timing, with_copy)
-
-
-_ARCHITECTURES = ("x86_64", "arm64")
-
-# torch imports NumPy, whose wheels (2.4.6) use AVX without a check and refuse processors below x86-64-v2. Under
-# emulation, the import stops on Westmere and works on Sandy Bridge. torch alone would run on older processors.
-_X86_REQUIRED = frozenset({"sse4_2", "popcnt", "avx"})
-
-# torch 2.10's aarch64 wheel uses Armv8.1's atomic instructions without a check, so it dies with SIGILL on Armv8.0
-# cores.
-_ARM_REQUIRED = frozenset({"lse"})
 
 
 def check_torch_can_run(facts: Facts) -> None:

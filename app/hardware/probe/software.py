@@ -39,6 +39,8 @@ _REQUIRED_ISA = {
     "i8mm": frozenset({"dotprod", "i8mm", "bf16"}),
     "dotprod": frozenset({"dotprod"}),
 }
+# Every wheel contains the header that its build was configured with.
+_HEADER = "include/ATen/Config.h"
 
 
 def find_native_library() -> NativeLibrary | None:
@@ -88,10 +90,6 @@ def decide_native_kernels(facts: Facts) -> Decision[str]:
             TORCH_KERNELS, "The native library has no kernels for this processor: torch's own products serve."
         )
     return Decision(levels[0], "The best level of the native library that this processor supports.")
-
-
-# Every wheel contains the header that its build was configured with.
-_HEADER = "include/ATen/Config.h"
 
 
 def installed_torch() -> Path | None:

@@ -21,6 +21,8 @@ _MAX_SIBLINGS = 8  # threads of a core; no processor has more
 # A core below this share of the largest cpu_capacity (Linux Documentation/scheduler/sched-capacity.rst) is an
 # efficiency core. Cores of one kind can differ by a few percent, if the firmware lists their best clocks.
 _EFFICIENCY_SHARE = 0.8
+_DEFAULT_PAGE_BYTES = 4096
+_STRICT_OVERCOMMIT = 2  # Linux Documentation/mm/overcommit-accounting.rst
 
 
 def online_cpus(files: HostFiles) -> tuple[int, ...]:
@@ -93,10 +95,6 @@ def _cache(files: HostFiles, directory: str) -> Cache | None:
     if level is None or size is None or kind is None:
         return None
     return Cache(level, kind, size, max(1, len(parse_cpu_list(files.text(f"{directory}/shared_cpu_list")))))
-
-
-_DEFAULT_PAGE_BYTES = 4096
-_STRICT_OVERCOMMIT = 2  # Linux Documentation/mm/overcommit-accounting.rst
 
 
 def meminfo_bytes(files: HostFiles) -> dict[str, int]:

@@ -41,6 +41,9 @@ ACTIVATIONS: Mapping[str, Activation] = {
     "relu2": "relu2",
     "xielu": "xielu",
 }
+# ---- layers with a sliding window, and layers with RoPE ------------------------------------------------------------
+
+_LAYER_TYPES = ("full_attention", "sliding_attention")
 
 
 @dataclass(frozen=True, slots=True)
@@ -257,11 +260,6 @@ def _activation(config: ConfigReader, family: DecoderFamily) -> Activation:
             f"{config.where}: activation {name!r} is not known; known are {', '.join(ACTIVATIONS)}."
         )
     return ACTIVATIONS[name]
-
-
-# ---- layers with a sliding window, and layers with RoPE ------------------------------------------------------------
-
-_LAYER_TYPES = ("full_attention", "sliding_attention")
 
 
 def _layer_types(config: ConfigReader, family: DecoderFamily, num_layers: int) -> tuple[str, ...]:

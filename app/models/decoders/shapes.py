@@ -10,6 +10,7 @@ from app.models.decoders.layer_config import AltUpConfig, LatentConfig, NormConf
 from armature_kernels.linear.layout import PANEL_OUTPUTS
 
 Shape = tuple[int, ...]
+_STREAM_MATRICES = (".altup.prediction_coefs", ".altup.correction_coefs")
 
 
 def tensors_of(config: ModelConfig) -> dict[str, Shape]:
@@ -109,9 +110,6 @@ def is_expert(source: str) -> bool:
 def is_router(source: str) -> bool:
     """Return True for the weights of a router, of experts or of streams, which are not quantized."""
     return source.endswith((".mlp.gate", ".mlp.shared_expert_gate", ".altup.modality_router", *_STREAM_MATRICES))
-
-
-_STREAM_MATRICES = (".altup.prediction_coefs", ".altup.correction_coefs")
 
 
 def narrow_products(config: ModelConfig) -> dict[str, Shape]:

@@ -11,6 +11,7 @@ from app.models.decoders.config import ModelConfig
 from app.models.decoders.families import DECODER_FAMILIES
 
 _NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
+EXPERT_PRODUCTS = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
 
 
 def our_name(config: ModelConfig, stored: str) -> str | None:
@@ -121,9 +122,6 @@ class ExpertPart:
     expert: int
     rows: range
     transposed: bool = False
-
-
-EXPERT_PRODUCTS = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
 
 
 def expert_parts(config: ModelConfig, ours: str, shape: tuple[int, ...]) -> list[ExpertPart]:

@@ -53,6 +53,29 @@ _HEAD_ACTIVATIONS: Mapping[str, DenseActivation] = {"tanh": "tanh", "relu": "rel
 # Kinds of problems, as transformers' configuration_utils.py checks them.
 _PROBLEMS = (None, "regression", "single_label_classification", "multi_label_classification")
 _DEFAULT_LABELS = 2  # default of transformers
+ENCODER_ACTIVATIONS: Mapping[str, EncoderActivation] = {
+    **ACTIVATIONS,
+    "relu": "relu",
+    "gelu_fast": "gelu_tanh",
+    "gelu_python": "gelu",
+}
+MPNET_BUCKETS = 32  # fixed, whatever config.json contains: transformers always uses this number
+# Endings of the names of classes that give vectors or labels.
+_ENCODER_ENDINGS = (
+    "Model",
+    "ForMaskedLM",
+    "ForPreTraining",
+    CLASSIFIER_SUFFIX,
+    "ForTokenClassification",
+    "ForQuestionAnswering",
+)
+# Names of these values in DistilBERT's config.json.
+_DISTILBERT_NAMES: Mapping[str, str] = {
+    "num_hidden_layers": "n_layers",
+    "num_attention_heads": "n_heads",
+    "hidden_size": "dim",
+    "intermediate_size": "hidden_dim",
+}
 
 
 def read_head(kind: EncoderClass, config: ConfigReader) -> HeadConfig:
@@ -125,15 +148,6 @@ def score_function(path: Any) -> ScoreFunction:
     return "sigmoid" if name == "Sigmoid" else "identity" if name == "Identity" else "softmax"
 
 
-ENCODER_ACTIVATIONS: Mapping[str, EncoderActivation] = {
-    **ACTIVATIONS,
-    "relu": "relu",
-    "gelu_fast": "gelu_tanh",
-    "gelu_python": "gelu",
-}
-MPNET_BUCKETS = 32  # fixed, whatever config.json contains: transformers always uses this number
-
-
 @dataclass(frozen=True, slots=True)
 class SentenceConfig:
     """The settings of a sentence-transformers directory apart from config.json; empty for other checkpoints.
@@ -153,17 +167,6 @@ class SentenceConfig:
 def is_encoder(values: Mapping[str, Any], sentence: SentenceConfig) -> bool:
     """Return True if this checkpoint is served for vectors or labels; otherwise it is a decoder."""
     return sentence.pooling is not None or _encoder_class_of(values, pools=False) is not None
-
-
-# Endings of the names of classes that give vectors or labels.
-_ENCODER_ENDINGS = (
-    "Model",
-    "ForMaskedLM",
-    "ForPreTraining",
-    CLASSIFIER_SUFFIX,
-    "ForTokenClassification",
-    "ForQuestionAnswering",
-)
 
 
 def names_encoder(values: Mapping[str, Any]) -> bool:
@@ -312,15 +315,6 @@ def _read_encoder(family: EncoderFamily, kind: EncoderClass, config: ConfigReade
         down_bias=mlp_bias or (family.biases and not modern),
         norm_bias=config.boolean("norm_bias", False) if modern else True,
     )
-
-
-# Names of these values in DistilBERT's config.json.
-_DISTILBERT_NAMES: Mapping[str, str] = {
-    "num_hidden_layers": "n_layers",
-    "num_attention_heads": "n_heads",
-    "hidden_size": "dim",
-    "intermediate_size": "hidden_dim",
-}
 
 
 def _integer(config: ConfigReader, family: EncoderFamily, name: str, at_most: int = MAX_INTEGER) -> int:

@@ -24,6 +24,8 @@ from armature_kernels.elementwise.norms import gate, gather
 from armature_kernels.linear.activations import Activations
 from armature_kernels.linear.linear import Linear
 
+MAX_DISTANCE = 128  # positions; larger distances share a bucket
+
 
 class Encoder(nn.Module):
     """Token ids to `embedding` or `logits`, and `last_hidden_state`. Parts are methods, so the body can be recorded."""
@@ -178,9 +180,6 @@ class BertLayer(nn.Module):
             return self.up.multiply_activated(x, self.config.activation, self.down)
         gate_up = self.up(x)
         return gate(gate_up, self.config.activation, self.down.activation_group(gate_up.shape[0]))
-
-
-MAX_DISTANCE = 128  # positions; larger distances share a bucket
 
 
 class DistanceBias(nn.Module):

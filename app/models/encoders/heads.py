@@ -18,6 +18,9 @@ from armature_kernels.elementwise.pooling import MEAN, SUM, pool_rows, pool_rows
 from armature_kernels.linear.activations import Activations
 from armature_kernels.linear.linear import Linear
 
+_MAX = 2  # a mode of torch.embedding_bag
+DENSE_ACTIVATIONS: Mapping[str, Callable[[Tensor], Tensor]] = {**ACTIVATIONS, "identity": lambda x: x}
+
 
 class LayerNorm(nn.Module):
     """(x - mean) / deviation times a weight, plus an optional bias, in `dtype` or the input format it `feeds`.
@@ -46,9 +49,6 @@ class LayerNorm(nn.Module):
             return hidden
         group = None if self.feeds is None else self.feeds.activation_group(hidden.shape[0])
         return layer_norm(hidden, norm, self.dtype, group, self.in_place)
-
-
-_MAX = 2  # a mode of torch.embedding_bag
 
 
 def pool(hidden: Tensor, starts: Tensor, modes: Sequence[PoolingMode], skipped: Tensor | None = None) -> Tensor:
@@ -89,9 +89,6 @@ _POOLERS: Mapping[str, Callable[[Tensor, Tensor, Tensor | None], Tensor]] = {
     "mean_sqrt_len": _sum_by_root,
     "weighted_mean": _weighted_mean,
 }
-
-
-DENSE_ACTIVATIONS: Mapping[str, Callable[[Tensor], Tensor]] = {**ACTIVATIONS, "identity": lambda x: x}
 
 
 class DenseLayer(nn.Module):

@@ -43,6 +43,31 @@ RENORMALIZES: Mapping[str, bool] = {
     "gpt_oss": True,
 }  # fmt: skip
 SOFTMAX, SIGMOID, SOFTMAX_WEIGHT = 1, 2, 3  # `enum llama_expert_gating_func_type`
+log = logging.getLogger(__name__)
+# What a file is if `general.type` says that it is not a model.
+_OTHER_FILES: Mapping[str, str] = {
+    "imatrix": "an importance matrix, which quantizers read",
+    "adapter": "an adapter (LoRA); merge it into its model",
+    "mmproj": "the image part of a model",
+    "vocab": "a vocabulary without weights",
+}
+# Tensors that hold divisors of the rotary frequencies; config.json has them as lists.
+ROPE_DIVISORS = "rope_freqs.weight"
+ROPE_FACTORS = ("rope_factors_short.weight", "rope_factors_long.weight")
+# Gemma's 27B models scale attention by the width of a head in the hidden state instead of that of a key
+# (llama-model.cpp, by the number of layers).
+_GEMMA_WIDE_LAYERS: Mapping[str, int] = {"gemma2": 46, "gemma3": 62}
+_MAX_DIVISORS = 2**16
+# Read where another value asks for them, or about vectors, other modalities and how a model was trained. A token of a text
+# has one number as each of its positions in `rope.dimension_sections`.
+WITHOUT_EFFECT = frozenset(
+    "vocab_size embedding_length_out features_length pooling_type decoder_start_token_id classifier.output_labels"
+    " rope.scaling.finetuned rope.dimension_sections rope.scaling.factor rope.scaling.original_context_length"
+    " rope.scaling.yarn_beta_fast rope.scaling.yarn_beta_slow rope.scaling.type rope.freq_base_swa attention.sliding_window"
+    " attention.sliding_window_pattern posnet.embedding_length posnet.block_count convnext.embedding_length"
+    " convnext.block_count expert_shared_feed_forward_length expert_weights_norm expert_gating_func"
+    " expert_feed_forward_length expert_used_count expert_count expert_weights_scale {dense}_feat_in {dense}_feat_out".split()
+)
 
 
 def expert_values(model_type: str, read: ConfigReader) -> dict[str, Any]:
@@ -104,17 +129,6 @@ def expert_tensors(name: str, tensor: GgufTensor, experts: int) -> Iterator[tupl
         yield f"model.layers.{name.split('.')[1]}.{EXPERT_NAMES['ffn_gate_inp_shexp']}.weight", own
 
 
-log = logging.getLogger(__name__)
-
-# What a file is if `general.type` says that it is not a model.
-_OTHER_FILES: Mapping[str, str] = {
-    "imatrix": "an importance matrix, which quantizers read",
-    "adapter": "an adapter (LoRA); merge it into its model",
-    "mmproj": "the image part of a model",
-    "vocab": "a vocabulary without weights",
-}
-
-
 @dataclass(frozen=True, slots=True)
 class GgufFamily:
     """An architecture of llama.cpp.
@@ -147,13 +161,6 @@ FAMILIES: Mapping[str, GgufFamily] = {
 }
 # A file of the architecture `llama` that has experts.
 MIXTRAL = GgufFamily("MixtralForCausalLM", "mixtral", interleaves_heads=True, has_experts=True)
-# Tensors that hold divisors of the rotary frequencies; config.json has them as lists.
-ROPE_DIVISORS = "rope_freqs.weight"
-ROPE_FACTORS = ("rope_factors_short.weight", "rope_factors_long.weight")
-# Gemma's 27B models scale attention by the width of a head in the hidden state instead of that of a key
-# (llama-model.cpp, by the number of layers).
-_GEMMA_WIDE_LAYERS: Mapping[str, int] = {"gemma2": 46, "gemma3": 62}
-_MAX_DIVISORS = 2**16
 # Names below the architecture's that change what llama.cpp computes, with the values that do not. They are refused where no
 # reader asks for them; the tensors of a layer that an architecture does not have are refused too.
 REFUSED: Mapping[str, tuple[Any, ...]] = {
@@ -222,16 +229,6 @@ REFUSED: Mapping[str, tuple[Any, ...]] = {
     "rescale_every_n_layers": (0,),
     "decoder_block_count": (0,),
 }  # fmt: skip
-# Read where another value asks for them, or about vectors, other modalities and how a model was trained. A token of a text
-# has one number as each of its positions in `rope.dimension_sections`.
-WITHOUT_EFFECT = frozenset(
-    "vocab_size embedding_length_out features_length pooling_type decoder_start_token_id classifier.output_labels"
-    " rope.scaling.finetuned rope.dimension_sections rope.scaling.factor rope.scaling.original_context_length"
-    " rope.scaling.yarn_beta_fast rope.scaling.yarn_beta_slow rope.scaling.type rope.freq_base_swa attention.sliding_window"
-    " attention.sliding_window_pattern posnet.embedding_length posnet.block_count convnext.embedding_length"
-    " convnext.block_count expert_shared_feed_forward_length expert_weights_norm expert_gating_func"
-    " expert_feed_forward_length expert_used_count expert_count expert_weights_scale {dense}_feat_in {dense}_feat_out".split()
-)
 
 
 def family_of(model: GgufModel) -> GgufFamily:

@@ -20,6 +20,29 @@ from typing import Any
 from app.errors import CheckpointInvalid
 from app.weights.files import files_in, open_regular, remedy
 
+# Names of the types that are not supported, for messages.
+TYPE_NAMES: Mapping[int, str] = {
+    9: "Q8_1", 10: "Q2_K", 11: "Q3_K", 15: "Q8_K", 16: "IQ2_XXS", 17: "IQ2_XS", 18: "IQ3_XXS", 19: "IQ1_S",
+    20: "IQ4_NL", 21: "IQ3_S", 22: "IQ2_S", 23: "IQ4_XS", 24: "I8", 25: "I16", 26: "I32", 27: "I64", 28: "F64",
+    29: "IQ1_M", 34: "TQ1_0", 35: "TQ2_0",
+}  # fmt: skip
+MAGIC, SUFFIX = b"GGUF", ".gguf"
+VERSIONS = (2, 3)
+MAX_PAIRS = 2**16
+MAX_TENSORS = 2**20
+MAX_PARTS = 2**10
+MAX_ARRAY_VALUES = 2**22  # a vocabulary of 262,144 tokens has about twice as many merges
+MAX_NAME_BYTES = 2**10
+MAX_HEADER_BYTES = 2**28  # Gemma 3's is about 10 MB
+_MAX_SIZES = 4  # dimensions of a tensor
+_DEFAULT_ALIGNMENT, _MAX_ALIGNMENT = 32, 2**16
+_PART_NAME = re.compile(r"^(?P<stem>.*)-(?P<part>[0-9]{5})-of-(?P<parts>[0-9]{5})\.gguf$")
+# Codes of `struct` by type of value; strings are 8, arrays 9.
+_SCALARS: Mapping[int, str] = {
+    0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d",
+}  # fmt: skip
+_STRING, _ARRAY = 8, 9
+
 
 @dataclass(frozen=True, slots=True)
 class TensorType:
@@ -51,30 +74,6 @@ TENSOR_TYPES: Mapping[int, TensorType] = {
     39: TensorType("MXFP4", 32, 17),
 }
 TYPES: Mapping[str, TensorType] = {kind.name: kind for kind in TENSOR_TYPES.values()}
-# Names of the types that are not supported, for messages.
-TYPE_NAMES: Mapping[int, str] = {
-    9: "Q8_1", 10: "Q2_K", 11: "Q3_K", 15: "Q8_K", 16: "IQ2_XXS", 17: "IQ2_XS", 18: "IQ3_XXS", 19: "IQ1_S",
-    20: "IQ4_NL", 21: "IQ3_S", 22: "IQ2_S", 23: "IQ4_XS", 24: "I8", 25: "I16", 26: "I32", 27: "I64", 28: "F64",
-    29: "IQ1_M", 34: "TQ1_0", 35: "TQ2_0",
-}  # fmt: skip
-
-
-MAGIC, SUFFIX = b"GGUF", ".gguf"
-VERSIONS = (2, 3)
-MAX_PAIRS = 2**16
-MAX_TENSORS = 2**20
-MAX_PARTS = 2**10
-MAX_ARRAY_VALUES = 2**22  # a vocabulary of 262,144 tokens has about twice as many merges
-MAX_NAME_BYTES = 2**10
-MAX_HEADER_BYTES = 2**28  # Gemma 3's is about 10 MB
-_MAX_SIZES = 4  # dimensions of a tensor
-_DEFAULT_ALIGNMENT, _MAX_ALIGNMENT = 32, 2**16
-_PART_NAME = re.compile(r"^(?P<stem>.*)-(?P<part>[0-9]{5})-of-(?P<parts>[0-9]{5})\.gguf$")
-# Codes of `struct` by type of value; strings are 8, arrays 9.
-_SCALARS: Mapping[int, str] = {
-    0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d",
-}  # fmt: skip
-_STRING, _ARRAY = 8, 9
 
 
 @dataclass(frozen=True, slots=True)

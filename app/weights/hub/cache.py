@@ -27,6 +27,24 @@ _PART = r"[A-Za-z0-9][A-Za-z0-9._-]{0,95}"
 _NAME = re.compile(rf"(?P<repo_id>{_PART}/{_PART})(?:@(?P<revision>[^:@\s]+))?(?::(?P<file>[^:]+\.gguf))?", re.ASCII)
 
 _ADDRESS = re.compile(rf"(?:https?:/+[^/]+|hf:)/+(?P<repo_id>{_PART}/{_PART})(?:[/@?#]|$)", re.ASCII)
+_FOLDER = re.compile(r"models--(?P<org>[^/]+?)--(?P<name>[^/]+)")
+_MAX_REF_BYTES = 1024  # of a file with a commit
+_COMMIT = re.compile(r"[0-9a-f]{40}")
+CONFIG = "config.json"
+_TOKENIZER, _TOKENIZER_CONFIG = "tokenizer.json", "tokenizer_config.json"
+# Files that say which others are needed; they are fetched first.
+METADATA = (CONFIG, MODULES, INDEX, _TOKENIZER_CONFIG)
+# Read if tokenizer_config.json is of an older version, which does not list all added tokens.
+_TOKEN_FILES = ("special_tokens_map.json", "added_tokens.json")
+_TEXT_FILES = (
+    _TOKENIZER,
+    "chat_template.jinja",
+    "additional_chat_templates/*.jinja",
+    "generation_config.json",
+    "config_sentence_transformers.json",
+    "sentence_*_config.json",
+)
+_GGUF_PART = re.compile(r"(?P<stem>.+)-\d{5}-of-(?P<count>\d{5})\.gguf")  # one of several files, as llama.cpp splits
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,11 +76,6 @@ def name_in_address(path: Path) -> str:
     """Return the name ORG/NAME in the address of a model's page, which `Path` has shortened; empty for anything else."""
     found = _ADDRESS.match(str(path))
     return found["repo_id"] if found is not None else ""
-
-
-_FOLDER = re.compile(r"models--(?P<org>[^/]+?)--(?P<name>[^/]+)")
-_MAX_REF_BYTES = 1024  # of a file with a commit
-_COMMIT = re.compile(r"[0-9a-f]{40}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -212,23 +225,6 @@ def cached_names() -> list[str]:
     return sorted(
         f"{found['org']}/{found['name']}" for each in folders if (found := _FOLDER.fullmatch(each.parent.name))
     )
-
-
-CONFIG = "config.json"
-_TOKENIZER, _TOKENIZER_CONFIG = "tokenizer.json", "tokenizer_config.json"
-# Files that say which others are needed; they are fetched first.
-METADATA = (CONFIG, MODULES, INDEX, _TOKENIZER_CONFIG)
-# Read if tokenizer_config.json is of an older version, which does not list all added tokens.
-_TOKEN_FILES = ("special_tokens_map.json", "added_tokens.json")
-_TEXT_FILES = (
-    _TOKENIZER,
-    "chat_template.jinja",
-    "additional_chat_templates/*.jinja",
-    "generation_config.json",
-    "config_sentence_transformers.json",
-    "sentence_*_config.json",
-)
-_GGUF_PART = re.compile(r"(?P<stem>.+)-\d{5}-of-(?P<count>\d{5})\.gguf")  # one of several files, as llama.cpp splits
 
 
 def needed_files(name: HubName, listing: Collection[str], snapshot: Path) -> list[str]:

@@ -22,6 +22,9 @@ _CLASSES: dict[str, Callable[[str], bool]] = {
     "w": lambda one: one.isalnum() or one == "_",
     "s": str.isspace,
 }
+_MAX_SHOWN = 80  # characters of a pattern or value from the adapter in a message
+_MAX_ALPHA, _MAX_RANK = 1e6, 2**20
+_LAYER_NUMBER = re.compile(r"\.(\d{1,9})\.")
 
 
 class UnsupportedPattern(Exception):
@@ -259,11 +262,6 @@ def _is_border(name: str, at: int) -> bool:
     """Return True where a word begins or ends."""
     is_word = _CLASSES["w"]
     return (at > 0 and is_word(name[at - 1])) is not (at < len(name) and is_word(name[at]))
-
-
-_MAX_SHOWN = 80  # characters of a pattern or value from the adapter in a message
-_MAX_ALPHA, _MAX_RANK = 1e6, 2**20
-_LAYER_NUMBER = re.compile(r"\.(\d{1,9})\.")
 
 
 class AdapterRules:

@@ -33,6 +33,22 @@ from app.weights.safetensors import TensorEntry, join_quantized
 TABLES = ("nf4", "fp4")
 _STATE = ".weight.quant_state.bitsandbytes__"
 _MAX_STATE_BYTES = 4096
+_BLOCKS, _SCALES, _BLOCK_BYTES = "_blocks", "_scales", GROUP // 2
+BITS = (2, 3, 4, 5, 6, 8)
+GPTQ_BITS = (2, 3, 4, 8)
+_FORMATS = {"gptq": 1, "gptq_v2": 0}  # what is added to a stored zero: the first version stores zeros less 1
+_WORD = 32  # bits
+FP8_DTYPES = ("F8_E4M3", "F8_E5M2")
+FORMATS = ("pack-quantized", "int-quantized", "float-quantized", "naive-quantized")
+_PACKED_BITS = (4, 8)
+_Join = Callable[[Parts, ConfigReader], dict[str, PackedEntry]]
+MLX = "mlx"
+TORCHAO = "torchao"
+# Ends of names that only quantized weights have.
+_QUANTIZED_NAMES = (
+    ".qweight", ".qzeros", ".scales", ".g_idx", ".weight_packed", ".weight_scale", ".weight_scale_inv", ".absmax",
+    ".quant_map", ".SCB", "_blocks", "_scales",
+)  # fmt: skip
 
 
 def join_bitsandbytes(parts: Parts, config: ConfigReader) -> dict[str, PackedEntry]:
@@ -105,9 +121,6 @@ def _int8(parts: Parts, stem: str) -> PackedEntry:
     return packed_entry((outputs, inputs), "bitsandbytes int8", CodeLayout.INTEGERS, stored, form=form, group=inputs)
 
 
-_BLOCKS, _SCALES, _BLOCK_BYTES = "_blocks", "_scales", GROUP // 2
-
-
 def join_mxfp4(parts: Parts, config: ConfigReader) -> dict[str, PackedEntry]:
     """Return the weights of each expert."""
     found: dict[str, PackedEntry] = {}
@@ -152,9 +165,6 @@ def _of_expert(entry: TensorEntry, expert: int, turns: int) -> TensorEntry:
     return replace(entry, shape=shape, start=start, end=start + nbytes)
 
 
-BITS = (2, 3, 4, 5, 6, 8)
-
-
 def join_mlx(parts: Parts, config: ConfigReader) -> dict[str, PackedEntry]:
     """Return the weights that MLX quantized; an object under a layer's name has bits and a group size of its own."""
     found = {}
@@ -187,11 +197,6 @@ def _mlx(parts: Parts, stem: str, bits: int, group: int) -> PackedEntry:
     return packed_entry(
         (outputs, inputs), f"MLX in {bits} bits", CodeLayout.WORDS, stored, form=form, bits=bits, group=group
     )
-
-
-GPTQ_BITS = (2, 3, 4, 8)
-_FORMATS = {"gptq": 1, "gptq_v2": 0}  # what is added to a stored zero: the first version stores zeros less 1
-_WORD = 32  # bits
 
 
 def join_gptq(parts: Parts, config: ConfigReader) -> dict[str, PackedEntry]:
@@ -263,9 +268,6 @@ def _awq(parts: Parts, stem: str, group: int) -> PackedEntry:
     return packed_entry((outputs, inputs), "AWQ in 4 bits", CodeLayout.AWQ, stored, form=form, bits=4, group=size)
 
 
-FP8_DTYPES = ("F8_E4M3", "F8_E5M2")
-
-
 def join_fp8(parts: Parts, config: ConfigReader) -> dict[str, PackedEntry]:
     """Return the weights in 8-bit floats; scales of activations are not used."""
     block = None
@@ -297,10 +299,6 @@ def fp8_entry(parts: Parts, stem: str, scale: str, block: tuple[int, int] | None
         )
     stored = {"codes": codes, "scales": parts.take(f"{stem}.{scale}", FLOATS, shape)}
     return packed_entry((outputs, inputs), "FP8", CodeLayout.FP8, stored, block=sizes[shape])
-
-
-FORMATS = ("pack-quantized", "int-quantized", "float-quantized", "naive-quantized")
-_PACKED_BITS = (4, 8)
 
 
 def join_compressed(parts: Parts, config: ConfigReader) -> dict[str, PackedEntry]:
@@ -405,8 +403,6 @@ def _integers(parts: Parts, stem: str, scheme: _Scheme) -> PackedEntry:
     )
 
 
-_Join = Callable[[Parts, ConfigReader], dict[str, PackedEntry]]
-MLX = "mlx"
 METHODS: Mapping[str, _Join] = {
     "gptq": join_gptq,
     "awq": join_awq,
@@ -417,12 +413,6 @@ METHODS: Mapping[str, _Join] = {
     "mxfp4": join_mxfp4,
     MLX: join_mlx,
 }
-TORCHAO = "torchao"
-# Ends of names that only quantized weights have.
-_QUANTIZED_NAMES = (
-    ".qweight", ".qzeros", ".scales", ".g_idx", ".weight_packed", ".weight_scale", ".weight_scale_inv", ".absmax",
-    ".quant_map", ".SCB", "_blocks", "_scales",
-)  # fmt: skip
 
 
 def quantization_method(config: Mapping[str, Any]) -> str:
