@@ -205,7 +205,6 @@ def _is_file_argument(action: argparse.Action) -> bool:
 
 
 def _flags(parser: argparse.ArgumentParser) -> list[CompletedFlag]:
-    """Return each flag once for all commands in which it takes the same values."""
     found: dict[tuple[str, str], CompletedFlag] = {}
     for words, child in _parsers(parser):
         for action in child._actions:
@@ -222,7 +221,6 @@ def _flags(parser: argparse.ArgumentParser) -> list[CompletedFlag]:
 def _parsers(
     parser: argparse.ArgumentParser, before: tuple[str, ...] = ()
 ) -> Iterator[tuple[tuple[str, ...], argparse.ArgumentParser]]:
-    """Yield the parsers of all commands that have flags of their own, with the words of the command."""
     children = _children(parser)
     if not children:
         yield before, parser

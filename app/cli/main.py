@@ -267,7 +267,6 @@ def pack(settings: Settings, text: Path | None = None) -> str:
 def _pack_weights(
     prepared: Prepared, folder: Path, console: StartConsole, text: Path | None
 ) -> tuple[PackFile | None, float | None]:
-    """Return the pack, and the measured cost in quality, which is also noted for later starts."""
     from app.backends.selection import select_host_backend
     from app.engine.calibration.streaming import calibration_for, measure_encoder_cost
     from app.weights.load import Packing, pack_weights

@@ -145,7 +145,6 @@ def remove_models(texts: Sequence[str], is_confirmed: bool) -> int:
 
 
 def _chosen_revisions(name: HubName) -> list[CachedRevision]:
-    """Return the snapshots of a model, or the one of the revision that the name has."""
     own = [one for one in cached_revisions() if one.repo_id == name.repo_id]
     if name.revision != MAIN:
         own = [one for one in own if name.revision in (*one.refs, one.commit)]

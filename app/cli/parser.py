@@ -81,7 +81,6 @@ def _shown_default(default: Any) -> str:
 
 
 def _accepted_forms(annotation: Any) -> list[str]:
-    """Return the accepted forms of a type, such as `auto` and `INTEGER`."""
     if get_origin(annotation) is Annotated:
         return _accepted_forms(get_args(annotation)[0])
     if get_origin(annotation) is Literal:
@@ -228,7 +227,6 @@ def _add_client_commands(commands: Any) -> None:
 
 
 def _add_measuring_flags(bench: argparse.ArgumentParser, costs: argparse.ArgumentParser) -> None:
-    """Add the benchmarks with their flags, and the flags of `armature tco`."""
     from armature_bench.flags import BENCHES, bench_flags, cost_flags
 
     benches, known = bench.add_subparsers(dest="bench", required=True, metavar="WHAT"), bench_flags()
@@ -274,7 +272,6 @@ class _CommaJoined(argparse.Action):
 
 
 def _add_settings(parser: argparse.ArgumentParser, groups: Sequence[Group] = SETTING_GROUPS) -> None:
-    """Add the flags of these groups of settings, each group under its own heading."""
     for name in groups:
         group = parser.add_argument_group(f"{name} settings", ABOUT_SETTINGS if name == groups[0] else None)
         for row in setting_rows([name]):
@@ -299,7 +296,6 @@ def _add_setting(group: Any, row: SettingRow) -> None:
 
 
 def _describe_unknown(unknown: list[str], takes_files: bool) -> str:
-    """Describe the first unknown flag or, if all flags are known, the first unknown argument."""
     word = next((word for word in unknown if word.startswith("-")), unknown[0])
     if not word.startswith("-"):
         if takes_files:

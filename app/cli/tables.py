@@ -337,7 +337,6 @@ def _head(explained: PlanExplanation) -> Table:
 
 
 def _device(explained: PlanExplanation) -> str:
-    """Describe the accelerator that serves, or return an empty string for the CPU."""
     facts, plan = explained.facts, explained.plan
     if plan.placement.device == "mps":
         return describe_apple_gpu(facts)
@@ -361,7 +360,6 @@ def _speeds(shown: list[TrialTimes], explained: PlanExplanation) -> Table:
 
 
 def _shown_trials(measurements: Measurements, plan: ServingPlan) -> list[TrialTimes]:
-    """Return the trials to show: the chosen one first, then those timed at the most sizes."""
     timed = [
         trial
         for trial in measurements.trials
@@ -412,7 +410,6 @@ def _decision_table(explained: PlanExplanation) -> Table:
 
 
 def _performance_table(plan: ServingPlan) -> Iterator[RenderableType]:
-    """Yield the table of expected capacity, if it was measured."""
     if not plan.speed.capacity_tokens_per_second:
         return
     table = _plain("Expected performance")

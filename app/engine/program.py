@@ -210,7 +210,6 @@ class ProgramEngine:
         )
 
     def _next_batch(self) -> list[RowShare]:
-        """Take rows of the oldest request, then rows of other requests whose inputs have the same shapes."""
         shapes = self._waiting[0].shapes
         alike = (request for request in self._waiting if request.shapes == shapes)
         shares = share_in_order(alike, self._delay.target_tokens, lambda request: request.rows - request.done)
@@ -227,7 +226,6 @@ class ProgramEngine:
             self._model_seconds += self._clock() - began
 
     def _distribute(self, shares: Sequence[RowShare], outputs: Mapping[str, Tensor]) -> list[Event]:
-        """Give each request its rows, and return the answers that are complete."""
         events: list[Event] = []
         first = 0
         for share in shares:

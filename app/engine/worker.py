@@ -64,7 +64,6 @@ class Engine(Protocol):
 
 
 def _only_failures(events: list[Event]) -> bool:
-    """Return True if a step gave nothing but failures of its requests."""
     return bool(events) and all(isinstance(one, RequestFailed) and isinstance(one.error, StepFailed) for one in events)
 
 
@@ -191,7 +190,6 @@ class Worker:
             self._finish()
 
     def _serve(self, engine: Engine) -> None:
-        """Run until `Stop` or a fatal failure. An idle engine blocks on the mailbox."""
         while self.error is None:
             events, stop = self._take_commands(engine)
             if stop:
@@ -284,7 +282,6 @@ class Worker:
         return failed + engine.fail_all(StepFailed("The server's device has failed; the server is restarting.")), None
 
     def _check_device(self, engine: Engine, events: list[Event]) -> list[Event]:
-        """Return the events of a step whose results were of no use, with those of all requests if the device is lost."""
         broken = self._broken_device(engine)
         if broken is None:
             return events
@@ -292,13 +289,11 @@ class Worker:
         return events + engine.fail_all(StepFailed("The server's device has failed; the server is restarting."))
 
     def _is_lost(self, engine: Engine, error: Exception) -> bool:
-        """Return True if the device has failed, and not only the step."""
         if self._callbacks.is_fatal(error):
             return True
         return self._failed_steps >= MAX_FAILED_STEPS and self._broken_device(engine) is not None
 
     def _broken_device(self, engine: Engine) -> Exception | None:
-        """Compute an input that is known to work, and return the error if that fails."""
         self._failed_steps = 0
         _, broken = self._attempt(engine.check)
         if broken is None:

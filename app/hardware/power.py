@@ -205,7 +205,6 @@ def _chip_directories(files: HostFiles, driver: str) -> Iterator[str]:
 
 
 def _chip_sensors(files: HostFiles, directory: str) -> list[PowerCounter]:
-    """Return the sensors of a chip; of an average and a momentary value, the average."""
     found: dict[str, PowerCounter] = {}
     for entry in files.names(directory):
         match = re.fullmatch(r"((energy|power)\d+)_(average|input)", entry)

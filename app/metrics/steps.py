@@ -284,7 +284,6 @@ class StepTimeModel:
         window.append(ratio)
 
     def _observe_draft_tokens(self, step: StepStats) -> None:
-        """Update the running means of draft tokens and tokens per step; nothing changes while there are none."""
         if not (step.draft_tokens or self.draft_tokens):
             return
         drafted, made = step.draft_tokens / step.num_decode_sequences, step.decode_tokens / step.num_decode_sequences

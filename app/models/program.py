@@ -170,7 +170,6 @@ def _bind(outputs: tuple[Any, ...], result: Any, values: Values) -> None:
 
 
 def _with_last_uses(calls: list[Call], keep: set[str]) -> list[Call]:
-    """Return the calls, each with the names that it is the last to read."""
     seen, result = set(keep), []
     for call in reversed(calls):
         read = {*_names([*call.arguments, *call.keywords.values()]), *_bound_names(call.outputs)}

@@ -391,7 +391,6 @@ class ProgramSizes:
         return tuple(Condition(text, tuple(self.dimensions)) for text in self.conditions)
 
     def _free(self) -> Iterator[tuple[str, int, Dimension]]:
-        """Yield the input, the place and the form of each dimension that a client may choose."""
         for name, sizes in self.dimensions.items():
             for at, size in enumerate(sizes, 1):
                 if isinstance(size, Dimension):
@@ -527,7 +526,6 @@ def _ref(value: Mapping[str, Any]) -> Ref:
 
 
 def _number(value: Mapping[str, Any]) -> Any:
-    """Parse a number that may depend on the batch size."""
     ((kind, content),) = value.items()
     return Ref(str(content)) if kind == "as_name" else _plain(content)
 
@@ -599,7 +597,6 @@ def output_names(calls: Sequence[Mapping[str, Any]], count: int) -> list[str]:
 
 
 def _paths(spec: Mapping[str, Any], before: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
-    """Yield the path of keys to each leaf."""
     children = spec["children_spec"]
     if spec["type"] is None:
         yield before

@@ -113,7 +113,6 @@ def _listen_everywhere(port: int) -> list[socket.socket]:
 
 
 def _listen_tcp(host: str, port: int, is_alone: bool) -> list[socket.socket]:
-    """Return a listening socket for each address of the host. With `is_alone`, one of `::` serves both protocols."""
     try:
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
     except UnicodeError as error:
@@ -143,7 +142,6 @@ def _open_port(family: int, address: tuple[object, ...], port: int, is_alone: bo
 
 
 def _listen_unix(path: Path) -> socket.socket:
-    """Return a listening UNIX socket; a file that a server left behind is replaced."""
     if _is_stale(path):
         path.unlink()
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)

@@ -360,7 +360,6 @@ def _precision_and_threads(plan: ServingPlan) -> tuple[str, int]:
 
 
 def _other_precisions(prepared: Prepared) -> list[str]:
-    """Return the other precisions that the plan may choose once they are measured."""
     needs = prepared.checkpoint.needs()
     kleidi = precision.kleidi_candidates(prepared.facts, prepared.plan.placement.device)
     if prepared.settings.weight_format != "auto":
@@ -380,7 +379,6 @@ def _other_precisions(prepared: Prepared) -> list[str]:
 
 
 def _plan_for_precision(prepared: Prepared, name: str, int8_copy: str = "off") -> ServingPlan | None:
-    """Return the plan for a precision, or None if that precision is not possible."""
     settings = prepared.settings.with_weight_format(name, int8_copy=int8_copy, device=prepared.plan.placement.device)
     try:
         return _plan(prepared.facts, None, settings, prepared.needs)

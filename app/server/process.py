@@ -35,7 +35,7 @@ from app.server.prepare import Prepared, prepare_start
 from app.server.startup import ServerRuntime
 from app.server.termination_log import describe_exception
 from app.settings import Settings
-from app.tracing.request_trace import start_tracer
+from app.tracing.start import start_tracer
 from app.weights.files import open_regular
 from app.weights.program import ProgramCheckpoint
 
@@ -302,7 +302,6 @@ def try_command(prepared: Prepared, url: str, has_chat: bool) -> str:
 
 
 def _first_request(prepared: Prepared, has_chat: bool) -> tuple[str, dict[str, Any] | None]:
-    """Return the path of a first request and its body; without a body it is a GET."""
     if isinstance(prepared.checkpoint, ProgramCheckpoint):
         return f"/v2/models/{prepared.model_name}", None  # its inputs and outputs
     config = prepared.checkpoint.model_config

@@ -433,7 +433,6 @@ class ServerRuntime:
 
     @property
     def _prepared(self) -> Prepared:
-        """The start, once its model is on this machine."""
         assert isinstance(self._start, Prepared), "the model is fetched first"
         return self._start
 
@@ -600,7 +599,6 @@ class ServerRuntime:
         )
 
     def _watch_drift(self, prepared: Prepared, model: StepTimeModel) -> None:
-        """Compare step times with the expected ones from the first step on, and remove stale measurements."""
         calibration_file, calibration, plan = prepared.calibration_file, prepared.calibration, prepared.plan
         if model.table is None:
             return
@@ -627,7 +625,6 @@ class ServerRuntime:
         )
 
     def _sampling_defaults(self) -> dict[str, float]:
-        """Return the sampling parameters of requests that give none; empty until the model is loaded."""
         model = self.service.model if self.service.ready else None
         return dict(model.sampling_defaults) if isinstance(model, ServedDecoder) else {}
 

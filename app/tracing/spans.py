@@ -42,14 +42,6 @@ _OPERATIONS: Mapping[str, str] = {
     "classify": "classify",
 }
 _PROPAGATOR = TraceContextTextMapPropagator()
-# vLLM's name of the time in a phase. An encoder's step and a program's have none of their own.
-_LATENCIES = {
-    "queue": "gen_ai.latency.time_in_queue",
-    "prefill": "gen_ai.latency.time_in_model_prefill",
-    "decode": "gen_ai.latency.time_in_model_decode",
-    "encode": "gen_ai.latency.time_in_model_inference",
-    "infer": "gen_ai.latency.time_in_model_inference",
-}
 
 
 class OtlpTracer:
@@ -164,6 +156,16 @@ def _model_attributes(trace: RequestTrace, seconds: float, is_stream: bool) -> d
             attributes["gen_ai.response.time_to_first_chunk"] = trace.first_token_seconds
     attributes.update(_phase_seconds(trace))
     return attributes
+
+
+# vLLM's name of the time in a phase. An encoder's step and a program's have none of their own.
+_LATENCIES = {
+    "queue": "gen_ai.latency.time_in_queue",
+    "prefill": "gen_ai.latency.time_in_model_prefill",
+    "decode": "gen_ai.latency.time_in_model_decode",
+    "encode": "gen_ai.latency.time_in_model_inference",
+    "infer": "gen_ai.latency.time_in_model_inference",
+}
 
 
 def _phase_seconds(trace: RequestTrace) -> Iterator[tuple[str, float]]:

@@ -169,7 +169,6 @@ def file_identity(file: Path) -> tuple[str, int, int, int]:
 
 
 def _hash(files: Sequence[Path], threads: int) -> str:
-    """Return the hash of the hashes of all parts in order; several threads hash the parts."""
     parts = [(file, start) for file in files for start in range(0, max(1, file.stat().st_size), _CHUNK_BYTES)]
     whole = hashlib.sha256()
     with ThreadPoolExecutor(threads) as pool:

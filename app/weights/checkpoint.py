@@ -234,7 +234,6 @@ def read_model_config(directory: Path) -> tuple[Mapping[str, Any], ModelConfig |
 
 
 def _conversion(config: ModelConfig | EncoderConfig, directory: Path) -> str:
-    """Return the call that writes this kind of model again with safetensors, head and modules included."""
     if (directory / MODULES).is_file():
         library = "CrossEncoder" if config.kind == "encoder" and config.labels else "SentenceTransformer"
         return f"sentence_transformers.{library}(DIR).save_pretrained(NEW_DIR)"
@@ -246,7 +245,6 @@ def _conversion(config: ModelConfig | EncoderConfig, directory: Path) -> str:
 
 
 def _find_tensors(directory: Path, conversion: str) -> dict[str, TensorEntry]:
-    """Return the tensors of a folder. `conversion` tells how pickled ones become safetensors."""
     if file_in(directory, INDEX).is_file():
         return _read_shards(directory)
     files = [file for file in files_in(directory, "*.safetensors") if file.name != ADAPTER_WEIGHTS]

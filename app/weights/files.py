@@ -97,7 +97,6 @@ def folder_in(directory: Path, name: str) -> Path:
 
 
 def _resolve_in(directory: Path, name: str) -> tuple[Path, Path | None]:
-    """Return the path of a name, and the path where its links lead; None if there is nothing."""
     if "\0" in name or any(len(part.encode(errors="replace")) > _MAX_NAME_BYTES for part in name.split("/")):
         raise CheckpointInvalid(f"{directory} refers to a file that cannot exist: {name[:_SHOWN_NAME]!r}.")
     path = directory / name
@@ -154,7 +153,6 @@ def incomplete_copy_note(directory: Path) -> str:
 
 
 def _existing_files_note(path: Path) -> str:
-    """Return the end of the message on a missing path: which files are there instead."""
     parent = next(each for each in path.absolute().parents if each.is_dir())
     if parent != path.absolute().parent:
         return f", nor does {path.absolute().parent}: is a volume with models mounted there?"

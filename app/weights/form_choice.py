@@ -136,7 +136,6 @@ class FormChoice:
         return replace(packing, wide=self.wide) if isinstance(packing, IntPanelFactory) else packing
 
     def _with_copy(self, packing: IntPanelFactory | RowSplitFactory, group: int | None) -> FormFactory:
-        """Return the packing with an int8 copy in the same groups, if one is held."""
         threshold = self.recipe.int8_copy_from
         if not self.int8_copy or threshold is None:
             return packing

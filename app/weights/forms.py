@@ -210,7 +210,6 @@ def choose_upgrades(
 
 
 def _upgrade_costs(config: ModelConfig) -> dict[tuple[str, ...], int]:
-    """Return the additional bytes of what can be upgraded, by its sources: products, and values by themselves."""
     shapes = tensors_of(config)
     costs = {}
     for layer in range(config.num_layers):
@@ -273,7 +272,6 @@ def stored_type(tensors: Mapping[str, TensorEntry]) -> str:
 
 
 def _most_weights(tensors: Mapping[str, TensorEntry]) -> BlockEntry | PackedEntry | None:
-    """Return a weight in the format of most weights; None if that is not encoded."""
     elements: Counter[str] = Counter()
     examples: dict[str, TensorEntry] = {}
     packed = any(isinstance(entry, PackedEntry) for entry in tensors.values())
@@ -288,7 +286,6 @@ def _most_weights(tensors: Mapping[str, TensorEntry]) -> BlockEntry | PackedEntr
 
 
 def _stored_form(entry: TensorEntry | None) -> str:
-    """Return the form that holds the codes of a weight, or its values more finely than they are; empty if none does."""
     if isinstance(entry, PackedEntry):
         return entry.form
     return STORED_FORMS.get(entry.kind, "") if isinstance(entry, BlockEntry) else ""
@@ -318,7 +315,6 @@ def stored_forms(precision: str, tensors: Mapping[str, TensorEntry]) -> dict[str
 
 
 def _stored_bytes(config: ModelConfig, tensors: Mapping[str, TensorEntry], precision: str) -> int:
-    """Return the bytes of the linear layers, biases and norms of a decoder whose codes are kept."""
     forms, recipe = stored_forms(precision, tensors), find_recipe("cpu", "x86_64", precision)
     held, narrow = 0, narrow_products(config)
     for name, shape in tensors_of(config).items():
@@ -380,7 +376,6 @@ def quantized_bytes(config: ModelConfig, precision: str) -> int:
 
 
 def _output_form(config: ModelConfig, recipe: Recipe) -> str:
-    """Return the native form of the output layer."""
     return recipe.source_forms("lm_head", is_upgraded=_is_small(config))[0]
 
 

@@ -199,13 +199,11 @@ class _ModelLoader:
         return pack_file
 
     def _read_pack(self, pack_file: PackFile, linears: Sequence[Linear]) -> PackedWeights | None:
-        """Return the kept weights; None if there are none, or if they are to be replaced."""
         if self.is_calibrated and self.packing.replaces_pack:
             return None
         return pack_file.read(lambda upgraded: self._blob_bytes(linears, upgraded), self._report_pack_progress)
 
     def _fill_tables(self, packed: Mapping[tuple[str, ...], LinearForm]) -> None:
-        """Fill everything that is neither a linear layer nor a norm of a decoder."""
         for module in self.model.modules():
             if isinstance(module, Embedding):
                 self._embed(module, packed.get((module.source,)))
@@ -213,7 +211,6 @@ class _ModelLoader:
                 self._set_weight_and_bias(module)
 
     def _measure_cost(self) -> float | None:
-        """Return the cost in quality of the packed model; None if it is not quantized, or without a calibration."""
         if self.is_quantized:
             self._begin("measuring the cost of quantization")
         if isinstance(self.model, Encoder):
@@ -226,7 +223,6 @@ class _ModelLoader:
         return cost
 
     def _layers(self, linears: Sequence[Linear], choice: FormChoice) -> list[LayerPacking]:
-        """Return each linear layer with its packing and with the norm that is equalized with it."""
         layers = []
         for linear in linears:
             packing = choice.packing(linear)
@@ -242,7 +238,6 @@ class _ModelLoader:
             )
 
     def _blob_bytes(self, linears: Sequence[Linear], upgraded: frozenset[str]) -> dict[str, int]:
-        """Return the names and bytes of the blobs of a pack in which these sources are upgraded."""
         layers = self._layers(linears, replace(self.choice, upgraded=upgraded))
         return {name: nbytes for layer in layers for name, nbytes in layer.blob_bytes()}
 
@@ -274,7 +269,6 @@ class _ModelLoader:
         return final
 
     def _exact_form(self, linear: Linear) -> ExactLinear:
-        """Return the form that multiplies by the stored weights of a layer that is not packed yet."""
         weights = [self.streams.stored(entry) for entry in self.streams.entries(linear.sources)]
         bias = self.streams.bias(linear.sources, self.choice.dtype) if linear.has_bias else None
         self.exact[linear] = ExactLinear(
@@ -289,7 +283,6 @@ class _ModelLoader:
         return form
 
     def _report_pack_progress(self, done: int, total: int) -> None:
-        """Report the progress of reading packed weights as the progress of the whole load."""
         self.done = self.total * done // max(1, total)
         self.progress(self.done, self.total)
 
@@ -402,7 +395,6 @@ class _ModelLoader:
     def _fill_function(
         self, empty: EmptyForm, factors: Tensor | None, statistics: InputStatistics | None
     ) -> Callable[[int, Tensor], None]:
-        """Return the function that fills a form with rows; integer forms also use the statistics of the inputs."""
         if statistics is None or not isinstance(empty, CacheableForm):
             return empty.fill
         first = empty.few if isinstance(empty, HybridLinear) else empty
@@ -430,7 +422,6 @@ class _ModelLoader:
         factors: Tensor | None,
         blocks: Sequence[_Block],
     ) -> None:
-        """Read blocks of rows, scale their columns, and fill a form with them, or with the codes that they have."""
         for source, entry, rows, first in blocks:
             block = self.streams.block(entry, rows)
             block = block if self.choice.device is None else block.to(self.choice.device)

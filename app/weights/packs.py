@@ -375,7 +375,6 @@ def _read_all(blob_bytes: Mapping[str, int], progress: Progress, read: Callable[
 
 
 def _platform_key() -> dict[str, str]:
-    """Return the rest of the key: version, source hash, and the block layout of this instruction set level."""
     text = hashlib.sha256()
     for module in _QUANTIZATION_MODULES:
         text.update(Path(str(module.__file__)).read_bytes())

@@ -247,7 +247,6 @@ class ProgramCheckpoint:
         }
 
     def _can_pack(self, weight: str, biases: set[str | None]) -> bool:
-        """Return True for a floating-point matrix with exactly one bias, or without bias."""
         states, bias = self.states, next(iter(biases))
         floating = weight in states and states[weight].dtype in ("float32", "float16", "bfloat16")
         return floating and len(states[weight].shape) == 2 and len(biases) == 1 and (bias is None or bias in states)
@@ -372,7 +371,6 @@ def _specs(specs: Any) -> Iterator[tuple[str, Mapping[str, Any]]]:
 
 
 def _state_name(kind: str, content: Mapping[str, Any]) -> str | None:
-    """Return the stored tensor's name for an input of the graph, or None if the caller provides the input."""
     names = {"parameter": "parameter_name", "buffer": "buffer_name", "tensor_constant": "tensor_constant_name"}
     if kind in names:
         return str(content[names[kind]])
@@ -382,7 +380,6 @@ def _state_name(kind: str, content: Mapping[str, Any]) -> str | None:
 
 
 def _batch_symbol(graph: Graph, user_inputs: list[str]) -> str:
-    """Return the symbol of the batch, the first dimension of all inputs."""
     if not user_inputs:
         raise CheckpointInvalid("The program takes no input.")
     firsts = {name: (*graph.values[name].shape, None)[0] for name in user_inputs}
@@ -402,7 +399,6 @@ def _batch_symbol(graph: Graph, user_inputs: list[str]) -> str:
 
 
 def _sizes(values: Mapping[str, Any], graph: Graph, user_inputs: Sequence[str], batch: str) -> ProgramSizes:
-    """Return what the archive says of the sizes of the inputs."""
     ranges = values.get("range_constraints") or {}
     low, high = read_range(ranges.get(batch))
     forms = {
@@ -429,7 +425,6 @@ def _sizes(values: Mapping[str, Any], graph: Graph, user_inputs: Sequence[str], 
 
 
 def _example(sizes: Sequence[Mapping[str, Any]]) -> tuple[int, ...] | None:
-    """Return the sizes of an input with which the program was exported, without the batch; None if one is not stated."""
     found = [size.get("as_int", ((size.get("as_expr") or {}).get("hint") or {}).get("as_int")) for size in sizes]
     return tuple(found) if all(isinstance(size, int) for size in found) else None
 
@@ -459,7 +454,6 @@ def _spec(name: str, value: TensorMeta, sample: tuple[int, ...] = ()) -> TensorS
 
 
 def _operand_uses(graph: Graph) -> Iterator[tuple[str, tuple[str, int]]]:
-    """Yield each name with the operation and the argument position at which it is read."""
     for node in graph.nodes:
         for place, argument in enumerate((*node.arguments, *node.keywords.values())):
             yield from ((ref.name, (node.target, place)) for ref in refs(argument))

@@ -136,7 +136,6 @@ def _attributes(text: str) -> dict[str, Any]:
 
 
 def _read_metadata(file: Path) -> dict[str, str]:
-    """Return the metadata of a file whose header was checked before."""
     with BufferedReader(open_regular(file)) as stream:
         header = _objects(file, stream.read(int.from_bytes(stream.read(8), "little")))
     values = header.get("__metadata__")

@@ -128,7 +128,6 @@ def _pooling(directory: Path, modules: Sequence[SentenceModule], config: ConfigR
 
 
 def _read_prompts(config: ConfigReader) -> tuple[Mapping[str, str], str | None]:
-    """Return the prompts by name, and the name of the one that is put before texts unless another is asked for."""
     prompts = config.section("prompts").values
     if not all(isinstance(text, str) for text in prompts.values()):
         raise CheckpointInvalid(f"{config.where}: prompts must map names to texts.")

@@ -98,7 +98,6 @@ def _encoder_names(found: Mapping[str, TensorEntry], config: EncoderConfig) -> R
 
 
 def _canonical_name(name: str, prefixes: tuple[str, ...]) -> str:
-    """Return the name without the base model's prefix, with the usual names for a norm's tensors."""
     name = next((name.removeprefix(prefix) for prefix in prefixes if name.startswith(prefix)), name)
     head, _, kind = name.rpartition(".")
     return f"{head}.{_OLD_NORM_NAMES[kind]}" if kind in _OLD_NORM_NAMES else name
@@ -159,12 +158,10 @@ def has_own_head(found: Mapping[str, TensorEntry], config: ModelConfig) -> bool:
 
 
 def _stored_parts(entry: TensorEntry) -> list[TensorEntry]:
-    """Return the stored tensors of which a weight consists."""
     return [part for _, part in entry.parts] if isinstance(entry, PackedEntry | QuantizedEntry) else [entry]
 
 
 def _differ(one: TensorEntry, other: TensorEntry) -> bool:
-    """Return True if two stored tensors have different types, shapes or bytes."""
     if (one.dtype, one.shape, one.nbytes) != (other.dtype, other.shape, other.nbytes):
         return True
     with one.file.open("rb") as first, other.file.open("rb") as second:
@@ -177,7 +174,6 @@ def _differ(one: TensorEntry, other: TensorEntry) -> bool:
 def _separate_tensors(
     found: Mapping[str, TensorEntry], config: ModelConfig
 ) -> Iterator[tuple[str, str | None, TensorEntry]]:
-    """Yield the stored name, our name, and the entry of each tensor; those of single experts are parts of others."""
     for stored, entry in found.items():
         ours = our_name(config, stored)
         parts = [] if ours is None or isinstance(entry, EncodedEntry) else expert_parts(config, ours, entry.shape)
@@ -188,7 +184,6 @@ def _separate_tensors(
 
 
 def _expert_part(entry: TensorEntry, part: ExpertPart) -> TensorEntry:
-    """Return the entry of an expert's tensor, from that of all experts."""
     nbytes, shape = entry.nbytes // entry.shape[0], entry.shape[1:]
     whole = replace(entry, shape=shape, start=entry.start + part.expert * nbytes)
     whole = replace(whole, end=whole.start + nbytes)

@@ -70,7 +70,6 @@ class MappedFiles:
         return values
 
     def _decoded(self, entry: EncodedEntry, row: int, end: int) -> Tensor:
-        """Return the values of rows `[row, end)`, in the dtype of the entry."""
         if isinstance(entry, QuantizedEntry):
             parts = {name: self.tensor(part) for name, part in entry.parts}
             with raise_kernel_errors_as(CheckpointInvalid):
@@ -84,7 +83,6 @@ class MappedFiles:
         return values - entry.added if entry.added else values
 
     def _rearranged(self, entry: RearrangedEntry, row: int, end: int) -> Tensor:
-        """Return rows `[row, end)` of a tensor that is stored in another order."""
         source = self.span(entry.source, entry.source.shape)
         rows = source.T if entry.transposed else source.reshape(-1, *entry.shape[1:])
         return rows[row:end] if entry.rows is None else rows[torch.tensor(entry.rows[row:end])]
@@ -350,7 +348,6 @@ def _numbers_unusable(checkpoint: Checkpoint) -> CheckpointInvalid:
 
 
 def _tensor_not_finite(tensors: Mapping[str, TensorEntry]) -> str | None:
-    """Return the name of the first tensor with a NaN or an infinite value; None if there is none."""
     with closing(TensorReader(tensors)) as reader:
         for name, entry in tensors.items():
             blocks = (

@@ -23,7 +23,7 @@ from app.server.prepare import prepare
 from app.server.process import server_config
 from app.server.startup import ServerRuntime
 from app.settings import Settings
-from app.tracing.request_trace import start_tracer
+from app.tracing.start import start_tracer
 from synchronous_runner import AtOnce
 
 PATIENCE = 60.0  # seconds; a busy machine is no failure

@@ -36,7 +36,7 @@ CLIENT_IMPORTERS = ("cli",)
 TORCH_FREE = (
     "errors", "version", "settings", "messages", "hardware.*", "metrics.*", "text.*", "engine.scheduler.*", "service.*", "api.*",
     "server.*", "cli.*", "models.decoders.config", "models.encoders.config", "weights.checkpoint", "weights.program",
-    "tracing.request_trace",
+    "tracing.request_trace", "tracing.start",
 )  # fmt: skip
 
 # A library and the only modules that may import it.

@@ -141,7 +141,6 @@ class LineReader:
 
 
 def _complete_commands(commands: tuple[str, ...]) -> None:
-    """Let the tab key complete commands and names of parameters."""
     import readline
 
     def complete(text: str, state: int) -> str | None:
@@ -264,7 +263,6 @@ def converse(chat: Chat) -> int:
 
 
 def _note(text: str) -> None:
-    """Print text for the user, which is no part of an answer, to standard error."""
     console = Console(stderr=True, highlight=False)
     console.print(Text(CONTROL.sub("", text), style="dim cyan"), soft_wrap=True)
 

@@ -106,7 +106,6 @@ def _running_server(server: ServerConnection) -> ServerConnection | None:
 
 
 def _ready_server(server: ServerConnection, command: str) -> ServerConnection:
-    """Return the server once it is ready. Raises `ServerRefused` if it cannot be reached."""
     with command_progress(command) as console:
         while not is_ready(server, console.show):
             time.sleep(POLL_SECONDS)

@@ -187,7 +187,6 @@ def open_figures(server: ServerConnection) -> LiveFigures:
 
 
 def _machine_figures(samples: MetricSamples, decodes: bool) -> list[LiveFigure]:
-    """Return memory, power, dollars and drafts, as far as they are known."""
     unit = "token" if decodes else "vector"
     memory, watts = samples.value("process_resident_memory_bytes"), samples.value("power_watts")
     dollars, drafted = samples.value("cost_dollars_total"), samples.value("speculation_tokens_total", kind="drafted")

@@ -240,7 +240,6 @@ class TrialSession:
         return self._built is not None and self._built[0] == self._scope(trial_shape)
 
     def _model_trial(self, trial_shape: TrialShape) -> ModelTrial:
-        """Return the model for these steps, built once."""
         if self._built is None or not self._is_built(trial_shape):
             self._built = None  # frees the memory of the other one first
             scope = self._scope(trial_shape)
@@ -478,7 +477,6 @@ def _try_precisions(subject: CalibrationSubject, timer: CalibrationTimer, found:
 
 
 def _seems_busy(found: Measurements, sessions: Mapping[str, TrialSession]) -> bool:
-    """Return whether other work seems to have lengthened first steps: their runs differ, or all took far too long."""
     is_disturbed = any(session.is_disturbed for session in sessions.values())
     return is_disturbed or len(_plausible_steps(found, sessions)) < len(found.single_steps)
 
@@ -519,13 +517,11 @@ def _one_row(trial: TrialTimes) -> float:
 
 
 def _plausible_steps(found: Measurements, sessions: Mapping[str, TrialSession]) -> dict[str, float]:
-    """Return the single steps that took not much longer than reading and computing at the best rates that are known."""
     least = _least_seconds(found, sessions)
     return {name: took for name, took in found.single_steps.items() if took <= MAX_OVER_CEILINGS * least[name]}
 
 
 def _least_seconds(found: Measurements, sessions: Mapping[str, TrialSession]) -> dict[str, float]:
-    """Return the seconds of a decode step of one sequence, at the best rates that are known, by precision."""
     trials = {trial.precision: _one_row(trial) for trial in found.trials if trial.decode_seconds}
     timed = {**trials, **found.single_steps}
     work = {name: sessions[name].step_work() for name in timed}

@@ -402,7 +402,6 @@ class StreamedCalibration:
         return math.expm1(nats / count)
 
     def _is_shown(self, number: int) -> bool:
-        """Return whether a window is part of the statistics; of fewer than four windows all but the last are."""
         every = min(MEASURED_WINDOWS, len(self._windows))
         return every == 1 or (number + 1) % every != 0
 
@@ -535,7 +534,6 @@ def sample_texts() -> list[str]:
 
 
 def _vectors(model: Encoder, texts: list[Text]) -> Tensor:
-    """Return the vectors of the texts, FP32 [texts, size]."""
     runner = EncoderRunner(model, sum(len(text.token_ids) for text in texts), "it runs once")
     state = EncodeState.from_message(Encode("cost", tuple(texts), ("embedding",), arrived_at=0.0))
     rows = runner.run(state.spans())

@@ -234,7 +234,6 @@ def warm_up_device_decoder(runner: DeviceDecoderRunner, max_batch_tokens: int) -
 
 
 def _run_prompt_and_decodes(runner: DeviceDecoderRunner, tokens: int) -> None:
-    """Run a prompt in two parts, the second of at least one token, and then one decode for each sampling mode."""
     try:
         sequence, half = _warm_up_sequence(tokens, SamplingParams(temperature=0.0)), max(1, tokens - WARM_UP_TOKENS)
         for start, end in ((0, half), (half, tokens)):

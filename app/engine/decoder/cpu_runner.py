@@ -142,7 +142,6 @@ class CpuDecoderRunner:
             )
 
     def _scored_outputs(self, batch: Batch, context: StepContext, rows: list[LogitRow]) -> Tensor | TopLogits:
-        """Compute a step that also scores prompts. Return the outputs of the rows that are sampled."""
         hidden = self.model.hidden(context)
         scores = score_prompts(batch, hidden, self._all_logits)
         self.prompt_scores = [one.on_host() for one in scores]
@@ -285,7 +284,6 @@ class DecoderReplay:
         return model.forward if wanted is not None and model.output.has_top_logits else model.body
 
     def _compute(self, context: StepContext, wanted: TopLogitsRequest | None) -> Any:
-        """Return the result of the recorded part, from a recording if there is one for this shape and these results."""
         self.is_first = self.is_native = False
         self.num_steps += 1
         if self.reason or context.shape is None or context.shape[0] > MAX_RECORDED_TOKENS:
@@ -300,7 +298,6 @@ class DecoderReplay:
         return recorded.run()
 
     def _eager(self, body: Callable[[StepContext], Any], shape: RecordedShape, context: StepContext) -> Any:
-        """Compute a step eagerly, and record it if its shape was seen often enough."""
         self._num_seen[shape] += 1
         self.is_first = True
         if self._num_seen[shape] <= self._record_after:

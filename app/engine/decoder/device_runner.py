@@ -356,7 +356,6 @@ class DeviceDecoderRunner:
         return DeviceInFlightStep(task.batch, task.inputs, self.backend.record_event(), ids, logits, started, scores)
 
     def _send(self, buffer: HostBuffer, count: int) -> None:
-        """Send the first `count` int64 values of the buffer to the device, and update the page tables there."""
         if not self._table_updates:
             self._block[:count].copy_(buffer.block[:count], non_blocking=True)
             return

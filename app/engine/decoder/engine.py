@@ -218,7 +218,6 @@ class DecoderEngine:
             self._launched_ahead = None
 
     def _retry_smaller(self, error: Exception) -> bool:
-        """Return True if the step was too large for the device's memory and may be retried in smaller parts."""
         batch = self._batch
         if batch is None or not self.runner.survives(error) or not self.scheduler.shrink(batch):
             return False

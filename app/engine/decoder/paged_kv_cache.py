@@ -131,7 +131,6 @@ class PageTables:
         self._changed.add(slot * self.max_pages + at)
 
     def _make_table(self, span: ScheduledSpan, shared: int) -> None:
-        """Make the whole table of a slot. Its first `shared` pages are the prefix's."""
         own = self._own[span.slot]
         prefix = self._own[span.prefix_slot] if span.prefix_slot is not None else {}
         table = [prefix[at] if at < shared else own.get(at, PADDING_PAGE) for at in range(self.max_pages)]

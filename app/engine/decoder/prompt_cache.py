@@ -204,7 +204,6 @@ class PrefixFiles:
                 left = left[stream.write(left[:_CHUNK_BYTES]) or 0 :]
 
     def _make_room(self, size: int) -> bool:
-        """Remove the files that were used least recently until `size` bytes are free within the bound."""
         if self._stored_bytes is not None and self._stored_bytes + size <= self._max_bytes:
             return True
         files = sorted(self._files())
@@ -328,7 +327,6 @@ class PromptCache:
             self._saved[slot.index] = slot.used_at
 
     def _names_of(self, sequence: Sequence) -> PrefixNames:
-        """Return the names of a sequence's blocks, which a prompt has had since its first step."""
         if sequence.num_completion_tokens:  # it was preempted; tokens of beams change
             return self.files.names(self._block_tokens, sequence.cache_salt)
         names = self._names.pop(sequence, None) or self.files.names(self._block_tokens, sequence.cache_salt)
@@ -338,7 +336,6 @@ class PromptCache:
         return names
 
     def _is_worth(self, computed: int, tokens: int) -> bool:
-        """Return True if reading a block is expected to be faster than computing this number of its tokens."""
         times = self._step_times.step_times(self._block_tokens)
         if times is None or self.read_seconds <= times.seconds(0, tokens, 0, computed):
             return True

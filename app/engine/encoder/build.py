@@ -98,7 +98,6 @@ def warm_up_device_encoder(runner: DeviceEncoderRunner, plan: ServingPlan, repor
 
 
 def _check_finite(texts: Sequence[Mapping[str, bytes]]) -> None:
-    """Check the rows of the warm-up. Raises `StepFailed` if they are not finite."""
     if not all(are_finite(rows) for text in texts for rows in text.values()):
         raise StepFailed("The outputs of the warm-up are not finite.")
 

@@ -131,7 +131,6 @@ def _balanced_lanes(costs: Sequence[float], lengths: Sequence[int], first: int, 
 
 
 def _max_thread_load(lanes: Sequence[_Lane], threads: int) -> float:
-    """Return the load of the busiest thread if each thread takes the next lane when it is free."""
     loads = [0.0] * threads
     for lane in lanes:
         heapreplace(loads, loads[0] + lane.cost)
@@ -324,7 +323,6 @@ class EncoderReplay:
         library.armature_run_lanes(ctypes.byref(arguments))
 
     def _recorded(self, selected_only: bool) -> ctypes.Array[LaneOperations] | None:
-        """Return the steps of the shared recording and of each thread, or None if the model cannot be recorded."""
         threads = torch.get_num_threads()
         while not self.reason and (threads, selected_only) not in self._steps:
             try:

@@ -279,7 +279,6 @@ class DeviceEncoderRunner:
         return self.backend.recover_from_oom(error)
 
     def _submit(self, spans: Sequence[TextSpan], names: Collection[str]) -> Mapping[str, Tensor]:
-        """Submit the batch and return its outputs on the device, which may not be finished."""
         lengths = [span.num_tokens for span in spans]
         exact = TextBatchShape(sum(lengths), len(lengths))
         shape = self.replay.padded_shape(exact.tokens, exact.texts) if list(names) == [self._default_output] else None

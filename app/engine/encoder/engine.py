@@ -156,7 +156,6 @@ class EncoderEngine:
         return events
 
     def _launch(self) -> _InFlightBatch | None:
-        """Start the next batch, or a smaller one if memory is short. Return None if no texts are queued."""
         began = self._clock()
         while spans := self.queue.take(self._budget.capacity(self._delay.target_tokens)):
             self._spans += spans
@@ -243,7 +242,6 @@ def are_finite(rows: bytes) -> bool:
 
 
 def _ending(request: EncodeState, now: float) -> ArraysReady | RequestFailed:
-    """Return the answer of a request whose texts are computed, or its failure if it has values that are not finite."""
     message, started_at = request.message, request.started_at
     assert started_at is not None, "it was in a step"
     arrays = request.arrays()

@@ -344,7 +344,6 @@ def uniform_numbers(streams: NDArray[Any], positions: NDArray[Any]) -> NDArray[A
 
 
 def _splitmix64(bits: Bits) -> Bits:
-    """Return the SplitMix64 mix of an int, or of each element of a uint64 array."""
     bits = bits & _MASK
     bits = ((bits ^ (bits >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
     bits = ((bits ^ (bits >> 27)) * 0x94D049BB133111EB) & _MASK

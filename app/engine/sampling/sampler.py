@@ -90,7 +90,6 @@ def _fill(rows: Words, span: ScheduledSpan, vocab_size: int) -> None:
 
 
 def _forbidden_ids(sequence: Sequence, draft_ids: tuple[int, ...]) -> set[int]:
-    """Return the tokens that would complete a bad word of the completion."""
     longest = max(map(len, sequence.bad_word_ids)) - 1
     start = max(sequence.num_prompt_tokens, len(sequence.token_ids) - longest)
     recent = (*sequence.token_ids[start:], *draft_ids)
@@ -182,7 +181,6 @@ def _sample_greedy_penalised(logits: Tensor, rows: Rows[LogitRow]) -> list[Sampl
 
 
 def _sample_random(logits: Tensor, rows: Rows[LogitRow]) -> list[SampledTokens]:
-    """Sample randomly. The random number depends on the seed and on the position of the new token."""
     scores = apply_penalties(logits, [row.sequence for row in rows])
     probs = filtered_probabilities(scores, [row.sequence.params for row in rows])
     uniforms = [uniform_number(row.sequence.seed, row.position) for row in rows]
@@ -298,7 +296,6 @@ def _sample_random_places(top_logits: TopLogits, rows: Rows[LogitRow], indices: 
 
 
 def _sampled_tokens(ids: list[int], logprobs: list[float] | None, place: int, sequence: Sequence) -> SampledTokens:
-    """Return the token at `place` of a row's top logits, with log-probabilities if they were requested."""
     count = sequence.params.logprobs
     if count is None:
         return SampledTokens((ids[place],))

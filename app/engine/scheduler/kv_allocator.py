@@ -217,7 +217,6 @@ class KvSlots:
         slot.used_at = self._ticks
 
     def _pinned(self, slot: KvSlot) -> int:
-        """Return the number of leading positions of this slot that other slots share."""
         return max((self.slots[sharer].prefix_tokens for sharer in slot.sharers), default=0)
 
     def _trimmable(self, slot: KvSlot) -> int:
@@ -227,7 +226,6 @@ class KvSlots:
         return self._pages(slot.prefix_tokens, slot.reserved)
 
     def _pages(self, start: int, end: int) -> int:
-        """Return the number of tokens of the whole pages that contain positions `[start, end)`."""
         low, high = self._aligned(start, end)
         return high - low
 
@@ -289,7 +287,6 @@ def copied_placement(source: KvSlot, length: int) -> Placement:
 
 
 def _reused_placement(source: KvSlot, length: int) -> Placement:
-    """Return a placement that reuses the cached slot itself, truncated to the common prefix."""
     shared = min(length, source.prefix_tokens)
     return Placement(length, reused_slot=source.index, prefix_slot=source.prefix_slot, prefix_tokens=shared)
 

@@ -415,7 +415,6 @@ class Scheduler:
         return ready[:end] or [one for one in ready if one.request_id == ready[0].request_id]
 
     def _prefill_tokens(self, prompts: Items[Sequence], num_ready: int) -> int:
-        """Return the number of prefill tokens of this step, in which `prompts` continue and others may start."""
         num_computed = prompts[0].num_computed if prompts else 0
         num_prompts = len(prompts) + len(self.queues.waiting)
         decoding = [len(one.token_ids) for one in self.queues.running if one.is_decoding]
@@ -443,7 +442,6 @@ class Scheduler:
             yield sequence
 
     def _would_admit(self) -> bool:
-        """Return True if the next step would admit a sequence, as far as is known now."""
         fits = 0 < self.queues.oldest_width() <= self._free_places()
         return fits and self._allocator.can_admit(self.queues.waiting[0])
 

@@ -191,7 +191,6 @@ class Speculation:
         return [span.with_drafts(drafts.get(span.sequence, ())) for span in spans] if drafts else spans
 
     def _is_left_to_model(self, span: ScheduledSpan, spans: list[ScheduledSpan]) -> bool:
-        """Return True if the draft model is expected to gain more for this sequence than its other draft tokens."""
         state = self._states[span.sequence]
         if self.drafting is None or state.is_forced:
             return False
@@ -205,7 +204,6 @@ class Speculation:
         left: int,
         reserve: ReserveDraftTokens,
     ) -> None:
-        """Add the draft model's tokens for sequences that have no others."""
         rest = [
             span
             for span in spans
@@ -412,7 +410,6 @@ class ModelDrafting:
         self.model.forget(sequence)
 
     def _count(self, ready: list[Sequence], spans: list[ScheduledSpan], left: int) -> int:
-        """Return the number of draft tokens for each ready sequence that makes the most tokens per second."""
         rows, context = len(spans), sum(span.end for span in spans)
         alone, each = self._costs.decode(rows, context), self.model.step_seconds(len(ready))
         if not each:

@@ -241,7 +241,6 @@ def _model_len(settings: Settings, demand: MemoryDemand, room: MemoryBudget) -> 
 
 
 def _limit_by_memory(running: Decision[int], demand: MemoryDemand, room: MemoryBudget) -> Decision[int]:
-    """Reduce the number of sequences so that each has memory for at least a few tokens; the others wait."""
     if not demand.kv_bytes_per_token:
         return running
     least = MIN_CONTEXT_TOKENS if demand.device is None else KV_PAGE_TOKENS
@@ -327,7 +326,6 @@ def refuse_generation_settings(settings: Settings) -> None:
 
 
 def _max_step_tokens(settings: Settings, needs: Needs, demand: MemoryDemand, left: MemoryBudget) -> int:
-    """Return the number of tokens of a step that fit in memory."""
     each = activation_bytes_per_token(needs)
     if left.size < MIN_CONTEXT_TOKENS * each:
         raise PlanImpossible(does_not_fit_message(settings, demand, left))
@@ -335,7 +333,6 @@ def _max_step_tokens(settings: Settings, needs: Needs, demand: MemoryDemand, lef
 
 
 def _text_len(settings: Settings, needs: Needs, left: MemoryBudget, fits: int) -> Decision[int]:
-    """Decide the longest text, which must fit in one step."""
     asked, step = settings.max_model_len, settings.max_batch_tokens
     if asked != "auto" and asked > needs.max_model_len:
         raise PlanImpossible(f"max_model_len is {asked}, but the model supports at most {needs.max_model_len} tokens.")
@@ -417,7 +414,6 @@ def _enough_for_threads(timing: TrialTiming, found: Decision[int]) -> Decision[i
 
 
 def _smallest_size(rates: Mapping[int, float], share: float) -> int:
-    """Return the smallest size whose rate is at least this share of the best rate."""
     return next(size for size, each in rates.items() if each >= share * max(rates.values()))
 
 

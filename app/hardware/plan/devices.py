@@ -113,7 +113,6 @@ def decide_kernel_folder(settings: Settings, kind: str) -> Decision[str | None]:
 
 
 def _forced_device(facts: Facts, kind: str, needs: Needs | None, built: Collection[str]) -> Decision[str] | None:
-    """Return the decision for a requested kind; None if no recipe exists for it."""
     if kind == "cuda" and not facts.cuda:
         raise PlanImpossible(
             "device is cuda, but neither nvidia-smi nor /proc/driver/nvidia lists a GPU. Check that the driver is installed and "
@@ -133,7 +132,6 @@ def _forced_device(facts: Facts, kind: str, needs: Needs | None, built: Collecti
 
 
 def _best_device(facts: Facts, needs: Needs | None, built: Collection[str]) -> Decision[str] | None:
-    """Return the fastest usable kind of device; None if no recipe exists for any."""
     here = [
         (kind, name)
         for kind, name, present in (("cuda", _gpus(facts), bool(facts.cuda)), ("mps", "The Apple GPU (MPS)", facts.mps))

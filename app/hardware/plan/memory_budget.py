@@ -206,7 +206,6 @@ def memory_budget(facts: Facts, demand: MemoryDemand, batch_tokens: int, running
 
 
 def _available_and_overhead(facts: Facts, demand: MemoryDemand) -> tuple[int, str, int]:
-    """Return the available bytes, a description of their source, and the fixed overhead of the process."""
     device = demand.device
     if device is not None:
         return device.available_bytes, device.source, device.overhead_bytes + device.slack_bytes
@@ -276,7 +275,6 @@ def available_memory(facts: Facts, node: int | None) -> tuple[int, str]:
 
 
 def _activation_bytes(demand: MemoryDemand, batch_tokens: int, running: int) -> int:
-    """Return the bytes of the widest layer for a full step, and of the logits of all running sequences."""
     needs = demand.needs
     if needs is None:
         return 0

@@ -108,7 +108,6 @@ def _itl_target(settings: Settings, served: StepOptionInputs) -> Decision[float 
 
 
 def _decide_recording(settings: Settings, served: StepOptionInputs) -> Decision[bool]:
-    """Decide if steps are recorded; operations are recorded once and replayed without Python, without a compiler."""
     if settings.compile == "off":
         return Decision(False, "Asked for: every step runs in Python.")
     if served.needs is not None and served.needs.kind == "program":
@@ -137,7 +136,6 @@ def _decide_recording(settings: Settings, served: StepOptionInputs) -> Decision[
 
 
 def _decide_capture(settings: Settings, served: StepOptionInputs) -> Decision[bool]:
-    """Decide if a device captures steps; a replay is one call instead of hundreds."""
     kind = served.device
     if kind == "cuda":
         asked = "Asked for: s" if settings.compile == "on" else "S"
@@ -220,7 +218,6 @@ def _draft_model(settings: Settings, served: StepOptionInputs) -> Decision[str |
 
 
 def _prompt_cache(settings: Settings, served: StepOptionInputs) -> Decision[str | None]:
-    """Decide the folder in which keys and values of prompts are kept for later starts; None: they are not kept."""
     if settings.prompt_cache is None:
         return Decision(None, "Not asked for: prefixes are cached in memory only.")
     if served.device != "cpu":

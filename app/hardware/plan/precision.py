@@ -151,7 +151,6 @@ def _choose_known(
 
 
 def _costly_phrase(candidates: PrecisionCandidates, names: Sequence[str]) -> str:
-    """Return a sentence on the precisions that `quality_budget` excludes."""
     budget = candidates.settings.quality_budget
     if budget == 0:
         return "quality_budget is 0, so weights are not quantized."
@@ -425,12 +424,10 @@ def _consider_int4(chosen: Decision[str], now: TrialTiming, int4: TrialTiming, c
 
 
 def _word(timing: TrialTiming) -> str:
-    """Return the first word of a sentence about a rate at one sequence."""
     return "Estimated" if timing.source == "estimated" else "Measured"
 
 
 def _against(timing: TrialTiming, other: TrialTiming) -> str:
-    """Return the word before a second rate if it does not come from where the first one does."""
     return "" if _word(timing) == _word(other) else "an estimated " if timing.source == "estimated" else "a measured "
 
 

@@ -191,7 +191,6 @@ def format_rate(number: float) -> str:
 
 
 def _is_valid(trial: TrialTimes) -> bool:
-    """Return true if every number is plausible, and both phases, or the encoder's only one, were measured."""
     tables: Iterable[Mapping[int, float]] = (trial.decode_seconds, trial.prefill_seconds)
     if trial.encode_seconds:
         tables = (trial.encode_seconds,)
@@ -473,7 +472,6 @@ def estimate_speed(measurements: Measurements | None, served: SpeedInputs) -> Sp
 
 
 def _source(measurements: Measurements | None, timing: TrialTiming | None) -> Decision[str]:
-    """Return where capacity and predicted wait come from."""
     if timing is None:
         return Decision("unknown", "There are neither measurements nor figures to estimate step times from.")
     if timing.source == "measured":
@@ -520,7 +518,6 @@ def _capacity(served: SpeedInputs) -> Decision[Mapping[str, Mapping[int, float]]
 
 
 def _encoder_capacity(timing: TrialTiming, most: int, of_rows: bool) -> Decision[Mapping[str, Mapping[int, float]]]:
-    """Return the rate by measured tokens of a step, or rows of a program."""
     encode = {size: timing.encode_rate(size) for size in _measured_sizes(timing.trial.encode_seconds, most)}
     few, many = min(encode), max(encode)
     unit = "rows/s" if of_rows else "tokens/s of texts"
@@ -597,7 +594,6 @@ def _decoder_ratios(measured: Measurements, timing: TrialTiming, limits: SpeedLi
 
 
 def _min_step_seconds(measured: Measurements, trial: TrialTimes, rows: int) -> float:
-    """Return the minimum seconds of a step of `rows` rows on this machine."""
     assert measured.read_bytes_per_second, "called only if it is known"
     reading = trial.read_bytes / measured.read_bytes_per_second
     products = measured.products_per_second.get(
@@ -638,5 +634,4 @@ def _prefill_ceiling(measured: Measurements | None, served: SpeedInputs) -> Deci
 
 
 def _product_precision(served: SpeedInputs) -> str:
-    """Return the precision of the products of a prompt."""
     return "int8" if served.timing and served.timing.trial.int8_copy else served.precision

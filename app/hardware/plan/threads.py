@@ -139,7 +139,6 @@ def _small_pools(facts: Facts) -> dict[str, Decision[int]]:
 
 
 def _allowed_cores(facts: Facts) -> tuple[Core, ...]:
-    """Return the physical cores with the logical CPUs that this process may use; cores without any are left out."""
     allowed = facts.allowed_cpus
     allowed_cpus = [(core, tuple(cpu for cpu in core.cpu_ids if cpu in allowed)) for core in facts.cores]
     found = tuple(Core(cpus, core.package, core.numa_node, core.kind) for core, cpus in allowed_cpus if cpus)
@@ -196,7 +195,6 @@ def _on_forced_node(settings: Settings, cores: tuple[Core, ...], nodes: list[int
 
 
 def _best_node(facts: Facts, settings: Settings, cores: tuple[Core, ...], nodes: list[int]) -> int:
-    """Return the node with enough cores and the most available memory."""
     quota = facts.cgroup.quota_cores
     wanted = (
         settings.threads

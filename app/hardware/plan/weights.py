@@ -112,7 +112,6 @@ def decide_weights_and_kv(
 
 
 def _with_stored_type(candidates: PrecisionCandidates, chosen: Decision[str]) -> Decision[str]:
-    """Return the decision with the type that the weights are converted from, if the checkpoint's are quantized."""
     stored = candidates.needs.stored_quantization if candidates.needs else ""
     if not stored:
         return chosen
@@ -122,13 +121,11 @@ def _with_stored_type(candidates: PrecisionCandidates, chosen: Decision[str]) ->
 
 
 def _keeps_codes(candidates: PrecisionCandidates, name: str) -> bool:
-    """Return whether weights in this precision have the codes of the checkpoint."""
     is_native = candidates.kind == "cpu" and candidates.level != TORCH_KERNELS
     return is_native and candidates.needs is not None and name == candidates.needs.codes_precision != ""
 
 
 def _codes_precision(candidates: PrecisionCandidates) -> Decision[str] | None:
-    """Return the decision for the precision of the checkpoint's own codes; None if it has none, or if none can be kept."""
     name = candidates.needs.codes_precision if candidates.needs else ""
     if not _keeps_codes(candidates, name) or name not in candidates.available or not candidates.settings.quality_budget:
         return None
@@ -148,7 +145,6 @@ def _insufficient_budget(candidates: PrecisionCandidates, demand: MemoryDemand) 
 def _copy_gain(
     candidates: PrecisionCandidates, demand: MemoryDemand, trials: TrialTimings, threads: int
 ) -> Int8CopyGain:
-    """Return the memory and the measured gain of an 8-bit copy in addition to 4-bit weights."""
     facts, settings, needs = candidates.facts, candidates.settings, candidates.needs
     name = demand.precision if demand.precision in INT4_PRECISIONS else "int4"
     timing = trials.find(name, threads)

@@ -109,7 +109,6 @@ def find_cpu_stat(files: HostFiles) -> Path | None:
 
 
 def _quotas(files: HostFiles, mounts: list[CgroupMount], groups: dict[str, str]) -> Iterator[tuple[float, str]]:
-    """Yield the quota in cores (quota over period) and the directory of every level that has one."""
     for version, directory in _directories(files, mounts, groups, "cpu"):
         if version == 2:
             quota = parse_cpu_max(files.text(f"{directory}/cpu.max") or "")

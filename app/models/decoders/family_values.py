@@ -502,7 +502,6 @@ def gemma3n(config: ConfigReader, fields: Fields) -> Fields:
 
 
 def _inner_sizes(config: ConfigReader, layers: int) -> tuple[int, ...]:
-    """Return the inner size of each layer; none if all have the same."""
     if not isinstance(config.values["intermediate_size"], list):
         return ()
     sizes = config.integers("intermediate_size")
@@ -514,7 +513,6 @@ def _inner_sizes(config: ConfigReader, layers: int) -> tuple[int, ...]:
 
 
 def _sparsities(config: ConfigReader, layers: int) -> tuple[float, ...]:
-    """Return for each layer the share of its gates that become 0."""
     if config.has("activation_sparsity_pattern"):
         return config.numbers("activation_sparsity_pattern", layers)
     sparse = _SPARSE_LAYERS if layers > _SPARSE_LAYERS else 0
@@ -566,7 +564,6 @@ def _everywhere(fields: Fields) -> tuple[bool, ...]:
 
 
 def _sparse_layers(config: ConfigReader, fields: Fields) -> tuple[bool, ...]:
-    """Return which layers have experts: each `decoder_sparse_step`-th one, without those of `mlp_only_layers`."""
     step, dense = config.integer("decoder_sparse_step", 1), config.values.get("mlp_only_layers") or []
     if not isinstance(dense, Sequence):
         raise CheckpointInvalid(f"{config.where}: mlp_only_layers must be a list of layers.")
@@ -658,7 +655,6 @@ def _sigmoid_routing(
 
 
 def _experts_after(config: ConfigReader, fields: Fields, dense: int) -> tuple[bool, ...]:
-    """Return which layers have experts: those after some dense layers."""
     first = config.integer("first_k_dense_replace", dense, at_least=0)
     return tuple(layer >= first for layer in range(fields["num_layers"]))
 

@@ -229,7 +229,6 @@ def norm_elements(config: ModelConfig) -> int:
 
 
 def _altup_elements(config: ModelConfig) -> int:
-    """Return the number of elements of what AltUp holds in FP32."""
     altup, size = config.altup, config.hidden_size
     if altup is None:
         return 0

@@ -207,7 +207,6 @@ def read_encoder(values: Mapping[str, Any], sentence: SentenceConfig | None = No
 
 
 def _checked_pooling(pooling: PoolingConfig, hidden_size: int) -> PoolingConfig:
-    """Check that the sizes of pooling and of all dense modules match."""
     size = hidden_size * len(pooling.modes)
     for dense in pooling.dense:
         if dense.in_features != size:
@@ -363,7 +362,6 @@ def _activation(config: ConfigReader, family: EncoderFamily) -> EncoderActivatio
 
 
 def _padding_id(config: ConfigReader, family: EncoderFamily) -> int | None:
-    """Return the padding id if it decides the numbers of positions."""
     if not family.padding_offset:
         return None
     return 1 if family.stem == "MPNet" else config.integer("pad_token_id", 1, at_least=0)
@@ -386,7 +384,6 @@ def _windows(config: ConfigReader, family: EncoderFamily, num_layers: int) -> tu
 
 
 def _sliding_layers(config: ConfigReader, num_layers: int) -> list[bool]:
-    """Return, for each of ModernBERT's layers, whether it has a sliding window."""
     if config.has("layer_types"):
         return [name == "sliding_attention" for name in config.texts("layer_types", num_layers)]
     every = config.integer("global_attn_every_n_layers", 3)

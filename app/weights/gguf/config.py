@@ -387,5 +387,4 @@ def _numbers(tensor: GgufTensor) -> list[float]:
 
 
 def _one_of_all(value: Any) -> Any:
-    """Return the only value of an array with one value per layer; anything else as it is."""
     return value[0] if isinstance(value, tuple) and value and len(set(value)) == 1 else value

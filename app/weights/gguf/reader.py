@@ -264,7 +264,6 @@ class _HeaderReader:
             raise self._damaged(f"{what[:80]} is not UTF-8") from error
 
     def _advance(self, nbytes: int) -> int:
-        """Return the position, and move on by this many bytes."""
         at = self._at
         if at + nbytes > len(self._data):
             raise self._damaged("its header is cut short")

@@ -99,7 +99,6 @@ def checkpoint_tensors(model: GgufModel, family: GgufFamily, config: Mapping[str
 
 
 def _predicts_further(name: str, config: Mapping[str, Any]) -> bool:
-    """Return True for a tensor of a layer behind the last one, which predicts further tokens and is not used."""
     layer, num_layers = name.removeprefix("blk.").partition(".")[0], config["num_hidden_layers"]
     return layer.isdecimal() and num_layers <= int(layer) < num_layers + config["num_nextn_predict_layers"]
 

@@ -261,7 +261,6 @@ class _TokenizerConverter:
         return {"type": "BPE", "vocab": vocabulary, "merges": merges, **options}
 
     def _added_tokens(self) -> list[dict[str, Any]]:
-        """Return the tokens that are found in a text before it is split."""
         flags = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
         return [
             {"id": place, "content": token, "special": kind != _USER, **flags}
@@ -282,7 +281,6 @@ class _TokenizerConverter:
             raise CheckpointInvalid(f"{self._name}: tokenizer.ggml.{key} asks for {what}, which is not offered.")
 
     def _named(self, key: str) -> str | None:
-        """Return the token whose id the metadata names, or None."""
         if not self._read.has(key):
             return None
         return self.tokens[self._read.integer(key, at_least=0, at_most=len(self.tokens) - 1)]
@@ -303,6 +301,5 @@ class _TokenizerConverter:
 
 
 def _with_ends(first: str | None, name: str, segment: int, last: str | None) -> list[dict[str, Any]]:
-    """Return the parts of a post-processor's template for one text, with the tokens that are not None."""
     parts = [("SpecialToken", first), ("Sequence", name), ("SpecialToken", last)]
     return [{kind: {"id": what, "type_id": segment}} for kind, what in parts if what is not None]

@@ -274,7 +274,6 @@ def _model_weights(name: HubName, listing: Collection[str], snapshot: Path) -> l
 
 
 def _weights(name: HubName, listing: Collection[str], folder: str) -> list[str]:
-    """Return the file with the weights of a folder; empty if it has none, as a pooling module."""
     own = sorted(file for file in listing if file.rpartition("/")[0] == folder)
     tensors = [file for file in own if file.endswith(".safetensors")]
     single = f"{folder}/{SINGLE_FILE}" if folder else SINGLE_FILE
@@ -308,7 +307,6 @@ def _gguf_note(name: HubName, listing: Collection[str]) -> str:
 
 
 def _gguf_files(name: HubName, listing: Collection[str]) -> list[str]:
-    """Return the GGUF file of the name, and the other parts if it is one of several."""
     if name.file not in listing:
         found = sorted(file for file in listing if file.endswith(".gguf"))
         has = f"it has {join_names(found)}" if found else "it has no GGUF file"

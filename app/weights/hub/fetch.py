@@ -66,7 +66,6 @@ def fetch_model(name: HubName, report: ReportFetch) -> Path:
 
 
 def _fetch_metadata(name: HubName) -> Path:
-    """Fetch the list of a model's files and those of `METADATA`; return the folder into which all are fetched."""
     from huggingface_hub import HfApi, snapshot_download
 
     found = HfApi().model_info(name.repo_id, revision=name.revision)

@@ -184,7 +184,6 @@ def _check_config(directory: Path, values: Mapping[str, Any]) -> None:
 
 
 def _pair_matrices(directory: Path, found: Mapping[str, TensorEntry]) -> dict[str, dict[str, TensorEntry]]:
-    """Return the matrices A and B of each module, by its name in the model that was trained."""
     names = {name: _MATRIX.fullmatch(name) for name in found}
     adapters = {match["adapter"] for match in names.values() if match is not None}
     if len(adapters) > 1:
@@ -216,7 +215,6 @@ def _our_module(config: ModelConfig, stored: str) -> str:
 
 
 def _what(name: str) -> str:
-    """Return the end of the sentence on a tensor that is neither A nor B of a linear layer."""
     if "lora_magnitude_vector" in name:
         return "belongs to DoRA, which cannot be served: merge the adapter into the model with peft's merge_and_unload."
     if "lora_embedding" in name or "embed_tokens" in name or "lm_head" in name:
@@ -225,7 +223,6 @@ def _what(name: str) -> str:
 
 
 def _why_not(module: str) -> str:
-    """Return the end of the sentence on a layer that takes no adapter."""
     if "embed_tokens" in module or "lm_head" in module:
         return _what(module).removeprefix("changes ")
     if is_expert(module) or ".mlp.shared_expert" in module or is_router(module):
@@ -243,7 +240,6 @@ def _check_layer(
     layers: Mapping[str, Shape],
     rules: AdapterRules,
 ) -> LoraMatrices:
-    """Return the matrices of one layer, whose `names` are the stored one and ours."""
     where, a, b = f"{directory}/{WEIGHTS}", pair["A"], pair["B"]
     stored, module = names
     if module not in layers:

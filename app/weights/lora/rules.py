@@ -249,7 +249,6 @@ class _Parser:
 
 
 def _class_of(one: str) -> Callable[[str], bool]:
-    """Return what an escaped character stands for."""
     if one.lower() in _CLASSES:
         known = _CLASSES[one.lower()]
         return known if one.islower() else lambda other: not known(other)
@@ -259,7 +258,6 @@ def _class_of(one: str) -> Callable[[str], bool]:
 
 
 def _is_border(name: str, at: int) -> bool:
-    """Return True where a word begins or ends."""
     is_word = _CLASSES["w"]
     return (at > 0 and is_word(name[at - 1])) is not (at < len(name) and is_word(name[at]))
 
@@ -333,7 +331,6 @@ class AdapterRules:
         return frozenset(listed) or None
 
     def _names(self, key: str) -> Callable[[str], bool]:
-        """Return what decides whether a name is in a list of names and ends of names, or matches an expression."""
         value = self._values[key]
         if isinstance(value, str):
             pattern = self._pattern(key, value)
@@ -358,7 +355,6 @@ class AdapterRules:
         return found
 
     def _of(self, numbers: list[tuple[NamePattern | None, float | None]], key: str, module: str) -> float | None:
-        """Return the number of the first pattern that a module's name ends with."""
         for pattern, number in numbers:
             if pattern is None or self._guard(key, pattern, pattern.matches_end, module):
                 return number

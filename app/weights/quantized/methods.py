@@ -130,7 +130,6 @@ def join_mxfp4(parts: Parts, config: ConfigReader) -> dict[str, PackedEntry]:
 
 
 def _experts(parts: Parts, stem: str) -> Iterator[tuple[str, PackedEntry]]:
-    """Yield the weights of all experts of one product of a layer."""
     at, _, product = stem.rpartition(".")
     names = EXPERT_PRODUCTS.get(product, ())
     if not names or not at.endswith(".experts"):

@@ -11,8 +11,8 @@ import pytest
 
 from app.errors import SettingsInvalid
 from app.settings import Settings, load_settings
-from app.tracing import request_trace
-from app.tracing.request_trace import start_tracer, with_path
+from app.tracing import start
+from app.tracing.start import start_tracer, with_path
 
 BASE = "OTEL_EXPORTER_OTLP_ENDPOINT"
 
@@ -24,7 +24,7 @@ def opened(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, float | None]]:
     spans = type(sys)("app.tracing.spans")
     spans.OtlpTracer = lambda *arguments: found.append(arguments)  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "app.tracing.spans", spans)
-    monkeypatch.setattr(request_trace, "_is_installed", lambda: True)
+    monkeypatch.setattr(start, "_is_installed", lambda: True)
     return found
 
 
@@ -78,7 +78,7 @@ def test_variables_turn_it_off_and_never_prevent_a_start(
 def test_a_missing_extra_is_one_sentence_for_the_setting_and_a_warning_for_a_variable(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(request_trace, "_is_installed", lambda: False)
+    monkeypatch.setattr(start, "_is_installed", lambda: False)
     sentence = (
         r"^otlp_traces_endpoint needs the extra otel, which is not installed: pip install 'armature-serve\[otel\]'\.$"
     )
@@ -115,7 +115,7 @@ def test_no_module_of_the_sdk_is_imported_while_nothing_is_traced(root: Path) ->
         "import sys, threading\n"
         "from app.server import process\n"
         "from app.settings import Settings\n"
-        "from app.tracing.request_trace import start_tracer\n"
+        "from app.tracing.start import start_tracer\n"
         "assert start_tracer(Settings(), {}) is None\n"
         "loaded = [name for name in sys.modules if name.startswith(('opentelemetry.sdk', 'opentelemetry.exporter'))]\n"
         "assert loaded == [] and 'google.protobuf' not in sys.modules and 'app.tracing.spans' not in sys.modules, loaded\n"
