@@ -180,7 +180,6 @@ class CompletedFlag:
 
 
 def completion_script(parser: argparse.ArgumentParser, shell: str) -> str:
-    """Return the script for a shell."""
     commands = list(_commands(parser))
     return _SCRIPTS[shell](commands, _flags(parser))
 

@@ -66,7 +66,6 @@ class _ListedModel:
 
 
 def list_models(as_json: bool) -> None:
-    """Print the models in the hub's cache, as a table or a JSON object."""
     listed = [_ListedModel(one, _refusal(one)) for one in cached_revisions()]
     if as_json:
         models = [_to_json(one) for one in listed]

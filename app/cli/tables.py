@@ -84,7 +84,6 @@ def _fact_rows(facts: Facts) -> list[tuple[str, str]]:
 
 
 def describe_processor(facts: Facts) -> str:
-    """Return the processor's name with its vendor, product and microarchitecture."""
     cpu = facts.cpu
     inside = ", ".join(part for part in (cpu.product, cpu.microarchitecture) if part and part not in cpu.name)
     return (cpu.name if cpu.vendor in cpu.name else f"{cpu.vendor} {cpu.name}") + (f" ({inside})" if inside else "")
@@ -196,7 +195,6 @@ def _torch(build: TorchBuild | None) -> str:
 
 
 def format_decision(name: str, value: Any) -> str:
-    """Format a decision's value for people."""
     declared = DECLARED[name]
     if value is None or (value == 0 and declared.zero_is_unknown):
         return "–"
@@ -248,7 +246,6 @@ class StepKindColumns:
     read: Callable[[TrialTimes], Mapping[int, float]]
 
     def columns(self, shown: Sequence[TrialTimes]) -> Iterator[tuple[str, int]]:
-        """Yield the headings and sizes of the columns."""
         for index, size in enumerate(_shown_sizes([self.read(trial) for trial in shown])):
             yield (self.other_heading if index else self.first).format(size), size
 
@@ -275,7 +272,6 @@ class PlanExplanation:
     origin: str
 
     def to_json(self) -> dict[str, Any]:
-        """Return facts, needs, measurements and plan as JSON-serializable values."""
         parts = {"facts": self.facts, "needs": self.needs, "measurements": self.measurements}
         return {**{name: to_json_value(part) for name, part in parts.items()}, "plan": self.plan.to_json()}
 
@@ -305,7 +301,6 @@ def _age(seconds: float) -> str:
 
 
 def render_explanation(explained: PlanExplanation) -> RenderableType:
-    """Return the explanation as tables for the console."""
     parts: list[RenderableType] = [_head(explained)]
     believed = explained.measurements if explained.measurements and not explained.measurements.fallback else None
     shown = [] if believed is None else _shown_trials(believed, explained.plan)

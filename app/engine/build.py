@@ -65,7 +65,6 @@ class BuildRequest(Generic[CheckpointT]):
 
     @property
     def eager_reason(self) -> str:
-        """Reason why the plan records no steps; empty if it does."""
         return "" if self.plan.steps.compile else self.plan.decisions["compile"].reason
 
 

@@ -112,8 +112,6 @@ class InferState:
 
 @dataclass(frozen=True, slots=True)
 class RowShare:
-    """`rows` rows of a request in one step."""
-
     request: InferState
     rows: int
 
@@ -186,7 +184,6 @@ class ProgramEngine:
         return events
 
     def fail(self) -> list[Event]:
-        """Handle a step that raised: the requests of its batch end, the others continue."""
         shares, self._batch = self._batch, []
         error = StepFailed(
             "The step that computed this request failed; the server's log says why. It may be sent again."
@@ -349,7 +346,6 @@ def to_tensor(array: Array) -> Tensor:
 
 
 def to_array(tensor: Tensor, datatype: str = "FP32") -> Array:
-    """Return the tensor's values as `datatype`, in row-major order."""
     plain = tensor.to(DTYPES[datatype]).contiguous()
     return Array(
         datatype, tuple(plain.shape), plain.view(-1).view(torch.uint8).numpy().tobytes() if plain.numel() else b""

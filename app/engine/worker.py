@@ -34,8 +34,6 @@ CLOSE_SECONDS = 2.0  # for that work at the end
 
 
 class Engine(Protocol):
-    """The interface that all engines share."""
-
     stats: StepStats | None
 
     @property
@@ -95,32 +93,22 @@ class Callbacks:
 
 
 class StepObserver(Protocol):
-    """Observer of the worker's loop, called on the worker thread."""
-
-    def begin(self) -> None:
-        """Note that a step begins now."""
-        ...
+    def begin(self) -> None: ...
 
     def end(self, step: StepStats) -> None:
         """Note that a step ended. Its events have not been sent yet."""
         ...
 
-    def events_sent(self) -> None:
-        """Note that all events of the step have been sent."""
-        ...
+    def events_sent(self) -> None: ...
 
     def idle(self) -> None:
         """Note that there is nothing to compute until a command arrives."""
         ...
 
-    def close(self) -> None:
-        """Note that the thread ends."""
-        ...
+    def close(self) -> None: ...
 
 
 class NullStepObserver:
-    """A `StepObserver` that does nothing."""
-
     def begin(self) -> None: ...
 
     def end(self, step: StepStats) -> None: ...

@@ -374,7 +374,6 @@ class _UsualTimes:
         return before
 
     def seconds(self, key: tuple[StepKind, int], expected: float) -> float | None:
-        """Return the usual seconds; None while they are unknown."""
         if self._is_measured:
             return self._medians.get(key, _AS_MEASURED)[0] * expected or None
         middle, seen = self._medians.get(key, _UNKNOWN)
@@ -544,7 +543,6 @@ class SpeedDrift:
         return {phase: ratio / self.factor(phase) for phase, ratio in self._expected.roofline.items()}
 
     def to_json(self) -> dict[str, object]:
-        """Return the `speed` object of `GET /info`."""
         factors = {phase: round(factor, 3) for phase, factor in self._factors.items()}
         return {
             "steps_over_measured": factors,

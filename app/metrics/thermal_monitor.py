@@ -89,7 +89,6 @@ class ThermalMonitor:
         }
 
     def update(self) -> None:
-        """Read the sensors and judge the reading; called by the thread."""
         before, reading = self._now, self._read()
         if before is None:
             self._now = _Observation(reading, 0)

@@ -52,8 +52,6 @@ class UnixSocketFile:
 
 @dataclass(frozen=True, slots=True)
 class Listeners:
-    """Listening sockets, and the files of those that are UNIX sockets."""
-
     sockets: tuple[socket.socket, ...]
     files: tuple[UnixSocketFile, ...] = ()
 

@@ -203,7 +203,6 @@ class Prepared:
         return None if trial is None else trial.spread
 
     def with_calibration(self, calibration: Calibration) -> Prepared:
-        """Return a copy with this calibration and the final plan made from it."""
         plan = _plan(self.facts, calibration.measurements, self.settings, self.needs)
         return replace(self, plan=plan, calibration=calibration, is_final=True)
 

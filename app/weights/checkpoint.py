@@ -114,7 +114,6 @@ class Checkpoint:
         )
 
     def needs(self) -> Needs:
-        """Return the model's requirements, from which the plan is made."""
         config, tensors = self.model_config, self.tensors
         if isinstance(config, ModelConfig):
             host_bytes, device_bytes = decoder_bytes(config, tensors), decoder_device_bytes(config, tensors)
@@ -154,7 +153,6 @@ class Checkpoint:
 
     @property
     def stored_dtype(self) -> str:
-        """Dtype of most elements, with torch's name."""
         elements: Counter[str] = Counter()
         for entry in self.tensors.values():
             elements[entry.dtype] += entry.num_elements

@@ -92,7 +92,6 @@ def file_in(directory: Path, name: str) -> Path:
 
 
 def folder_in(directory: Path, name: str) -> Path:
-    """Return the path of a checkpoint's folder, which may be missing. Raises as `file_in`."""
     return _resolve_in(directory, name)[0]
 
 
@@ -121,7 +120,6 @@ def _checkpoint_folders(directory: Path) -> Iterator[Path]:
 
 
 def files_in(directory: Path, pattern: str) -> list[Path]:
-    """Return the checkpoint's files that match a pattern, sorted. Raises as `file_in`."""
     return sorted(file_in(directory, file.name) for file in directory.glob(pattern))
 
 
@@ -210,7 +208,6 @@ def read_object(file: Path) -> Mapping[str, Any]:
 
 
 def read_optional(file: Path) -> Mapping[str, Any]:
-    """Return the JSON object in a file; empty if the file does not exist."""
     return read_object(file) if file.exists() else {}
 
 

@@ -166,7 +166,6 @@ class LayerPacking:
             yield f"{self.name}.factors", 4 * self.linear.in_features
 
     def blobs(self, factors: Tensor | None) -> Iterator[tuple[str, Tensor]]:
-        """Yield name and tensor of each blob, from the packed form."""
         if not isinstance(self.linear.form, CacheableForm):
             return
         for index, part in enumerate(self.linear.form.parts):

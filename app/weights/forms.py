@@ -78,7 +78,6 @@ class Recipe:
         return self.linear if self.output is None or not is_output else self.output
 
     def source_forms(self, source: str, is_upgraded: bool) -> tuple[str, ...]:
-        """Return the forms for one source, which may be upgraded."""
         if self.upgrade is None or (is_upgraded and is_output(source)):
             return self.forms(is_output(source))
         return (self.upgrade, *self.linear) if is_upgraded else self.linear
@@ -388,7 +387,6 @@ def decoder_device_bytes(config: ModelConfig, tensors: Mapping[str, TensorEntry]
 
 
 def encoder_device_bytes(config: EncoderConfig, tensors: Mapping[str, TensorEntry]) -> dict[str, int]:
-    """Return the bytes of an encoder in device memory."""
     tables = sum(tensors[name].nbytes for name in encoder_tables_of(config))
     return _device_bytes(list(encoder_products_of(config)), 0, tables + 4 * encoder_norm_elements(config))
 

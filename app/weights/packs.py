@@ -207,7 +207,6 @@ class PackReader:
         return mapped
 
     def close(self) -> None:
-        """Close the file; mapped tensors stay valid."""
         os.close(self._file)
 
     def _fill(self, chunk: memoryview, at: int) -> None:

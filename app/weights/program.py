@@ -86,7 +86,6 @@ class StoredTensor:
 
     @property
     def num_elements(self) -> int:
-        """Number of elements of the view; 0 if a dimension is 0."""
         number = 1
         for size in self.shape:
             number *= size
@@ -94,7 +93,6 @@ class StoredTensor:
 
     @property
     def min_member_elements(self) -> int:
-        """Number of elements that the member must have at least."""
         if not self.num_elements:
             return 0
         return self.offset + sum((size - 1) * stride for size, stride in zip(self.shape, self.strides, strict=True)) + 1
@@ -124,7 +122,6 @@ class Archive:
         self._zip.close()
 
     def names(self, folder: str) -> list[str]:
-        """Return the members below a folder, without the folder's name, sorted."""
         return sorted(name.removeprefix(folder) for name in self._sizes if name.startswith(folder))
 
     def has(self, name: str) -> bool:
@@ -226,7 +223,6 @@ class ProgramCheckpoint:
 
     @property
     def name(self) -> str:
-        """Name of the model: the file's name without its suffix."""
         return self.path.stem
 
     @cached_property
@@ -497,7 +493,6 @@ class DimensionValues:
     free: int
 
     def product(self, shape: Sequence[int | str]) -> int:
-        """Return the number of elements of a shape."""
         return math.prod(map(self._of, shape))
 
     def _of(self, size: int | str) -> int:

@@ -72,7 +72,6 @@ class QuantizedEntry(EncodedEntry):
 
     @property
     def nbytes(self) -> int:
-        """Number of stored bytes of all parts."""
         return sum(part.end - part.start for _, part in self.parts)
 
 

@@ -104,7 +104,6 @@ def _canonical_name(name: str, prefixes: tuple[str, ...]) -> str:
 
 
 def fused_part(entry: TensorEntry, stored: StoredName) -> TensorEntry:
-    """Return the rows of one of several tensors that are fused into one."""
     if stored.parts == 1:
         return entry
     if not entry.shape or entry.shape[0] % stored.parts:

@@ -250,7 +250,6 @@ class TensorReader:
         return weight, False
 
     def bias(self, sources: Sequence[str], dtype: torch.dtype) -> Tensor:
-        """Return the concatenated biases in `dtype`."""
         return torch.cat([self.stored(entry).to(dtype) for entry in self.entries(sources, "bias")])
 
     def drop(self, entries: Sequence[TensorEntry]) -> None:
@@ -306,7 +305,6 @@ def largest_magnitude(values: Tensor) -> float:
 
 
 def weight_not_finite(name: str) -> CheckpointInvalid:
-    """Return the error of a tensor with a value that is not finite."""
     return CheckpointInvalid(
         f"The tensor {name} has a value that is NaN or infinite, so the model cannot compute: the file is damaged, or the "
         "training had diverged. Fetch or export the checkpoint again."

@@ -156,8 +156,6 @@ def _complete_commands(commands: tuple[str, ...]) -> None:
 
 @dataclass(slots=True)
 class Chat:
-    """A conversation with one server, and how it is shown."""
-
     server: ServerConnection
     conversation: Conversation
     has_stats: bool = False

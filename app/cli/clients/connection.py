@@ -174,7 +174,6 @@ def parse_server_url(text: str) -> str:
 
 
 def parse_object(text: str) -> dict[str, Any] | None:
-    """Return the JSON object that a text is, or None."""
     try:
         found = json.loads(text)
     except ValueError:

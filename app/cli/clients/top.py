@@ -269,7 +269,6 @@ def show_figures(figures: LiveFigures, interval: float, once: bool) -> int:
 
 
 def render(figures: LiveFigures, read: Sequence[LiveFigure], problem: str = "") -> RenderableType:
-    """Return the picture: a head, the figures, and the last slow steps."""
     parts: list[RenderableType] = [_head(figures), ""]
     if problem:
         parts += [Text(problem, style="bold red"), ""]

@@ -48,8 +48,6 @@ class Calibration:
 
 
 class CalibrationFile:
-    """The calibration file of one key, which may or may not exist."""
-
     def __init__(self, folder: Path | None, key: Mapping[str, str]) -> None:
         self.key = dict(key)
         digest = hashlib.sha256(json.dumps(self.key, sort_keys=True).encode()).hexdigest()

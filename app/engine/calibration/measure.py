@@ -141,11 +141,9 @@ class CalibrationTimer:
 
     @property
     def is_over(self) -> bool:
-        """True if no time is left."""
         return self.clock() >= self.deadline
 
     def share(self, part: float) -> CalibrationTimer:
-        """Return a timer for a part of the time that is left."""
         now = self.clock()
         return replace(self, deadline=now + part * max(0.0, self.deadline - now))
 

@@ -139,8 +139,6 @@ def window_logits(model: nn.Module, attention: StepAttention, window: Window, st
 
 
 class WindowScorer:
-    """Runs one sequence at a time through a model and returns the logits of every token."""
-
     def __init__(self, model: nn.Module, config: ModelConfig, kv_dtype: torch.dtype, backend: HostBackend) -> None:
         self._model = model
         shape = KvShape(
@@ -168,8 +166,6 @@ class WindowScorer:
 
 @dataclass(slots=True)
 class WatchedForm:
-    """A linear form that multiplies exactly; a subclass watches its products."""
-
     form: ExactLinear
 
     @property
@@ -270,8 +266,6 @@ class _RecordingForm(WatchedForm):
 
 
 class StreamedCalibration:
-    """Implements `PackCalibrator` for one checkpoint, plan and text."""
-
     def __init__(
         self, checkpoint: Checkpoint, plan: ServingPlan, backend: HostBackend, text: Path | None = None
     ) -> None:
@@ -298,7 +292,6 @@ class StreamedCalibration:
     def stages(
         self, model: Decoder, exact: Callable[[Linear], ExactLinear]
     ) -> Iterator[Mapping[Linear, InputStatistics]]:
-        """Yield the statistics of the products of each layer in turn (`PackCalibrator.stages`)."""
         hidden: list[Tensor] = []
         yield from self._around(model.entry, exact, lambda: self._embed(model, hidden))
         for index, layer in enumerate(model.layers):

@@ -115,15 +115,11 @@ COARSE_TRIAL = TrialShape(COARSE_LAYERS, rows=(1, 8), tokens=(128,), texts=(16, 
 
 
 class ModelTrial(Protocol):
-    """A model under one plan that can be timed step by step."""
-
     def trial_steps(self, trial_shape: TrialShape) -> list[TrialStep]:
         """Return the steps to time, the fastest first, since time may run out."""
         ...
 
-    def step(self, shape: TrialStep) -> Callable[[], object]:
-        """Return a function that runs that step; it may be called any number of times."""
-        ...
+    def step(self, shape: TrialStep) -> Callable[[], object]: ...
 
     def summarize(
         self, threads: int, seconds: Mapping[TrialStep, float], max_adjustment: float = MAX_ADJUSTMENT
@@ -184,7 +180,6 @@ class CpuTrialStage:
 
 
 def random_heads(shape: KvShape, num_tokens: int) -> torch.Tensor:
-    """Return random keys or values [tokens, kv_heads, head_dim]."""
     generator = torch.Generator().manual_seed(0)
     return torch.randn((num_tokens, shape.num_kv_heads, shape.head_dim), generator=generator)
 
@@ -382,8 +377,6 @@ def _context_token_seconds(own: Mapping[TrialStep, float], kind: str, size: int,
 
 
 class ProgramTrial:
-    """A program under one plan, ready to be timed."""
-
     def __init__(self, checkpoint: ProgramCheckpoint, plan: ServingPlan) -> None:
         """Build the program. Raises `CheckpointInvalid` if it calls an operator that is not served."""
         self.checkpoint, self.plan = checkpoint, plan
@@ -454,8 +447,6 @@ def cpu_text_runner(plan: ServingPlan, recorded_tokens: int) -> TextRunnerFactor
 
 
 class EncoderTrial:
-    """A few layers of an encoder under one plan, ready to be timed."""
-
     def __init__(
         self,
         config: EncoderConfig,
@@ -534,7 +525,6 @@ class EncoderTrial:
 
     @property
     def read_bytes(self) -> int:
-        """Bytes of product weights that a step of the whole model reads."""
         return self._product_bytes(self.config.num_layers)
 
     @property

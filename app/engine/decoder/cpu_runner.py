@@ -102,7 +102,6 @@ class CpuDecoderRunner:
 
     @property
     def is_native(self) -> bool:
-        """True if the last step was replayed."""
         return isinstance(self.model, DecoderReplay) and self.model.is_native
 
     def launch(self, batch: Batch, after: InFlightStep | None = None) -> InFlightStep:
@@ -251,8 +250,6 @@ class StepAttention:
 
 
 class DecoderReplay:
-    """The recorded steps of one model and one KV cache. It is used on the worker thread only."""
-
     def __init__(self, model: Decoder, disabled_reason: str = "", record_after: int = RECORD_AFTER_STEPS) -> None:
         self.model = model
         self.reason = disabled_reason  # reason why every step is eager; empty if steps are recorded

@@ -55,7 +55,6 @@ class DecodeGraphs:
         return not self.reason or bool(self.captured)
 
     def should_capture(self, shape: GraphShape) -> bool:
-        """Return True if a step of this shape must be captured before it is run."""
         too_large = self._too_large.get(shape.mode, shape.bucket + 1)
         return shape.bucket < too_large and not self.reason and shape not in self.captured
 
@@ -83,7 +82,6 @@ class DecodeGraphs:
         return shape.bucket * self._row_bytes[shape.mode]
 
     def run(self, shape: GraphShape) -> None:
-        """Launch a step: replay it if it was captured, else run it eagerly."""
         captured = self.captured.get(shape)
         if captured is None:
             self._work(shape)

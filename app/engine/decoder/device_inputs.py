@@ -124,7 +124,6 @@ def block_views(block: Tensor, sizes: StepSizes, samples_randomly: bool = True) 
 
 
 def block_arrays(block: Tensor, sizes: StepSizes) -> StepViews[ColumnArray]:
-    """Return numpy views of the first part of a block on the host."""
     return StepViews.of({name: view.numpy() for name, view in _named_views(block, sizes).items()})
 
 
@@ -148,7 +147,6 @@ def table_update_views(block: Tensor, count: int) -> tuple[Tensor, Tensor]:
 
 
 def table_update_size(count: int) -> int:
-    """Return the length of the update views, in int64 values."""
     return count + _int64_count(count, torch.int32)
 
 
@@ -274,7 +272,6 @@ class DecodeInputs:
         )
 
     def next_step(self, spans: Items[ScheduledSpan], kv_rows_of: KvRowsOfSpans) -> DecodeInputs:
-        """Return the inputs of the next step of the same sequences."""
         positions, rows = self.positions + 1, self.kv_rows + 1
         begun = numpy.flatnonzero(positions % PAGE_TOKENS == 0)
         if len(begun):

@@ -95,18 +95,15 @@ class DeviceForward:
         self.buffer = buffer
 
     def logits(self, views: StepViews[Tensor], sizes: StepSizes, bounds: StepBounds) -> Tensor:
-        """Compute the logits [samples, vocab] from the inputs in these device views."""
         which = None if sizes.samples == sizes.tokens else views.logit_rows
         logits = self.model(self._context(views, bounds, which))
         assert isinstance(logits, Tensor), "full logits were requested"
         return logits
 
     def hidden(self, views: StepViews[Tensor], bounds: StepBounds) -> Tensor:
-        """Compute the hidden states [tokens, size] of all tokens from the inputs in these device views."""
         return self.model.hidden(self._context(views, bounds, None))
 
     def logits_of(self, hidden: Tensor) -> Tensor:
-        """Compute the logits [rows, vocab] of some rows of hidden states."""
         logits = self.model.logits(hidden)
         assert isinstance(logits, Tensor), "full logits were requested"
         return logits
@@ -266,7 +263,6 @@ class DeviceDecoderRunner:
         return self._last_launched
 
     def wait(self, in_flight: InFlightStep) -> list[SampledTokens]:
-        """Wait for a step and return one `SampledTokens` for each row that samples, in the order of the spans."""
         assert isinstance(in_flight, DeviceInFlightStep), "the step must come from this runner"
         ids = in_flight.wait_ids()
         now = time.perf_counter()

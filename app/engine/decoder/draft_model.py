@@ -117,7 +117,6 @@ class DraftModel:
         return seconds
 
     def forget(self, sequence: Sequence) -> None:
-        """Free the slot of a sequence that has ended."""
         known = self._drafted.pop(sequence, None)
         if known is not None:
             self._free.append(known.slot)

@@ -53,9 +53,7 @@ class DecoderRunner(Protocol):
         ...
 
     @property
-    def is_native(self) -> bool:
-        """True if the last step was replayed from a recording."""
-        ...
+    def is_native(self) -> bool: ...
 
     @property
     def prompt_scores(self) -> Items[tuple[TokenScore, ...]]:

@@ -73,7 +73,6 @@ class KvCache:
         return slot * self.stride + position
 
     def written_rows(self, spans: Iterable[ScheduledSpan]) -> list[int]:
-        """Return the flat rows of all tokens that these spans compute, in batch order."""
         rows: list[int] = []
         for span in spans:
             assert span.start >= span.prefix_tokens, "a step never writes into a prefix that others share"

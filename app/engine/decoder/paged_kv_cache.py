@@ -52,7 +52,6 @@ class PageTables:
         return len(self._free)
 
     def row(self, slot: int, position: int) -> int:
-        """Return the index of a written token among the flat rows."""
         page = self._tables[slot][position // PAGE_TOKENS]
         assert page != PADDING_PAGE, "only a written position has a row"
         return page * PAGE_TOKENS + position % PAGE_TOKENS
@@ -222,7 +221,6 @@ class PagedKvCache:
         return self._pages.take_updates()
 
     def write(self, layer: int, rows: Tensor, key: Tensor, value: Tensor) -> None:
-        """Store `key` and `value` [tokens, kv_heads, head_dim] (any strides) at `rows` [tokens] int64."""
         self.layers[layer].write(rows, key, value)
 
     def kv_segments(self, span: ScheduledSpan) -> tuple[KvSegment, ...]:

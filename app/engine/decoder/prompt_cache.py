@@ -177,7 +177,6 @@ class PrefixFiles:
         self._stored_bytes = None
 
     def write(self, block: PrefixBlock, rows: memoryview) -> bool:
-        """Write a block; False if there is no room for it, or if files cannot be written."""
         if self.disabled_reason:
             return False
         size = _BEGIN + block.token_bytes.nbytes + rows.nbytes

@@ -36,8 +36,6 @@ _GOOD_STEPS = 32  # steps, after which the limit is doubled; a step that then fa
 
 
 class TakenText(Protocol):
-    """A text, or a part of a request, that a step takes."""
-
     @property
     def num_tokens(self) -> int: ...
 
@@ -46,24 +44,18 @@ TakenT = TypeVar("TakenT", bound=TakenText)
 
 
 class SharesStep(Protocol[TakenT]):
-    """A request that `share_step` takes texts from."""
-
     @property
     def longest(self) -> int:
         """Tokens of the longest text that is left, which a step cannot split."""
         ...
 
-    def size_class(self, step_tokens: int) -> int:
-        """Return the size class of what is left, for steps of `step_tokens` tokens."""
-        ...
+    def size_class(self, step_tokens: int) -> int: ...
 
     def take(self, capacity: TextCapacity) -> list[TakenT]: ...
 
 
 @dataclass(frozen=True, slots=True)
 class TextCapacity:
-    """The tokens and texts that a batch can still take."""
-
     tokens: int
     texts: int
 
@@ -113,7 +105,6 @@ class EncodeState:
 
     @property
     def longest(self) -> int:
-        """Tokens of the longest text that is left; 0 if none is."""
         return self.remaining[-1][0] if self.remaining else 0
 
     @property
@@ -181,12 +172,10 @@ class TextQueue:
 
     @property
     def requests(self) -> Iterable[EncodeState]:
-        """All open requests, the oldest first."""
         return self._requests.values()
 
     @property
     def num_tokens(self) -> int:
-        """Tokens of all texts that are still to be computed."""
         return sum(request.tokens_left for request in self._requests.values())
 
     def add(self, message: Encode) -> EncodeState:
@@ -267,7 +256,6 @@ class TextBudget:
         self._good_steps = 0
 
     def capacity(self, target_tokens: int) -> TextCapacity:
-        """Return the limit of the next step, for which `target_tokens` are planned."""
         if self._reduced is None:
             return TextCapacity(target_tokens, self._most_texts)
         return TextCapacity(min(self._reduced.tokens, target_tokens), min(self._reduced.texts, self._most_texts))
@@ -280,7 +268,6 @@ class TextBudget:
         return True
 
     def succeeded(self, target_tokens: int) -> None:
-        """Record a successful step, for which `target_tokens` were planned."""
         if self._reduced is None:
             return
         self._good_steps += 1

@@ -77,7 +77,6 @@ class LanePlanner:
     max_lanes_per_thread: int = MAX_LANES_PER_THREAD
 
     def plan(self, lengths: Sequence[int], threads: int) -> LanePlan:
-        """Return the plan for texts of `lengths` tokens."""
         tokens = sum(lengths)
         if threads == 1 or tokens < threads * self.min_lane_tokens or len(lengths) < threads:
             return LanePlan.none(len(lengths))
@@ -188,7 +187,6 @@ class TextBatch:
 
     @property
     def text_starts(self) -> tuple[int, ...]:
-        """Values of `starts` as integers."""
         return self._texts.starts
 
     def context(self, tokens: int) -> EncodeContext:
@@ -282,7 +280,6 @@ class EncoderReplay:
 
     @property
     def most_tokens(self) -> int:
-        """Largest number of tokens in a step that is replayed; 0 if none is."""
         return 0 if self.reason else self._max_tokens
 
     def plan_lanes(self, lengths: Sequence[int]) -> LanePlan:
@@ -404,7 +401,6 @@ class EncoderRunner:
         self.is_native = False  # the last batch was replayed
 
     def run(self, spans: Sequence[TextSpan]) -> list[dict[str, bytes]]:
-        """Return the rows of each text by output name, as little-endian FP32 bytes."""
         with torch.inference_mode():
             names = {name for span in spans for name in span.request.message.outputs}
             plan = self.replay.plan_lanes([span.num_tokens for span in spans])
@@ -473,7 +469,6 @@ def in_arrival_order(rows: Sequence[dict[str, bytes]], order: Sequence[int]) -> 
 
 
 def split_bytes(rows: Tensor, counts: Sequence[int]) -> list[bytes]:
-    """Split rows [n, size] FP32 into parts of `counts` rows each, as bytes."""
     whole = rows.contiguous().numpy().astype("<f4", copy=False).tobytes()
     width = rows.shape[1] * rows.itemsize
     ends = list(accumulate(counts))

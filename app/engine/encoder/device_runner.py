@@ -123,8 +123,6 @@ class DeviceTextBatch:
 
 
 class DeviceTextView:
-    """A batch on the device, as layers and heads read it."""
-
     def __init__(self, buffer: Tensor, layout: _BatchLayout, most_tokens: int, backend: DeviceBackend) -> None:
         self.starts = buffer[layout.starts]
         self.skipped = None if layout.skipped is None else buffer[layout.skipped]
@@ -228,8 +226,6 @@ class InFlightTexts:
 
 
 class DeviceEncoderRunner:
-    """Runs batches of texts on a device, for the worker thread."""
-
     overlaps = True
 
     def __init__(self, model: EncoderModel, backend: DeviceBackend, max_tokens: int, off_reason: str = "") -> None:

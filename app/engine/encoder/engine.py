@@ -26,9 +26,7 @@ class TextRunner(Protocol):
     """Computes texts: for each text, rows of little-endian FP32 bytes by output name."""
 
     @property
-    def model_seconds(self) -> float:
-        """Seconds of the last batch in the model's forward pass."""
-        ...
+    def model_seconds(self) -> float: ...
 
     @property
     def overlaps(self) -> bool:
@@ -36,17 +34,13 @@ class TextRunner(Protocol):
         ...
 
     @property
-    def is_native(self) -> bool:
-        """True if the last batch was replayed from a recording."""
-        ...
+    def is_native(self) -> bool: ...
 
     def launch(self, spans: Items[TextSpan]) -> Any:
         """Start a batch and return what `wait` takes; wait in the order of launching."""
         ...
 
-    def wait(self, in_flight: Any) -> Items[Mapping[str, bytes]]:
-        """Return the rows of each text, by output name."""
-        ...
+    def wait(self, in_flight: Any) -> Items[Mapping[str, bytes]]: ...
 
     def survives(self, error: Exception) -> bool:
         """Return True if the error was a lack of memory that a smaller batch may avoid."""
@@ -135,7 +129,6 @@ class EncoderEngine:
         return []
 
     def step(self) -> list[Event]:
-        """Compute the next batch and return the answers that are complete now."""
         self.throttle_correction.begin()
         now, self._launched_ahead = self._launched_ahead or self._launch(), None
         if now is None:
@@ -237,7 +230,6 @@ class EncoderEngine:
 
 
 def are_finite(rows: bytes) -> bool:
-    """Return True if all values of rows of FP32 bytes are finite."""
     return bool(numpy.isfinite(numpy.frombuffer(rows, "<f4")).all())
 
 
@@ -252,7 +244,6 @@ def _ending(request: EncodeState, now: float) -> ArraysReady | RequestFailed:
 
 
 def encode_step_stats(spans: Items[TextSpan], seconds: float, model_seconds: float) -> StepStats:
-    """Return the statistics of a step, for the metrics and the batching delay."""
     return StepStats(
         seconds=seconds,
         num_sequences=len(spans),

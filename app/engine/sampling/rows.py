@@ -100,7 +100,6 @@ def filters_of(params: abc.Sequence[SamplingParams]) -> tuple[str, ...]:
 
 
 def tensor_columns(params: abc.Sequence[SamplingParams], device: torch.device | None = None) -> TensorColumns:
-    """Return the columns of these rows as tensors."""
     return {column.name: torch.tensor(column.values(params), dtype=column.dtype, device=device) for column in COLUMNS}
 
 

@@ -316,8 +316,6 @@ class ScoredRows:
 
 @dataclass(frozen=True, slots=True)
 class SpanScores:
-    """The rows of one `ScoredSpan`, in order."""
-
     scored: ScoredSpan
     rows: tuple[ScoredRows, ...]
 

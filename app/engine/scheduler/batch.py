@@ -64,8 +64,6 @@ class GrammarState(Protocol):
 
 
 class Grammar(Protocol):
-    """A compiled grammar. Any thread may use it."""
-
     def start(self) -> GrammarState: ...
 
 
@@ -307,7 +305,6 @@ class ScoredSpan:
 
 
 def scored_spans(spans: Iterable[ScheduledSpan]) -> tuple[ScoredSpan, ...]:
-    """Return the parts of prefill spans that score their prompts."""
     found: list[ScoredSpan] = []
     for span in spans:
         scoring = span.sequence.scoring
@@ -348,7 +345,6 @@ class Batch:
 
     @property
     def num_tokens(self) -> int:
-        """Number of tokens that the step computes, draft tokens included."""
         return len(self.spans) if self.ahead else sum(span.num_tokens for span in self.spans)
 
     def active(self) -> Batch:
@@ -389,8 +385,6 @@ NOT_SAMPLED = SampledTokens((NOT_FINITE,))  # the result of a row whose logits a
 
 
 class InFlightStep(Protocol):
-    """A step that was launched and not yet waited for."""
-
     @property
     def batch(self) -> Batch: ...
 

@@ -28,7 +28,6 @@ class Continuation:
 
     @property
     def score(self) -> float:
-        """Score of the completion with this token."""
         length: float = self.num_tokens**self.parent.params.length_penalty
         return self.logprob / length
 

@@ -278,7 +278,6 @@ def shared_placement(source: KvSlot, length: int) -> Placement:
 
 
 def copied_placement(source: KvSlot, length: int) -> Placement:
-    """Return a placement in a new slot with a private copy of the first `length` tokens."""
     shared = min(length, source.prefix_tokens)
     parts = ((source.prefix_slot, 0, shared), (source.index, shared, length))
     return Placement(
@@ -377,7 +376,6 @@ class KvAllocator:
         sequence.slot, sequence.prefix_slot, sequence.prefix_tokens, sequence.num_computed = None, None, 0, 0
 
     def take_copies(self) -> tuple[KvCopy, ...]:
-        """Return the copies for the next batch, and clear them."""
         copies, self._copies = tuple(self._copies), []
         return copies
 

@@ -176,7 +176,6 @@ class EngineLimits:
 
 
 def request_error(request: Generate, limits: EngineLimits, pool: KvSlots) -> RequestError | None:
-    """Return the error for a request that can never be served; None if it can be served."""
     num_prompt, width = len(request.token_ids), request.params.beam_width
     if num_prompt == 0:
         return InvalidRequest("The prompt has no tokens.", field="prompt")

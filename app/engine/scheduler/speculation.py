@@ -37,8 +37,6 @@ DraftProposal = tuple[ScheduledSpan, tuple[int, ...]]  # a decoding span and its
 
 
 class DecodeCostModel(Protocol):
-    """The cost of decode steps, in any unit."""
-
     def decode(self, rows: int, context_tokens: int = 0) -> float: ...
 
 
@@ -219,7 +217,6 @@ class Speculation:
                 self._by_model.add(sequence)
 
     def observe_acceptance(self, sequence: Sequence, drafted: int, accepted: int) -> None:
-        """Record how many of a sequence's draft tokens were accepted in a step."""
         if sequence in self._by_model and self.drafting is not None:
             self._count("draft_model", drafted, accepted)
             self.drafting.observe(sequence, drafted, accepted)
@@ -251,7 +248,6 @@ class Speculation:
         counts[1] += accepted
 
     def forget(self, sequence: Sequence) -> None:
-        """Drop the state of a finished sequence."""
         self._states.pop(sequence, None)
         if self.drafting is not None:
             self.drafting.forget(sequence)
@@ -346,8 +342,6 @@ def _with_pause_rule(count: int, state: DraftState, may_probe: bool) -> int:
 
 
 class DraftProposer(Protocol):
-    """A draft model, without tensors."""
-
     def is_ready(self, sequence: Sequence) -> bool: ...
 
     def propose(self, sequences: list[Sequence], num_tokens: int) -> Mapping[Sequence, tuple[int, ...]]: ...
@@ -362,8 +356,6 @@ class DraftProposer(Protocol):
 
 
 class ModelDrafting:
-    """The policy of one draft model."""
-
     def __init__(self, model: DraftProposer, costs: DecodeCostModel, max_draft_tokens: int) -> None:
         self.model, self._costs, self._max_draft_tokens = model, costs, max_draft_tokens
         self._rate = AcceptanceRate(SHARED_DECAY)
@@ -371,7 +363,6 @@ class ModelDrafting:
 
     @property
     def acceptance(self) -> float:
-        """Estimated probability that a draft token is accepted, of all sequences together."""
         return self._rate.value()
 
     def drafts(

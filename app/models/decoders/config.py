@@ -131,7 +131,6 @@ class ModelConfig:
         return self.num_layers - self.shared_kv_layers
 
     def cache_layer(self, layer: int) -> int:
-        """Return the layer whose keys and values a layer reads."""
         if layer < self.cache_layers:
             return layer
         return max(one for one in range(self.cache_layers) if self.windows[one] == self.windows[layer])

@@ -55,7 +55,6 @@ class LayerRopeAngles:
         return [tensor for rotary in self.rotaries for tensor in rotary(positions)]
 
     def by_layer(self, computed: Sequence[Tensor]) -> list[RopeAngles | None]:
-        """Return one entry per layer, from the result of the call."""
         return [None if index is None else (computed[2 * index], computed[2 * index + 1]) for index in self.indices]
 
 
@@ -168,7 +167,6 @@ class Embedding(nn.Module):
             self.factor = self.scale / even
 
     def forward(self, token_ids: Tensor) -> Tensor:
-        """Return the scaled rows of token_ids [tokens], FP32 [tokens, size]."""
         if self.form is not None:
             return self.form.rows(token_ids, self.factor)
         return embedding_rows(self.weight, token_ids, self.factor, self.absent_first)
@@ -285,8 +283,6 @@ class Decoder(nn.Module):
 
 
 class DecoderBody(nn.Module):
-    """Token ids to hidden states."""
-
     def __init__(self, config: EncoderConfig, dtype: torch.dtype, max_model_len: int, device: torch.device) -> None:
         super().__init__()
         decoder = config.decoder

@@ -77,7 +77,6 @@ def smollm3_slides(config: ConfigReader, layer: int) -> bool:
 
 
 def smollm3(config: ConfigReader, fields: Fields) -> Fields:
-    """Leave some layers without rotary embeddings."""
     kept = [_has_rope(config, layer) for layer in range(fields["num_layers"])]
     return {"ropes": _without_rope(fields["ropes"], kept)}
 
@@ -91,7 +90,6 @@ def _has_rope(config: ConfigReader, layer: int) -> bool:
 
 
 def granite(config: ConfigReader, fields: Fields) -> Fields:
-    """Read the four multipliers of Granite."""
     return {
         "attention_scale": config.number("attention_multiplier", 1.0),
         "embedding_scale": config.number("embedding_multiplier", 1.0),
@@ -112,7 +110,6 @@ def gemma(config: ConfigReader, fields: Fields) -> Fields:
 
 
 def gemma2(config: ConfigReader, fields: Fields) -> Fields:
-    """Read the scale of attention and the two caps."""
     return {
         **gemma3(config, fields),
         "attention_softcap": _cap(config, "attn_logit_softcapping", 50.0),
@@ -212,13 +209,11 @@ def convolutions(config: ConfigReader, fields: Fields) -> Fields:
 
 
 def ernie(config: ConfigReader, fields: Fields) -> Fields:
-    """Read use_bias, which is about all products."""
     bias = config.boolean("use_bias", False)
     return {"qkv_bias": bias, "output_bias": bias, "mlp_bias": bias}
 
 
 def hunyuan(config: ConfigReader, fields: Fields) -> Fields:
-    """Read the base of the rotary embeddings, which alpha raises for long contexts."""
     for name in ("rope_parameters", "rope_scaling"):
         section = config.section(name)
         if section.text("rope_type", section.text("type", "default")) == "dynamic" and section.values.get("alpha"):
@@ -332,7 +327,6 @@ def phi(config: ConfigReader, fields: Fields) -> Fields:
 
 
 def stablelm(config: ConfigReader, fields: Fields) -> Fields:
-    """Read the biases and the placement of the norms."""
     refuse(config, "qk_layernorm", False, "a separate norm for each head")
     parallel = config.boolean("use_parallel_residual", False)
     return {
@@ -344,7 +338,6 @@ def stablelm(config: ConfigReader, fields: Fields) -> Fields:
 
 
 def starcoder2(config: ConfigReader, fields: Fields) -> Fields:
-    """Read use_bias, which is about all products."""
     bias = config.boolean("use_bias", True)
     return {"qkv_bias": bias, "output_bias": bias, "mlp_bias": bias}
 
@@ -371,7 +364,6 @@ def falcon(config: ConfigReader, fields: Fields) -> Fields:
 
 
 def gpt_neox(config: ConfigReader, fields: Fields) -> Fields:
-    """Read the placement of the norms and the biases of attention."""
     bias = config.boolean("attention_bias", True)
     return {
         "placement": "parallel" if config.boolean("use_parallel_residual", True) else "pre",
@@ -381,7 +373,6 @@ def gpt_neox(config: ConfigReader, fields: Fields) -> Fields:
 
 
 def gptj(config: ConfigReader, fields: Fields) -> Fields:
-    """Read the number of elements of a head that are rotated."""
     dim = config.integer("rotary_dim", 64)
     if dim % 2 or dim > fields["head_dim"]:
         raise CheckpointInvalid(f"{config.where}: rotary_dim {dim} cannot be paired in heads of {fields['head_dim']}.")
@@ -389,7 +380,6 @@ def gptj(config: ConfigReader, fields: Fields) -> Fields:
 
 
 def gpt2(config: ConfigReader, fields: Fields) -> Fields:
-    """Read the learned positions."""
     refuse(config, "scale_attn_by_inverse_layer_idx", False, "a scale of attention for each layer")
     refuse(config, "add_cross_attention", False, "attention to an encoder")
     scale = fields["attention_scale"] if config.boolean("scale_attn_weights", True) else 1.0

@@ -192,7 +192,6 @@ class Xielu(nn.Module):
         self.positive = self.negative = weight
 
     def forward(self, x: Tensor, group: RowGroups | None) -> Activations:
-        """Return xIELU(x) [tokens, size], quantized if `group` is given."""
         return xielu(x, self.positive, self.negative, group)
 
 
@@ -332,7 +331,6 @@ class DecoderMLP(nn.Module):
         return self.gate_up
 
     def forward(self, x: Activations) -> Tensor:
-        """Map x [tokens, hidden] to [tokens, hidden]."""
         result: Tensor = self.down(self._activated(x))
         return result
 

@@ -68,7 +68,6 @@ class BlockEntry(EncodedEntry):
         return (self.end - self.start) // self.shape[0]
 
     def stored_row(self, row: int) -> int:
-        """Return the row in the file of a row here."""
         if not self.heads:
             return row
         size = self.shape[0] // self.heads

@@ -91,7 +91,6 @@ class CachedRevision:
 
     @property
     def name(self) -> HubName:
-        """Name by which `--model` finds this snapshot."""
         return HubName(self.repo_id, MAIN if MAIN in self.refs else next(iter(self.refs), self.commit))
 
 
@@ -117,7 +116,6 @@ def library_is_offline() -> bool:
 
 
 def model_folder(repo_id: str) -> Path:
-    """Return the folder of a model in the cache, which may not exist."""
     return cache_directory() / f"models--{repo_id.replace('/', '--')}"
 
 
@@ -183,7 +181,6 @@ def is_complete(name: HubName) -> bool:
 
 
 def cached_revisions() -> list[CachedRevision]:
-    """Return the models of the cache, sorted by name."""
     from huggingface_hub import scan_cache_dir
     from huggingface_hub.errors import CacheNotFound
 

@@ -45,8 +45,6 @@ class Steps:
 
 
 class NamePattern:
-    """A pattern that names are compared with."""
-
     def __init__(self, pattern: str, steps: Steps) -> None:
         """Parse the pattern. Raises `UnsupportedPattern`."""
         self.text, self._steps = pattern, steps

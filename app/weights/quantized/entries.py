@@ -60,7 +60,6 @@ class PackedEntry(EncodedEntry):
 
     @property
     def nbytes(self) -> int:
-        """Number of stored bytes of all parts."""
         return sum(part.end - part.start for _, part in self.parts) // self.turns
 
     def part(self, role: str) -> TensorEntry | None:
@@ -78,8 +77,6 @@ def packed_entry(
 
 
 class Parts:
-    """The tensors of a checkpoint, from which the parts of quantized weights are taken."""
-
     def __init__(self, found: Mapping[str, TensorEntry]) -> None:
         self.tensors = dict(found)
 

@@ -52,7 +52,6 @@ _QUANTIZED_NAMES = (
 
 
 def join_bitsandbytes(parts: Parts, config: ConfigReader) -> dict[str, PackedEntry]:
-    """Return the weights that bitsandbytes quantized."""
     kind = config.text("bnb_4bit_quant_type", "fp4")
     if kind not in TABLES:
         raise CheckpointInvalid(f"{config.where}: bnb_4bit_quant_type must be nf4 or fp4, not {kind[:40]!r}.")
@@ -199,7 +198,6 @@ def _mlx(parts: Parts, stem: str, bits: int, group: int) -> PackedEntry:
 
 
 def join_gptq(parts: Parts, config: ConfigReader) -> dict[str, PackedEntry]:
-    """Return the weights that GPTQ quantized."""
     bits, group = config.integer("bits"), _group(config)
     stored_as = config.text("checkpoint_format", config.text("format", "gptq"))
     if bits not in GPTQ_BITS:
@@ -243,7 +241,6 @@ def _group(config: ConfigReader) -> int:
 
 
 def join_awq(parts: Parts, config: ConfigReader) -> dict[str, PackedEntry]:
-    """Return the weights that AWQ quantized."""
     bits, group = config.integer("bits"), _group(config)
     version = config.text("version", "gemm").lower()
     if bits != 4 or version != "gemm":
@@ -301,7 +298,6 @@ def fp8_entry(parts: Parts, stem: str, scale: str, block: tuple[int, int] | None
 
 
 def join_compressed(parts: Parts, config: ConfigReader) -> dict[str, PackedEntry]:
-    """Return the weights that compressed-tensors quantized."""
     scheme = _scheme(config)
     found = {f"{stem}.weight": _packed(parts, stem, scheme) for stem in parts.stems(".weight_packed")}
     for stem in parts.stems(".weight_scale"):

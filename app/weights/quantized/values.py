@@ -61,7 +61,6 @@ class RowCodes:
         return scales * (codes if self.zeros is None else codes - self._spread(self.zeros))
 
     def centered(self) -> Tensor:
-        """Return the codes less their zeros, int16 [rows, inputs]."""
         codes = self.codes.short()
         return codes if self.zeros is None else codes - self._spread(self.zeros).short()
 
@@ -134,7 +133,6 @@ def held_codes(entry: PackedEntry, rows: range, read: _Read, bits: int) -> Int4W
 
 
 def row_codes(entry: PackedEntry, rows: range, read: _Read) -> RowCodes:
-    """Return the codes of some rows of a weight of integers."""
     parts = {role: read(part) for role, part in entry.parts}
     if entry.packing is CodeLayout.MXFP4:
         return _mxfp4(entry, parts, rows)
