@@ -76,6 +76,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if isinstance(item, pytest.Function) and native_levels.tests_levels(item.module):
             item.add_marker(pytest.mark.levels)
+        if item.get_closest_marker("nightly"):
+            item.add_marker(pytest.mark.full)
     missing = {marker for marker, present in _PRESENT.items() if not present()}
     for item in items:
         for marker in missing & {mark.name for mark in item.iter_markers()}:

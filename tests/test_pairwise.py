@@ -38,7 +38,7 @@ def test_the_two_tiers_run_every_case_once(pytester: pytest.Pytester) -> None:
         "def pytest_collection_modifyitems(items):\n"
         "    pairwise.mark_other_cases(items)\n"
     )
-    pytester.makeini("[pytest]\nmarkers = full\n")
+    pytester.makeini("[pytest]\nmarkers = nightly\n")
     pytester.makepyfile(
         "import pytest\n"
         "@pytest.mark.parametrize('a', range(4))\n"
@@ -48,7 +48,7 @@ def test_the_two_tiers_run_every_case_once(pytester: pytest.Pytester) -> None:
         "@pytest.mark.parametrize('a', range(20))\n"
         "def test_list(a): pass\n"
     )
-    quick, rest = ({*_names(pytester, "-m", expression)} for expression in ("not full", "full"))
+    quick, rest = ({*_names(pytester, "-m", expression)} for expression in ("not nightly", "nightly"))
     assert not quick & rest
     assert len(quick | rest) == 68
     assert len([name for name in quick if "test_list" in name]) == 20

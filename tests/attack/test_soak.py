@@ -15,7 +15,7 @@ from tests.attack.soak import Usage, faults, thermal_lines
 SECONDS = 20
 
 
-@pytest.mark.full
+@pytest.mark.nightly
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="reads Linux's /proc")
 def test_mixed_traffic_leaves_the_process_as_it_was(root: Path) -> None:
     done = subprocess.run(

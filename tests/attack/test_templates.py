@@ -29,9 +29,9 @@ CHAT = {"messages": MESSAGES, "max_tokens": 2}
 ENDLESS = HOSTILE["time: nested loops without output"]
 START_CPU_SECONDS = 1.0  # Python and jinja2 take 0.1 s; an emulated or old processor takes more
 MAX_CHILD_BYTES = 160 * 2**20  # the interpreter, 64 MiB, and what the allocator rounds up
-# One in six in `make test`, all in `make test-all`.
+# One in six, and all in `make test-all`.
 CASES = [
-    pytest.param(source, id=name, marks=[] if place % 6 == 0 else [pytest.mark.full])
+    pytest.param(source, id=name, marks=[] if place % 6 == 0 else [pytest.mark.nightly])
     for place, (name, source) in enumerate(HOSTILE.items())
 ]
 

@@ -21,7 +21,7 @@ from armature_bench.http.tally import GenerateWorkload
 from armature_bench.http.workload import UniformLengths
 from exported_programs import write_program
 
-pytestmark = pytest.mark.full
+pytestmark = pytest.mark.nightly
 
 
 FLAGS = (

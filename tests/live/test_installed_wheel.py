@@ -19,7 +19,7 @@ ROOT = Path(__file__).resolve().parents[2]
 # The virtual environment's cmake and ninja, where the machine has none.
 SEARCH = os.pathsep.join((str(Path(sys.executable).parent), os.environ.get("PATH", "")))
 pytestmark = [
-    pytest.mark.full,
+    pytest.mark.nightly,
     pytest.mark.skipif(shutil.which("cmake", path=SEARCH) is None, reason="there is no cmake, which builds the wheel"),
 ]
 

@@ -53,7 +53,7 @@ def test_a_start_has_few_lines_and_a_request_one(tiny: Path) -> None:
     assert any(" ready      in " in line and url in line for line in said)
 
 
-@pytest.mark.full
+@pytest.mark.nightly
 @pytest.mark.skipif(shutil.which("curl") is None, reason="there is no curl")
 @pytest.mark.parametrize("kind", ["chat", "encoder", "program"])
 def test_the_printed_command_works(kind: str, tmp_path: Path) -> None:
@@ -69,7 +69,7 @@ def test_the_printed_command_works(kind: str, tmp_path: Path) -> None:
         server.process.terminate()
 
 
-@pytest.mark.full
+@pytest.mark.nightly
 def test_a_load_is_drawn_in_the_terminal_and_on_a_page(tiny: Path, tmp_path: Path) -> None:
     page = tmp_path / "load.html"
     with server_process(tiny) as server:
@@ -85,7 +85,7 @@ def test_a_load_is_drawn_in_the_terminal_and_on_a_page(tiny: Path, tmp_path: Pat
     assert page.read_text(encoding="utf-8").count("<svg") == 6
 
 
-@pytest.mark.full
+@pytest.mark.nightly
 def test_json_lines_and_no_lines_of_requests(tiny: Path) -> None:
     with server_process(tiny, "--log-format", "json", "--no-request-log") as server:
         url = ready(server)
@@ -95,7 +95,7 @@ def test_json_lines_and_no_lines_of_requests(tiny: Path) -> None:
     assert not [line for line in lines if "route" in line]
 
 
-@pytest.mark.full
+@pytest.mark.nightly
 def test_a_terminal_has_signs_of_life(tiny: Path) -> None:
     """The bar moves while torch is imported, which reports nothing, and is gone when the server is ready."""
     ours, theirs = pty.openpty()

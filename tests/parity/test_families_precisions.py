@@ -65,7 +65,7 @@ def written(name: str, directory: Path) -> Path:
 @pytest.mark.parametrize(
     ("name", "precision"),
     [
-        (name, precision) if (name, precision) in FAST else pytest.param(name, precision, marks=pytest.mark.full)
+        (name, precision) if (name, precision) in FAST else pytest.param(name, precision, marks=pytest.mark.nightly)
         for name in FEATURES
         for precision in CLOSENESS
     ],

@@ -38,7 +38,10 @@ def measured(directory: Path, precision: str, cache: Path, tokens: int = 1024) -
 
 
 # Margins: 1,024 tokens show a ratio of perplexities with an error of about 1% in eight bits and 3% in four.
-@pytest.mark.parametrize(("precision", "most", "least_agreement"), [("int8", 1.015, 95.0), ("int4", 1.09, 86.0)])
+@pytest.mark.parametrize(
+    ("precision", "most", "least_agreement"),
+    [("int8", 1.015, 95.0), pytest.param("int4", 1.09, 86.0, marks=pytest.mark.nightly)],
+)
 def test_little_is_lost(tmp_path: Path, precision: str, most: float, least_agreement: float) -> None:
     figures = measured(real_model(), precision, tmp_path)
     ratio = figures[precision].ratio
@@ -48,6 +51,7 @@ def test_little_is_lost(tmp_path: Path, precision: str, most: float, least_agree
         assert figures["int4"].parts["bytes"] < 103.7e6
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("group", [32, 64])
 def test_codes_that_are_kept_cost_little(tmp_path: Path, group: int) -> None:
     """Against the values of the codes: scales and minimums are rounded to BF16, activations and the output layer to eight bits."""

@@ -28,7 +28,7 @@ def covering_cases(cases: Sequence[Case]) -> list[int]:
 
 
 def mark_other_cases(items: Sequence[pytest.Item]) -> None:
-    """Mark as `full` the cases of large products that are not needed to hold every pair of values.
+    """Mark as `nightly` the cases of large products that are not needed to hold every pair of values.
 
     Only tests with at least `MIN_CASES` cases of three or more parameters have such cases.
     """
@@ -41,7 +41,7 @@ def mark_other_cases(items: Sequence[pytest.Item]) -> None:
             needed = set(covering_cases([_case(item) for item in group]))
             for at, item in enumerate(group):
                 if at not in needed:
-                    item.add_marker(pytest.mark.full)
+                    item.add_marker(pytest.mark.nightly)
 
 
 def _case(item: pytest.Function) -> Case:

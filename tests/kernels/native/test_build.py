@@ -69,7 +69,7 @@ def test_without_a_compiler_cmake_succeeds_and_removes_a_library_of_other_source
     assert not old.exists()
 
 
-@pytest.mark.full
+@pytest.mark.nightly
 @needs_gcc
 def test_a_compiler_that_came_later_is_found(sources: Path, tmp_path: Path) -> None:
     assert "no native library" in status(sources, tmp_path / "build", CC="no-such-compiler")
@@ -86,7 +86,7 @@ def test_clang_has_another_openmp_and_builds_no_library(sources: Path, tmp_path:
     assert "only GCC speaks to torch's libgomp" in status(sources, tmp_path / "build", CC="clang")
 
 
-@pytest.mark.full
+@pytest.mark.nightly
 @needs_gcc
 @pytest.mark.skipif(MACHINE != "x86_64", reason="names a level of x86")
 def test_a_level_is_left_out_that_the_compiler_does_not_know(sources: Path, tmp_path: Path) -> None:
@@ -139,7 +139,7 @@ def test_a_level_shares_no_function_with_another(root: Path) -> None:
 
 
 @needs_gcc
-@pytest.mark.full
+@pytest.mark.nightly
 @pytest.mark.skipif(
     MACHINE != "x86_64" or shutil.which("qemu-x86_64") is None, reason="no qemu-x86_64 to be an old processor"
 )
@@ -164,7 +164,7 @@ def test_an_old_processor_meets_no_instruction_that_it_lacks(
 
 
 @needs_gcc
-@pytest.mark.full
+@pytest.mark.nightly
 def test_a_wheel_holds_one_library_and_says_where_it_runs(
     root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -223,7 +223,7 @@ def test_a_wheel_with_two_libraries_is_refused(tmp_path: Path) -> None:
         wheels.platform_tag(tmp_path / "a.whl", MACHINE, tmp_path)
 
 
-@pytest.mark.full
+@pytest.mark.nightly
 def test_without_a_compiler_a_wheel_is_built_and_says_who_serves(root: Path, tmp_path: Path) -> None:
     tools = tmp_path / "bin"
     tools.mkdir()
@@ -259,7 +259,7 @@ def test_cross_compiling_says_what_is_missing(root: Path, tmp_path: Path) -> Non
     assert "sudo apt install cmake ninja-build gcc-aarch64-linux-gnu libc6-dev-arm64-cross" in result.stderr
 
 
-@pytest.mark.full
+@pytest.mark.nightly
 @pytest.mark.skipif(shutil.which("aarch64-linux-gnu-gcc") is None, reason="there is no cross compiler for 64-bit Arm")
 def test_the_library_for_64_bit_arm_is_built_here(root: Path) -> None:
     result = run(root / "tools" / "cross.sh")

@@ -32,7 +32,7 @@ X86 = tuple(level for level in TABLE if level not in (*ARM, "portable"))
 NOT_USED = "tried and rejected"
 CROSS = shutil.which("aarch64-linux-gnu-gcc")
 
-pytestmark = pytest.mark.full
+pytestmark = pytest.mark.nightly
 
 
 def claimed(level: str) -> set[str]:

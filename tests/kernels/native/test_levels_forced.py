@@ -33,7 +33,7 @@ print(native_library().level)
 """
 
 
-@pytest.mark.full
+@pytest.mark.nightly
 def test_a_process_multiplies_at_the_level_that_was_asked_for_or_not_at_all() -> None:
     assert run(LEVELS[-1], "-c", PRODUCT).stdout == f"{LEVELS[-1]}\n"
     refused = run(FOREIGN, "-c", PRODUCT)

@@ -17,7 +17,7 @@ HERE = Path(__file__).resolve().parent
 
 @pytest.hookimpl(tryfirst=True)  # before `-m` chooses
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark as `full` all cases of a test but the first, where Triton's interpreter runs them: it takes seconds per launch."""
+    """Mark as `nightly` all cases of a test but the first, where Triton's interpreter runs them: it takes seconds per launch."""
     if torch.cuda.is_available():
         return
     seen: set[str] = set()
@@ -25,7 +25,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         if HERE in item.path.parents:
             test = item.nodeid.partition("[")[0]
             if test in seen:
-                item.add_marker(pytest.mark.full)
+                item.add_marker(pytest.mark.nightly)
             seen.add(test)
 
 

@@ -14,7 +14,7 @@ _LEAST_SHARED = 101_376  # bytes to a block: capability 8.6, 8.9 and 12.0
 _SPILLED = 64  # bytes of stack to a thread that cost nothing one can measure: heads of 256 use every register there is
 
 
-@pytest.mark.full
+@pytest.mark.nightly
 def test_every_kernel_compiles() -> None:
     found = compile_all("launches_attention", 90)
     assert {one.kernel for one in found} == {"_attend_split", "_merge_splits", "_attend_block", "_gather"}

@@ -8,7 +8,7 @@ pytest.importorskip("triton", reason="Triton is not installed")
 from compiled_kernels import compile_all
 
 
-@pytest.mark.full
+@pytest.mark.nightly
 def test_every_kernel_compiles() -> None:
     found = compile_all("launches_elementwise", 90, ptx=True)
     assert {one.launch for one in found} == {

@@ -35,7 +35,7 @@ def test_what_is_written_out_is_what_the_codes_mean(
     )
 
 
-@pytest.mark.full
+@pytest.mark.nightly
 def test_it_compiles_and_keeps_within_registers() -> None:
     found = compile_all("launches_int4", 90)
     assert {one.kernel for one in found} == {"_dequantize"} and not any(one.stack for one in found)

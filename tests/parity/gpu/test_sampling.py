@@ -103,7 +103,7 @@ def test_rows_of_temperature_nought_are_greedy(gpu: torch.device) -> None:
     assert drawn(logits, drawing_of([ROWS[1]] * 2, gpu)).tolist() == sample_greedy(logits).tolist() == [0, 140]
 
 
-@pytest.mark.full
+@pytest.mark.nightly
 def test_it_compiles_and_keeps_within_registers() -> None:
     found = compile_all("launches_sampling", 90)
     assert [one.kernel for one in found] == ["_sample"] * 2

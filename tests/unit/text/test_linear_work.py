@@ -113,7 +113,7 @@ def test_tool_calls(form: str) -> None:
     check_tool_calls(form, "", 3)
 
 
-@pytest.mark.full
+@pytest.mark.nightly
 @pytest.mark.parametrize(("before", "size"), [("{", 3), ("x", LENGTH * 4), ("[", 50), ("marker", 3)])
 @pytest.mark.parametrize("form", READ)
 def test_tool_calls_after_other_text(form: str, before: str, size: int) -> None:

@@ -51,7 +51,7 @@ def driver(root: Path, pytestconfig: pytest.Config) -> Path:
     return built_driver(root, pytestconfig.cache.mkdir("native-sanitized"), *options)
 
 
-@pytest.mark.full
+@pytest.mark.nightly
 def test_every_level_is_proved_under_the_sanitizers(driver: Path) -> None:
     result = run(driver)
     assert result.returncode == 0, (result.stdout + result.stderr)[-4000:]
@@ -62,7 +62,7 @@ def test_every_level_is_proved_under_the_sanitizers(driver: Path) -> None:
     assert "no level no-such-level" in refused.stdout
 
 
-@pytest.mark.full
+@pytest.mark.nightly
 @needs_x86
 def test_tile_registers_are_proved_without_them(root: Path, pytestconfig: pytest.Config) -> None:
     """In plain C, so that also the sanitizers see what a register reads and writes."""
@@ -89,7 +89,7 @@ def mnemonics(command: str, folder: Path, target: Path) -> str:
 AVX = re.compile(r"\t(v(?!err|erw|erx)[a-z0-9]+ .*|.*%[yz]mm\d+.*)")
 
 
-@pytest.mark.full
+@pytest.mark.nightly
 @needs_x86
 @pytest.mark.skipif(shutil.which("objdump") is None, reason="there is no objdump")
 def test_only_a_level_s_own_file_has_its_instructions(root: Path, tmp_path: Path) -> None:

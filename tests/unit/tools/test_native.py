@@ -133,7 +133,7 @@ def test_a_wheel_runs_where_the_c_library_is_as_new() -> None:
     assert not native.fits("manylinux_2_17_other")
 
 
-@pytest.mark.full
+@pytest.mark.nightly
 @pytest.mark.skipif(shutil.which("gcc") is None or shutil.which("cmake") is None, reason="needs GCC and cmake")
 def test_cmake_computes_the_same_digest_and_compiles_this_processor_s_level_alone(
     root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -69,7 +69,7 @@ def large_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.full
 @pytest.mark.skipif(sys.platform != "linux", reason="reads the process's high water mark from /proc")
 @pytest.mark.parametrize("forms", ["plain", "onednn plain", "panels onednn plain", "int4/64 plain"])
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", [pytest.param("float32", marks=pytest.mark.nightly), "bfloat16"])
 def test_loading_peaks_at_the_final_bytes_and_one_tensor(large_checkpoint: Path, dtype: str, forms: str) -> None:
     measured = loaded(large_checkpoint, dtype, *forms.split())
     assert measured["peak"] <= measured["held"] + measured["largest"] + SLACK_BYTES, measured
