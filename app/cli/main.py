@@ -176,10 +176,6 @@ def _list(arguments: Namespace) -> int:
     return 0
 
 
-def _rm(arguments: Namespace) -> int:
-    return remove_models(arguments.names, is_confirmed=arguments.yes)
-
-
 def _chat(arguments: Namespace) -> int:
     from app.cli.clients.command import run_chat
 
@@ -207,7 +203,7 @@ COMMANDS: Mapping[str, Callable[[Namespace], int]] = {
     "completion": _completion,
     "pull": _pull,
     "list": _list,
-    "rm": _rm,
+    "rm": lambda arguments: remove_models(arguments.names, is_confirmed=arguments.yes),
     "tco": _tco,
     "top": _top,
 }

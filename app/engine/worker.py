@@ -69,10 +69,6 @@ def _ignore(_: object) -> None:
     return None
 
 
-def _never_fatal(_: Exception) -> bool:
-    return False
-
-
 @dataclass(frozen=True, slots=True)
 class Callbacks:
     """The worker's callbacks, all called on the worker thread.
@@ -87,7 +83,7 @@ class Callbacks:
     on_events: Callable[[list[Event]], None]
     on_fatal: Callable[[BaseException], None]
     on_step: Callable[[StepStats, EngineSnapshot], None] = lambda stats, snapshot: None
-    is_fatal: Callable[[Exception], bool] = _never_fatal
+    is_fatal: Callable[[Exception], bool] = lambda error: False
     on_idle: Callable[[Engine, Callable[[], bool]], bool] | None = None
     on_pause: Callable[[Engine, Callable[[], bool]], None] | None = None
 

@@ -263,9 +263,8 @@ def with_kept_calibration(facts: Facts, settings: Settings, checkpoint: OpenedMo
     needs = replace(needs, draft=None if draft is None else draft.needs())
     plan = _plan(facts, None, settings, needs)
     check_device(adapters, plan)
-    calibration_file = CalibrationFile(
-        settings.cache_directory, calibration_key(facts, settings, plan, _shapes(checkpoint))
-    )
+    shapes = checkpoint.model_config if isinstance(checkpoint, Checkpoint) else checkpoint.fingerprint
+    calibration_file = CalibrationFile(settings.cache_directory, calibration_key(facts, settings, plan, shapes))
     is_final = not plan.steps.calibrate
     prepared = Prepared(settings, facts, checkpoint, needs, plan, calibration_file, None, is_final, adapters, draft)
     found = calibration_file.read() if plan.steps.calibrate and settings.calibrate != "on" else None
@@ -320,10 +319,6 @@ def measured_under_load(before: Prepared, after: Prepared) -> bool:
     fewer = trials.find(*_precision_and_threads(after.plan))
     planned = trials.find(after.plan.weights.precision, before.plan.cpu.threads)
     return fewer is not None and planned is not None and fewer.speedup_over(planned) > CONTENDED_GAIN
-
-
-def _shapes(checkpoint: OpenedModel) -> object:
-    return checkpoint.model_config if isinstance(checkpoint, Checkpoint) else checkpoint.fingerprint
 
 
 def measuring_budget_seconds(checkpoint: OpenedModel) -> float:

@@ -94,7 +94,8 @@ def serve(settings: Settings) -> int:
         server.listeners.remove_files()
     log.info("stopped")
     for failure in failures:
-        failed_with = failure if isinstance(failure, StartupError) else ServingFailed(_worker_failure_message(failure))
+        why = f"The worker has failed, so no request can be served: {describe_exception(failure)}. The log has the traceback."
+        failed_with = failure if isinstance(failure, StartupError) else ServingFailed(why)
         _end_process_after(EXIT_SECONDS, failed_with.exit_code)
         raise failed_with from failure
     _end_process_after(EXIT_SECONDS)  # a thread that reads a text cannot be ended, and Python would wait for it
@@ -176,12 +177,6 @@ def _end_process_after(seconds: float, status: int = 0) -> None:
     timer = threading.Timer(seconds, end)
     timer.daemon = True
     timer.start()
-
-
-def _worker_failure_message(failure: BaseException) -> str:
-    return (
-        f"The worker has failed, so no request can be served: {describe_exception(failure)}. The log has the traceback."
-    )
 
 
 def server_config(app: FastAPI, settings: Settings) -> uvicorn.Config:

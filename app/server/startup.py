@@ -133,7 +133,9 @@ def make_served_decoder(
         chat,
         sampling_defaults=defaults,
         grammars=GrammarCompiler(tokenizer, limits.vocab_size),
-        tool_format=_tool_format(chat, _model_type(checkpoint)) if tools == "auto" else TOOL_FORMATS[tools],
+        tool_format=_tool_format(chat, str(checkpoint.config.get("model_type", "")))
+        if tools == "auto"
+        else TOOL_FORMATS[tools],
         reasoning_format=_reasoning_format(template, settings.reasoning_parser),
     )
 
@@ -184,10 +186,6 @@ def _generation_config(checkpoint: Checkpoint) -> Mapping[str, Any]:
     """Return generation_config.json, or what older checkpoints have of it in config.json."""
     names = FOLLOWED.keys() | REFUSED.keys()
     return checkpoint.generation_config or {name: one for name, one in checkpoint.config.items() if name in names}
-
-
-def _model_type(checkpoint: Checkpoint) -> str:
-    return str(checkpoint.config.get("model_type", ""))
 
 
 def _tool_format(chat: ChatTemplate | None, model_type: str) -> ToolFormat:

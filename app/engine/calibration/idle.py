@@ -76,7 +76,8 @@ class IdleMeasurement:
         except Interrupted:
             return None
         finally:
-            self._end_own_requests()
+            for number in range(1, self._number + 1):
+                self._engine.abort(Abort(f"{_PREFIX}-{number}"))
 
     def _table(self, samples: Iterator[tuple[int, Sequence[float]]]) -> dict[int, float] | None:
         """Return the median seconds by size, up to the first size that is too long; None if they are not usable."""
@@ -169,7 +170,3 @@ class IdleMeasurement:
             if self._engine.stats is not None:
                 found.append(self._engine.stats)
         return found
-
-    def _end_own_requests(self) -> None:
-        for number in range(1, self._number + 1):
-            self._engine.abort(Abort(f"{_PREFIX}-{number}"))

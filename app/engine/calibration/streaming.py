@@ -158,10 +158,8 @@ class WindowScorer:
         """Yield consecutive target tokens [n] and the FP32 logits [n, vocab] that predict them."""
         for start in range(0, len(window) - 1, LOGITS_TOKENS):
             targets = torch.tensor(window[start + 1 : start + LOGITS_TOKENS + 1])
-            yield targets, self._logits(window, start, start + len(targets)).float()
-
-    def _logits(self, window: Window, start: int, end: int) -> Tensor:
-        return window_logits(self._model, self._attention, window, start, end)
+            logits = window_logits(self._model, self._attention, window, start, start + len(targets))
+            yield targets, logits.float()
 
 
 @dataclass(slots=True)

@@ -5,7 +5,7 @@ The time of all layers is extrapolated from different numbers of layers (armatur
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -133,13 +133,11 @@ class ModelTrial(Protocol):
 
 def doubling_sizes(first: int, most: int) -> list[int]:
     """Return first, 2 · first, 4 · first, … and finally `most` itself."""
-    return [*_powers(first, most), most]
-
-
-def _powers(first: int, most: int) -> Iterator[int]:
+    sizes = []
     while first < most:
-        yield first
+        sizes.append(first)
         first *= 2
+    return [*sizes, most]
 
 
 class TrialStage(Protocol):

@@ -60,7 +60,8 @@ class DecodeGraphs:
 
     def capture(self, shape: GraphShape) -> None:
         """Capture a step of this shape, which computes it several times: all of its rows must be padding."""
-        if self._needed_bytes(shape) > min(GRAPHS_BYTES, self._backend.free_bytes()):
+        needed_bytes = shape.bucket * self._row_bytes[shape.mode]  # captured steps share memory: the largest counts
+        if needed_bytes > min(GRAPHS_BYTES, self._backend.free_bytes()):
             self._skip_size(shape, "its logits would take more memory than is kept for captured steps")
             return
         try:
@@ -76,10 +77,6 @@ class DecodeGraphs:
             self._disable("this kind of device captures nothing")
             return
         self.captured[shape] = captured
-
-    def _needed_bytes(self, shape: GraphShape) -> int:
-        """Return the bytes that the capture needs. Captured steps share memory, so only the largest counts."""
-        return shape.bucket * self._row_bytes[shape.mode]
 
     def run(self, shape: GraphShape) -> None:
         captured = self.captured.get(shape)

@@ -232,11 +232,6 @@ def _prompt_cache(settings: Settings, served: StepOptionInputs) -> Decision[str 
     )
 
 
-def _widens(chosen: str, level: str) -> bool:
-    """Return whether many rows are multiplied in another precision than few."""
-    return chosen in QUANTIZED_PRECISIONS and level in WIDENING_LEVELS
-
-
 def decide_deterministic(
     settings: Settings, chosen: str, copy: bool, level: str, generates: bool = True
 ) -> Decision[bool]:
@@ -246,7 +241,8 @@ def decide_deterministic(
     """
     if settings.deterministic == "off":
         what = ", and so occasionally a token" if generates else ""
-        widened = " (with many rows it is multiplied in BF16)" if _widens(chosen, level) else ""
+        widens = chosen in QUANTIZED_PRECISIONS and level in WIDENING_LEVELS
+        widened = " (with many rows it is multiplied in BF16)" if widens else ""
         return Decision(False, f"Not asked for: what else is in the batch may change a result slightly{what}{widened}.")
     if level in DEVICE_KERNELS.values():
         raise PlanImpossible(

@@ -197,16 +197,9 @@ def _is_valid(trial: TrialTimes) -> bool:
     extra = (trial.context_token_seconds, trial.pair_seconds, trial.operations_per_token, float(trial.read_bytes))
     return (
         trial.threads >= 1
-        and all(
-            table and all(rows > 0 and _is_plausible_seconds(seconds) for rows, seconds in table.items())
-            for table in tables
-        )
+        and all(table and all(rows > 0 and 1e-9 < seconds < 1e6 for rows, seconds in table.items()) for table in tables)
         and all(math.isfinite(number) and number >= 0 for number in extra)
     )
-
-
-def _is_plausible_seconds(seconds: float) -> bool:
-    return 1e-9 < seconds < 1e6
 
 
 @dataclass(frozen=True, slots=True)

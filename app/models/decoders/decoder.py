@@ -66,14 +66,6 @@ def _plain(rope: RopeConfig) -> Tensor:
     return 1.0 / rope.theta**exponents
 
 
-def _default(rope: RopeConfig, max_model_len: int) -> tuple[Tensor, float]:
-    return _plain(rope), 1.0
-
-
-def _linear(rope: RopeConfig, max_model_len: int) -> tuple[Tensor, float]:
-    return _plain(rope) / rope.factor, 1.0
-
-
 def _proportional(rope: RopeConfig, max_model_len: int) -> tuple[Tensor, float]:
     """Rotate the first pairs of a whole head only; the others have the frequency 0."""
     plain = _plain(rope) / rope.factor
@@ -132,8 +124,8 @@ def _longrope(rope: RopeConfig, max_model_len: int) -> tuple[Tensor, float]:
 
 
 _KINDS: Mapping[RopeKind, Callable[[RopeConfig, int], tuple[Tensor, float]]] = {
-    "default": _default,
-    "linear": _linear,
+    "default": lambda rope, max_model_len: (_plain(rope), 1.0),
+    "linear": lambda rope, max_model_len: (_plain(rope) / rope.factor, 1.0),
     "llama3": _llama3,
     "yarn": _yarn,
     "longrope": _longrope,

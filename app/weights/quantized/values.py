@@ -226,7 +226,10 @@ def _fp8(entry: PackedEntry, rows: range, read: _Read) -> Tensor:
 
 def _bitsandbytes(entry: PackedEntry, rows: range, read: _Read) -> Tensor:
     """Return values of a table times the largest of their block, which may be quantized itself."""
-    parts = {role: read(part if role != "codes" else _as_bytes(part)) for role, part in entry.parts}
+    parts = {
+        role: read(replace(part, dtype="U8", shape=(part.nbytes,)) if role == "codes" else part)
+        for role, part in entry.parts
+    }
     inputs, group = entry.shape[1], entry.group
     begin, end = rows.start * inputs, rows.stop * inputs
     first, last = begin // group, -(-end // group)
@@ -238,7 +241,3 @@ def _bitsandbytes(entry: PackedEntry, rows: range, read: _Read) -> Tensor:
         largest = parts["nested_table"][largest.long()] * own + entry.offset
     spread = largest.repeat_interleave(group)[begin - first * group :][: end - begin]
     return (torch.tensor(_TABLES[entry.table])[codes.long()] * spread).view(len(rows), inputs)
-
-
-def _as_bytes(entry: TensorEntry) -> TensorEntry:
-    return replace(entry, dtype="U8", shape=(entry.nbytes,))
