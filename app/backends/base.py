@@ -25,11 +25,9 @@ class BaseBackend(Protocol):
 
     def configure(self, plan: ServingPlan) -> None:
         """Prepare the device as planned, on the worker thread, before the first tensor is created."""
-        ...
 
     def free_bytes(self) -> int:
         """Return the number of bytes that can still be allocated on the device."""
-        ...
 
     def synchronize(self) -> None: ...
 
@@ -42,7 +40,6 @@ class HostBackend(BaseBackend, Protocol):
 
         `query` is [tokens, heads, head_dim]; the result has its shape and dtype.
         """
-        ...
 
 
 class CapturedGraph(Protocol):
@@ -56,7 +53,6 @@ class DeviceEvent(Protocol):
 
     def wait(self) -> None:
         """Wait until the device has finished all work submitted before this position; later work is not waited for."""
-        ...
 
 
 class DeviceBackend(BaseBackend, Protocol):
@@ -74,27 +70,21 @@ class DeviceBackend(BaseBackend, Protocol):
         `query` is [tokens, heads, head_dim]; the result has its shape and dtype. Rows of sequences without context are
         zeros.
         """
-        ...
 
     def encoder_attention(self, heads: QkvHeads, texts: PackedTexts, spec: AttentionSpec) -> Tensor:
         """Compute attention of each token within its own text.
 
         The result is [tokens, num_heads * head_dim] in the dtype of the QKV product, which may be overwritten.
         """
-        ...
 
     def capture(self, work: Callable[[], None]) -> CapturedGraph | None:
         """Record `work`, which has run before; None if this kind of device cannot record."""
-        ...
 
     def staging_buffer(self, length: int) -> Tensor:
         """Return an int64 [words] host tensor that can be copied to and from the device asynchronously."""
-        ...
 
     def record_event(self) -> DeviceEvent:
         """Return a mark behind all work submitted so far."""
-        ...
 
     def recover_from_oom(self, error: Exception) -> bool:
         """Return true if `error` means that the device ran out of memory, after releasing what can be released."""
-        ...

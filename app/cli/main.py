@@ -110,7 +110,6 @@ def _probe(arguments: Namespace) -> int:
 
 
 def _pack(arguments: Namespace) -> int:
-
     print(pack(_settings(arguments), arguments.text))
     return 0
 

@@ -10,7 +10,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -93,10 +93,6 @@ def _checked_output(spec: TensorSpec, result: Any) -> Tensor:
     raise ValueError(f"the output {spec.name!r} is not a tensor")
 
 
-class ProgramRunner(Protocol):
-    def run(self, inputs: Tensors) -> dict[str, Tensor]: ...
-
-
 @dataclass(slots=True)
 class InferState:
     """A request in the engine. Rows `[done, rows)` are still to be computed."""
@@ -132,7 +128,7 @@ class ProgramEngine:
         throttle_correction: ThrottleCorrection | None = None,
     ) -> None:
         self.stats: StepStats | None = None
-        self.runner: ProgramRunner = served
+        self.runner = served
         self.throttle_correction = throttle_correction or ThrottleCorrection()
         self._signature, self._delay, self._clock = served.signature, delay, clock
         self._waiting: deque[InferState] = deque()

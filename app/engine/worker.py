@@ -42,7 +42,6 @@ class Engine(Protocol):
     @property
     def batching_delay_seconds(self) -> float:
         """Time that the next step may wait for more requests although there is work, in seconds."""
-        ...
 
     def add(self, order: Any) -> list[Event]: ...
 
@@ -56,7 +55,6 @@ class Engine(Protocol):
 
     def check(self) -> None:
         """Compute a small input that is known to work, outside all requests. Raises the error of a broken device."""
-        ...
 
     def snapshot(self) -> EngineSnapshot: ...
 
@@ -93,13 +91,11 @@ class StepObserver(Protocol):
 
     def end(self, step: StepStats) -> None:
         """Note that a step ended. Its events have not been sent yet."""
-        ...
 
     def events_sent(self) -> None: ...
 
     def idle(self) -> None:
         """Note that there is nothing to compute until a command arrives."""
-        ...
 
     def close(self) -> None: ...
 

@@ -63,7 +63,6 @@ class PackCalibrator(Protocol):
     @property
     def losses(self) -> Mapping[tuple[str, ...], float]:
         """Relative error of the residual stream by each packed product, by its sources; known after `stages`."""
-        ...
 
     def stages(
         self, model: Decoder, exact: Callable[[Linear], ExactLinear]
@@ -72,11 +71,9 @@ class PackCalibrator(Protocol):
 
         The model has its embedding and norms. `exact` returns the exact form of a product not packed yet.
         """
-        ...
 
     def measure_cost(self, model: Decoder, exact: Callable[[Linear], ExactLinear]) -> float | None:
         """Return by which share the packed model raises perplexity on other text; None: unknown."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)

@@ -117,7 +117,6 @@ COARSE_TRIAL = TrialShape(COARSE_LAYERS, rows=(1, 8), tokens=(128,), texts=(16, 
 class ModelTrial(Protocol):
     def trial_steps(self, trial_shape: TrialShape) -> list[TrialStep]:
         """Return the steps to time, the fastest first, since time may run out."""
-        ...
 
     def step(self, shape: TrialStep) -> Callable[[], object]: ...
 
@@ -128,7 +127,6 @@ class ModelTrial(Protocol):
 
         They are if times that rise with the size differ from them by more than `max_adjustment`, relative.
         """
-        ...
 
 
 def doubling_sizes(first: int, most: int) -> list[int]:
@@ -149,7 +147,6 @@ class TrialStage(Protocol):
 
     def fill_context(self, slot: int, num_tokens: int) -> None:
         """Write keys and values at the beginning of a slot: memory never written is read from a single page."""
-        ...
 
 
 StageFactory = Callable[[ModelConfig, ServingPlan, KvShape], TrialStage]

@@ -12,7 +12,7 @@ import time
 from collections import Counter, OrderedDict
 from collections.abc import Callable
 from collections.abc import Sequence as Items
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -53,16 +53,6 @@ HIDDEN_ROWS = TopLogitsRequest(0)  # in place of top logits in the shape of a st
 RecordedShape = tuple[int, int, TopLogitsRequest | None]  # tokens, rows of logits, required top logits
 
 
-class StepModel(Protocol):
-    """The model of a runner: a `Decoder`, or its recorded steps."""
-
-    def __call__(self, context: StepContext) -> Tensor | TopLogits: ...
-
-    def hidden(self, context: StepContext) -> Tensor: ...
-
-    def logits(self, hidden: Tensor, wanted: TopLogitsRequest | None = None) -> Tensor | TopLogits: ...
-
-
 class CpuDecoderRunner:
     """The decode runner of a CPU, for the worker thread only.
 
@@ -72,7 +62,7 @@ class CpuDecoderRunner:
 
     def __init__(
         self,
-        model: StepModel,
+        model: Decoder | DecoderReplay,
         kv_cache: KvCache,
         backend: HostBackend,
         sampler: Sampler,

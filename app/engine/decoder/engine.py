@@ -45,12 +45,10 @@ class DecoderRunner(Protocol):
     @property
     def model_seconds(self) -> float:
         """Seconds in the model's forward pass, for the last batch that was waited for."""
-        ...
 
     @property
     def is_first(self) -> bool:
         """True if the last step had a shape that is not replayed from a recording yet, so it took longer."""
-        ...
 
     @property
     def is_native(self) -> bool: ...
@@ -58,7 +56,6 @@ class DecoderRunner(Protocol):
     @property
     def prompt_scores(self) -> Items[tuple[TokenScore, ...]]:
         """The scores of each of `Batch.scored`, for the last batch that was waited for."""
-        ...
 
     def launch(self, batch: Batch, after: InFlightStep | None = None) -> InFlightStep:
         """Start a step.
@@ -67,7 +64,6 @@ class DecoderRunner(Protocol):
         has none left. If `batch.ahead` is True, `after` is the in-flight step whose samples are the last tokens of
         these sequences; each sequence has a row in it.
         """
-        ...
 
     def wait(self, in_flight: InFlightStep) -> Items[SampledTokens]: ...
 
@@ -75,7 +71,6 @@ class DecoderRunner(Protocol):
 
     def survives(self, error: Exception) -> bool:
         """Return True if the error is a lack of memory that has been freed again, so a step may be retried."""
-        ...
 
 
 class DecoderEngine:

@@ -47,7 +47,6 @@ class SharesStep(Protocol[TakenT]):
     @property
     def longest(self) -> int:
         """Tokens of the longest text that is left, which a step cannot split."""
-        ...
 
     def size_class(self, step_tokens: int) -> int: ...
 

@@ -14,18 +14,18 @@ from __future__ import annotations
 import ctypes
 import time
 from bisect import bisect_left
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from heapq import heapreplace
 from itertools import accumulate
 from operator import itemgetter
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from app.engine.encoder.batching import TextSpan
-from app.models.encoders.config import EncoderConfig, positions_of
+from app.models.encoders.config import positions_of
+from app.models.encoders.encoder import Encoder
 from armature_kernels.attention.attention import QkvHeads
 from armature_kernels.attention.context import AttentionSpec, EncodeContext
 from armature_kernels.attention.texts import TextStarts, attend_texts
@@ -346,35 +346,6 @@ class EncoderReplay:
         return steps
 
 
-class EncoderModel(Protocol):
-    """An encoder's layers and heads. `starts` [texts + 1] int64 contains the borders of the texts."""
-
-    config: EncoderConfig
-
-    def rows(self, starts: Tensor, names: Collection[str]) -> Tensor | None:
-        """Return the tokens [n] int64 whose hidden states these outputs need, or None for all."""
-        ...
-
-    def hidden(self, context: EncodeContext, rows: Tensor | None = None) -> Tensor:
-        """Return the hidden states after the last norm, FP32 [tokens or rows, size]."""
-        ...
-
-    def outputs(
-        self,
-        hidden: Tensor,
-        starts: Tensor,
-        names: Collection[str],
-        rows: Tensor | None = None,
-        skipped: Tensor | None = None,
-    ) -> Mapping[str, Tensor]:
-        """Return the requested outputs, FP32.
-
-        `embedding` (not normalised) and `logits` have a row for each text, `last_hidden_state` has one for each token.
-        The first `skipped` [texts] tokens of a text are not pooled.
-        """
-        ...
-
-
 class EncoderRunner:
     """Runs batches of texts. It belongs to the worker thread and keeps only buffers between calls."""
 
@@ -382,7 +353,7 @@ class EncoderRunner:
 
     def __init__(
         self,
-        model: EncoderModel,
+        model: Encoder,
         max_tokens: int,
         off_reason: str = "",
         replayed_tokens: int | None = None,

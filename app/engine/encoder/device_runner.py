@@ -21,8 +21,9 @@ from torch import Tensor
 
 from app.backends.base import CapturedGraph, DeviceBackend, DeviceEvent
 from app.engine.encoder.batching import TextSpan
-from app.engine.encoder.cpu_runner import EncoderModel, output_bytes
+from app.engine.encoder.cpu_runner import output_bytes
 from app.models.encoders.config import EncoderConfig, positions_of
+from app.models.encoders.encoder import Encoder
 from armature_kernels.attention.attention import QkvHeads
 from armature_kernels.attention.context import AttentionSpec, EncodeContext
 from armature_kernels.attention.paged import PackedTexts
@@ -228,7 +229,7 @@ class InFlightTexts:
 class DeviceEncoderRunner:
     overlaps = True
 
-    def __init__(self, model: EncoderModel, backend: DeviceBackend, max_tokens: int, off_reason: str = "") -> None:
+    def __init__(self, model: Encoder, backend: DeviceBackend, max_tokens: int, off_reason: str = "") -> None:
         """Create the buffers for batches of at most `max_tokens` tokens; `off_reason`: why no batch is recorded."""
         self.model, self.backend = model, backend
         self.model_seconds = 0.0  # seconds of the last batch, until its results were on the host

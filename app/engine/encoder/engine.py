@@ -31,20 +31,17 @@ class TextRunner(Protocol):
     @property
     def overlaps(self) -> bool:
         """True if a batch may be launched while another is in flight."""
-        ...
 
     @property
     def is_native(self) -> bool: ...
 
     def launch(self, spans: Items[TextSpan]) -> Any:
         """Start a batch and return what `wait` takes; wait in the order of launching."""
-        ...
 
     def wait(self, in_flight: Any) -> Items[Mapping[str, bytes]]: ...
 
     def survives(self, error: Exception) -> bool:
         """Return True if the error was a lack of memory that a smaller batch may avoid."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)

@@ -408,7 +408,6 @@ class PrefixStore(Protocol):
 
     def move(self, copies: Items[KvCopy], released: Items[tuple[int, int, int]]) -> None:
         """Do these copies and releases of `Batch` now, before anything is read into the slots."""
-        ...
 
     def read(self, sequence: Sequence, max_seconds: float) -> tuple[int, bool]:
         """Read keys and values that follow the computed tokens of a running sequence into its slot.
@@ -416,8 +415,6 @@ class PrefixStore(Protocol):
         Returns the tokens computed now, and True if time ended before all was read. At least one block is read if there
         is one.
         """
-        ...
 
     def save(self, slots: Iterable[KvSlot], is_wanted: Callable[[], bool]) -> None:
         """Keep the prefixes of the cached slots, until `is_wanted` returns True."""
-        ...

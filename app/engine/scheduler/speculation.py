@@ -85,7 +85,6 @@ class Drafter(Protocol):
 
     def propose(self, token_ids: list[int], max_tokens: int) -> tuple[int, ...]:
         """Return at most `max_tokens` draft tokens that may follow `token_ids`, in order."""
-        ...
 
 
 class NgramDrafter:
@@ -348,7 +347,6 @@ class DraftProposer(Protocol):
 
     def step_seconds(self, num_sequences: int) -> float:
         """Return the seconds of one draft token for each of so many sequences; 0: not known."""
-        ...
 
     def take_seconds(self) -> float: ...
 
