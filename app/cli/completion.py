@@ -1,7 +1,4 @@
-"""`armature completion`: scripts that complete commands, flags and their values in bash, zsh and fish.
-
-The words come from the argument parser. The scripts are static: a completion starts no Python.
-"""
+"""`armature completion`: static scripts that complete commands, flags and values in bash, zsh and fish."""
 
 from __future__ import annotations
 

@@ -229,10 +229,7 @@ def calibrate_now(settings: Settings) -> PlanExplanation:
 
 
 def pack(settings: Settings, text: Path | None = None) -> str:
-    """Pack the weights and return one line on the result. Raises `StartupError` if nothing can be kept.
-
-    `text` replaces the built-in calibration text.
-    """
+    """Pack the weights, with `text` for the calibration, and return one line. Raises `StartupError`."""
     prepared = prepare(settings)
     folder = prepared.plan.decisions["pack_folder"]
     if folder.value is None:

@@ -38,10 +38,7 @@ _SHORT_COMMIT = 12  # digits of a commit in a table
 
 
 def pull_model(settings: Settings) -> str:
-    """Fetch the newest commit of the settings' model, as far as it is not cached, and return one line on it.
-
-    Raises `StartupError` if the model cannot be fetched, or cannot be served.
-    """
+    """Fetch the newest commit of the model as far as needed, and return one line. Raises `StartupError`."""
     name = _required_name(str(settings.model))
     if is_offline(settings):
         raise ModelUnavailable(offline_message(name))
@@ -122,10 +119,7 @@ def _lacks_files(name: HubName) -> bool:
 
 
 def remove_models(texts: Sequence[str], is_confirmed: bool) -> int:
-    """Remove models from the hub's cache, after asking on a terminal, and return the exit status.
-
-    Raises `SettingsInvalid` if a name is none of a cached model, or nobody can be asked.
-    """
+    """Remove models from the hub's cache, after asking, and return the exit status. Raises `SettingsInvalid`."""
     chosen = [each for text in texts for each in _chosen_revisions(_required_name(text))]
     chosen = list(dict.fromkeys(chosen))
     for one in chosen:

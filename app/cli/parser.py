@@ -94,10 +94,7 @@ def _accepted_forms(annotation: Any) -> list[str]:
 
 
 def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
-    """Parse the command line into a namespace with `command` (and `bench`) and their flags.
-
-    Raises `UnknownArgument` if there is no argument, or an unknown one. For a bad value, argparse exits with status 2.
-    """
+    """Parse the command line. Raises `UnknownArgument`; for a bad value, argparse exits with status 2."""
     words = sys.argv[1:] if argv is None else argv
     if not words:
         raise UnknownArgument(FIRST_STEPS)

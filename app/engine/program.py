@@ -1,7 +1,4 @@
-"""Runs an exported program as an engine, and builds that engine: weights, row independence check, and warm-up.
-
-Rows of several requests share a batch, the oldest first. A bad request fails alone.
-"""
+"""Runs an exported program as an engine, and builds that engine: weights, row independence check, and warm-up."""
 
 from __future__ import annotations
 
@@ -301,10 +298,7 @@ def max_step_rows(checkpoint: ProgramCheckpoint, planned: int) -> int:
 
 
 def check_row_independence(served: RunnableProgram) -> None:
-    """Check that rows give the same results together as alone, as requests share batches.
-
-    Raises `CheckpointInvalid`.
-    """
+    """Raise `CheckpointInvalid` unless rows give the same results together as alone, as requests share batches."""
     try:
         both = synthetic_inputs(served.signature, 2)
         together = served.run(both)

@@ -113,10 +113,7 @@ class NullStepObserver:
 
 
 class Worker:
-    """The worker thread and its mailbox. Any thread may call `put` and read the public attributes.
-
-    `load_progress` is None in stages that are only named, and after loading.
-    """
+    """The worker thread and its mailbox. Any thread may call `put` and read the public attributes."""
 
     def __init__(
         self,

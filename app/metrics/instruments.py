@@ -98,10 +98,7 @@ class RecentQuantiles:
         self._slices.now()[math.ceil(math.log(clipped / _LOWEST_SECONDS) * _PER_LOG)] += 1
 
     def read(self, quantiles: Sequence[float]) -> list[float] | None:
-        """Return for each quantile the smallest value that this share does not exceed; None without values.
-
-        `quantiles` are shares between 0 and 1, in rising order.
-        """
+        """Return for each rising share the smallest value that it does not exceed; None without values."""
         counts = [sum(column) for column in zip(*self._slices.recent(), strict=True)]
         total = sum(counts)
         if not total:

@@ -1,7 +1,4 @@
-"""The metrics under vLLM's names, so that dashboards and gateways made for vLLM show this server.
-
-They are computed at a scrape from the metrics that exist already.
-"""
+"""The metrics under vLLM's names, for dashboards and gateways made for vLLM, computed at a scrape."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Form of the log on standard error: lines of text, coloured on a terminal, or one JSON object a line.
-
-A thread writes the lines of requests, so the event loop never waits for a reader of the log.
-"""
+"""Form of the log on standard error: text or JSON lines; a thread writes those of requests."""
 
 from __future__ import annotations
 

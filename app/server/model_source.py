@@ -44,10 +44,7 @@ def is_offline(settings: Settings) -> bool:
 
 
 def open_or_fetch_model(settings: Settings, path: Path | None = None) -> OpenedModel:
-    """Open the model of the settings, or another one at `path`, fetched before with progress on a terminal.
-
-    Raises `StartupError` if it cannot be fetched or opened.
-    """
+    """Open the settings' model, or one at `path`, fetched before with progress. Raises `StartupError`."""
     name = missing_model(settings, path)
     if name is not None:
         with closing(StartConsole()) as console:
@@ -56,10 +53,7 @@ def open_or_fetch_model(settings: Settings, path: Path | None = None) -> OpenedM
 
 
 def planned_draft(settings: Settings, model: OpenedModel) -> Checkpoint | None:
-    """Open the draft model of the settings, fetched before if needed; None if there is none.
-
-    Raises `SettingsInvalid` if it cannot draft for the model, or `StartupError`.
-    """
+    """Open the settings' draft model, fetched before; None without. Raises `SettingsInvalid` or `StartupError`."""
     if settings.draft_model is None:
         return None
     if model.needs().kind != "decoder":
@@ -76,10 +70,7 @@ def planned_draft(settings: Settings, model: OpenedModel) -> Checkpoint | None:
 
 
 def check_vocabulary(tokenizer: Tokenizer, draft: Checkpoint, cache: Path | None = None) -> None:
-    """Raise `CheckpointInvalid` with the first difference unless the draft model's tokens are the model's.
-
-    Its tokenizer is tried first, and noted in the folder `cache` if it passes.
-    """
+    """Raise `CheckpointInvalid` with the first difference unless the draft model's tokens are the model's."""
     from app.text.tokenizer_check import try_and_load  # with numpy, which settings and plans do without
 
     other, missing = try_and_load(draft.location, cache), 0

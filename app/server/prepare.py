@@ -104,10 +104,7 @@ class QualityNotes:
 
 
 def planned_needs(checkpoint: OpenedModel, settings: Settings) -> Needs:
-    """Return a checkpoint's needs with its noted costs, and with the bytes of the layers in `keep_layers`.
-
-    Raises `SettingsInvalid` if `keep_layers` names a layer that the model does not have.
-    """
+    """Return a checkpoint's needs with noted costs and kept layers. Raises `SettingsInvalid` for unknown layers."""
     needs = checkpoint.needs()
     with suppress(OSError):  # a file that vanished is reported when it is read
         needs = replace(needs, quality_costs=QualityNotes(checkpoint, settings).read())
@@ -216,10 +213,7 @@ class Prepared:
 
 
 def prepare(settings: Settings) -> Prepared:
-    """Probe the machine, open the checkpoint, read earlier measurements, and make a plan.
-
-    It takes milliseconds without torch, unless the model must be fetched. Raises `StartupError`.
-    """
+    """Probe the machine, open or fetch the checkpoint, and make a plan without torch. Raises `StartupError`."""
     facts = probe()
     checkpoint = open_or_fetch_model(settings)
     return with_kept_calibration(facts, settings, checkpoint)

@@ -151,10 +151,7 @@ def prepare_grammars(model: ServedModel) -> Sequence[Future[None]]:
 
 
 def sampling_defaults(config: Mapping[str, Any]) -> dict[str, float]:
-    """Return the sampling parameters of a generation_config.json, as vLLM reads it, without values out of range.
-
-    Raises `CheckpointInvalid` if it asks for a way of sampling that is not offered.
-    """
+    """Return the sampling parameters of a generation_config.json as vLLM does. Raises `CheckpointInvalid`."""
     for name, neutral in REFUSED.items():
         if config.get(name) is not None and config[name] not in neutral:
             raise CheckpointInvalid(
@@ -212,10 +209,7 @@ def accepts_any_name(settings: Settings, num_keys: int) -> tuple[bool, bool]:
 
 
 def read_api_keys(settings: Settings) -> tuple[str, ...]:
-    """Return the API keys of the setting and of the key file, one per line, without comments after #.
-
-    Raises `SettingsInvalid` if the file cannot be read or holds no key.
-    """
+    """Return the keys of the setting and of the file, one per line, # for comments. Raises `SettingsInvalid`."""
     if settings.api_key_file is None:
         return settings.api_keys
     try:

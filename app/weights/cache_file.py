@@ -145,10 +145,7 @@ def _sync_folder(folder: Path) -> None:
 
 
 def checkpoint_fingerprint(checkpoint: Checkpoint, notes: Path, threads: int) -> str:
-    """Return a SHA-256 hash of config.json and of every weight file, as hexadecimal text.
-
-    `notes` is the folder of earlier results. Raises `OSError` if a file cannot be read.
-    """
+    """Return a SHA-256 of config.json and every weight file, kept in the folder `notes`. Raises `OSError`."""
     files = checkpoint.content_files
     identities = [file_identity(file) for file in files]
     note = notes / f"{hashlib.sha256(json.dumps(identities).encode()).hexdigest()[:32]}.content"

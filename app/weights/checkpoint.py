@@ -1,7 +1,4 @@
-"""Opens a Hugging Face checkpoint directory and validates it completely before anything is loaded.
-
-It takes milliseconds, without torch. What is missing, damaged or not supported is refused by name.
-"""
+"""Opens a Hugging Face checkpoint directory and validates it completely, without torch, before anything is loaded."""
 
 from __future__ import annotations
 
@@ -160,10 +157,7 @@ class Checkpoint:
 
 
 def open_checkpoint(path: Path) -> Checkpoint:
-    """Read and check everything except the weights' values of a directory or GGUF file.
-
-    Raises `CheckpointInvalid`, or `OSError` if a file cannot be read.
-    """
+    """Read and check all but the weights' values of a directory or GGUF file. Raises `CheckpointInvalid`, `OSError`."""
     gguf = find_gguf(path)
     if gguf is not None:
         return _open_gguf(gguf)
@@ -212,10 +206,7 @@ def _open_directory(directory: Path) -> Checkpoint:
 
 
 def read_model_config(directory: Path) -> tuple[Mapping[str, Any], ModelConfig | EncoderConfig]:
-    """Return config.json and the model that it and the files of sentence-transformers describe.
-
-    Raises `CheckpointInvalid`, or `OSError` if a file cannot be read.
-    """
+    """Return config.json and the model that the directory describes. Raises `CheckpointInvalid` or `OSError`."""
     sentence_config = read_sentence_config(directory)
     config = read_object(file_in(directory, "config.json"))
     quantization_method(config)

@@ -45,10 +45,7 @@ class NotRegularFile(OSError):
 
 
 def open_regular(file: Path) -> FileIO:
-    """Open a file to read it, without a buffer.
-
-    A pipe or device would not end. Raises `NotRegularFile`, or `OSError` if it cannot be opened.
-    """
+    """Open a file without a buffer. Raises `NotRegularFile` for a pipe or device, or `OSError`."""
     stream = FileIO(os.open(file, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb")
     if stat.S_ISREG(os.fstat(stream.fileno()).st_mode):
         return stream

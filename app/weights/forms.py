@@ -392,10 +392,7 @@ def encoder_device_bytes(config: EncoderConfig, tensors: Mapping[str, TensorEntr
 
 
 def _device_bytes(products: Sequence[tuple[Shape, bool]], output: int, fixed: int) -> dict[str, int]:
-    """Return the bytes by precision of linear layers with this number of `output` elements and `fixed` bytes.
-
-    With int4, scratch memory to dequantize the largest weight for many rows is included.
-    """
+    """Return the bytes by precision, with int4's scratch memory to dequantize the largest weight for many rows."""
     elements = output + sum(shape[0] * (shape[1] + bias) for shape, bias in products)
     exact = {name: elements * size + fixed for name, size in DEVICE_PRECISION_BYTES.items()}
     rounds = [shape for shape, _ in products if supports_device_int4(*shape)]

@@ -67,10 +67,7 @@ class PackCalibrator(Protocol):
     def stages(
         self, model: Decoder, exact: Callable[[Linear], ExactLinear]
     ) -> Iterator[Mapping[Linear, InputStatistics]]:
-        """Yield the statistics of the products of each layer in turn; they must be packed before the next stage.
-
-        The model has its embedding and norms. `exact` returns the exact form of a product not packed yet.
-        """
+        """Yield the statistics of the products of each layer in turn; they must be packed before the next stage."""
 
     def measure_cost(self, model: Decoder, exact: Callable[[Linear], ExactLinear]) -> float | None:
         """Return by which share the packed model raises perplexity on other text; None: unknown."""

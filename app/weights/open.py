@@ -44,10 +44,7 @@ def is_here(path: Path) -> bool:
 
 
 def find_model(path: Path) -> tuple[Path, str]:
-    """Return the directory or file of a model, and the name under which it was requested if that was not its path.
-
-    Raises `CheckpointInvalid` if there is no such name, package or model.
-    """
+    """Return a model's directory or file, and its name if that was requested. Raises `CheckpointInvalid`."""
     if path.exists():
         cached = model_of_folder(path) if path.is_dir() else None
         return (path, "") if cached is None else (cached[1], cached[0].repo_id)

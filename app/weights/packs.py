@@ -99,10 +99,7 @@ def write_pack(
     progress: Progress,
     notes: PackNotes | None = None,
 ) -> int:
-    """Write a pack atomically and return its bytes.
-
-    `key` is what it was made for. Blobs are contiguous. `progress` gets (bytes done, bytes in total). Raises `OSError`.
-    """
+    """Write contiguous blobs as a pack for `key` atomically, and return its bytes. Raises `OSError`."""
     with atomic_write(target) as stream:
         _check_room(stream.fileno(), sum(blob.nbytes for blob in blobs.values()))
         return _write(stream.fileno(), {"key": dict(key), **(notes or PackNotes()).to_json()}, blobs, progress)
@@ -313,10 +310,7 @@ class PackFile:
         self.found = False
 
     def read(self, blob_bytes: BlobBytes, progress: Progress) -> PackedWeights | None:
-        """Return the kept weights, or None if they must be packed.
-
-        `blob_bytes` maps the upgraded sources to the names and bytes of the blobs that the file must contain.
-        """
+        """Return the kept weights, or None; `blob_bytes` maps upgraded sources to blobs that the file must contain."""
         try:
             pack = open_pack(self.file, self.key)
         except FileNotFoundError:

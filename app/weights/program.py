@@ -466,10 +466,7 @@ def _linear_operands(names: list[str | None]) -> tuple[str | None, str | None, s
 
 
 def operations_per_row(checkpoint: ProgramCheckpoint, free_size: int) -> float:
-    """Return the operations of linear layers and convolutions per row: twice their multiply-adds.
-
-    Dynamic dimensions other than the batch are taken as `free_size`.
-    """
+    """Return twice the multiply-adds per row; other dynamic dimensions than the batch are `free_size`."""
     first = checkpoint.graph.values[checkpoint.signature.inputs[0].name].shape[0]
     return _graph_operations(checkpoint.graph, DimensionValues(first, free_size))
 

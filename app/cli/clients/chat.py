@@ -161,10 +161,7 @@ class Chat:
     has_stats: bool = False
 
     def answer(self, text: str) -> StreamedAnswer:
-        """Ask, and print the answer as it arrives. Raises `ServerRefused` if it is incomplete.
-
-        What arrived before a Ctrl-C stays in the conversation.
-        """
+        """Ask, and print the answer as it arrives, until a Ctrl-C. Raises `ServerRefused` if it is incomplete."""
         answer, printer = StreamedAnswer(), AnswerPrinter(sys.stdout)
         is_refused = False
         try:

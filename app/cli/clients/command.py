@@ -21,10 +21,7 @@ ANY_ADDRESS = {"0.0.0.0": "127.0.0.1", "::": "::1", "": "127.0.0.1"}
 
 
 def run_chat(settings: Settings, arguments: Namespace) -> int:
-    """Talk to the chosen server, or send it one prompt, and return the exit status.
-
-    Raises `SettingsInvalid`, `ServerRefused` if it cannot be reached or does not chat, or `StartupError`.
-    """
+    """Talk to the chosen server, or send it one prompt, and return the exit status. Raises an `ArmatureError`."""
     conversation = Conversation("", arguments.system or "")
     for name in ("temperature", "max_tokens", "seed"):
         if getattr(arguments, name) is not None:
@@ -80,10 +77,7 @@ def _chosen_server(settings: Settings, arguments: Namespace) -> Iterator[ServerC
 
 
 def connect(settings: Settings, arguments: Namespace) -> ServerConnection:
-    """Return the connection to `--url`, or to the address that the settings have for a server on this machine.
-
-    The key is that of `--api-key`, or else the first of the setting `api_keys`. Raises `SettingsInvalid`.
-    """
+    """Return the connection to `--url` or the settings' address, with a key of either. Raises `SettingsInvalid`."""
     key = arguments.api_key or next(iter(settings.api_keys), None)
     if arguments.url:
         return ServerConnection(parse_server_url(arguments.url), key)

@@ -159,10 +159,7 @@ def _connection_to(url: str) -> http.client.HTTPConnection:
 
 
 def parse_server_url(text: str) -> str:
-    """Return an address such as `http://127.0.0.1:8000/v1` or `127.0.0.1:8000` with its scheme and without `/v1`.
-
-    `unix:PATH` is the address of a UNIX socket. Raises `SettingsInvalid`.
-    """
+    """Return an address with its scheme and without `/v1`, or `unix:PATH`. Raises `SettingsInvalid`."""
     if unix_path_of(text) is not None:
         return text
     with suppress(ValueError):

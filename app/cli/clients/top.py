@@ -245,10 +245,7 @@ def format_seconds(value: float | None) -> str:
 
 
 def show_figures(figures: LiveFigures, interval: float, once: bool) -> int:
-    """Show the figures until Ctrl-C, or once if asked for or without a terminal; return the exit status.
-
-    Raises `ServerRefused` if the first reading failed.
-    """
+    """Show the figures until Ctrl-C, or once; return the exit status. Raises `ServerRefused` at the first reading."""
     console = Console(highlight=False)
     read = figures.read()
     if once or not console.is_terminal or console.is_dumb_terminal:

@@ -323,10 +323,7 @@ class StreamedCalibration:
         exact: Callable[[Linear], ExactLinear],
         run: Callable[[], Iterator[int]],
     ) -> Iterator[Mapping[Linear, InputStatistics]]:
-        """Run a part before or after the layers on all windows, and yield the statistics of its products.
-
-        `run` yields the number of each window before it runs it.
-        """
+        """Run a part before or after the layers on windows, whose numbers `run` yields; yield statistics."""
         linears = [] if part is None else [module for module in part.modules() if isinstance(module, Linear)]
         meters = self._meters(linears, exact)
         for linear, meter in meters.items():
@@ -460,10 +457,7 @@ def _surprise(logits: Tensor | TopLogits, following: Sequence[int]) -> float:
 def calibration_for(
     checkpoint: Checkpoint, plan: ServingPlan, backend: HostBackend, text: Path | None = None
 ) -> StreamedCalibration | None:
-    """Return the calibration of a quantized decoder; None for other models, and without a tokenizer.
-
-    Raises `SettingsInvalid` if `text` cannot be read.
-    """
+    """Return the calibration of a quantized decoder with a tokenizer, else None. Raises `SettingsInvalid`."""
     if (
         plan.weights.precision not in QUANTIZED_PRECISIONS
         or checkpoint.kind != "decoder"

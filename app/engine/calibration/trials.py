@@ -95,10 +95,7 @@ class TrialStep:
 
 @dataclass(frozen=True, slots=True)
 class TrialShape:
-    """The steps of a trial: rows of decodes, tokens of a prompt and tokens of texts (empty: all that matter).
-
-    `layers_share` and `most_outputs` limit the part of the model that is built. `context` adds steps with context.
-    """
+    """The steps of a trial: rows of decodes, tokens of a prompt and of texts (empty: all that matter)."""
 
     layers_share: int
     rows: tuple[int, ...] = ()
@@ -123,10 +120,7 @@ class ModelTrial(Protocol):
     def summarize(
         self, threads: int, seconds: Mapping[TrialStep, float], max_adjustment: float = MAX_ADJUSTMENT
     ) -> TrialTimes | None:
-        """Return the result for the whole model, or None if steps are missing or their times are inconsistent.
-
-        They are if times that rise with the size differ from them by more than `max_adjustment`, relative.
-        """
+        """Return the result for the whole model, or None if steps are missing or fall by over `max_adjustment`."""
 
 
 def doubling_sizes(first: int, most: int) -> list[int]:

@@ -108,10 +108,7 @@ class AdapterSlots:
 
 
 def load_adapter_slots(model: Decoder, served: ServedAdapters, report: Callable[[str], None]) -> AdapterSlots:
-    """Return the slots of a loaded model, with the weights of the named adapters in the first ones.
-
-    Raises `CheckpointInvalid` if the weights of an adapter are damaged.
-    """
+    """Return the slots of a loaded model, the named adapters in the first ones. Raises `CheckpointInvalid`."""
     slots = AdapterSlots(model, served.layers, LoraSlots(served.slots, served.max_rank, model.norm.dtype))
     for slot, (name, adapter) in enumerate(served.named.items()):
         report(f"loading the adapter {name}")

@@ -160,10 +160,7 @@ def engine_limits(plan: ServingPlan) -> EngineLimits:
 
 
 def warm_up_decoder(runner: CpuDecoderRunner) -> None:
-    """Run one prefill and one decode without the scheduler, so that no client pays for pools and code generation.
-
-    Raises `StepFailed` if the logits are not finite.
-    """
+    """Run a prefill and a decode, so that no client pays for pools. Raises `StepFailed` if they are not finite."""
     params = SamplingParams(max_tokens=2, temperature=0.0, ignore_eos=True)
     length = max(1, min(WARM_UP_TOKENS, runner.kv_cache.shape.max_len - 1))
     sequence = _warm_up_sequence(length, params)
@@ -174,10 +171,7 @@ def warm_up_decoder(runner: CpuDecoderRunner) -> None:
 
 
 def allocate_kv_pages(model: Decoder, plan: ServingPlan, backend: DeviceBackend) -> PagedKvCache:
-    """Allocate as many KV pages as the plan has bytes for, at most all slots' and one of no sequence.
-
-    Raises `PlanImpossible` if the pages do not fit.
-    """
+    """Allocate as many KV pages as the plan has bytes for, at most all slots' and one. Raises `PlanImpossible`."""
     from app.engine.decoder.paged_kv_cache import PagedKvCache
 
     shape, dtype = kv_shape(model.config, plan), kv_dtype(plan)

@@ -98,10 +98,7 @@ class DecodeGraphs:
 
 
 def captured_row_bytes(vocab_size: int, scratch_rows: int) -> Mapping[SamplingMode, int]:
-    """Return the bytes per row that a captured step holds, mostly logits, by sampling mode.
-
-    Random sampling holds `scratch_rows` more rows of fp32 logits.
-    """
+    """Return the bytes per row of a captured step by sampling mode: logits, and `scratch_rows` if random."""
     row = 4 * vocab_size
     return {
         SamplingMode.GREEDY: row,

@@ -41,10 +41,7 @@ def build_encoder_engine(request: BuildRequest[Checkpoint]) -> BuiltEngine[Encod
 def build_device_encoder_engine(
     request: BuildRequest[Checkpoint],
 ) -> BuiltEngine[EncoderEngine, DeviceEncoderRunner, Encoder]:
-    """Load the weights on a GPU, warm up and record small batches. Raises a `StartupError`.
-
-    A CPU quota does not limit a GPU, so step times are not corrected for throttling.
-    """
+    """Load the weights on a GPU, warm up and record small batches. Raises a `StartupError`."""
     from app.engine.encoder.device_runner import DeviceEncoderRunner
 
     model, backend = load_on_device(request, select_device_backend)

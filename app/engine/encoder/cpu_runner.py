@@ -405,10 +405,7 @@ class EncoderRunner:
 
 
 def output_bytes(outputs: Mapping[str, Tensor], spans: Sequence[TextSpan], normalizes: bool) -> list[dict[str, bytes]]:
-    """Return the rows of each text by output name, as little-endian FP32 bytes.
-
-    Vectors have unit length if the request asks for it, or by default if `normalizes`.
-    """
+    """Return the rows of each text by output name as FP32 bytes, by default of unit length if `normalizes`."""
     parts: list[dict[str, bytes]] = [{} for _ in spans]
     for name, tensor in outputs.items():
         if name == "embedding":

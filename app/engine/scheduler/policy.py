@@ -25,10 +25,7 @@ _GROWTH_DIVISOR = 64
 
 
 def share_in_order(requests: Iterable[T], tokens: int, needed: Callable[[T], int]) -> Iterator[tuple[T, int]]:
-    """Share the tokens of a step among requests: the oldest gets all that it needs (at least 1), then the next one.
-
-    `requests` may be lazy: the next request is only taken from it while tokens are left.
-    """
+    """Share the tokens of a step among requests, which may be lazy: the oldest gets all it needs, then the next."""
     pending = iter(requests)
     while tokens > 0 and (request := next(pending, None)) is not None:
         given = min(needed(request), tokens)

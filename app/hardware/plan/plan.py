@@ -1,7 +1,4 @@
-"""The serving plan: `make_plan` decides everything about one process on one machine, with reasons.
-
-The function is pure. A value that was set is used, or `PlanImpossible` says why not.
-"""
+"""The serving plan: pure `make_plan` decides everything about one process on one machine, with reasons."""
 
 from __future__ import annotations
 
@@ -235,10 +232,7 @@ def _prompt_cache(settings: Settings, served: StepOptionInputs) -> Decision[str 
 def decide_deterministic(
     settings: Settings, chosen: str, copy: bool, level: str, generates: bool = True
 ) -> Decision[bool]:
-    """Decide if results are bit for bit independent of the other rows of the batch.
-
-    `level` is that of the native kernels, or the name of others. Raises `PlanImpossible` if it cannot be provided.
-    """
+    """Decide if results are independent of other rows, bit for bit. Raises `PlanImpossible` if they cannot be."""
     if settings.deterministic == "off":
         what = ", and so occasionally a token" if generates else ""
         widens = chosen in QUANTIZED_PRECISIONS and level in WIDENING_LEVELS

@@ -220,10 +220,7 @@ def choose_int4_kernels(
 def available_precisions(
     recipes: Collection[RecipeKey], kind: str, architecture: str, settings: Settings
 ) -> frozenset[str]:
-    """Return the precisions that have a recipe for this device.
-
-    Raises `NoRecipe`, or `PlanImpossible` if quantization is no config of torchao, or contradicts the precision.
-    """
+    """Return the precisions with a recipe for this device. Raises `NoRecipe`, or `PlanImpossible`."""
     built = frozenset(name for device, built_for, name in recipes if (device, built_for) == (kind, architecture))
     if settings.quantization:
         with raise_kernel_errors_as(PlanImpossible):

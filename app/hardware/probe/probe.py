@@ -1,7 +1,4 @@
-"""Probe of the machine: reads its facts, decides nothing, changes nothing and never imports torch.
-
-All files are read below `root`, and other programs are called through `run`.
-"""
+"""Probe of the machine: reads facts below `root` and through `run`, decides nothing, never imports torch."""
 
 from __future__ import annotations
 
@@ -42,10 +39,7 @@ def probe(
     affinity: tuple[int, ...] | None = None,
     torch_directory: Path | None = None,
 ) -> Facts:
-    """Return the facts of the machine below `root`.
-
-    For a recorded host, `torch_directory` and `affinity` supply what its files do not.
-    """
+    """Return the facts below `root`; `torch_directory` and `affinity` are for recorded hosts."""
     files = HostFiles(root)
     facts = _linux(files, run, affinity) if files.is_directory("/proc") else macos.mac_facts(run) or _unknown_facts()
     torch_path = software.installed_torch() if torch_directory is None and files.is_this_machine else torch_directory

@@ -71,10 +71,7 @@ WITHOUT_EFFECT = frozenset(
 
 
 def expert_values(model_type: str, read: ConfigReader) -> dict[str, Any]:
-    """Return the values of config.json about experts, from the architecture's metadata without its prefix.
-
-    Raises `CheckpointInvalid` for a missing or wrong value, or another rule of selection than llama.cpp's.
-    """
+    """Return config.json's values about experts. Raises `CheckpointInvalid`, also for another rule of selection."""
     used, inner = read.integer("expert_used_count"), read.integer("feed_forward_length")
     values: dict[str, Any] = {
         "num_local_experts": read.integer("expert_count"),

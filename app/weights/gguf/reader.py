@@ -97,10 +97,7 @@ class GgufModel:
 
 
 def read_gguf(file: Path) -> GgufModel:
-    """Return the metadata and the location of every tensor; of a divided model, those of all parts.
-
-    Raises `CheckpointInvalid`, or `OSError` if it cannot be read.
-    """
+    """Return metadata and location of every tensor, of all parts. Raises `CheckpointInvalid` or `OSError`."""
     files = part_files(file)
     missing = [part for part in files if not part.is_file()]
     if missing:
@@ -125,10 +122,7 @@ def read_gguf(file: Path) -> GgufModel:
 
 
 def find_gguf(path: Path) -> Path | None:
-    """Return the GGUF file that a path means: itself, or the only model in a directory without safetensors.
-
-    Raises `CheckpointInvalid` for several GGUF models or a link that leads out, or `OSError`.
-    """
+    """Return the GGUF file of a path: itself, or a directory's only model. Raises `CheckpointInvalid` or `OSError`."""
     if path.is_file():
         return path if path.suffix == SUFFIX else None
     if not path.is_dir() or files_in(path, "*.safetensors"):

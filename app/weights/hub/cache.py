@@ -169,10 +169,7 @@ def read_listing(repo_id: str, commit: str) -> Mapping[str, int] | None:
 
 
 def is_complete(name: HubName) -> bool:
-    """Return True if the cache has every file that serving a model needs; False if it cannot know.
-
-    Raises `CheckpointInvalid` if the files are of a kind that is not served.
-    """
+    """Return True if the cache is known to have every file that serving needs. Raises `CheckpointInvalid`."""
     snapshot = find_snapshot(name)
     listing = None if snapshot is None else read_listing(name.repo_id, snapshot.name)
     if snapshot is None or listing is None:

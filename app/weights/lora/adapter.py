@@ -119,10 +119,7 @@ def adapter_as_model_message(directory: Path) -> str:
 
 
 def open_adapter(directory: Path, config: ModelConfig, max_rank: int = MAX_LORA_RANK) -> LoraAdapter:
-    """Read and check everything except the weights' values.
-
-    Raises `CheckpointInvalid`, also for an adapter of another model, or `OSError` if a file cannot be read.
-    """
+    """Read and check everything except the weights' values. Raises `CheckpointInvalid` or `OSError`."""
     if not directory.is_dir():
         raise CheckpointInvalid(f"The LoRA adapter {directory} is no directory here.")
     if not file_in(directory, CONFIG).is_file():
