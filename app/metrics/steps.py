@@ -90,9 +90,8 @@ class StepStats:
     num_encode_sequences: int = 0
     encode_pairs: int = 0  # pairs of tokens of the same text: the sum of the squared text lengths
     recomputed_tokens: int = 0  # the part of `prefill_tokens` that is recomputed after a preemption
-    throttle_correction: float = (
-        1.0  # average time of such a step over `seconds`: not 1 if a CPU quota stops it at times
-    )
+    # Average time of such a step over `seconds`: not 1 if a CPU quota stops it at times
+    throttle_correction: float = 1.0
     is_first: bool = False  # first step of its shape: repeated shapes replay a recording, made now or later
     is_native: bool = False  # one native call or one graph replayed it, without the interpreter between operations
     scored_tokens: int = 0  # prompt tokens whose log-probabilities were computed too

@@ -165,9 +165,8 @@ class HostBuffer:
 
     block: Tensor
     ids: Tensor
-    mark: DeviceEvent | None = (
-        None  # marks the end of a transfer from this buffer that did not become an in-flight step
-    )
+    # Marks the end of a transfer from this buffer that did not become an in-flight step
+    mark: DeviceEvent | None = None
     in_flight: DeviceInFlightStep | None = None
     # views of bucket sizes, kept because creating them costs more than filling them
     views: dict[StepSizes, StepViews[ColumnArray]] = field(default_factory=dict)

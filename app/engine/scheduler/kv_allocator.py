@@ -47,9 +47,8 @@ class KvSlot:
     prefix_tokens: int = 0
     reserved: int = 0  # the positions [prefix_tokens, reserved) count against the budget
     sharers: set[int] = field(default_factory=set)
-    resident: PositionRange = (
-        _EMPTY_RANGE  # positions whose pages may use memory: those accounted for, and those not given back yet
-    )
+    # Positions whose pages may use memory: those accounted for, and those not given back yet
+    resident: PositionRange = _EMPTY_RANGE
     used_at: int = 0
     scope: PrefixScope = _PLAIN
 
