@@ -170,7 +170,7 @@ class EncoderEngine:
         return not any(request.runs_alone for request in self.queue.requests)
 
     def fail(self) -> list[Event]:
-        """Queue the requests of a step that raised again, to run alone; one that was alone already ends."""
+        """Queue again the requests of a step that raised, to run alone; one that was alone already ends."""
         error = StepFailed(
             "The step that computed this request failed; the server's log says why. It may be sent again."
         )
