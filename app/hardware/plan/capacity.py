@@ -298,7 +298,7 @@ def decide_encoder_capacity(
     if demand.device is not None and needs.hidden_size <= _NARROW_HIDDEN_SIZE:
         usual *= 2
     target = _target(settings, needs, timing, fits, usual)
-    batch = _max_batch_tokens(settings, needs, EncoderStepLimits(target, length, fits), left)
+    batch = _max_batch_tokens(settings, needs, target, length, fits, left)
     running = _texts_per_step(settings, batch.value, needs, most_texts)
     return MemoryCapacity(
         weight_bytes=decide_weight_bytes(demand),
@@ -417,23 +417,13 @@ def _smallest_size(rates: Mapping[int, float], share: float) -> int:
     return next(size for size, each in rates.items() if each >= share * max(rates.values()))
 
 
-@dataclass(frozen=True, slots=True)
-class EncoderStepLimits:
-    """Limits of a step: tokens up to which texts are batched, the longest text, and what fits in memory."""
-
-    target: Decision[int]
-    length: Decision[int]
-    fits: int
-
-
 def _max_batch_tokens(
-    settings: Settings, needs: Needs, fitting: EncoderStepLimits, left: MemoryBudget
+    settings: Settings, needs: Needs, target: Decision[int], length: Decision[int], fits: int, left: MemoryBudget
 ) -> Decision[int]:
-    target, length = fitting.target, fitting.length
     if settings.max_batch_tokens != "auto":
-        if settings.max_batch_tokens > fitting.fits:
+        if settings.max_batch_tokens > fits:
             raise PlanImpossible(
-                f"max_batch_tokens is {settings.max_batch_tokens}, but there is memory for a step of {fitting.fits} tokens: "
+                f"max_batch_tokens is {settings.max_batch_tokens}, but there is memory for a step of {fits} tokens: "
                 f"{left.explanation}."
             )
         return Decision(settings.max_batch_tokens, "Asked for.")

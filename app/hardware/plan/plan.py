@@ -357,39 +357,33 @@ def make_plan(
 ) -> ServingPlan:
     """Decide everything. Raises `PlanImpossible` or `NoRecipe` for what cannot be satisfied."""
     check_torch_can_run(facts)
-    inputs = _PlanInputs(facts, measurements, settings, needs, recipes)
     choice = devices.choose_device(facts, settings, needs, recipes)
     try:
-        return _plan_on(choice, inputs)
+        return _plan_on(choice, facts, measurements, settings, needs, recipes)
     except (PlanImpossible, NoRecipe) as refusal:
         fallback = devices.fallback_to_cpu(choice, settings, refusal.message)
         if fallback is None:
             raise
         try:
-            return _plan_on(fallback, inputs)
+            return _plan_on(fallback, facts, measurements, settings, needs, recipes)
         except (PlanImpossible, NoRecipe):
             raise refusal from None  # the processor cannot serve it either
 
 
-@dataclass(frozen=True, slots=True)
-class _PlanInputs:
-    """Arguments of `make_plan`."""
-
-    facts: Facts
-    measurements: Measurements | None
-    settings: Settings
-    needs: Needs | None
-    recipes: Collection[RecipeKey]
-
-
-def _plan_on(choice: DeviceChoice, inputs: _PlanInputs) -> ServingPlan:
-    facts, measurements, settings, needs = inputs.facts, inputs.measurements, inputs.settings, inputs.needs
+def _plan_on(
+    choice: DeviceChoice,
+    facts: Facts,
+    measurements: Measurements | None,
+    settings: Settings,
+    needs: Needs | None,
+    recipes: Collection[RecipeKey],
+) -> ServingPlan:
     kind = choice.plan.device
     device = memory_budget.find_device_memory(facts, settings, kind, choice.gpu)
     kernels = software.decide_native_kernels(facts) if device is None else devices.decide_device_kernels(kind)
     all_threads = _decide_threads(facts, settings, kind)
     node, trials = all_threads.numa_node, TrialTimings.from_measurements(measurements)
-    built = available_precisions(inputs.recipes, kind, facts.architecture, settings)
+    built = available_precisions(recipes, kind, facts.architecture, settings)
     candidates = PrecisionCandidates(facts, settings, needs, node, built, kernels.value, device)
     weights = decide_weights_and_kv(candidates, kernels, measurements, all_threads.threads)
     cpu = _decide_threads(facts, settings, kind, trials, weights.precision)
