@@ -53,11 +53,7 @@ _CHUNK_BYTES = 4 * 2**20  # bytes read and verified at a time, so that they stay
 Progress = Callable[[int, int], None]
 log = logging.getLogger(__name__)
 FORMAT = 3  # version of the blobs' layout: raise it when csrc/ops.h changes the layout of packed weights
-_QUANTIZATION_MODULES = (
-    quantization,
-    int_panels,
-    layout,
-)  # their source decides a weight's codes
+_QUANTIZATION_MODULES = (quantization, int_panels, layout)  # their source decides a weight's codes
 BlobBytes = Callable[[frozenset[str]], Mapping[str, int]]
 
 
