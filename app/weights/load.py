@@ -19,14 +19,13 @@ from torch import Tensor
 from app.backends.base import BaseBackend
 from app.errors import CheckpointInvalid, PlanImpossible
 from app.hardware.plan.plan import ServingPlan
-from app.models.decoders.decoder import Decoder, Embedding
+from app.models.decoders.decoder import Decoder, Embedding, build_decoder_model
 from app.models.decoders.layers import Filters, HeadNorm, Norm, StoredVector, Xielu
 from app.models.decoders.shapes import narrow_products
-from app.models.encoders.encoder import DistanceBias, Encoder
+from app.models.encoders.encoder import DistanceBias, Encoder, build_encoder_model
 from app.models.encoders.heads import DenseLayer, LayerNorm
 from app.models.program import PackedProduct, Program
 from app.models.program_graph import Ref
-from app.models.registry import build_decoder_model, build_encoder_model
 from app.weights.checkpoint import Checkpoint
 from app.weights.form_choice import CacheableForm, CacheablePacking, FormChoice, LayerPacking, form_choice
 from app.weights.forms import QUANTIZED, choose_upgrades, is_output, is_value

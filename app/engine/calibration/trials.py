@@ -39,12 +39,11 @@ from app.hardware.plan.plan import ServingPlan
 from app.hardware.step_times import TABLE_TEXT_TOKENS
 from app.messages import Encode, Generate, SamplingParams, Text
 from app.models.decoders.config import ModelConfig
-from app.models.decoders.decoder import Decoder, Embedding
+from app.models.decoders.decoder import Decoder, Embedding, build_decoder_model
 from app.models.decoders.shapes import active_weights
 from app.models.encoders.config import EncoderConfig, encoder_products_of
-from app.models.encoders.encoder import DistanceBias, Encoder
+from app.models.encoders.encoder import DistanceBias, Encoder, build_encoder_model
 from app.models.encoders.heads import DenseLayer, LayerNorm
-from app.models.registry import build_decoder_model, build_encoder_model
 from app.weights.form_choice import form_choice
 from app.weights.load import ProgramValues, load_program, read_flat
 from app.weights.program import Archive, ProgramCheckpoint, StoredTensor, operations_per_row, read_bytes

@@ -303,3 +303,9 @@ class DecoderBody(nn.Module):
         """Apply the last norm in FP32. It is not a native operation, so it is not part of a recording."""
         result: Tensor = self.norm(hidden)
         return result
+
+
+def build_decoder_model(config: ModelConfig, dtype: torch.dtype, max_model_len: int, device: torch.device) -> Decoder:
+    """Build a decoder on `meta` in inference mode, without weights; the loader assigns them."""
+    with torch.device("meta"):
+        return Decoder(config, dtype, max_model_len, device).eval()

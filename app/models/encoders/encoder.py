@@ -217,3 +217,11 @@ def distance_bucket_table(buckets: int) -> Tensor:
     apart = distances.abs()
     grown = exact + ((apart.float() / exact).log() / math.log(MAX_DISTANCE / exact) * (half - exact)).to(torch.int64)
     return torch.where(apart < exact, apart, grown.clamp(max=half - 1)) + half * (distances > 0)
+
+
+def build_encoder_model(config: EncoderConfig, dtype: torch.dtype, max_model_len: int, device: torch.device) -> Encoder:
+    """Build an encoder on `meta`, without weights. A decoder served for its hidden states has that decoder's layers."""
+    with torch.device("meta"):
+        if config.decoder is None:
+            return Encoder(config, BertBody(config, dtype, max_model_len, device)).eval()
+        return Encoder(config, DecoderBody(config, dtype, max_model_len, device)).eval()
