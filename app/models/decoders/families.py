@@ -86,8 +86,8 @@ EXPERT_FAMILIES: Mapping[str, DecoderFamily] = {
         title="Granite 3 with experts",
         read=values.granite_moe,
         parts={
-            "block_sparse_moe.input_linear.weight": "mlp.values.gate_up_proj",
-            "block_sparse_moe.output_linear.weight": "mlp.values.down_proj",
+            "block_sparse_moe.input_linear.weight": "mlp.experts.gate_up_proj",
+            "block_sparse_moe.output_linear.weight": "mlp.experts.down_proj",
             "block_sparse_moe.router.layer.": "mlp.gate.",
         },
     ),
