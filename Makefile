@@ -99,7 +99,7 @@ clients: $(VENV)/dev.stamp native ## unchanged clients and frameworks against th
 suites: $(VENV)/dev.stamp native ## the test suites of llama.cpp and vLLM, clients and public JSON schemas (docs/compatibility.md)
 	$(BIN)/python -m tools.peers.suites --work build/suites $(ARGS)
 
-fuzz: $(VENV)/dev.stamp native ## 10,000 generated requests to each kind of model, then all examples of the property tests (docs/security.md)
+fuzz: $(VENV)/dev.stamp native ## 10,000 generated requests to each kind of model, then all examples of the property tests (tests/attack/README.md)
 	$(BIN)/python -W ignore -m tests.attack.api_fuzz $(or $(CASES),10000)
 	FUZZ_EXAMPLES=$(or $(CASES),10000) $(PYTEST) -m hypothesis $(ARGS)
 

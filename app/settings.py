@@ -251,14 +251,13 @@ class Settings(BaseSettings):
     chat_template: Path | None = setting("model", None, "File with the chat template, in place of the checkpoint's.")
     tool_call_parser: Literal[
         "auto", "apertus", "apriel", "command_a", "deepseek_v3", "deepseek_v31", "deepseek_v32", "deepseek_v4",
-        "firefunction", "gemma4", "gigachat", "glm45", "granite", "hermes", "hunyuan", "json", "kimi_k2", "lfm2", "llama3_json",
-        "llama_function",
-        "minicpm5", "minimax", "minimax_m2", "mistral", "mistral_v11", "nemotron", "openai", "phi4_mini_json",
-        "pythonic", "qwen3_coder", "seed_oss", "solar",
+        "firefunction", "functionary", "gemma4", "gigachat", "gigachat3", "glm45", "granite", "hermes", "hunyuan", "json",
+        "kimi_k2", "kimi_k3", "lfm2", "llama3_json", "llama_function", "minicpm5", "minimax", "minimax_m2", "minimax_m3",
+        "mistral", "mistral_v11", "nemotron", "openai", "phi4_mini_json", "pythonic", "qwen3_coder", "seed_oss", "solar",
     ] = setting("model", "auto", "Format of the model's tool calls; auto: as its chat template writes them.")  # fmt: skip
     reasoning_parser: Literal[
-        "auto", "off", "apertus", "apriel", "command_a", "deepseek_r1", "gemma4", "granite", "hunyuan", "kimi_vl",
-        "minimax_m3", "mistral", "openai_gptoss", "qwen3", "seed_oss",
+        "auto", "off", "apertus", "apriel", "command_a", "deepseek_r1", "gemma4", "granite", "hunyuan", "kimi_k3",
+        "kimi_vl", "minimax_m3", "mistral", "openai_gptoss", "qwen3", "seed_oss",
     ] = setting("model", "auto",
         "Tags of the model's reasoning, which is returned as reasoning_content; auto: as its chat template says;"
         " off: it stays in the text.")  # fmt: skip

@@ -188,6 +188,8 @@ def _http_job(settings: Settings, arguments: Namespace) -> ServerBenchJob:
     flags = setting_flags(arguments)
     subject, tokens = url or settings.checkpoint_directory.name, getattr(arguments, "tokens", 0)
     job = ServerBenchJob(arguments.bench, subject, flags, url, arguments.rounds, tokens)
+    if job.bench == "overhead" and url is None:
+        job = replace(job, tokenizer=settings.checkpoint_directory)
     return _with_memory(job, settings) if job.bench == "memory" else job
 
 

@@ -12,7 +12,11 @@ from architecture_tables import LAYERS, PACKAGES
 WIDTH = 120
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = sorted(
-    [*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md"), *(ROOT / "k8s").glob("*.md"), *ROOT.glob("app/demo/*/*.md")],
+    [
+        path
+        for folder in ("", "docs/", "k8s/", "app/demo/*/", "tests/attack/", "tools/*/")
+        for path in ROOT.glob(f"{folder}*.md")
+    ],
     key=str,
 )
 # Written by a command: recorded output may be wider.

@@ -1,4 +1,4 @@
-"""The examples of the README and of docs/examples.md run against a server, and every command, target and link of the docs exists."""
+"""The examples of the README and of examples/ run against a server, and every command, target and link of the docs exists."""
 
 from __future__ import annotations
 
@@ -17,43 +17,43 @@ from armature_bench.flags import BENCHES
 from armature_bench.http.server import running_server
 
 ADDRESS = "http://127.0.0.1:8000"
-ENCODER_CLIENTS = {"cohere", "huggingface_hub"}
+REQUESTS, CLIENTS = "examples/requests", "examples/clients"
 
 
-def blocks(root: Path, language: str) -> list[str]:
-    """Return the code blocks of the README, then those of docs/examples.md."""
-    text = "\n".join((root / name).read_text(encoding="utf-8") for name in ("README.md", "docs/examples.md"))
-    return re.findall(rf"^```{language}\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
+def text(root: Path, *names: str) -> list[str]:
+    """Return files of the examples."""
+    return [(root / name).read_text(encoding="utf-8") for name in names]
+
+
+def readme_block(root: Path) -> str:
+    """Return the README's one request."""
+    (block,) = re.findall(r"^```bash\n(.*?)^```", text(root, "README.md")[0], re.MULTILINE | re.DOTALL)
+    return str(block)
 
 
 @pytest.mark.full
-async def test_every_example_runs_against_the_demo(root: Path) -> None:
+async def test_every_example_runs_against_the_demo(root: Path, tmp_path: Path) -> None:
     if shutil.which("curl") is None:
         pytest.skip("the examples are curl's")
-    chats, dialects, natives, texts, encoders = blocks(root, "bash")
-    client_code, structured, *others = blocks(root, "python")
-    examples = [("bash", "-ec", chats), ("bash", "-ec", natives), (sys.executable, "-c", client_code)]
-    examples += [(sys.executable, "-c", structured), ("bash", "-ec", dialects)]
-    installed = [block for block in others if find_spec(imported(block))]
+    libraries = text(root, f"{CLIENTS}/openai_sdk.py", f"{CLIENTS}/ollama_client.py")
+    bert_clients = text(root, f"{REQUESTS}/rerank.py", f"{REQUESTS}/vector.py")
+
+    def run(example: str, url: str) -> str:
+        shell = not example.startswith('"""')
+        return output(["bash", "-ec"] if shell else [sys.executable, "-c"], example.replace(ADDRESS, url), tmp_path)
+
     async with running_server(None, ("--threads=1",)) as server:
-        chat, native, client, typed, completed = [
-            run(*command, block.replace(ADDRESS, server.url)) for *command, block in examples
-        ]
-        said = [
-            run(sys.executable, "-c", block.replace(ADDRESS, server.url))
-            for block in installed
-            if imported(block) not in ENCODER_CLIENTS
-        ]
+        names = ("native.sh", "story.py", "structured.py", "llama_cpp.sh")
+        examples = [readme_block(root), *text(root, *(f"{REQUESTS}/{name}" for name in names))]
+        chat, native, client, typed, completed = [run(example, server.url) for example in examples]
+        said = [run(example, server.url) for example in libraries if find_spec(imported(example))]
     async with running_server(None, ("--threads=1", "--model=bert")) as server:
-        told = run("bash", "-ec", texts.replace(ADDRESS, server.url))
-        bare, typed_vectors, best, scores, states, decoded, counted = run(
-            "bash", "-ec", encoders.replace(ADDRESS, server.url).replace("\ncurl", "\necho\ncurl")
-        ).splitlines()
-        said += [
-            run(sys.executable, "-c", block.replace(ADDRESS, server.url))
-            for block in installed
-            if imported(block) in ENCODER_CLIENTS
-        ]
+        texts, encoders = text(root, f"{REQUESTS}/encoder.sh", f"{REQUESTS}/encoder_dialects.sh")
+        told = run(texts, server.url)
+        bare, typed_vectors, best, scores, states, decoded, counted = (
+            run(encoders.replace("\ncurl", "\necho\ncurl"), server.url).strip().splitlines()
+        )
+        said += [run(example, server.url) for example in bert_clients if find_spec(imported(example))]
     decode = json.JSONDecoder().raw_decode
     assert len(json.loads(bare)) == 2
     assert len(json.loads(typed_vectors)["embeddings"]["ubinary"][0]) * 8 == len(json.loads(bare)[0])
@@ -75,7 +75,6 @@ async def test_every_example_runs_against_the_demo(root: Path) -> None:
     assert len(client.split()) > 10, "a story has words"
     assert "legs=" in typed and "find {" in typed
     assert '"tokens_predicted":' in completed and '"total_slots":' in completed
-    assert len(others) == 5
     assert all(text.strip() for text in said)
 
 
@@ -84,19 +83,27 @@ def imported(block: str) -> str:
     return str(re.findall(r"^(?:import|from) (\w+)", block, re.MULTILINE)[0])
 
 
-def run(*command: str) -> str:
+def output(command: list[str], code: str, folder: Path) -> str:
     environment = os.environ | {"HF_HUB_OFFLINE": "0"}  # the hub's client then speaks to the server, which is no hub
     result = subprocess.run(
-        command, capture_output=True, text=True, check=False, stdin=subprocess.DEVNULL, env=environment
+        [*command, code],
+        capture_output=True,
+        text=True,
+        check=False,
+        stdin=subprocess.DEVNULL,
+        env=environment,
+        cwd=folder,
     )
     assert result.returncode == 0, result.stderr
     return result.stdout
 
 
 def test_every_example_speaks_to_where_make_serve_listens(root: Path) -> None:
-    for block in blocks(root, "bash") + blocks(root, "python"):
-        assert ADDRESS in block
-        assert block.count("http://") == block.count(ADDRESS)
+    files = [file for folder in (REQUESTS, CLIENTS) for file in (root / folder).iterdir() if file.is_file()]
+    assert len(files) > 15
+    for example in (readme_block(root), *(file.read_text(encoding="utf-8") for file in files)):
+        assert ADDRESS in example
+        assert example.count("http://") == example.count(ADDRESS)
 
 
 def test_every_make_target_that_the_docs_name_exists(root: Path) -> None:

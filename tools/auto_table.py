@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import re
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from app.errors import ArmatureError
-from app.hardware.decision import format_bytes, format_count
+from app.errors import PlanImpossible
+from app.hardware.decision import format_bytes
 from app.hardware.facts import Facts, NativeLibrary, Needs
-from app.hardware.plan.plan import ServingPlan, make_plan
-from app.hardware.plan.precision import UNKNOWN_COST
+from app.hardware.plan.plan import make_plan
 from app.hardware.plan.speed import FEW_SEQS, SEVERAL_SEQS, format_rate
 from app.hardware.probe.probe import probe
 from app.models.decoders.config import ModelConfig
@@ -86,10 +84,13 @@ writes it with `python -m tools.auto_table`: the plan for recorded hosts ([their
 sources](../tests/unit/hardware/hosts/README.md)) **from facts alone**, as if nothing could be measured. A start
 measures the machine, and its choice follows from the measured figures ([operations](operations.md#calibration)).
 
-Speeds are **estimates from bytes, operations and conservative ceilings**, in tokens per second: at one sequence and at
-eight of 512 tokens each in the columns, with hardly any context in the reasons. They serve the choice and are no
-benchmarks; [performance](performance.md) has measurements. No precision was timed for this page. The cost of a
-precision in quality is measured when the weights are packed; one over `quality_budget` is then replaced.
+Each cell has the precision for a model of that size, with estimated tokens per second at one sequence and at eight of 512
+tokens each. Hosts with a star are composed from public documentation, the others recorded.
+
+Speeds are **estimates from bytes, operations and conservative ceilings**: they
+serve the choice and are no benchmarks; [performance](performance.md) has measurements. The rules are those of
+[calibration](operations.md#calibration), and `armature probe --model DIR` says the reason on a machine of yours. The cost
+of a precision in quality is measured when the weights are packed; one over `quality_budget` is then replaced.
 """
 
 
@@ -114,45 +115,29 @@ def facts_of(host: str) -> Facts:
 
 def page() -> str:
     """Return the whole page."""
-    hosts = {host: facts_of(host) for host in SHOWN}
-    parts = [HEAD, "\n## The hosts\n\n| processor | cores | memory | kernels | source |\n|---|---|---|---|---|\n"]
-    parts += [_host_row(host, facts) for host, facts in hosts.items()]
-    for model, config in MODELS.items():
-        needs = needs_of(config)
-        parts.append(f"\n## A model of {model} parameters\n\n")
-        parts.append("| processor | precision | ×1 | ×8 | why |\n|---|---|---|---|---|\n")
-        parts += [_row(SHOWN[host], facts, needs) for host, facts in hosts.items()]
-    return "".join(parts)
+    head = ("processor", "cores", "memory", "kernels", *MODELS)
+    needs = [needs_of(config) for config in MODELS.values()]
+    rows = [head, ["---"] * len(head), *(_row(host, facts_of(host), needs) for host in SHOWN)]
+    return "\n".join([HEAD, *(f"| {' | '.join(row)} |" for row in rows), ""])
 
 
-def _host_row(host: str, facts: Facts) -> str:
+def _row(host: str, facts: Facts, needs: Sequence[Needs]) -> Sequence[str]:
     plan = make_plan(facts, None, Settings(), None, RECIPES.keys())
     source = (HOSTS / host / "SOURCE.md").read_text(encoding="utf-8")
-    origin = "public documentation" if "\nComposed from" in source else "recorded"
-    cores = format_count(plan.cpu.threads, "core")
-    memory = format_bytes(facts.memory_bytes)
-    return f"| {SHOWN[host]} | {cores} | {memory} | {plan.weights.kernels} | {origin}, `{host}` |\n"
+    star = " *" if "\nComposed from" in source else ""
+    memory, choices = format_bytes(facts.memory_bytes), (choice(facts, each) for each in needs)
+    return SHOWN[host] + star, str(plan.cpu.threads), memory, plan.weights.kernels, *choices
 
 
-def _row(processor: str, facts: Facts, needs: Needs) -> str:
+def choice(facts: Facts, needs: Needs) -> str:
+    """Return the chosen precision and its two rates, or that the model is refused."""
     try:
         plan = make_plan(facts, None, Settings(), needs, RECIPES.keys())
-    except ArmatureError as refusal:
-        return f"| {processor} | refused | | | {refusal.message} |\n"
+    except PlanImpossible:
+        return "refused"
     rates = plan.speed.capacity_tokens_per_second.get("decode", {})
-    shown = (format_rate(rate) for rate in _rates(rates))
-    return f"| {processor} | {plan.weights.precision} | {' | '.join(shown)} | {_why(plan)} |\n"
-
-
-def _rates(rates: Mapping[int, float]) -> Iterator[float]:
-    for rows in (FEW_SEQS, SEVERAL_SEQS):
-        yield rates.get(rows, rates[max(rates)])
-
-
-def _why(plan: ServingPlan) -> str:
-    """Return the reason without the notes that hold for every row."""
-    text = plan.decisions["precision"].reason.replace(f"; {UNKNOWN_COST}", "")
-    return re.sub(r" [^.]* not timed but estimated from bytes and operations\.", "", text).replace("|", "/")
+    shown = (format_rate(rates.get(rows, rates[max(rates)])) for rows in (FEW_SEQS, SEVERAL_SEQS))
+    return f"{plan.weights.precision}, {' and '.join(shown)}"
 
 
 def main(arguments: list[str]) -> int:

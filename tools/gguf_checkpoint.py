@@ -1,8 +1,9 @@
 """Convert a Llama checkpoint to GGUF: `python -m tools.gguf_checkpoint DIR FILE.gguf [--type q4_0] [--pure]`.
 
-Run it with the interpreter of an environment that has `gguf` and `llama-cpp-python`; torch is not needed. `gguf`
-writes the file. Weights are copied bit for bit (`armature_bench/engine/gguf_file.py`), and llama.cpp itself quantizes them. A
-byte-level BPE tokenizer is included. Without one the file accepts token ids only.
+It makes the file with which llama.cpp is compared. Run it with the interpreter of an environment that has `gguf` and
+`llama-cpp-python`; torch is not needed. `gguf` writes the file. Weights are copied bit for bit
+(`armature_bench/engine/gguf_file.py`), and llama.cpp itself quantizes them. A byte-level BPE tokenizer is included.
+Without one the file accepts token ids only.
 """
 
 from __future__ import annotations

@@ -2,21 +2,23 @@
 
 Needs Docker, root (for control groups) and half an hour on an idle machine. The other architecture runs emulated. It
 writes docs/proofs.md and a JSON file with all findings. A later run of one part takes the sections of the other parts
-from that file.
+from that file. The environment variable WHEELS names a folder with torch's wheel if its index is slow.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import platform
 import shutil
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from types import FrameType
@@ -25,15 +27,14 @@ from typing import Any
 from app.hardware.probe.probe import probe
 from app.version import VERSION
 from armature_bench.console import MeasurementFailed
-from tools.peers.servers import server_spec
-from tools.proofs.baking import bake
+from tools.proofs import image, kernels, quota, refusals, serving, start
+from tools.proofs.cluster import part as cluster
 from tools.proofs.containers import Image, docker, remove_all
-from tools.proofs.findings import Findings, TooLong
-from tools.proofs.parts import PARTS, Subject
-from tools.proofs.report import Section, page
+from tools.proofs.findings import Findings, Section, TooLong, page
 
 ROOT = Path(__file__).resolve().parents[1]
 REPORT, KEPT = ROOT / "docs" / "proofs.md", ROOT / "build" / "proofs.json"
+BAKE_SECONDS = 3600
 PLATFORMS = ("linux/amd64", "linux/arm64")
 UNEXPECTED = (
     OSError,
@@ -44,6 +45,92 @@ UNEXPECTED = (
     subprocess.SubprocessError,
     MeasurementFailed,
 )
+
+
+LIMITS = ("--cpus=2", "--memory=4g")
+
+
+@dataclass(frozen=True, slots=True)
+class Subject:
+    """The image of each platform, this machine's first, and the command-line arguments."""
+
+    images: tuple[Image, ...]
+    arguments: argparse.Namespace
+
+    @property
+    def native(self) -> Image:
+        return self.images[0]
+
+    def of(self, architecture: str) -> Image | None:
+        return next((each for each in self.images if each.architecture == architecture), None)
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """One part. `about` is its description in the report; it is ended after `minutes`."""
+
+    title: str
+    about: str
+    minutes: int
+    run: Callable[[Findings, Subject], None]
+
+
+def _kernels(findings: Findings, subject: Subject) -> None:
+    arm = subject.of("arm64")
+    if arm is None:
+        findings.skipped.append("int4 on 64-bit Arm: no image of it was given.")
+    else:
+        kernels.run(findings, arm, subject.native, LIMITS)
+
+
+def _quota(findings: Findings, subject: Subject) -> None:
+    asked = subject.arguments
+    load = quota.Load(asked.model or refusals.DEMO, asked.flags.split(), asked.rounds)
+    quota.run(findings, subject.native, load)
+
+
+PARTS: Mapping[str, Part] = {
+    "image": Part(
+        "The image", "Read from the image and from within a container of it.", 5, lambda f, s: image.run(f, s.images)
+    ),
+    "serving": Part(
+        "Both architectures serve",
+        "Containers with a read-only root, no capabilities, no new privileges, user 10001 and no shell, limited to 2 cores and 4 GiB.",
+        40,
+        lambda f, s: serving.run(f, s.images, LIMITS),
+    ),
+    "kernels": Part(
+        "int4 on 64-bit Arm",
+        "The levels of our library, and with our library hidden torch's operator on KleidiAI's packed weights.",
+        60,
+        _kernels,
+    ),
+    "start": Part(
+        "Start", "The demo, its calibration kept, from the command to `/readyz` 200.", 10, lambda f, s: start.run(f, s.native)
+    ),
+    "quota": Part(
+        "CPU quotas",
+        f"Prompts of {quota.PROMPT_TOKENS} tokens, completions of {quota.MAX_TOKENS}, closed loop. *Throttled* is the time for which "
+        "runnable threads were stopped, summed over processors, as a share of the run.",
+        60,
+        _quota,
+    ),
+    "refusals": Part(
+        "Refusals",
+        "Each in a container with a file at `/dev/termination-log`, as in Kubernetes.",
+        20,
+        lambda f, s: refusals.run(f, s.native, s.arguments.model),
+    ),
+    "cluster": Part(
+        "A real cluster",
+        "The manifests applied to Kubernetes as k8s/README.md does, with pods of one core, and disturbed under load. "
+        "Failures are requests without a whole answer.",
+        90,
+        lambda f, s: cluster.run(
+            f, s.native, s.arguments.kubernetes, s.arguments.model
+        ),
+    ),
+}  # fmt: skip
 
 
 def main() -> int:
@@ -92,13 +179,22 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument(
         "--flags", default="", help="flags of armature serve under quotas, in one string: '--precision int4'"
     )
-    parser.add_argument(
-        "--peer", action="append", default=[], type=server_spec, metavar="NAME=[VARIABLE=value ...] COMMAND"
-    )
     parser.add_argument("--rounds", type=int, default=3, help="rounds of each load under each quota")
     parser.add_argument("--report", type=Path, default=REPORT)
     parser.add_argument("--json", type=Path, default=KEPT)
     return parser.parse_args()
+
+
+def bake() -> str:
+    """Build both architectures with visible progress, load the image, and return its tag."""
+    revision = subprocess.run(["git", "rev-parse", "--short=12", "HEAD"], cwd=ROOT, capture_output=True, text=True)
+    environment = os.environ | {"VERSION": VERSION, "REVISION": revision.stdout.strip() or "unknown"}
+    wheels = os.environ.get("WHEELS")
+    command = ["docker", "buildx", "bake", *([f"--allow=fs.read={wheels}"] if wheels else []), "cpu", "--load"]
+    made = subprocess.run(command, cwd=ROOT, env=environment, stdout=sys.stderr, timeout=BAKE_SECONDS)
+    if made.returncode != 0:
+        raise SystemExit(f"prove: docker buildx bake ended with {made.returncode}; see the output above")
+    return f"armature:{VERSION}"
 
 
 def _listed(text: str) -> tuple[str, ...]:

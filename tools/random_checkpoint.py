@@ -10,16 +10,16 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
-from safetensors.torch import save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from app.models.decoders.config import ModelConfig
 from app.models.decoders.shapes import tensors_of
+from armature_bench.published.models import write_model
 
 _SMOLLM2: Mapping[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
@@ -72,29 +72,6 @@ SHAPES: Mapping[str, Mapping[str, Any]] = {
         "num_key_value_heads": 3,
     },
 }
-_SHARD_BYTES = 2 * 2**30
-
-
-def write_checkpoint(shape: str, directory: Path) -> int:
-    """Write config.json, weights in BF16 and a tokenizer, and return the number of weights."""
-    directory.mkdir(parents=True, exist_ok=True)
-    values = {**SHAPES[shape], "torch_dtype": "bfloat16"}
-    (directory / "config.json").write_text(json.dumps(values, indent=1))
-    generator, shard, places, held, total = torch.Generator().manual_seed(0), dict[str, torch.Tensor](), {}, 0, 0
-    number = 0
-    for name, size in tensors_of(ModelConfig.from_hf(values)).items():
-        tensor = torch.ones(size) if len(size) == 1 else torch.randn(size, generator=generator) * 0.02
-        shard[name], places[name] = tensor.bfloat16(), f"model-{number:05}.safetensors"
-        held, total = held + 2 * tensor.numel(), total + tensor.numel()
-        if held > _SHARD_BYTES:
-            save_file(shard, directory / places[name])
-            shard, held, number = {}, 0, number + 1
-    if shard:
-        save_file(shard, directory / f"model-{number:05}.safetensors")
-    index = {"metadata": {"total_size": 2 * total}, "weight_map": places}
-    (directory / "model.safetensors.index.json").write_text(json.dumps(index))
-    _tokenizer(values["vocab_size"]).save(str(directory / "tokenizer.json"))
-    return total
 
 
 def _tokenizer(size: int) -> Tokenizer:
@@ -117,7 +94,10 @@ def main() -> None:
     parser.add_argument("shape", choices=SHAPES)
     parser.add_argument("directory", type=Path)
     given = parser.parse_args()
-    print(f"{write_checkpoint(given.shape, given.directory):,} weights in {given.directory}")
+    config = {**SHAPES[given.shape], "torch_dtype": "bfloat16"}
+    tensors = tensors_of(ModelConfig.from_hf(config))
+    write_model(given.directory, config, tensors, json.loads(_tokenizer(config["vocab_size"]).to_str()))
+    print(f"{sum(map(math.prod, tensors.values())):,} weights in {given.directory}")
 
 
 if __name__ == "__main__":

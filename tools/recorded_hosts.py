@@ -1,6 +1,7 @@
 """Recorded hosts of the tests as directories: writes out what `hosts/<name>/tree.txt` says and probes it.
 
-The format is in `tests/unit/hardware/hosts/README.md`.
+The tests of the plan and docs/auto.md need machines that are not here. The format is in
+`tests/unit/hardware/hosts/README.md`.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Write the pictures of the web page in docs/images: `python -m tools.screenshots [NAME…]`, with Chromium and playwright.
 
-It starts the demo, prints how soon a browser without a cache paints the page, talks to it, loads it with eight streams,
-and takes each picture in light and dark.
+The pictures follow the page by it. It starts the demo, prints how soon a browser without a cache paints the page, talks
+to it, loads it with eight streams, and takes each picture in light and dark.
 """
 
 from __future__ import annotations

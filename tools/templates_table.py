@@ -1,6 +1,6 @@
 """Write docs/chat-templates.md from the templates of `make real-formats`: `python -m tools.templates_table`.
 
-`--check` only compares the page. Each row is what trial conversations find (`app/text/template_trials.py`).
+`--check` only compares the page. Each row is what trial conversations find (`app/text/template_form.py`).
 """
 
 from __future__ import annotations

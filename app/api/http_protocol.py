@@ -33,6 +33,7 @@ from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
 from app.api.connection_limits import ConnectionLimits, client_network
 from app.api.errors import NATIVE_ERRORS, HttpError
+from app.api.streaming import DIRECT_WRITE
 
 log = logging.getLogger(__name__)
 
@@ -327,6 +328,8 @@ class BoundedProtocol(HttpToolsProtocol):
 
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: ASGIApp) -> None:  # type: ignore[override]
         self._running = cycle
+        extensions: dict[str, Any] = {DIRECT_WRITE: partial(self._write_directly, cycle)}
+        cycle.scope["extensions"] = extensions
         if cycle.scope["http_version"] == "1.0":
             super()._start_asgi_task(cycle, partial(_serve_unchunked, app, cycle))
         else:
@@ -409,6 +412,14 @@ class BoundedProtocol(HttpToolsProtocol):
         """Close an idle connection, also if its client has not read the last response."""
         super().timeout_keep_alive_handler()
         self._watch_reader()
+
+    def _write_directly(self, cycle: RequestResponseCycle, data: bytes) -> bool:
+        """Write part of a response that has begun; False if its client must read first, or it cannot be written so."""
+        if self.flow.write_paused or cycle.disconnected or cycle.response_complete or not cycle.chunked_encoding:
+            return False
+        if data:
+            self.transport.write(b"%x\r\n%b\r\n" % (len(data), data))
+        return True
 
     def drop_slow(self, reason: str) -> None:
         """Close the connection of a client that does not read."""

@@ -253,7 +253,7 @@ class ResponseSender:
     async def send_error(self, error: Exception) -> None:
         """Send an error to the client if that is still possible: as a response, or as the last event of a stream.
 
-        ApiCall `end` afterwards.
+        Call `end` afterwards.
         """
         errors = self._state.get("errors") or self._error_format(self._path)
         self.error = to_http_error(error).code

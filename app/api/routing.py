@@ -32,11 +32,11 @@ from app.api.access import NO_RULES, AccessRules, ApiKeys
 from app.api.bodies import ArrivingBody
 from app.api.errors import NATIVE_ERRORS, ErrorFormat
 from app.api.schemas import LOOP_BYTES, Body, parse_body
-from app.api.streaming import EventEncoding, Generation, GenerationStream, merge_streams, respond, server_timing
+from app.api.streaming import EventEncoding, Generation, merge_streams, respond, server_timing
 from app.errors import InvalidRequest, ModelNotFound, RequestError
 from app.metrics.instruments import Api, Metrics, refusal_of
 from app.service.request_log import CLIENT_REQUEST
-from app.service.requests import Encoded, EncodingRequest
+from app.service.requests import DirectOutput, Encoded, EncodingRequest
 from app.service.served_model import ServedDecoder
 from app.service.service import Service
 from app.tracing.request_trace import Tracer
@@ -481,12 +481,11 @@ async def _generate(call: ApiCall) -> Response:
             generation = await route.serve(call, body, name)
         if not isinstance(generation, Generation):
             return _rendered(generation)
-        streams: list[GenerationStream] = [
-            runtime.service.generate(replace(each, api=route.api, model=name, request_id=call.id))
-            for each in generation.requests
-        ]
-        each = generation.requests[0].params.n
-        stream = streams[0] if len(streams) == 1 else merge_streams(streams, each)
+        requests = [replace(each, api=route.api, model=name, request_id=call.id) for each in generation.requests]
+        if len(requests) == 1:
+            direct = DirectOutput() if generation.streams else None
+            return await respond(runtime.service.generate(requests[0], direct), generation, route.encoding, direct)
+        stream = merge_streams([runtime.service.generate(each) for each in requests], requests[0].params.n)
         return await respond(stream, generation, route.encoding)
 
 

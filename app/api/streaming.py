@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Generic, Literal, Protocol, TypeVar
 
 from starlette.responses import JSONResponse, Response, StreamingResponse
-from starlette.types import Send
+from starlette.types import Receive, Scope, Send
 
 from app.api.errors import ErrorFormat, to_http_error
 from app.errors import RequestError
@@ -24,6 +24,7 @@ from app.service.request_log import note_error
 from app.service.requests import (
     Accepted,
     ChoiceFinished,
+    DirectOutput,
     GenerationRequest,
     PromptToken,
     ScoredToken,
@@ -36,8 +37,25 @@ from app.text.tool_calls import ToolCallDelta
 SSE = "text/event-stream"
 NDJSON = "application/x-ndjson"
 DONE = b"data: [DONE]\n\n"
+# In an event that `StartedStream.write_directly` takes: the place of a value that differs.
+SLOT = "\ue000\ue001\ue000"
+DIRECT_WRITE = "armature.direct_write"  # extension of the ASGI scope: see `DirectOutput.write`
+json_string = json.encoder.encode_basestring
 # Created once: `json.dumps` with non-default arguments creates an encoder per call, which takes as long as encoding.
 _JSON = json.JSONEncoder(ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+
+
+SlotValues = Callable[[str, Sequence[int]], tuple[str, ...]]
+
+
+def json_list(numbers: Sequence[int]) -> str:
+    """Return a list of integers in JSON."""
+    return f"[{','.join(map(str, numbers))}]"
+
+
+def text_value(text: str, token_ids: Sequence[int]) -> tuple[str, ...]:
+    """Return the value of an event whose only slot is its text."""
+    return (json_string(text),)
 
 
 class GenerationStream(Protocol):
@@ -69,8 +87,33 @@ class StartedStream:
     Errors before the first token were raised, while the status line could still be chosen.
     """
 
-    def __init__(self, first_events: list[StreamEvent], rest: GenerationStream) -> None:
-        self._first_events, self._rest = first_events, rest
+    def __init__(
+        self,
+        first_events: list[StreamEvent],
+        rest: GenerationStream,
+        direct: DirectOutput | None = None,
+        encode: Callable[[Mapping[str, Any]], bytes] = format_sse,
+    ) -> None:
+        self._first_events, self._rest, self._direct, self._encode = first_events, rest, direct, encode
+
+    def write_directly(self, event: Mapping[str, Any], values: SlotValues) -> None:
+        """Write further plain tokens as events like this one, without reading the stream (`DirectOutput`).
+
+        Args:
+            event: An event for a text, with `SLOT` in place of each value that differs.
+            values: Return the values in JSON, for a text and the ids of its tokens.
+        """
+        if self._direct is None or self._direct.frame is not None:
+            return
+        first, *rest = self._encode(event).decode().split(_JSON.encode(SLOT))
+
+        def frame(text: str, token_ids: Sequence[int]) -> bytes:
+            parts = [first]
+            for value, constant in zip(values(text, token_ids), rest, strict=True):
+                parts += (value, constant)
+            return "".join(parts).encode()
+
+        self._direct.frame = frame
 
     async def __aiter__(self) -> AsyncIterator[StreamEvent]:
         for event in self._first_events:
@@ -87,7 +130,17 @@ class StartedStream:
         return [event.timings for event in self._first_events if isinstance(event, TextDelta) and event.timings]
 
 
-async def wait_for_first_token(stream: GenerationStream) -> StartedStream:
+def write_directly(stream: GenerationStream, event: Mapping[str, Any], values: SlotValues = text_value) -> None:
+    """Let plain tokens pass the reader of a stream that can do so: see `StartedStream.write_directly`."""
+    if isinstance(stream, StartedStream):
+        stream.write_directly(event, values)
+
+
+async def wait_for_first_token(
+    stream: GenerationStream,
+    direct: DirectOutput | None = None,
+    encode: Callable[[Mapping[str, Any]], bytes] = format_sse,
+) -> StartedStream:
     """Wait for the first event with tokens and return the stream. Errors before it are raised.
 
     An echo of the prompt has no tokens.
@@ -97,7 +150,7 @@ async def wait_for_first_token(stream: GenerationStream) -> StartedStream:
         first_events.append(event)
         if isinstance(event, ChoiceFinished) or (isinstance(event, TextDelta) and event.token_ids):
             break
-    return StartedStream(first_events, stream)
+    return StartedStream(first_events, stream, direct, encode)
 
 
 class EventStreamResponse(StreamingResponse):
@@ -109,11 +162,18 @@ class EventStreamResponse(StreamingResponse):
         source: GenerationStream,
         headers: dict[str, str],
         media_type: str = SSE,
+        direct: DirectOutput | None = None,
     ) -> None:
         # no-cache and x-accel-buffering make proxies forward each event immediately.
         headers = {"cache-control": "no-cache", "x-accel-buffering": "no", **headers}
         super().__init__(events, media_type=media_type, headers=headers)
-        self._source = source
+        self._source, self._direct = source, direct
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Send the response."""
+        if self._direct is not None:
+            self._direct.write = scope.get("extensions", {}).get(DIRECT_WRITE)
+        await super().__call__(scope, receive, send)
 
     async def stream_response(self, send: Send) -> None:
         """Send the events, then close the source."""
@@ -279,7 +339,12 @@ class EventEncoding:
     media_type: str = SSE
 
 
-async def respond(stream: GenerationStream, generation: Generation[Any, Any], encoding: EventEncoding) -> Response:
+async def respond(
+    stream: GenerationStream,
+    generation: Generation[Any, Any],
+    encoding: EventEncoding,
+    direct: DirectOutput | None = None,
+) -> Response:
     """Return the response to a generation: its events if the client wants a stream, else one JSON body.
 
     Errors before the first token are raised, so that the status can tell of them.
@@ -288,10 +353,10 @@ async def respond(stream: GenerationStream, generation: Generation[Any, Any], en
     if not generation.streams:
         completion = await collect(stream)
         return JSONResponse(generation.form.whole(completion), headers={**completion.headers(), **headers})
-    started = await wait_for_first_token(stream)
+    started = await wait_for_first_token(stream, direct, encoding.encode)
     events = encode_events(generation.form.events(started), encoding)
     timing = server_timing(started.timings(), "queue", "prefill")
-    return EventStreamResponse(events, started, {**timing, **headers}, encoding.media_type)
+    return EventStreamResponse(events, started, {**timing, **headers}, encoding.media_type, direct)
 
 
 def server_timing(timings: Iterable[Timings], *phases: str) -> dict[str, str]:

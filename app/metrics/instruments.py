@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from bisect import bisect_left
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from itertools import product
@@ -92,10 +93,10 @@ class RecentQuantiles:
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._slices = TimeSlices(12, lambda: [0] * _NUM_BUCKETS, clock)
 
-    def record(self, seconds: float) -> None:
-        """Add a latency; it is clipped to 10 microseconds to 10,000 seconds."""
+    def record(self, seconds: float, count: int = 1) -> None:
+        """Add a latency that was seen `count` times; it is clipped to 10 microseconds to 10,000 seconds."""
         clipped = min(max(seconds, _LOWEST_SECONDS), _HIGHEST_SECONDS)
-        self._slices.now()[math.ceil(math.log(clipped / _LOWEST_SECONDS) * _PER_LOG)] += 1
+        self._slices.now()[math.ceil(math.log(clipped / _LOWEST_SECONDS) * _PER_LOG)] += count
 
     def read(self, quantiles: Sequence[float]) -> list[float] | None:
         """Return for each rising share the smallest value that it does not exceed; None without values."""
@@ -153,6 +154,15 @@ class DurationTotal:
         self.ended_at = time.time()
 
 
+class _Histogram(Histogram):
+    """prometheus_client's histogram; a value may be observed many times at once."""
+
+    def observe_many(self, amount: float, count: int) -> None:
+        """Observe the same value `count` times, without an exemplar."""
+        self._sum.inc(amount * count)
+        self._buckets[bisect_left(self._upper_bounds, amount)].inc(count)
+
+
 class Metrics:
     """All metrics of one process, in one registry.
 
@@ -172,7 +182,7 @@ class Metrics:
         self.recent = {name: RecentQuantiles(clock) for name in ("request", "queue", "ttft", "itl")}
         self.rates = {kind: RecentRate(clock) for kind in ("requests", "prompt_tokens", "completion_tokens", "vectors")}
         self._registry = CollectorRegistry(auto_describe=False)
-        self._instruments: dict[str, Counter | Histogram] = {}
+        self._instruments: dict[str, Counter | _Histogram] = {}
         self._declare()
         ProcessCollector(registry=self._registry)
         self.gauges(self._last_minute)
@@ -189,9 +199,9 @@ class Metrics:
         made = self._instruments[name] = Counter(name, help, labels, namespace="armature", registry=self._registry)
         return made
 
-    def histogram(self, name: str, help: str, buckets: tuple[float, ...], *labels: str) -> Histogram:  # noqa: A002
+    def histogram(self, name: str, help: str, buckets: tuple[float, ...], *labels: str) -> _Histogram:  # noqa: A002
         """Declare a histogram; its name gets the prefix `armature_`."""
-        made = Histogram(name, help, labels, namespace="armature", buckets=buckets, registry=self._registry)
+        made = _Histogram(name, help, labels, namespace="armature", buckets=buckets, registry=self._registry)
         self._instruments[name] = made
         return made
 
@@ -268,6 +278,15 @@ class Metrics:
     def next_token(self, seconds: float, exemplar: Exemplar | None = None) -> None:
         self._itl_seconds.observe(seconds, exemplar)
         self.recent["itl"].record(seconds)
+
+    def next_tokens(self, num_tokens: int, gaps: Mapping[float, int]) -> None:
+        """Record further tokens of several choices: `gaps` maps seconds since the previous one to a number of choices."""
+        self.completion_tokens(num_tokens)
+        counts = self.recent["itl"]
+        for seconds, count in gaps.items():
+            if seconds:
+                self._itl_seconds.observe_many(seconds, count)
+                counts.record(seconds, count)
 
     def last_token(self, seconds: float, num_tokens: int, exemplar: Exemplar | None = None) -> None:
         """Record the end of a choice with further tokens: `num_tokens` after the first, in `seconds` together."""

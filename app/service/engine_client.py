@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextvars import copy_context
@@ -70,6 +71,13 @@ class EngineClient:
         self.timeout_seconds = 0.0
         self._loop: asyncio.AbstractEventLoop | None = None
         self._counter = count()
+        self._steps: deque[Sequence[Event]] = deque()
+        self._is_woken = False
+        self._writes: list[Callable[[], None]] = []
+        self._num_direct, self._direct_gaps = (
+            0,
+            dict[float, int](),
+        )  # tokens of this step, and the seconds since the last
         self._listeners: dict[str, Callable[[TimedEvent], None]] = {}  # keys: the request ids that the worker sees
 
     def open(self, limits: ServingLimits) -> None:
@@ -157,11 +165,28 @@ class EngineClient:
         """Ignore further events of a request."""
         del self._listeners[request_id]
 
+    def count_direct(self, num_tokens: int, seconds: float) -> None:
+        """Count further tokens of a choice, `seconds` after the previous ones, for the metrics of the step."""
+        self._num_direct += num_tokens
+        self._direct_gaps[seconds] = self._direct_gaps.get(seconds, 0) + 1
+
+    def write_after_step(self, write: Callable[[], None]) -> None:
+        """Call `write` once the waiting steps are delivered."""
+        self._writes.append(write)
+
     # ---- from the worker thread ------------------------------------------------------------------------------------
 
     def on_events(self, events: Sequence[Event]) -> None:
-        """Deliver one step's events with a single wake-up of the event loop. Called from the worker thread."""
-        self._call(self._deliver, events)
+        """Deliver one step's events with a single wake-up of the event loop. Called from the worker thread.
+
+        Steps that the event loop has not taken yet are delivered together.
+        """
+        if self._loop is None or self._loop.is_closed():
+            return  # no event loop, so no open request
+        self._steps.append(events)
+        if not self._is_woken:
+            self._is_woken = True
+            self._call(self._deliver_steps, None)
 
     def on_worker_exit(self) -> None:
         """Fail all open requests. Called from the worker thread after its last events."""
@@ -171,6 +196,18 @@ class EngineClient:
         if self._loop is None or self._loop.is_closed():
             return  # no event loop, so no open request
         self._loop.call_soon_threadsafe(function, argument)
+
+    def _deliver_steps(self, _: None) -> None:
+        self._is_woken = False  # before the steps are taken: those that come from now on wake the loop again
+        while self._steps:
+            self._deliver(self._steps.popleft())
+        for write in self._writes:
+            write()
+        self._writes.clear()
+        if self._num_direct:
+            self.metrics.next_tokens(self._num_direct, self._direct_gaps)
+            self._num_direct = 0
+            self._direct_gaps.clear()
 
     def _deliver(self, events: Sequence[Event]) -> None:
         now = self.clock()

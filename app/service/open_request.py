@@ -88,7 +88,7 @@ class OpenRequest:
         """
         client = self.client
         deadline = self.arrived_at + client.timeout_seconds
-        self._timer = client.register(command.request_id, self._events.put_nowait, self._expire, deadline)
+        self._timer = client.register(command.request_id, self.arrive, self._expire, deadline)
         self._command = command
         seconds = client.admission.send(num_tokens)
         self._predicted = None if seconds is None else (seconds, client.clock())
@@ -100,7 +100,11 @@ class OpenRequest:
         assert self._command is not None and self._permit is not None, "the timer starts when the request is sent"
         self.client.worker.put(Abort(self._command.request_id, reason="timeout"))
         self._permit.release()
-        self._events.put_nowait(None)
+        self.arrive(None)
+
+    def arrive(self, timed_event: TimedEvent) -> None:
+        """Take an event of the worker, or None when the request times out. `next_event` returns it."""
+        self._events.put_nowait(timed_event)
 
     async def next_event(self) -> tuple[Event, float] | None:
         """Wait for the worker's next event, and return it with its time; None if the request has timed out.
@@ -108,7 +112,10 @@ class OpenRequest:
         Raises:
             RequestError: The event is a `RequestFailed`.
         """
-        timed_event = await self._events.get()
+        return self.checked(await self._events.get())
+
+    def checked(self, timed_event: TimedEvent) -> TimedEvent:
+        """Return an event. Raises the error of a `RequestFailed`."""
         if timed_event is None:
             self.is_over = True
         elif isinstance(timed_event[0], RequestFailed):

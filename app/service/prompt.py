@@ -19,6 +19,7 @@ from app.text.chat import ChatOptions
 from app.text.grammar_definition import check_source
 from app.text.infill import InfillFormat, InfillPrompt, find_infill_format, shorten_infill
 from app.text.reasoning import ReasoningFormat, closes_reasoning, opens_reasoning
+from app.text.tool_formats import begun_answer
 from app.text.tool_grammars import forced_calls_grammar
 
 _MAX_TOKEN_CHARACTERS = 64  # few tokens have more, on average over a text
@@ -35,7 +36,8 @@ class Prompt:
 
     `params` are the request's, with what the model decides: numbers of log-probabilities and further end tokens.
     `num_scores` is how many log-probabilities the response may have; 0 if there are few at each token. `literals` are
-    the special tokens that are part of the text, by id. `opens_reasoning`: the text begins inside of reasoning.
+    the special tokens that are part of the text, by id. `opens_reasoning`: the text begins inside of reasoning. `begun`:
+    the text before an answer that ends the prompt, as far as it is there.
     `grammar` is compiled next, in threads of its own.
     """
 
@@ -46,6 +48,7 @@ class Prompt:
     grammar: GrammarSource | None = None
     literals: Mapping[int, str] = field(default_factory=dict)
     opens_reasoning: bool = False
+    begun: str = ""
 
     def most_tokens(self, max_model_len: int) -> int:
         """Return the number of tokens that the prompt and all choices of its completion may have together."""
@@ -72,16 +75,18 @@ def read_prompt(model: ServedDecoder, request: GenerationRequest) -> Prompt:
     if request.infill is not None and not params.ignore_eos:
         params = replace(params, stop_token_ids=(*params.stop_token_ids, *infill_format(model).end_ids))
     form = model.reasoning_format if request.separates_reasoning else None
-    end = "" if form is None else model.tokenizer.decode(token_ids[-_END_TOKENS:], skip_special_tokens=False)
+    reads_end = form is not None or (request.messages is not None and model.tool_format.around)
+    end = model.tokenizer.decode(token_ids[-_END_TOKENS:], skip_special_tokens=False) if reads_end else ""
+    begun = begun_answer(model.tool_format, end)
     is_open = form is not None and opens_reasoning(form, end)
-    if form is not None and closes_reasoning(form, end):
+    if form is not None and (closes_reasoning(form, end) or (begun and begun == model.tool_format.answer)):
         form = None
-    source = _grammar_source(model, request, form, is_open)
+    source = _grammar_source(model, request, form, is_open, begun)
     literals = _literals(model, request)
     if source is not None and model.grammars is not None:
         literals |= model.grammars.tokens_in(source)
     bad_word_ids = _bad_word_ids(model, request.params.bad_words)
-    return Prompt(token_ids, params, num_scores, bad_word_ids, source, literals, is_open)
+    return Prompt(token_ids, params, num_scores, bad_word_ids, source, literals, is_open, begun)
 
 
 def resolve_logprobs(
@@ -141,16 +146,18 @@ def _bad_word_ids(model: ServedDecoder, words: tuple[str, ...]) -> tuple[tuple[i
 
 
 def _grammar_source(
-    model: ServedDecoder, request: GenerationRequest, form: ReasoningFormat | None, is_open: bool
+    model: ServedDecoder, request: GenerationRequest, form: ReasoningFormat | None, is_open: bool, begun: str
 ) -> GrammarSource | None:
     """Return the grammar of a request. It begins after the reasoning, where the model writes any (`form`)."""
     source, tools = request.grammar, request.tools
     if source is not None and form is not None:
         source = replace(source, answer=form.answer)
+    if source is not None and request.messages is not None and model.tool_format.answer:
+        source = replace(source, answer=model.tool_format.answer.removeprefix(begun))
     if tools is not None and tools.forced:
-        source = GrammarSource("lark", _calls_grammar(model, tools.forced, tools.parallel), "tool_choice")
+        source = GrammarSource("lark", _calls_grammar(model, tools.forced, tools.parallel, begun), "tool_choice")
     elif tools is not None and source is not None:
-        source = replace(source, alternative=_calls_grammar(model, tools.tools, tools.parallel))
+        source = replace(source, alternative=_calls_grammar(model, tools.tools, tools.parallel, begun))
     if source is None:
         return None
     if model.grammars is None:
@@ -160,10 +167,10 @@ def _grammar_source(
     return source
 
 
-def _calls_grammar(model: ServedDecoder, tools: tuple[Tool, ...], parallel: bool) -> str:
+def _calls_grammar(model: ServedDecoder, tools: tuple[Tool, ...], parallel: bool, begun: str) -> str:
     for tool in tools:
         check_source(GrammarSource("json_schema", json.dumps(tool.parameters), "tools"))
-    return forced_calls_grammar(model.tool_format, [(tool.name, tool.parameters) for tool in tools], parallel)
+    return forced_calls_grammar(model.tool_format, [(tool.name, tool.parameters) for tool in tools], parallel, begun)
 
 
 def _literals(model: ServedDecoder, request: GenerationRequest) -> dict[int, str]:
@@ -171,7 +178,7 @@ def _literals(model: ServedDecoder, request: GenerationRequest) -> dict[int, str
     if not request.params.skip_special_tokens:
         return dict(model.tokenizer.special_tokens)
     markers: set[str] = set()
-    if request.tools is not None:
+    if request.tools is not None or (request.messages is not None and model.tool_format.around):
         markers.update(model.tool_format.markers)
     if request.separates_reasoning and model.reasoning_format is not None:
         markers.update(model.reasoning_format.markers)

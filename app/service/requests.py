@@ -6,7 +6,7 @@ All are plain frozen values. Each dialect translates its bodies to `GenerationRe
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -175,6 +175,21 @@ class ChoiceFinished:
 
 
 StreamEvent = Accepted | TextDelta | ChoiceFinished
+
+
+@dataclass(slots=True)
+class DirectOutput:
+    """The way of a plain token to its client without the stream's reader (`OpenGeneration.arrive`).
+
+    Attributes:
+        frame: Return the bytes of the event for a text and the ids of its tokens, as the stream's reader would write
+            it. None while the next event is of another kind.
+        write: Write bytes to the client after all that was sent before, or return False if it cannot take them now.
+            None before the response begins, and for a connection that cannot.
+    """
+
+    frame: Callable[[str, Sequence[int]], bytes] | None = None
+    write: Callable[[bytes], bool] | None = None
 
 
 # A text, a pair that is read as one (a query and a document), or token ids, to which no special tokens are added.

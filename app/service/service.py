@@ -23,7 +23,15 @@ from app.service.generate import OpenGeneration
 from app.service.open_request import OpenRequest
 from app.service.prompt import chat_token_ids, check_ids, messages_size, render_chat
 from app.service.request_log import CLIENT_REQUEST, ClientRequest
-from app.service.requests import Encoded, EncodingRequest, GenerationRequest, InferenceRequest, Inferred, StreamEvent
+from app.service.requests import (
+    DirectOutput,
+    Encoded,
+    EncodingRequest,
+    GenerationRequest,
+    InferenceRequest,
+    Inferred,
+    StreamEvent,
+)
 from app.service.served_model import ServedDecoder, ServedEncoder, ServedModel, ServedProgram, wrong_kind_error
 from app.text.bounds import EncodingLimits
 from app.text.chat import ChatOptions
@@ -155,8 +163,12 @@ class Service:
 
     # ---- requests --------------------------------------------------------------------------------------------------
 
-    async def generate(self, request: GenerationRequest) -> AsyncGenerator[StreamEvent, None]:
+    async def generate(
+        self, request: GenerationRequest, direct: DirectOutput | None = None
+    ) -> AsyncGenerator[StreamEvent, None]:
         """Yield `Accepted`, then text deltas and one `ChoiceFinished` for each choice.
+
+        Tokens that were written to `direct` are not yielded.
 
         A request that times out finishes with reason `timeout` and the text so far, or raises `RequestTimeout`
         if there is no token yet. A caller that stops early must call `aclose()` (`contextlib.aclosing`) or
@@ -166,7 +178,7 @@ class Service:
         Raises:
             RequestError: the request failed, usually before the first event.
         """
-        with OpenGeneration(self._client, request, self._http(request.model)) as generation:
+        with OpenGeneration(self._client, request, self._http(request.model), direct) as generation:
             self._check_ready()
             name, adapter = request.model, None
             if name is not None and name != self.model.name:

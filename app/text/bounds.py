@@ -45,8 +45,8 @@ CHUNK_CHARACTERS = 64 * 1024
 _BLOCK_BYTES = 32 * 1024
 # The largest error of a sum of 2^24 rounded weights is far smaller.
 _ROUNDING = 1e-3
-_META_SPACE = "\u2581"  # a space in a sentencepiece vocabulary
-_BYTE_TOKEN = re.compile(r"^<0x([0-9A-Fa-f]{2})>$")
+META_SPACE = "\u2581"  # a space in a sentencepiece vocabulary
+BYTE_TOKEN = re.compile(r"^<0x([0-9A-Fa-f]{2})>$")  # a byte in a byte-fallback vocabulary
 _WHITE_SPACE = (
     "\t\n\x0b\x0c\r \x85\xa0\u1680\u2000\u2001\u2002\u2003\u2004\u2005\u2006\u2007\u2008\u2009\u200a"
     "\u2028\u2029\u202f\u205f\u3000"
@@ -251,10 +251,10 @@ class TextBounds:
             values = [self._byte_of_character.get(character) for character in token]
             return (token.encode() if None in values else bytes(value for value in values if value is not None),)
         spelled = token.encode()
-        if (byte := _BYTE_TOKEN.match(token)) is not None:
+        if (byte := BYTE_TOKEN.match(token)) is not None:
             return (spelled, bytes([int(byte[1], 16)]))
         # The space is added in front, so that both of its forms get the length of the longer one.
-        return (b" " * (_META_SPACE in token) + spelled,)
+        return (b" " * (META_SPACE in token) + spelled,)
 
     def _weightless(self, in_words: bool, lowercases: bool) -> set[int]:
         """Return the bytes that a text may have in any number without more tokens."""
@@ -282,7 +282,7 @@ class TextBounds:
         known = {
             byte
             for byte, character in letters.items()
-            if token_id(_META_SPACE if character == " " and self._spells_meta_space else character) is not None
+            if token_id(META_SPACE if character == " " and self._spells_meta_space else character) is not None
         }
         return set(range(256)) - known
 
@@ -372,7 +372,7 @@ def _keeps_text(normalizer: Stage) -> bool:
 def _is_meta_space_rule(normalizer: Stage) -> bool:
     return normalizer["type"] == "Replace" and (normalizer["pattern"], normalizer["content"]) == (
         {"String": " "},
-        _META_SPACE,
+        META_SPACE,
     )
 
 
@@ -391,6 +391,6 @@ def _joins_spaces(normalizer: Stage) -> bool:
 
 def _is_known_splitter(pre_tokenizer: Stage) -> bool:
     kind = pre_tokenizer["type"]
-    if kind == "Metaspace" and pre_tokenizer.get("replacement") != _META_SPACE:
+    if kind == "Metaspace" and pre_tokenizer.get("replacement") != META_SPACE:
         return False
     return kind in _DROPPING or (kind in _LOSSLESS and pre_tokenizer.get("behavior") != "Removed")

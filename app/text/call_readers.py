@@ -5,16 +5,24 @@ A reader refuses a text that cannot become a call at the first character that sh
 
 from __future__ import annotations
 
-import ast
 import json
 import re
-import warnings
-from collections.abc import Mapping
-from contextlib import suppress
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from typing import Any, Literal, Protocol
 
-from app.text.tool_formats import ToolFormat, parameter_types, read_value, split_pattern, words
+from app.text.tool_formats import (
+    NOTHING,
+    ToolFormat,
+    json_value,
+    member_schema,
+    parameter_types,
+    python_value,
+    read_value,
+    split_pattern,
+    value_types,
+    words,
+)
 
 SPACES = " \t\r\n"
 _NAME_KEYS = frozenset({"name", "tool_name"})
@@ -316,6 +324,7 @@ class _ParametersReader:
         self._key: list[str] = []
         self._value: list[str] = []
         self._count = 0  # of parameters
+        self._name: list[str] = []
         self._new: list[str] = []
 
     def arguments(self) -> str:
@@ -325,6 +334,15 @@ class _ParametersReader:
         new = "".join(self._new)
         self._new = []
         return new
+
+    def _ends_name(self, character: str, end: str) -> bool:
+        """Read a character of the call's name, and return True if it is the one after it. Raises `NotACall`."""
+        if character == end and self._name:
+            return True
+        if not (character.isalnum() or character in "_-.") or len(self._name) >= _MAX_HEADER_CHARACTERS:
+            raise NotACall
+        self._name.append(character)
+        return False
 
 
 class TaggedReader(_ParametersReader):
@@ -338,7 +356,6 @@ class TaggedReader(_ParametersReader):
         super().__init__(head)
         self._schemas, self._marks = schemas, _marks(form)
         self._state: Literal["name", "after name", "between", "key", "after key", "value"] = "name"
-        self._name: list[str] = []
         self._word = ""  # of the tags, without white space
         self._written = 0  # characters of the value that are part of the arguments already
         self._types: frozenset[str] = frozenset()
@@ -393,7 +410,7 @@ class TaggedReader(_ParametersReader):
         value, quote, more = self._word[len(fixed) :].partition(rest[:1])
         if (value and not value.isalnum()) or not rest.startswith(quote + more) or len(value) > _MAX_WORD_CHARACTERS:
             raise NotACall
-        self._is_text = {"true": True, "false": False}.get(value)
+        self._is_text = None if value.isdigit() else value in ("true", "string")
         return quote + more == rest
 
     def _push_between(self, character: str) -> None:
@@ -401,10 +418,13 @@ class TaggedReader(_ParametersReader):
             return
         self._word += character
         marks = self._marks
-        if self._word == marks.key:
+        if self._begins_key():
             if self.name is None:
                 self._begin_call()
+            more = self._word[len(marks.key) :]
             self._word, self._key, self._state, self._is_text = "", [], "key", None
+            for one in more:
+                self.push(one)
         elif self._word == marks.tail:
             self._end_call()
         elif self._word in marks.stops:
@@ -412,6 +432,14 @@ class TaggedReader(_ParametersReader):
             self._end_call()
         elif not any(one.startswith(self._word) for one in (marks.key, marks.tail, *marks.stops)):
             raise NotACall
+
+    def _begins_key(self) -> bool:
+        marks = self._marks
+        if not marks.tail.startswith(marks.key):
+            return self._word == marks.key
+        return self._word.startswith(marks.key) and not any(
+            one.startswith(self._word) for one in (marks.tail, *marks.stops)
+        )
 
     def _begin_call(self) -> None:
         self.name = "".join(self._name)
@@ -473,11 +501,13 @@ class _Marks:
             return "".join(text.split())
 
         before, after = form.call.split("{parameters}")
-        self.after_name = bare(before.partition("{name}")[2])
+        self.after_name = bare(before.partition("{name}")[2].replace("{number}", "*"))
         self.tail = bare(after)
-        first, rest = form.parameter.split("{key}")
+        first, _, rest = form.parameter.partition("{key}")
         between, end = rest.split("{value}")
-        self.key, self.after_key, self.value_end = bare(first), bare(between.replace("{string}", "*")), end.strip()
+        self.key, self.value_end = bare(first), end.strip()
+        self.after_key = bare(between.replace("{string}", "*").replace("{type}", "*"))
+        self.element = form.element
         self.has_lines = between.endswith("\n")
         self.stops = tuple(bare(one) for one in (form.end, *form.opening) if one)
 
@@ -487,12 +517,79 @@ def _marks(form: ToolFormat) -> _Marks:
     return _Marks(form)
 
 
+class ElementReader(TaggedReader):
+    """Reader of a call whose parameters are elements, such as `<city>Paris</city>`, and so are the members of values."""
+
+    _depth, _tag = 0, -1  # elements that are open in the value, and the place where a tag in it begins
+
+    def _push_value(self, character: str) -> None:
+        self._value.append(character)
+        before = self._marks.element
+        if character == before[-1] and "".join(self._value[-len(before) :]) == before:
+            self._tag = len(self._value)
+        elif character == ">" and self._tag >= 0:
+            tag, self._tag = "".join(self._value[self._tag :]), -1
+            if not tag.startswith("</"):
+                self._depth += 1
+            elif self._depth:
+                self._depth -= 1
+            else:
+                del self._value[-len(before + tag) :]
+                self._end_value()
+        elif self._types == {"string"} and not self._depth and self._tag < 0:
+            sure = len(self._value) - len(before)
+            if sure > self._written:
+                self._write_text(self._value[self._written : sure])
+                self._written = sure
+
+    def _end_value(self) -> None:
+        text = "".join(self._value)
+        if self._types == {"string"}:
+            self._new.append(json.dumps(text[self._written :], ensure_ascii=False)[1:-1] + '"')
+        else:
+            root = self._schemas.get(self.name or "", {})
+            schema = member_schema(root, "".join(self._key), root)
+            self._new.append(json.dumps(_element_value(text, self._marks.element, schema, root), ensure_ascii=False))
+        self._value, self._word, self._state = [], "", "between"
+
+
+def _element_value(text: str, before: str, schema: Any, root: Mapping[str, Any]) -> Any:
+    """Return the value of a text that may be elements in one another. Raises `NotACall`."""
+    parts = re.split(re.escape(before) + "<([^<>]+)>", text)
+    members: list[tuple[str, Any]] = []
+    opened: list[tuple[str, Any, list[tuple[str, Any]]]] = []  # names with the schema and the members around them
+    for place in range(1, len(parts), 2):
+        name = parts[place]
+        if not name.startswith("/"):
+            opened.append((name, schema, members))
+            schema = member_schema(schema, None if name == "item" else name, root)
+            members = []
+        elif opened and name[1:] == opened[-1][0]:
+            value = _members_value(members, parts[place - 1], schema, root)
+            name, schema, members = opened.pop()
+            members.append((name, value))
+        else:
+            raise NotACall
+    if opened:
+        raise NotACall
+    return _members_value(members, parts[0], schema, root)
+
+
+def _members_value(members: Sequence[tuple[str, Any]], text: str, schema: Any, root: Mapping[str, Any]) -> Any:
+    types = value_types(schema, root)
+    if members:
+        is_list = "array" in types or (not types & {"object"} and all(name == "item" for name, _ in members))
+        return [value for _, value in members] if is_list else dict(members)
+    if not text.strip() and types & {"object", "array"} and "string" not in types:
+        return [] if "array" in types else {}
+    return json.loads(read_value(text, types))
+
+
 class PythonicReader(_ParametersReader):
     """Reader of a call as Python has it, `name(key=value, …)`. Values are Python's or JSON's."""
 
     def __init__(self) -> None:
         super().__init__()
-        self._name: list[str] = []
         self._state: Literal["name", "key", "after key", "value"] = "name"
         self._depth = 0
         self._quote = ""
@@ -514,12 +611,8 @@ class PythonicReader(_ParametersReader):
             self._push_value(character)
 
     def _push_name(self, character: str) -> None:
-        if character == "(" and self._name:
+        if self._ends_name(character, "("):
             self._state = "key"
-        elif (character.isalnum() or character in "_-.") and len(self._name) < _MAX_HEADER_CHARACTERS:
-            self._name.append(character)
-        else:
-            raise NotACall
 
     def _push_key(self, character: str) -> None:
         if character == ")" and not self._key:
@@ -571,43 +664,11 @@ class PythonicReader(_ParametersReader):
 
 def _python_value(text: str) -> str:
     """Return the JSON of a value of Python or JSON. Raises `NotACall`."""
-    with suppress(ValueError, RecursionError):
-        json.loads(text, parse_constant=_no_number)
+    if json_value(text) is not NOTHING:
         return text.strip()
-    try:
-        with warnings.catch_warnings():  # of the compiler, about escapes that Python does not know
-            warnings.simplefilter("ignore")
-            parsed = ast.parse(text.strip(), mode="eval").body
-        return json.dumps(_plain(parsed), ensure_ascii=False, allow_nan=False)
-    except (SyntaxError, ValueError, TypeError, RecursionError, MemoryError) as error:
-        raise NotACall from error
-
-
-def _plain(node: ast.expr) -> Any:
-    """Return the value of an expression without names, calls and operators."""
-    if isinstance(node, ast.Constant) and isinstance(node.value, str | int | float | bool | None):
-        return node.value
-    if isinstance(node, ast.Name) and node.id in _WORDS:
-        return _WORDS[node.id]
-    if isinstance(node, ast.List | ast.Tuple):
-        return [_plain(item) for item in node.elts]
-    if isinstance(node, ast.Dict):
-        return {_key(key): _plain(value) for key, value in zip(node.keys, node.values, strict=True)}
-    if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
-        value = _plain(node.operand)
-        if isinstance(value, int | float) and not isinstance(value, bool):
-            return -value
-    raise ValueError("no value")
-
-
-_WORDS = {"true": True, "false": False, "null": None}
-
-
-def _key(node: ast.expr | None) -> str:
-    value = None if node is None else _plain(node)
-    if not isinstance(value, str):
-        raise ValueError("no key")
-    return value
+    if (value := python_value(text)) is NOTHING:
+        raise NotACall
+    return json.dumps(value, ensure_ascii=False)
 
 
 class QuotedReader(_ParametersReader):
@@ -617,7 +678,6 @@ class QuotedReader(_ParametersReader):
         super().__init__(head)
         self._quote = form.quote
         self._end = words(form.call)[-1]  # of the call
-        self._name: list[str] = []
         self._state: Literal["name", "key", "value", "end"] = "name"
         self._depth = 0
         self._in_string = False
@@ -639,13 +699,9 @@ class QuotedReader(_ParametersReader):
                 self.finished, self.unread = True, self._word
 
     def _push_name(self, character: str) -> None:
-        if character == "{" and self._name:
+        if self._ends_name(character, "{"):
             self.name, self._state = "".join(self._name), "key"
             self._new.append("{")
-        elif (character.isalnum() or character in "_-.") and len(self._name) < _MAX_HEADER_CHARACTERS:
-            self._name.append(character)
-        else:
-            raise NotACall
 
     def _push_key(self, character: str) -> None:
         if character == ":" and self._key:
@@ -691,14 +747,12 @@ def _unquoted(text: str, quote: str) -> str:
 _BARE_KEY = re.compile(r'([{,]\s*+)([^\s{}\[\],:"]++)\s*+:')
 
 
-def _no_number(name: str) -> Any:
-    raise ValueError(f"{name} is no JSON")
-
-
 def new_reader(form: ToolFormat, head: str, schemas: Mapping[str, Mapping[str, Any]]) -> CallReader:
     """Return the reader of a call that is no JSON object, after its beginning, which was read."""
     if form.is_pythonic:
         return PythonicReader()
     if form.quote:
         return QuotedReader(form, head)
+    if form.element:
+        return ElementReader(form, head, schemas)
     return TaggedReader(form, head, schemas) if form.parameter else NamedReader(form, head)

@@ -29,13 +29,13 @@ from app.errors import (
     UnsupportedParameter,
 )
 from app.text.child_process import ChildProcess, ProcessKind, Reply, ReplyStatus, TemplateLimits
-from app.text.template_form import TemplateForm, ThinkingVariables
-from app.text.template_trials import find_template_form
+from app.text.template_form import TemplateForm, ThinkingVariables, find_template_form
 from app.text.tool_formats import TOOL_FORMATS, TRIAL_CALL, TRIAL_TOOL, ToolFormat, find_tool_format
 from app.weights.files import file_in, files_in, folder_in, read_text, unreadable_message
 
 log = logging.getLogger(__name__)
 
+_ROLES = ("system", "user", "assistant", "tool")
 _RESERVED = frozenset({"messages", "add_generation_prompt", "tools", "documents", "range"})
 
 TRIAL_CPU_SECONDS = TemplateLimits().cpu_seconds
@@ -335,7 +335,9 @@ class MarkedTexts:
         marked = dict(message)
         for name in ("content", "tool_plan"):
             if name in marked:
-                marked[name] = self._content(marked[name], f"{path}.content")
+                known = message["role"] in _ROLES
+                label = "" if known else f", of the role {message['role']}"
+                marked[name] = self._content(marked[name], f"{path}.content{label}")
         if marked.get("tool_calls"):
             calls = enumerate(marked["tool_calls"])
             marked["tool_calls"] = [self._call(call, f"{path}.tool_calls[{place}]") for place, call in calls]

@@ -12,17 +12,10 @@ from app.text.tokenizer import Tokenizer
 
 _REPLACEMENT = "\ufffd"  # a decoder writes it for bytes that are not a character, or not yet
 
-_NARROWED_TOKENS = (
-    8,
-    7,
-    6,
-    5,
-)  # tokens to keep; at least 5: an incomplete character has at most 3 tokens, which must not be the window's first
-
+# Tokens to keep; at least 5: an incomplete character has at most 3 tokens, which must not be the window's first.
+_NARROWED_TOKENS = (8, 7, 6, 5)
 _WIDE_TOKENS = 12  # tokens in the window at which it is narrowed
-
 _MAX_WINDOW_TOKENS = 24  # tokens in the window at which bytes that never became a character are shown as U+FFFD
-
 _MAX_PENDING_BYTES = 3  # bytes: at most three of a UTF-8 character's four can be pending
 
 
@@ -55,6 +48,7 @@ class IncrementalDetokenizer:
         self._early_tokens = min_tokens
         self._window = self._context_window(context)
         self._shown = self._context_length()  # characters of the window's text that were already returned
+        self._is_whole = False  # True if that is all of the window's text, which has a token at least
 
     @property
     def matched_stop(self) -> str | None:
@@ -65,6 +59,13 @@ class IncrementalDetokenizer:
         """Add a token and return the text that is certain now; often empty."""
         is_early = self._early_tokens > 0
         self._early_tokens -= 1
+        piece = self._tokenizer.piece(token_id) if self._is_whole else None
+        if piece is not None:
+            self._window.append(token_id)
+            self._shown += len(piece)
+            if len(self._window) >= _WIDE_TOKENS:
+                self._narrow(self._decoded())
+            return self._stops.push(piece, is_early=is_early)
         if not self._tokenizer.has_text(token_id):
             literal = self._literals.get(token_id)
             name = self._tokenizer.token_text(token_id) if literal is None else literal
@@ -76,6 +77,7 @@ class IncrementalDetokenizer:
             certain = max(certain, len(text) - _MAX_PENDING_BYTES)
         new_text = text[self._shown : certain]
         self._shown = max(self._shown, certain)
+        self._is_whole = certain == len(text)
         if len(self._window) >= (_WIDE_TOKENS if certain == len(text) else _MAX_WINDOW_TOKENS):
             self._narrow(text)
         return self._stops.push(new_text, is_early=is_early)

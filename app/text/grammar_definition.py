@@ -169,5 +169,7 @@ def _schema_grammar(text: str, is_open: bool) -> str:
 
 def refusal(source: GrammarSource, reason: str) -> InvalidRequest:
     """Return the error of a grammar that cannot be followed."""
+    if source.kind == "lark":  # our own text, which says nothing to a client
+        reason = re.sub(r"^at \d+\(\d+\): ", "", reason.partition("\n")[0])
     sentence = " ".join(reason.split())
     return InvalidRequest(f"{source.field} cannot be followed: {sentence[:500]}", field=source.field)

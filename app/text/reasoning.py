@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from app.text.harmony import TOKENS
+from app.text.tool_formats import words
 
 _SPACES = " \t\r\n"
 
@@ -28,7 +29,10 @@ class ReasoningFormat:
     @property
     def markers(self) -> tuple[str, ...]:
         """The special tokens that the parser needs in the text."""
-        return TOKENS if self.is_harmony else (self.start, self.end)
+        tags = (self.start, self.end)
+        return (
+            TOKENS if self.is_harmony else tuple(dict.fromkeys((*tags, *(one for tag in tags for one in words(tag)))))
+        )
 
     @property
     def is_harmony(self) -> bool:
@@ -36,21 +40,23 @@ class ReasoningFormat:
         return self.name == "openai_gptoss"
 
 
+# In the order in which templates are searched: many have Qwen's tags too, in what they remove from an answer.
 REASONING_FORMATS: Mapping[str, ReasoningFormat] = {
     each.name: each
     for each in (
-        ReasoningFormat("deepseek_r1", "<think>", "</think>", is_implied=True),
-        ReasoningFormat("qwen3", "<think>", "</think>"),
-        ReasoningFormat("granite", "Here is my thought process:", "Here is my response:"),
-        ReasoningFormat("mistral", "[THINK]", "[/THINK]"),
         ReasoningFormat("seed_oss", "<seed:think>", "</seed:think>"),
         ReasoningFormat("command_a", "<|START_THINKING|>", "<|END_THINKING|>"),
         ReasoningFormat("kimi_vl", "◁think▷", "◁/think▷"),
         ReasoningFormat("hunyuan", "<think:opensource>", "</think:opensource>"),
         ReasoningFormat("minimax_m3", "<mm:think>", "</mm:think>"),
+        ReasoningFormat("kimi_k3", "<|open|>think<|sep|>", "<|close|>think<|sep|>"),
         ReasoningFormat("apriel", "Here are my reasoning steps:", "[BEGIN FINAL RESPONSE]"),
         ReasoningFormat("apertus", "<|inner_prefix|>", "<|inner_suffix|>"),
         ReasoningFormat("gemma4", "<|channel>thought", "<channel|>"),
+        ReasoningFormat("granite", "Here is my thought process:", "Here is my response:"),
+        ReasoningFormat("mistral", "[THINK]", "[/THINK]"),
+        ReasoningFormat("qwen3", "<think>", "</think>"),
+        ReasoningFormat("deepseek_r1", "<think>", "</think>", is_implied=True),
         ReasoningFormat(
             *("openai_gptoss", "<|channel|>analysis<|message|>", "<|end|>"),
             then="<|start|>assistant",
@@ -58,19 +64,6 @@ REASONING_FORMATS: Mapping[str, ReasoningFormat] = {
         ),
     )
 }
-# Looked for first, since a template may have the tags of Qwen too, in what it removes from an answer.
-_BEFORE_QWEN = (
-    "seed_oss",
-    "command_a",
-    "kimi_vl",
-    "hunyuan",
-    "minimax_m3",
-    "apriel",
-    "apertus",
-    "gemma4",
-    "granite",
-    "mistral",
-)
 
 
 def choose_reasoning_format(template: str | None) -> ReasoningFormat | None:
@@ -78,11 +71,8 @@ def choose_reasoning_format(template: str | None) -> ReasoningFormat | None:
     source = template or ""
     if "<|channel|>analysis<|message|>" in source or ("<|channel|>" in source and "analysis" in source):
         return REASONING_FORMATS["openai_gptoss"]
-    for name in _BEFORE_QWEN:
-        form = REASONING_FORMATS[name]
-        if form.start in source or form.end in source:
-            return form
-    return REASONING_FORMATS["qwen3"] if "<think>" in source or "</think>" in source else None
+    found = (form for form in REASONING_FORMATS.values() if form.start in source or form.end in source)
+    return next((form for form in found if not form.is_harmony), None)
 
 
 def closes_reasoning(form: ReasoningFormat, prompt_end: str) -> bool:
@@ -140,7 +130,9 @@ class ReasoningParser:
         self._held += character
         if self._held == self._form.start:
             self._enter("reasoning")
-        elif not self._form.start.startswith(self._held):
+        elif self._held == self._form.end:  # without a beginning: there is none
+            self._enter("after")
+        elif not self._form.start.startswith(self._held) and not self._form.end.startswith(self._held):
             spaces, held = self._spaces, self._held
             if self._is_open:
                 self._enter("reasoning")

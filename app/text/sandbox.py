@@ -1,4 +1,4 @@
-"""Sandbox of chat templates, and the process that renders in it. `text/template_process.py` starts and supervises it.
+"""Sandbox of chat templates, and the process that renders in it. `TemplateProcess` in `text/chat.py` starts it.
 
 A template is untrusted code that came with the checkpoint. It runs in jinja2's sandbox with the environment of Hugging
 Face chat templates. The bounds on loops, numbers and output give clear errors. What they miss is ended by the limits of

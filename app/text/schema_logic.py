@@ -11,6 +11,7 @@ import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
+from urllib.parse import unquote
 
 MAX_COMPLEMENT_CHARACTERS = 20_000
 MAX_DIGITS = 64  # of a Decimal whose digits before and after the point are limited together
@@ -237,7 +238,7 @@ def target_of(root: Any, reference: Any) -> Any:
     if not isinstance(reference, str) or not (reference == "#" or reference.startswith("#/")):
         return None
     found = root
-    for part in reference.split("/")[1:]:
+    for part in unquote(reference).split("/")[1:]:
         key = part.replace("~1", "/").replace("~0", "~")
         if isinstance(found, list) and key.isdigit():
             found = found[int(key)] if int(key) < len(found) else None

@@ -12,6 +12,7 @@ from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
 from itertools import combinations
 from typing import Any
+from urllib.parse import quote
 
 from app.text.schema_logic import (
     REFUSAL,
@@ -30,6 +31,9 @@ IN_PLACE = ("allOf", "anyOf", "oneOf")  # their schemas describe the same value
 SCHEMAS = frozenset(
     {"items", "prefixItems", "additionalItems", "additionalProperties", "contains", "if", "then", "else", "not"}
 )
+_SAFE_IN_REFERENCES = "#/%~:?!$&'()*+,;=@"
+MAX_CHAIN = 16  # references that lead to one another for one value
+MAX_LIMIT = 9 * 10**18  # of numbers: the library cannot follow a larger range
 _ALL_NAMES = frozenset({"", ".*", "^.*$", ".*$", "^.*"})  # patterns that match every name of one line
 _BESIDE_REFERENCE = ("$ref", "$defs", "definitions", "$schema")
 _CONDITION = ("if", "then", "else")
@@ -64,8 +68,9 @@ class _Narrowing:
     def schema(self, schema: Any) -> Any:
         if not isinstance(schema, Mapping):
             return schema
-        if "$ref" in schema and len(schema) > 1:
-            schema = self._without_siblings(schema)
+        if isinstance(name := schema.get("$ref"), str):
+            self._check_progress(schema, ())
+            schema = {**self._without_siblings(schema), "$ref": quote(name, safe=_SAFE_IN_REFERENCES)}
         done: dict[str, Any] = {}
         for word, value in schema.items():
             if word in MAPS_OF_SCHEMAS and isinstance(value, Mapping):
@@ -83,14 +88,27 @@ class _Narrowing:
             done["allOf"] = [*done.get("allOf", ()), *together]
         return done
 
+    def _check_progress(self, schema: Any, seen: tuple[str, ...]) -> None:
+        """Check that a schema does not lead to itself for the same value, which nothing could follow."""
+        if not isinstance(schema, Mapping):
+            return
+        name = schema.get("$ref")
+        if name in seen:
+            raise ValueError(f"the reference {name} leads to itself")
+        if isinstance(name, str) and len(seen) < MAX_CHAIN:
+            self._check_progress(self._logic.target(name), (*seen, name))
+        parts = schema.get("allOf")
+        for part in parts if isinstance(parts, list) and seen else ():
+            self._check_progress(part, seen)
+
     def _without_siblings(self, schema: Schema) -> Schema:
         """Return a schema without the words beside its `$ref`, if that leads back to itself and they say nothing.
 
         The library does not combine such a reference with other words.
         """
-        target = self._logic.target(schema["$ref"])
-        if not self._logic.is_circular(schema["$ref"]):
+        if len(schema) == 1 or not self._logic.is_circular(schema["$ref"]):
             return schema
+        target = self._logic.target(schema["$ref"])
         types = self._logic.types(target)
         listed = schema.get("type", [])
         says_nothing = types <= {*([listed] if isinstance(listed, str) else listed)}
@@ -104,13 +122,17 @@ class _Narrowing:
     # Each rule reads a schema, takes its keyword out of `done`, and returns schemas that must hold too.
 
     def old_words(self, schema: Schema, done: dict[str, Any]) -> list[Any]:
-        """Words of older drafts."""
+        """Words of older drafts, and limits that are too large."""
         for limit in ("minimum", "maximum"):
             word = f"exclusive{limit.title()}"
             if isinstance(schema.get(word), bool):
                 del done[word]
                 if schema[word] and limit in done:
                     done[word] = done.pop(limit)
+            for key in (limit, word):
+                bound = done.get(key)
+                if isinstance(bound, int | float) and not isinstance(bound, bool):
+                    done[key] = max(bound, -MAX_LIMIT) if limit == "minimum" else min(bound, MAX_LIMIT)
         if "$ref" in schema and self._is_old and schema is not self._root:
             done.pop("$id", None)  # it does not count beside a reference, as all that is beside one
         name = schema.get("$id")

@@ -7,7 +7,6 @@ Its files are read in `tokenizer_files.py`; conversations are in `chat.py`, stre
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -20,7 +19,9 @@ import tokenizers
 from app.errors import CheckpointInvalid, InvalidRequest
 from app.messages import Text
 from app.text.bounds import (
+    BYTE_TOKEN,
     CHUNK_CHARACTERS,
+    META_SPACE,
     UNBOUNDED,
     EncodingLimits,
     LeastTokens,
@@ -31,9 +32,9 @@ from app.text.bounds import (
 from app.text.child_process import ConvertRustErrors, stop_if_cancelled
 from app.text.tokenizer_files import TokenizerFiles, apply_other_files, named_tokens, read_tokenizer_files
 
-_BYTE_TOKEN = re.compile(r"^<0x([0-9A-Fa-f]{2})>$")  # a byte in a byte-fallback vocabulary
 _CANNOT_ENCODE = "this checkpoint's tokenizer cannot encode the text"
-_META_SPACE = "\u2581"  # a space in a sentencepiece vocabulary
+_REPLACEMENT = "\ufffd"
+_JOINING_DECODERS = frozenset(("ByteLevel", "ByteFallback", "Fuse", "Metaspace", "Replace", "Sequence", "Strip"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +66,7 @@ class Tokenizer:
         self._added = {
             token_id: str(token.content) for token_id, token in self._inner.get_added_tokens_decoder().items()
         }
+        self._pieces: dict[int, str | None] = {}
         self._special = frozenset(i for i, token in self._inner.get_added_tokens_decoder().items() if token.special)
         self.vocab_size = self._inner.get_vocab_size(with_added_tokens=True)
         self.bos_token_id = self.token_id(self.named_tokens.get("bos_token"))
@@ -275,6 +277,37 @@ class Tokenizer:
         with ConvertRustErrors(InvalidRequest, "this checkpoint's tokenizer cannot decode the ids"):
             return self._inner.decode(token_ids, skip_special_tokens=skip_special_tokens)
 
+    def piece(self, token_id: int) -> str | None:
+        """Return the text that a token adds after any other complete text; None if that depends on more than the token.
+
+        Special tokens and ids outside the vocabulary have none, nor have parts of characters.
+        """
+        try:
+            return self._pieces[token_id]
+        except KeyError:
+            self._pieces[token_id] = piece = self._find_piece(token_id) if self.has_text(token_id) else None
+            return piece
+
+    def _find_piece(self, token_id: int) -> str | None:
+        if self._anchor is None:
+            return None
+        before = self.decode([self._anchor])
+        text = self.decode([self._anchor, token_id])
+        return text[len(before) :] if text.startswith(before) and _REPLACEMENT not in text else None
+
+    @cached_property
+    def _anchor(self) -> int | None:
+        """A token with text, if the decoder joins the texts of tokens; it may change the first one."""
+        decoder = self._inner.decoder
+        state = json.loads(decoder.__getstate__()) if decoder is not None else {}
+        parts = [state, *state.get("decoders", ())]
+        if not self._decoder_kinds or not self._decoder_kinds <= _JOINING_DECODERS:
+            return None
+        if any(part.get("stop") for part in parts):  # it changes the last one too
+            return None
+        ids = self._inner.encode("a", add_special_tokens=False).ids
+        return ids[0] if ids and self.has_text(ids[0]) and _REPLACEMENT not in self.decode(ids[:1]) else None
+
     def has_text(self, token_id: int) -> bool:
         """Return False for special tokens and for ids beyond the vocabulary, which decode to nothing.
 
@@ -294,8 +327,8 @@ class Tokenizer:
         if "ByteLevel" in self._decoder_kinds:
             values = [_BYTE_OF_CHARACTER.get(character) for character in token]
             return token.encode() if None in values else bytes(value for value in values if value is not None)
-        byte = _BYTE_TOKEN.match(token) if "ByteFallback" in self._decoder_kinds else None
-        return bytes([int(byte.group(1), 16)]) if byte else token.replace(_META_SPACE, " ").encode()
+        byte = BYTE_TOKEN.match(token) if "ByteFallback" in self._decoder_kinds else None
+        return bytes([int(byte.group(1), 16)]) if byte else token.replace(META_SPACE, " ").encode()
 
     @cached_property
     def _decoder_kinds(self) -> frozenset[str]:

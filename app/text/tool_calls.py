@@ -37,24 +37,28 @@ class ParsedText:
 class ToolCallParser:
     """Parser of one choice's text.
 
-    `tools` are the tools' names with the schemas of their arguments. `parallel` False: calls after the first are
-    dropped. `new_id` makes the id of a call.
+    `tools` are the tools' names with the schemas of their arguments; None: calls are content. `parallel` False: calls
+    after the first are dropped. `new_id` makes the id of a call. `begun`: the text before an answer that the prompt has.
     """
 
     def __init__(
         self,
         form: ToolFormat,
-        tools: Mapping[str, Mapping[str, Any]],
+        tools: Mapping[str, Mapping[str, Any]] | None,
         new_id: Callable[[], str],
         parallel: bool = True,
+        begun: str = "",
     ) -> None:
-        self._form, self._tools, self._new_id, self._parallel = form, tools, new_id, parallel
-        self._starts, self._end, self._ignored = form.opening, form.end, form.ignored
-        self._words = tuple(filter(None, (*self._starts, self._end, *self._ignored, form.head.strip())))
+        self._form, self._tools, self._new_id, self._parallel = form, tools or {}, new_id, parallel
+        self._starts, self._end, self._ignored = () if tools is None else form.opening, form.end, form.ignored
+        self._around = tuple(filter(None, form.around))
+        self._words = tuple(filter(None, (*self._starts, *self._around, self._end, *self._ignored, form.head.strip())))
+        self._firsts = frozenset(one[0] for one in (*self._starts, *self._around))
+        self._begun = begun
         self._names_calls = form.head == "" and (not form.reads_objects or bool(form.also))
-        self._reads_bare = form.is_bare
+        self._reads_bare = form.is_bare and tools is not None
         self.num_calls = 0
-        self._todo: deque[str] = deque()  # characters that are not read yet
+        self._todo: deque[str] = deque(begun)  # characters that are not read yet
         self._content: list[str] = []  # what is certain, until it is returned
         self._deltas: list[_GrowingDelta] = []
         self._spaces: list[str] = []  # white space that is content only if text follows
@@ -80,8 +84,9 @@ class ToolCallParser:
         while self._region is not None and (self._region_calls == 0 or self._has_begun):
             self._leave()  # which may find another marker further on
             self._take_all()
-        if self._held or not self.num_calls:
-            self._content += (*self._spaces, self._held)
+        held = self._held.removeprefix(self._begun)
+        if held or not self.num_calls:
+            self._content += (*self._spaces, held)
         self._spaces, self._held = [], ""
         return self._certain()
 
@@ -122,18 +127,33 @@ class ToolCallParser:
         while held:
             begun = held.lstrip(SPACES)
             self._spaces += held[: len(held) - len(begun)]
-            if begun in self._starts:
-                self._enter(begun)
-                return
             held = begun
-            if not begun or any(marker.startswith(begun) for marker in self._starts):
+            if not begun:
                 break
+            if begun[0] in self._firsts:
+                if begun in self._around:
+                    held = ""
+                    break
+                if marker := self._start_of(begun):
+                    self._enter(marker)
+                    self._todo.extendleft(reversed(begun[len(marker) :]))
+                    return
+                if any(marker.startswith(begun) for marker in (*self._starts, *self._around)):
+                    break
             self._content += (*self._spaces, begun[0])
             self._spaces, held = [], begun[1:]
         self._held = held
 
+    def _start_of(self, text: str) -> str:
+        """Return the marker with which a text begins; empty while it may become the longer text around an answer."""
+        if any(one.startswith(text) for one in self._around):
+            return ""
+        return next((start for start in self._starts if text.startswith(start)), "")
+
     def _enter(self, marker: str, is_bare: bool = False) -> None:
-        self._region, self._settled, self._is_bare, self._in_list = list(marker), 0, is_bare, False
+        # What an answer may begin with is no sure sign of a call: it must name a tool.
+        self._is_bare = is_bare or self._form.answer.startswith(marker)
+        self._region, self._settled, self._in_list = list(marker), 0, False
         self._word, self._region_calls, self._held, self._at_start = "", 0, "", False
         if marker and marker == self._form.head.strip():
             self._reader = new_reader(self._form, marker, self._tools)
@@ -178,16 +198,18 @@ class ToolCallParser:
         word = self._word + character
         if word == self._form.head.strip():
             self._word, self._reader = "", new_reader(self._form, word, self._tools)
-        elif word == self._end:
+        elif word == self._end or word in self._around:
             if self._region_calls == 0:
                 raise NotACall
             self._region, self._word = None, ""
             self._spaces = []
-        elif word in self._starts:
-            self._word = ""
+        elif marker := self._start_of(word):
+            self._word, more = "", word[len(marker) :]
+            self._todo.extendleft(reversed(more))
             if self._region_calls == 0:  # as if the calls began here
                 assert self._region is not None, "calls are read"
-                self._settled, self._in_list = len(self._region) - len(word), False
+                del self._region[len(self._region) - len(more) :]
+                self._settled, self._in_list = len(self._region) - len(marker), False
         elif word in self._ignored:
             self._word = ""
         elif any(marker.startswith(word) for marker in self._words):

@@ -10,14 +10,17 @@ from __future__ import annotations
 import ast
 import json
 import re
+import warnings
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
+from app.text.schema_logic import target_of
+
 Message = Mapping[str, Any]
 _OBJECT = '{"name": "{name}", "arguments": {arguments}}'
-_PLACE = re.compile(r"\{(name|arguments|parameters|index|id|key|value|string)\}")
+_PLACE = re.compile(r"\{(name|arguments|parameters|index|number|id|key|value|string|type)\}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,14 +28,16 @@ class ToolFormat:
     """The tool calls of a model family.
 
     - `call`: a call with the places `{name}` and `{arguments}`, a JSON object, or `{parameters}`; `{index}` is the number
-      of the call, `{id}` its id.
-    - `parameter`: a parameter with the places `{key}` and `{value}`, and `{string}`, which is "true" for a text.
+      of the call, counted from 0, `{number}` from 1, `{id}` its id.
+    - `parameter`: a parameter with the places `{key}` and `{value}`; `{type}` is its type in JSON, and `{string}` is
+      "true" for a text. With two places `{key}` it is an element, and so are the members and items of its value.
     - `forced`: text before, between and after calls.
     - `starts`: further markers after which calls are read.
     - `also`: further forms of a call that are read.
     - `is_bare`: a text that begins with `{` or `[` is calls, if the first names a tool.
     - `reads_objects`: calls may be JSON objects that have their names.
     - `is_pythonic`: parameters are `key=value`, separated by commas.
+    - `around`: the text before an answer, which a prompt may begin, and texts after it; none of them is content.
     - `quote`: parameters are `key:value`, separated by commas, with bare keys and this text around strings.
     - `is_single`: a text has one call at most.
     - `short_ids`: ids have 9 letters and digits, as Mistral's templates demand.
@@ -50,6 +55,7 @@ class ToolFormat:
     quote: str = ""
     is_single: bool = False
     short_ids: bool = False
+    around: tuple[str, ...] = ()
 
     @property
     def is_harmony(self) -> bool:
@@ -64,13 +70,23 @@ class ToolFormat:
     @property
     def opening(self) -> tuple[str, ...]:
         """All markers after which calls are read."""
-        found = (*self.starts, *words(self.forced[0]), self.head.strip() if len(self.head) > 2 else "")
-        return tuple(dict.fromkeys(one for one in found if len(one) > 2))
+        found = (*self.starts, "" if self.starts and self.around else self.forced[0].removesuffix("["), self.head)
+        return tuple(dict.fromkeys(one for text in found if len(one := text.strip()) > 2))
 
     @property
     def end(self) -> str:
         """The marker after calls; empty if they end with the text."""
-        return (words(self.forced[2]) or ("",))[-1].removeprefix("]")
+        return self.forced[2].strip().removeprefix("]" if self.forced[0].endswith("[") else "")
+
+    @property
+    def answer(self) -> str:
+        """The text before an answer."""
+        return self.around[0] if self.around else ""
+
+    @property
+    def element(self) -> str:
+        """The text before a tag, if parameters are elements in one another; empty if they are not."""
+        return self.parameter.partition("<{key}>")[0] if self.parameter.count("{key}") > 1 else ""
 
     @property
     def ignored(self) -> tuple[str, ...]:
@@ -82,7 +98,7 @@ class ToolFormat:
     @property
     def markers(self) -> tuple[str, ...]:
         """All texts that may be special tokens."""
-        texts = (self.call, *self.also, self.parameter, *self.forced, *self.starts, self.quote)
+        texts = (self.call, *self.also, self.parameter, *self.forced, *self.starts, *self.around, self.quote)
         parts = (part for text in texts for part in words(_PLACE.sub(" ", text)))
         return tuple(dict.fromkeys((*self.opening, self.end, *parts)))
 
@@ -96,7 +112,7 @@ def words(text: str) -> tuple[str, ...]:
     return tuple(filter(None, (one if _MARKERS.fullmatch(one) else one.strip("[],;") for one in parts)))
 
 
-_MARKERS = re.compile(r"(<[^<>]+>|\[[A-Z_]+\])")
+_MARKERS = re.compile(r"(\]<\]\w+\[>\[|<[^<>]+>|\[[A-Z_]+\])")
 
 
 def _in_list(start: str, end: str) -> tuple[str, str, str]:
@@ -110,6 +126,7 @@ def _wrapped(start: str, end: str) -> tuple[str, str, str]:
 _BEGIN, _END = "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>"
 _ALL_BEGIN, _ALL_END = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"
 _DSML = "｜DSML｜"
+_MINIMAX, _RESPONSE = "]<]minimax[>[", "<|open|>response<|sep|>"
 _ARGS, _MORE_ARGS = "{name}[ARGS]{arguments}", ("{name}[CALL_ID]{id}[ARGS]{arguments}", "{name}{arguments}")
 
 TOOL_FORMATS: Mapping[str, ToolFormat] = {
@@ -136,6 +153,10 @@ TOOL_FORMATS: Mapping[str, ToolFormat] = {
         ToolFormat("apriel", forced=_in_list("<tool_calls>", "</tool_calls>"), reads_objects=True),
         ToolFormat("minimax", forced=("<tool_calls>\n", "\n", "\n</tool_calls>"), reads_objects=True),
         ToolFormat("nemotron", forced=_in_list("<TOOLCALL>", "</TOOLCALL>"), reads_objects=True),
+        ToolFormat(
+            *("gigachat3", _OBJECT, ("<|message_sep|>\n\nfunction call<|role_sep|>\n", "", "")),
+            starts=("function call<|role_sep|>",), around=("", "<|message_sep|>"), is_single=True, reads_objects=True,
+        ),
         ToolFormat("gigachat", forced=("<|function_call|>", "<|function_call|>", ""), reads_objects=True),
         ToolFormat(
             *("command_a", '{"tool_call_id": "{index}", "tool_name": "{name}", "parameters": {arguments}}'),
@@ -143,6 +164,7 @@ TOOL_FORMATS: Mapping[str, ToolFormat] = {
         ),
         ToolFormat("json", forced=("[", ", ", "]"), is_bare=True, reads_objects=True),
         ToolFormat("apertus", '{"{name}": {arguments}}', _in_list("<|tools_prefix|>", "<|tools_suffix|>")),
+        ToolFormat("functionary", "{name}\n{arguments}", (">>>", ">>>", ""), around=(">>>all\n",)),
         ToolFormat("llama_function", "<function={name}>{arguments}</function>"),
         ToolFormat(
             *("deepseek_v3", _BEGIN + "function<｜tool▁sep｜>{name}\n```json\n{arguments}\n```" + _END),
@@ -177,6 +199,18 @@ TOOL_FORMATS: Mapping[str, ToolFormat] = {
         ToolFormat(
             *("minimax_m2", '<invoke name="{name}">\n{parameters}</invoke>'),
             ("<minimax:tool_call>\n", "\n", "\n</minimax:tool_call>"), '<parameter name="{key}">{value}</parameter>\n',
+        ),
+        ToolFormat(
+            *("minimax_m3", f'{_MINIMAX}<invoke name="{{name}}">{{parameters}}{_MINIMAX}</invoke>'),
+            (f"{_MINIMAX}<tool_call>\n", "\n", f"\n{_MINIMAX}</tool_call>"),
+            f"{_MINIMAX}<{{key}}>{{value}}{_MINIMAX}</{{key}}>",
+        ),
+        ToolFormat(
+            "kimi_k3", '<|open|>call tool="{name}" index="{number}"<|sep|>{parameters}<|close|>call<|sep|>',
+            (f"{_RESPONSE}<|close|>response<|sep|><|open|>tools<|sep|>", "", "<|close|>tools<|sep|>"),
+            '<|open|>argument key="{key}" type="{type}"<|sep|>{value}<|close|>argument<|sep|>',
+            starts=("<|open|>tools<|sep|>",),
+            around=(_RESPONSE, "<|close|>response<|sep|>", "<|close|>message<|sep|>"),
         ),
         *(
             ToolFormat(
@@ -220,17 +254,36 @@ def _written(form: ToolFormat, pattern: str, index: int, name: str, arguments: A
         parameters = str(arguments)
     elif form.quote:
         parameters = write_value(arguments, form.quote)[1:-1]
+    elif form.element:
+        parameters = _elements(arguments, form.element)
     elif form.is_pythonic:
         parameters = ", ".join(f"{key}={_json(value)}" for key, value in arguments.items())
     else:
         parameters = "".join(
             fill(form.parameter, key=key, value=value if isinstance(value, str) else _json(value),
-                 string="true" if isinstance(value, str) else "false")
+                 string="true" if isinstance(value, str) else "false", type=_type_of(value).replace("integer", "number"))
             for key, value in arguments.items()
         )  # fmt: skip
     whole = arguments if isinstance(arguments, str) else _json(arguments)
-    values = {"name": name, "arguments": whole, "index": str(index), "id": f"call{index:05}"}
+    values = {"name": name, "arguments": whole, "index": str(index), "number": str(index + 1), "id": f"call{index:05}"}
     return fill(pattern, **values, parameters=parameters)
+
+
+def _elements(value: Any, before: str) -> str:
+    """Return a value as elements in one another. A member that is null is left out, as there is no form for it."""
+    if isinstance(value, Mapping):
+        members = [(key, one) for key, one in value.items() if one is not None]
+    elif isinstance(value, list | tuple):
+        members = [("item", one) for one in value]
+    else:
+        return value if isinstance(value, str) else "" if value is None else _json(value)
+    return "".join(f"{before}<{key}>{_elements(one, before)}{before}</{key}>" for key, one in members)
+
+
+def begun_answer(form: ToolFormat, prompt_end: str) -> str:
+    """Return the beginning of the text before an answer with which a prompt ends."""
+    beginnings = (form.answer[:size] for size in range(len(form.answer), 2, -1))
+    return next(filter(prompt_end.endswith, beginnings), "")
 
 
 def write_value(value: Any, quote: str) -> str:
@@ -349,14 +402,33 @@ def parameter_types(schema: Mapping[str, Any] | None, key: str) -> frozenset[str
     properties = schema.get("properties")
     more = schema.get("additionalProperties")
     found = properties.get(key, more) if isinstance(properties, Mapping) else more
-    return _types(found, schema, _MAX_REFERENCES) if isinstance(found, Mapping) else _ANY
+    return value_types(found, schema)
+
+
+def value_types(schema: Any, root: Mapping[str, Any]) -> frozenset[str]:
+    """Return the types of JSON that a value may have; `any` if its schema does not say."""
+    return _types(schema, root, _MAX_REFERENCES)
+
+
+def member_schema(schema: Any, key: str | None, root: Mapping[str, Any], depth: int = _MAX_REFERENCES) -> Any:
+    """Return the schema of a member of an object, or of an array's items (None); None if the schema does not say."""
+    if not isinstance(schema, Mapping) or not depth:
+        return None
+    if isinstance(reference := schema.get("$ref"), str):
+        return member_schema(target_of(root, reference), key, root, depth - 1)
+    options = next((schema[name] for name in ("anyOf", "oneOf", "allOf") if isinstance(schema.get(name), list)), ())
+    properties = schema.get("properties")
+    found = schema.get("items") if key is None else schema.get("additionalProperties")
+    if key is not None and isinstance(properties, Mapping):
+        found = properties.get(key, found)
+    return next(filter(None, (found, *(member_schema(one, key, root, depth - 1) for one in options))), None)
 
 
 def _types(schema: Any, root: Mapping[str, Any], depth: int) -> frozenset[str]:
     if not isinstance(schema, Mapping) or depth == 0:
         return _ANY
     if isinstance(reference := schema.get("$ref"), str):
-        return _types(resolve(reference, root), root, depth - 1)
+        return _types(target_of(root, reference), root, depth - 1)
     kinds = schema.get("type")
     if isinstance(kinds, str):
         return frozenset({kinds})
@@ -368,18 +440,10 @@ def _types(schema: Any, root: Mapping[str, Any], depth: int) -> frozenset[str]:
     for part in schema["allOf"] if isinstance(schema.get("allOf"), list) else ():
         if (found := _types(part, root, depth - 1)) != _ANY:
             return found
-    if isinstance(values := schema.get("enum"), list) and values:
+    values = schema.get("enum", [schema["const"]] if "const" in schema else None)
+    if isinstance(values, list) and values:
         return frozenset(map(_type_of, values))
-    return frozenset({_type_of(schema["const"])}) if "const" in schema else _ANY
-
-
-def resolve(reference: str, root: Mapping[str, Any]) -> Any:
-    """Return what a reference `#/…` within a schema means; None if there is nothing."""
-    value: Any = root
-    for name in reference.removeprefix("#").split("/")[1:]:
-        name = name.replace("~1", "/").replace("~0", "~")
-        value = value.get(name) if isinstance(value, Mapping) else None
-    return value if reference.startswith("#") else None
+    return frozenset({"object"} if "properties" in schema else {"array"} if "items" in schema else _ANY)
 
 
 def _type_of(value: object) -> str:
@@ -399,11 +463,11 @@ def read_value(text: str, types: frozenset[str]) -> str:
     What is none of its types becomes a string, which whoever checks the arguments sees.
     """
     bare = text.strip()
-    value = _json_value(bare)
-    if value is _NOTHING and types & {"object", "array", "any", "boolean", "null"} and bare[:1] in "{[TFN":
-        value = _python_value(bare)
-        bare = "" if value is _NOTHING else json.dumps(value, ensure_ascii=False)
-    if value is not _NOTHING:
+    value = json_value(bare)
+    if value is NOTHING and types & {"object", "array", "any", "boolean", "null"} and bare[:1] in "{[TFN":
+        value = python_value(bare)
+        bare = "" if value is NOTHING else json.dumps(value, ensure_ascii=False)
+    if value is not NOTHING:
         kind = _type_of(value)
         if kind in types or (kind == "integer" and "number" in types) or ("any" in types and kind != "string"):
             return bare
@@ -414,22 +478,32 @@ def read_value(text: str, types: frozenset[str]) -> str:
     return json.dumps(text, ensure_ascii=False)
 
 
-_NOTHING = object()
+NOTHING = object()
 
 
-def _json_value(text: str) -> Any:
+def json_value(text: str) -> Any:
+    """Return a value that was written as JSON; `NOTHING` if it was not."""
     with suppress(ValueError, RecursionError):
         return json.loads(text, parse_constant=_not_finite)
-    return _NOTHING
+    return NOTHING
 
 
-def _python_value(text: str) -> Any:
-    """Return a value that was written as Python writes it, as some templates show values to their models."""
-    with suppress(SyntaxError, ValueError, TypeError, RecursionError, MemoryError):
-        value = ast.literal_eval(text)
+def python_value(text: str) -> Any:
+    """Return a value that was written as Python writes it, or with words of JSON; `NOTHING` if it was not."""
+    with suppress(SyntaxError, ValueError, TypeError, RecursionError, MemoryError), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of the compiler, about escapes that Python does not know
+        value = ast.literal_eval(_Words().visit(ast.parse(text.strip(), mode="eval")))
         json.dumps(value, allow_nan=False)
         return value
-    return _NOTHING
+    return NOTHING
+
+
+class _Words(ast.NodeTransformer):
+    """JSON's words as Python's."""
+
+    def visit_Name(self, node: ast.Name) -> ast.expr:
+        known = {"true": True, "false": False, "null": None}
+        return ast.Constant(known[node.id]) if node.id in known else node
 
 
 def _not_finite(name: str) -> Any:

@@ -13,7 +13,8 @@ from typing import Any
 
 from app.errors import InvalidRequest
 from app.text.grammar_definition import json_style, literal
-from app.text.tool_formats import ToolFormat, resolve, split_pattern, write_value
+from app.text.schema_logic import target_of
+from app.text.tool_formats import ToolFormat, split_pattern, value_types, write_value
 
 # Keywords of an object's schema that say which keys it has in another way than by listing them.
 _OTHER_KEYS = (
@@ -21,21 +22,26 @@ _OTHER_KEYS = (
     *("minProperties", "maxProperties", "dependentSchemas", "dependentRequired"),
 )
 _FREE_TEXT = r"(?s:.*)"
+_TYPES = {"integer": "number", "any": "object"}
 _MAX_REFERENCES = 16
 
 
-def forced_calls_grammar(form: ToolFormat, tools: Sequence[tuple[str, Mapping[str, Any]]], parallel: bool) -> str:
+def forced_calls_grammar(
+    form: ToolFormat, tools: Sequence[tuple[str, Mapping[str, Any]]], parallel: bool, begun: str = ""
+) -> str:
     """Return the grammar of a text that is calls of these tools and nothing else.
 
     Args:
         form: The format of the calls.
         tools: The name and the JSON schema of the parameters of each tool.
         parallel: More than one call is allowed.
+        begun: The text before an answer that the prompt ends with: calls may begin with it too.
 
     Raises:
         InvalidRequest: A schema has something that this format cannot follow.
     """
-    before, between, after = map(_around, form.forced)
+    first, *others = form.forced
+    before, between, after = map(_around, (first.removeprefix(begun), *others))
     more = f" ({between} call)*" if parallel and not form.is_single else ""
     rules = _Rules(form)
     lines = [
@@ -69,7 +75,9 @@ def _call(form: ToolFormat, name: str, place: int) -> str:
             text += json.dumps(name)[1:-1] if form.call.startswith("{") else name
         else:
             parts += _lexemes(form, text)
-            parts.append({"index": "/[0-9]+/", "id": "/[0-9A-Za-z]{9}/"}.get(part, f"arguments{place}"))
+            parts.append(
+                {"index": "/[0-9]+/", "number": "/[0-9]+/", "id": "/[0-9A-Za-z]{9}/"}.get(part, f"arguments{place}")
+            )
             text = ""
     return " ".join([*parts, *_lexemes(form, text)])
 
@@ -95,9 +103,8 @@ class _Rules:
         self._comma = "" if not self._is_listed else '", "' if form.is_pythonic else '","'
         self._colon = "=" if form.is_pythonic else ":"
         if form.parameter:
-            first, rest = form.parameter.split("{key}")
-            between, self._end = rest.split("{value}")
-            self._first, self._between = first, between
+            self._first, _, rest = form.parameter.partition("{key}")
+            self._between, self._end = rest.split("{value}")
 
     def arguments(self, tool: str, schema: Mapping[str, Any], place: int) -> Iterator[str]:
         """Yield the rules of a tool's arguments."""
@@ -111,20 +118,26 @@ class _Rules:
                     "calls has no form for; list the properties.",
                     field="tools",
                 )
+        yield from self._members(schema, f"{place}", schema, frozenset())
+
+    def _members(
+        self, schema: Mapping[str, Any], place: str, root: Mapping[str, Any], seen: frozenset[str]
+    ) -> Iterator[str]:
+        """Yield the rules of an object's members. `seen` are the references that led to it."""
         properties = schema.get("properties")
         listed = properties if isinstance(properties, Mapping) else {}
         required = schema.get("required")
         names = {*required} if isinstance(required, list) else set()
         yield from self._sequence([(key, key in names) for key in listed], place, _is_open(schema, listed))
         for number, (key, value) in enumerate(listed.items()):
-            yield f"p{place}_{number}: {self._parameter(key, value, schema, f'v{place}_{number}')}"
-            yield from self._value(f"v{place}_{number}", value, schema)
+            yield f"p{place}_{number}: {self._parameter(key, value, root, f'v{place}_{number}')}"
+            yield from self._value(f"v{place}_{number}", value, root, key, seen)
         if _is_open(schema, listed):
             more = schema.get("additionalProperties", True)
-            yield f"p{place}_more: {self._parameter(None, more, schema, f'v{place}_more')}"
-            yield from self._value(f"v{place}_more", more, schema)
+            yield f"p{place}_more: {self._parameter(None, more, root, f'v{place}_more')}"
+            yield from self._value(f"v{place}_more", more, root, None, seen)
 
-    def _sequence(self, keys: Sequence[tuple[str, bool]], place: int, is_open: bool) -> Iterator[str]:
+    def _sequence(self, keys: Sequence[tuple[str, bool]], place: str, is_open: bool) -> Iterator[str]:
         """Yield rules of parameters in order, of which some may be left out.
 
         Rule s is what may follow if nothing is written yet, t the same after a parameter, with a comma where calls have
@@ -152,11 +165,19 @@ class _Rules:
         between = self._between
         if "{string}" in between:
             between = between.replace("{string}", "true" if _may_be_text(schema, root, _MAX_REFERENCES) else "false")
+        if "{type}" in between:
+            is_text = _may_be_text(schema, root, _MAX_REFERENCES)
+            kinds = {"string"} if is_text else {_TYPES.get(one, one) for one in value_types(schema, root)}
+            start, end = map(literal, between.split("{type}"))
+            name = literal(self._first) + " /[0-9A-Za-z_.-]+/" if key is None else literal(self._first + key)
+            return f"{name} {start} ({' | '.join(literal(kind) for kind in sorted(kinds))}) {end} {value}"
         if key is None:
             return f"{literal(self._first)} /[0-9A-Za-z_.-]+/ {literal(between)} {value}"
         return f"{literal(self._first + key + between)} {value}"
 
-    def _value(self, rule: str, schema: Any, root: Mapping[str, Any]) -> Iterator[str]:
+    def _value(
+        self, rule: str, schema: Any, root: Mapping[str, Any], key: str | None, seen: frozenset[str]
+    ) -> Iterator[str]:
         """Yield the rules of a value with the text that ends it."""
         if self._form.quote:
             yield from self._quoted(rule, schema, root, _MAX_REFERENCES)
@@ -166,19 +187,36 @@ class _Rules:
             is_flag = isinstance(schema, Mapping) and schema.get("type") == "boolean" and "enum" not in schema
             yield f"{rule}: " + ('"True" | "False"' if is_flag else f"%json {json.dumps(document)}")
             return
+        end, tail = self._end.replace("{key}", key or ""), ""
+        if self._form.element and key is None:  # the library cannot repeat the key
+            end, tail = end.removesuffix(">"), " /[0-9A-Za-z_.-]+>/"
         texts = list(_texts(schema, root, _MAX_REFERENCES))
         if not texts:
-            yield f"{rule}: {rule}_json {literal(self._end)}"
-            yield f"{rule}_json: %json {json.dumps(document)}"
+            inner = list(self._elements(rule, schema, root, seen)) if self._form.element else []
+            yield f"{rule}: {rule}_inner {literal(end)}{tail}"
+            yield from inner or [f"{rule}_inner: %json {json.dumps(document)}"]
             return
-        yield f"{rule}: " + " | ".join(f"{rule}_{number}" for number in range(len(texts)))
+        yield f"{rule}: (" + " | ".join(f"{rule}_{number}" for number in range(len(texts))) + f"){tail}"
         for number, (pattern, exact) in enumerate(texts):
             if exact:
-                yield f"{rule}_{number}: {literal(pattern + self._end)}"
+                yield f"{rule}_{number}: {literal(pattern + end)}"
             elif pattern == _FREE_TEXT:
-                yield f"{rule}_{number}[suffix={literal(self._end)}]: /{pattern}/"
+                yield f"{rule}_{number}[suffix={literal(end)}]: /{pattern}/"
             else:
-                yield f"{rule}_{number}: /{_escaped(pattern)}/ {literal(self._end)}"
+                yield f"{rule}_{number}: /{_escaped(pattern)}/ {literal(end)}"
+
+    def _elements(self, rule: str, schema: Any, root: Mapping[str, Any], seen: frozenset[str]) -> Iterator[str]:
+        """Yield the rules of a value that is elements; none for one that is written as JSON, as in a schema's cycle."""
+        while isinstance(schema, Mapping) and isinstance(name := schema.get("$ref"), str) and name not in seen:
+            seen, schema = seen | {name}, target_of(root, name)
+        if not isinstance(schema, Mapping) or any(keyword in schema for keyword in _OTHER_KEYS):
+            return
+        if isinstance(schema.get("items"), Mapping) and not {"minItems", "maxItems", "prefixItems"} & schema.keys():
+            yield f"{rule}_inner: ({literal(self._first + 'item>')} {rule}_item)*"
+            yield from self._value(f"{rule}_item", schema["items"], root, "item", seen)
+        elif schema.get("properties") and isinstance(schema["properties"], Mapping):
+            yield f"{rule}_inner: arguments{rule}"
+            yield from self._members(schema, rule, root, seen)
 
     def _quoted(self, rule: str, schema: Any, root: Mapping[str, Any], depth: int) -> Iterator[str]:
         """Yield the rules of a value with bare keys and the format's quotes.
@@ -188,7 +226,7 @@ class _Rules:
         quote = literal(self._form.quote)
         given = schema if isinstance(schema, Mapping) and depth else {}
         if isinstance(reference := given.get("$ref"), str):
-            yield from self._quoted(rule, resolve(reference, root), root, depth - 1)
+            yield from self._quoted(rule, target_of(root, reference), root, depth - 1)
             return
         options = next((given[name] for name in ("anyOf", "oneOf") if isinstance(given.get(name), list)), None)
         kinds = given.get("type")
@@ -230,7 +268,15 @@ def _is_open(schema: Mapping[str, Any], listed: Mapping[str, Any]) -> bool:
 def _document(schema: Any, root: Mapping[str, Any]) -> dict[str, Any]:
     """Return the schema of a property as one of its own, with the definitions to which it may refer."""
     own = dict(schema) if isinstance(schema, Mapping) else {} if schema is not False else {"not": {}}
-    return json_style({**{name: root[name] for name in ("$defs", "definitions") if name in root}, **own})
+    document = {**{name: root[name] for name in ("$defs", "definitions") if name in root}, **own}
+    text = json.dumps(document)
+    if _OTHER_REFERENCE.search(text):  # to the whole, or to a part of it that is no definition
+        moved = json.dumps({**own, "$defs": {"root": root}}).replace('"$ref": "#', '"$ref": "#/$defs/root')
+        document = json.loads(moved)
+    return json_style(document)
+
+
+_OTHER_REFERENCE = re.compile(r'"\$ref": "#(?!/\$defs/|/definitions/)')
 
 
 def _may_be_text(schema: Any, root: Mapping[str, Any], depth: int) -> bool:
@@ -246,7 +292,7 @@ def _texts(schema: Any, root: Mapping[str, Any], depth: int) -> Iterator[tuple[s
         yield _FREE_TEXT, False
         return
     if isinstance(reference := schema.get("$ref"), str):
-        yield from _texts(resolve(reference, root), root, depth - 1)
+        yield from _texts(target_of(root, reference), root, depth - 1)
         return
     for name in ("anyOf", "oneOf"):
         if isinstance(options := schema.get(name), list):

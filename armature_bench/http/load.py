@@ -11,12 +11,13 @@ import time
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack, closing
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 from armature_bench.console import AdvanceProgress, BenchOutcome, Figure, MeasurementFailed, progress
 from armature_bench.http.latency import inter_token_latency, shared_prefix
 from armature_bench.http.loops import LoadRun, RunLimits, ServerRuns
-from armature_bench.http.overhead import overhead_outside_model
+from armature_bench.http.overhead import overhead_outside_model, streamed_token_cost
 from armature_bench.http.process import resident_memory, time_to_first_token
 from armature_bench.http.server import BenchServer, running_server
 from armature_bench.http.tally import cpu_figure
@@ -273,7 +274,8 @@ class ServerBenchJob:
     """One run of a bench over HTTP.
 
     `flags` are passed to `armature serve` for a new server; `url` is a server that already runs. `tokens` is the
-    length of the long prompt or of the prefix. Memory is compared with `weight_bytes` and `kv_bytes_per_token`.
+    length of the long prompt or of the prefix. Memory is compared with `weight_bytes` and `kv_bytes_per_token`. `tokenizer` is the
+    checkpoint whose tokenizer a simulated server has; None: there is none.
     """
 
     bench: str
@@ -284,6 +286,7 @@ class ServerBenchJob:
     tokens: int = 0
     weight_bytes: int = 0
     kv_bytes_per_token: int = 0
+    tokenizer: Path | None = None
 
 
 def measure_server(job: ServerBenchJob) -> BenchOutcome:
@@ -292,9 +295,13 @@ def measure_server(job: ServerBenchJob) -> BenchOutcome:
     Raises:
         MeasurementFailed: The server could not be measured.
     """
-    units = {"start": job.rounds + 1, "memory": 1, "wait": 1 + len(LOAD_FRACTIONS) * job.rounds}.get(
-        job.bench, job.rounds
-    )
+    special = {
+        "start": job.rounds + 1,
+        "memory": 1,
+        "wait": 1 + len(LOAD_FRACTIONS) * job.rounds,
+        "overhead": job.rounds * (1 if job.tokenizer is None else 2),
+    }
+    units = special.get(job.bench, job.rounds)
     with progress(units, f"bench {job.bench}") as advance, event_loop() as runner:
         figures = runner.run(_measured_figures(job, advance))
     return BenchOutcome(
@@ -307,7 +314,10 @@ async def _measured_figures(job: ServerBenchJob, advance: AdvanceProgress) -> Se
     if job.bench == "start":  # it starts its own servers, one after the other
         return await time_to_first_token(job.flags, job.rounds, advance)
     async with running_server(job.url, flags) as server:
-        return await SERVER_BENCHES[job.bench](server, job, advance)
+        figures = await SERVER_BENCHES[job.bench](server, job, advance)
+    if job.bench == "overhead" and job.tokenizer is not None:
+        figures = [*figures, *await streamed_token_cost(job.tokenizer, job.rounds, advance)]
+    return figures
 
 
 # Default flags of a new server. Reported capacity excludes speculation, because its gain depends on the text. With

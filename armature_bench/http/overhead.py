@@ -1,10 +1,20 @@
-"""Share of wall time outside the model at a steady decode: HTTP, tokenisation, scheduling and sampling."""
+"""What HTTP, tokenization, scheduling and sampling cost.
+
+There are the share of wall time outside the model at a steady decode, and the event loop's time for a streamed token
+with a simulated engine (`simulated.py`).
+"""
 
 from __future__ import annotations
 
 import asyncio
+import json
 import statistics
+import sys
 import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
 
 from armature_bench.console import AdvanceProgress, Figure, MeasurementFailed
 from armature_bench.http.client import ArmatureClient, concurrent_tasks
@@ -14,6 +24,13 @@ PROMPT_TOKENS = 64
 WARM_UP_CHUNKS = 8
 MAX_TOKENS = 200
 OVERHEAD_TARGET = 0.10
+NUM_FAST_STREAMS = (64, 256)
+TOKEN_TARGET = 15.0  # microseconds
+RATE_TARGET = 0.9  # of the engine's tokens per second
+ENGINE_RATE = 48_600.0  # tokens per second: what the engine makes of a 1B model on an H200 (docs/hardware.md)
+PACED_RATE = 6_000.0  # tokens per second, at which the event loop is never late
+PATIENCE_SECONDS = 60.0
+STREAM_TOKENS = 100_000  # of a request: no stream ends within a window
 MODEL_SECONDS = "armature_model_seconds_total"
 
 
@@ -82,3 +99,121 @@ async def _model_seconds(client: ArmatureClient) -> float:
     if not samples:
         raise MeasurementFailed(f"the server's /metrics has no {MODEL_SECONDS}")
     return sum(samples)
+
+
+# ---- with a simulated engine ----------------------------------------------------------------------------------------
+
+
+class _SimulatedServer:
+    """The simulated server in a child process."""
+
+    def __init__(self, process: asyncio.subprocess.Process, port: int) -> None:
+        self._process, self.port = process, port
+
+    async def counts(self, rate: float) -> dict[str, float]:
+        """Set the engine's tokens per second, and return the counters."""
+        assert self._process.stdin is not None, "it is a pipe"
+        self._process.stdin.write(f"{rate}\n".encode())
+        return await _line(self._process)
+
+
+async def _line(process: asyncio.subprocess.Process) -> dict[str, Any]:
+    assert process.stdout is not None, "it is a pipe"
+    try:
+        found: dict[str, Any] = json.loads(await process.stdout.readline())
+    except ValueError:
+        raise MeasurementFailed("the simulated server has ended") from None
+    return found
+
+
+@asynccontextmanager
+async def _running(checkpoint: Path) -> AsyncIterator[_SimulatedServer]:
+    # -P: do not import an `app` folder in the current directory.
+    command = (sys.executable, "-P", "-m", "armature_bench.http.simulated", str(checkpoint))
+    process = await asyncio.create_subprocess_exec(
+        *command, stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE
+    )
+    assert process.stdin is not None, "it is a pipe"
+    try:
+        yield _SimulatedServer(process, (await _line(process))["port"])
+    finally:
+        process.stdin.close()
+        try:
+            await asyncio.wait_for(process.wait(), 10)
+        except TimeoutError:
+            process.kill()
+
+
+async def _read_stream(port: int, counts: list[int], place: int) -> None:
+    """Ask for a completion that does not end, and count its tokens, each of which has one space."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    body = json.dumps({"prompt": "x", "stream": True, "max_tokens": STREAM_TOKENS}).encode()
+    head = f"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\ncontent-length: {len(body)}\r\n\r\n"
+    try:
+        writer.write(head.encode() + body)
+        while read := await reader.read(65536):
+            counts[place] += read.count(b" ") - read.count(b"data: ")
+    finally:
+        writer.close()
+
+
+async def _simulated_window(
+    server: _SimulatedServer, num_streams: int, rate: float, seconds: float
+) -> dict[str, float]:
+    """Return the differences of the server's counters, and the number of tokens that arrived, in a window."""
+    counts = [0] * num_streams
+    tasks = [asyncio.create_task(_read_stream(server.port, counts, place)) for place in range(num_streams)]
+    try:
+        await server.counts(PACED_RATE)
+        patience = time.perf_counter() + PATIENCE_SECONDS
+        while not all(counts):
+            await asyncio.sleep(0.05)
+            if time.perf_counter() > patience:
+                raise MeasurementFailed(f"{num_streams} streams did not begin in {PATIENCE_SECONDS:g} s")
+            if ended := [task for task in tasks if task.done()]:
+                raise MeasurementFailed(f"a stream of the simulated server ended: {ended[0].exception()}")
+        await server.counts(rate)
+        await asyncio.sleep(0.5)
+        before, arrived, began = await server.counts(rate), sum(counts), time.perf_counter()
+        await asyncio.sleep(seconds)
+        after, arrived, wall = await server.counts(rate), sum(counts) - arrived, time.perf_counter() - began
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+    return {"arrived": arrived, "seconds": wall, **{name: after[name] - before[name] for name in before}}
+
+
+async def streamed_token_cost(
+    checkpoint: Path, rounds: int, advance: AdvanceProgress, seconds: float = 2.0
+) -> list[Figure]:
+    """Measure the event loop's CPU time for each streamed token, and the tokens that clients get of a fast engine."""
+    figures: list[Figure] = []
+    async with _running(checkpoint) as server:
+        costs: list[float] = []
+        for number in range(rounds):
+            window = await _simulated_window(server, NUM_FAST_STREAMS[0], PACED_RATE, seconds)
+            costs.append(window["loop"] / window["tokens"] * 1e6)
+            advance(f"window {number + 1} of {rounds}")
+        figures.append(
+            Figure(
+                "event loop, a streamed token ×64", statistics.median(costs), "µs", target=TOKEN_TARGET, at_most=True
+            )
+        )
+        for num_streams in NUM_FAST_STREAMS:
+            window = await _simulated_window(server, num_streams, ENGINE_RATE, seconds)
+            rate = window["arrived"] / window["seconds"]
+            cores = window["process"] / window["seconds"]
+            against = f"a simulated engine of {ENGINE_RATE:,.0f} tok/s"
+            figures.append(
+                Figure(
+                    f"streamed to ×{num_streams} clients",
+                    rate,
+                    "tok/s",
+                    ratio=rate / ENGINE_RATE,
+                    against=against,
+                    target=RATE_TARGET,
+                    parts={"cores": cores},
+                )
+            )
+    return figures

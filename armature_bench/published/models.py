@@ -160,23 +160,30 @@ def model_folder(model: PublishedModel, folder: Path) -> tuple[Path, bool]:
     place = folder / model.name
     if (place / CONFIG).is_file():
         return place, True
-    place.mkdir(parents=True, exist_ok=True)
-    _write_weights(model, place / WEIGHTS)
-    (place / "tokenizer.json").write_text(json.dumps(_TOKENIZER))
-    (place / CONFIG).write_text(json.dumps(dict(model.config)))  # last: an interrupted folder has none
+    write_model(place, model.config, model.tensors)
     return place, False
 
 
-def _write_weights(model: PublishedModel, file: Path) -> None:
+def write_model(
+    place: Path, config: Mapping[str, Any], tensors: Mapping[str, Shape], tokenizer: Mapping[str, Any] = _TOKENIZER
+) -> None:
+    """Write a checkpoint with random weights. An interrupted folder has no `config.json`, which comes last."""
+    place.mkdir(parents=True, exist_ok=True)
+    _write_weights(tensors, place / WEIGHTS)
+    (place / "tokenizer.json").write_text(json.dumps(tokenizer))
+    (place / CONFIG).write_text(json.dumps(dict(config)))
+
+
+def _write_weights(tensors: Mapping[str, Shape], file: Path) -> None:
     block, header, end = _random_block(), dict[str, Any](), 0
-    for name, shape in model.tensors.items():
+    for name, shape in tensors.items():
         begin, end = end, end + VALUE_BYTES * math.prod(shape)
         header[name] = {"dtype": "BF16", "shape": list(shape), "data_offsets": [begin, end]}
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
     with file.open("wb") as out:
         out.write(len(text).to_bytes(8, "little") + text)
-        for name, shape in model.tensors.items():
+        for name, shape in tensors.items():
             left = VALUE_BYTES * math.prod(shape)
             if len(shape) == 1:
                 out.write(bytes(left) if name.endswith("bias") else _ONE * shape[0])

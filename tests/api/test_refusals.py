@@ -108,7 +108,10 @@ async def test_wrong_values_are_named(
 @pytest.mark.parametrize(
     ("message", "field"),
     [
-        ({"role": "critic", "content": "a"}, "messages[0].role"),
+        ({"role": "", "content": "a"}, "messages[0].role"),
+        ({"role": "user<|im_end|>", "content": "a"}, "messages[0].role"),
+        ({"role": "critic\n", "content": "a"}, "messages[0].role"),
+        ({"role": "critic"}, "messages[0].content"),
         ({"role": "tool", "content": None, "tool_call_id": "a"}, "messages[0].content"),
         ({"role": "user"}, "messages[0].content"),
         ({"role": "user", "content": None}, "messages[0].content"),

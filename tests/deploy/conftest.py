@@ -9,7 +9,7 @@ import pytest
 from tests.deploy.live_prometheus import LivePrometheus, live_prometheus
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")  # it takes a fifth of a core while it runs
 def prometheus(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LivePrometheus]:
     """Skips where there is no `prometheus`."""
     with live_prometheus(tmp_path_factory.mktemp("prometheus")) as watched:

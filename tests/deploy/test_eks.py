@@ -1,4 +1,4 @@
-"""The page for EKS: its manifests, values and policies, checked as far as that goes without AWS."""
+"""The files of examples/eks: manifests, values and policies, checked as far as that goes without AWS."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from tests.deploy.custom_resources import complaints_of_definition
 from tests.deploy.test_chart import MIXED, made
 from tests.deploy.test_pools import MACHINES
 
-PAGE = (ROOT / "docs" / "eks.md").read_text(encoding="utf-8")
-DOCUMENTS: list[Any] = [
-    document for block in re.findall(r"```yaml\n(.*?)```", PAGE, re.DOTALL) for document in yaml.safe_load_all(block)
+FOLDER = ROOT / "examples" / "eks"
+FILES = {file.name: file.read_text(encoding="utf-8") for file in sorted(FOLDER.iterdir())}
+MANIFESTS: list[Manifest] = [
+    each for name in ("nodes.yaml", "storage-class.yaml") for each in yaml.safe_load_all(FILES[name])
 ]
-MANIFESTS: list[Manifest] = [each for each in DOCUMENTS if "apiVersion" in each]
-(VALUES,) = [each for each in DOCUMENTS if "apiVersion" not in each]
-POLICIES = [json.loads(block) for block in re.findall(r"```json\n(.*?)```", PAGE, re.DOTALL)]
+VALUES: Any = yaml.safe_load(FILES["values.yaml"])
+POLICIES = [json.loads(FILES[name]) for name in ("bucket-policy.json", "pod-identity.json")]
 
 
 def rendered() -> tuple[Manifest, ...]:
@@ -109,7 +109,14 @@ def test_no_answer_is_cut_by_the_load_balancer() -> None:
 
 def test_settings_are_ours() -> None:
     known = {f"ARMATURE_{name.upper()}" for name in Settings.model_fields}
-    assert set(re.findall(r"ARMATURE_[A-Z_]+", PAGE)) <= known
+    assert (
+        set(
+            re.findall(
+                r"ARMATURE_[A-Z_]+", (ROOT / "docs" / "eks.md").read_text(encoding="utf-8") + "".join(FILES.values())
+            )
+        )
+        <= known
+    )
 
 
 def test_the_role_is_given_to_pods_and_reads_the_models_bucket_alone() -> None:

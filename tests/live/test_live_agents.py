@@ -27,7 +27,8 @@ from tests.live.live_server import server_process, until
 
 pytestmark = pytest.mark.full
 
-PAGE = Path(__file__).resolve().parents[2] / "docs" / "clients.md"
+ROOT = Path(__file__).resolve().parents[2]
+PAGE, EXAMPLES = ROOT / "docs" / "clients.md", ROOT / "examples" / "clients"
 TASK = f"Write {CONTENT} into {FILE}."
 SECONDS = 240  # of one client on a busy machine
 # A section of the page, its program, and what makes the program do one task without questions.
@@ -89,11 +90,18 @@ class Desk:
             path.write_text(content, encoding="utf-8")
 
     def _section(self, title: str) -> str:
-        """Return a section of the page with this server's address, and this model's context."""
+        """Return a section of the page, adapted as an example is."""
         page = PAGE.read_text(encoding="utf-8")
         found = re.search(rf"^## {re.escape(title)}\n(.*?)^## ", page, re.MULTILINE | re.DOTALL)
         assert found, f"docs/clients.md has no section {title}"
-        return found[1].replace("http://127.0.0.1:8000", self._url).replace("32768", str(CONTEXT))
+        return self._adapted(found[1])
+
+    def example(self, name: str) -> str:
+        """Return a program of the examples with this server's address, and this model's context."""
+        return self._adapted((EXAMPLES / name).read_text(encoding="utf-8"))
+
+    def _adapted(self, text: str) -> str:
+        return text.replace("http://127.0.0.1:8000", self._url).replace("32768", str(CONTEXT))
 
     def run(self, command: Sequence[str | Path]) -> str:
         """Return what a command printed. It must end with 0, and nothing that it started lives longer."""
@@ -188,17 +196,18 @@ def test_aider_edits_a_file(desk: Desk) -> None:
     assert EDIT.partition("\n")[0] in said
 
 
-# A section, the module that it imports, and the package of pip. The newest client of OpenAI excludes other packages.
+# A program of the examples, the module that it imports, and the package of pip. The newest client of OpenAI excludes
+# other packages.
 LIBRARIES = {
-    "OpenAI's SDK": ("openai", "openai-agents"),
-    "OpenAI's Agents SDK": ("agents", "openai-agents"),
-    "Anthropic's SDK": ("anthropic", "anthropic"),
-    "Ollama's command line and its clients": ("ollama", "ollama"),
-    "LangChain": ("langchain_openai", "langchain-openai"),
-    "LlamaIndex": ("llama_index.llms.openai_like", "llama-index-llms-openai-like"),
-    "LiteLLM": ("litellm", "litellm"),
+    "openai_sdk": ("openai", "openai-agents"),
+    "openai_agents": ("agents", "openai-agents"),
+    "anthropic_sdk": ("anthropic", "anthropic"),
+    "ollama_client": ("ollama", "ollama"),
+    "langchain_chat": ("langchain_openai", "langchain-openai"),
+    "llama_index_llm": ("llama_index.llms.openai_like", "llama-index-llms-openai-like"),
+    "litellm_completion": ("litellm", "litellm"),
 }
-WITH_TOOL = ("OpenAI's Agents SDK", "Anthropic's SDK")
+WITH_TOOL = ("openai_agents", "anthropic_sdk")
 
 
 def interpreter_of(package: str) -> str:
@@ -207,29 +216,27 @@ def interpreter_of(package: str) -> str:
     return str(next((folder / "python" for folder in folders if folder.parent.name == package), sys.executable))
 
 
-@pytest.mark.parametrize("section", LIBRARIES)
-def test_a_python_library(desk: Desk, section: str) -> None:
-    module, package = LIBRARIES[section]
+@pytest.mark.parametrize("name", LIBRARIES)
+def test_a_python_library(desk: Desk, name: str) -> None:
+    module, package = LIBRARIES[name]
     python = interpreter_of(package)
     found = f"import sys, importlib.util as u; sys.exit(u.find_spec('{module.partition('.')[0]}') is None)"
     if subprocess.run([python, "-c", found], cwd=desk.work, check=False).returncode:
         pytest.skip(f"{package} is not installed: make clients")
-    (code,) = desk.blocks(section, "python")
-    check_library(desk, section, desk.run([python, "-c", code]))
+    check_library(desk, name, desk.run([python, "-c", desk.example(f"{name}.py")]))
 
 
-@pytest.mark.parametrize(("section", "package"), [("OpenAI's SDK", "openai"), ("Anthropic's SDK", "@anthropic-ai/sdk")])
-def test_a_javascript_library(desk: Desk, section: str, package: str) -> None:
+@pytest.mark.parametrize(("name", "package"), [("openai_sdk", "openai"), ("anthropic_sdk", "@anthropic-ai/sdk")])
+def test_a_javascript_library(desk: Desk, name: str, package: str) -> None:
     needs("node")
     if not (modules() / package).is_dir():
         pytest.skip(f"npm's {package} is not installed: make clients")
-    (code,) = desk.blocks(section, "javascript")
     (desk.work / "node_modules").symlink_to(modules())
-    (desk.work / "client.mjs").write_text(code, encoding="utf-8")
-    check_library(desk, section, desk.run(["node", "client.mjs"]))
+    (desk.work / "client.mjs").write_text(desk.example(f"{name}.mjs"), encoding="utf-8")
+    check_library(desk, name, desk.run(["node", "client.mjs"]))
 
 
-def check_library(desk: Desk, section: str, said: str) -> None:
+def check_library(desk: Desk, name: str, said: str) -> None:
     """Agents and tool runners call a tool; the others get a text."""
-    assert desk.written == (CONTENT if section in WITH_TOOL else "")
-    assert (DONE if section in WITH_TOOL else EDIT.partition("\n")[0]) in said
+    assert desk.written == (CONTENT if name in WITH_TOOL else "")
+    assert (DONE if name in WITH_TOOL else EDIT.partition("\n")[0]) in said

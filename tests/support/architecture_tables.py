@@ -29,7 +29,7 @@ LAYERS: tuple[tuple[str, int], ...] = (
 # The package of the benchmarks. It is an HTTP client and imports nothing of the server; some of its modules measure inside
 # the process or prepare a server, so they may import layers up to a number. Only the command line imports the package.
 CLIENT = "armature_bench"
-CLIENT_LAYERS = (("armature_bench.engine", 6), ("armature_bench.run", 10))
+CLIENT_LAYERS = (("armature_bench.engine", 6), ("armature_bench.http.simulated", 10), ("armature_bench.run", 10))
 CLIENT_IMPORTERS = ("cli",)
 
 # Folders that decide or translate; importing them must not import torch, which takes seconds.

@@ -1,9 +1,9 @@
 """Build, test and measure on this machine's device in less than eight minutes: `python -m tools.hardware [--write]`.
 
-It runs commands that a person could run: the tests of kernels and of parity on the device, `armature bench engine`
-with checkpoints of real shapes and synthetic weights, and the device's idle time. `--write` puts the table into
-docs/hardware.md. `--dry-run` runs everything with tiny shapes on any machine. That shows that the script works; its
-figures mean nothing.
+It is the check of a GPU that continuous integration does not have. It runs commands that a person could run: the tests
+of kernels and of parity on the device, `armature bench engine` with checkpoints of real shapes and synthetic weights,
+and the device's idle time. `--write` puts the table into docs/hardware.md. `--dry-run` runs everything with tiny shapes
+on any machine. That shows that the script works; its figures mean nothing.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import textwrap
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -26,10 +26,25 @@ from typing import Any
 from rich.console import Console
 
 from app.hardware.probe.probe import probe
-from tools.hardware.shapes import BERT_LARGE, LLAMA_1B, LLAMA_8B, SMALL_BERT, SMALL_LLAMA, write
+from armature_bench.published import models
+from armature_bench.published.models import BERT_LARGE, PublishedModel, model_folder
 from tools.hardware.table import markdown, placed, rows_of
 from tools.install import ROOT
 
+LLAMA_1B, LLAMA_8B = (
+    replace(each, config={**each.config, "max_position_embeddings": 8192})
+    for each in (models.LLAMA_1B, models.LLAMA_8B)
+)
+_SMALL = {
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "vocab_size": 512,
+}
+_SMALL_HEADS = {"num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 256}
+SMALL_LLAMA = PublishedModel("small-llama", "a small Llama", {**LLAMA_1B.config, **_SMALL, **_SMALL_HEADS})
+SMALL_BERT = PublishedModel("small-bert", "a small BERT", {**BERT_LARGE.config, **_SMALL})
 DOCUMENT = ROOT / "docs" / "hardware.md"
 MINUTES = 8.0
 # Kernels against their reference implementations, checks that need hardware, and whole models of every architecture
@@ -124,12 +139,12 @@ def checked_and_measured(run: Run, dry: bool) -> None:
     Tests of kernels mostly compile on one core of the host, so whole models are tested and checkpoints written
     meanwhile. Nothing is timed before all of that is done.
     """
-    models = (SMALL_LLAMA, SMALL_BERT) if dry else (LLAMA_1B, LLAMA_8B, BERT_LARGE)
+    shapes = (SMALL_LLAMA, SMALL_BERT) if dry else (LLAMA_1B, LLAMA_8B, BERT_LARGE)
     with ThreadPoolExecutor(len(_TESTS)) as pool:
         tested = [pool.submit(test, run, part, dry) for part in _TESTS]
-        with run.console.status("tests on the device, and checkpoints of made-up weights …"):
-            for made in models:
-                write(made, run.folder / made.name)
+        with run.console.status("tests on the device, and checkpoints of synthetic weights …"):
+            for made in shapes:
+                model_folder(made, run.folder)
             for one in tested:
                 one.result()
     benches(run, dry)
@@ -137,16 +152,8 @@ def checked_and_measured(run: Run, dry: bool) -> None:
 
 def test(run: Run, part: str, dry: bool) -> None:
     """Run the tests of kernels against their references, or of the engine on the device against the CPU."""
-    command = [
-        sys.executable,
-        "-m",
-        "pytest",
-        "-q",
-        "-p",
-        "no:cacheprovider",
-        *_TESTS[part],
-        *(_DRY[part] if dry else ()),
-    ]
+    pytest = [sys.executable, *"-m pytest -q -p no:cacheprovider".split()]
+    command = [*pytest, *_TESTS[part], *(_DRY[part] if dry else ())]
     told = run.command(part, command, share=_TESTS_SHARE)
     if told is not None:
         run.results[part] = {"passed": _counted(told, "passed"), "skipped": _counted(told, "skipped")}
@@ -164,19 +171,8 @@ def benches(run: Run, dry: bool) -> None:
     ):
         result = run.folder / f"{part}.json"
         model = ["--model", str(run.folder / made.name), "--precision", precision]
-        command = [
-            sys.executable,
-            "-m",
-            "app",
-            "bench",
-            "engine",
-            *model,
-            "--json",
-            str(result),
-            "--calibrate",
-            "off",
-            *few,
-        ]
+        bench = [sys.executable, *"-m app bench engine --calibrate off".split()]
+        command = [*bench, *model, "--json", str(result), *few]
         with run.console.status(f"{part} …"):
             if run.command(part, command) is not None:
                 run.results[part] = json.loads(result.read_text(encoding="utf-8"))
@@ -186,15 +182,8 @@ def benches(run: Run, dry: bool) -> None:
 def idle(run: Run, dry: bool) -> None:
     """Measure how long the device waits for the host."""
     result = run.folder / "idle.json"
-    command = [
-        sys.executable,
-        "-m",
-        "tools.hardware.idle",
-        "--model",
-        str(run.folder / LLAMA_1B.name),
-        "--json",
-        str(result),
-    ]
+    model = str(run.folder / LLAMA_1B.name)
+    command = [sys.executable, "-m", "tools.hardware.idle", "--model", model, "--json", str(result)]
     if dry:
         run.why["idle"] = "there is no device"
     elif run.command("idle", command) is not None:

@@ -1,8 +1,8 @@
 """Measure the idle time of a device in a decode step.
 
-`python -m tools.hardware.idle --model DIR --rows 64 --json FILE`.
-The device's own time is that of a captured step replayed many times in a row. The step time is the engine's, from one
-step to the next, including the host's work. The difference is idle time that was not hidden.
+`python -m tools.hardware.idle --model DIR --rows 64 --json FILE`. Idle time means that the host limits the device. The
+device's own time is that of a captured step replayed many times in a row. The step time is the engine's, from one step
+to the next, including the host's work. The difference is idle time that was not hidden.
 """
 
 from __future__ import annotations

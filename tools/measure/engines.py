@@ -1,9 +1,10 @@
 """Measure our engine and others in turns: `python -m tools.measure.engines --side ours=PYTHON:DIR --side ...`.
 
-Each side is a process run by the given interpreter. It loads its model and is stopped while another is measured. All
-sides get token ids, sample greedily, produce no text and use their own scheduler. Ratios are the first side's speed
-divided by another's, taken round by round. Encoders (`ours_encoder`, `openvino_encoder`, `torch_encoder`) get texts:
-`--workloads 8x128,8x512`.
+The figures of docs/performance.md come from it. Each side is a process run by the given interpreter. It loads its model
+and is stopped while another is measured. All sides get token ids, sample greedily, produce no text and use their own
+scheduler. Ratios are the first side's speed divided by another's, taken round by round. Encoders (`ours_encoder`,
+`openvino_encoder`) get texts: `--workloads 8x128,8x512`. Two native libraries are two sides `ours/NAME`, one with
+`ARMATURE_NATIVE_LIBRARY=FILE`.
 """
 
 from __future__ import annotations

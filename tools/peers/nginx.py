@@ -1,4 +1,4 @@
-"""A real nginx on loopback for comparisons: one process with a port for each balancing rule."""
+"""A real nginx on loopback, before which tests and proofs run the documented configuration and balancing rules."""
 
 from __future__ import annotations
 

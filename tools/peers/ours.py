@@ -7,17 +7,22 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from itertools import count
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from app.messages import Event, Generate, RequestFailed, SamplingParams, SequenceFinished, TokensReady
 from app.metrics.steps import StepTimeModel
-from app.server.prepare import calibrate, prepare
+from app.server.prepare import Prepared, calibrate, prepare
 from app.settings import load_settings
 from app.version import VERSION
 from tools.peers.turns import Peer, Rows
+
+if TYPE_CHECKING:
+    from torch.nn import Module
+
+    from app.engine.build import BuildRequest
 
 
 def load(model: Path, threads: int, options: dict[str, str]) -> Peer:
@@ -26,23 +31,11 @@ def load(model: Path, threads: int, options: dict[str, str]) -> Peer:
     No client waits for these streams, so prefill is not limited by inter-token latency. Speculation is off, so that
     every side computes one token per step: untrained models repeat themselves, which is easy to draft.
     """
-    settings = load_settings(
-        model=str(model), threads=threads, **{"itl_target_ms": 60_000, "speculation": "off", **options}
-    )[0]
-    prepared = prepare(settings)
-    os.environ.update(prepared.plan.environment())
-    prepared = calibrate(prepared, lambda stage: None)
-    import torch
-
-    from app.engine.build import BuildRequest
+    request, prepared = build_request(model, threads, {"itl_target_ms": 60_000, "speculation": "off", **options})
     from app.engine.decoder.build import build_decoder_engine
     from armature_bench.engine.driver import largest_cache_bytes, product_costs
-    from armature_kernels.linear.linear import Linear
-    from armature_kernels.native.library import native_library
 
-    built = build_decoder_engine(
-        BuildRequest(prepared.checkpoint, prepared.plan, step_time_model=StepTimeModel(prepared.step_time_table))
-    )
+    built = build_decoder_engine(request)
     weights = product_costs(
         built.model,
         prepared.checkpoint.model_config.vocab_size,
@@ -60,18 +53,40 @@ def load(model: Path, threads: int, options: dict[str, str]) -> Peer:
             _collect(built.engine.step(), rows)
             yield [picked for _, picked in rows.values()]
 
-    held = sum(
-        {id(layer.form): layer.form.nbytes for layer in built.model.modules() if isinstance(layer, Linear)}.values()
-    )
-    share = f"{held / prepared.checkpoint.needs().num_parameters:.3f} bytes a parameter held"
-    words = [
+    share = f"{held_bytes(built.model) / prepared.checkpoint.needs().num_parameters:.3f} bytes a parameter held"
+    return Peer(f"{description(prepared)}, {share}", weights.num_bytes, generate)
+
+
+def build_request(model: Path, threads: int, options: Mapping[str, Any]) -> tuple[BuildRequest, Prepared]:
+    """Plan and calibrate as the server does, and return what an engine is built from."""
+    prepared = prepare(load_settings(model=str(model), threads=threads, **options)[0])
+    os.environ.update(prepared.plan.environment())
+    prepared = calibrate(prepared, lambda stage: None)
+    from app.engine.build import BuildRequest
+
+    times = StepTimeModel(prepared.step_time_table)
+    return BuildRequest(prepared.checkpoint, prepared.plan, step_time_model=times), prepared
+
+
+def held_bytes(model: Module) -> int:
+    """Return the bytes of the forms of all linear layers."""
+    from armature_kernels.linear.linear import Linear
+
+    return sum({id(each.form): each.form.nbytes for each in model.modules() if isinstance(each, Linear)}.values())
+
+
+def description(prepared: Prepared) -> str:
+    import torch
+
+    from armature_kernels.native.library import native_library
+
+    words = (
         f"armature {VERSION}",
         f"torch {torch.__version__}",
         prepared.plan.weights.precision,
-        share,
         native_library().reason,
-    ]
-    return Peer(", ".join(words), weights.num_bytes, generate)
+    )
+    return ", ".join(words)
 
 
 def _collect(events: list[Event], rows: dict[str, tuple[Any, list[int]]]) -> None:

@@ -6,7 +6,6 @@ are compared by it.
 
 from __future__ import annotations
 
-import os
 import time
 from array import array
 from collections.abc import Iterator
@@ -14,10 +13,7 @@ from itertools import count
 from pathlib import Path
 
 from app.messages import ArraysReady, Encode, Text
-from app.metrics.steps import StepTimeModel
-from app.server.prepare import calibrate, prepare
-from app.settings import load_settings
-from app.version import VERSION
+from tools.peers.ours import build_request, description, held_bytes
 from tools.peers.turns import Peer, Rows
 
 
@@ -26,20 +22,10 @@ def load(model: Path, threads: int, options: dict[str, str]) -> Peer:
 
     The texts of a turn are one request, which the engine divides into steps.
     """
-    settings = load_settings(model=str(model), threads=threads, **options)[0]
-    prepared = prepare(settings)
-    os.environ.update(prepared.plan.environment())
-    prepared = calibrate(prepared, lambda stage: None)
-    import torch
-
-    from app.engine.build import BuildRequest
+    request, prepared = build_request(model, threads, options)
     from app.engine.encoder.build import build_encoder_engine
-    from armature_kernels.linear.linear import Linear
-    from armature_kernels.native.library import native_library
 
-    built = build_encoder_engine(
-        BuildRequest(prepared.checkpoint, prepared.plan, step_time_model=StepTimeModel(prepared.step_time_table))
-    )
+    built = build_encoder_engine(request)
     names = count()
 
     def generate(prompts: Rows, tokens: int) -> Iterator[Rows]:
@@ -53,16 +39,7 @@ def load(model: Path, threads: int, options: dict[str, str]) -> Peer:
             raise SystemExit(f"the engine refused the texts: {answer}")
         yield largest(answer.arrays["embedding"].data, len(prompts))
 
-    held = sum(
-        {id(layer.form): layer.form.nbytes for layer in built.model.modules() if isinstance(layer, Linear)}.values()
-    )
-    words = [
-        f"armature {VERSION}",
-        f"torch {torch.__version__}",
-        prepared.plan.weights.precision,
-        native_library().reason,
-    ]
-    return Peer(", ".join(words), held, generate)
+    return Peer(description(prepared), held_bytes(built.model), generate)
 
 
 def largest(vectors: bytes, rows: int) -> Rows:

@@ -15,7 +15,7 @@ from typing import IO, Any
 from tools.peers.turns import MARK, Taken, Turn
 
 ROOT = Path(__file__).resolve().parents[2]
-KINDS = ("ours", "llama_cpp", "openvino", "vllm", "ours_encoder", "openvino_encoder", "torch_encoder")
+KINDS = ("ours", "llama_cpp", "openvino", "vllm", "ours_encoder", "openvino_encoder")
 # The shell's settings of thread pools are not passed on: each side sizes its pools by the `--threads` that it gets.
 POOL_PREFIXES = ("OMP_", "GOMP_", "KMP_", "MKL_", "OPENBLAS_", "TBB_")
 LAST_LINES = 15  # last lines of a side's stderr, shown if it ends too early

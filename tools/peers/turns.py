@@ -43,16 +43,12 @@ class Peer:
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """The request of one turn. `tokens` is 1 for a prefill; more are decoded by all rows together.
-
-    With `prompts`, these token ids are continued instead of random ones, and all ids of each row are reported.
-    """
+    """The request of one turn. `tokens` is 1 for a prefill; more are decoded by all rows together."""
 
     rows: int
     prompt_tokens: int
     tokens: int
     seed: int
-    prompts: Rows | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,14 +85,12 @@ def main() -> int:
         prompts = deal(turn)
         tokens = turn.tokens if turn.tokens == 1 else turn.tokens + AHEAD_TOKENS
         taken = timed(peer.generate(prompts, tokens), turn.tokens, tokens)
-        _say(asdict(taken if turn.prompts else replace(taken, ids=[row[:CHECKED_TOKENS] for row in taken.ids])))
+        _say(asdict(replace(taken, ids=[row[:CHECKED_TOKENS] for row in taken.ids])))
     return 0
 
 
 def deal(turn: Turn) -> Rows:
-    """Return the given prompts, or ones whose ids do not repeat, and never the same twice, so that no cache helps."""
-    if turn.prompts is not None:
-        return turn.prompts
+    """Return prompts whose ids do not repeat, and never the same twice, so that no cache helps."""
     deck = random.Random(turn.seed)
     return [deck.sample(range(100, 2000), turn.prompt_tokens) for _ in range(turn.rows)]
 

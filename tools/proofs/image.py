@@ -52,14 +52,7 @@ def run(findings: Findings, images: Sequence[Image]) -> None:
         _fetches(findings, image)
         rows.append((named, f"{facts['Size'] / 1e6:.0f} MB", f"{unpacked / 1e6:.0f} MB", len(facts["RootFS"]["Layers"]),
                      _packages(image), ", ".join(found["setuid"]) or "none"))  # fmt: skip
-    columns = (
-        "architecture",
-        "compressed",
-        "unpacked",
-        "layers",
-        "torch",
-        "setuid programs of the base, without effect here",
-    )
+    columns = ("architecture", "compressed", "unpacked", "layers", "torch", "setuid programs, without effect here")
     findings.table("Size", columns, rows)
 
 

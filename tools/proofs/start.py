@@ -54,12 +54,8 @@ def judge(findings: Findings, bare: Sequence[float], container: Sequence[float])
     findings.table(
         f"Seconds to ready, the demo, {CORES:g} cores, {len(bare)} starts each", ("", "median", "least", "most"), rows
     )
-    findings.check(
-        "a container is ready within a second of the bare process",
-        later <= MOST_LATER,
-        f"{later:.2f} s later",
-        "<= 1 s",
-    )
+    what = "a container is ready within a second of the bare process"
+    findings.check(what, later <= MOST_LATER, f"{later:.2f} s later", "<= 1 s")
 
 
 def _contained(image: Image, cache: Path) -> float:
@@ -76,15 +72,8 @@ def _contained(image: Image, cache: Path) -> float:
 def _bare(python: str, cache: Path) -> float:
     """Start the bare process in a control group with the container's quota."""
     port, quota = free_port(), Quota.make("bare", CORES)
-    launch = [
-        sys.executable,
-        "-I",
-        "-S",
-        str(ROOT / "tools" / "peers" / "launch.py"),
-        "--procs",
-        str(quota.procs),
-        "--",
-    ]
+    script = str(ROOT / "tools" / "peers" / "launch.py")
+    launch = [sys.executable, "-I", "-S", script, "--procs", str(quota.procs), "--"]
     serve = [python, "-P", "-m", "app", "serve", "--host", "127.0.0.1", "--port", str(port), "--cache-dir", str(cache)]
     began = time.perf_counter()
     process = subprocess.Popen([*launch, *serve], cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)

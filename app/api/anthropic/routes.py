@@ -40,6 +40,7 @@ from app.api.openai.translate import chat_request
 from app.api.routing import MESSAGES, ApiCall, Dialect, new_response_id, sampling_defaults
 from app.api.schemas import make_body
 from app.api.streaming import (
+    SLOT,
     Block,
     BlockDelta,
     BlockEnded,
@@ -51,6 +52,7 @@ from app.api.streaming import (
     collected_blocks,
     divide,
     format_named_sse,
+    write_directly,
 )
 from app.errors import InvalidRequest
 from app.messages import FinishReason
@@ -230,6 +232,10 @@ class MessageFormat:
                     yield {"type": "content_block_start", "index": block.index, "content_block": _whole_block(empty)}
                 case BlockDelta():
                     yield {"type": "content_block_delta", "index": event.block.index, "delta": _delta(event)}
+                    if event.block.kind == "text":
+                        delta = _delta(BlockDelta(event.block, SLOT))
+                        plain = {"type": "content_block_delta", "index": event.block.index, "delta": delta}
+                        write_directly(stream, plain)
                 case BlockEnded():
                     yield {"type": "content_block_stop", "index": event.block.index}
                 case ChoiceFinished():

@@ -27,7 +27,17 @@ from app.api.openai.schemas import ChatBody, CompletionBody
 from app.api.openai.translate import MAX_TOTAL_CHOICES, chat_request, completion_requests
 from app.api.routing import BODY_ERRORS, ApiCall, ApiRuntime, Dialect, sampling_defaults
 from app.api.schemas import SamplingFields, make_body
-from app.api.streaming import CollectedChoice, CollectedCompletion, EventEncoding, Generation, GenerationStream
+from app.api.streaming import (
+    SLOT,
+    CollectedChoice,
+    CollectedCompletion,
+    EventEncoding,
+    Generation,
+    GenerationStream,
+    json_list,
+    json_string,
+    write_directly,
+)
 from app.errors import InvalidRequest, NotReady, UnsupportedParameter
 from app.messages import MAX_LOGPROBS, SamplingParams
 from app.service.requests import Accepted, ChoiceFinished, GenerationRequest, Infill, ScoredToken
@@ -218,6 +228,12 @@ class _LlamaCppFormat:
         counts: list[int] = []
         predicted: dict[int, int] = {}
         lines: set[int] = set()
+
+        def next_values(text: str, token_ids: Sequence[int]) -> tuple[str, ...]:
+            predicted[0] += len(token_ids)
+            lines.update({0} if "\n" in text else ())
+            return json_string(text), json_list(token_ids), str(predicted[0])
+
         async for event in stream:
             if isinstance(event, Accepted):
                 counts.append(len(event.prompt_token_ids))
@@ -238,6 +254,7 @@ class _LlamaCppFormat:
                 "tokens_evaluated": num_prompt,
             }
             yield self._scored(delta, event.logprobs)
+            write_directly(stream, {**delta, "content": SLOT, "tokens": SLOT, "tokens_predicted": SLOT}, next_values)
 
     def _scored(self, body: LlamaCppCompletion, tokens: Sequence[ScoredToken]) -> LlamaCppCompletion:
         if tokens and self._body.post_sampling_probs:

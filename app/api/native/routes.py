@@ -31,7 +31,17 @@ from app.api.native.schemas import (
 )
 from app.api.openai.translate import template_message
 from app.api.routing import ApiCall, Dialect, sampling_defaults
-from app.api.streaming import CollectedChoice, CollectedCompletion, EventEncoding, Generation, GenerationStream
+from app.api.streaming import (
+    SLOT,
+    CollectedChoice,
+    CollectedCompletion,
+    EventEncoding,
+    Generation,
+    GenerationStream,
+    json_list,
+    json_string,
+    write_directly,
+)
 from app.errors import InvalidRequest
 from app.service.encode import named_prompt
 from app.service.requests import Accepted, ChoiceFinished, GenerationRequest, ScoredToken, Usage
@@ -97,6 +107,8 @@ class _NativeFormat:
             if event.logprobs:
                 body["logprobs"] = _logprob_list(event.logprobs)
             yield body
+            plain = {"index": event.choice, "text": SLOT, "token_ids": SLOT}
+            write_directly(stream, plain, lambda text, ids: (json_string(text), json_list(ids)))
 
     def whole(self, completion: CollectedCompletion) -> GenerateResponse:
         """Return the body with the first choice's fields at the top level, and all choices if there are several."""

@@ -67,7 +67,15 @@ from app.api.routing import (
     sampling_defaults,
 )
 from app.api.schemas import ReportIgnored, parse_body
-from app.api.streaming import CollectedCompletion, EventEncoding, EventStreamResponse, Generation, GenerationStream
+from app.api.streaming import (
+    SLOT,
+    CollectedCompletion,
+    EventEncoding,
+    EventStreamResponse,
+    Generation,
+    GenerationStream,
+    write_directly,
+)
 from app.errors import InvalidRequest, ModelNotFound, NotReady, RequestTimeout, UnsupportedParameter, WrongModelKind
 from app.messages import SamplingParams
 from app.metrics.instruments import DurationTotal, Metrics
@@ -424,6 +432,8 @@ class _GenerateFormat:
                 yield self._event_body("", token, None)
             yield self._event_body(event.text, event.logprobs[-1] if event.logprobs else None, None)
             sent = True
+            if not self._details:
+                write_directly(stream, self._event_body(SLOT, None, None))
 
     def _event_body(self, text: str, token: ScoredToken | None, reason: str | None) -> OipGenerateEvent:
         body: OipGenerateEvent = {"model_name": self._name, "model_version": VERSION, "text_output": text}

@@ -64,6 +64,7 @@ from app.api.routing import (
 from app.api.schemas import make_body
 from app.api.streaming import (
     NDJSON,
+    SLOT,
     CollectedCall,
     CollectedChoice,
     CollectedCompletion,
@@ -71,6 +72,8 @@ from app.api.streaming import (
     Generation,
     GenerationStream,
     format_line,
+    json_string,
+    write_directly,
 )
 from app.errors import InvalidRequest
 from app.messages import FinishReason
@@ -240,6 +243,11 @@ class _OllamaFormat(Generic[LineT]):
                 calls.add(replace(event, text="", token_ids=(), logprobs=(), reasoning=""))
                 if event.text or event.reasoning:
                     yield _scored(self._line(event.text, event.reasoning), event.logprobs)
+                    plain = self._line(SLOT)
+                    plain["created_at"] = SLOT
+                    write_directly(
+                        stream, plain, lambda text, ids: (json_string(timestamp(time.time())), json_string(text))
+                    )
                 continue
             if found := _calls(calls.tool_calls):
                 yield self._line("", calls=found)

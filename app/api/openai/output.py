@@ -30,7 +30,7 @@ from app.api.openai.schemas import (
     TextLogprobs,
     ToolCallDeltaBody,
 )
-from app.api.streaming import CollectedChoice, CollectedCompletion, GenerationStream
+from app.api.streaming import SLOT, CollectedChoice, CollectedCompletion, GenerationStream, write_directly
 from app.messages import ALL_LOGPROBS, FinishReason
 from app.service.requests import Accepted, ChoiceFinished, PromptToken, ScoredToken, TextDelta, Usage
 from app.text.tool_calls import ToolCallDelta
@@ -121,6 +121,7 @@ class _OpenAIFormat(Generic[ChoiceT, ChunkT]):
         """
         counts = _ChoiceCounts(self._body.n or 1)
         usage, prompt = Usage(0), None
+        is_plain = not (self._shown.ids or self._body.continuous_usage)
         async for event in stream:
             if isinstance(event, Accepted):
                 counts.prompts.append(event.prompt_token_ids)
@@ -138,6 +139,8 @@ class _OpenAIFormat(Generic[ChoiceT, ChunkT]):
             if (choice := self._chunk_choice(event)) is not None:
                 yield self._chunk(choice, so_far, prompt)
                 prompt = None
+            if is_plain and isinstance(event, TextDelta):
+                write_directly(stream, self._chunk(self._delta(TextDelta(event.choice, SLOT)), so_far, None))
         if self._body.include_usage:
             last = self._object([])
             last["usage"] = usage_body(usage)

@@ -293,6 +293,8 @@ MessageParts = Annotated[tuple[MessagePart, ...], Field(fail_fast=True, max_leng
 class Message(Body):
     """One message of a conversation. `name` is passed to the chat template, which may or may not use it.
 
+    `role` is system, developer, user, assistant, tool or function, or one that this model's template writes.
+
     A message of the assistant may have calls instead of content, or neither. A message of the role `tool` has the result
     of the call `tool_call_id`; `function` is its older form. What other servers write into their answers, and clients
     send back with the history, is ignored. With `prefix` (DeepSeek, Mistral) or `partial` (Moonshot, Alibaba) the answer
@@ -301,7 +303,7 @@ class Message(Body):
 
     REFUSED: ClassVar[Mapping[str, Refusal]] = refused("send parts of text", images=([],))
 
-    role: Literal["system", "developer", "user", "assistant", "tool", "function"]
+    role: Annotated[str, Field(max_length=64, pattern=r"^[A-Za-z][\w .:/-]*$")]
     content: str | MessageParts | None = None
     name: str | None = None
     tool_calls: Annotated[tuple[ToolCallRecord, ...], Field(fail_fast=True, max_length=MAX_TOOLS)] | None = None

@@ -6,7 +6,7 @@ import hashlib
 import json
 import time
 import uuid
-from collections.abc import AsyncIterator, Iterable, Iterator, Mapping
+from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -49,6 +49,7 @@ from app.api.openai_responses.schemas import (
 from app.api.routing import ApiCall, Dialect, new_response_id, sampling_defaults
 from app.api.schemas import SamplingFields, make_body
 from app.api.streaming import (
+    SLOT,
     Block,
     BlockDelta,
     BlockEnded,
@@ -60,6 +61,8 @@ from app.api.streaming import (
     collected_blocks,
     divide,
     format_named_sse,
+    json_string,
+    write_directly,
 )
 from app.errors import InvalidRequest
 from app.messages import SamplingParams
@@ -383,11 +386,21 @@ class ResponseObjectFormat:
         """Yield the stream's events, numbered from 0."""
         items: list[_Item] = []
         number = 0
+
+        def next_values(text: str, token_ids: Sequence[int]) -> tuple[str, str]:
+            nonlocal number
+            number += 1
+            items[-1].block.text += text
+            return json_string(text), str(number - 1)
+
         async for event in divide(stream):
             for body in self._event_bodies(event, items):
                 body["sequence_number"] = number
                 yield body
                 number += 1
+            if isinstance(event, BlockDelta) and event.block.kind == "text":
+                plain: dict[str, Any] = {**_delta(items[-1], BlockDelta(event.block, SLOT)), "sequence_number": SLOT}
+                write_directly(stream, plain, next_values)
 
     def _event_bodies(self, event: Any, items: list[_Item]) -> Iterator[ResponseEvent]:
         match event:

@@ -41,9 +41,10 @@ CALLS: list[tuple[str, Any]] = [("get_weather", {"city": 'Zürich <b> "x"', "day
 NAMED = {"bos_token": "<s>", "eos_token": "</s>"}
 SMALL = [
     "Apertus-8B-Instruct", "Apriel-1.6-15b-Thinker-fixed", "ByteDance-Seed-OSS", "Cohere2MoE",
-    "CohereForAI-c4ai-command-r7b-12-2024-tool_use", "GLM-4.6", "GLM-4.7-Flash", "GigaChat3.1-10B-A1.8B", "google-gemma-4-31B-it",
+    "CohereForAI-c4ai-command-r7b-12-2024-tool_use", "GLM-4.6", "GLM-4.7-Flash", "GigaChat3-10B-A1.8B", "GigaChat3.1-10B-A1.8B", "Kimi-K3",
+    "google-gemma-4-31B-it",
     "LFM2.5-8B-A1B", "fireworks-ai-llama-3-firefunction-v2", "tencent-Hy3",
-    "MiniMax-M1", "MiniMax-M2", "Mistral-Small-3.2-24B-Instruct-2506",
+    "MiniMax-M1", "MiniMax-M2", "MiniMax-M3", "meetkai-functionary-medium-v3.2", "Mistral-Small-3.2-24B-Instruct-2506",
     "mistralai-Mistral-Nemo-Instruct-2407", "NVIDIA-Nemotron-3-Nano-30B-A3B-BF16", "NVIDIA-Nemotron-Nano-v2",
     "Qwen-Qwen2.5-7B-Instruct", "Qwen-Qwen3-0.6B", "Qwen3-Coder", "Qwen3.5-4B", "deepseek-ai-DeepSeek-V3.1",
     "deepseek-ai-DeepSeek-V3.2", "deepseek-ai-DeepSeek-R1-Distill-Qwen-32B", "ibm-granite-granite-4.0",
@@ -124,7 +125,7 @@ def thoughts(served: ServedDecoder, request: GenerationRequest) -> str:
 def answer(served: ServedDecoder, request: GenerationRequest, text: str) -> Answer:
     """Return what the service makes of a text; its tokens follow the request's grammar."""
     prompt = read_prompt(served, request)
-    ids = served.tokenizer.encode(text, add_special_tokens=False)
+    ids = served.tokenizer.encode(text.removeprefix(prompt.begun), add_special_tokens=False)
     if prompt.grammar is not None:
         assert served.grammars is not None
         state = served.grammars.compile(prompt.grammar).start()
@@ -169,7 +170,7 @@ def check_family(served: ServedDecoder) -> None:
             assert (found.content.strip(), found.reason) == ("", "tool_calls")
             assert found.reasoning == ("I think." if before else "")
     request = ask(grammar=schema)
-    header = "" if served.reasoning_format is None else served.reasoning_format.answer
+    header = served.tool_format.answer or (served.reasoning_format.answer if served.reasoning_format else "")
     found = answer(served, request, thoughts(served, request) + header + '{"city": "Bern"}')
     assert (json.loads(found.content), found.calls) == ({"city": "Bern"}, [])
     plain = replace(request, tools=None, grammar=None, chat_options=None)

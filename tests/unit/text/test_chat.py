@@ -154,6 +154,13 @@ def test_a_template_may_refuse_a_conversation() -> None:
     [
         ("{{ messages[-1].content }}", CONVERSATION, ChatOptions(), "messages[0].content"),
         ("{{ messages[0].content }}", CONVERSATION[:2], ChatOptions(), "messages[1].content"),
+        (CHATML, [*CONVERSATION, {"role": "critic", "content": "c"}], ChatOptions(), None),
+        (
+            CHATML.replace("in messages", "in messages if message.role != 'critic'"),
+            [*CONVERSATION, {"role": "critic", "content": "c"}],
+            ChatOptions(),
+            "messages[4].content, of the role critic",
+        ),
         (CHATML, CONVERSATION, ChatOptions(documents=({"title": "t", "text": "a fact"},)), "documents[0].text"),
         (
             "{% for m in messages %}{{ m.content }}{{ m.tool_calls[0].function.name if m.tool_calls else '' }}{% endfor %}",

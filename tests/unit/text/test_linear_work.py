@@ -81,6 +81,15 @@ BEGINNINGS = (
 )
 
 
+@pytest.mark.parametrize("unit", ["<b>", "</b>", "<b></b>", "<", "", "x"])
+def test_elements_in_a_value(unit: str) -> None:
+    shape = TOOL_FORMATS["minimax_m3"]
+    before, start = shape.element, f'{shape.element}<invoke name="f">{shape.element}<a>'
+    parser = [ToolCallParser(shape, {"f": {}}, lambda: "id") for _ in range(2)]
+    work = in_pieces(lambda text: parser[0].push(text), lambda: parser.pop(0).flush(), 3)
+    assert_linear(lambda text: work(start + text), before + unit)
+
+
 def check_tool_calls(form: str, before: str, size: int) -> None:
     shape = TOOL_FORMATS[form]
     for beginning in BEGINNINGS:
@@ -105,6 +114,9 @@ READ = (
     "deepseek_v32",
     "pythonic",
     "lfm2",
+    "functionary",
+    "kimi_k3",
+    "minimax_m3",
 )
 
 

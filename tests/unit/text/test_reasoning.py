@@ -81,3 +81,11 @@ def test_markers_are_the_special_tokens_of_the_tags() -> None:
     for marker in form.markers:
         rest = rest.replace(marker, "")
     assert "<|" not in rest
+
+
+@pytest.mark.parametrize("text", ["</think>\n\nHi", " </think>Hi", "Hi"])
+def test_an_end_without_a_beginning_is_no_content(text: str) -> None:
+    for pieces in ([text], list(text)):
+        parser = ReasoningParser(REASONING_FORMATS["qwen3"])
+        shown = [*map(parser.push, pieces), parser.flush()]
+        assert ("".join(one for one, _ in shown), "".join(one for _, one in shown)) == ("", "Hi")

@@ -376,3 +376,31 @@ def test_a_schema_itself_does_not_change() -> None:
 def test_what_is_no_schema_is_refused_by_the_library(compiler: GrammarCompiler, schema: Any) -> None:
     with pytest.raises(InvalidRequest, match="f cannot be followed"):
         compiler.compile(GrammarSource("json_schema", json.dumps(schema), "f"))
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"$ref": "#"},
+        {"allOf": [{"type": "object"}, {"$ref": "#"}]},
+        {"$ref": "#/$defs/a", "$defs": {"a": {"$ref": "#/$defs/b"}, "b": {"allOf": [{"$ref": "#/$defs/a"}]}}},
+    ],
+)
+def test_a_reference_that_leads_to_itself_for_the_same_value_is_refused(schema: Any) -> None:
+    with pytest.raises(InvalidRequest, match="leads to itself"):
+        compiled({"properties": {"x": schema}, **schema})
+
+
+@pytest.mark.parametrize("name", ["größe", "gr%C3%B6%C3%9Fe", "a b", "a~1b"])
+def test_references_have_names_of_any_letters(name: str) -> None:
+    target = {"type": "integer"}
+    definitions = {"größe": target, "a b": target, "a/b": target}
+    schema = {"properties": {"n": {"$ref": f"#/$defs/{name}"}}, "required": ["n"], "$defs": definitions}
+    assert accepts(schema, {"n": 5}) and not accepts(schema, {"n": "x"})
+
+
+@pytest.mark.parametrize("kind", ["integer", "number"])
+def test_limits_that_no_number_in_use_reaches_are_none(kind: str) -> None:
+    for low, high in ((-(2**63), 2**63 - 1), (-1e300, 1e300), (-(2**80), 7)):
+        schema = {"type": kind, "minimum": low, "maximum": high}
+        assert accepts(schema, -5) and (high == 7) is not accepts(schema, 8)

@@ -59,10 +59,11 @@ CALLS = st.lists(st.tuples(st.sampled_from(sorted(TOOLS)), ARGUMENTS), min_size=
 
 
 def parse(
-    form: ToolFormat, pieces: list[str], tools: dict[str, Any] | None = None
+    form: ToolFormat, pieces: list[str], tools: dict[str, Any] | None = None, begun: str = "", reads_calls: bool = True
 ) -> tuple[str, list[tuple[str, str]]]:
     numbers = itertools.count()
-    parser = ToolCallParser(form, TOOLS if tools is None else tools, lambda: f"id{next(numbers)}")
+    known = TOOLS if tools is None else tools
+    parser = ToolCallParser(form, known if reads_calls else None, lambda: f"id{next(numbers)}", True, begun)
     content, calls = "", []
     for parsed in [*map(parser.push, pieces), parser.flush()]:
         content += parsed.content
@@ -73,9 +74,16 @@ def parse(
     return content, calls
 
 
+def fitting(form: ToolFormat, arguments: dict[str, Any]) -> dict[str, Any]:
+    """Return the arguments without what elements have no form for: null, and values of which the schema says nothing."""
+    left_out = ("maybe", "list", "object") if form.element else ()
+    return {name: value for name, value in arguments.items() if name not in left_out}
+
+
 @pytest.mark.parametrize("name", READ)
 @given(CALLS, st.lists(st.integers(0, 400), max_size=8))
 def test_what_is_written_is_read_again(name: str, calls: list[tuple[str, Any]], cuts: list[int]) -> None:
+    calls = [(tool, fitting(TOOL_FORMATS[name], arguments)) for tool, arguments in calls]
     text = write_calls(TOOL_FORMATS[name], calls)
     places = sorted(cut for cut in cuts if cut < len(text))
     pieces = [text[start:end] for start, end in itertools.pairwise([0, *places, len(text)])]
@@ -111,7 +119,7 @@ def test_any_text_divided_in_any_way_is_read_as_the_whole(name: str, data: st.Da
     text = "".join(data.draw(st.lists(st.sampled_from(parts), max_size=25)))
     whole = parse(form, [text])
     assert parse(form, list(text)) == whole
-    if not whole[1]:
+    if not whole[1] and not form.around:
         assert whole[0] == text, "a text without calls is unchanged"
 
 
@@ -150,9 +158,9 @@ def test_forced_calls_are_those_that_models_write(name: str) -> None:
     form = TOOL_FORMATS[name]
     grammar = forced_calls_grammar(form, list(TOOLS.items()), parallel=True)
     for number, arguments in enumerate(FORCED):
-        assert allowed(grammar, _python(form, write_calls(form, [("f", arguments)]))), number
-    if name != "openai":
-        text = write_calls(form, [("f", FORCED[0]), ("get_weather", FORCED[1])])
+        assert allowed(grammar, _python(form, write_calls(form, [("f", fitting(form, arguments))]))), number
+    if not form.is_single:
+        text = write_calls(form, [("f", FORCED[0]), ("get_weather", fitting(form, FORCED[1]))])
         assert allowed(grammar, _python(form, text))
         single = forced_calls_grammar(form, list(TOOLS.items()), parallel=False)
         with pytest.raises(AssertionError):
@@ -190,6 +198,65 @@ def test_arguments_without_listed_properties_are_free(name: str) -> None:
     closed = forced_calls_grammar(form, [("f", {"properties": {}, "additionalProperties": False})], True)
     with pytest.raises(AssertionError):
         allowed(closed, write_calls(form, [("f", {"a": "x"})]))
+
+
+NODE: dict[str, Any] = {
+    "properties": {
+        "name": {"type": "string"},
+        "size": {"type": "integer"},
+        "nodes": {"items": {"$ref": "#/$defs/node"}},
+    },
+    "required": ["name"],
+}
+NESTED: dict[str, Any] = {
+    "type": "object",
+    "properties": {
+        "tags": {"type": "array", "items": {"type": "string"}},
+        "grid": {"items": {"items": {"type": "number"}}},
+        "node": {"$ref": "#/$defs/node"},
+        "free": {"type": "object"},
+        "either": {"anyOf": [{"type": "null"}, {"type": "array", "items": {"type": "integer"}}]},
+    },
+    "$defs": {"node": NODE},
+}
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {"tags": ["a", "", "1", "<b>"], "grid": [[1, 2.5], []]},
+        {"node": {"name": "node", "size": 3, "nodes": []}},
+        {"tags": [], "grid": [[]], "node": {"name": " x\n "}},
+    ],
+)
+def test_elements_in_one_another_follow_the_schema(arguments: dict[str, Any]) -> None:
+    form = TOOL_FORMATS["minimax_m3"]
+    text = write_calls(form, [("f", arguments), ("f", {})])
+    for pieces in ([text], list(text)):
+        content, calls = parse(form, pieces, {"f": NESTED})
+        assert (content, [json.loads(given) for _, given in calls]) == ("", [arguments, {}])
+    assert allowed(forced_calls_grammar(form, [("f", NESTED)], True), text)
+
+
+def test_elements_without_a_schema_or_in_its_cycle_are_read() -> None:
+    form = TOOL_FORMATS["minimax_m3"]
+    node = {"name": "a", "nodes": [{"name": "b", "nodes": [{"name": "c"}]}]}
+    free = {"a": {"a": {"a": 1}}, "b": ["x", {"c": True}]}
+    _, calls = parse(form, list(write_calls(form, [("f", {"node": node, "free": free, "either": [1]})])), {"f": NESTED})
+    assert json.loads(calls[0][1]) == {"node": node, "free": free, "either": [1]}
+    forced = write_calls(form, [("f", {"node": '{"name": "a"}', "free": '{"a": 1}'})])
+    _, calls = parse(form, list(forced), {"f": NESTED})
+    assert json.loads(calls[0][1]) == {"node": {"name": "a"}, "free": {"a": 1}}
+
+
+@pytest.mark.parametrize("name", [*TAGGED, "gemma4"])
+@pytest.mark.parametrize("reference", ["#", "#/properties/a", "#/$defs/a"])
+def test_a_parameter_may_refer_to_anything_in_the_schema(name: str, reference: str) -> None:
+    form = TOOL_FORMATS[name]
+    inner = {"type": "object", "properties": {"a": {"$ref": reference}, "n": {"type": "integer"}}}
+    schema = {**inner, "properties": {"a": inner, "b": {"$ref": reference}}, "$defs": {"a": inner}}
+    grammar = forced_calls_grammar(form, [("f", schema)], True)
+    assert allowed(grammar, write_calls(form, [("f", {"b": {} if form.element else {"a": {}}})]))
 
 
 def test_what_tags_cannot_follow_is_refused_by_name() -> None:
@@ -230,6 +297,38 @@ def test_a_schema_says_what_a_text_is(name: str, schema: Any, text: str, value: 
     tool = {"properties": {"a": schema}, "$defs": {"n": {"type": "integer"}}}
     _, calls = parse(form, list(write_calls(form, [("f", {"a": text})])), {"f": tool})
     assert json.loads(calls[0][1]) == {"a": value}
+
+
+F = ("f", {"text": "a"})
+THIRD = "<|open|>response<|sep|>"  # Kimi K3
+THIRD_CALL = (
+    '<|open|>call tool="f" index="1"<|sep|><|open|>argument key="text" type="string"<|sep|>a<|close|>argument<|sep|>'
+)
+AROUND: list[tuple[str, str, str, str, list[Any]]] = [
+    ("functionary", ">>>", "all\nHi", "Hi", []),
+    ("functionary", ">>>", 'all\n>>> {"a": 1}\nHi>>>f\n{"text": "a"}', '>>> {"a": 1}\nHi', [F]),
+    ("functionary", ">>>", 'f\n{"text": "a"}>>>f\n{"text": "a"}>>>all\nDone', "Done", [F, F]),
+    ("functionary", ">>>", "python\nprint(1)", ">>>python\nprint(1)", []),
+    ("functionary", ">>>", "al", "al", []),
+    ("gigachat3", "", 'Hi<|message_sep|>\n\nfunction call<|role_sep|>\n{"name": "f", "arguments": {"text": "a"}}', "Hi", [F]),
+    ("gigachat3", "", "A function call <b>.<|message_sep|>", "A function call <b>.", []),
+    ("kimi_k3", "", THIRD + "Hi<|close|>response<|sep|><|close|>message<|sep|>", "Hi", []),
+    ("kimi_k3", THIRD, "Hi<|close|>response<|sep|><|close|>message<|sep|>", "Hi", []),
+    ("kimi_k3", THIRD, f"Hi<|close|>response<|sep|><|open|>tools<|sep|>{THIRD_CALL}<|close|>call<|sep|><|close|>tools<|sep|>"
+     "<|close|>message<|sep|>", "Hi", [F]),
+    ("kimi_k3", THIRD, "a <|open|>b<|sep|> c <", "a <|open|>b<|sep|> c <", []),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "begun", "text", "content", "calls"), AROUND)
+def test_what_stands_around_an_answer_is_no_content(
+    name: str, begun: str, text: str, content: str, calls: list[Any]
+) -> None:
+    for pieces in ([text], list(text)):
+        found, given = parse(TOOL_FORMATS[name], pieces, begun=begun)
+        assert (found.strip(), [(one, json.loads(arguments)) for one, arguments in given]) == (content, calls)
+        if not calls:
+            assert parse(TOOL_FORMATS[name], pieces, begun=begun, reads_calls=False) == (found, [])
 
 
 def test_texts_between_tags_arrive_as_they_grow() -> None:
@@ -331,6 +430,10 @@ NATIVE = {
     "fireworks-ai-llama-3-firefunction-v2": "firefunction",
     "google-gemma-4-31B-it": "gemma4",
     "meetkai-functionary-medium-v3.1": "llama_function",
+    "meetkai-functionary-medium-v3.2": "functionary",
+    "GigaChat3-10B-A1.8B": "gigachat3",
+    "Kimi-K3": "kimi_k3",
+    "MiniMax-M3": "minimax_m3",
     "meta-llama-Llama-3.1-8B-Instruct": "llama3_json",
     "meta-llama-Llama-3.2-3B-Instruct": "llama3_json",
     "moonshotai-Kimi-K2": "kimi_k2",

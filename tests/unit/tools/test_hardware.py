@@ -7,29 +7,15 @@ from pathlib import Path
 import pytest
 
 from app.weights.checkpoint import open_checkpoint
-from tools.hardware.shapes import BERT_LARGE, LLAMA_1B, LLAMA_8B, SMALL_BERT, SMALL_LLAMA, Made, write
+from armature_bench.published.models import PublishedModel, model_folder
+from tools.hardware.__main__ import SMALL_BERT, SMALL_LLAMA
 from tools.hardware.table import BEGIN, END, Asked, Row, markdown, placed, rows_of
 from tools.install import ROOT
 
 
-@pytest.mark.parametrize("made", [SMALL_LLAMA, SMALL_BERT], ids=lambda made: made.name)
-def test_a_made_up_checkpoint_is_opened_like_any(made: Made, tmp_path: Path) -> None:
-    checkpoint = open_checkpoint(write(made, tmp_path / "made"))
-    assert checkpoint.needs().num_layers == 2
-    before = [path.stat().st_mtime_ns for path in sorted((tmp_path / "made").iterdir())]
-    write(made, tmp_path / "made")
-    assert [path.stat().st_mtime_ns for path in sorted((tmp_path / "made").iterdir())] == before, "it is there already"
-
-
-def test_weights_are_the_same_each_time_and_differ_from_each_other(tmp_path: Path) -> None:
-    one, other = ((write(SMALL_LLAMA, tmp_path / name) / "model-00000.safetensors").read_bytes() for name in ("a", "b"))
-    assert one == other
-    assert len({one[at : at + 64] for at in range(len(one) // 2, len(one) // 2 + 2**14, 64)}) > 250
-
-
-@pytest.mark.parametrize(("made", "billions"), [(LLAMA_1B, 1.236), (LLAMA_8B, 8.03), (BERT_LARGE, 0.334)])
-def test_real_shapes_have_real_sizes(made: Made, billions: float) -> None:
-    assert made.num_bytes / 2e9 == pytest.approx(billions, rel=0.005)
+@pytest.mark.parametrize("shape", [SMALL_LLAMA, SMALL_BERT], ids=lambda shape: shape.name)
+def test_the_checkpoint_of_a_dry_run_is_opened_like_any(shape: PublishedModel, tmp_path: Path) -> None:
+    assert open_checkpoint(model_folder(shape, tmp_path)[0]).needs().num_layers == 2
 
 
 def bench(**parts: float) -> dict[str, object]:

@@ -1,4 +1,4 @@
-"""Run the test suites of peers, and unchanged clients, against this server, and count what passes.
+"""Run the test suites of peers, and unchanged clients, against this server, and count what passes: docs/compatibility.md.
 
 `python -m tools.peers.suites [--suite NAME] [--url URL] [--work DIR]`. Tests come from the source packages of
 llama-cpp-python and vLLM on PyPI; nothing of them is in this repository. Packages, a virtual environment and logs are

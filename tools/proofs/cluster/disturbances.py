@@ -184,15 +184,7 @@ def memory(findings: Findings, fleet: Fleet) -> None:
         wait(restarted, ROLLOUT_SECONDS, f"{pod} was not restarted")
 
     outcome, took = under_load(fleet, killed)
-    findings.check(
-        "a server killed for its memory starts again",
-        why == "OOMKilled",
-        f"{why}, ready after {took:.0f} s",
-        "OOMKilled",
-    )
-    findings.check(
-        "meanwhile the other pod answers",
-        bool(outcome.answers),
-        outcome,
-        "answers; requests on the killed pod are lost",
-    )
+    found = f"{why}, ready after {took:.0f} s"
+    findings.check("a server killed for its memory starts again", why == "OOMKilled", found, "OOMKilled")
+    wanted = "answers; requests on the killed pod are lost"
+    findings.check("meanwhile the other pod answers", bool(outcome.answers), outcome, wanted)

@@ -68,15 +68,8 @@ class Load:
 
     def __init__(self, place: Place, url: str, clients: int, key: str = "", max_tokens: int = MAX_TOKENS) -> None:
         self.outcome = Outcome()
-        words = place.command(
-            sys.executable,
-            "-m",
-            "tools.proofs.cluster.load",
-            url,
-            str(clients),
-            str(max_tokens),
-            *([key] if key else []),
-        )
+        arguments = [url, str(clients), str(max_tokens), *([key] if key else [])]
+        words = place.command(sys.executable, "-m", "tools.proofs.cluster.load", *arguments)
         self._process = subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=ROOT)
 
     def __enter__(self) -> Load:

@@ -14,7 +14,6 @@ PAUSE_IMAGE = "localhost/pause:1"
 CACHE = "/var/cache/armature"  # of components/cache/node, prepared as k8s/README.md says
 USER = "10001"
 DISK_BYTES = 16 * 2**30  # of a node, in a sparse file
-ARCHITECTURE = "kubernetes.io/arch"
 MODELS = "/var/lib/models"  # checkpoints that pods read through the claim armature-models
 
 
@@ -30,10 +29,9 @@ class Node:
         """The folder that is the node's own disk; only in its mount namespace."""
         return self.lab.folder / self.name / "disk"
 
-    def give(self, image: Path, platform: str | None = None) -> None:
-        """Import an image that `docker save` wrote, of this platform; None: of the machine's."""
-        words = ("images", "import", *([f"--platform={platform}"] if platform else []), str(image))
-        self.place.run(str(self.lab.programs / "ctr"), "-n", "k8s.io", *words, seconds=900)
+    def give(self, image: Path) -> None:
+        """Import an image that `docker save` wrote."""
+        self.place.run(str(self.lab.programs / "ctr"), "-n", "k8s.io", "images", "import", str(image), seconds=900)
 
     def mount_model(self, checkpoint: Path, name: str) -> None:
         """Let the node have this checkpoint, as it is, as a folder of `MODELS`."""
@@ -41,12 +39,8 @@ class Node:
         self.place.run("mount", "--bind", str(checkpoint.resolve()), f"{MODELS}/{name}")
 
 
-def join(cluster: ControlPlane, number: int, architecture: str | None = None) -> Node:
-    """Start a node and wait until Kubernetes calls it ready.
-
-    Its programs are the machine's. With `architecture` it says that it is of that one; the machine must be able to
-    emulate it, and the node is given images of it.
-    """
+def join(cluster: ControlPlane, number: int) -> Node:
+    """Start a node, whose programs are the machine's, and wait until Kubernetes calls it ready."""
     lab, name = cluster.lab, f"node-{number}"
     folder = lab.folder / name
     for each in ("network", "addresses", "disk"):
@@ -64,8 +58,6 @@ def join(cluster: ControlPlane, number: int, architecture: str | None = None) ->
     node = Node(name, place, lab, link)
     node.give(lab.folder / "pause.tar")
     config = cluster.configure(f"kubelet-{name}", f"/O=system:nodes/CN=system:node:{name}")
-    if architecture:
-        cluster.apply(*_architecture(name, architecture))
     lab.start(
         f"kubelet-{name}", place, "kubelet", f"--config={folder / 'kubelet.json'}", f"--kubeconfig={config}",
         f"--hostname-override={name}", f"--node-ip={NODES}.{10 + number}",
@@ -82,24 +74,6 @@ def join(cluster: ControlPlane, number: int, architecture: str | None = None) ->
         f"kubelet-{name}",
     )
     return node
-
-
-def _architecture(name: str, architecture: str) -> list[dict[str, object]]:
-    """Return objects by which the API server gives a node this architecture, whatever its kubelet says of itself."""
-    api, metadata = "admissionregistration.k8s.io/v1", {"name": f"architecture-{name}"}
-    rules = {"apiGroups": [""], "apiVersions": ["v1"], "operations": ["CREATE", "UPDATE"]}
-    label = f"Object{{metadata: Object.metadata{{labels: {{'{ARCHITECTURE}': '{architecture}'}}}}}}"
-    spec = {
-        "matchConstraints": {"resourceRules": [rules | {"resources": ["nodes", "nodes/status"]}]},
-        "matchConditions": [{"name": "node", "expression": f"object.metadata.name == '{name}'"}],
-        "reinvocationPolicy": "Never",
-        "mutations": [{"patchType": "ApplyConfiguration", "applyConfiguration": {"expression": label}}],
-    }
-    binding = {"policyName": metadata["name"]}
-    return [
-        {"apiVersion": api, "kind": "MutatingAdmissionPolicy", "metadata": metadata, "spec": spec},
-        {"apiVersion": api, "kind": "MutatingAdmissionPolicyBinding", "metadata": metadata, "spec": binding},
-    ]
 
 
 def _network(cluster: Place, node: Place, number: int) -> str:

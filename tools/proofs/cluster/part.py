@@ -1,33 +1,36 @@
-"""The part of the proofs that applies the manifests to a real Kubernetes and disturbs what they made."""
+"""Apply the manifests to a real Kubernetes and disturb what they made: a schema does not show that they serve."""
 
 from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
 
-from tools.proofs.cluster import architectures, custom, disks, disturbances, images, loss, starts
+from app.version import VERSION
+from tools.proofs.cluster import custom, disks, disturbances, loss, starts
 from tools.proofs.cluster.control_plane import ControlPlane
 from tools.proofs.cluster.namespaces import Lab, wait
-from tools.proofs.cluster.node import Node, join
+from tools.proofs.cluster.node import PAUSE_IMAGE, Node, join
 from tools.proofs.cluster.programs import Missing, gather
 from tools.proofs.cluster.service import K8S, NAMESPACE, SERVERS, Fleet, address, asked
-from tools.proofs.containers import Image
+from tools.proofs.containers import Image, docker
 from tools.proofs.findings import Findings, TooLong
 
+DEMO = Path(__file__).resolve().parents[3] / "app" / "demo" / "llama"
+SERVER_TAGS = ("armature:dev", f"armature:{VERSION}")  # of overlays/demo, and of the base
+IMAGE_SECONDS = 900.0
 # Not below /run, /var/lib, /var/log or /var/cache, which the nodes have to themselves.
 KEPT = Path(__file__).resolve().parents[3] / "build" / "cluster"
 FIRST_ANSWER_SECONDS = 90.0
 WAIT_SECONDS = 600.0
 
 
-def run(
-    findings: Findings, image: Image, kubernetes: Path | None, model: Path | None, other: Image | None = None
-) -> None:
+def run(findings: Findings, image: Image, kubernetes: Path | None, model: Path | None) -> None:
     """Bring the cluster up, run every check, and take it down.
 
     Args:
@@ -35,7 +38,6 @@ def run(
         image: The server's image for this machine.
         kubernetes: The folder of Kubernetes' server programs.
         model: A checkpoint whose second start is timed, or None.
-        other: The server's image for an architecture that this machine emulates, or None.
     """
     if kubernetes is None or os.geteuid() != 0:
         findings.skipped.append(
@@ -51,8 +53,8 @@ def run(
     folder = Path(tempfile.mkdtemp(prefix="run-", dir=KEPT))
     lab = Lab(folder, programs)
     try:
-        images.pause(programs, folder / "pause.tar")
-        images.server(image, folder / "server.tar")
+        save_pause(programs, folder / "pause.tar")
+        save_server(image, folder / "server.tar")
         began = time.monotonic()
         cluster = ControlPlane(lab)
         nodes = [join(cluster, number) for number in (1, 2)]
@@ -66,7 +68,6 @@ def run(
             "second starts": lambda: starts.second_start(findings, cluster, nodes, model),
             "a volume beyond its limit": lambda: disks.volume_beyond_its_limit(findings, settled(fleet)),
             "a full cache": lambda: disks.full_cache(findings, fleet, nodes),
-            "a node of another architecture": lambda: architectures.run(findings, cluster, fleet, other),
             "a lost node": lambda: loss.node_lost(findings, fleet, nodes[1]),
             "a full node": lambda: disks.full_node(findings, fleet, nodes),
         }
@@ -132,7 +133,7 @@ def first_apply(findings: Findings, cluster: ControlPlane) -> None:
 def apply(findings: Findings, cluster: ControlPlane, nodes: list[Node]) -> Fleet:
     """Apply the two pools as k8s/README.md does, in a namespace with restricted pod security."""
     tar = cluster.lab.folder / "model.tar"
-    images.model(images.DEMO, "my-model", tar)
+    save_model(DEMO, "my-model", tar)
     give(nodes, tar)
     fleet = Fleet(cluster, "fleet", "my-model")
     began = time.monotonic()
@@ -163,3 +164,35 @@ def apply(findings: Findings, cluster: ControlPlane, nodes: list[Node]) -> Fleet
 def _states(cluster: ControlPlane, namespace: str) -> str:
     pods = cluster.get("pods", "-n", namespace)
     return "; ".join(f"{each['metadata']['name']} {each['status']['phase']}" for each in pods) or "no pods"
+
+
+def save_pause(programs: Path, into: Path) -> None:
+    """Save an image that does nothing, which holds a pod's namespaces open."""
+    with tempfile.TemporaryDirectory() as folder:
+        shutil.copy(programs / "busybox", folder)
+        entry = 'ENTRYPOINT ["/busybox", "sleep", "2147483647"]'
+        _build(Path(folder), f"FROM scratch\nCOPY busybox /busybox\n{entry}\n", PAUSE_IMAGE)
+    docker("save", PAUSE_IMAGE, "-o", str(into))
+
+
+def save_server(image: Image, into: Path) -> None:
+    """Save the server's image for its platform alone, under the names that the manifests have."""
+    for each in SERVER_TAGS:
+        if each != image.tag:
+            docker("tag", image.tag, each)
+    docker("save", f"--platform={image.platform}", *SERVER_TAGS, "-o", str(into), seconds=IMAGE_SECONDS)
+
+
+def save_model(checkpoint: Path, name: str, into: Path) -> str:
+    """Save an image of this checkpoint alone, in the folder `name`. Returns its tag."""
+    tag = f"{name}:1"
+    _build(checkpoint, f"FROM scratch\nCOPY --chmod=755 . /{name}\n", tag)
+    docker("save", tag, "-o", str(into), seconds=IMAGE_SECONDS)
+    return tag
+
+
+def _build(context: Path, dockerfile: str, tag: str) -> None:
+    with tempfile.NamedTemporaryFile("w", suffix=".Dockerfile") as file:
+        file.write(dockerfile)
+        file.flush()
+        docker("buildx", "build", "--load", f"--tag={tag}", f"--file={file.name}", str(context), seconds=IMAGE_SECONDS)

@@ -1,0 +1,148 @@
+"""Armature's HTTP server with a simulated engine, and what a streamed token costs its event loop.
+
+The engine makes a token with one space for each open request at fixed intervals, and computes nothing, so the figures are the cost of
+the way from the worker's events to the sockets. `armature bench overhead` starts the server as a child process:
+`python -m armature_bench.http.simulated CHECKPOINT`. It prints its port; for each line on standard input it prints a line
+of JSON with counters.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import socket
+import sys
+import threading
+import time
+from pathlib import Path
+from queue import Empty, SimpleQueue
+
+import uvicorn
+
+from app.api.routing import ApiRuntime
+from app.messages import Abort, Command, Event, Generate, SequenceFinished, Stop, Timings, TokensReady
+from app.metrics.instruments import Metrics
+from app.metrics.load_progress import LoadProgress
+from app.metrics.steps import EngineSnapshot
+from app.server.app import create_app
+from app.server.process import SWITCH_SECONDS, server_config
+from app.service.served_model import ServedDecoder, ServingLimits
+from app.service.service import Service
+from app.settings import load_settings
+from app.text.tokenizer import Tokenizer
+
+PACED_RATE = 8_000.0  # tokens per second, at which the event loop is never late
+MAX_TOKENS = 100_000
+_MODEL = "simulated"
+_TEXT = "The keeper of the lighthouse wrote a letter to his sister every Sunday, and she answered in verse. "
+
+
+class SimulatedEngine:
+    """A worker whose engine makes `rate` tokens per second for all open requests together, and computes nothing."""
+
+    def __init__(self, token_ids: tuple[int, ...]) -> None:
+        self.alive, self.state, self.stage = True, "ready", "ready"
+        self.load_progress: LoadProgress | None = None
+        self.snapshot = EngineSnapshot(stepped_at=time.monotonic())
+        self.rate = PACED_RATE
+        self.num_tokens = 0
+        self._mailbox: SimpleQueue[Command] = SimpleQueue()
+        self._token_ids = token_ids
+        self._open: dict[str, int] = {}  # tokens that are left
+
+    def put(self, command: Command) -> None:
+        """Take a command."""
+        self._mailbox.put(command)
+
+    def run(self, service: Service) -> None:
+        """Make tokens until `Stop`."""
+        due = time.perf_counter()
+        while True:
+            try:
+                command = self._mailbox.get(timeout=None if not self._open else max(due - time.perf_counter(), 0.0))
+            except Empty:
+                events = self._step()
+                due = max(due, time.perf_counter() - 0.05) + len(events) / self.rate
+                service.on_events(events)
+                continue
+            if isinstance(command, Generate):
+                self._open[command.request_id] = command.params.max_tokens or MAX_TOKENS
+                due = max(due, time.perf_counter())
+            elif isinstance(command, Abort):
+                self._open.pop(command.request_id, None)
+            elif isinstance(command, Stop):
+                return
+
+    def _step(self) -> list[Event]:
+        events: list[Event] = []
+        self.num_tokens += len(self._open)
+        for request_id, left in self._open.items():
+            token_id = self._token_ids[left % len(self._token_ids)]
+            events.append(TokensReady(request_id, 0, (token_id,), timings=_TIMINGS))
+            self._open[request_id] = left - 1
+        for request_id in [one for one, left in self._open.items() if not left]:
+            events.append(SequenceFinished(request_id, 0, "length"))
+            del self._open[request_id]
+        return events
+
+
+_TIMINGS = Timings()
+
+
+class _Lifetime:
+    """Start and stop of the simulated server."""
+
+    def __init__(self, service: Service, engine: SimulatedEngine, model: ServedDecoder) -> None:
+        self.service, self.engine, self.model = service, engine, model
+        self._thread = threading.Thread(target=engine.run, args=(service,), daemon=True)
+
+    async def start(self) -> None:
+        """Start the engine."""
+        await self.service.start()
+        self.service.serve(self.model)
+        self._thread.start()
+
+    async def stop(self) -> None:
+        """Stop it."""
+        self.engine.put(Stop())
+        await self.service.stop()
+
+
+def serve(checkpoint: Path) -> None:
+    """Serve until standard input ends."""
+    sys.setswitchinterval(SWITCH_SECONDS)
+    settings = load_settings()[0]
+    tokenizer = Tokenizer(checkpoint)
+    limits = ServingLimits(MAX_TOKENS * 2, 1024, 1024, 3600.0, tokenizer.vocab_size)
+    ids = tokenizer.encode(_TEXT, add_special_tokens=False)
+    engine = SimulatedEngine(tuple(one for one in ids if (tokenizer.piece(one) or "").count(" ") == 1))
+    metrics = Metrics()
+    service = Service(engine, metrics)
+    lifetime = _Lifetime(service, engine, ServedDecoder(_MODEL, limits, tokenizer, None))
+    server = uvicorn.Server(server_config(create_app(ApiRuntime(service, metrics, lifetime, dict, 1)), settings))
+    listener = socket.create_server(("127.0.0.1", 0), backlog=1024)
+
+    async def run() -> None:
+        loop = asyncio.get_running_loop()
+
+        def count() -> None:
+            counts = {"loop": time.thread_time(), "process": time.process_time(), "tokens": engine.num_tokens}
+            print(json.dumps(counts), flush=True)
+
+        def listen() -> None:
+            for line in sys.stdin:
+                engine.rate = float(line)
+                loop.call_soon_threadsafe(count)
+            loop.call_soon_threadsafe(setattr, server, "should_exit", True)
+
+        threading.Thread(target=listen, daemon=True).start()
+        print(json.dumps({"port": listener.getsockname()[1]}), flush=True)
+        await server.serve([listener])
+
+    uvicorn_loop = server.config.get_loop_factory()
+    with asyncio.Runner(loop_factory=uvicorn_loop) as runner:
+        runner.run(run())
+
+
+if __name__ == "__main__":
+    serve(Path(sys.argv[1]))

@@ -1,0 +1,102 @@
+"""Tokens that are written to their client at once have the bytes that the reader of the stream would write."""
+
+from __future__ import annotations
+
+import re
+import threading
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from app.api.http_protocol import BoundedProtocol
+from app.messages import Event
+from app.service.engine_client import EngineClient
+from tests.live.live_server import LiveServer, live
+
+CHAT = [{"role": "user", "content": "Once upon"}]
+NUM_TOKENS = 40
+BODIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "completions": ("/v1/completions", {"prompt": "Once"}),
+    "completions with usage": ("/v1/completions", {"prompt": "Once", "stream_options": {"include_usage": True}}),
+    "completions with an echo": ("/v1/completions", {"prompt": "Once", "echo": True}),
+    "chat": ("/v1/chat/completions", {"messages": CHAT}),
+    "chat with usage": ("/v1/chat/completions", {"messages": CHAT, "stream_options": {"include_usage": True}}),
+    "responses": ("/v1/responses", {"input": "Once upon"}),
+    "messages": ("/v1/messages", {"messages": CHAT}),
+    "ollama chat": ("/api/chat", {"messages": CHAT}),
+    "ollama generate": ("/api/generate", {"prompt": "Twice upon a time"}),
+    "native": ("/generate", {"prompt": "Once"}),
+    "llama.cpp": ("/completion", {"prompt": "Once"}),
+    "oip": ("/v2/models/tiny/generate_stream", {"text_input": "Once"}),
+}
+# Streams whose events have more than the text of a plain token.
+GENERAL: dict[str, tuple[str, dict[str, Any]]] = {
+    "continuous usage": (
+        "/v1/completions",
+        {"prompt": "Once", "stream_options": {"include_usage": True, "continuous_usage_stats": True}},
+    ),
+    "token ids": ("/v1/completions", {"prompt": "Once", "return_token_ids": True}),
+    "log-probabilities": ("/v1/completions", {"prompt": "Once", "logprobs": 2}),
+    "two choices": ("/v1/completions", {"prompt": "Once", "n": 2}),
+    "stop strings": ("/v1/completions", {"prompt": "Once", "stop": ["never written"]}),
+}
+
+
+@pytest.fixture(scope="module")
+def steady(tiny: Path) -> Iterator[LiveServer]:
+    with live(tiny, speculation="off") as server:  # else a step has as many tokens as pay off at the moment
+        yield server
+
+
+@pytest.fixture
+def _unhurried(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the readers of streams take each step's events before the engine makes the next ones."""
+    on_events = EngineClient.on_events
+
+    def deliver(self: EngineClient, events: Sequence[Event]) -> None:
+        on_events(self, events)
+        for _ in range(30):  # turns of the event loop
+            turn = threading.Event()
+            self._call(lambda _, turn=turn: turn.set(), None)  # type: ignore[misc]
+            turn.wait(1)
+
+    monkeypatch.setattr(EngineClient, "on_events", deliver)
+
+
+def limits(path: str) -> dict[str, Any]:
+    if path.startswith("/api/"):
+        return {"options": {"num_predict": NUM_TOKENS, "temperature": 0}, "stream": True}
+    if path.startswith("/v2/"):
+        return {"parameters": {"max_tokens": NUM_TOKENS, "temperature": 0, "ignore_eos": True}}
+    name = {"/completion": "n_predict", "/v1/responses": "max_output_tokens"}.get(path, "max_tokens")
+    return {name: NUM_TOKENS, "temperature": 0, "ignore_eos": True, "stream": True}
+
+
+def streamed(server: LiveServer, path: str, body: dict[str, Any]) -> str:
+    """The stream without ids and times, which differ between two requests."""
+    response = server.client.post(path, json={"model": "tiny", **limits(path), **body})
+    assert response.status_code == 200, response.text
+    text = re.sub(r"[0-9a-f]{32}", "ID", response.content.decode())
+    text = re.sub(r'"(created|created_at)":("[^"]*"|\d+)', r'"\1":0', text)
+    return re.sub(r'"(\w+_duration|\w+_m?s|\w+_per_second)":[\d.]+', r'"\1":0', text)
+
+
+@pytest.mark.usefixtures("_unhurried")
+@pytest.mark.parametrize("name", [*BODIES, *GENERAL])
+def test_both_ways_write_the_same(steady: LiveServer, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    path, body = (BODIES | GENERAL)[name]
+    streamed(steady, path, body)  # the others find the prompt in the cache
+    written: list[bytes] = []
+    write = BoundedProtocol._write_directly
+
+    def watched(self: BoundedProtocol, cycle: Any, data: bytes) -> bool:
+        written.append(data)
+        return write(self, cycle, data)
+
+    monkeypatch.setattr(BoundedProtocol, "_write_directly", watched)
+    direct = streamed(steady, path, body)
+    assert any(written) == (name in BODIES)
+    monkeypatch.setattr(BoundedProtocol, "_write_directly", lambda self, cycle, data: False)
+    assert streamed(steady, path, body) == direct
